@@ -1,0 +1,106 @@
+# Each target does all its own set-up: the environment .venv, the dependencies, the build.
+#   make demo    train a small transformer with torch's norms and with fused ones
+#   make test    everything that CI runs
+#   make build   compile the extension into fused_norm/, so that the tree itself is importable
+#   make lint | bench | wheel | clean
+# PYTHON=python3.13 and TORCH=2.9.1 choose versions. The variables of setup.py (FUSED_NORM_CUDA,
+# TORCH_CUDA_ARCH_LIST, MAX_JOBS) are passed on.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := build
+.PHONY: build demo test host-tests core lint bench wheel clean
+
+# The first of these that runs and can make an environment (an installed name may be a dead shim).
+ifndef PYTHON
+PYTHON := $(shell for python in python3.12 python3.11 python3.13 python3.10; do \
+    $$python -c 'import ensurepip, venv' >/dev/null 2>&1 && { echo $$python; break; }; done)
+endif
+TORCH ?= 2.11.0
+PYTHON_VERSION := $(shell '$(PYTHON)' -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>&-)
+ifeq ($(PYTHON_VERSION),)
+$(error $(or $(PYTHON:%=% does not run),No Python 3.10 to 3.13 with venv and pip was found); \
+    name one with PYTHON=/path/to/python)
+endif
+
+BIN := .venv/bin
+ENV := .venv/.python-$(PYTHON_VERSION)-torch-$(TORCH)
+IN_CI := $(filter true 1,$(CI))
+NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),\
+    $(wildcard /usr/local/cuda/bin/nvcc))
+# Where CI finds a CUDA toolkit it must be used, unless FUSED_NORM_CUDA=0 forbids it.
+ifneq ($(and $(IN_CI),$(NVCC)),)
+ifneq ($(FUSED_NORM_CUDA),0)
+export FUSED_NORM_CUDA := 1
+CI_KERNELS := core
+endif
+endif
+
+# An environment of other versions is made anew, unless it is someone else's.
+define CHECK_ENV
+from importlib.metadata import version
+import sys
+assert sys.version_info[:2] == tuple(map(int, "$(PYTHON_VERSION)".split(".")))
+assert version("torch").split("+")[0] == "$(TORCH)".split("+")[0]
+endef
+export CHECK_ENV
+
+$(ENV): pyproject.toml
+	@if [ -e .venv ] && ! $(BIN)/python -c "$$CHECK_ENV" 2>/dev/null; then \
+	    if [ ! -e .venv/.made-by-make ]; then \
+	        echo ".venv is not of this Makefile and has other versions than Python $(PYTHON_VERSION)" \
+	            "and torch $(TORCH): remove it, or pass its PYTHON= and TORCH=" >&2; exit 1; \
+	    fi; \
+	    rm -rf .venv build; \
+	fi
+	@if [ ! -e .venv ]; then mkdir .venv; touch .venv/.made-by-make; $(PYTHON) -m venv .venv; fi
+	$(BIN)/python -m pip install --disable-pip-version-check \
+	    'torch==$(TORCH)' 'setuptools>=77' wheel ninja
+	$(BIN)/python -c 'from setuptools.config.pyprojecttoml import read_configuration as read; \
+	    extras = read("pyproject.toml", expand=False)["project"]["optional-dependencies"]; \
+	    print(*sorted(set(sum(extras.values(), []))), sep="\n")' > .venv/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r .venv/requirements.txt
+	@# The tree is on this environment's import path: scripts run from any folder.
+	@echo '$(CURDIR)' > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/fused_norm_tree.pth"
+	@rm -f .venv/.python-*
+	@touch $@
+
+build: $(ENV)
+	$(BIN)/python setup.py build_ext --inplace
+
+demo: build
+	$(BIN)/python examples/train_gpt.py --norm rms
+	$(BIN)/python examples/train_gpt.py --norm layer
+
+test: host-tests $(CI_KERNELS) build
+	$(BIN)/python -m pytest tests
+
+# Unit tests of the host logic of csrc/core; they need neither torch nor nvcc.
+host-tests: $(ENV)
+	$(BIN)/cmake -S . -B build/host -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DFUSED_NORM_CUDA=OFF -DFUSED_NORM_TESTS=$(if $(IN_CI),ON,AUTO)
+	$(BIN)/cmake --build build/host
+	$(BIN)/ctest --test-dir build/host --output-on-failure $(if $(IN_CI),--no-tests=error)
+
+# The oldest and the newest supported chip of a data centre, compiled without torch.
+core: $(ENV)
+	CUDACXX='$(NVCC)' $(BIN)/cmake -S . -B build/core -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	    -DFUSED_NORM_CUDA=ON -DFUSED_NORM_TESTS=OFF \
+	    '-DFUSED_NORM_CUDA_ARCHITECTURES=80-real;100-real'
+	$(BIN)/cmake --build build/core
+
+lint: $(ENV)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	git ls-files --cached --others --exclude-standard 'csrc/*' 'tests/cpp/*' \
+	    | grep -E '\.(h|cpp|cu|cuh)$$' | xargs $(BIN)/clang-format --dry-run --Werror
+
+bench: build
+	$(BIN)/python -m benchmarks norm
+
+wheel: $(ENV)
+	@rm -rf build/lib.* build/bdist.*
+	$(BIN)/python -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist *.egg-info fused_norm/*.so

@@ -1,0 +1,57 @@
+"""Entry point of ``python -m benchmarks COMMAND``.
+
+A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit code.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import benchmarks
+import fused_norm as fn
+from benchmarks import norm
+
+COMMANDS = {"norm": norm}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        """One sentence and exit code 2, without argparse's usage text."""
+        sys.exit(fail(message))
+
+
+def fail(message):
+    print(f"python -m benchmarks: {message}", file=sys.stderr)
+    return 2
+
+
+def main(arguments=None):
+    parser = Parser(prog="python -m benchmarks", description=benchmarks.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.__doc__.partition("\n")[0])
+        module.add_arguments(command)
+        command.add_argument(
+            "--out",
+            type=Path,
+            default=Path("benchmarks/results"),
+            help="folder for the tables; default: %(default)s",
+        )
+    options = parser.parse_args(arguments)
+    if not torch.cuda.is_available():
+        return fail("a CUDA GPU is needed, and torch sees none.")
+    if fn.build_info()["cuda"] is None:
+        return fail(
+            "this build of fused_norm is CPU-only; rebuild it on a machine with a CUDA toolkit."
+        )
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        return fail(f"--out {options.out} cannot be used: {error.strerror}.")
+    return COMMANDS[options.command].run(options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

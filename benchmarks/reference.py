@@ -1,0 +1,100 @@
+"""Checks of norm results against fp64 references, in row chunks so that the references stay small.
+
+Each function returns the largest error over its bound: a result is right when that is at most 1.
+The bounds follow the roundings: u is the unit roundoff of fp32, in which all implementations
+compute, and the store adds one rounding of its own dtype. The forward bound is twice what the
+library promises, so that peers with another order of summation pass too.
+"""
+
+import torch
+
+U = 2.0**-24
+CHUNK = 2**24  # elements: 128 MiB in fp64
+
+
+def forward_error(case, x, weight, bias, y):
+    g, b = _parameters(weight, bias)
+    worst = 0.0
+    for rows in _chunks(x):
+        xhat, mean, rstd = _normalize(case, x[rows])
+        ref = xhat * g + b
+        scale = g.abs() * (xhat.abs().amax(1, keepdim=True) + mean.abs() * rstd) + b.abs()
+        worst = max(worst, _worst(y[rows], ref, 8 * U * scale))
+    return worst
+
+
+def backward_error(case, x, weight, bias, dy, gradients, from_output=False):
+    """`gradients` is (dx, dweight, dbias); `from_output`: backward saw the rounded y, and no x."""
+    dx, dweight, dbias = gradients
+    g, b = _parameters(weight, bias)
+    rows_total = x.shape[0]
+    sums = dict.fromkeys(("dweight", "dweight2", "dbias", "dbias2", "delta2"), 0.0)
+    worst = 0.0
+    for rows in _chunks(x):
+        xhat, mean, rstd = _normalize(case, x[rows])
+        dy64 = dy[rows].double()
+        gdy = g * dy64
+        c1 = 0.0 if case.rms else gdy.mean(1, keepdim=True)
+        c2 = (gdy * xhat).mean(1, keepdim=True)
+        ref = rstd * (gdy - c1 - xhat * c2)
+        # xhat carries an error of u times its largest element and of the mean it was centred by.
+        terms = (
+            gdy.abs()
+            + gdy.abs().mean(1, keepdim=True)
+            + xhat.abs() * (gdy * xhat).abs().mean(1, keepdim=True)
+        )
+        bound = 4 * U * rstd * terms * (1 + xhat.abs().amax(1, keepdim=True) + mean.abs() * rstd)
+        if from_output:
+            # The rounding of y comes back as delta in xhat, which dx uses in two places.
+            delta = _unit_roundoff(x) * (xhat.abs() + (b / g).abs())
+            bound += rstd * (
+                delta * c2.abs() + xhat.abs() * (gdy.abs() * delta).mean(1, keepdim=True)
+            )
+            sums["delta2"] += (dy64 * delta).square().sum(0)
+        worst = max(worst, _worst(dx[rows], ref, bound))
+        product = dy64 * xhat
+        sums["dweight"] += product.sum(0)
+        sums["dweight2"] += product.square().sum(0)
+        sums["dbias"] += dy64.sum(0)
+        sums["dbias2"] += dy64.square().sum(0)
+
+    # A sequential sum of M terms of size s rounds partial sums of size s sqrt(k), k = 1..M, by u
+    # each: u s M / sqrt(2) in all, here times 6. Below, the norm of the terms is s sqrt(M).
+    rounding = 4 * U * rows_total**0.5
+    # The deltas are independent of dy: they add up like a random walk, here six sigma of it.
+    bound = rounding * sums["dweight2"] ** 0.5 + 6 * sums["delta2"] ** 0.5
+    worst = max(worst, _worst(dweight, sums["dweight"], bound))
+    if dbias is not None:
+        worst = max(worst, _worst(dbias, sums["dbias"], rounding * sums["dbias2"] ** 0.5))
+    return worst
+
+
+def _parameters(weight, bias):
+    return weight.double(), 0.0 * weight.double() if bias is None else bias.double()
+
+
+def _normalize(case, x):
+    x = x.double()
+    mean = torch.zeros_like(x[:, :1]) if case.rms else x.mean(1, keepdim=True)
+    rstd = ((x - mean).square().mean(1, keepdim=True) + case.eps).rsqrt()
+    return (x - mean) * rstd, mean, rstd
+
+
+def _chunks(x):
+    rows, cols = x.shape
+    step = max(1, CHUNK // cols)
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _unit_roundoff(tensor):
+    return torch.finfo(tensor.dtype).eps / 2
+
+
+def _worst(result, ref, bound):
+    """Largest |result - ref| over (bound + the rounding of the store); infinite for NaN."""
+    smallest = torch.finfo(
+        result.dtype
+    ).smallest_normal  # below it the rounding no longer shrinks with the value
+    allowed = bound + _unit_roundoff(result) * (ref.abs() + bound + smallest)
+    ratio = ((result.double() - ref).abs() / allowed).max().item()
+    return ratio if ratio == ratio else float("inf")

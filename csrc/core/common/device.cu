@@ -1,0 +1,52 @@
+#include "core/common/device.h"
+
+#include <algorithm>
+
+namespace fused_norm {
+namespace {
+
+__global__ void __launch_bounds__(512) fill_multiprocessor() {}
+
+}  // namespace
+
+cudaError_t query_device(int device, DeviceProperties* properties) {
+  int major = 0;
+  auto read = [&](int* value, cudaDeviceAttr attribute) {
+    return cudaDeviceGetAttribute(value, attribute, device);
+  };
+  cudaError_t error;
+  if ((error = read(&properties->sm_count, cudaDevAttrMultiProcessorCount)) != cudaSuccess) return error;
+  if ((error = read(&properties->shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin)) != cudaSuccess) {
+    return error;
+  }
+  if ((error = read(&major, cudaDevAttrComputeCapabilityMajor)) != cudaSuccess) return error;
+  properties->max_cluster_blocks = major >= 9 ? 8 : 1;
+  std::fill_n(properties->filled_by_clusters, 4, properties->sm_count);
+  if (major < 9) return cudaSuccess;
+
+  // A block with more than half of the shared memory has a multiprocessor to itself.
+  const int shared_bytes = properties->shared_bytes_per_block / 4 * 3;
+  error = cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  if (error != cudaSuccess) return error;
+  for (int log2 = 1; log2 < 4; ++log2) {
+    cudaLaunchAttribute attribute{};
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim = {1u << log2, 1, 1};
+    cudaLaunchConfig_t config{};
+    config.gridDim = 1 << log2;
+    config.blockDim = 512;
+    config.dynamicSmemBytes = shared_bytes;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int clusters = 0;
+    error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &config);
+    if (error != cudaSuccess) return error;
+    properties->filled_by_clusters[log2] = clusters << log2;
+    if (clusters > 0) continue;
+    properties->max_cluster_blocks = 1 << (log2 - 1);  // a slice of a chip may be too small for larger ones
+    break;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace fused_norm

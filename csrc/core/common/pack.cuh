@@ -1,0 +1,326 @@
+// Packs: the unit of memory access. A pack is N consecutive elements of a row, up to 16 bytes. Column c of a row
+// belongs to pack c / N whatever the row's alignment, so that a row's arithmetic never depends on where it lies.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/common/types.h"
+
+namespace fused_norm {
+
+// kBytes (4, 8 or 16) as registers hold them.
+template <int kBytes>
+struct Words {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  uint32_t at[kBytes / 4];
+};
+
+// N elements of type T, as words: 16-bit elements taken apart would fill a register each.
+template <typename T, int N>
+struct Pack {
+  Words<sizeof(T) * N> words;
+};
+
+// The type of a row's arithmetic: fp32, or fp64 for fp64 data.
+template <typename T>
+using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+namespace detail {
+
+template <typename To, typename From>
+__device__ __forceinline__ To bit_copy(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+__device__ __forceinline__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
+__device__ __forceinline__ float2 to_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ __forceinline__ uint32_t round_pair(float a, float b, __half) {
+  return bit_copy<uint32_t>(__floats2half2_rn(a, b));
+}
+__device__ __forceinline__ uint32_t round_pair(float a, float b, __nv_bfloat16) {
+  return bit_copy<uint32_t>(__floats2bfloat162_rn(a, b));
+}
+
+}  // namespace detail
+
+template <typename T, int N>
+__device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&out)[N]) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      const float2 pair = detail::to_floats(detail::bit_copy<Pair>(pack.words.at[i]));
+      out[2 * i] = pair.x;
+      out[2 * i + 1] = pair.y;
+    }
+  } else {
+    memcpy(out, &pack, sizeof(pack));
+  }
+}
+
+// Rounds to nearest even.
+template <typename T, int N, typename A>
+__device__ __forceinline__ void round_to(Pack<T, N>& pack, const A (&in)[N]) {
+  if constexpr (sizeof(T) == 2) {
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      pack.words.at[i] = detail::round_pair(in[2 * i], in[2 * i + 1], T());
+    }
+  } else {
+    static_assert(std::is_same_v<T, A>);
+    memcpy(&pack, in, sizeof(pack));
+  }
+}
+
+namespace detail {
+
+// The kBytes bytes that start `shift` (< kBytes) bytes into the concatenation of `low` and `high`.
+template <int kBytes>
+__device__ __forceinline__ Words<kBytes> shifted_bytes(const Words<kBytes>& low,
+                                                       const Words<kBytes>& high, unsigned shift) {
+  constexpr int kWords = kBytes / 4;
+  uint32_t words[2 * kWords];
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    words[i] = low.at[i];
+    words[kWords + i] = high.at[i];
+  }
+  // Whole words by a binary choice (a register array has no run-time index), the rest by a funnel shift.
+#pragma unroll
+  for (int step = kWords / 2; step > 0; step /= 2) {
+    const bool take = (shift / 4) & step;
+#pragma unroll
+    for (int i = 0; i + step < 2 * kWords; ++i) words[i] = take ? words[i + step] : words[i];
+  }
+  Words<kBytes> out;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    out.at[i] = __funnelshift_r(words[i], words[i + 1], (shift % 4) * 8);
+  }
+  return out;
+}
+
+// One access of kBytes through the read-only path.
+template <int kBytes>
+__device__ __forceinline__ Words<kBytes> load_words(const char* address) {
+  if constexpr (kBytes == 16) {
+    return bit_copy<Words<16>>(__ldg(reinterpret_cast<const uint4*>(address)));
+  } else if constexpr (kBytes == 8) {
+    return bit_copy<Words<8>>(__ldg(reinterpret_cast<const uint2*>(address)));
+  } else {
+    return bit_copy<Words<4>>(__ldg(reinterpret_cast<const uint32_t*>(address)));
+  }
+}
+
+template <int kBytes>
+__device__ __forceinline__ void store_words(char* address, const Words<kBytes>& words) {
+  if constexpr (kBytes == 16) {
+    *reinterpret_cast<uint4*>(address) = bit_copy<uint4>(words);
+  } else if constexpr (kBytes == 8) {
+    *reinterpret_cast<uint2*>(address) = bit_copy<uint2>(words);
+  } else {
+    *reinterpret_cast<uint32_t*>(address) = bit_copy<uint32_t>(words);
+  }
+}
+
+}  // namespace detail
+
+// Rows are regular when every one starts on a pack boundary and is a whole number of packs. The caller finds out on the
+// host; kernels hold both forms, with the same arithmetic, and branch once.
+//
+// Reads packs of one row. Loads are always of aligned granules; in an irregular row a pack lies across two of them, and
+// the second comes from the next lane, which loads it anyway. Columns past the row read as zero. Accesses never leave
+// the granules that hold the row's own elements, so they stay on its pages.
+template <typename T, int N, bool kRegular>
+class RowReader {
+  static constexpr int kBytes = sizeof(T) * N;
+
+ public:
+  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, with consecutive packs.
+  __device__ RowReader(const T* row, int cols, int lane, int lanes)
+      : row_(reinterpret_cast<const char*>(row)),
+        cols_(cols),
+        lane_(lane),
+        lanes_(lanes),
+        shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
+
+  // Packs as they are loaded: the granules in which they start, and for the last lane those after them.
+  template <int kPacks>
+  struct Fetched {
+    Words<kBytes> granules[kPacks], edges[kRegular ? 1 : kPacks];
+  };
+
+  // Loads the packs at columns col, col + step, ..., all of them in flight at once.
+  template <int kPacks>
+  __device__ __forceinline__ void fetch(Fetched<kPacks>& fetched, int col, int step) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule(col + p * step, 0);
+    if constexpr (!kRegular) {
+      if (lane_ != lanes_ - 1 || shift_ == 0) return;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) fetched.edges[p] = granule(col + p * step, kBytes);
+    }
+  }
+
+  // Makes packs of what was fetched. All lanes of a warp take part.
+  template <int kPacks>
+  __device__ __forceinline__ void extract(const Fetched<kPacks>& fetched, Pack<T, N> (&packs)[kPacks], int col,
+                                          int step) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const Words<kBytes>& low = fetched.granules[p];
+      if constexpr (kRegular) {
+        packs[p].words = low;
+      } else {
+        Words<kBytes> high;
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) {
+          high.at[i] = __shfl_down_sync(0xffffffffu, low.at[i], 1, lanes_);
+          if (lane_ == lanes_ - 1) high.at[i] = fetched.edges[p].at[i];
+        }
+        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * step);
+      }
+    }
+  }
+
+  template <int kPacks>
+  __device__ __forceinline__ void load(Pack<T, N> (&packs)[kPacks], int col, int step) const {
+    Fetched<kPacks> fetched;
+    fetch(fetched, col, step);
+    extract(fetched, packs, col, step);
+  }
+
+ private:
+  // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches it.
+  __device__ __forceinline__ Words<kBytes> granule(int col, int offset) const {
+    Words<kBytes> words{};
+    const int first = col + (offset - shift_) / static_cast<int>(sizeof(T));
+    if (first < cols_) words = detail::load_words<kBytes>(row_ + static_cast<int64_t>(first) * sizeof(T));
+    return words;
+  }
+
+  // Sets the columns past the row to zero.
+  __device__ __forceinline__ Pack<T, N> finish(Words<kBytes> words, int col) const {
+    const int bytes = (cols_ - col) * static_cast<int>(sizeof(T));
+    if (cols_ - col < N) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i) {
+        words.at[i] = bytes >= 4 * i + 4 ? words.at[i] : bytes > 4 * i ? words.at[i] & 0xffff : 0;
+      }
+    }
+    return {words};
+  }
+
+  const char* row_;
+  int cols_, lane_, lanes_, shift_;
+};
+
+// Writes packs of one row; the counterpart of RowReader. All lanes that share the row in a warp call store()
+// together, with consecutive packs in consecutive lanes: in a row that does not start on a pack boundary each lane
+// writes the aligned granule that ends with its own first columns and begins with its neighbour's last ones.
+template <typename T, int N, bool kRegular>
+class RowWriter {
+ public:
+  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, `mask` names those lanes.
+  __device__ RowWriter(T* row, int cols, int lane, int lanes, unsigned mask)
+      : row_(row),
+        cols_(cols),
+        lane_(lane),
+        lanes_(lanes),
+        mask_(mask),
+        shift_(kRegular ? 0 : static_cast<unsigned>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
+
+  __device__ __forceinline__ void store(int col, const Pack<T, N>& pack) const {
+    const int count = cols_ - col;  // N or more: a whole pack; 0 or less: nothing
+    if (kRegular || shift_ == 0) {
+      if (count >= N) {
+        detail::store_words<kBytes>(address(col), pack.words);
+      } else if (!kRegular) {
+        store_elements(col, pack, 0, count);
+      }
+      return;
+    }
+    const int head = (kBytes - shift_) / sizeof(T);  // own columns in the granule shared with the lane before
+    const Words<kBytes> own = pack.words;
+    Words<kBytes> before;
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
+    if (lane_ > 0 && count >= head) {
+      detail::store_words<kBytes>(address(col) - shift_,
+                                  detail::shifted_bytes<kBytes>(before, own, kBytes - shift_));
+    } else {
+      store_elements(col, pack, 0, min(head, count));
+    }
+    const bool next_lane_writes_tail =
+        lane_ + 1 < lanes_ && count - N >= head;
+    if (!next_lane_writes_tail) store_elements(col, pack, head, count);
+  }
+
+ private:
+  static constexpr int kBytes = sizeof(T) * N;
+
+  __device__ char* address(int col) const {
+    return reinterpret_cast<char*>(row_) + static_cast<int64_t>(col) * sizeof(T);
+  }
+  __device__ void store_elements(int col, const Pack<T, N>& pack, int begin, int end) const {
+    T elements[N];
+    memcpy(elements, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i >= begin && i < end) row_[col + i] = elements[i];
+    }
+  }
+
+  T* row_;
+  int cols_, lane_, lanes_;
+  unsigned mask_, shift_;
+};
+
+// Where row `row` starts. The division is taken once a row, and only by layouts that need it.
+template <typename T>
+__device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_t row, int64_t rows) {
+  if (layout.inner >= rows) return base + row * layout.stride;
+  return base + (row / layout.inner) * layout.outer_stride + (row % layout.inner) * layout.stride;
+}
+
+// N parameters from column `col` (a multiple of N, in the row) on, in the accumulator's precision whatever their own
+// dtype: one branch a pack, the same for every thread. `params.data` is 16-byte aligned; what lies past `cols`, which
+// regular rows never reach, is undefined.
+template <bool kRegular, int N, typename A>
+__device__ __forceinline__ void load_params(const ParamVector& params, int col, int cols, A (&out)[N]) {
+  auto load_as = [&](auto tag) {
+    using T = decltype(tag);
+    constexpr int kStep = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
+    const char* const address = static_cast<const char*>(params.data) + static_cast<int64_t>(col) * sizeof(T);
+#pragma unroll
+    for (int first = 0; first < N; first += kStep) {
+      Pack<T, kStep> pack{};
+      if (kRegular || first == 0 || col + first < cols) {
+        pack.words = detail::load_words<sizeof(T) * kStep>(address + first * sizeof(T));
+      }
+      Accumulator<T> part[kStep];
+      unpack(pack, part);
+#pragma unroll
+      for (int i = 0; i < kStep; ++i) out[first + i] = static_cast<A>(part[i]);
+    }
+  };
+  if (params.dtype == DType::kBFloat16) {
+    load_as(__nv_bfloat16());
+  } else if (params.dtype == DType::kFloat32) {
+    load_as(float());
+  } else if (params.dtype == DType::kFloat16) {
+    load_as(__half());
+  } else if constexpr (std::is_same_v<A, double>) {
+    load_as(double());
+  }
+}
+
+}  // namespace fused_norm

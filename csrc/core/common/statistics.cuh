@@ -1,0 +1,154 @@
+// Row statistics: mean and mean square about it, of a row that lies in the packs of a row group's threads.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "core/common/pack.cuh"
+#include "core/common/row_group.cuh"
+
+namespace fused_norm {
+
+// 1 / v to one ulp for normal v: the hardware's approximation and a Newton step.
+__device__ __forceinline__ float reciprocal(float v) {
+  const float r = __fdividef(1.0f, v);
+  return fmaf(r, fmaf(-v, r, 1.0f), r);
+}
+__device__ __forceinline__ double reciprocal(double v) { return 1.0 / v; }
+
+// a / b given reciprocal(b), rounded once: a remainder step corrects the product.
+__device__ __forceinline__ float divide(float a, float b, float b_reciprocal) {
+  const float q = a * b_reciprocal;
+  return fmaf(fmaf(-q, b, a), b_reciprocal, q);
+}
+__device__ __forceinline__ double divide(double a, double b, double) { return a / b; }
+
+// 1 / sqrt(v), all but correctly rounded; as rsqrtf() for zero, infinity and NaN. A Newton step on the hardware's
+// approximation, with the residual 1 - v r^2 taken exactly enough that only the last rounding counts.
+__device__ __forceinline__ float reciprocal_sqrt(float v) {
+  const float r = rsqrtf(v);
+  const float vr = v * r;
+  const float residual = fmaf(-vr, r, 1.0f) - fmaf(v, r, -vr) * r;
+  const float refined = fmaf(0.5f * r, residual, r);
+  return v > 0.0f && v < __int_as_float(0x7f800000) ? refined : r;
+}
+__device__ __forceinline__ double reciprocal_sqrt(double v) { return 1.0 / sqrt(v); }
+
+template <typename A>
+struct Sum {
+  A value;
+  __device__ static Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
+};
+
+// What LayerNorm knows of part of a row.
+template <typename A>
+struct Moments {
+  A count, mean, m2;  // m2 = sum (x - mean)^2
+
+  // Chan, Golub and LeVeque's parallel form of Welford's update, arranged to be commutative to the bit, exact for
+  // equal means, and free of 0 * inf when one side is empty.
+  __device__ static Moments merge(const Moments& a, const Moments& b) {
+    const A count = a.count + b.count;
+    const A per_count = reciprocal(max(count, A(1)));
+    const A delta = b.mean - a.mean;
+    const A mean = A(0.5) * (a.mean + b.mean) + A(0.5) * delta * ((b.count - a.count) * per_count);
+    const A m2 = (a.m2 + b.m2) + (delta * (a.count * b.count * per_count)) * delta;
+    return {count, mean, m2};
+  }
+};
+
+// Calls visit(x) for the elements of `packs` that lie in a row of `cols`; pack p starts at column col + p * step.
+template <bool kRegular, typename T, int N, int kPacks, typename Visit>
+__device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks], int col, int step, int cols,
+                                               Visit visit) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    Accumulator<T> x[N];
+    unpack(packs[p], x);
+    // (Never ask whether clamp(in_row, 0, N) == N: ptxas 13.0 gets that wrong.)
+    const int in_row = cols - (col + p * step);
+    if (in_row >= N) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) visit(x[i]);
+    } else if (!kRegular) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (i < in_row) visit(x[i]);
+      }
+    }
+  }
+}
+
+// Moments of a warp's part of a row, the same in all the group's lanes. Two passes over registers, with the first
+// element as a shift: rows far from zero lose nothing, and constant ones are exact.
+template <bool kRegular, typename Group, typename T, int N, int kPacks>
+__device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& group,
+                                                                const Pack<T, N> (&packs)[kPacks], int col,
+                                                                int step, int cols) {
+  using A = Accumulator<T>;
+  const int warp_cols = group.lanes() * N;
+  const int first_col = col - group.lane() * N;
+  int count = 0;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) count += max(0, min(warp_cols, cols - (first_col + p * step)));
+
+  A first[N];
+  unpack(packs[0], first);
+  const A shift = group.first_lane(first[0]);
+  Sum<A> sum{0};
+  visit_elements<kRegular>(packs, col, step, cols, [&](A x) { sum.value += x - shift; });
+  sum = group.reduce_lanes(sum, Sum<A>::merge);
+  const A mean = shift + sum.value * reciprocal(static_cast<A>(max(count, 1)));
+
+  Sum<A> m2{0};
+  visit_elements<kRegular>(packs, col, step, cols, [&](A x) { m2.value += (x - mean) * (x - mean); });
+  m2 = group.reduce_lanes(m2, Sum<A>::merge);
+  return {static_cast<A>(count), mean, m2.value};
+}
+
+// A row's statistics by kind: of() a warp's part of it, merge() of two parts.
+template <typename A, bool kRms>
+struct RowStatistics : Moments<A> {
+  __device__ RowStatistics() : Moments<A>{0, 0, 0} {}
+  __device__ RowStatistics(const Moments<A>& moments) : Moments<A>(moments) {}
+
+  template <bool kRegular, typename Group, typename T, int N, int kPacks>
+  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int col, int step,
+                                     int cols) {
+    return warp_moments<kRegular>(group, packs, col, step, cols);
+  }
+  __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
+    return Moments<A>::merge(a, b);
+  }
+  __device__ A row_mean() const { return this->mean; }
+  __device__ A sum_of_squares() const { return this->m2; }  // about the mean
+};
+
+template <typename A>
+struct RowStatistics<A, true> {
+  A sum = 0;
+
+  // Columns past the row are zero and add nothing.
+  template <bool kRegular, typename Group, typename T, int N, int kPacks>
+  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int, int, int) {
+    RowStatistics statistics;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      A x[N];
+      unpack(packs[p], x);
+#pragma unroll
+      for (int i = 0; i < N; ++i) statistics.sum += x[i] * x[i];
+    }
+    return group.reduce_lanes(statistics, merge);
+  }
+  __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
+    RowStatistics merged;
+    merged.sum = a.sum + b.sum;
+    return merged;
+  }
+  __device__ A row_mean() const { return 0; }
+  __device__ A sum_of_squares() const { return sum; }
+};
+
+}  // namespace fused_norm

@@ -1,0 +1,46 @@
+// Types shared by plans, launchers and kernels. Plain C++: plans compile without a CUDA toolkit.
+#pragma once
+
+#include <cstdint>
+
+namespace fused_norm {
+
+enum class DType : uint8_t { kFloat16, kBFloat16, kFloat32, kFloat64 };
+
+constexpr int size_of(DType dtype) {
+  return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
+}
+
+// Where row `r` of a tensor starts, in elements: (r / inner) * outer_stride + (r % inner) * stride. Two
+// strides cover a slice of a packed QKV and a transposed batch without a copy; one stride is inner == rows.
+struct RowLayout {
+  int64_t inner;
+  int64_t outer_stride;
+  int64_t stride;
+};
+
+// A vector of `cols` parameters in its own dtype; `data` is null when the norm has none.
+struct ParamVector {
+  const void* data;
+  DType dtype;
+};
+
+// What a plan needs to know of a chip.
+struct DeviceProperties {
+  int sm_count;
+  int shared_bytes_per_block;  // the opt-in limit: 99, 163 or 227 KB on the chips of today
+  int max_cluster_blocks;      // of a thread-block cluster: 8 is portable, 1 before Hopper
+
+  // How many multiprocessors clusters of 1, 2, 4 and 8 blocks can fill, one block each: a cluster stays within one
+  // processing cluster of the chip, whose size need not be a multiple of the cluster's (on an H200 of 132: 132, 132,
+  // 120, 120).
+  int filled_by_clusters[4];
+
+  int cluster_multiprocessors(int cluster_blocks) const {
+    int log2 = 0;
+    while (cluster_blocks > 1 << log2) ++log2;
+    return filled_by_clusters[log2];
+  }
+};
+
+}  // namespace fused_norm

@@ -1,0 +1,17 @@
+#include "core/norm/launch.cuh"
+
+namespace fused_norm {
+
+template <>
+cudaError_t norm_forward_of<float>(const NormForwardParams& params, const NormPlan& plan,
+                                cudaStream_t stream) {
+  return dispatch_forward<float, __half, __nv_bfloat16>(params, plan, stream);
+}
+
+template <>
+cudaError_t norm_backward_of<float>(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                                 cudaStream_t stream) {
+  return dispatch_backward<float, __half, __nv_bfloat16>(params, plan, stream);
+}
+
+}  // namespace fused_norm

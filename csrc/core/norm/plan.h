@@ -1,0 +1,44 @@
+// How a norm runs on a chip: a pure function of sizes and device properties, tested on the host.
+//
+// What shapes a row's reduction tree (tier, packs, threads_per_row) depends on the row's length and dtypes alone, so
+// a row's result never depends on how many rows come with it. The number of rows chooses only the grid.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "core/common/types.h"
+
+namespace fused_norm {
+
+enum class Tier : uint8_t {
+  kRegisters,  // the row stays in the registers of its threads: read once
+  kStreaming,  // any length: the row is read twice, from shared memory the second time where it fits
+};
+
+struct NormPlan {
+  Tier tier;
+  int pack;             // elements a pack: 16 bytes of the wider of the two tensors
+  int packs;            // packs a thread (kStreaming: at a time)
+  int threads_per_row;  // 1..16 lanes, or whole warps
+  int rows_per_block;
+  int cluster_blocks;  // kRegisters: blocks that share a row
+  int blocks;
+  int shared_bytes;  // dynamic
+};
+
+NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, const DeviceProperties& device);
+
+// kRegisters: one kernel gives dx and a partial row of dweight and dbias per block. kStreaming: a kernel for the
+// sums of each row (planned by threads_per_row), then one over column tiles.
+struct NormBackwardPlan : NormPlan {
+  int partials;  // rows of fp32 (fp64) partial sums: blocks, or row chunks of the column tiles
+  int tiles;     // kStreaming: column tiles of kTileThreads packs
+};
+
+constexpr int kTileThreads = 128;
+
+NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
+                                    const DeviceProperties& device);
+
+}  // namespace fused_norm

@@ -1,0 +1,315 @@
+// Each row is converted once to the accumulation type Acc (float, or double for fp64), worked on
+// while it is in cache, and rounded once on its way out. Long sums are kept in double: for fp32
+// that makes them as good as exact, and on a CPU it costs little.
+#include "cpu/norm.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/Functions.h>
+#include <ATen/Parallel.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+// Extensions are compiled for the oldest x86-64. As in torch's own CPU operators, each loop exists
+// for several instruction sets and is chosen at run time.
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define FUSED_NORM_SIMD __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define FUSED_NORM_SIMD
+#endif
+
+namespace fused_norm::cpu {
+namespace {
+
+// Elements that are worth another thread, as in ATen.
+constexpr int64_t kGrain = 32768;
+
+// Rows whose dweight and dbias are added up in Acc before they join a sum in double: few enough
+// for fp32 to lose little, enough to make the longer sums cheap.
+constexpr int64_t kFewRows = 16;
+
+template <typename Acc>
+constexpr at::ScalarType kType = c10::CppTypeToScalarType<Acc>::value;
+
+template <typename T, typename Acc>
+FUSED_NORM_SIMD void widen(const T* from, Acc* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] = from[i];
+}
+
+template <typename T, typename Acc>
+FUSED_NORM_SIMD void narrow(const Acc* from, T* to, int64_t n) {
+  // A store to T itself calls its constructor, and gcc then gives up vectorising.
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i].x = T(static_cast<float>(from[i])).x;
+}
+
+// The rows of a 2-D tensor as Acc: in place where that is their type, else through a buffer.
+template <typename Acc>
+class Rows {
+ public:
+  explicit Rows(const at::Tensor& t)
+      : tensor_(!t.defined() || t.stride(1) == 1 ? t : t.contiguous()) {}
+
+  const Acc* read(int64_t row, Acc* buffer) const {
+    if (in_place()) return tensor_.const_data_ptr<Acc>() + row * tensor_.stride(0);
+    AT_DISPATCH_REDUCED_FLOATING_TYPES(tensor_.scalar_type(), "fused_norm", [&] {
+      const auto* from = tensor_.const_data_ptr<scalar_t>() + row * tensor_.stride(0);
+      widen(from, buffer, tensor_.size(1));
+    });
+    return buffer;
+  }
+
+  // Where to put the new values of a row, before write() rounds them into it if it has to.
+  Acc* target(int64_t row, Acc* buffer) const {
+    return in_place() ? tensor_.mutable_data_ptr<Acc>() + row * tensor_.stride(0) : buffer;
+  }
+
+  void write(int64_t row, const Acc* values) const {
+    if (in_place()) return;
+    AT_DISPATCH_REDUCED_FLOATING_TYPES(tensor_.scalar_type(), "fused_norm", [&] {
+      auto* to = tensor_.mutable_data_ptr<scalar_t>() + row * tensor_.stride(0);
+      narrow(values, to, tensor_.size(1));
+    });
+  }
+
+ private:
+  bool in_place() const { return tensor_.scalar_type() == kType<Acc>; }
+
+  at::Tensor tensor_;
+};
+
+// The pitch of a thread's buffers. Each starts on a cache line of its own: wide loads that straddle
+// two lines made the backward pass take 1.7 times as long.
+int64_t line_size(int64_t cols) { return (cols + 15) / 16 * 16; }
+
+// A parameter as Acc. One that is absent becomes a constant, so that one loop serves all forms.
+template <typename Acc>
+at::Tensor parameter(const at::Tensor& param, double offset, double if_absent, int64_t cols) {
+  if (!param.defined()) return at::full({cols}, if_absent, kType<Acc>);
+  const at::Tensor converted = param.to(kType<Acc>).contiguous();
+  return offset == 0 ? converted : at::add(converted, offset);
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD double row_mean(const Acc* x, int64_t n) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i];
+  const double mean = sum / n;
+  if constexpr (std::is_same_v<Acc, float>) return mean;
+  // The double sum of doubles rounds. What is left over repairs it: the mean of equal numbers is
+  // then that number, and a constant row gives the bias exactly.
+  double rest = 0;
+#pragma omp simd reduction(+ : rest)
+  for (int64_t i = 0; i < n; ++i) rest += x[i] - mean;
+  return mean + rest / n;
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD double row_variance(const Acc* x, int64_t n, double mean) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += (x[i] - mean) * (x[i] - mean);
+  return sum / n;
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD void normalize_row(const Acc* x, Acc mean, Acc rstd, const Acc* weight,
+                                   const Acc* bias, Acc* y, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - mean) * rstd * weight[i] + bias[i];
+}
+
+// What backward knows of a row. xhat is recomputed where it is needed: cheaper than keeping it.
+template <typename Acc>
+struct GradientRow {
+  const Acc *dy, *saved, *weight, *bias;
+  Acc mean, rstd;
+  int64_t cols;
+
+  template <bool from_output>
+  Acc xhat(int64_t i) const {
+    return from_output ? (saved[i] - bias[i]) / weight[i] : (saved[i] - mean) * rstd;
+  }
+};
+
+// With h = dy * weight: dx = rstd * (h - mean(h) - xhat * mean(h * xhat)); RMSNorm has no mean(h).
+template <bool from_output, typename Acc>
+FUSED_NORM_SIMD void row_dx(GradientRow<Acc> row, bool rms, Acc* dx) {
+  double sum = 0, sum_xhat = 0;
+#pragma omp simd reduction(+ : sum, sum_xhat)
+  for (int64_t i = 0; i < row.cols; ++i) {
+    const double h = row.dy[i] * row.weight[i];
+    sum += h;
+    sum_xhat += h * row.template xhat<from_output>(i);
+  }
+  const Acc mean = rms ? 0 : sum / row.cols;
+  const Acc mean_xhat = sum_xhat / row.cols;
+#pragma omp simd
+  for (int64_t i = 0; i < row.cols; ++i) {
+    const Acc h = row.dy[i] * row.weight[i];
+    dx[i] = row.rstd * (h - mean - row.template xhat<from_output>(i) * mean_xhat);
+  }
+}
+
+template <bool from_output, typename Acc>
+FUSED_NORM_SIMD void row_parameter_gradients(GradientRow<Acc> row, Acc* dweight, Acc* dbias) {
+#pragma omp simd
+  for (int64_t i = 0; i < row.cols; ++i) {
+    dweight[i] += row.dy[i] * row.template xhat<from_output>(i);
+    dbias[i] += row.dy[i];
+  }
+}
+
+// Adds one row of sums to another and clears it.
+template <typename Acc>
+FUSED_NORM_SIMD void move_sums(Acc* from, double* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) {
+    to[i] += from[i];
+    from[i] = 0;
+  }
+}
+
+// dweight and dbias are summed in two stages: each chunk of rows into sums of its own, then those
+// in order. Chunks depend on the shape alone, so the bits do not depend on the number of threads.
+// There are at most 64, and their sums take at most 32 MB unless those of one row take more.
+int64_t rows_per_chunk(int64_t rows, int64_t cols) {
+  const int64_t chunks = std::clamp<int64_t>((int64_t{1} << 21) / cols, 1, 64);
+  return std::max<int64_t>((rows + chunks - 1) / chunks, 8);
+}
+
+// The second stage: moves every chunk's sums into the first's, each column by one thread.
+at::Tensor add_chunks(const at::Tensor& sums) {
+  const int64_t chunks = sums.size(0), cols = sums.size(1);
+  double* first = sums.mutable_data_ptr<double>();
+  at::parallel_for(0, cols, std::max<int64_t>(kGrain / chunks, 1), [&](int64_t begin, int64_t end) {
+    for (int64_t chunk = 1; chunk < chunks; ++chunk) {
+      move_sums(first + chunk * cols + begin, first + begin, end - begin);
+    }
+  });
+  return sums[0];
+}
+
+template <typename Acc>
+ForwardResult forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                      double eps, double weight_offset, bool rms, at::ScalarType out_dtype) {
+  const int64_t rows = x.size(0), cols = x.size(1);
+  ForwardResult result{at::empty({rows, cols}, out_dtype), {}, at::empty({rows}, kType<Acc>)};
+  if (!rms) result.mean = at::empty({rows}, kType<Acc>);
+  const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
+  const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
+  const Acc* g = affine_weight.const_data_ptr<Acc>();
+  const Acc* b = affine_bias.const_data_ptr<Acc>();
+  Acc* means = rms ? nullptr : result.mean.mutable_data_ptr<Acc>();
+  Acc* rstds = result.rstd.mutable_data_ptr<Acc>();
+  const Rows<Acc> x_rows(x), y_rows(result.y);
+
+  at::parallel_for(0, rows, std::max<int64_t>(kGrain / cols, 1), [&](int64_t begin, int64_t end) {
+    const at::Tensor storage = at::empty({cols}, kType<Acc>);
+    Acc* buffer = storage.mutable_data_ptr<Acc>();
+    for (int64_t row = begin; row < end; ++row) {
+      const Acc* x_row = x_rows.read(row, buffer);
+      const double mean = rms ? 0 : row_mean(x_row, cols);
+      rstds[row] = 1 / std::sqrt(row_variance(x_row, cols, mean) + eps);
+      if (!rms) means[row] = mean;
+      Acc* y_row = y_rows.target(row, buffer);
+      normalize_row<Acc>(x_row, mean, rstds[row], g, b, y_row, cols);
+      y_rows.write(row, y_row);
+    }
+  });
+  return result;
+}
+
+template <typename Acc>
+BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
+                        const at::Tensor& rstd, const at::Tensor& weight, const at::Tensor& bias,
+                        double weight_offset, bool rms, bool from_output,
+                        at::ScalarType input_dtype, std::array<bool, 3> output_mask) {
+  const int64_t rows = dy.size(0), cols = dy.size(1);
+  const int64_t chunk_rows = rows_per_chunk(rows, cols);
+  const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
+  const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
+  const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
+  const Acc* g = affine_weight.const_data_ptr<Acc>();
+  const Acc* b = affine_bias.const_data_ptr<Acc>();
+  const at::Tensor rstd_row = rstd.contiguous();
+  const at::Tensor mean_row = rms || from_output ? at::Tensor() : mean.contiguous();
+  const Acc* rstds = rstd_row.const_data_ptr<Acc>();
+  const Acc* means = mean_row.defined() ? mean_row.const_data_ptr<Acc>() : nullptr;
+  BackwardResult result;
+  if (output_mask[0]) result.dx = at::empty({rows, cols}, input_dtype);
+  const Rows<Acc> dy_rows(dy), saved_rows(saved), dx_rows(result.dx);
+  const bool wants_dweight = output_mask[1] && weight.defined();
+  const bool wants_dbias = output_mask[2] && bias.defined();
+  // A row of sums is dweight's, then at `line` dbias's.
+  const int64_t line = line_size(cols);
+  at::Tensor sums;
+  if (wants_dweight || wants_dbias) sums = at::zeros({chunks, 2 * line}, at::kDouble);
+  const auto input_gradient = from_output ? row_dx<true, Acc> : row_dx<false, Acc>;
+  const auto add_parameter_gradients =
+      from_output ? row_parameter_gradients<true, Acc> : row_parameter_gradients<false, Acc>;
+
+  const int64_t grain = std::max<int64_t>(kGrain / (chunk_rows * cols), 1);
+  at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
+    const at::Tensor buffers = at::zeros({5, line}, kType<Acc>);
+    Acc* dy_buffer = buffers.mutable_data_ptr<Acc>();
+    Acc* saved_buffer = dy_buffer + line;
+    Acc* dx_buffer = saved_buffer + line;
+    Acc* few_sums = dx_buffer + line;
+    for (int64_t chunk = begin; chunk < end; ++chunk) {
+      const int64_t row_end = std::min(rows, (chunk + 1) * chunk_rows);
+      for (int64_t row = chunk * chunk_rows; row < row_end; ++row) {
+        const Acc* dy_row = dy_rows.read(row, dy_buffer);
+        const Acc* saved_row = saved_rows.read(row, saved_buffer);
+        const Acc row_mean = means != nullptr ? means[row] : 0;
+        const GradientRow<Acc> values{dy_row, saved_row, g, b, row_mean, rstds[row], cols};
+        if (output_mask[0]) {
+          Acc* dx_row = dx_rows.target(row, dx_buffer);
+          input_gradient(values, rms, dx_row);
+          dx_rows.write(row, dx_row);
+        }
+        if (!sums.defined()) continue;
+        add_parameter_gradients(values, few_sums, few_sums + line);
+        if ((row + 1) % kFewRows == 0 || row + 1 == row_end) {
+          move_sums(few_sums, sums.mutable_data_ptr<double>() + chunk * 2 * line, 2 * line);
+        }
+      }
+    }
+  });
+  if (sums.defined()) {
+    const at::Tensor total = add_chunks(sums);
+    const auto gradient = [&](int64_t start, const at::Tensor& param) {
+      return total.narrow(0, start, cols)
+          .to(param.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
+    };
+    if (wants_dweight) result.dweight = gradient(0, weight);
+    if (wants_dbias) result.dbias = gradient(line, bias);
+  }
+  return result;
+}
+
+}  // namespace
+
+ForwardResult norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                           double eps, double weight_offset, bool rms, at::ScalarType out_dtype) {
+  const at::NoGradGuard no_grad;
+  const auto run = x.scalar_type() == at::kDouble ? forward<double> : forward<float>;
+  return run(x, weight, bias, eps, weight_offset, rms, out_dtype);
+}
+
+BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
+                             const at::Tensor& rstd, const at::Tensor& weight,
+                             const at::Tensor& bias, double weight_offset, bool rms,
+                             bool from_output, at::ScalarType input_dtype,
+                             std::array<bool, 3> output_mask) {
+  const at::NoGradGuard no_grad;
+  const auto run = input_dtype == at::kDouble ? backward<double> : backward<float>;
+  return run(dy, saved, mean, rstd, weight, bias, weight_offset, rms, from_output, input_dtype,
+             output_mask);
+}
+
+}  // namespace fused_norm::cpu

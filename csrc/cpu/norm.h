@@ -1,0 +1,39 @@
+// LayerNorm and RMSNorm on the CPU. Arguments are already checked; every tensor is a CPU tensor.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+
+namespace fused_norm::cpu {
+
+// Statistics have the accumulation type: fp64 for fp64 input, fp32 for every other.
+struct ForwardResult {
+  at::Tensor y;     // (rows, cols), contiguous, out_dtype
+  at::Tensor mean;  // (rows), undefined with rms
+  at::Tensor rstd;  // (rows)
+};
+
+// y = xhat * (weight + weight_offset) + bias, with xhat = (x - mean) * rstd, or x * rstd with rms.
+// x: (rows, cols), both positive, any strides. weight, bias: (cols) or undefined; without a weight
+// the factor is 1, whatever weight_offset is.
+ForwardResult norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
+                           double eps, double weight_offset, bool rms, at::ScalarType out_dtype);
+
+// Undefined where output_mask did not ask for the gradient or the parameter is undefined.
+struct BackwardResult {
+  at::Tensor dx;       // (rows, cols), contiguous, input_dtype
+  at::Tensor dweight;  // (cols), weight's dtype
+  at::Tensor dbias;    // (cols), bias's dtype
+};
+
+// saved is x, or with from_output y, from which xhat = (y - bias) / (weight + weight_offset); mean
+// is read only for LayerNorm from its input. output_mask: {dx, dweight, dbias}. The bits of the
+// result do not depend on the number of threads.
+BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
+                             const at::Tensor& rstd, const at::Tensor& weight,
+                             const at::Tensor& bias, double weight_offset, bool rms,
+                             bool from_output, at::ScalarType input_dtype,
+                             std::array<bool, 3> output_mask);
+
+}  // namespace fused_norm::cpu

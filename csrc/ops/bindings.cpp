@@ -1,0 +1,112 @@
+// The two ways into the library: operators of the dispatcher (torch.ops.fused_norm.*) and the pybind11 module
+// fused_norm._C, over the same functions. Fake kernels and autograd are registered in Python (fused_norm/_ops.py).
+#include <torch/extension.h>
+#include <torch/library.h>
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include <cuda.h>
+#endif
+
+#include <sstream>
+
+#include "ops/norm.h"
+
+namespace fused_norm::ops {
+namespace {
+
+TORCH_LIBRARY(fused_norm, m) {
+  m.def(
+      "norm_forward(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float eps, "
+      "float weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None) "
+      "-> (Tensor output, Tensor mean, Tensor rstd)");
+  m.def(
+      "norm_backward(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, "
+      "SymInt[] normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType input_dtype, "
+      "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "unrecoverable_columns(Tensor? weight, Tensor? bias, float weight_offset, ScalarType out_dtype) -> Tensor");
+}
+
+// The functions look at device and layout themselves, so that a CPU-only build can say what is missing and a sparse
+// argument is named.
+void register_kernels(torch::Library& m) {
+  m.impl("norm_forward", &norm_forward);
+  m.impl("norm_backward", &norm_backward);
+  m.impl("unrecoverable_columns", &unrecoverable_columns);
+}
+TORCH_LIBRARY_IMPL(fused_norm, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, SparseCPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, SparseCUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, SparseCsrCPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, SparseCsrCUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, MkldnnCPU, m) { register_kernels(m); }
+
+// _C bypasses the dispatcher and with it autograd, so a call that should be differentiated must not pass.
+void check_no_grad(const char* function, std::initializer_list<OptionalTensor> tensors) {
+  if (!at::GradMode::is_enabled()) return;
+  for (const OptionalTensor& tensor : tensors) {
+    TORCH_CHECK(!tensor.has_value() || !tensor->defined() || !tensor->requires_grad(), "fused_norm._C.",
+                function, " does not differentiate: call it under torch.no_grad(), or use "
+                "fused_norm.functional");
+  }
+}
+
+TensorTriple norm_forward_no_grad(const at::Tensor& input, const OptionalTensor& weight,
+                                  const OptionalTensor& bias, std::vector<int64_t> normalized_shape,
+                                  double eps, double weight_offset, bool rms,
+                                  std::optional<at::ScalarType> out_dtype) {
+  check_no_grad("norm_forward", {input, weight, bias});
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return norm_forward(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype);
+}
+
+TensorTriple norm_backward_no_grad(const at::Tensor& dy, const at::Tensor& saved,
+                                   const OptionalTensor& mean, const at::Tensor& rstd,
+                                   const OptionalTensor& weight, const OptionalTensor& bias,
+                                   std::vector<int64_t> normalized_shape, double weight_offset,
+                                   bool rms, bool from_output, at::ScalarType input_dtype,
+                                   std::array<bool, 3> output_mask) {
+  check_no_grad("norm_backward", {dy, saved, weight, bias});
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return norm_backward(dy, saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms,
+                       from_output, input_dtype, output_mask);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = FUSED_NORM_VERSION;
+  info["torch"] = TORCH_VERSION;
+#ifdef FUSED_NORM_WITH_CUDA
+  info["cuda"] = std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
+#else
+  info["cuda"] = py::none();
+#endif
+  py::list arch_list;
+  std::stringstream archs(FUSED_NORM_ARCH_LIST);
+  for (std::string arch; std::getline(archs, arch, ';');) arch_list.append(arch);
+  info["arch_list"] = arch_list;
+  info["cxx"] = __VERSION__;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.doc() = "fused_norm's operators without the dispatcher. They do not differentiate.";
+  m.def("norm_forward", &norm_forward_no_grad, py::arg("input"), py::arg("weight"), py::arg("bias"),
+        py::arg("normalized_shape"), py::arg("eps"), py::arg("weight_offset") = 0.0,
+        py::arg("rms") = false, py::arg("out_dtype") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("norm_backward", &norm_backward_no_grad, py::arg("dy"), py::arg("saved"), py::arg("mean"),
+        py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("normalized_shape"),
+        py::arg("weight_offset"), py::arg("rms"), py::arg("from_output"), py::arg("input_dtype"),
+        py::arg("output_mask"), py::call_guard<py::gil_scoped_release>());
+  m.def("unrecoverable_columns", &unrecoverable_columns, py::arg("weight"), py::arg("bias"),
+        py::arg("weight_offset"), py::arg("out_dtype"), py::call_guard<py::gil_scoped_release>());
+  m.def("check_norm_options", &check_norm_options, py::arg("input"), py::arg("weight"), py::arg("bias"),
+        py::arg("out"), py::arg("eps"), py::arg("weight_offset"));
+  m.def("build_info", &build_info);
+}
+
+}  // namespace fused_norm::ops

@@ -1,0 +1,16 @@
+// What the operators need of the CUDA runtime: chip properties, and errors a user can act on.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/common/types.h"
+
+namespace fused_norm::ops {
+
+// Of the current device; asked for once.
+const DeviceProperties& current_device_properties();
+
+// Throws for anything but cudaSuccess; a chip that this build has no kernels for is named, with what to do.
+void check_launch(cudaError_t error);
+
+}  // namespace fused_norm::ops

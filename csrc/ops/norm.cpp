@@ -1,0 +1,299 @@
+#include "ops/norm.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/norm.h"
+#include "ops/rows.h"
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+
+#include "core/norm/norm.h"
+#include "ops/device.h"
+#endif
+
+namespace fused_norm::ops {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+
+// Column indices inside the kernels are 32 bit, with room for a block that overhangs the row's end.
+constexpr int64_t kMaxCols = int64_t{1} << 30;
+
+bool is_16_bit(ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+void check_layout(const Tensor& tensor, const char* name) {
+  TORCH_CHECK(tensor.layout() == at::kStrided, name, " must be a dense strided tensor, but has layout ",
+              tensor.layout());
+}
+
+void check_floating(ScalarType type, const char* name) {
+  TORCH_CHECK(is_16_bit(type) || type == at::kFloat || type == at::kDouble, name,
+              " must be float16, bfloat16, float32 or float64, but is ", type);
+}
+
+void check_param_dtype(ScalarType input, std::optional<ScalarType> param, const char* name) {
+  if (!param.has_value()) return;
+  check_floating(*param, name);
+  TORCH_CHECK(*param == input || *param == at::kFloat || (input == at::kFloat && is_16_bit(*param)), name,
+              " is ", *param, ", which does not go with ", input,
+              " input: it must have the input's dtype or be float32 (float32 input also takes 16-bit ",
+              "parameters)");
+}
+
+void check_output_dtype(ScalarType input, ScalarType out) {
+  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat) || (input == at::kFloat && is_16_bit(out)),
+              "out_dtype is ", out, ", which does not go with ", input,
+              " input: it must be the input's dtype, float32 for 16-bit input, or 16-bit for float32 input");
+}
+
+std::optional<ScalarType> dtype_of(const OptionalTensor& tensor) {
+  if (!tensor.has_value() || !tensor->defined()) return std::nullopt;
+  return tensor->scalar_type();
+}
+
+// A norm's parameter, checked against the input: layout, shape and device. Undefined when absent.
+Tensor check_param(const OptionalTensor& param, const char* name, at::IntArrayRef normalized_shape,
+                   const Tensor& input) {
+  if (!param.has_value() || !param->defined()) return {};
+  check_layout(*param, name);
+  TORCH_CHECK(param->sizes() == normalized_shape, name, " must have the shape of normalized_shape ",
+              normalized_shape, ", but has shape ", param->sizes());
+  TORCH_CHECK(param->device() == input.device(), name, " is on ", param->device(),
+              ", but input is on ", input.device());
+  return *param;
+}
+
+// weight + weight_offset, added in the precision in which the kernels add it.
+Tensor effective_weight(const Tensor& weight, double weight_offset) {
+  return weight.to(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).add(weight_offset);
+}
+
+struct Geometry {
+  int64_t rows, cols, row_dims;
+  at::DimVector stats_shape;  // the leading dimensions, then ones
+};
+
+Geometry check_geometry(const Tensor& tensor, const char* name, at::IntArrayRef normalized_shape) {
+  const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
+  TORCH_CHECK(row_dims > 0, "normalized_shape must have at least one dimension, but is []");
+  const auto sizes = tensor.sizes();
+  TORCH_CHECK(tensor.dim() >= row_dims && sizes.slice(tensor.dim() - row_dims) == normalized_shape,
+              "normalized_shape is ", normalized_shape, ", but ", name, " has shape ", sizes,
+              ", whose last dimensions differ from it");
+  const int64_t lead = tensor.dim() - row_dims;
+  Geometry geometry{1, c10::multiply_integers(normalized_shape), row_dims,
+                    at::DimVector(sizes.begin(), sizes.begin() + lead)};
+  geometry.rows = c10::multiply_integers(geometry.stats_shape);
+  geometry.stats_shape.resize(tensor.dim(), 1);
+  TORCH_CHECK(geometry.cols <= kMaxCols, "normalized_shape ", normalized_shape, " has ",
+              geometry.cols, " elements; at most 2^30 are supported");
+  return geometry;
+}
+
+#ifdef FUSED_NORM_WITH_CUDA
+void* data_or_null(const Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
+#else
+[[noreturn]] void raise_cpu_only(const Tensor& tensor) {
+  TORCH_CHECK(false, "this fused_norm was built without CUDA, but input is on ", tensor.device(),
+              "; rebuild with FUSED_NORM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
+}
+#endif
+
+}  // namespace
+
+void check_norm_options(ScalarType input, std::optional<ScalarType> weight, std::optional<ScalarType> bias,
+                        ScalarType out, double eps, double weight_offset) {
+  check_floating(input, "input");
+  check_output_dtype(input, out);
+  check_param_dtype(input, weight, "weight");
+  check_param_dtype(input, bias, "bias");
+  TORCH_CHECK(std::isfinite(eps) && eps >= 0, "eps must be finite and not negative, but is ", eps);
+  TORCH_CHECK(std::isfinite(weight_offset), "weight_offset must be finite, but is ", weight_offset);
+}
+
+TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
+                          const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
+                          double weight_offset, bool rms, std::optional<ScalarType> out_dtype) {
+  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_layout(input, "input");
+  const ScalarType x_dtype = input.scalar_type();
+  const ScalarType y_dtype = out_dtype.value_or(x_dtype);
+  check_norm_options(x_dtype, dtype_of(weight), dtype_of(bias), y_dtype, eps, weight_offset);
+  const Geometry geometry = check_geometry(input, "input", normalized_shape);
+  const Tensor g = check_param(weight, "weight", normalized_shape, input);
+  const Tensor b = check_param(bias, "bias", normalized_shape, input);
+
+  const ScalarType stats_dtype = x_dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const auto options = input.options();
+  if (geometry.rows == 0 || geometry.cols == 0) {
+    auto stats = [&] { return at::zeros(geometry.stats_shape, options.dtype(stats_dtype)); };
+    return {at::empty(input.sizes(), options.dtype(y_dtype)),
+            rms ? at::empty({0}, options.dtype(stats_dtype)) : stats(), stats()};
+  }
+
+  if (input.is_cpu()) {
+    const auto result = cpu::norm_forward(
+        input.reshape({geometry.rows, geometry.cols}), g.defined() ? g.reshape({-1}) : g,
+        b.defined() ? b.reshape({-1}) : b, eps, weight_offset, rms, y_dtype);
+    return {result.y.view(input.sizes()),
+            rms ? at::empty({0}, options.dtype(stats_dtype)) : result.mean.view(geometry.stats_shape),
+            result.rstd.view(geometry.stats_shape)};
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(input.device());
+  const Rows x = as_rows(input, geometry.row_dims);
+  const Tensor g_data = aligned_param(g), b_data = aligned_param(b);
+  const Tensor y = at::empty(input.sizes(), options.dtype(y_dtype));
+  const Tensor rstd = at::empty(geometry.stats_shape, options.dtype(stats_dtype));
+  const Tensor mean = rms ? at::empty({0}, rstd.options()) : at::empty_like(rstd);
+
+  NormForwardParams params{};
+  params.rows = geometry.rows;
+  params.cols = static_cast<int32_t>(geometry.cols);
+  params.x_dtype = to_dtype(x_dtype);
+  params.y_dtype = to_dtype(y_dtype);
+  params.rms = rms;
+  params.eps = eps;
+  params.weight_offset = weight_offset;
+  params.x = x.tensor.const_data_ptr();
+  params.x_layout = x.layout;
+  params.weight = to_param(g_data);
+  params.bias = to_param(b_data);
+  params.y = y.mutable_data_ptr();
+  params.mean = rms ? nullptr : mean.mutable_data_ptr();
+  params.rstd = rstd.mutable_data_ptr();
+  check_launch(launch_norm_forward(params, current_device_properties(),
+                                   at::cuda::getCurrentCUDAStream()));
+  return {y, mean, rstd};
+#else
+  raise_cpu_only(input);
+#endif
+}
+
+TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const OptionalTensor& mean,
+                           const Tensor& rstd, const OptionalTensor& weight,
+                           const OptionalTensor& bias, at::IntArrayRef normalized_shape,
+                           double weight_offset, bool rms, bool from_output,
+                           ScalarType input_dtype, std::array<bool, 3> output_mask) {
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_layout(dy, "dy");
+  check_layout(saved, "saved");
+  const Geometry geometry = check_geometry(dy, "dy", normalized_shape);
+  TORCH_CHECK(saved.sizes() == dy.sizes(), "saved must have the shape of dy ", dy.sizes(),
+              ", but has shape ", saved.sizes());
+  TORCH_CHECK(saved.device() == dy.device(), "saved is on ", saved.device(), ", but dy is on ",
+              dy.device());
+  const ScalarType y_dtype = dy.scalar_type();
+  check_norm_options(input_dtype, dtype_of(weight), dtype_of(bias), y_dtype, 0, weight_offset);
+  const ScalarType saved_dtype = from_output ? y_dtype : input_dtype;
+  TORCH_CHECK(saved.scalar_type() == saved_dtype, "saved must be ", saved_dtype, ", but is ",
+              saved.scalar_type());
+  const Tensor g = check_param(weight, "weight", normalized_shape, dy);
+  const Tensor b = check_param(bias, "bias", normalized_shape, dy);
+
+  const ScalarType stats_dtype = input_dtype == at::kDouble ? at::kDouble : at::kFloat;
+  auto check_stats = [&](const Tensor& stats, const char* name) {
+    TORCH_CHECK(stats.scalar_type() == stats_dtype && stats.numel() == geometry.rows &&
+                    stats.device() == dy.device() && stats.is_contiguous(),
+                name, " must hold ", geometry.rows, " contiguous elements of ", stats_dtype, " on ",
+                dy.device(), ", but has shape ", stats.sizes(), ", dtype ", stats.scalar_type(),
+                " on ", stats.device());
+  };
+  check_stats(rstd, "rstd");
+  const bool needs_mean = !rms && !from_output;
+  TORCH_CHECK(!needs_mean || (mean.has_value() && mean->defined()), "mean must be given, but is None");
+  const Tensor row_mean = needs_mean ? *mean : Tensor();
+  if (needs_mean) check_stats(row_mean, "mean");
+
+  output_mask[1] = output_mask[1] && g.defined();
+  output_mask[2] = output_mask[2] && b.defined();
+  if (geometry.rows == 0 || geometry.cols == 0) {
+    return {output_mask[0] ? at::empty(dy.sizes(), dy.options().dtype(input_dtype)) : Tensor(),
+            output_mask[1] ? at::zeros_like(g) : Tensor(),
+            output_mask[2] ? at::zeros_like(b) : Tensor()};
+  }
+
+  if (dy.is_cpu()) {
+    const at::DimVector flat = {geometry.rows, geometry.cols};
+    auto flat_or_undefined = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
+    auto result = cpu::norm_backward(dy.reshape(flat), saved.reshape(flat), flat_or_undefined(row_mean),
+                                     rstd.view({-1}), flat_or_undefined(g), flat_or_undefined(b),
+                                     weight_offset, rms, from_output, input_dtype, output_mask);
+    if (result.dx.defined()) result.dx = result.dx.view(dy.sizes());
+    if (result.dweight.defined()) result.dweight = result.dweight.view(normalized_shape);
+    if (result.dbias.defined()) result.dbias = result.dbias.view(normalized_shape);
+    return {result.dx, result.dweight, result.dbias};
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(dy.device());
+  const Rows dy_rows = as_rows(dy, geometry.row_dims);
+  const Rows saved_rows = as_rows(saved, geometry.row_dims);
+  const Tensor g_data = aligned_param(g), b_data = aligned_param(b);
+  auto gradient = [&](bool wanted, at::IntArrayRef shape, ScalarType dtype) {
+    return wanted ? at::empty(shape, dy.options().dtype(dtype)) : Tensor();
+  };
+  const Tensor dx = gradient(output_mask[0], dy.sizes(), input_dtype);
+  const Tensor dweight = output_mask[1] ? gradient(true, normalized_shape, g.scalar_type()) : Tensor();
+  const Tensor dbias = output_mask[2] ? gradient(true, normalized_shape, b.scalar_type()) : Tensor();
+
+  NormBackwardParams params{};
+  params.rows = geometry.rows;
+  params.cols = static_cast<int32_t>(geometry.cols);
+  params.x_dtype = to_dtype(input_dtype);
+  params.y_dtype = to_dtype(y_dtype);
+  params.rms = rms;
+  params.from_output = from_output;
+  params.weight_offset = weight_offset;
+  params.dy = dy_rows.tensor.const_data_ptr();
+  params.dy_layout = dy_rows.layout;
+  params.saved = saved_rows.tensor.const_data_ptr();
+  params.saved_layout = saved_rows.layout;
+  params.mean = needs_mean ? row_mean.const_data_ptr() : nullptr;
+  params.rstd = rstd.const_data_ptr();
+  params.weight = to_param(g_data);
+  params.bias = to_param(b_data);
+  params.dx = data_or_null(dx);
+  params.dweight = data_or_null(dweight);
+  params.dbias = data_or_null(dbias);
+  const DeviceProperties& device = current_device_properties();
+  const Tensor workspace =
+      at::empty({static_cast<int64_t>(norm_backward_workspace(params, device))},
+                dy.options().dtype(at::kByte));
+  params.workspace = workspace.mutable_data_ptr();
+  check_launch(launch_norm_backward(params, device, at::cuda::getCurrentCUDAStream()));
+  return {dx, dweight, dbias};
+#else
+  raise_cpu_only(dy);
+#endif
+}
+
+Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
+                             double weight_offset, ScalarType out_dtype) {
+  const bool has_weight = weight.has_value() && weight->defined();
+  const bool has_bias = bias.has_value() && bias->defined();
+  TORCH_CHECK(has_weight || has_bias, "unrecoverable_columns needs a weight or a bias");
+
+  double roundoff, smallest, largest;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out_dtype, "unrecoverable_columns", [&] {
+    using Limits = std::numeric_limits<scalar_t>;
+    roundoff = static_cast<double>(Limits::epsilon()) / 2;
+    smallest = static_cast<double>(Limits::min());
+    largest = static_cast<double>(Limits::max());
+  });
+  // In fp64, so that no comparison over- or underflows whatever the parameters' dtype.
+  const Tensor g = has_weight ? effective_weight(*weight, weight_offset).to(at::kDouble).abs()
+                              : at::ones_like(*bias, bias->options().dtype(at::kDouble));
+  Tensor recoverable = g.ge(smallest).logical_and_(g.le(largest));
+  if (has_bias) recoverable.logical_and_(bias->to(at::kDouble).abs().mul_(roundoff * 64).le(g));
+  return recoverable.logical_not_().sum();
+}
+
+}  // namespace fused_norm::ops

@@ -1,0 +1,52 @@
+"""The operators of ``torch.ops.fused_norm`` without the dispatcher. They do not differentiate."""
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+import torch
+from torch import Tensor
+
+class _BuildInfo(TypedDict):
+    version: str
+    torch: str
+    cuda: str | None
+    arch_list: list[str]
+    cxx: str
+
+def norm_forward(
+    input: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
+    weight_offset: float = 0.0,
+    rms: bool = False,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (output, mean, rstd); mean is empty with ``rms``."""
+
+def norm_backward(
+    dy: Tensor,
+    saved: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Sequence[int],
+    weight_offset: float,
+    rms: bool,
+    from_output: bool,
+    input_dtype: torch.dtype,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Returns (dx, dweight, dbias), None where ``output_mask`` is false.
+
+    ``saved`` is the input, with its ``mean`` unless ``rms``, or the output with ``from_output``.
+    """
+
+def unrecoverable_columns(
+    weight: Tensor | None, bias: Tensor | None, weight_offset: float, out_dtype: torch.dtype
+) -> Tensor:
+    """Counts the columns whose normalized input an output of ``out_dtype`` does not determine."""
+
+def build_info() -> _BuildInfo: ...

@@ -1,0 +1,18 @@
+"""Fused LayerNorm and RMSNorm for PyTorch: drop-in modules, CUDA kernels, and ``memory_efficient``.
+
+>>> import fused_norm as fn
+>>> norm = fn.LayerNorm(4096, memory_efficient=True)  # a torch.nn.LayerNorm
+"""
+
+from fused_norm import functional
+from fused_norm._C import build_info as _build_info
+from fused_norm.modules import LayerNorm, RMSNorm
+
+__version__: str = _build_info()["version"]
+__all__ = ["LayerNorm", "RMSNorm", "__version__", "build_info", "functional"]
+
+
+def build_info() -> dict:
+    """What this build is: ``version``, ``torch`` and ``cuda`` (None in a CPU-only build) it was built against,
+    ``arch_list`` of compute capabilities, and the C++ compiler ``cxx``."""
+    return _build_info()

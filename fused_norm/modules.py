@@ -1,0 +1,100 @@
+"""Modules: torch's own norms, run by this library."""
+
+import torch
+from torch import Tensor
+
+from fused_norm import functional
+
+
+class LayerNorm(torch.nn.LayerNorm):
+    """A :class:`torch.nn.LayerNorm` (same constructor, same ``state_dict``) on this library's kernels.
+
+    Args:
+        memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
+
+    The other arguments are torch's. Shapes, dtypes and errors: :func:`fused_norm.functional.layer_norm`.
+    """
+
+    __constants__ = [*torch.nn.LayerNorm.__constants__, "memory_efficient"]
+    memory_efficient: bool
+
+    def __init__(
+        self,
+        normalized_shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        self.memory_efficient = memory_efficient
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.layer_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.bias,
+            self.eps,
+            memory_efficient=self.memory_efficient,
+        )
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + (", memory_efficient=True" if self.memory_efficient else "")
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """A :class:`torch.nn.RMSNorm` (same constructor, same ``state_dict``) on this library's kernels.
+
+    Args:
+        memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
+        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred (Gemma-style) weights,
+            which then start at zero.
+
+    The other arguments are torch's. Shapes, dtypes and errors: :func:`fused_norm.functional.rms_norm`.
+    """
+
+    __constants__ = [*torch.nn.RMSNorm.__constants__, "memory_efficient", "weight_offset"]
+    memory_efficient: bool
+    weight_offset: float
+
+    def __init__(
+        self,
+        normalized_shape,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        memory_efficient: bool = False,
+        weight_offset: float = 0.0,
+    ) -> None:
+        # reset_parameters(), called by the base class, needs it; a float may be set before Module.__init__.
+        self.weight_offset = weight_offset
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.memory_efficient = memory_efficient
+
+    def reset_parameters(self) -> None:
+        """Sets the effective weight, ``weight + weight_offset``, to one."""
+        if self.elementwise_affine:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.rms_norm(
+            input,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            memory_efficient=self.memory_efficient,
+            weight_offset=self.weight_offset,
+        )
+
+    def extra_repr(self) -> str:
+        return (
+            super().extra_repr()
+            + (", memory_efficient=True" if self.memory_efficient else "")
+            + (f", weight_offset={self.weight_offset}" if self.weight_offset else "")
+        )

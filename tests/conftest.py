@@ -1,0 +1,62 @@
+"""Marks, the seeded generator, and the skipping of tests that need hardware this machine lacks."""
+
+import functools
+import zlib
+
+import pytest
+import torch
+
+import fused_norm
+
+NEEDS = {
+    "cuda": "needs a CUDA device and a build with CUDA",
+    "multi_gpu": "needs two CUDA devices and a build with CUDA",
+}
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="seed of the random inputs (default 0)")
+
+
+def pytest_configure(config):
+    for mark, meaning in NEEDS.items():
+        config.addinivalue_line("markers", f"{mark}: {meaning}")
+
+
+def pytest_report_header(config):
+    return f"fused_norm: {fused_norm.build_info()}, seed {config.getoption('seed')}"
+
+
+@functools.cache
+def missing_hardware():
+    """Marks whose tests cannot run here."""
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if fused_norm.build_info()["cuda"] is None:
+        devices = 0
+    return {mark for mark, count in {"cuda": 1, "multi_gpu": 2}.items() if devices < count}
+
+
+def pytest_runtest_setup(item):
+    # Skipped here and not by a mark: pytest folds skips of one source line into one line that
+    # counts them.
+    for mark in ("multi_gpu", "cuda"):
+        if item.get_closest_marker(mark) and mark in missing_hardware():
+            pytest.skip(NEEDS[mark])
+
+
+@pytest.fixture
+def seed(request):
+    """A seed of the test's own, moved by --seed."""
+    return request.config.getoption("seed") * 1_000_003 + zlib.crc32(request.node.nodeid.encode())
+
+
+@pytest.fixture
+def generator(request, seed):
+    """Random numbers on the test's device."""
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+    return torch.Generator(device).manual_seed(seed)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request):
+    return request.param

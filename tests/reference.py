@@ -1,0 +1,298 @@
+"""fp64 references of the norms and their gradients, and the limits that derive from the arithmetic.
+
+Everything works on rows of N columns, one chunk of rows at a time, so that a tensor of any size can
+be checked. `u` is the unit roundoff. Row quantities have shape (rows, 1), column quantities (N,).
+"""
+
+import dataclasses
+import math
+
+import torch
+
+UNIT = {
+    torch.bfloat16: 2.0**-8,
+    torch.float16: 2.0**-11,
+    torch.float32: 2.0**-24,
+    torch.float64: 2.0**-53,
+}
+# Spacing of the subnormal numbers, and the smallest normal number.
+SMALLEST = {
+    torch.bfloat16: 2.0**-133,
+    torch.float16: 2.0**-24,
+    torch.float32: 2.0**-149,
+    torch.float64: 2.0**-1074,
+}
+
+
+def compute_unit(x_dtype):
+    """u of the arithmetic: fp64 for fp64 input, else fp32. An fp64 result is held to an fp64
+    reference, which errs as much as the result does: twice the unit."""
+    return 2 * UNIT[torch.float64] if x_dtype == torch.float64 else UNIT[torch.float32]
+
+
+def rounding(value, dtype, unit):
+    """Largest error of rounding `value` to dtype once; none but underflow where the arithmetic
+    itself, of unit roundoff `unit`, is no finer than dtype: its bound has that rounding in it
+    already."""
+    relative = UNIT[dtype] if UNIT[dtype] > unit else 0.0
+    return relative * value.abs() + SMALLEST[dtype]
+
+
+def rms_rounding_factor(count):
+    """The rms of one rounding, over the tensor, in u rms(value). The errors are uniform in +-u
+    2^e with 2^e <= |value|: at most 1 / sqrt(3); a tensor of few elements may draw worse ones,
+    so it keeps the largest, 1."""
+    return 1 / math.sqrt(3) if count >= 4096 else 1.0
+
+
+@dataclasses.dataclass
+class Stats:
+    """Statistics of a chunk of rows in fp64."""
+
+    xhat: torch.Tensor
+    mean: torch.Tensor
+    rstd: torch.Tensor
+
+    @property
+    def shift(self):
+        """|mean| rstd: how much larger x is than its centred part. The mean is a rounded fp32
+        number, so every xhat of the row carries u |mean| rstd."""
+        return self.mean.abs() * self.rstd
+
+    @property
+    def scale(self):
+        """max|xhat| + |mean| rstd; an xhat computed in fp32 errs by a few u times this."""
+        return self.xhat.abs().amax(1, keepdim=True) + self.shift
+
+
+def row_stats(x, eps, rms_norm):
+    x = x.double()
+    if rms_norm:
+        mean = torch.zeros_like(x[:, :1])
+        rstd = (x.square().mean(1, keepdim=True) + eps).rsqrt()
+        return Stats(x * rstd, mean, rstd)
+    mean = x.mean(1, keepdim=True)
+    centred = x - mean
+    rstd = (centred.square().mean(1, keepdim=True) + eps).rsqrt()
+    return Stats(centred * rstd, mean, rstd)
+
+
+def effective_weight(weight, weight_offset, x_dtype):
+    """g = weight + weight_offset, added in fp32 (fp64 for fp64 input): that sum is what the
+    contract calls g."""
+    return (
+        weight.to(torch.float64 if x_dtype == torch.float64 else torch.float32) + weight_offset
+    ).double()
+
+
+def dx_reference(dy, g, xhat, rstd, rms_norm):
+    """dx = rstd (w - mean(w) - xhat mean(w xhat)) with w = g dy; no mean(w) for RMSNorm."""
+    w = dy * g
+    c2 = (w * xhat).mean(1, keepdim=True)
+    c1 = torch.zeros_like(c2) if rms_norm else w.mean(1, keepdim=True)
+    return rstd * (w - c1 - xhat * c2), w, c1, c2
+
+
+def recoverable(g, bias, y_dtype):
+    """Columns whose xhat can be had back from the output: g a normal number of y's dtype, u_y |b
+    / g| <= 2^-6."""
+    info = torch.finfo(y_dtype)
+    normal = g.isfinite() & (g.abs() >= info.smallest_normal) & (g.abs() <= info.max)
+    return normal & (UNIT[y_dtype] * (bias / g).abs() <= 2.0**-6)
+
+
+class NormCheck:
+    """Holds one forward and backward call to its fp64 reference.
+
+    Feed it the rows (in chunks, if they are many), then the parameter gradients; `ratios()` maps
+    what was measured to error / limit, a number that must not exceed 1 (inf for a NaN), still on
+    the device. With `from_output` the limits of the gradients grow by what the xhat recovered from
+    the rounded output propagates, exactly as it does there.
+    """
+
+    def __init__(
+        self,
+        *,
+        rows,
+        rms,
+        eps,
+        x_dtype,
+        y_dtype,
+        weight=None,
+        bias=None,
+        weight_offset=0.0,
+        from_output=False,
+    ):
+        self.total_rows, self.rms_norm, self.eps, self.from_output = rows, rms, eps, from_output
+        self.x_dtype, self.y_dtype, self.u = x_dtype, y_dtype, compute_unit(x_dtype)
+        self.weight = None if weight is None else weight.detach().reshape(-1)
+        self.bias = None if bias is None else bias.detach().reshape(-1)
+        self.g = 1.0 if weight is None else effective_weight(self.weight, weight_offset, x_dtype)
+        self.b = 0.0 if bias is None else self.bias.double()
+        self.found = {}
+        self.sums = {}
+
+    def _record(self, name, error, limit):
+        """error / limit where a tensor's every element has its own limit."""
+        if error.numel() == 0:
+            return
+        ratio = (error.abs() / limit.clamp_min(1e-300)).nan_to_num(nan=math.inf, posinf=math.inf)
+        largest = ratio.max()
+        self.found[name] = (
+            torch.maximum(self.found[name], largest) if name in self.found else largest
+        )
+
+    def _add(self, name, value):
+        """Sums and maxima over chunks: the pieces of tensor-wide measures."""
+        square, largest = value.square().sum(), value.abs().max()
+        if name in self.sums:
+            old_square, old_largest, count = self.sums[name]
+            square, largest = square + old_square, torch.maximum(largest, old_largest)
+            self.sums[name] = (square, largest, count + value.numel())
+        else:
+            self.sums[name] = (square, largest, value.numel())
+
+    def _measures(self, name):
+        square, largest, count = self.sums[name]
+        return (square / count).sqrt(), largest
+
+    def _compare(self, name, dtype):
+        """The rms over the tensor and its largest error: at most what the arithmetic and one
+        rounding to dtype explain, or 1.5 times the error of torch's own operator; plus what the
+        xhat recovered from the output propagates."""
+        errors = self._measures(f"{name} error")
+        limit_rms, limit_max = self._measures(f"{name} arithmetic")
+        ref_rms, ref_max = self._measures(f"{name} reference")
+        unit = UNIT[dtype] if UNIT[dtype] > self.u else 0.0
+        limit_rms = limit_rms + unit * rms_rounding_factor(self.sums[f"{name} error"][2]) * ref_rms
+        # Where the error is largest, twice as many roundings may have come out at their worst and
+        # with one sign.
+        limit_max = 2 * limit_max + unit * ref_max
+        limits = [limit_rms, limit_max]
+        if f"torch {name} error" in self.sums:
+            torch_errors = self._measures(f"torch {name} error")
+            limits = [
+                own.fmax(1.5 * theirs) for own, theirs in zip(limits, torch_errors, strict=True)
+            ]
+        if f"{name} propagated" in self.sums:
+            propagated = self._measures(f"{name} propagated")
+            limits = [
+                limit + (1 + unit) * more for limit, more in zip(limits, propagated, strict=True)
+            ]
+        for measure, error, limit in zip(("rms", "max"), errors, limits, strict=True):
+            self._record(f"{name} {measure}", error[None], limit[None] + SMALLEST[dtype])
+
+    def _forward(self, stats, y):
+        ref = self.g * stats.xhat + self.b
+        # The contract of the norms: |y - ref| <= 4u (|g| (max|xhat| + |mean| rstd) + |b|), plus one
+        # rounding at 16 bit.
+        limit = 4 * self.u * (abs(self.g) * stats.scale + abs(self.b))
+        self._record(
+            "y", y.double() - ref, limit + rounding(ref.abs() + limit, self.y_dtype, self.u)
+        )
+
+    def _recovered_xhat(self, stats, y):
+        """xhat as the backward pass can know it from the output that was really written."""
+        g = torch.as_tensor(self.g, dtype=torch.float64, device=y.device).expand(y.shape[1])
+        b = torch.as_tensor(self.b, dtype=torch.float64, device=y.device).expand(y.shape[1])
+        return torch.where(recoverable(g, b, self.y_dtype), (y.double() - b) / g, stats.xhat)
+
+    def _dx(self, stats, xhat, dy, dx, torch_dx):
+        rstd, shift, scale = stats.rstd, stats.shift, stats.scale
+        ref, w, c1, c2 = dx_reference(dy, self.g, stats.xhat, rstd, self.rms_norm)
+        self._add("dx reference", ref)
+        self._add("dx error", dx.double() - ref)
+        if torch_dx is not None:
+            self._add("torch dx error", torch_dx.double() - ref)
+        propagated = 0.0
+        if xhat is not stats.xhat:
+            propagated = (dx_reference(dy, self.g, xhat, rstd, self.rms_norm)[0] - ref).abs()
+            self._add("dx propagated", propagated)
+        # Every element: rounded sums, products and rstd cost a few u of each term of dx; an xhat
+        # off by 4u scale moves mean(w xhat) by 4u scale mean|w| and xhat mean(w xhat) by 4u scale
+        # |mean(w xhat)|.
+        mean_w = w.abs().mean(1, keepdim=True)
+        limit = (
+            8
+            * self.u
+            * rstd
+            * (w.abs() + mean_w * (1 + scale * stats.xhat.abs()) + scale * c2.abs())
+        )
+        limit = limit + propagated
+        self._record(
+            "dx", dx.double() - ref, limit + rounding(ref.abs() + limit, self.x_dtype, self.u)
+        )
+        # Over the tensor: errors are u of what they belong to, not of the row's largest; xhat
+        # carries u (|xhat| + |mean| rstd) and the mean of w xhat carries u |mean(w)| |mean| rstd.
+        # Four roundings lie on any path to dx.
+        terms = (
+            w.abs()
+            + c1.abs()
+            + (stats.xhat * c2).abs()
+            + shift * (c2.abs() + (stats.xhat * c1).abs())
+        )
+        self._add("dx arithmetic", 4 * self.u * rstd * terms)
+
+    def rows(self, x, y=None, dy=None, dx=None, torch_dx=None):
+        """One chunk of rows: x, y, dy, dx of shape (rows, N); y alone, or the gradients with it."""
+        stats = row_stats(x, self.eps, self.rms_norm)
+        if y is not None:
+            self._forward(stats, y)
+        if dy is None:
+            return
+        dy = dy.double()
+        xhat = self._recovered_xhat(stats, y) if self.from_output else stats.xhat
+        if dx is not None:
+            self._dx(stats, xhat, dy, dx, torch_dx)
+        if self.weight is not None:
+            self._sum("dweight reference", dy * stats.xhat)
+            self._sum("dweight squares", (dy * (stats.xhat.abs() + stats.shift)).square())
+            self._sum("dweight scale", (dy * stats.scale).square())
+            if self.from_output:
+                self._sum("dweight propagated", dy * (xhat - stats.xhat))
+        if self.bias is not None:
+            self._sum("dbias reference", dy)
+            self._sum("dbias squares", dy.square())
+
+    def _sum(self, name, value):
+        total = value.sum(0)
+        self.sums[name] = self.sums[name] + total if name in self.sums else total
+
+    def parameters(self, dweight=None, dbias=None, torch_dweight=None, torch_dbias=None):
+        """The parameter gradients, once all rows were seen."""
+        if dweight is not None:
+            self._parameter("dweight", dweight, self.weight.dtype, torch_dweight)
+        if dbias is not None:
+            self._parameter("dbias", dbias, self.bias.dtype, torch_dbias)
+
+    def _parameter(self, name, gradient, dtype, torch_gradient):
+        ref = self.sums.pop(f"{name} reference")
+        root = self.sums.pop(f"{name} squares").sqrt()
+        propagated = self.sums.pop(f"{name} propagated", None)
+        error = gradient.reshape(-1).double() - ref
+        # A column sums M products. Each carries a few u of itself, with random sign: 4u sqrt(sum
+        # p^2). A block that adds L rows one after the other also rounds its growing sum L times:
+        # 0.4 u sqrt(L) sqrt(sum p^2) as a random walk. At least 128 blocks share the rows of a
+        # large tensor, and what a drift of the sum costs is u |sum|.
+        chain = math.sqrt(self.total_rows / 128)
+        arithmetic = self.u * ((4 + 0.5 * chain) * root + 4 * ref.abs())
+        # An element alone may have the worst xhat, off by 4u scale, in every row.
+        scale = self.sums.pop(f"{name} scale").sqrt() if name == "dweight" else root
+        limit = 2 * (arithmetic + 4 * self.u * scale)
+        if propagated is not None:
+            limit = limit + propagated.abs()
+            self._add(f"{name} propagated", propagated)
+        self._record(name, error, limit + rounding(ref.abs() + limit, dtype, self.u))
+        self._add(f"{name} reference", ref)
+        self._add(f"{name} error", error)
+        self._add(f"{name} arithmetic", arithmetic)
+        if torch_gradient is not None:
+            self._add(f"torch {name} error", torch_gradient.reshape(-1).double() - ref)
+        self._compare(name, dtype)
+
+    def ratios(self):
+        """{what: error / limit}, each a number on the device."""
+        if "dx error" in self.sums:
+            self._compare("dx", self.x_dtype)
+            self.sums.pop("dx error")
+        return self.found

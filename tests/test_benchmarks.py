@@ -1,0 +1,158 @@
+"""The benchmarks without a GPU: targets, checks against fp64, tables, and the command line."""
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+
+norm = pytest.importorskip("benchmarks.norm", reason="the benchmarks need the repository and rich")
+report = pytest.importorskip("benchmarks.report")
+targets = pytest.importorskip("benchmarks.targets")
+
+BUDGET = norm.Budget(footprint=1, seconds=1e-9, replays=1)
+
+
+def one_call_each(call, inputs, calls, replays):
+    """Stands in for the GPU timer."""
+    assert calls % len(inputs) == 0
+    return 1e-5, [call(given) for given in inputs]
+
+
+def measure(peer, case):
+    return norm.measure(peer, case, 4e12, BUDGET, time=one_call_each, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", norm.DTYPES)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+@pytest.mark.parametrize(
+    "peer", [norm.FusedNorm(), norm.FusedNormMemoryEfficient(), norm.Torch()], ids=lambda p: p.name
+)
+def test_right_results_pass_the_check(peer, rms, direction, dtype):
+    if direction not in peer.directions:
+        pytest.skip("the same operator as without memory_efficient")
+    if peer.name == "torch" and direction == "backward" and (rms or dtype != "fp32"):
+        pytest.skip("torch's CPU operators sum 16-bit gradients in 16 bit and lack RMSNorm's")
+    result = measure(peer, norm.Case(rms, 300, 257, dtype, direction))
+    assert result.correct, result
+
+
+class Wrong(norm.FusedNorm):
+    """One element of one result is off by 3 %: more than any rounding."""
+
+    def __init__(self, which):
+        self.which = which
+
+    def spoil(self, results):
+        flat = results[self.which].view(-1)
+        flat[flat.abs().argmax()] *= 1.03
+        return results
+
+    def forward(self, *args):
+        return self.spoil(super().forward(*args))
+
+    def backward(self, *args):
+        return self.spoil(super().backward(*args))
+
+    def saved(self, *args):
+        y, mean, rstd = norm.FusedNorm().forward(*args)
+        return args[1], mean, rstd
+
+
+@pytest.mark.parametrize(
+    ("direction", "which"), [("forward", 0), ("backward", 0), ("backward", 1), ("backward", 2)]
+)
+def test_wrong_results_are_found(direction, which):
+    case = norm.Case(False, 64, 257, "bf16", direction)
+    wrong = measure(Wrong(which), case)
+    assert not wrong.correct
+    assert report.verdict([wrong]) == "WRONG"
+    assert report.cell(wrong).startswith("WRONG")
+
+
+@pytest.mark.parametrize(
+    ("direction", "cols", "dtype", "e", "c"),
+    [
+        ("forward", 768, torch.bfloat16, 0.97, 1.3e-6),
+        ("forward", 4096, torch.float32, 0.99, 1.3e-6),
+        ("forward", 32768, torch.bfloat16, 0.97, 1.3e-6),
+        ("forward", 50000, torch.bfloat16, 0.94, 1.3e-6),
+        ("forward", 3333, torch.bfloat16, 0.90, 1.3e-6),
+        ("backward", 128, torch.bfloat16, 0.90, 2.5e-6),
+        ("backward", 768, torch.bfloat16, 0.96, 2.5e-6),
+        ("backward", 4096, torch.float32, 0.98, 2.5e-6),
+        ("backward", 50000, torch.bfloat16, 0.92, 2.5e-6),
+        ("backward", 3333, torch.bfloat16, 0.85, 2.5e-6),
+    ],
+)
+def test_targets(direction, cols, dtype, e, c):
+    assert targets.norm_target(direction, cols, dtype) == (e, c)
+
+
+def result(peer, seconds, **changes):
+    fields = dict(operation="LayerNorm", direction="forward", rows=8, cols=16, dtype="bf16")
+    fields |= dict(peer=peer, ideal=9e-6, target=10e-6, seconds=seconds, error=0.5) | changes
+    return report.Result(**fields)
+
+
+@pytest.mark.parametrize(
+    ("ours", "torch_seconds", "verdict"),
+    [
+        (9.9e-6, 20e-6, "met"),
+        (12e-6, 20e-6, "20% over"),
+        (10.01e-6, 20e-6, "<1% over"),
+        (9.9e-6, 9.8e-6, "met"),
+        (9.9e-6, 9.0e-6, "met, torch ahead"),
+    ],
+)
+def test_verdict(ours, torch_seconds, verdict):
+    assert report.verdict([result("fused_norm", ours), result("torch", torch_seconds)]) == verdict
+
+
+def test_a_wrong_peer_is_never_ahead():
+    peers = [result("fused_norm", 9.9e-6), result("torch", 1e-6, error=2.0)]
+    assert report.verdict(peers) == "met"
+
+
+def test_tables(tmp_path, capsys):
+    results = [
+        result("fused_norm", 9.5e-6),
+        result("torch", None, error=None, note="no such dtype"),
+    ]
+    report.write(results, [("GPU", "none")], "Title", "norm", tmp_path)
+    printed = capsys.readouterr().out
+    assert "9.5 (0.95)" in printed and "no such dtype" in printed
+    markdown = (tmp_path / "norm.md").read_text()
+    assert "- GPU: none" in markdown and "| 9.5 (0.95) | - | met |" in markdown
+    with (tmp_path / "norm.csv").open() as stream:
+        ours, other = csv.DictReader(stream)
+    assert ours["microseconds"] == "9.500" and ours["fraction"] == "0.9474"
+    assert other["microseconds"] == "" and other["note"] == "no such dtype"
+
+
+def command_line(*arguments):
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks", *arguments],
+        env=environment, cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["norm"], "a CUDA GPU is needed"),
+        (["norm", "--shapes", "12by7"], "'12by7' is not a shape"),
+        (["nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_what_cannot_run_is_one_sentence(arguments, words):
+    done = command_line(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1

@@ -1,0 +1,74 @@
+"""What was built: build_info, the size of the extension, the number of kernels in the binary."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import fused_norm
+from fused_norm import _C
+
+MAX_KERNELS = 400  # what bounds build time and size
+MAX_BYTES = 30_000_000
+
+INFO = fused_norm.build_info()
+
+
+def test_build_info():
+    assert set(INFO) >= {"version", "torch", "cuda", "arch_list", "cxx"}
+    assert INFO["version"] == fused_norm.__version__
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", fused_norm.__version__)
+    assert INFO["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert INFO["cxx"]
+    if INFO["cuda"] is None:
+        assert INFO["arch_list"] == []
+    else:
+        assert INFO["cuda"].split(".")[0] == torch.version.cuda.split(".")[0]
+        assert INFO["arch_list"]
+        assert all(re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch) for arch in INFO["arch_list"])
+
+
+def test_extension_is_small():
+    assert Path(_C.__file__).stat().st_size < MAX_BYTES
+
+
+def cuda_tool(name):
+    folders = [Path(cpp_extension.CUDA_HOME or "/usr/local/cuda", "bin", name)]
+    return next((str(path) for path in folders if path.exists()), None) or shutil.which(name)
+
+
+def kernels_of_each_target(listing):
+    """{target: set of kernel names} of `cuobjdump --dump-resource-usage`."""
+    targets, current = {}, None
+    for line in listing.splitlines():
+        if match := re.match(r"arch = (\S+)", line):
+            current = targets.setdefault(match[1], set())
+        elif (match := re.match(r"\s*Function (\S+?):?\s*$", line)) and current is not None:
+            current.add(match[1])
+    return {target: names for target, names in targets.items() if names}
+
+
+@pytest.mark.cuda
+def test_number_of_kernels():
+    tool = cuda_tool("cuobjdump")
+    if tool is None:
+        pytest.skip("cuobjdump, which lists the kernels, is not installed")
+    command = [tool, "--dump-resource-usage", _C.__file__]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    targets = kernels_of_each_target(listing)
+    assert targets, f"no kernels in:\n{listing[:2000]}"
+    counts = {target: len(names) for target, names in targets.items()}
+    assert max(counts.values()) <= MAX_KERNELS, counts
+
+
+@pytest.mark.skipif(
+    INFO["cuda"] is not None or not torch.cuda.is_available(),
+    reason="needs a GPU and a CPU-only build",
+)
+def test_cpu_only_build_says_how_to_get_the_kernels():
+    with pytest.raises(RuntimeError, match="FUSED_NORM_CUDA"):
+        fused_norm.functional.layer_norm(torch.ones(2, 4, device="cuda"), [4])

@@ -1,0 +1,57 @@
+"""What only the CPU path needs: threads, and a bound against gross slowness."""
+
+import time
+
+import pytest
+import torch
+from harness import Form, apply, apply_torch, forward_backward, randn, same_bits
+
+FORMS = [(kind, efficient) for kind in ("layer", "rms") for efficient in (False, True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("kind", "memory_efficient"), FORMS)
+def test_same_bits_on_any_number_of_threads(kind, memory_efficient, dtype, generator):
+    form = Form(kind, dtype, dtype, weight=dtype, memory_efficient=memory_efficient)
+    x, dy = randn(generator, 700, 300, dtype=dtype), randn(generator, 700, 300, dtype=dtype)
+    weight = randn(generator, 300).abs().add(0.5).to(dtype)
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            y, grads = forward_backward(apply, form, x, [300], weight, None, dy)
+            results.append([y, *grads.values()])
+    finally:
+        torch.set_num_threads(threads)
+    for first, second, third in zip(*results, strict=True):
+        assert same_bits(first, second) and same_bits(first, third)
+
+
+def fastest(call, repeats=7):
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_not_grossly_slower_than_torch(dtype, generator):
+    """A backstop, five times looser than the 1.5 and 3 x that `python -m benchmarks` measures:
+    machines that run tests are busy. The fastest of seven, and one thread, as a crowded machine
+    punishes waiting for a second one."""
+    x, dy = randn(generator, 1024, 1024, dtype=dtype), randn(generator, 1024, 1024, dtype=dtype)
+    weight, bias = torch.ones(1024, dtype=dtype), torch.zeros(1024, dtype=dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for efficient, limit in ((False, 7.5), (True, 15)):
+            form = Form("layer", dtype, dtype, memory_efficient=efficient)
+            ours = fastest(lambda f=form: forward_backward(apply, f, x, [1024], weight, bias, dy))
+            theirs = fastest(
+                lambda f=form: forward_backward(apply_torch, f, x, [1024], weight, bias, dy)
+            )
+            assert ours <= limit * theirs
+    finally:
+        torch.set_num_threads(threads)

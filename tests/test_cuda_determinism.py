@@ -1,0 +1,141 @@
+"""Equal bits: over repeats, and for a row whatever comes with it, wherever it lies."""
+
+import pytest
+import torch
+from harness import Form, apply, forward_backward, randn, random_input, random_parameters, same_bits
+
+pytestmark = pytest.mark.cuda
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+KINDS = ["layer", "rms"]
+# Short rows, a warp, a block, odd lengths, the longest a block holds, and rows that are streamed.
+COLS = [1, 3, 31, 64, 96, 255, 256, 257, 768, 1000, 1023, 1025, 4095, 4096, 8192, 8193, 12288]
+COLS += [32768, 50257, 131072]
+ROW_INDICES = [0, 1, 2, 3, 5, 7, 8, 15, 31, 64, 127, 131, 264, 511, 767, 1023]
+OFFSETS = range(8)
+
+
+@pytest.fixture
+def generator(seed):
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def full_form(kind, dtype, memory_efficient=False):
+    bias = dtype if kind == "layer" else None
+    return Form(kind, dtype, dtype, weight=dtype, bias=bias, memory_efficient=memory_efficient)
+
+
+def place(values, offset):
+    """A copy of a matrix that starts `offset` elements into an allocation."""
+    buffer = torch.empty(values.numel() + offset, dtype=values.dtype, device=values.device)
+    return buffer[offset:].view(values.shape).copy_(values)
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_repeats(kind, dtype, memory_efficient, generator):
+    """Also while another stream keeps the GPU busy, so that blocks run in another order."""
+    form = full_form(kind, dtype, memory_efficient)
+    noise = torch.randn(2048, 2048, device="cuda")
+    side = torch.cuda.Stream()
+    shapes = [
+        (5, 7),
+        (4096, 96),
+        (4097, 1000),
+        (1000, 4096),
+        (300, 12289),
+        (33, 50257),
+        (100003, 64),
+        (3, 1000003),
+    ]
+    for rows, cols in shapes:
+        weight, bias = random_parameters(generator, form, [cols], recoverable=True)
+        x, dy = (
+            random_input(generator, rows, cols, dtype),
+            randn(generator, rows, cols, dtype=dtype),
+        )
+        first = forward_backward(apply, form, x, [cols], weight, bias, dy)
+        for repeat in range(20):
+            with torch.cuda.stream(side):
+                for _ in range(repeat % 3):
+                    noise @ noise
+            y, grads = forward_backward(apply, form, x, [cols], weight, bias, dy)
+            assert same_bits(y, first[0]), f"{rows} x {cols}, repeat {repeat}: y"
+            for name, grad in grads.items():
+                assert same_bits(grad, first[1][name]), f"{rows} x {cols}, repeat {repeat}: d{name}"
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_among_others(kind, dtype, memory_efficient, generator):
+    """y and dx of a row are the same alone, among 2 to 4097 rows, and at sixteen row indices."""
+    form = full_form(kind, dtype, memory_efficient)
+    for cols in COLS:
+        weight, bias = random_parameters(generator, form, [cols], recoverable=True)
+        x, dy = random_input(generator, 1, cols, dtype), randn(generator, 1, cols, dtype=dtype)
+        alone, alone_grads = forward_backward(apply, form, x, [cols], weight, bias, dy)
+        for rows in (2, 33, 1024, 4097 if cols <= 12288 else 1024):
+            indices = [index for index in ROW_INDICES if index < rows] + [rows - 1]
+            many, many_dy = (
+                randn(generator, rows, cols, dtype=dtype),
+                randn(generator, rows, cols, dtype=dtype),
+            )
+            many[indices], many_dy[indices] = x, dy
+            y, grads = forward_backward(apply, form, many, [cols], weight, bias, many_dy)
+            for index in indices:
+                where = f"{form}, {cols} columns, row {index} of {rows}"
+                assert same_bits(y[index], alone[0]), f"{where}: y"
+                assert same_bits(grads["x"][index], alone_grads["x"][0]), f"{where}: dx"
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_at_any_alignment(kind, dtype, memory_efficient, generator):
+    """y and dx are the same at eight base offsets of x, dy and the parameters, at any row pitch,
+    and with each offset of its own."""
+    form = full_form(kind, dtype, memory_efficient)
+    for cols in COLS:
+        weight, bias = random_parameters(generator, form, [cols], recoverable=True)
+        x, dy = random_input(generator, 5, cols, dtype), randn(generator, 5, cols, dtype=dtype)
+        y, grads = forward_backward(apply, form, x, [cols], weight, bias, dy)
+
+        def check(label, x, weight, bias, dy, y=y, dx=grads["x"], cols=cols):
+            other, other_grads = forward_backward(apply, form, x, [cols], weight, bias, dy)
+            assert same_bits(other, y), f"{form}, {cols} columns, {label}: y"
+            assert same_bits(other_grads["x"], dx), f"{form}, {cols} columns, {label}: dx"
+
+        for offset in OFFSETS:
+            moved = [None if t is None else place(t, offset) for t in (x, weight, bias, dy)]
+            check(f"all at {offset}", *moved)
+            check(f"x at {offset}", moved[0], weight, bias, dy)
+            check(f"dy at {offset}", x, weight, bias, moved[3])
+            check(f"weight at {offset}", x, moved[1], bias, dy)
+            pitch = torch.empty(5, cols + offset, dtype=dtype, device="cuda")[:, offset:].copy_(x)
+            check(f"row pitch {cols + offset}", pitch, weight, bias, dy)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_calls_on_two_streams(kind, generator):
+    """Calls that overlap share no scratch memory."""
+    form = full_form(kind, BF16)
+    cols = 4096
+    weight, bias = random_parameters(generator, form, [cols])
+    inputs = [
+        (random_input(generator, 2000, cols, BF16), randn(generator, 2000, cols, dtype=BF16))
+        for _ in range(2)
+    ]
+    expected = [forward_backward(apply, form, x, [cols], weight, bias, dy) for x, dy in inputs]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream() for _ in inputs]
+    for _ in range(10):
+        results = []
+        for stream, (x, dy) in zip(streams, inputs, strict=True):
+            with torch.cuda.stream(stream):
+                results.append(forward_backward(apply, form, x, [cols], weight, bias, dy))
+        torch.cuda.synchronize()
+        for (y, grads), (expected_y, expected_grads) in zip(results, expected, strict=True):
+            assert same_bits(y, expected_y)
+            assert all(same_bits(grads[name], expected_grads[name]) for name in grads)

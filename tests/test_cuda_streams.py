@@ -1,0 +1,143 @@
+"""Streams, graph capture and devices: the library runs where torch says, in torch's order."""
+
+import pytest
+import torch
+from harness import Form, apply, forward_backward, randn, random_input, random_parameters, same_bits
+
+pytestmark = pytest.mark.cuda
+
+BF16, FP32 = torch.bfloat16, torch.float32
+KINDS = ["layer", "rms"]
+SHAPES = [(7, 96), (600, 1000), (300, 4096), (40, 50257)]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+@pytest.fixture
+def generator(seed):
+    return torch.Generator("cuda").manual_seed(seed)
+
+
+def full_form(kind, dtype):
+    return Form(kind, dtype, dtype, weight=dtype, bias=dtype if kind == "layer" else None)
+
+
+def assert_same_bits(results, expected):
+    (y, grads), (expected_y, expected_grads) = results, expected
+    assert same_bits(y, expected_y)
+    for name in expected_grads:
+        assert same_bits(grads[name], expected_grads[name]), f"d{name}"
+
+
+@each_kind
+def test_side_stream(kind, generator):
+    """Work queued on the current stream comes first: x is written there after a long wait, and
+    read there."""
+    for rows, cols in SHAPES:
+        form = full_form(kind, BF16)
+        weight, bias = random_parameters(generator, form, [cols])
+        x, dy = random_input(generator, rows, cols, BF16), randn(generator, rows, cols, dtype=BF16)
+        expected = forward_backward(apply, form, x, [cols], weight, bias, dy)
+        late_x, late_dy = torch.zeros_like(x), torch.zeros_like(dy)
+        torch.cuda.synchronize()
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # cycles: 25 ms or more
+            late_x.copy_(x)
+            late_dy.copy_(dy)
+            results = forward_backward(apply, form, late_x, [cols], weight, bias, late_dy)
+        stream.synchronize()
+        assert_same_bits(results, expected)
+
+
+@each_kind
+def test_captured_training_step(kind, generator):
+    """A graph of forward and backward, replayed with new data in the same memory."""
+    for rows, cols in SHAPES:
+        form = full_form(kind, BF16)
+        parameters = random_parameters(generator, form, [cols])
+        leaves = [p.requires_grad_() for p in parameters if p is not None]
+        x = random_input(generator, rows, cols, BF16).requires_grad_()
+        dy = randn(generator, rows, cols, dtype=BF16)
+
+        def step(x=x, dy=dy, cols=cols, leaves=leaves, parameters=parameters, form=form):
+            y = apply(form, x, [cols], *parameters)
+            return y, torch.autograd.grad(y, [x, *leaves], dy)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y, grads = step()
+        for _ in range(3):
+            with torch.no_grad():
+                x.copy_(random_input(generator, rows, cols, BF16))
+                dy.copy_(randn(generator, rows, cols, dtype=BF16))
+            graph.replay()
+            expected_y, expected_grads = step()
+            assert same_bits(y.detach(), expected_y.detach()), f"{rows} x {cols}: y"
+            for ours, eager in zip(grads, expected_grads, strict=True):
+                assert same_bits(ours, eager), f"{rows} x {cols}: gradients"
+
+
+@each_kind
+def test_no_wait_for_the_gpu(kind, generator):
+    """A step with the flag off queues its work and returns: nothing stops the host."""
+    form = full_form(kind, BF16)
+    weight, bias = random_parameters(generator, form, [1000])
+    x, dy = random_input(generator, 600, 1000, BF16), randn(generator, 600, 1000, dtype=BF16)
+    forward_backward(apply, form, x, [1000], weight, bias, dy)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    done = torch.cuda.Event()
+    try:
+        torch.cuda._sleep(400_000_000)  # cycles: 0.2 s or more
+        forward_backward(apply, form, x, [1000], weight, bias, dy)
+        done.record()
+        still_running = not done.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert still_running
+
+
+@pytest.mark.multi_gpu
+@each_kind
+def test_tensors_of_a_device_that_is_not_current(kind, generator):
+    for rows, cols in SHAPES:
+        form = full_form(kind, BF16)
+        weight, bias = random_parameters(generator, form, [cols])
+        x, dy = random_input(generator, rows, cols, BF16), randn(generator, rows, cols, dtype=BF16)
+        expected = forward_backward(apply, form, x, [cols], weight, bias, dy)
+        there = [None if t is None else t.to("cuda:1") for t in (x, weight, bias, dy)]
+        torch.cuda.synchronize("cuda:1")
+        assert torch.cuda.current_device() == 0
+        y, grads = forward_backward(apply, form, there[0], [cols], *there[1:])
+        assert torch.cuda.current_device() == 0
+        assert y.device == there[0].device
+        home = {name: grad.to("cuda:0") for name, grad in grads.items()}
+        assert_same_bits((y.to("cuda:0"), home), expected)
+
+
+@pytest.mark.multi_gpu
+@each_kind
+def test_the_stream_of_the_tensors_device(kind, generator):
+    """The stream that is current on the tensor's device orders the work, not that of the current
+    device."""
+    form = full_form(kind, FP32)
+    weight, bias = random_parameters(generator, form, [1000])
+    x, dy = random_input(generator, 600, 1000, FP32), randn(generator, 600, 1000)
+    expected = forward_backward(apply, form, x, [1000], weight, bias, dy)
+    there = [None if t is None else t.to("cuda:1") for t in (x, weight, bias, dy)]
+    late = torch.zeros_like(there[0])
+    torch.cuda.synchronize("cuda:1")
+    stream = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        late.copy_(there[0])
+        with torch.cuda.device(0):
+            y, grads = forward_backward(apply, form, late, [1000], *there[1:])
+    stream.synchronize()
+    assert_same_bits((y.to("cuda:0"), {n: g.to("cuda:0") for n, g in grads.items()}), expected)

@@ -1,0 +1,296 @@
+"""What the library cannot do is an error that names the argument and its value, before any kernel
+runs.
+
+Every case runs on the CPU, on the meta device, which has no kernels, and on CUDA.
+"""
+
+import re
+
+import pytest
+import torch
+
+import fused_norm
+import fused_norm.functional as fn
+from fused_norm import _C
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+INF, NAN = float("inf"), float("nan")
+ERRORS = (RuntimeError, TypeError, ValueError)
+
+
+class Ones:
+    """make(*shape, dtype): ones on a device, the same tensor at every call."""
+
+    def __init__(self, device):
+        self.device, self.made = device, {}
+
+    def __call__(self, *shape, dtype=FP32):
+        key = (shape, dtype)
+        if key not in self.made:
+            self.made[key] = torch.ones(shape, device=self.device).to(dtype)
+        return self.made[key]
+
+
+# name: (call with a maker of tensors, patterns the message must have)
+CASES = {
+    "normalized_shape does not match": (
+        lambda make: fn.layer_norm(make(3, 48), [37]),
+        ["normalized_shape", "37", "input", "3, 48"],
+    ),
+    "normalized_shape does not match, rms": (
+        lambda make: fn.rms_norm(make(3, 48), [37]),
+        ["normalized_shape", "37", "input", "3, 48"],
+    ),
+    "normalized_shape matches the wrong dimension": (
+        lambda make: fn.layer_norm(make(37, 48), [37]),
+        ["normalized_shape", "37", "input", "37, 48"],
+    ),
+    "normalized_shape longer than the input": (
+        lambda make: fn.layer_norm(make(48), [5, 48]),
+        ["normalized_shape", "5, 48", "input", "48"],
+    ),
+    "input without dimensions": (
+        lambda make: fn.layer_norm(make(), [1]),
+        ["normalized_shape", "1", "input"],
+    ),
+    "empty normalized_shape": (lambda make: fn.layer_norm(make(3, 48), []), ["normalized_shape"]),
+    "empty normalized_shape, rms": (
+        lambda make: fn.rms_norm(make(3, 48), ()),
+        ["normalized_shape"],
+    ),
+    "weight of another shape": (
+        lambda make: fn.layer_norm(make(3, 48), [48], make(37)),
+        ["weight", "48", "37"],
+    ),
+    "weight of another number of dimensions": (
+        lambda make: fn.rms_norm(make(3, 4, 12), [4, 12], make(48)),
+        ["weight", "4, 12", "48"],
+    ),
+    "bias of another shape": (
+        lambda make: fn.layer_norm(make(3, 48), [48], None, make(37)),
+        ["bias", "48", "37"],
+    ),
+    "weight of another 16-bit dtype": (
+        lambda make: fn.layer_norm(make(3, 48, dtype=BF16), [48], make(48, dtype=FP16)),
+        ["weight", "Half|float16", "BFloat16|bfloat16"],
+    ),
+    "fp64 weight": (
+        lambda make: fn.rms_norm(make(3, 48), [48], make(48, dtype=FP64)),
+        ["weight", "Double|float64", "Float|float32"],
+    ),
+    "16-bit bias with fp64 input": (
+        lambda make: fn.layer_norm(make(3, 48, dtype=FP64), [48], None, make(48, dtype=BF16)),
+        ["bias", "BFloat16|bfloat16", "Double|float64"],
+    ),
+    "integer weight": (
+        lambda make: fn.layer_norm(make(3, 48), [48], make(48, dtype=torch.int32)),
+        ["weight", "Int|int32"],
+    ),
+    "integer input": (
+        lambda make: fn.layer_norm(make(3, 48, dtype=torch.int64), [48]),
+        ["input", "Long|int64"],
+    ),
+    "integer input, rms": (
+        lambda make: fn.rms_norm(make(3, 48, dtype=torch.int32), [48]),
+        ["input", "Int|int32"],
+    ),
+    "bool input": (
+        lambda make: fn.layer_norm(make(3, 48, dtype=torch.bool), [48]),
+        ["input", "Bool|bool"],
+    ),
+    "complex input": (
+        lambda make: fn.layer_norm(make(3, 48, dtype=torch.complex64), [48]),
+        ["input", "[Cc]omplex"],
+    ),
+    "8-bit input": (
+        lambda make: fn.layer_norm(make(3, 48, dtype=torch.float8_e4m3fn), [48]),
+        ["input", "[Ff]loat8_e4m3fn"],
+    ),
+    "negative eps": (lambda make: fn.layer_norm(make(3, 48), [48], eps=-0.25), ["eps", "-0.25"]),
+    "negative eps, rms": (lambda make: fn.rms_norm(make(3, 48), [48], eps=-0.25), ["eps", "-0.25"]),
+    "NaN eps": (lambda make: fn.layer_norm(make(3, 48), [48], eps=NAN), ["eps", "nan"]),
+    "infinite eps": (lambda make: fn.rms_norm(make(3, 48), [48], eps=INF), ["eps", "inf"]),
+    "NaN weight_offset": (
+        lambda make: fn.rms_norm(make(3, 48), [48], make(48), weight_offset=NAN),
+        ["weight_offset", "nan"],
+    ),
+    "infinite weight_offset": (
+        lambda make: fn.rms_norm(make(3, 48), [48], make(48), weight_offset=-INF),
+        ["weight_offset", "-inf"],
+    ),
+    "output dtype that does not go with the input": (
+        lambda make: torch.ops.fused_norm.norm_forward(
+            make(3, 48, dtype=FP16), None, None, [48], 1e-5, 0.0, False, BF16
+        ),
+        ["out_dtype", "BFloat16|bfloat16", "Half|float16"],
+    ),
+    "integer output dtype": (
+        lambda make: torch.ops.fused_norm.norm_forward(
+            make(3, 48), None, None, [48], 1e-5, 0.0, False, torch.int32
+        ),
+        ["out_dtype", "Int|int32"],
+    ),
+}
+
+
+def check_raises(call, patterns):
+    with pytest.raises(ERRORS) as raised:
+        call()
+    for pattern in patterns:
+        assert re.search(pattern, str(raised.value)), f"{pattern!r} is not in {str(raised.value)!r}"
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["", "with grad"])
+@pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize("case", CASES)
+def test_message(case, device, grad):
+    call, patterns = CASES[case]
+    make = Ones(device)
+
+    def make_leaf(*shape, dtype=FP32):
+        tensor = make(*shape, dtype=dtype)
+        return tensor.requires_grad_(grad and tensor.dtype in (BF16, FP16, FP32, FP64))
+
+    check_raises(lambda: call(make_leaf), patterns)
+
+
+def test_module_given_another_width(device):
+    module = fused_norm.LayerNorm(37, device=device)
+    check_raises(
+        lambda: module(torch.ones(3, 48, device=device)),
+        ["normalized_shape", "37", "input", "3, 48"],
+    )
+
+
+def test_row_too_long(device):
+    """Columns are counted in 32 bits; the expanded input takes no memory."""
+    cols = 2**30 + 1
+    x = torch.ones(1, device=device).expand(cols)
+    check_raises(lambda: fn.layer_norm(x, [cols]), ["normalized_shape", str(cols)])
+
+
+@pytest.mark.cuda
+def test_no_error_launches_a_kernel():
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    def kernels(calls):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for call in calls:
+                try:
+                    call()
+                except ERRORS:
+                    pass
+            torch.cuda.synchronize()
+        return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+
+    make = Ones("cuda")
+    calls = [lambda call=call: call(make) for call, _ in CASES.values()]
+    kernels(calls)  # makes the tensors
+    assert kernels([lambda: fn.layer_norm(make(3, 48), [48])]), "the profiler sees no kernels"
+    assert not kernels(calls)
+
+
+LAYOUTS = {
+    "sparse input": (lambda m: fn.layer_norm(m.to_sparse(), [4]), ["input", "[Ss]parse"]),
+    "sparse CSR input": (lambda m: fn.rms_norm(m.to_sparse_csr(), [4]), ["input", "[Ss]parse"]),
+    "sparse weight": (lambda m: fn.layer_norm(m, [4], m[0].to_sparse()), ["weight", "[Ss]parse"]),
+    "sparse bias": (
+        lambda m: fn.layer_norm(m, [4], None, m[0].to_sparse()),
+        ["bias", "[Ss]parse"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_layout(case, device):
+    call, patterns = LAYOUTS[case]
+    check_raises(lambda: call(torch.eye(4, device=device)), patterns)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+@pytest.mark.parametrize(
+    ("of_input", "of_parameter"),
+    [
+        ("cpu", "meta"),
+        ("meta", "cpu"),
+        pytest.param("cuda", "cpu", marks=pytest.mark.cuda),
+        pytest.param("cpu", "cuda", marks=pytest.mark.cuda),
+        pytest.param("cuda:0", "cuda:1", marks=pytest.mark.multi_gpu),
+    ],
+)
+def test_parameter_on_another_device(of_input, of_parameter, name):
+    x, parameter = torch.ones(3, 4, device=of_input), torch.ones(4, device=of_parameter)
+    check_raises(lambda: fn.layer_norm(x, [4], **{name: parameter}), [name, of_input, of_parameter])
+
+
+@pytest.mark.parametrize("function", [fn.layer_norm, fn.rms_norm])
+@pytest.mark.parametrize("arguments", [(None, [4]), ([[1.0]], [1])], ids=["None", "list"])
+def test_input_that_is_no_tensor(function, arguments):
+    with pytest.raises((*ERRORS, AttributeError)):
+        function(*arguments)
+
+
+# The operators can be called directly, so they check what their caller might get wrong.
+def forward_for_backward(device, dtype=FP32):
+    x = torch.ones(3, 48, device=device, dtype=dtype)
+    weight = torch.ones(48, device=device, dtype=dtype)
+    _, mean, rstd = torch.ops.fused_norm.norm_forward(x, weight, None, [48], 1e-5)
+    return {
+        "dy": x,
+        "saved": x,
+        "mean": mean,
+        "rstd": rstd,
+        "weight": weight,
+        "bias": None,
+        "normalized_shape": [48],
+        "weight_offset": 0.0,
+        "rms": False,
+        "from_output": False,
+        "input_dtype": dtype,
+        "output_mask": [True, True, True],
+    }
+
+
+BACKWARD_CASES = {
+    "saved of another shape": ({"saved": (2, 48)}, ["saved", "3, 48", "2, 48"]),
+    "saved of another dtype": ({"saved": (3, 48, BF16)}, ["saved", "BFloat16", "Float"]),
+    "dy of another width": ({"dy": (3, 37)}, ["dy", "3, 37", "48"]),
+    "integer dy": ({"dy": (3, 48, torch.int32)}, ["dy", "Int"]),
+    "dy of a dtype that no forward gives": ({"dy": (3, 48, FP64)}, ["Double", "Float"]),
+    "rstd of another length": ({"rstd": (4, 1)}, ["rstd", "3", "4, 1"]),
+    "rstd of another dtype": ({"rstd": (3, 1, FP64)}, ["rstd", "Double", "Float"]),
+    "mean of another length": ({"mean": (2, 1)}, ["mean", "3", "2, 1"]),
+    "weight of another shape": ({"weight": (37,)}, ["weight", "37", "48"]),
+    "bias of another shape": ({"bias": (37,)}, ["bias", "37", "48"]),
+}
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES)
+def test_backward_operator(case, device):
+    changes, patterns = BACKWARD_CASES[case]
+    arguments = forward_for_backward(device)
+    for name, (*shape, last) in changes.items():
+        dtype = last if isinstance(last, torch.dtype) else FP32
+        shape = shape if isinstance(last, torch.dtype) else [*shape, last]
+        arguments[name] = torch.ones(shape, device=device).to(dtype)
+    check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), patterns)
+
+
+def test_backward_operator_without_a_mean(device):
+    arguments = {**forward_for_backward(device), "mean": None}
+    check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), ["mean", "None"])
+
+
+def test_unrecoverable_columns_of_nothing(device):
+    with pytest.raises(ERRORS):
+        torch.ops.fused_norm.unrecoverable_columns(None, None, 0.0, FP32)
+
+
+def test_binding_does_not_differentiate_silently(device):
+    """_C has no autograd: a call that would lose a gradient says so."""
+    x = torch.ones(3, 4, device=device, requires_grad=True)
+    check_raises(lambda: _C.norm_forward(x, None, None, [4], 1e-5), ["does not differentiate"])
+    with torch.no_grad():
+        assert not _C.norm_forward(x, None, None, [4], 1e-5)[0].requires_grad
