@@ -192,6 +192,7 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   TORCH_CHECK(saved.device() == dy.device(), "saved is on ", saved.device(), ", but dy is on ",
               dy.device());
   const ScalarType y_dtype = dy.scalar_type();
+  check_floating(y_dtype, "dy");
   check_norm_options(input_dtype, dtype_of(weight), dtype_of(bias), y_dtype, 0, weight_offset);
   const ScalarType saved_dtype = from_output ? y_dtype : input_dtype;
   TORCH_CHECK(saved.scalar_type() == saved_dtype, "saved must be ", saved_dtype, ", but is ",

@@ -2,6 +2,7 @@
 
 #include <ATen/ATen.h>
 
+#include <limits>
 #include <optional>
 
 namespace fused_norm::ops {
@@ -34,7 +35,9 @@ std::optional<RowLayout> find_layout(const at::Tensor& tensor, int64_t row_dims)
     stride[groups] = strides[d];
     ++groups;
   }
-  return RowLayout{size[0], stride[1], stride[0]};
+  if (groups < 2) return one_stride(stride[0]);
+  if (size[0] * size[1] > std::numeric_limits<int32_t>::max()) return std::nullopt;
+  return two_strides(static_cast<uint32_t>(size[0]), stride[0], stride[1]);
 }
 
 }  // namespace

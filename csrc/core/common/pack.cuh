@@ -26,6 +26,12 @@ struct Pack {
   Words<sizeof(T) * N> words;
 };
 
+template <typename T>
+constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kFloat16
+                           : std::is_same_v<T, __nv_bfloat16> ? DType::kBFloat16
+                           : std::is_same_v<T, float>         ? DType::kFloat32
+                                                              : DType::kFloat64;
+
 // The type of a row's arithmetic: fp32, or fp64 for fp64 data.
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -106,6 +112,12 @@ __device__ __forceinline__ Words<kBytes> shifted_bytes(const Words<kBytes>& low,
     out.at[i] = __funnelshift_r(words[i], words[i + 1], (shift % 4) * 8);
   }
   return out;
+}
+
+// The word that holds byte `byte`, by shifting all words down: an index would move them to local memory.
+template <int kBytes>
+__device__ __forceinline__ uint32_t word_at(const Words<kBytes>& words, int byte) {
+  return shifted_bytes<kBytes>(words, words, byte & (kBytes - 4)).at[0];
 }
 
 // One access of kBytes through the read-only path.
@@ -235,8 +247,8 @@ class RowWriter {
         cols_(cols),
         lane_(lane),
         lanes_(lanes),
-        mask_(mask),
-        shift_(kRegular ? 0 : static_cast<unsigned>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
+        shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)),
+        mask_(mask) {}
 
   __device__ __forceinline__ void store(int col, const Pack<T, N>& pack) const {
     const int count = cols_ - col;  // N or more: a whole pack; 0 or less: nothing
@@ -248,20 +260,31 @@ class RowWriter {
       }
       return;
     }
-    const int head = (kBytes - shift_) / sizeof(T);  // own columns in the granule shared with the lane before
-    const Words<kBytes> own = pack.words;
+    const int head = (kBytes - shift_) / static_cast<int>(sizeof(T));  // own columns in the granule shared with the lane before
+    const Words<kBytes>& own = pack.words;
     Words<kBytes> before;
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
-    if (lane_ > 0 && count >= head) {
-      detail::store_words<kBytes>(address(col) - shift_,
-                                  detail::shifted_bytes<kBytes>(before, own, kBytes - shift_));
-    } else {
-      store_elements(col, pack, 0, min(head, count));
+    const Words<kBytes> granule = detail::shifted_bytes<kBytes>(before, own, kBytes - shift_);
+    char* const start = address(col) - shift_;
+    if (count >= N) {
+      if (lane_ > 0) {
+        detail::store_words<kBytes>(start, granule);
+      } else {
+        store_from(start, granule, shift_);
+      }
+      // The next lane writes this one's tail with its own head, if it has all of that.
+      if (lane_ + 1 == lanes_ || count - N < head) {
+        store_to(start + kBytes, detail::shifted_bytes<kBytes>(own, own, kBytes - shift_), shift_);
+      }
+    } else if (count > 0) {  // the row's end
+      if (lane_ > 0 && count >= head) {
+        detail::store_words<kBytes>(start, granule);
+        store_elements(col, pack, head, count);
+      } else {
+        store_elements(col, pack, 0, count);
+      }
     }
-    const bool next_lane_writes_tail =
-        lane_ + 1 < lanes_ && count - N >= head;
-    if (!next_lane_writes_tail) store_elements(col, pack, head, count);
   }
 
  private:
@@ -270,6 +293,32 @@ class RowWriter {
   __device__ char* address(int col) const {
     return reinterpret_cast<char*>(row_) + static_cast<int64_t>(col) * sizeof(T);
   }
+  // Bytes [first, kBytes) of a granule, in pieces of 2, 4 and 8.
+  __device__ __forceinline__ static void store_from(char* start, const Words<kBytes>& words, int first) {
+    if constexpr (sizeof(T) == 2) {
+      if (first & 2) {
+        *reinterpret_cast<uint16_t*>(start + first) = static_cast<uint16_t>(detail::word_at(words, first) >> 16);
+        first += 2;
+      }
+    }
+    if (first & 4) {
+      *reinterpret_cast<uint32_t*>(start + first) = kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
+      first += 4;
+    }
+    if (kBytes == 16 && first == 8) *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
+  }
+
+  // Bytes [0, end) of a granule.
+  __device__ __forceinline__ static void store_to(char* start, const Words<kBytes>& words, int end) {
+    if (kBytes == 16 && (end & 8)) *reinterpret_cast<uint2*>(start) = {words.at[0], words.at[1]};
+    if (end & 4) *reinterpret_cast<uint32_t*>(start + (end & 8)) = kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
+    if constexpr (sizeof(T) == 2) {
+      if (end & 2) {
+        *reinterpret_cast<uint16_t*>(start + (end & 12)) = static_cast<uint16_t>(detail::word_at(words, end));
+      }
+    }
+  }
+
   __device__ void store_elements(int col, const Pack<T, N>& pack, int begin, int end) const {
     T elements[N];
     memcpy(elements, &pack, sizeof(pack));
@@ -280,46 +329,49 @@ class RowWriter {
   }
 
   T* row_;
-  int cols_, lane_, lanes_;
-  unsigned mask_, shift_;
+  int cols_, lane_, lanes_, shift_;
+  unsigned mask_;
 };
 
-// Where row `row` starts. The division is taken once a row, and only by layouts that need it.
+// Where row `row` starts.
 template <typename T>
-__device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_t row, int64_t rows) {
-  if (layout.inner >= rows) return base + row * layout.stride;
-  return base + (row / layout.inner) * layout.outer_stride + (row % layout.inner) * layout.stride;
+__device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_t row) {
+  if (layout.inner == 0) return base + row * layout.stride;
+  const uint32_t index = static_cast<uint32_t>(row);
+  const uint32_t outer = (__umulhi(index, layout.multiplier) + index) >> layout.shift;  // index / inner
+  return base + outer * layout.outer_stride + (index - outer * layout.inner) * layout.stride;
 }
 
-// N parameters from column `col` (a multiple of N, in the row) on, in the accumulator's precision whatever their own
-// dtype: one branch a pack, the same for every thread. `params.data` is 16-byte aligned; what lies past `cols`, which
-// regular rows never reach, is undefined.
+// N parameters of type T from column `col` (a multiple of N, in the row) on, in the accumulator's precision. `data` is
+// 16-byte aligned; what lies past `cols`, which regular rows never reach, is undefined.
+template <typename T, bool kRegular, int N, typename A>
+__device__ __forceinline__ void load_params_of(const void* data, int col, int cols, A (&out)[N]) {
+  constexpr int kStep = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
+  const char* const address = static_cast<const char*>(data) + static_cast<int64_t>(col) * sizeof(T);
+#pragma unroll
+  for (int first = 0; first < N; first += kStep) {
+    Pack<T, kStep> pack{};
+    if (kRegular || first == 0 || col + first < cols) {
+      pack.words = detail::load_words<sizeof(T) * kStep>(address + first * sizeof(T));
+    }
+    Accumulator<T> part[kStep];
+    unpack(pack, part);
+#pragma unroll
+    for (int i = 0; i < kStep; ++i) out[first + i] = static_cast<A>(part[i]);
+  }
+}
+
+// The same for a dtype known only at run time: one branch a pack, the same for every thread.
 template <bool kRegular, int N, typename A>
 __device__ __forceinline__ void load_params(const ParamVector& params, int col, int cols, A (&out)[N]) {
-  auto load_as = [&](auto tag) {
-    using T = decltype(tag);
-    constexpr int kStep = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
-    const char* const address = static_cast<const char*>(params.data) + static_cast<int64_t>(col) * sizeof(T);
-#pragma unroll
-    for (int first = 0; first < N; first += kStep) {
-      Pack<T, kStep> pack{};
-      if (kRegular || first == 0 || col + first < cols) {
-        pack.words = detail::load_words<sizeof(T) * kStep>(address + first * sizeof(T));
-      }
-      Accumulator<T> part[kStep];
-      unpack(pack, part);
-#pragma unroll
-      for (int i = 0; i < kStep; ++i) out[first + i] = static_cast<A>(part[i]);
-    }
-  };
   if (params.dtype == DType::kBFloat16) {
-    load_as(__nv_bfloat16());
+    load_params_of<__nv_bfloat16, kRegular>(params.data, col, cols, out);
   } else if (params.dtype == DType::kFloat32) {
-    load_as(float());
+    load_params_of<float, kRegular>(params.data, col, cols, out);
   } else if (params.dtype == DType::kFloat16) {
-    load_as(__half());
+    load_params_of<__half, kRegular>(params.data, col, cols, out);
   } else if constexpr (std::is_same_v<A, double>) {
-    load_as(double());
+    load_params_of<double, kRegular>(params.data, col, cols, out);
   }
 }
 

@@ -41,10 +41,6 @@ class RowGroup {
     return ((1u << lanes_) - 1) << (threadIdx.y * lanes_ % kWarpSize);
   }
 
-  // The value of the group's first lane in this warp.
-  __device__ float first_lane(float value) const { return __shfl_sync(kFullMask, value, 0, lanes_); }
-  __device__ double first_lane(double value) const { return __shfl_sync(kFullMask, value, 0, lanes_); }
-
   // Combines `value` over the group's lanes in each warp. Every lane gets the same bits, as combine(a, b) must be
   // commutative to the bit. All lanes of a warp take part, in all of these reductions.
   template <typename V, typename Combine>

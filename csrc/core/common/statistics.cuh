@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include <limits>
 #include <type_traits>
 
 #include "core/common/pack.cuh"
@@ -10,19 +11,24 @@
 
 namespace fused_norm {
 
-// 1 / v to one ulp for normal v: the hardware's approximation and a Newton step.
+constexpr float kInfinity = std::numeric_limits<float>::infinity();
+
+// 1 / v by the hardware, and to one ulp with a Newton step; for normal v.
+__device__ __forceinline__ float approximate_reciprocal(float v) { return __fdividef(1.0f, v); }
+__device__ __forceinline__ double approximate_reciprocal(double v) { return 1.0 / v; }
 __device__ __forceinline__ float reciprocal(float v) {
-  const float r = __fdividef(1.0f, v);
+  const float r = approximate_reciprocal(v);
   return fmaf(r, fmaf(-v, r, 1.0f), r);
 }
 __device__ __forceinline__ double reciprocal(double v) { return 1.0 / v; }
 
-// a / b given reciprocal(b), rounded once: a remainder step corrects the product.
-__device__ __forceinline__ float divide(float a, float b, float b_reciprocal) {
-  const float q = a * b_reciprocal;
-  return fmaf(fmaf(-q, b, a), b_reciprocal, q);
+// a / b, rounded once, for normal b: a remainder step corrects the product with the reciprocal.
+__device__ __forceinline__ float divide(float a, float b) {
+  const float r = reciprocal(b);
+  const float q = a * r;
+  return a < kInfinity ? fmaf(fmaf(-q, b, a), r, q) : q;
 }
-__device__ __forceinline__ double divide(double a, double b, double) { return a / b; }
+__device__ __forceinline__ double divide(double a, double b) { return a / b; }
 
 // 1 / sqrt(v), all but correctly rounded; as rsqrtf() for zero, infinity and NaN. A Newton step on the hardware's
 // approximation, with the residual 1 - v r^2 taken exactly enough that only the last rounding counts.
@@ -31,7 +37,7 @@ __device__ __forceinline__ float reciprocal_sqrt(float v) {
   const float vr = v * r;
   const float residual = fmaf(-vr, r, 1.0f) - fmaf(v, r, -vr) * r;
   const float refined = fmaf(0.5f * r, residual, r);
-  return v > 0.0f && v < __int_as_float(0x7f800000) ? refined : r;
+  return v > 0.0f && v < kInfinity ? refined : r;
 }
 __device__ __forceinline__ double reciprocal_sqrt(double v) { return 1.0 / sqrt(v); }
 
@@ -39,6 +45,14 @@ template <typename A>
 struct Sum {
   A value;
   __device__ static Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
+};
+
+template <typename A>
+struct SumAndSquares {
+  A sum, squares;
+  __device__ static SumAndSquares merge(const SumAndSquares& a, const SumAndSquares& b) {
+    return {a.sum + b.sum, a.squares + b.squares};
+  }
 };
 
 // What LayerNorm knows of part of a row.
@@ -50,7 +64,7 @@ struct Moments {
   // equal means, and free of 0 * inf when one side is empty.
   __device__ static Moments merge(const Moments& a, const Moments& b) {
     const A count = a.count + b.count;
-    const A per_count = reciprocal(max(count, A(1)));
+    const A per_count = approximate_reciprocal(max(count, A(1)));
     const A delta = b.mean - a.mean;
     const A mean = A(0.5) * (a.mean + b.mean) + A(0.5) * delta * ((b.count - a.count) * per_count);
     const A m2 = (a.m2 + b.m2) + (delta * (a.count * b.count * per_count)) * delta;
@@ -80,8 +94,9 @@ __device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks]
   }
 }
 
-// Moments of a warp's part of a row, the same in all the group's lanes. Two passes over registers, with the first
-// element as a shift: rows far from zero lose nothing, and constant ones are exact.
+// Moments of a warp's part of a row, the same in all the group's lanes. Two passes over registers; the second, about
+// the first one's mean, also finds how far that is off, so that rows far from zero lose nothing and the mean of a
+// constant row is exact (the corrected two-pass algorithm of Chan, Golub and LeVeque).
 template <bool kRegular, typename Group, typename T, int N, int kPacks>
 __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& group,
                                                                 const Pack<T, N> (&packs)[kPacks], int col,
@@ -93,18 +108,22 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) count += max(0, min(warp_cols, cols - (first_col + p * step)));
 
-  A first[N];
-  unpack(packs[0], first);
-  const A shift = group.first_lane(first[0]);
+  const A per_count = reciprocal(static_cast<A>(max(count, 1)));
   Sum<A> sum{0};
-  visit_elements<kRegular>(packs, col, step, cols, [&](A x) { sum.value += x - shift; });
+  visit_elements<kRegular>(packs, col, step, cols, [&](A x) { sum.value += x; });
   sum = group.reduce_lanes(sum, Sum<A>::merge);
-  const A mean = shift + sum.value * reciprocal(static_cast<A>(max(count, 1)));
+  const A mean = sum.value * per_count;
 
-  Sum<A> m2{0};
-  visit_elements<kRegular>(packs, col, step, cols, [&](A x) { m2.value += (x - mean) * (x - mean); });
-  m2 = group.reduce_lanes(m2, Sum<A>::merge);
-  return {static_cast<A>(count), mean, m2.value};
+  SumAndSquares<A> centred{0, 0};
+  visit_elements<kRegular>(packs, col, step, cols, [&](A x) {
+    const A difference = x - mean;
+    centred.sum += difference;
+    centred.squares += difference * difference;
+  });
+  centred = group.reduce_lanes(centred, SumAndSquares<A>::merge);
+  const A correction = centred.sum * per_count;
+  const A m2 = centred.squares - centred.sum * correction;
+  return {static_cast<A>(count), mean + correction, m2 < 0 ? A(0) : m2};
 }
 
 // A row's statistics by kind: of() a warp's part of it, merge() of two parts.

@@ -23,7 +23,7 @@ template <bool kRms, typename A>
 __device__ __forceinline__ void finish_statistics(const RowStatistics<A, kRms>& of_row, const StatisticsOut<A>& out,
                                                   int64_t row, bool writes, A cols, A& mean, A& rstd) {
   mean = of_row.row_mean();
-  rstd = reciprocal_sqrt(divide(of_row.sum_of_squares(), cols, reciprocal(cols)) + out.eps);
+  rstd = reciprocal_sqrt(divide(of_row.sum_of_squares(), cols) + out.eps);
   if (writes) {
     if (!kRms) out.mean[row] = mean;
     out.rstd[row] = rstd;
@@ -45,9 +45,10 @@ constexpr int kPackElements = 16 / (sizeof(typename Load::Input) > sizeof(typena
 
 // Rows held by kPacks * blockDim.x packs, or that of each block of a cluster, stay in registers: read once. A group of
 // threads makes one row.
-template <bool kRegular, bool kRms, int kPacks, typename Load, typename Store>
+template <typename Form, bool kRms, int kPacks, typename Load, typename Store>
 __device__ __forceinline__ void norm_forward_once(const Load& load, const Store& store,
                                                   const StatisticsOut<Accumulator<typename Load::Input>>& out) {
+  constexpr bool kRegular = Form::kRegular;
   using X = typename Load::Input;
   using A = Accumulator<X>;
   using Statistics = RowStatistics<A, kRms>;
@@ -84,16 +85,17 @@ __device__ __forceinline__ void norm_forward_once(const Load& load, const Store&
   for (int p = 0; p < kPacks; ++p) {
     A xhat[N];
     normalize<kRms>(packs[p], mean, rstd, xhat);
-    store.store(writer, col + p * step, xhat);
+    store.template store<typename Form::Param, !kRms>(writer, col + p * step, xhat);
   }
 }
 
 // Any length: the row is read for its statistics and again to normalize it, the second time from shared memory where
 // the launch gave enough of it (cached). Each thread reads back what it wrote, so that nobody waits.
-template <bool kRegular, bool kRms, typename Load, typename Store>
+template <typename Form, bool kRms, typename Load, typename Store>
 __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store& store,
                                                    const StatisticsOut<Accumulator<typename Load::Input>>& out,
                                                    bool cached) {
+  constexpr bool kRegular = Form::kRegular;
   using X = typename Load::Input;
   using A = Accumulator<X>;
   using Statistics = RowStatistics<A, kRms>;
@@ -146,7 +148,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
     for (int p = 0; p < kPacks; ++p) {
       A xhat[N];
       normalize<kRms>(packs[p], mean, rstd, xhat);
-      store.store(writer, col + p * step, xhat);
+      store.template store<typename Form::Param, !kRms>(writer, col + p * step, xhat);
     }
   }
 }
@@ -155,11 +157,9 @@ template <typename Load, typename Store, bool kRms, int kPacks>
 __global__ void __launch_bounds__(512, kPacks <= 4 ? 2 : 1)
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const StatisticsOut<Accumulator<typename Load::Input>> out, bool regular) {
-  if (regular) {
-    norm_forward_once<true, kRms, kPacks>(load, store, out);
-  } else {
-    norm_forward_once<false, kRms, kPacks>(load, store, out);
-  }
+  store.template with_form<typename Load::Input, !kRms>(regular, [&](auto form) {
+    norm_forward_once<decltype(form), kRms, kPacks>(load, store, out);
+  });
 }
 
 template <typename Load, typename Store, bool kRms>
@@ -167,11 +167,9 @@ __global__ void __launch_bounds__(512)
     norm_forward_streaming(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const StatisticsOut<Accumulator<typename Load::Input>> out, bool regular,
                            bool cached) {
-  if (regular) {
-    norm_forward_twice<true, kRms>(load, store, out, cached);
-  } else {
-    norm_forward_twice<false, kRms>(load, store, out, cached);
-  }
+  store.template with_form<typename Load::Input, !kRms>(regular, [&](auto form) {
+    norm_forward_twice<decltype(form), kRms>(load, store, out, cached);
+  });
 }
 
 }  // namespace fused_norm

@@ -27,12 +27,6 @@ cudaError_t with_dtype(DType dtype, Launch launch);
 
 namespace detail {
 
-template <typename T>
-constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kFloat16
-                           : std::is_same_v<T, __nv_bfloat16> ? DType::kBFloat16
-                           : std::is_same_v<T, float>         ? DType::kFloat32
-                                                              : DType::kFloat64;
-
 // How a kernel is launched, beyond its grid.
 struct LaunchOptions {
   int shared_bytes = 0;
@@ -73,7 +67,7 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const Lau
 template <typename... Ts, typename Launch>
 cudaError_t with_dtype(DType dtype, Launch launch) {
   cudaError_t result = cudaErrorInvalidValue;
-  ((dtype == detail::kDTypeOf<Ts> ? (result = launch(Ts()), true) : false) || ...);
+  ((dtype == kDTypeOf<Ts> ? (result = launch(Ts()), true) : false) || ...);
   return result;
 }
 
@@ -87,7 +81,7 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
                              static_cast<A>(params.eps)};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool regular = is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
-                       is_regular(params.y, {0, 0, params.cols}, params.cols, plan.pack, params.y_dtype);
+                       is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
   auto run = [&](auto kernel, auto... flags) {
     return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks}, stream, load, store, out, regular,
                           flags...);
@@ -152,8 +146,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     constexpr int N = 16 / std::max(sizeof(X), sizeof(Y));
     const bool regular =
         is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
-        is_regular(params.saved, params.saved_layout, params.cols, plan.pack, detail::kDTypeOf<S>) &&
-        is_regular(params.dx, {0, 0, params.cols}, params.cols, plan.pack, params.x_dtype);
+        is_regular(params.saved, params.saved_layout, params.cols, plan.pack, kDTypeOf<S>) &&
+        is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype);
     auto run = [&](auto kernel) {
       return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks}, stream, in, out,
                             regular);

@@ -117,9 +117,11 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.rows_per_block = std::max(1, 128 / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
   plan.tiles = static_cast<int>(ceil_div(row_packs, kTileThreads));
-  // Eight tiles' blocks a multiprocessor hide the loads of each other; more partial rows would only be summed later.
-  plan.partials = static_cast<int>(
-      std::clamp<int64_t>(ceil_div(int64_t{8} * device.sm_count, plan.tiles), 1, std::min<int64_t>(rows, 1024)));
+  // Eight tiles' blocks a multiprocessor hide the loads of each other. More partial rows would only be summed later; but
+  // a thread sums no more than 256 rows in sequence, so that rounding errors stay those of a shallow tree.
+  constexpr int kMaxRowsInSequence = 256;
+  const int64_t wanted = std::max(ceil_div(int64_t{8} * device.sm_count, plan.tiles), ceil_div(rows, kMaxRowsInSequence));
+  plan.partials = static_cast<int>(std::min({wanted, rows, int64_t{65535}}));
   return plan;
 }
 

@@ -9,6 +9,13 @@
 
 namespace fused_norm {
 
+// How the rows of a launch lie (common/pack.cuh), and the type of its parameters if it is known at compile time.
+template <bool kIsRegular, typename ParamType>
+struct RowForm {
+  static constexpr bool kRegular = kIsRegular;
+  using Param = ParamType;
+};
+
 // Rows of x as they are.
 template <typename T>
 struct InputLoad {
@@ -21,7 +28,7 @@ struct InputLoad {
   // A row index past the end opens an empty row.
   template <int N, bool kRegular, typename Group>
   __device__ RowReader<T, N, kRegular> open(int64_t row, const Group& group) const {
-    return {row_start(x, layout, row, rows), row < rows ? cols : 0, group.lane(), group.lanes()};
+    return {row_start(x, layout, row), row < rows ? cols : 0, group.lane(), group.lanes()};
   }
 };
 
@@ -40,31 +47,51 @@ struct AffineStore {
     return {y + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
 
-  template <int N, bool kRegular, typename A>
+  // Param is the type of weight and bias where both are there and the offset is zero, or void: found out here.
+  template <typename Param, bool kBias, int N, bool kRegular, typename A>
   __device__ __forceinline__ void store(const RowWriter<T, N, kRegular>& row, int col, A (&xhat)[N]) const {
     if (kRegular && col >= cols) return;
     A g[N], b[N];
-    if (weight.data && (kRegular || col < cols)) {
-      load_params<kRegular>(weight, col, cols, g);
-      if (weight_offset != 0) {
+    if constexpr (!std::is_void_v<Param>) {
+      load_params_of<Param, kRegular>(weight.data, col, cols, g);
+      if constexpr (kBias) load_params_of<Param, kRegular>(bias.data, col, cols, b);
+    } else {
+      const bool inside = kRegular || col < cols;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        g[i] = A(1);
+        b[i] = A(0);
+      }
+      if (weight.data && inside) {
+        load_params<kRegular>(weight, col, cols, g);
 #pragma unroll
         for (int i = 0; i < N; ++i) g[i] += static_cast<A>(weight_offset);
       }
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) g[i] = A(1);
+      if (bias.data && inside) load_params<kRegular>(bias, col, cols, b);
     }
-    if (bias.data && (kRegular || col < cols)) {
-      load_params<kRegular>(bias, col, cols, b);
 #pragma unroll
-      for (int i = 0; i < N; ++i) xhat[i] = fma(xhat[i], g[i], b[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) xhat[i] *= g[i];
+    for (int i = 0; i < N; ++i) {
+      xhat[i] = kBias || std::is_void_v<Param> ? fma(xhat[i], g[i], b[i]) : xhat[i] * g[i];
     }
     Pack<T, N> out;
     round_to(out, xhat);
     row.store(col, out);
+  }
+
+  // Calls run(form) with the row form that fits best: RowForm<regular, Param>. Chosen once, at the top of a kernel.
+  template <typename X, bool kBias, typename Run>
+  __device__ __forceinline__ void with_form(bool regular, Run run) const {
+    auto all_of = [&](DType dtype) {
+      return regular && weight_offset == 0 && weight.data && weight.dtype == dtype &&
+             (!kBias || (bias.data && bias.dtype == dtype));
+    };
+    if (all_of(kDTypeOf<X>)) {
+      run(RowForm<true, X>());
+    } else if (!std::is_same_v<X, float> && all_of(DType::kFloat32)) {
+      run(RowForm<true, float>());
+    } else {
+      run(RowForm<false, void>());
+    }
   }
 };
 
