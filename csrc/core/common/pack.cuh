@@ -132,6 +132,17 @@ __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
   }
 }
 
+// The first `count` of N elements, and zeros.
+template <typename T, int N>
+__device__ __forceinline__ Words<sizeof(T) * N> load_elements(const char* address, int count) {
+  T elements[N] = {};
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i < count) elements[i] = __ldg(reinterpret_cast<const T*>(address) + i);
+  }
+  return bit_copy<Words<sizeof(T) * N>>(elements);
+}
+
 template <int kBytes>
 __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& words) {
   if constexpr (kBytes == 16) {
@@ -149,17 +160,19 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
 // host; kernels hold both forms, with the same arithmetic, and branch once.
 //
 // Reads packs of one row. Loads are always of aligned granules; in an irregular row a pack lies across two of them, and
-// the second comes from the next lane, which loads it anyway. Columns past the row read as zero. Accesses never leave
-// the granules that hold the row's own elements, so they stay on its pages.
+// the second comes from the next lane, which loads it anyway. Columns past the row read as zero. Granules may reach
+// into the memory before and after the row, but not past that of the last row.
 template <typename T, int N, bool kRegular>
 class RowReader {
   static constexpr int kBytes = sizeof(T) * N;
 
  public:
   // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, with consecutive packs.
-  __device__ RowReader(const T* row, int cols, int lane, int lanes)
+  // `rows_follow`: at least a pack's memory lies between the row's end and that of the last row.
+  __device__ RowReader(const T* row, int cols, bool rows_follow, int lane, int lanes)
       : row_(reinterpret_cast<const char*>(row)),
         cols_(cols),
+        rows_follow_(rows_follow),
         lane_(lane),
         lanes_(lanes),
         shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
@@ -215,7 +228,13 @@ class RowReader {
   __device__ __forceinline__ Words<kBytes> granule(int col, int offset) const {
     Words<kBytes> words{};
     const int first = col + (offset - shift_) / static_cast<int>(sizeof(T));
-    if (first < cols_) words = detail::load_words<kBytes>(row_ + static_cast<int64_t>(first) * sizeof(T));
+    const char* const start = row_ + static_cast<int64_t>(first) * sizeof(T);
+    if (cols_ == 0 || first >= cols_) return words;
+    if (kRegular || rows_follow_ || first + N <= cols_) {
+      words = detail::load_words<kBytes>(start);
+    } else {
+      words = detail::load_elements<T, N>(start, cols_ - first);
+    }
     return words;
   }
 
@@ -232,7 +251,9 @@ class RowReader {
   }
 
   const char* row_;
-  int cols_, lane_, lanes_, shift_;
+  int cols_;
+  bool rows_follow_;
+  int lane_, lanes_, shift_;
 };
 
 // Writes packs of one row; the counterpart of RowReader. All lanes that share the row in a warp call store()
@@ -342,8 +363,14 @@ __device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_
   return base + outer * layout.outer_stride + (index - outer * layout.inner) * layout.stride;
 }
 
+// Whether rows after `row` reach at least `elements` further in memory.
+__device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row, int64_t rows, int cols, int elements) {
+  const int64_t stride = layout.inner == 0 ? layout.stride : min(layout.stride, layout.outer_stride);
+  return (rows - 1 - row) * min(stride, int64_t{cols}) >= elements;
+}
+
 // N parameters of type T from column `col` (a multiple of N, in the row) on, in the accumulator's precision. `data` is
-// 16-byte aligned; what lies past `cols`, which regular rows never reach, is undefined.
+// 16-byte aligned. Zero past `cols`, which regular rows never reach.
 template <typename T, bool kRegular, int N, typename A>
 __device__ __forceinline__ void load_params_of(const void* data, int col, int cols, A (&out)[N]) {
   constexpr int kStep = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
@@ -351,8 +378,11 @@ __device__ __forceinline__ void load_params_of(const void* data, int col, int co
 #pragma unroll
   for (int first = 0; first < N; first += kStep) {
     Pack<T, kStep> pack{};
-    if (kRegular || first == 0 || col + first < cols) {
-      pack.words = detail::load_words<sizeof(T) * kStep>(address + first * sizeof(T));
+    const char* const from = address + first * sizeof(T);
+    if (kRegular || col + first + kStep <= cols) {
+      pack.words = detail::load_words<sizeof(T) * kStep>(from);
+    } else if (col + first < cols) {
+      pack.words = detail::load_elements<T, kStep>(from, cols - (col + first));
     }
     Accumulator<T> part[kStep];
     unpack(pack, part);

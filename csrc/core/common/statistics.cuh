@@ -22,24 +22,43 @@ __device__ __forceinline__ float reciprocal(float v) {
 }
 __device__ __forceinline__ double reciprocal(double v) { return 1.0 / v; }
 
-// a / b, rounded once, for normal b: a remainder step corrects the product with the reciprocal.
-__device__ __forceinline__ float divide(float a, float b) {
-  const float r = reciprocal(b);
-  const float q = a * r;
-  return a < kInfinity ? fmaf(fmaf(-q, b, a), r, q) : q;
-}
-__device__ __forceinline__ double divide(double a, double b) { return a / b; }
+// a + b without loss, as its rounded value and the rest (Knuth's two-sum; the same for b + a).
+template <typename A>
+struct ExactSum {
+  A value, rest;
+  __device__ ExactSum(A a, A b) : value(a + b) {
+    const A b_part = value - a;
+    rest = (a - (value - b_part)) + (b - b_part);
+  }
+};
 
-// 1 / sqrt(v), all but correctly rounded; as rsqrtf() for zero, infinity and NaN. A Newton step on the hardware's
-// approximation, with the residual 1 - v r^2 taken exactly enough that only the last rounding counts.
-__device__ __forceinline__ float reciprocal_sqrt(float v) {
-  const float r = rsqrtf(v);
-  const float vr = v * r;
-  const float residual = fmaf(-vr, r, 1.0f) - fmaf(v, r, -vr) * r;
+// An eps in the accumulator's precision, and what that leaves of it.
+template <typename A>
+struct Epsilon {
+  A value, rest;
+};
+
+// 1 / sqrt((squares + squares_rest) / cols + eps), all but rounded once: the quotient and the sum carry their rounding
+// errors along into a Newton step on the hardware's rsqrt. As rsqrt for zero, infinity and NaN.
+__device__ __forceinline__ float reciprocal_root_mean(float squares, float squares_rest, float cols,
+                                                      const Epsilon<float>& eps) {
+  const ExactSum<float> total(squares, squares_rest);
+  const float per_cols = reciprocal(cols);
+  const float mean_square = total.value * per_cols;
+  const float mean_square_rest = (fmaf(-mean_square, cols, total.value) + total.rest) * per_cols;
+  const ExactSum<float> v(mean_square, eps.value);
+  const float v_rest = v.rest + mean_square_rest + eps.rest;
+
+  const float r = rsqrtf(v.value);
+  const float vr = v.value * r;
+  const float residual = fmaf(-vr, r, 1.0f) - (fmaf(v.value, r, -vr) + v_rest * r) * r;
   const float refined = fmaf(0.5f * r, residual, r);
-  return v > 0.0f && v < kInfinity ? refined : r;
+  return v.value > 0.0f && v.value < kInfinity ? refined : r;
 }
-__device__ __forceinline__ double reciprocal_sqrt(double v) { return 1.0 / sqrt(v); }
+__device__ __forceinline__ double reciprocal_root_mean(double squares, double squares_rest, double cols,
+                                                       const Epsilon<double>& eps) {
+  return 1.0 / sqrt((squares + squares_rest) / cols + eps.value);
+}
 
 template <typename A>
 struct Sum {
@@ -47,28 +66,34 @@ struct Sum {
   __device__ static Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
 };
 
+// Squares are summed with their rounding errors: rstd depends on the last few sums of the tree more than on all others.
 template <typename A>
 struct SumAndSquares {
-  A sum, squares;
+  A sum, squares, squares_rest;
   __device__ static SumAndSquares merge(const SumAndSquares& a, const SumAndSquares& b) {
-    return {a.sum + b.sum, a.squares + b.squares};
+    const ExactSum<A> squares(a.squares, b.squares);
+    return {a.sum + b.sum, squares.value, (a.squares_rest + b.squares_rest) + squares.rest};
   }
 };
 
-// What LayerNorm knows of part of a row.
+// What LayerNorm knows of part of a row. Mean and m2 = sum (x - mean)^2 come with what their rounding left, so that
+// merging loses none of it: rounded at every merge, the mean of a row far from zero would be off by several units in
+// the last place.
 template <typename A>
 struct Moments {
-  A count, mean, m2;  // m2 = sum (x - mean)^2
+  A count, mean, mean_rest, m2, m2_rest;
 
   // Chan, Golub and LeVeque's parallel form of Welford's update, arranged to be commutative to the bit, exact for
   // equal means, and free of 0 * inf when one side is empty.
   __device__ static Moments merge(const Moments& a, const Moments& b) {
     const A count = a.count + b.count;
     const A per_count = approximate_reciprocal(max(count, A(1)));
-    const A delta = b.mean - a.mean;
-    const A mean = A(0.5) * (a.mean + b.mean) + A(0.5) * delta * ((b.count - a.count) * per_count);
-    const A m2 = (a.m2 + b.m2) + (delta * (a.count * b.count * per_count)) * delta;
-    return {count, mean, m2};
+    const A delta = (b.mean - a.mean) + (b.mean_rest - a.mean_rest);
+    const ExactSum<A> means(a.mean, b.mean);
+    const A mean_rest = A(0.5) * ((a.mean_rest + b.mean_rest) + means.rest + delta * ((b.count - a.count) * per_count));
+    const ExactSum<A> m2(a.m2, b.m2);
+    const A between = (delta * (a.count * b.count * per_count)) * delta;
+    return {count, A(0.5) * means.value, mean_rest, m2.value, (a.m2_rest + b.m2_rest) + m2.rest + between};
   }
 };
 
@@ -114,7 +139,7 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
   sum = group.reduce_lanes(sum, Sum<A>::merge);
   const A mean = sum.value * per_count;
 
-  SumAndSquares<A> centred{0, 0};
+  SumAndSquares<A> centred{0, 0, 0};
   visit_elements<kRegular>(packs, col, step, cols, [&](A x) {
     const A difference = x - mean;
     centred.sum += difference;
@@ -122,14 +147,13 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
   });
   centred = group.reduce_lanes(centred, SumAndSquares<A>::merge);
   const A correction = centred.sum * per_count;
-  const A m2 = centred.squares - centred.sum * correction;
-  return {static_cast<A>(count), mean + correction, m2 < 0 ? A(0) : m2};
+  return {static_cast<A>(count), mean, correction, centred.squares, centred.squares_rest - centred.sum * correction};
 }
 
 // A row's statistics by kind: of() a warp's part of it, merge() of two parts.
 template <typename A, bool kRms>
 struct RowStatistics : Moments<A> {
-  __device__ RowStatistics() : Moments<A>{0, 0, 0} {}
+  __device__ RowStatistics() : Moments<A>{0, 0, 0, 0, 0} {}
   __device__ RowStatistics(const Moments<A>& moments) : Moments<A>(moments) {}
 
   template <bool kRegular, typename Group, typename T, int N, int kPacks>
@@ -140,8 +164,10 @@ struct RowStatistics : Moments<A> {
   __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
     return Moments<A>::merge(a, b);
   }
-  __device__ A row_mean() const { return this->mean; }
-  __device__ A sum_of_squares() const { return this->m2; }  // about the mean
+  __device__ A row_mean() const { return this->mean + this->mean_rest; }
+  // About the mean, and its rest.
+  __device__ A sum_of_squares() const { return this->m2; }
+  __device__ A sum_of_squares_rest() const { return this->m2_rest; }
 };
 
 template <typename A>
@@ -168,6 +194,7 @@ struct RowStatistics<A, true> {
   }
   __device__ A row_mean() const { return 0; }
   __device__ A sum_of_squares() const { return sum; }
+  __device__ A sum_of_squares_rest() const { return 0; }
 };
 
 }  // namespace fused_norm

@@ -42,11 +42,13 @@ struct BackwardInput {
   // Rows past the end are empty.
   template <int N, bool kRegular, typename Group>
   __device__ RowReader<Y, N, kRegular> open_dy(int64_t row, const Group& group) const {
-    return {row_start(dy, dy_layout, row), row < rows ? cols : 0, group.lane(), group.lanes()};
+    return {row_start(dy, dy_layout, row), row < rows ? cols : 0,
+            kRegular || rows_follow(dy_layout, row, rows, cols, N), group.lane(), group.lanes()};
   }
   template <int N, bool kRegular, typename Group>
   __device__ RowReader<S, N, kRegular> open_saved(int64_t row, const Group& group) const {
-    return {row_start(saved, saved_layout, row), row < rows ? cols : 0, group.lane(), group.lanes()};
+    return {row_start(saved, saved_layout, row), row < rows ? cols : 0,
+            kRegular || rows_follow(saved_layout, row, rows, cols, N), group.lane(), group.lanes()};
   }
 };
 

@@ -12,7 +12,7 @@ template <typename A>
 struct StatisticsOut {
   A* mean;
   A* rstd;
-  A eps;
+  Epsilon<A> eps;
 };
 
 // Whether rows of this many packs a thread may be spread over a cluster: only those that fill a block are.
@@ -23,7 +23,7 @@ template <bool kRms, typename A>
 __device__ __forceinline__ void finish_statistics(const RowStatistics<A, kRms>& of_row, const StatisticsOut<A>& out,
                                                   int64_t row, bool writes, A cols, A& mean, A& rstd) {
   mean = of_row.row_mean();
-  rstd = reciprocal_sqrt(divide(of_row.sum_of_squares(), cols) + out.eps);
+  rstd = reciprocal_root_mean(of_row.sum_of_squares(), of_row.sum_of_squares_rest(), cols, out.eps);
   if (writes) {
     if (!kRms) out.mean[row] = mean;
     out.rstd[row] = rstd;

@@ -77,8 +77,9 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
   const InputLoad<X> load{static_cast<const X*>(params.x), params.x_layout, params.rows, params.cols};
   const AffineStore<Y> store{static_cast<Y*>(params.y), params.rows, params.cols, params.weight,
                              params.bias, static_cast<Accumulator<Y>>(params.weight_offset)};
+  const A eps = static_cast<A>(params.eps);
   const StatisticsOut<A> out{static_cast<A*>(params.mean), static_cast<A*>(params.rstd),
-                             static_cast<A>(params.eps)};
+                             {eps, static_cast<A>(params.eps - static_cast<double>(eps))}};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool regular = is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
                        is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);

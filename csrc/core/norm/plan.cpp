@@ -118,8 +118,8 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
   plan.tiles = static_cast<int>(ceil_div(row_packs, kTileThreads));
   // Eight tiles' blocks a multiprocessor hide the loads of each other. More partial rows would only be summed later; but
-  // a thread sums no more than 256 rows in sequence, so that rounding errors stay those of a shallow tree.
-  constexpr int kMaxRowsInSequence = 256;
+  // a thread sums no more than 64 rows in sequence, so that rounding errors stay those of a shallow tree.
+  constexpr int kMaxRowsInSequence = 64;
   const int64_t wanted = std::max(ceil_div(int64_t{8} * device.sm_count, plan.tiles), ceil_div(rows, kMaxRowsInSequence));
   plan.partials = static_cast<int>(std::min({wanted, rows, int64_t{65535}}));
   return plan;

@@ -28,7 +28,8 @@ struct InputLoad {
   // A row index past the end opens an empty row.
   template <int N, bool kRegular, typename Group>
   __device__ RowReader<T, N, kRegular> open(int64_t row, const Group& group) const {
-    return {row_start(x, layout, row), row < rows ? cols : 0, group.lane(), group.lanes()};
+    return {row_start(x, layout, row), row < rows ? cols : 0,
+            kRegular || rows_follow(layout, row, rows, cols, N), group.lane(), group.lanes()};
   }
 };
 
