@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <climits>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -134,7 +135,7 @@ __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
 
 // The first `count` of N elements, and zeros.
 template <typename T, int N>
-__device__ __forceinline__ Words<sizeof(T) * N> load_elements(const char* address, int count) {
+__device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, int count) {
   T elements[N] = {};
 #pragma unroll
   for (int i = 0; i < N; ++i) {
@@ -172,7 +173,7 @@ class RowReader {
   __device__ RowReader(const T* row, int cols, bool rows_follow, int lane, int lanes)
       : row_(reinterpret_cast<const char*>(row)),
         cols_(cols),
-        rows_follow_(rows_follow),
+        vector_end_(cols == 0 ? INT_MIN : rows_follow ? cols : cols - N + 1),
         lane_(lane),
         lanes_(lanes),
         shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
@@ -229,10 +230,10 @@ class RowReader {
     Words<kBytes> words{};
     const int first = col + (offset - shift_) / static_cast<int>(sizeof(T));
     const char* const start = row_ + static_cast<int64_t>(first) * sizeof(T);
-    if (cols_ == 0 || first >= cols_) return words;
-    if (kRegular || rows_follow_ || first + N <= cols_) {
+    if (first >= cols_) return words;
+    if (kRegular || first < vector_end_) {
       words = detail::load_words<kBytes>(start);
-    } else {
+    } else if (cols_ > 0) {
       words = detail::load_elements<T, N>(start, cols_ - first);
     }
     return words;
@@ -252,7 +253,7 @@ class RowReader {
 
   const char* row_;
   int cols_;
-  bool rows_follow_;
+  int vector_end_;  // granules that start before this column may be loaded whole
   int lane_, lanes_, shift_;
 };
 

@@ -66,11 +66,20 @@ struct Sum {
   __device__ static Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
 };
 
-// Squares are summed with their rounding errors: rstd depends on the last few sums of the tree more than on all others.
 template <typename A>
 struct SumAndSquares {
-  A sum, squares, squares_rest;
+  A sum, squares;
   __device__ static SumAndSquares merge(const SumAndSquares& a, const SumAndSquares& b) {
+    return {a.sum + b.sum, a.squares + b.squares};
+  }
+};
+
+// The same with the rounding errors of the squares: rstd depends on the last few sums of the tree more than on all
+// others, and in a row of one warp these are among lanes.
+template <typename A>
+struct SumAndExactSquares {
+  A sum, squares, squares_rest;
+  __device__ static SumAndExactSquares merge(const SumAndExactSquares& a, const SumAndExactSquares& b) {
     const ExactSum<A> squares(a.squares, b.squares);
     return {a.sum + b.sum, squares.value, (a.squares_rest + b.squares_rest) + squares.rest};
   }
@@ -139,13 +148,18 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
   sum = group.reduce_lanes(sum, Sum<A>::merge);
   const A mean = sum.value * per_count;
 
-  SumAndSquares<A> centred{0, 0, 0};
+  SumAndExactSquares<A> centred{0, 0, 0};
   visit_elements<kRegular>(packs, col, step, cols, [&](A x) {
     const A difference = x - mean;
     centred.sum += difference;
     centred.squares += difference * difference;
   });
-  centred = group.reduce_lanes(centred, SumAndSquares<A>::merge);
+  if (group.warps() > 1) {
+    const auto plain = group.reduce_lanes(SumAndSquares<A>{centred.sum, centred.squares}, SumAndSquares<A>::merge);
+    centred = {plain.sum, plain.squares, 0};
+  } else {
+    centred = group.reduce_lanes(centred, SumAndExactSquares<A>::merge);
+  }
   const A correction = centred.sum * per_count;
   return {static_cast<A>(count), mean, correction, centred.squares, centred.squares_rest - centred.sum * correction};
 }
