@@ -5,7 +5,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <climits>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -173,7 +172,7 @@ class RowReader {
   __device__ RowReader(const T* row, int cols, bool rows_follow, int lane, int lanes)
       : row_(reinterpret_cast<const char*>(row)),
         cols_(cols),
-        vector_end_(cols == 0 ? INT_MIN : rows_follow ? cols : cols - N + 1),
+        rows_follow_(rows_follow),
         lane_(lane),
         lanes_(lanes),
         shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
@@ -187,12 +186,10 @@ class RowReader {
   // Loads the packs at columns col, col + step, ..., all of them in flight at once.
   template <int kPacks>
   __device__ __forceinline__ void fetch(Fetched<kPacks>& fetched, int col, int step) const {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule(col + p * step, 0);
-    if constexpr (!kRegular) {
-      if (lane_ != lanes_ - 1 || shift_ == 0) return;
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) fetched.edges[p] = granule(col + p * step, kBytes);
+    if (kRegular || rows_follow_) {
+      fetch_granules<false>(fetched, col, step);
+    } else {
+      fetch_granules<true>(fetched, col, step);
     }
   }
 
@@ -225,13 +222,26 @@ class RowReader {
   }
 
  private:
-  // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches it.
+  template <bool kGuarded, int kPacks>
+  __device__ __forceinline__ void fetch_granules(Fetched<kPacks>& fetched, int col, int step) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule<kGuarded>(col + p * step, 0);
+    if constexpr (!kRegular) {
+      if (lane_ != lanes_ - 1 || shift_ == 0) return;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) fetched.edges[p] = granule<kGuarded>(col + p * step, kBytes);
+    }
+  }
+
+  // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches it. Guarded, nothing
+  // past the row is read.
+  template <bool kGuarded>
   __device__ __forceinline__ Words<kBytes> granule(int col, int offset) const {
     Words<kBytes> words{};
     const int first = col + (offset - shift_) / static_cast<int>(sizeof(T));
-    const char* const start = row_ + static_cast<int64_t>(first) * sizeof(T);
     if (first >= cols_) return words;
-    if (kRegular || first < vector_end_) {
+    const char* const start = row_ + static_cast<int64_t>(first) * sizeof(T);
+    if (!kGuarded || first + N <= cols_) {
       words = detail::load_words<kBytes>(start);
     } else if (cols_ > 0) {
       words = detail::load_elements<T, N>(start, cols_ - first);
@@ -253,7 +263,7 @@ class RowReader {
 
   const char* row_;
   int cols_;
-  int vector_end_;  // granules that start before this column may be loaded whole
+  bool rows_follow_;
   int lane_, lanes_, shift_;
 };
 

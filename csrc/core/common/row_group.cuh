@@ -67,6 +67,17 @@ class RowGroup {
     return butterfly(value, warp_lanes_, combine);
   }
 
+  // The same for the first warp alone, which spares the others the work. `slots` may be reused after the next barrier.
+  template <typename V, typename Combine>
+  __device__ V gather_warps(V value, const V& identity, V (&slots)[kMaxWarps], Combine combine) const {
+    if (lane() == 0) slots[thread() / kWarpSize] = value;
+    __syncthreads();
+    if (thread() >= kWarpSize) return value;
+    const int warp = lane() & (warp_lanes_ - 1);
+    value = warp < warps() ? slots[warp] : identity;
+    return butterfly(value, warp_lanes_, combine);
+  }
+
  private:
   template <typename V, typename Combine>
   __device__ static V butterfly(V value, int lanes, Combine combine) {
@@ -126,10 +137,11 @@ class RowCluster {
 #endif
   }
 
-  // Combines what the blocks hold, each the same in all its threads, in the order of their ranks. `slots` as in
+  // Combines what the blocks' threads 0 to kMaxClusterBlocks - 1 hold, each block's the same, in the order of the
+  // ranks. All threads take part; those beyond get their block's sum only with `everybody`. `slots` as in
   // RowGroup::reduce_warps().
   template <typename V, typename Combine>
-  __device__ V reduce(V value, V (&slots)[2][kMaxClusterBlocks], Combine combine) {
+  __device__ V reduce(V value, V (&slots)[2][kMaxClusterBlocks], Combine combine, bool everybody = true) {
 #if __CUDA_ARCH__ >= 900
     const auto cluster = cooperative_groups::this_cluster();
     const int blocks = cluster.num_blocks();
@@ -137,6 +149,7 @@ class RowCluster {
     turn_ ^= 1;
     if (threadIdx.x < blocks) *cluster.map_shared_rank(own + cluster.block_rank(), threadIdx.x) = value;
     cluster.sync();
+    if (!everybody && threadIdx.x >= kWarpSize) return value;
     value = own[0];
     for (int rank = 1; rank < blocks; ++rank) value = combine(value, own[rank]);
 #endif

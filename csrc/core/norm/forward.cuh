@@ -71,14 +71,32 @@ __device__ __forceinline__ void norm_forward_once(const Load& load, const Store&
   load.template open<N, kRegular>(row, group).load(packs, col, step);
 
   Statistics statistics = Statistics::template of<kRegular>(group, packs, col, step, load.cols);
-  statistics = group.reduce_warps(statistics, Statistics(), slots, Statistics::merge);
-  if (spread) {
-    cluster.wait();
-    statistics = cluster.reduce(statistics, cluster_slots, Statistics::merge);
-  }
   A mean, rstd;
-  finish_statistics<kRms>(statistics, out, row, group.thread() == 0 && row < load.rows && (!spread || cluster.rank() == 0),
-                          static_cast<A>(load.cols), mean, rstd);
+  auto finish = [&](bool writes) {
+    finish_statistics<kRms>(statistics, out, row, writes && group.thread() == 0 && row < load.rows,
+                            static_cast<A>(load.cols), mean, rstd);
+  };
+  if (group.warps() <= 1) {
+    finish(true);
+  } else {
+    // The first warp merges for all; the others wait for two numbers.
+    __shared__ A row_mean, row_rstd;
+    statistics = group.gather_warps(statistics, Statistics(), slots[0], Statistics::merge);
+    if (spread) {
+      cluster.wait();
+      statistics = cluster.reduce(statistics, cluster_slots, Statistics::merge, false);
+    }
+    if (group.thread() < kWarpSize) {
+      finish(!spread || cluster.rank() == 0);
+      if (group.thread() == 0) {
+        row_mean = mean;
+        row_rstd = rstd;
+      }
+    }
+    __syncthreads();
+    mean = row_mean;
+    rstd = row_rstd;
+  }
 
   const auto writer = store.template open<N, kRegular>(row, group);
 #pragma unroll
