@@ -114,7 +114,10 @@ def extension():
         macros.append(("FUSED_NORM_WITH_CUDA", "1"))
 
     # Compiled with OpenMP but not linked to it: the calls bind to the one runtime that torch loads.
-    flags = {"cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp", "-fno-trapping-math"], "nvcc": ["-O3"]}
+    flags = {
+        "cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp", "-fno-trapping-math"],
+        "nvcc": ["-O3"],
+    }
     # torch takes the constructors and operators of the 16-bit types away; CMakeLists.txt does not.
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
         flags["nvcc"].append(f"-U__CUDA_NO_{name}__")

@@ -36,10 +36,27 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient
+        ctx,
+        input,
+        weight,
+        bias,
+        normalized_shape,
+        eps,
+        weight_offset,
+        rms,
+        out_dtype,
+        memory_efficient,
     ):
         output, mean, rstd = _ops.call_below_autograd(
-            _ops.norm_forward, input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype
+            _ops.norm_forward,
+            input,
+            weight,
+            bias,
+            normalized_shape,
+            eps,
+            weight_offset,
+            rms,
+            out_dtype,
         )
         from_output = memory_efficient and not _must_save_input(output, weight, bias, weight_offset)
         if from_output:

@@ -37,23 +37,32 @@ def _norm_forward_fake(
         weight_offset,
     )
     row_dims = len(normalized_shape)
-    torch._check(row_dims > 0, lambda: "normalized_shape must have at least one dimension, but is []")
     torch._check(
-        input.dim() >= row_dims and list(input.shape[input.dim() - row_dims :]) == list(normalized_shape),
-        lambda: f"normalized_shape is {list(normalized_shape)}, but input has shape "
-        f"{list(input.shape)}, whose last dimensions differ from it",
+        row_dims > 0, lambda: "normalized_shape must have at least one dimension, but is []"
+    )
+    torch._check(
+        input.dim() >= row_dims
+        and list(input.shape[input.dim() - row_dims :]) == list(normalized_shape),
+        lambda: (
+            f"normalized_shape is {list(normalized_shape)}, but input has shape "
+            f"{list(input.shape)}, whose last dimensions differ from it"
+        ),
     )
     for name, param in (("weight", weight), ("bias", bias)):
         if param is None:
             continue
         torch._check(
             list(param.shape) == list(normalized_shape),
-            lambda name=name, param=param: f"{name} must have the shape of normalized_shape "
-            f"{list(normalized_shape)}, but has shape {list(param.shape)}",
+            lambda name=name, param=param: (
+                f"{name} must have the shape of normalized_shape "
+                f"{list(normalized_shape)}, but has shape {list(param.shape)}"
+            ),
         )
         torch._check(
             param.device == input.device,
-            lambda name=name, param=param: f"{name} is on {param.device}, but input is on {input.device}",
+            lambda name=name, param=param: (
+                f"{name} is on {param.device}, but input is on {input.device}"
+            ),
         )
     stats_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     output = input.new_empty(input.shape, dtype=out_dtype or input.dtype)

@@ -27,7 +27,9 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     return dtype
 
 
-def _norm(input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient) -> Tensor:
+def _norm(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient
+) -> Tensor:
     if isinstance(normalized_shape, numbers.Integral):
         normalized_shape = (int(normalized_shape),)
     args = (
@@ -40,7 +42,9 @@ def _norm(input, weight, bias, normalized_shape, eps, weight_offset, rms, memory
         rms,
         _out_dtype(input, rms, memory_efficient),
     )
-    if torch.compiler.is_compiling():  # one operator in the graph; its Autograd kernel differentiates
+    if (
+        torch.compiler.is_compiling()
+    ):  # one operator in the graph; its Autograd kernel differentiates
         return _ops.norm_forward(*args)[0]
     if torch.is_grad_enabled() and (
         input.requires_grad

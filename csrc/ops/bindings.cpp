@@ -1,5 +1,6 @@
-// The two ways into the library: operators of the dispatcher (torch.ops.fused_norm.*) and the pybind11 module
-// fused_norm._C, over the same functions. Fake kernels and autograd are registered in Python (fused_norm/_ops.py).
+// The two ways into the library: operators of the dispatcher (torch.ops.fused_norm.*) and the
+// pybind11 module fused_norm._C, over the same functions. Fake kernels and autograd are registered
+// in Python (fused_norm/_ops.py).
 #include <torch/extension.h>
 #include <torch/library.h>
 
@@ -16,19 +17,23 @@ namespace {
 
 TORCH_LIBRARY(fused_norm, m) {
   m.def(
-      "norm_forward(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float eps, "
+      "norm_forward(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
+      "eps, "
       "float weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None) "
       "-> (Tensor output, Tensor mean, Tensor rstd)");
   m.def(
-      "norm_backward(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, "
-      "SymInt[] normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType input_dtype, "
+      "norm_backward(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? "
+      "bias, "
+      "SymInt[] normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType "
+      "input_dtype, "
       "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)");
   m.def(
-      "unrecoverable_columns(Tensor? weight, Tensor? bias, float weight_offset, ScalarType out_dtype) -> Tensor");
+      "unrecoverable_columns(Tensor? weight, Tensor? bias, float weight_offset, ScalarType "
+      "out_dtype) -> Tensor");
 }
 
-// The functions look at device and layout themselves, so that a CPU-only build can say what is missing and a sparse
-// argument is named.
+// The functions look at device and layout themselves, so that a CPU-only build can say what is
+// missing and a sparse argument is named.
 void register_kernels(torch::Library& m) {
   m.impl("norm_forward", &norm_forward);
   m.impl("norm_backward", &norm_backward);
@@ -42,12 +47,14 @@ TORCH_LIBRARY_IMPL(fused_norm, SparseCsrCPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, SparseCsrCUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, MkldnnCPU, m) { register_kernels(m); }
 
-// _C bypasses the dispatcher and with it autograd, so a call that should be differentiated must not pass.
+// _C bypasses the dispatcher and with it autograd, so a call that should be differentiated must not
+// pass.
 void check_no_grad(const char* function, std::initializer_list<OptionalTensor> tensors) {
   if (!at::GradMode::is_enabled()) return;
   for (const OptionalTensor& tensor : tensors) {
-    TORCH_CHECK(!tensor.has_value() || !tensor->defined() || !tensor->requires_grad(), "fused_norm._C.",
-                function, " does not differentiate: call it under torch.no_grad(), or use "
+    TORCH_CHECK(!tensor.has_value() || !tensor->defined() || !tensor->requires_grad(),
+                "fused_norm._C.", function,
+                " does not differentiate: call it under torch.no_grad(), or use "
                 "fused_norm.functional");
   }
 }
@@ -78,7 +85,8 @@ py::dict build_info() {
   info["version"] = FUSED_NORM_VERSION;
   info["torch"] = TORCH_VERSION;
 #ifdef FUSED_NORM_WITH_CUDA
-  info["cuda"] = std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
+  info["cuda"] =
+      std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
 #else
   info["cuda"] = py::none();
 #endif
@@ -104,8 +112,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("output_mask"), py::call_guard<py::gil_scoped_release>());
   m.def("unrecoverable_columns", &unrecoverable_columns, py::arg("weight"), py::arg("bias"),
         py::arg("weight_offset"), py::arg("out_dtype"), py::call_guard<py::gil_scoped_release>());
-  m.def("check_norm_options", &check_norm_options, py::arg("input"), py::arg("weight"), py::arg("bias"),
-        py::arg("out"), py::arg("eps"), py::arg("weight_offset"));
+  m.def("check_norm_options", &check_norm_options, py::arg("input"), py::arg("weight"),
+        py::arg("bias"), py::arg("out"), py::arg("eps"), py::arg("weight_offset"));
   m.def("build_info", &build_info);
 }
 

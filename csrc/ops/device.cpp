@@ -16,7 +16,8 @@ const DeviceProperties& current_device_properties() {
   static std::array<DeviceProperties, kMaxDevices> properties;
   static std::array<std::once_flag, kMaxDevices> asked;
   const int device = c10::cuda::current_device();
-  TORCH_CHECK(device < kMaxDevices, "device index is ", device, ", but at most ", kMaxDevices, " devices are supported");
+  TORCH_CHECK(device < kMaxDevices, "device index is ", device, ", but at most ", kMaxDevices,
+              " devices are supported");
   std::call_once(asked[device], [&] { check_launch(query_device(device, &properties[device])); });
   return properties[device];
 }

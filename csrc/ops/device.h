@@ -10,7 +10,8 @@ namespace fused_norm::ops {
 // Of the current device; asked for once.
 const DeviceProperties& current_device_properties();
 
-// Throws for anything but cudaSuccess; a chip that this build has no kernels for is named, with what to do.
+// Throws for anything but cudaSuccess; a chip that this build has no kernels for is named, with
+// what to do.
 void check_launch(cudaError_t error);
 
 }  // namespace fused_norm::ops

@@ -27,8 +27,8 @@ constexpr int64_t kMaxCols = int64_t{1} << 30;
 bool is_16_bit(ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
 void check_layout(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, name, " must be a dense strided tensor, but has layout ",
-              tensor.layout());
+  TORCH_CHECK(tensor.layout() == at::kStrided, name,
+              " must be a dense strided tensor, but has layout ", tensor.layout());
 }
 
 void check_floating(ScalarType type, const char* name) {
@@ -39,16 +39,19 @@ void check_floating(ScalarType type, const char* name) {
 void check_param_dtype(ScalarType input, std::optional<ScalarType> param, const char* name) {
   if (!param.has_value()) return;
   check_floating(*param, name);
-  TORCH_CHECK(*param == input || *param == at::kFloat || (input == at::kFloat && is_16_bit(*param)), name,
-              " is ", *param, ", which does not go with ", input,
-              " input: it must have the input's dtype or be float32 (float32 input also takes 16-bit ",
-              "parameters)");
+  TORCH_CHECK(
+      *param == input || *param == at::kFloat || (input == at::kFloat && is_16_bit(*param)), name,
+      " is ", *param, ", which does not go with ", input,
+      " input: it must have the input's dtype or be float32 (float32 input also takes 16-bit ",
+      "parameters)");
 }
 
 void check_output_dtype(ScalarType input, ScalarType out) {
-  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat) || (input == at::kFloat && is_16_bit(out)),
+  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat) ||
+                  (input == at::kFloat && is_16_bit(out)),
               "out_dtype is ", out, ", which does not go with ", input,
-              " input: it must be the input's dtype, float32 for 16-bit input, or 16-bit for float32 input");
+              " input: it must be the input's dtype, float32 for 16-bit input, or 16-bit for "
+              "float32 input");
 }
 
 std::optional<ScalarType> dtype_of(const OptionalTensor& tensor) {
@@ -70,7 +73,8 @@ Tensor check_param(const OptionalTensor& param, const char* name, at::IntArrayRe
 
 // weight + weight_offset, added in the precision in which the kernels add it.
 Tensor effective_weight(const Tensor& weight, double weight_offset) {
-  return weight.to(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).add(weight_offset);
+  return weight.to(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
+      .add(weight_offset);
 }
 
 struct Geometry {
@@ -102,14 +106,16 @@ void* data_or_null(const Tensor& tensor) {
 #else
 [[noreturn]] void raise_cpu_only(const Tensor& tensor) {
   TORCH_CHECK(false, "this fused_norm was built without CUDA, but input is on ", tensor.device(),
-              "; rebuild with FUSED_NORM_CUDA=1 pip install --no-build-isolation --force-reinstall --no-deps .");
+              "; rebuild with FUSED_NORM_CUDA=1 pip install --no-build-isolation --force-reinstall "
+              "--no-deps .");
 }
 #endif
 
 }  // namespace
 
-void check_norm_options(ScalarType input, std::optional<ScalarType> weight, std::optional<ScalarType> bias,
-                        ScalarType out, double eps, double weight_offset) {
+void check_norm_options(ScalarType input, std::optional<ScalarType> weight,
+                        std::optional<ScalarType> bias, ScalarType out, double eps,
+                        double weight_offset) {
   check_floating(input, "input");
   check_output_dtype(input, out);
   check_param_dtype(input, weight, "weight");
@@ -143,9 +149,10 @@ TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
     const auto result = cpu::norm_forward(
         input.reshape({geometry.rows, geometry.cols}), g.defined() ? g.reshape({-1}) : g,
         b.defined() ? b.reshape({-1}) : b, eps, weight_offset, rms, y_dtype);
-    return {result.y.view(input.sizes()),
-            rms ? at::empty({0}, options.dtype(stats_dtype)) : result.mean.view(geometry.stats_shape),
-            result.rstd.view(geometry.stats_shape)};
+    return {
+        result.y.view(input.sizes()),
+        rms ? at::empty({0}, options.dtype(stats_dtype)) : result.mean.view(geometry.stats_shape),
+        result.rstd.view(geometry.stats_shape)};
   }
 #ifdef FUSED_NORM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(input.device());
@@ -170,8 +177,8 @@ TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
   params.y = y.mutable_data_ptr();
   params.mean = rms ? nullptr : mean.mutable_data_ptr();
   params.rstd = rstd.mutable_data_ptr();
-  check_launch(launch_norm_forward(params, current_device_properties(),
-                                   at::cuda::getCurrentCUDAStream()));
+  check_launch(
+      launch_norm_forward(params, current_device_properties(), at::cuda::getCurrentCUDAStream()));
   return {y, mean, rstd};
 #else
   raise_cpu_only(input);
@@ -181,8 +188,8 @@ TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
 TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const OptionalTensor& mean,
                            const Tensor& rstd, const OptionalTensor& weight,
                            const OptionalTensor& bias, at::IntArrayRef normalized_shape,
-                           double weight_offset, bool rms, bool from_output,
-                           ScalarType input_dtype, std::array<bool, 3> output_mask) {
+                           double weight_offset, bool rms, bool from_output, ScalarType input_dtype,
+                           std::array<bool, 3> output_mask) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(dy, "dy");
   check_layout(saved, "saved");
@@ -210,7 +217,8 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   };
   check_stats(rstd, "rstd");
   const bool needs_mean = !rms && !from_output;
-  TORCH_CHECK(!needs_mean || (mean.has_value() && mean->defined()), "mean must be given, but is None");
+  TORCH_CHECK(!needs_mean || (mean.has_value() && mean->defined()),
+              "mean must be given, but is None");
   const Tensor row_mean = needs_mean ? *mean : Tensor();
   if (needs_mean) check_stats(row_mean, "mean");
 
@@ -225,9 +233,10 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   if (dy.is_cpu()) {
     const at::DimVector flat = {geometry.rows, geometry.cols};
     auto flat_or_undefined = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
-    auto result = cpu::norm_backward(dy.reshape(flat), saved.reshape(flat), flat_or_undefined(row_mean),
-                                     rstd.view({-1}), flat_or_undefined(g), flat_or_undefined(b),
-                                     weight_offset, rms, from_output, input_dtype, output_mask);
+    auto result =
+        cpu::norm_backward(dy.reshape(flat), saved.reshape(flat), flat_or_undefined(row_mean),
+                           rstd.view({-1}), flat_or_undefined(g), flat_or_undefined(b),
+                           weight_offset, rms, from_output, input_dtype, output_mask);
     if (result.dx.defined()) result.dx = result.dx.view(dy.sizes());
     if (result.dweight.defined()) result.dweight = result.dweight.view(normalized_shape);
     if (result.dbias.defined()) result.dbias = result.dbias.view(normalized_shape);
@@ -242,8 +251,10 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
     return wanted ? at::empty(shape, dy.options().dtype(dtype)) : Tensor();
   };
   const Tensor dx = gradient(output_mask[0], dy.sizes(), input_dtype);
-  const Tensor dweight = output_mask[1] ? gradient(true, normalized_shape, g.scalar_type()) : Tensor();
-  const Tensor dbias = output_mask[2] ? gradient(true, normalized_shape, b.scalar_type()) : Tensor();
+  const Tensor dweight =
+      output_mask[1] ? gradient(true, normalized_shape, g.scalar_type()) : Tensor();
+  const Tensor dbias =
+      output_mask[2] ? gradient(true, normalized_shape, b.scalar_type()) : Tensor();
 
   NormBackwardParams params{};
   params.rows = geometry.rows;
@@ -283,12 +294,13 @@ Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor&
   TORCH_CHECK(has_weight || has_bias, "unrecoverable_columns needs a weight or a bias");
 
   double roundoff, smallest, largest;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out_dtype, "unrecoverable_columns", [&] {
-    using Limits = std::numeric_limits<scalar_t>;
-    roundoff = static_cast<double>(Limits::epsilon()) / 2;
-    smallest = static_cast<double>(Limits::min());
-    largest = static_cast<double>(Limits::max());
-  });
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out_dtype, "unrecoverable_columns",
+                                  [&] {
+                                    using Limits = std::numeric_limits<scalar_t>;
+                                    roundoff = static_cast<double>(Limits::epsilon()) / 2;
+                                    smallest = static_cast<double>(Limits::min());
+                                    largest = static_cast<double>(Limits::max());
+                                  });
   // In fp64, so that no comparison over- or underflows whatever the parameters' dtype.
   const Tensor g = has_weight ? effective_weight(*weight, weight_offset).to(at::kDouble).abs()
                               : at::ones_like(*bias, bias->options().dtype(at::kDouble));

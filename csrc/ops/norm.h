@@ -1,5 +1,5 @@
-// The norm operators: argument checks, allocation, and the choice between the CPU path and the kernels.
-// Registered as torch.ops.fused_norm.* and bound in fused_norm._C (bindings.cpp).
+// The norm operators: argument checks, allocation, and the choice between the CPU path and the
+// kernels. Registered as torch.ops.fused_norm.* and bound in fused_norm._C (bindings.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,18 +13,20 @@ namespace fused_norm::ops {
 using OptionalTensor = std::optional<at::Tensor>;
 using TensorTriple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// The checks that need no tensor, for fake kernels too: dtypes that go together, and numbers in range.
-void check_norm_options(at::ScalarType input, std::optional<at::ScalarType> weight, std::optional<at::ScalarType> bias,
-                        at::ScalarType out, double eps, double weight_offset);
+// The checks that need no tensor, for fake kernels too: dtypes that go together, and numbers in
+// range.
+void check_norm_options(at::ScalarType input, std::optional<at::ScalarType> weight,
+                        std::optional<at::ScalarType> bias, at::ScalarType out, double eps,
+                        double weight_offset);
 
-// -> (output, mean, rstd). mean and rstd have the shape of input with the normalized dimensions as ones, in fp32
-// (fp64 for fp64 input); mean is empty when rms.
+// -> (output, mean, rstd). mean and rstd have the shape of input with the normalized dimensions as
+// ones, in fp32 (fp64 for fp64 input); mean is empty when rms.
 TensorTriple norm_forward(const at::Tensor& input, const OptionalTensor& weight,
                           const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
                           double weight_offset, bool rms, std::optional<at::ScalarType> out_dtype);
 
-// -> (dx, dweight, dbias), undefined where output_mask is false. `saved` is the input, or the output when
-// from_output; `mean` is needed only for a LayerNorm's input.
+// -> (dx, dweight, dbias), undefined where output_mask is false. `saved` is the input, or the
+// output when from_output; `mean` is needed only for a LayerNorm's input.
 TensorTriple norm_backward(const at::Tensor& dy, const at::Tensor& saved,
                            const OptionalTensor& mean, const at::Tensor& rstd,
                            const OptionalTensor& weight, const OptionalTensor& bias,
@@ -32,7 +34,8 @@ TensorTriple norm_backward(const at::Tensor& dy, const at::Tensor& saved,
                            bool from_output, at::ScalarType input_dtype,
                            std::array<bool, 3> output_mask);
 
-// How many columns of a norm with these parameters cannot be taken back from an output of out_dtype (0-d int64).
+// How many columns of a norm with these parameters cannot be taken back from an output of out_dtype
+// (0-d int64).
 at::Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
                                  double weight_offset, at::ScalarType out_dtype);
 

@@ -1,4 +1,5 @@
-// Seeing a tensor as rows of `cols` consecutive elements, without a copy where two strides can say it.
+// Seeing a tensor as rows of `cols` consecutive elements, without a copy where two strides can say
+// it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,8 +8,8 @@
 
 namespace fused_norm::ops {
 
-// A tensor and where its rows start. `tensor` owns the memory: the argument itself, or a contiguous copy where
-// the rows have no two-stride layout or their elements are not consecutive.
+// A tensor and where its rows start. `tensor` owns the memory: the argument itself, or a contiguous
+// copy where the rows have no two-stride layout or their elements are not consecutive.
 struct Rows {
   at::Tensor tensor;
   RowLayout layout;
@@ -19,8 +20,8 @@ Rows as_rows(const at::Tensor& tensor, int64_t row_dims);
 
 DType to_dtype(at::ScalarType type);
 
-// `tensor` itself, or a copy where it is not contiguous or does not start on 16 bytes, as kernels read parameters.
-// Undefined stays undefined.
+// `tensor` itself, or a copy where it is not contiguous or does not start on 16 bytes, as kernels
+// read parameters. Undefined stays undefined.
 at::Tensor aligned_param(const at::Tensor& tensor);
 
 // The kernels' view of an aligned_param().

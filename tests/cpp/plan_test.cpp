@@ -1,4 +1,5 @@
-// Plans are data: these tests hold them to what the kernels take for granted, on chips of several sizes.
+// Plans are data: these tests hold them to what the kernels take for granted, on chips of several
+// sizes.
 #include "core/norm/plan.h"
 
 #include <gtest/gtest.h>
@@ -19,16 +20,20 @@ const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10};
 struct Dtypes {
   DType x, y;
 };
-const std::vector<Dtypes> kDtypes = {{DType::kBFloat16, DType::kBFloat16}, {DType::kFloat16, DType::kFloat32},
-                                     {DType::kFloat32, DType::kBFloat16},  {DType::kFloat32, DType::kFloat32},
+const std::vector<Dtypes> kDtypes = {{DType::kBFloat16, DType::kBFloat16},
+                                     {DType::kFloat16, DType::kFloat32},
+                                     {DType::kFloat32, DType::kBFloat16},
+                                     {DType::kFloat32, DType::kFloat32},
                                      {DType::kFloat64, DType::kFloat64}};
-const std::vector<int> kCols = {1,    2,    7,    8,     9,     255,   256,   257,   768,   1023,   1024,    1025,
-                                4096, 8191, 8192, 8193,  12288, 16384, 16385, 32768, 32769, 50257,  65536,
-                                65537, 131072, 131073, 1000003, 1 << 30};
+const std::vector<int> kCols = {1,     2,     7,     8,      9,      255,     256,
+                                257,   768,   1023,  1024,   1025,   4096,    8191,
+                                8192,  8193,  12288, 16384,  16385,  32768,   32769,
+                                50257, 65536, 65537, 131072, 131073, 1000003, 1 << 30};
 const std::vector<int64_t> kRows = {1, 7, 512, 4097, 1 << 20, int64_t{1} << 33};
 
 bool is_lane_count(int threads) {
-  return threads == 1 || threads == 2 || threads == 4 || threads == 8 || threads == 16 || threads % 32 == 0;
+  return threads == 1 || threads == 2 || threads == 4 || threads == 8 || threads == 16 ||
+         threads % 32 == 0;
 }
 
 template <typename Check>
@@ -53,7 +58,8 @@ TEST(ForwardPlan, HoldsTheRowAndFitsTheChip) {
       EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
       EXPECT_EQ(plan.blocks % plan.cluster_blocks, 0);
       if (plan.tier == Tier::kRegisters) {
-        EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack, cols);
+        EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack,
+                  cols);
       }
       // Blocks do not loop over rows, so the grid must reach the last one.
       EXPECT_GE(int64_t{plan.blocks} / plan.cluster_blocks * plan.rows_per_block, rows);
@@ -80,7 +86,8 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
     for (int64_t rows : kRows) {
       for (bool from_output : {false, true}) {
         SCOPED_TRACE(testing::Message() << rows << " x " << cols << " from_output " << from_output);
-        const NormBackwardPlan plan = plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
+        const NormBackwardPlan plan =
+            plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
         EXPECT_TRUE(is_lane_count(plan.threads_per_row));
         EXPECT_LE(plan.threads_per_row * plan.rows_per_block, 512);
         EXPECT_EQ(plan.threads_per_row * plan.rows_per_block % 32, 0);
@@ -90,8 +97,10 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
           EXPECT_GE(int64_t{plan.tiles} * kTileThreads * plan.pack, cols);
           continue;
         }
-        EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack, cols);
-        EXPECT_LE(plan.packs * plan.pack, 16);  // columns a thread: two accumulators each, in registers
+        EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack,
+                  cols);
+        EXPECT_LE(plan.packs * plan.pack,
+                  16);  // columns a thread: two accumulators each, in registers
         EXPECT_LE(plan.shared_bytes + 2048, chip.shared_bytes_per_block);
         EXPECT_EQ(plan.blocks, plan.partials * plan.cluster_blocks);
         EXPECT_LE(plan.blocks, 2 * chip.sm_count);  // persistent: all resident at once
@@ -117,15 +126,21 @@ TEST(BackwardPlan, RowsDoNotShapeTheReduction) {
 }
 
 TEST(BackwardPlan, LongRowsUseClustersOnlyWhereTheChipHasThem) {
-  EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, kH200).cluster_blocks, 2);
-  EXPECT_EQ(plan_norm_backward(4096, 65536, DType::kBFloat16, DType::kBFloat16, false, kH200).cluster_blocks, 8);
-  EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, kA100).tier, Tier::kStreaming);
+  EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, kH200)
+                .cluster_blocks,
+            2);
+  EXPECT_EQ(plan_norm_backward(4096, 65536, DType::kBFloat16, DType::kBFloat16, false, kH200)
+                .cluster_blocks,
+            8);
+  EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, kA100).tier,
+            Tier::kStreaming);
 }
 
 TEST(RowLayout, DividesByMultiplication) {
   for (uint32_t inner : {1u, 2u, 3u, 7u, 12u, 1000u, 65535u, 65536u, 1000003u, 0x7fffffffu}) {
     const RowLayout layout = two_strides(inner, 1, 1);
-    for (uint32_t row : {0u, 1u, 2u, inner - 1, inner, inner + 1, 2 * (inner / 2), 123456789u, 0x7ffffffeu, 0x7fffffffu}) {
+    for (uint32_t row : {0u, 1u, 2u, inner - 1, inner, inner + 1, 2 * (inner / 2), 123456789u,
+                         0x7ffffffeu, 0x7fffffffu}) {
       const uint32_t high = static_cast<uint32_t>(uint64_t{row} * layout.multiplier >> 32);
       EXPECT_EQ((high + row) >> layout.shift, row / inner) << row << " / " << inner;
     }

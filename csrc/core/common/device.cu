@@ -1,6 +1,6 @@
-#include "core/common/device.h"
-
 #include <algorithm>
+
+#include "core/common/device.h"
 
 namespace fused_norm {
 namespace {
@@ -15,8 +15,10 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
     return cudaDeviceGetAttribute(value, attribute, device);
   };
   cudaError_t error;
-  if ((error = read(&properties->sm_count, cudaDevAttrMultiProcessorCount)) != cudaSuccess) return error;
-  if ((error = read(&properties->shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin)) != cudaSuccess) {
+  if ((error = read(&properties->sm_count, cudaDevAttrMultiProcessorCount)) != cudaSuccess)
+    return error;
+  if ((error = read(&properties->shared_bytes_per_block,
+                    cudaDevAttrMaxSharedMemoryPerBlockOptin)) != cudaSuccess) {
     return error;
   }
   if ((error = read(&major, cudaDevAttrComputeCapabilityMajor)) != cudaSuccess) return error;
@@ -26,7 +28,8 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
 
   // A block with more than half of the shared memory has a multiprocessor to itself.
   const int shared_bytes = properties->shared_bytes_per_block / 4 * 3;
-  error = cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+  error = cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               shared_bytes);
   if (error != cudaSuccess) return error;
   for (int log2 = 1; log2 < 4; ++log2) {
     cudaLaunchAttribute attribute{};
@@ -43,7 +46,8 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
     if (error != cudaSuccess) return error;
     properties->filled_by_clusters[log2] = clusters << log2;
     if (clusters > 0) continue;
-    properties->max_cluster_blocks = 1 << (log2 - 1);  // a slice of a chip may be too small for larger ones
+    properties->max_cluster_blocks =
+        1 << (log2 - 1);  // a slice of a chip may be too small for larger ones
     break;
   }
   return cudaSuccess;

@@ -1,5 +1,6 @@
-// Packs: the unit of memory access. A pack is N consecutive elements of a row, up to 16 bytes. Column c of a row
-// belongs to pack c / N whatever the row's alignment, so that a row's arithmetic never depends on where it lies.
+// Packs: the unit of memory access. A pack is N consecutive elements of a row, up to 16 bytes.
+// Column c of a row belongs to pack c / N whatever the row's alignment, so that a row's arithmetic
+// never depends on where it lies.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -47,7 +48,9 @@ __device__ __forceinline__ To bit_copy(const From& from) {
 }
 
 __device__ __forceinline__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
-__device__ __forceinline__ float2 to_floats(__nv_bfloat162 pair) { return __bfloat1622float2(pair); }
+__device__ __forceinline__ float2 to_floats(__nv_bfloat162 pair) {
+  return __bfloat1622float2(pair);
+}
 __device__ __forceinline__ uint32_t round_pair(float a, float b, __half) {
   return bit_copy<uint32_t>(__floats2half2_rn(a, b));
 }
@@ -99,7 +102,8 @@ __device__ __forceinline__ Words<kBytes> shifted_bytes(const Words<kBytes>& low,
     words[i] = low.at[i];
     words[kWords + i] = high.at[i];
   }
-  // Whole words by a binary choice (a register array has no run-time index), the rest by a funnel shift.
+  // Whole words by a binary choice (a register array has no run-time index), the rest by a funnel
+  // shift.
 #pragma unroll
   for (int step = kWords / 2; step > 0; step /= 2) {
     const bool take = (shift / 4) & step;
@@ -114,7 +118,8 @@ __device__ __forceinline__ Words<kBytes> shifted_bytes(const Words<kBytes>& low,
   return out;
 }
 
-// The word that holds byte `byte`, by shifting all words down: an index would move them to local memory.
+// The word that holds byte `byte`, by shifting all words down: an index would move them to local
+// memory.
 template <int kBytes>
 __device__ __forceinline__ uint32_t word_at(const Words<kBytes>& words, int byte) {
   return shifted_bytes<kBytes>(words, words, byte & (kBytes - 4)).at[0];
@@ -156,19 +161,21 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
 
 }  // namespace detail
 
-// Rows are regular when every one starts on a pack boundary and is a whole number of packs. The caller finds out on the
-// host; kernels hold both forms, with the same arithmetic, and branch once.
+// Rows are regular when every one starts on a pack boundary and is a whole number of packs. The
+// caller finds out on the host; kernels hold both forms, with the same arithmetic, and branch once.
 //
-// Reads packs of one row. Loads are always of aligned granules; in an irregular row a pack lies across two of them, and
-// the second comes from the next lane, which loads it anyway. Columns past the row read as zero. Granules may reach
-// into the memory before and after the row, but not past that of the last row.
+// Reads packs of one row. Loads are always of aligned granules; in an irregular row a pack lies
+// across two of them, and the second comes from the next lane, which loads it anyway. Columns past
+// the row read as zero. Granules may reach into the memory before and after the row, but not past
+// that of the last row.
 template <typename T, int N, bool kRegular>
 class RowReader {
   static constexpr int kBytes = sizeof(T) * N;
 
  public:
-  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, with consecutive packs.
-  // `rows_follow`: at least a pack's memory lies between the row's end and that of the last row.
+  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, with consecutive
+  // packs. `rows_follow`: at least a pack's memory lies between the row's end and that of the last
+  // row.
   __device__ RowReader(const T* row, int cols, bool rows_follow, int lane, int lanes)
       : row_(reinterpret_cast<const char*>(row)),
         cols_(cols),
@@ -177,7 +184,8 @@ class RowReader {
         lanes_(lanes),
         shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
 
-  // Packs as they are loaded: the granules in which they start, and for the last lane those after them.
+  // Packs as they are loaded: the granules in which they start, and for the last lane those after
+  // them.
   template <int kPacks>
   struct Fetched {
     Words<kBytes> granules[kPacks], edges[kRegular ? 1 : kPacks];
@@ -195,8 +203,8 @@ class RowReader {
 
   // Makes packs of what was fetched. All lanes of a warp take part.
   template <int kPacks>
-  __device__ __forceinline__ void extract(const Fetched<kPacks>& fetched, Pack<T, N> (&packs)[kPacks], int col,
-                                          int step) const {
+  __device__ __forceinline__ void extract(const Fetched<kPacks>& fetched,
+                                          Pack<T, N> (&packs)[kPacks], int col, int step) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const Words<kBytes>& low = fetched.granules[p];
@@ -223,7 +231,8 @@ class RowReader {
 
  private:
   template <bool kGuarded, int kPacks>
-  __device__ __forceinline__ void fetch_granules(Fetched<kPacks>& fetched, int col, int step) const {
+  __device__ __forceinline__ void fetch_granules(Fetched<kPacks>& fetched, int col,
+                                                 int step) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule<kGuarded>(col + p * step, 0);
     if constexpr (!kRegular) {
@@ -233,8 +242,8 @@ class RowReader {
     }
   }
 
-  // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches it. Guarded, nothing
-  // past the row is read.
+  // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches
+  // it. Guarded, nothing past the row is read.
   template <bool kGuarded>
   __device__ __forceinline__ Words<kBytes> granule(int col, int offset) const {
     Words<kBytes> words{};
@@ -267,13 +276,15 @@ class RowReader {
   int lane_, lanes_, shift_;
 };
 
-// Writes packs of one row; the counterpart of RowReader. All lanes that share the row in a warp call store()
-// together, with consecutive packs in consecutive lanes: in a row that does not start on a pack boundary each lane
-// writes the aligned granule that ends with its own first columns and begins with its neighbour's last ones.
+// Writes packs of one row; the counterpart of RowReader. All lanes that share the row in a warp
+// call store() together, with consecutive packs in consecutive lanes: in a row that does not start
+// on a pack boundary each lane writes the aligned granule that ends with its own first columns and
+// begins with its neighbour's last ones.
 template <typename T, int N, bool kRegular>
 class RowWriter {
  public:
-  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, `mask` names those lanes.
+  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, `mask` names
+  // those lanes.
   __device__ RowWriter(T* row, int cols, int lane, int lanes, unsigned mask)
       : row_(row),
         cols_(cols),
@@ -292,7 +303,9 @@ class RowWriter {
       }
       return;
     }
-    const int head = (kBytes - shift_) / static_cast<int>(sizeof(T));  // own columns in the granule shared with the lane before
+    const int head =
+        (kBytes - shift_) /
+        static_cast<int>(sizeof(T));  // own columns in the granule shared with the lane before
     const Words<kBytes>& own = pack.words;
     Words<kBytes> before;
 #pragma unroll
@@ -326,27 +339,35 @@ class RowWriter {
     return reinterpret_cast<char*>(row_) + static_cast<int64_t>(col) * sizeof(T);
   }
   // Bytes [first, kBytes) of a granule, in pieces of 2, 4 and 8.
-  __device__ __forceinline__ static void store_from(char* start, const Words<kBytes>& words, int first) {
+  __device__ __forceinline__ static void store_from(char* start, const Words<kBytes>& words,
+                                                    int first) {
     if constexpr (sizeof(T) == 2) {
       if (first & 2) {
-        *reinterpret_cast<uint16_t*>(start + first) = static_cast<uint16_t>(detail::word_at(words, first) >> 16);
+        *reinterpret_cast<uint16_t*>(start + first) =
+            static_cast<uint16_t>(detail::word_at(words, first) >> 16);
         first += 2;
       }
     }
     if (first & 4) {
-      *reinterpret_cast<uint32_t*>(start + first) = kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
+      *reinterpret_cast<uint32_t*>(start + first) =
+          kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
       first += 4;
     }
-    if (kBytes == 16 && first == 8) *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
+    if (kBytes == 16 && first == 8)
+      *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
   }
 
   // Bytes [0, end) of a granule.
-  __device__ __forceinline__ static void store_to(char* start, const Words<kBytes>& words, int end) {
+  __device__ __forceinline__ static void store_to(char* start, const Words<kBytes>& words,
+                                                  int end) {
     if (kBytes == 16 && (end & 8)) *reinterpret_cast<uint2*>(start) = {words.at[0], words.at[1]};
-    if (end & 4) *reinterpret_cast<uint32_t*>(start + (end & 8)) = kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
+    if (end & 4)
+      *reinterpret_cast<uint32_t*>(start + (end & 8)) =
+          kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
     if constexpr (sizeof(T) == 2) {
       if (end & 2) {
-        *reinterpret_cast<uint16_t*>(start + (end & 12)) = static_cast<uint16_t>(detail::word_at(words, end));
+        *reinterpret_cast<uint16_t*>(start + (end & 12)) =
+            static_cast<uint16_t>(detail::word_at(words, end));
       }
     }
   }
@@ -370,22 +391,26 @@ template <typename T>
 __device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_t row) {
   if (layout.inner == 0) return base + row * layout.stride;
   const uint32_t index = static_cast<uint32_t>(row);
-  const uint32_t outer = (__umulhi(index, layout.multiplier) + index) >> layout.shift;  // index / inner
+  const uint32_t outer =
+      (__umulhi(index, layout.multiplier) + index) >> layout.shift;  // index / inner
   return base + outer * layout.outer_stride + (index - outer * layout.inner) * layout.stride;
 }
 
 // Whether rows after `row` reach at least `elements` further in memory.
-__device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row, int64_t rows, int cols, int elements) {
-  const int64_t stride = layout.inner == 0 ? layout.stride : min(layout.stride, layout.outer_stride);
+__device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row, int64_t rows,
+                                            int cols, int elements) {
+  const int64_t stride =
+      layout.inner == 0 ? layout.stride : min(layout.stride, layout.outer_stride);
   return (rows - 1 - row) * min(stride, int64_t{cols}) >= elements;
 }
 
-// N parameters of type T from column `col` (a multiple of N, in the row) on, in the accumulator's precision. `data` is
-// 16-byte aligned. Zero past `cols`, which regular rows never reach.
+// N parameters of type T from column `col` (a multiple of N, in the row) on, in the accumulator's
+// precision. `data` is 16-byte aligned. Zero past `cols`, which regular rows never reach.
 template <typename T, bool kRegular, int N, typename A>
 __device__ __forceinline__ void load_params_of(const void* data, int col, int cols, A (&out)[N]) {
   constexpr int kStep = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
-  const char* const address = static_cast<const char*>(data) + static_cast<int64_t>(col) * sizeof(T);
+  const char* const address =
+      static_cast<const char*>(data) + static_cast<int64_t>(col) * sizeof(T);
 #pragma unroll
   for (int first = 0; first < N; first += kStep) {
     Pack<T, kStep> pack{};
@@ -404,7 +429,8 @@ __device__ __forceinline__ void load_params_of(const void* data, int col, int co
 
 // The same for a dtype known only at run time: one branch a pack, the same for every thread.
 template <bool kRegular, int N, typename A>
-__device__ __forceinline__ void load_params(const ParamVector& params, int col, int cols, A (&out)[N]) {
+__device__ __forceinline__ void load_params(const ParamVector& params, int col, int cols,
+                                            A (&out)[N]) {
   if (params.dtype == DType::kBFloat16) {
     load_params_of<__nv_bfloat16, kRegular>(params.data, col, cols, out);
   } else if (params.dtype == DType::kFloat32) {

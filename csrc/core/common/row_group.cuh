@@ -14,13 +14,14 @@ constexpr int kMaxWarps = 32;
 constexpr int kMaxClusterBlocks = 8;
 constexpr unsigned kFullMask = 0xffffffffu;
 
-// How the warps of a group meet. Named barriers let a block hold several groups that never wait for each other, but a
-// kernel that uses them takes all 16 of a block, and a multiprocessor has 64: no more than four blocks are resident.
+// How the warps of a group meet. Named barriers let a block hold several groups that never wait for
+// each other, but a kernel that uses them takes all 16 of a block, and a multiprocessor has 64: no
+// more than four blocks are resident.
 enum class Barrier { kBlock, kNamed };
 
-// The blockDim.x threads of equal threadIdx.y share a row: 1, 2, 4, 8 or 16 lanes of a warp, or whole warps. A block
-// holds blockDim.y such groups. Groups of one warp or less never wait for anyone. With Barrier::kBlock all groups of
-// larger ones meet at once.
+// The blockDim.x threads of equal threadIdx.y share a row: 1, 2, 4, 8 or 16 lanes of a warp, or
+// whole warps. A block holds blockDim.y such groups. Groups of one warp or less never wait for
+// anyone. With Barrier::kBlock all groups of larger ones meet at once.
 template <Barrier kBarrier>
 class RowGroup {
  public:
@@ -41,16 +42,17 @@ class RowGroup {
     return ((1u << lanes_) - 1) << (threadIdx.y * lanes_ % kWarpSize);
   }
 
-  // Combines `value` over the group's lanes in each warp. Every lane gets the same bits, as combine(a, b) must be
-  // commutative to the bit. All lanes of a warp take part, in all of these reductions.
+  // Combines `value` over the group's lanes in each warp. Every lane gets the same bits, as
+  // combine(a, b) must be commutative to the bit. All lanes of a warp take part, in all of these
+  // reductions.
   template <typename V, typename Combine>
   __device__ V reduce_lanes(V value, Combine combine) const {
     return butterfly(value, lanes_, combine);
   }
 
-  // Combines what the group's warps hold, each the same in all lanes. `slots` is shared memory, two sets used in
-  // turn: the barrier of one reduction also says that everybody has read the slots of the one before. The tree
-  // depends on the number of threads alone.
+  // Combines what the group's warps hold, each the same in all lanes. `slots` is shared memory, two
+  // sets used in turn: the barrier of one reduction also says that everybody has read the slots of
+  // the one before. The tree depends on the number of threads alone.
   template <typename V, typename Combine>
   __device__ V reduce_warps(V value, const V& identity, V (&slots)[2][kMaxWarps], Combine combine) {
     if (threads() <= kWarpSize) return value;
@@ -67,9 +69,11 @@ class RowGroup {
     return butterfly(value, warp_lanes_, combine);
   }
 
-  // The same for the first warp alone, which spares the others the work. `slots` may be reused after the next barrier.
+  // The same for the first warp alone, which spares the others the work. `slots` may be reused
+  // after the next barrier.
   template <typename V, typename Combine>
-  __device__ V gather_warps(V value, const V& identity, V (&slots)[kMaxWarps], Combine combine) const {
+  __device__ V gather_warps(V value, const V& identity, V (&slots)[kMaxWarps],
+                            Combine combine) const {
     if (lane() == 0) slots[thread() / kWarpSize] = value;
     __syncthreads();
     if (thread() >= kWarpSize) return value;
@@ -105,8 +109,8 @@ class RowGroup {
   int turn_ = 0;
 };
 
-// The blocks of a thread-block cluster share a row, each a slice of its columns. On chips without clusters, and in
-// kernels launched without one, the cluster is the block itself.
+// The blocks of a thread-block cluster share a row, each a slice of its columns. On chips without
+// clusters, and in kernels launched without one, the cluster is the block itself.
 class RowCluster {
  public:
   __device__ int rank() const {
@@ -124,8 +128,9 @@ class RowCluster {
 #endif
   }
 
-  // Before the first reduce(), in two steps so that work fits between them: nobody may write to a block that has not
-  // begun. And, as one, before a block ends whose shared memory others may still write.
+  // Before the first reduce(), in two steps so that work fits between them: nobody may write to a
+  // block that has not begun. And, as one, before a block ends whose shared memory others may still
+  // write.
   __device__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
     cooperative_groups::this_cluster().barrier_arrive();
@@ -137,17 +142,19 @@ class RowCluster {
 #endif
   }
 
-  // Combines what the blocks' threads 0 to kMaxClusterBlocks - 1 hold, each block's the same, in the order of the
-  // ranks. All threads take part; those beyond get their block's sum only with `everybody`. `slots` as in
-  // RowGroup::reduce_warps().
+  // Combines what the blocks' threads 0 to kMaxClusterBlocks - 1 hold, each block's the same, in
+  // the order of the ranks. All threads take part; those beyond get their block's sum only with
+  // `everybody`. `slots` as in RowGroup::reduce_warps().
   template <typename V, typename Combine>
-  __device__ V reduce(V value, V (&slots)[2][kMaxClusterBlocks], Combine combine, bool everybody = true) {
+  __device__ V reduce(V value, V (&slots)[2][kMaxClusterBlocks], Combine combine,
+                      bool everybody = true) {
 #if __CUDA_ARCH__ >= 900
     const auto cluster = cooperative_groups::this_cluster();
     const int blocks = cluster.num_blocks();
     V* const own = slots[turn_];
     turn_ ^= 1;
-    if (threadIdx.x < blocks) *cluster.map_shared_rank(own + cluster.block_rank(), threadIdx.x) = value;
+    if (threadIdx.x < blocks)
+      *cluster.map_shared_rank(own + cluster.block_rank(), threadIdx.x) = value;
     cluster.sync();
     if (!everybody && threadIdx.x >= kWarpSize) return value;
     value = own[0];

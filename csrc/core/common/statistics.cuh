@@ -1,4 +1,5 @@
-// Row statistics: mean and mean square about it, of a row that lies in the packs of a row group's threads.
+// Row statistics: mean and mean square about it, of a row that lies in the packs of a row group's
+// threads.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -38,8 +39,9 @@ struct Epsilon {
   A value, rest;
 };
 
-// 1 / sqrt((squares + squares_rest) / cols + eps), all but rounded once: the quotient and the sum carry their rounding
-// errors along into a Newton step on the hardware's rsqrt. As rsqrt for zero, infinity and NaN.
+// 1 / sqrt((squares + squares_rest) / cols + eps), all but rounded once: the quotient and the sum
+// carry their rounding errors along into a Newton step on the hardware's rsqrt. As rsqrt for zero,
+// infinity and NaN.
 __device__ __forceinline__ float reciprocal_root_mean(float squares, float squares_rest, float cols,
                                                       const Epsilon<float>& eps) {
   const ExactSum<float> total(squares, squares_rest);
@@ -55,8 +57,8 @@ __device__ __forceinline__ float reciprocal_root_mean(float squares, float squar
   const float refined = fmaf(0.5f * r, residual, r);
   return v.value > 0.0f && v.value < kInfinity ? refined : r;
 }
-__device__ __forceinline__ double reciprocal_root_mean(double squares, double squares_rest, double cols,
-                                                       const Epsilon<double>& eps) {
+__device__ __forceinline__ double reciprocal_root_mean(double squares, double squares_rest,
+                                                       double cols, const Epsilon<double>& eps) {
   return 1.0 / sqrt((squares + squares_rest) / cols + eps.value);
 }
 
@@ -74,42 +76,46 @@ struct SumAndSquares {
   }
 };
 
-// The same with the rounding errors of the squares: rstd depends on the last few sums of the tree more than on all
-// others, and in a row of one warp these are among lanes.
+// The same with the rounding errors of the squares: rstd depends on the last few sums of the tree
+// more than on all others, and in a row of one warp these are among lanes.
 template <typename A>
 struct SumAndExactSquares {
   A sum, squares, squares_rest;
-  __device__ static SumAndExactSquares merge(const SumAndExactSquares& a, const SumAndExactSquares& b) {
+  __device__ static SumAndExactSquares merge(const SumAndExactSquares& a,
+                                             const SumAndExactSquares& b) {
     const ExactSum<A> squares(a.squares, b.squares);
     return {a.sum + b.sum, squares.value, (a.squares_rest + b.squares_rest) + squares.rest};
   }
 };
 
-// What LayerNorm knows of part of a row. Mean and m2 = sum (x - mean)^2 come with what their rounding left, so that
-// merging loses none of it: rounded at every merge, the mean of a row far from zero would be off by several units in
-// the last place.
+// What LayerNorm knows of part of a row. Mean and m2 = sum (x - mean)^2 come with what their
+// rounding left, so that merging loses none of it: rounded at every merge, the mean of a row far
+// from zero would be off by several units in the last place.
 template <typename A>
 struct Moments {
   A count, mean, mean_rest, m2, m2_rest;
 
-  // Chan, Golub and LeVeque's parallel form of Welford's update, arranged to be commutative to the bit, exact for
-  // equal means, and free of 0 * inf when one side is empty.
+  // Chan, Golub and LeVeque's parallel form of Welford's update, arranged to be commutative to the
+  // bit, exact for equal means, and free of 0 * inf when one side is empty.
   __device__ static Moments merge(const Moments& a, const Moments& b) {
     const A count = a.count + b.count;
     const A per_count = approximate_reciprocal(max(count, A(1)));
     const A delta = (b.mean - a.mean) + (b.mean_rest - a.mean_rest);
     const ExactSum<A> means(a.mean, b.mean);
-    const A mean_rest = A(0.5) * ((a.mean_rest + b.mean_rest) + means.rest + delta * ((b.count - a.count) * per_count));
+    const A mean_rest = A(0.5) * ((a.mean_rest + b.mean_rest) + means.rest +
+                                  delta * ((b.count - a.count) * per_count));
     const ExactSum<A> m2(a.m2, b.m2);
     const A between = (delta * (a.count * b.count * per_count)) * delta;
-    return {count, A(0.5) * means.value, mean_rest, m2.value, (a.m2_rest + b.m2_rest) + m2.rest + between};
+    return {count, A(0.5) * means.value, mean_rest, m2.value,
+            (a.m2_rest + b.m2_rest) + m2.rest + between};
   }
 };
 
-// Calls visit(x) for the elements of `packs` that lie in a row of `cols`; pack p starts at column col + p * step.
+// Calls visit(x) for the elements of `packs` that lie in a row of `cols`; pack p starts at column
+// col + p * step.
 template <bool kRegular, typename T, int N, int kPacks, typename Visit>
-__device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks], int col, int step, int cols,
-                                               Visit visit) {
+__device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks], int col, int step,
+                                               int cols, Visit visit) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     Accumulator<T> x[N];
@@ -128,13 +134,14 @@ __device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks]
   }
 }
 
-// Moments of a warp's part of a row, the same in all the group's lanes. Two passes over registers; the second, about
-// the first one's mean, also finds how far that is off, so that rows far from zero lose nothing and the mean of a
-// constant row is exact (the corrected two-pass algorithm of Chan, Golub and LeVeque).
+// Moments of a warp's part of a row, the same in all the group's lanes. Two passes over registers;
+// the second, about the first one's mean, also finds how far that is off, so that rows far from
+// zero lose nothing and the mean of a constant row is exact (the corrected two-pass algorithm of
+// Chan, Golub and LeVeque).
 template <bool kRegular, typename Group, typename T, int N, int kPacks>
 __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& group,
-                                                                const Pack<T, N> (&packs)[kPacks], int col,
-                                                                int step, int cols) {
+                                                                const Pack<T, N> (&packs)[kPacks],
+                                                                int col, int step, int cols) {
   using A = Accumulator<T>;
   const int warp_cols = group.lanes() * N;
   const int first_col = col - group.lane() * N;
@@ -155,13 +162,15 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
     centred.squares += difference * difference;
   });
   if (group.warps() > 1) {
-    const auto plain = group.reduce_lanes(SumAndSquares<A>{centred.sum, centred.squares}, SumAndSquares<A>::merge);
+    const auto plain =
+        group.reduce_lanes(SumAndSquares<A>{centred.sum, centred.squares}, SumAndSquares<A>::merge);
     centred = {plain.sum, plain.squares, 0};
   } else {
     centred = group.reduce_lanes(centred, SumAndExactSquares<A>::merge);
   }
   const A correction = centred.sum * per_count;
-  return {static_cast<A>(count), mean, correction, centred.squares, centred.squares_rest - centred.sum * correction};
+  return {static_cast<A>(count), mean, correction, centred.squares,
+          centred.squares_rest - centred.sum * correction};
 }
 
 // A row's statistics by kind: of() a warp's part of it, merge() of two parts.
@@ -171,8 +180,8 @@ struct RowStatistics : Moments<A> {
   __device__ RowStatistics(const Moments<A>& moments) : Moments<A>(moments) {}
 
   template <bool kRegular, typename Group, typename T, int N, int kPacks>
-  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int col, int step,
-                                     int cols) {
+  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int col,
+                                     int step, int cols) {
     return warp_moments<kRegular>(group, packs, col, step, cols);
   }
   __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
@@ -190,7 +199,8 @@ struct RowStatistics<A, true> {
 
   // Columns past the row are zero and add nothing.
   template <bool kRegular, typename Group, typename T, int N, int kPacks>
-  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int, int, int) {
+  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int,
+                                     int, int) {
     RowStatistics statistics;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {

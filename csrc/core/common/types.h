@@ -11,13 +11,15 @@ constexpr int size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
-// Where row `r` of a tensor starts, in elements: (r / inner) * outer_stride + (r % inner) * stride. Two strides cover a
-// slice of a packed QKV and a transposed batch without a copy. The common case of one stride is inner == 0.
+// Where row `r` of a tensor starts, in elements: (r / inner) * outer_stride + (r % inner) * stride.
+// Two strides cover a slice of a packed QKV and a transposed batch without a copy. The common case
+// of one stride is inner == 0.
 struct RowLayout {
   int64_t stride;
   int64_t outer_stride;
   uint32_t inner;
-  // r / inner == (high word of r * multiplier, + r) >> shift for r < 2^31 (Granlund and Montgomery, 1994).
+  // r / inner == (high word of r * multiplier, + r) >> shift for r < 2^31 (Granlund and Montgomery,
+  // 1994).
   uint32_t multiplier, shift;
 };
 
@@ -43,9 +45,9 @@ struct DeviceProperties {
   int shared_bytes_per_block;  // the opt-in limit: 99, 163 or 227 KB on the chips of today
   int max_cluster_blocks;      // of a thread-block cluster: 8 is portable, 1 before Hopper
 
-  // How many multiprocessors clusters of 1, 2, 4 and 8 blocks can fill, one block each: a cluster stays within one
-  // processing cluster of the chip, whose size need not be a multiple of the cluster's (on an H200 of 132: 132, 132,
-  // 120, 120).
+  // How many multiprocessors clusters of 1, 2, 4 and 8 blocks can fill, one block each: a cluster
+  // stays within one processing cluster of the chip, whose size need not be a multiple of the
+  // cluster's (on an H200 of 132: 132, 132, 120, 120).
   int filled_by_clusters[4];
 
   int cluster_multiprocessors(int cluster_blocks) const {

@@ -1,8 +1,8 @@
 // Backward kernels. With w = dy * (weight + offset), and xhat from the saved input or output,
 //   dx = rstd * (w - mean(w) - xhat * mean(w * xhat))      (RMSNorm: without mean(w))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
-// in two stages without atomics: blocks that walk over rows write partial sums, then sum_partials() adds those in a
-// fixed order.
+// in two stages without atomics: blocks that walk over rows write partial sums, then sum_partials()
+// adds those in a fixed order.
 #pragma once
 
 #include "core/common/row_group.cuh"
@@ -11,8 +11,8 @@
 
 namespace fused_norm {
 
-// Programmatic dependent launch, where the chip has it: stage 2 is launched while stage 1 drains, and waits for its
-// results on the GPU.
+// Programmatic dependent launch, where the chip has it: stage 2 is launched while stage 1 drains,
+// and waits for its results on the GPU.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -24,7 +24,8 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 #endif
 }
 
-// What the kernels read. The saved tensor has dtype S: the input's, or the output's when from_output.
+// What the kernels read. The saved tensor has dtype S: the input's, or the output's when
+// from_output.
 template <typename Y, typename S, typename A>
 struct BackwardInput {
   int64_t rows;
@@ -52,7 +53,8 @@ struct BackwardInput {
   }
 };
 
-// Gradients; null where not asked for. Partials are [2][partial rows][cols]: dweight's, then dbias's.
+// Gradients; null where not asked for. Partials are [2][partial rows][cols]: dweight's, then
+// dbias's.
 template <typename X, typename A>
 struct BackwardOutput {
   X* dx;
@@ -60,24 +62,27 @@ struct BackwardOutput {
   A* dbias_partials;
 
   template <int N, bool kRegular, typename Group>
-  __device__ RowWriter<X, N, kRegular> open_dx(int64_t row, int64_t rows, int cols, const Group& group) const {
+  __device__ RowWriter<X, N, kRegular> open_dx(int64_t row, int64_t rows, int cols,
+                                               const Group& group) const {
     return {dx + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
 };
 
-// xhat = (saved - shift) * scale. From the input both are the row's (mean, rstd); from the output they are the
-// column's (bias, 1 / weight).
+// xhat = (saved - shift) * scale. From the input both are the row's (mean, rstd); from the output
+// they are the column's (bias, 1 / weight).
 template <typename A, int N>
 struct ColumnParams {
   A weight[N], shift[N], scale[N];
 
-  // Parameters of the columns from `col` on; zero past the end, so that such columns add nothing anywhere.
+  // Parameters of the columns from `col` on; zero past the end, so that such columns add nothing
+  // anywhere.
   template <typename In>
   __device__ static ColumnParams load(const In& in, int col) {
     ColumnParams params;
     A weights[N], biases[N];
     if (in.weight.data && col < in.cols) load_params<false>(in.weight, col, in.cols, weights);
-    if (in.from_output && in.bias.data && col < in.cols) load_params<false>(in.bias, col, in.cols, biases);
+    if (in.from_output && in.bias.data && col < in.cols)
+      load_params<false>(in.bias, col, in.cols, biases);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const bool inside = col + i < in.cols;
@@ -108,7 +113,8 @@ struct GradientSums<A, true> {
 
 // dx of one element, given the row's means of w and w * xhat.
 template <bool kRms, typename A>
-__device__ __forceinline__ A gradient_of_x(A w, A xhat, A rstd, const GradientSums<A, kRms>& means) {
+__device__ __forceinline__ A gradient_of_x(A w, A xhat, A rstd,
+                                           const GradientSums<A, kRms>& means) {
   if constexpr (kRms) {
     return rstd * (w - xhat * means.wx);
   } else {
@@ -116,7 +122,8 @@ __device__ __forceinline__ A gradient_of_x(A w, A xhat, A rstd, const GradientSu
   }
 }
 
-// Adds the column sums of all groups of a block, in a fixed order, into `staged`: shared memory for blockDim.x * kPacks
+// Adds the column sums of all groups of a block, in a fixed order, into `staged`: shared memory for
+// blockDim.x * kPacks
 // * N values, complete after the last barrier of the caller's.
 template <int kPacks, int N, typename Group>
 __device__ void stage_sums(const Group& group, float (&sums)[kPacks][N], int turn, float* staged) {
@@ -142,11 +149,12 @@ __device__ void add_within_warp(const Group& group, float (&sums)[kPacks][N]) {
   }
 }
 
-// Writes a block's partial rows. `staged` is shared memory for 2 * blockDim.x * kPacks * N values that may still be in
-// use; null partials are left out.
+// Writes a block's partial rows. `staged` is shared memory for 2 * blockDim.x * kPacks * N values
+// that may still be in use; null partials are left out.
 template <bool kBias, int kPacks, int N, typename Group>
-__device__ void write_partials(const Group& group, float (&dweight)[kPacks][N], float (&dbias)[kPacks][N],
-                               float* staged, int cols, float* dweight_partial, float* dbias_partial) {
+__device__ void write_partials(const Group& group, float (&dweight)[kPacks][N],
+                               float (&dbias)[kPacks][N], float* staged, int cols,
+                               float* dweight_partial, float* dbias_partial) {
   float* const staged_bias = staged + group.threads() * kPacks * N;
   add_within_warp(group, dweight);
   if (kBias) add_within_warp(group, dbias);
@@ -167,14 +175,16 @@ __device__ void write_partials(const Group& group, float (&dweight)[kPacks][N], 
   }
 }
 
-// The column parameters of a block's threads in shared memory, as fp32. Thread t finds 4 columns of pack p at float4
-// index [kind][p][quarter][t], so that a warp's accesses are consecutive and free of bank conflicts.
+// The column parameters of a block's threads in shared memory, as fp32. Thread t finds 4 columns of
+// pack p at float4 index [kind][p][quarter][t], so that a warp's accesses are consecutive and free
+// of bank conflicts.
 enum ParamKind { kWeight, kShift, kScale };
 
 template <int kPacks, int N>
 class StagedParams {
  public:
-  __device__ StagedParams(float* staged, int threads) : staged_(reinterpret_cast<float4*>(staged)), threads_(threads) {}
+  __device__ StagedParams(float* staged, int threads)
+      : staged_(reinterpret_cast<float4*>(staged)), threads_(threads) {}
 
   template <typename In>
   __device__ void stage(const In& in, int p, int thread, int col) const {
@@ -216,14 +226,16 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 
   RowGroup<Barrier::kNamed> group;
   RowCluster cluster;
-  // Whether the row lies in the blocks of a cluster, this one's from slice_col on. Short rows never do.
+  // Whether the row lies in the blocks of a cluster, this one's from slice_col on. Short rows never
+  // do.
   const bool spread = kPacks * N >= 16 && cluster.blocks() > 1;
   const int blocks_per_row = spread ? cluster.blocks() : 1;
   const int step = group.threads() * N;
   const int slice_col = spread ? cluster.rank() * kPacks * step : 0;
   const int first_col = slice_col + group.thread() * N;
   const StagedParams<kPacks, N> params(staged, group.threads());
-  for (int p = group.index(); p < kPacks; p += group.groups()) params.stage(in, p, group.thread(), first_col + p * step);
+  for (int p = group.index(); p < kPacks; p += group.groups())
+    params.stage(in, p, group.thread(), first_col + p * step);
   __syncthreads();
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
@@ -267,7 +279,8 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         for (int i = 0; i < N; ++i) xhat[i] *= param[i];
       } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i) xhat[i] = kRms ? xhat[i] * row_rstd : (xhat[i] - row_mean) * row_rstd;
+        for (int i = 0; i < N; ++i)
+          xhat[i] = kRms ? xhat[i] * row_rstd : (xhat[i] - row_mean) * row_rstd;
       }
       params.get(kWeight, p, group.thread(), param);
 #pragma unroll
@@ -322,7 +335,8 @@ __global__ void __launch_bounds__(512, kPacks == 1 ? 2 : 1)
   }
 }
 
-// Any length, first kernel: the sums of w and w * xhat of each row, as means[row] = {mean(w), mean(w * xhat)}.
+// Any length, first kernel: the sums of w and w * xhat of each row, as means[row] = {mean(w),
+// mean(w * xhat)}.
 template <typename Y, typename S, typename A>
 __global__ void __launch_bounds__(512)
     norm_backward_row_means(const __grid_constant__ BackwardInput<Y, S, A> in, A* means) {
@@ -356,7 +370,8 @@ __global__ void __launch_bounds__(512)
         unpack(dy[p], d);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const A xhat = in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
+          const A xhat =
+              in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
           const A w = d[i] * params.weight[i];
           sums.w += w;
           sums.wx += w * xhat;
@@ -371,11 +386,13 @@ __global__ void __launch_bounds__(512)
   }
 }
 
-// Any length, second kernel: a thread owns one pack of columns and walks over every gridDim.y-th row.
+// Any length, second kernel: a thread owns one pack of columns and walks over every gridDim.y-th
+// row.
 template <typename X, typename Y, typename S, typename A>
 __global__ void __launch_bounds__(128)
     norm_backward_columns(const __grid_constant__ BackwardInput<Y, S, A> in,
-                          const __grid_constant__ BackwardOutput<X, A> out, const A* means, bool rms) {
+                          const __grid_constant__ BackwardOutput<X, A> out, const A* means,
+                          bool rms) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   const RowGroup<Barrier::kBlock> group;
   const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;
@@ -399,7 +416,8 @@ __global__ void __launch_bounds__(128)
     A gradient[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const A xhat = in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
+      const A xhat =
+          in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
       dweight[i] += d[i] * xhat;
       dbias[i] += d[i];
       gradient[i] = gradient_of_x<false>(d[i] * params.weight[i], xhat, rstd, row_means);
@@ -419,8 +437,8 @@ __global__ void __launch_bounds__(128)
   }
 }
 
-// Stage 2: out[c] = sum over p of partials[p][c], rounded once. blockIdx.y chooses dweight or dbias; a block takes 32
-// columns, and each of its warps every kSumWarps-th partial row.
+// Stage 2: out[c] = sum over p of partials[p][c], rounded once. blockIdx.y chooses dweight or
+// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row.
 constexpr int kSumWarps = 32;
 
 template <typename A>

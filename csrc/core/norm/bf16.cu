@@ -4,13 +4,13 @@ namespace fused_norm {
 
 template <>
 cudaError_t norm_forward_of<__nv_bfloat16>(const NormForwardParams& params, const NormPlan& plan,
-                                cudaStream_t stream) {
+                                           cudaStream_t stream) {
   return dispatch_forward<__nv_bfloat16, float>(params, plan, stream);
 }
 
 template <>
-cudaError_t norm_backward_of<__nv_bfloat16>(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                 cudaStream_t stream) {
+cudaError_t norm_backward_of<__nv_bfloat16>(const NormBackwardParams& params,
+                                            const NormBackwardPlan& plan, cudaStream_t stream) {
   return dispatch_backward<__nv_bfloat16, float>(params, plan, stream);
 }
 

@@ -4,13 +4,13 @@ namespace fused_norm {
 
 template <>
 cudaError_t norm_forward_of<__half>(const NormForwardParams& params, const NormPlan& plan,
-                                cudaStream_t stream) {
+                                    cudaStream_t stream) {
   return dispatch_forward<__half, float>(params, plan, stream);
 }
 
 template <>
 cudaError_t norm_backward_of<__half>(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                 cudaStream_t stream) {
+                                     cudaStream_t stream) {
   return dispatch_backward<__half, float>(params, plan, stream);
 }
 

@@ -4,13 +4,13 @@ namespace fused_norm {
 
 template <>
 cudaError_t norm_forward_of<float>(const NormForwardParams& params, const NormPlan& plan,
-                                cudaStream_t stream) {
+                                   cudaStream_t stream) {
   return dispatch_forward<float, __half, __nv_bfloat16>(params, plan, stream);
 }
 
 template <>
 cudaError_t norm_backward_of<float>(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                 cudaStream_t stream) {
+                                    cudaStream_t stream) {
   return dispatch_backward<float, __half, __nv_bfloat16>(params, plan, stream);
 }
 

@@ -4,13 +4,13 @@ namespace fused_norm {
 
 template <>
 cudaError_t norm_forward_of<double>(const NormForwardParams& params, const NormPlan& plan,
-                                cudaStream_t stream) {
+                                    cudaStream_t stream) {
   return dispatch_forward<double>(params, plan, stream);
 }
 
 template <>
 cudaError_t norm_backward_of<double>(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                 cudaStream_t stream) {
+                                     cudaStream_t stream) {
   return dispatch_backward<double>(params, plan, stream);
 }
 

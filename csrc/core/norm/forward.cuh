@@ -15,13 +15,15 @@ struct StatisticsOut {
   Epsilon<A> eps;
 };
 
-// Whether rows of this many packs a thread may be spread over a cluster: only those that fill a block are.
+// Whether rows of this many packs a thread may be spread over a cluster: only those that fill a
+// block are.
 constexpr bool may_spread(int packs) { return packs == 4; }
 
 // A row's mean and rstd from its statistics; one thread writes them down.
 template <bool kRms, typename A>
-__device__ __forceinline__ void finish_statistics(const RowStatistics<A, kRms>& of_row, const StatisticsOut<A>& out,
-                                                  int64_t row, bool writes, A cols, A& mean, A& rstd) {
+__device__ __forceinline__ void finish_statistics(const RowStatistics<A, kRms>& of_row,
+                                                  const StatisticsOut<A>& out, int64_t row,
+                                                  bool writes, A cols, A& mean, A& rstd) {
   mean = of_row.row_mean();
   rstd = reciprocal_root_mean(of_row.sum_of_squares(), of_row.sum_of_squares_rest(), cols, out.eps);
   if (writes) {
@@ -43,11 +45,12 @@ constexpr int kPackElements = 16 / (sizeof(typename Load::Input) > sizeof(typena
                                         ? sizeof(typename Load::Input)
                                         : sizeof(typename Store::Output));
 
-// Rows held by kPacks * blockDim.x packs, or that of each block of a cluster, stay in registers: read once. A group of
-// threads makes one row.
+// Rows held by kPacks * blockDim.x packs, or that of each block of a cluster, stay in registers:
+// read once. A group of threads makes one row.
 template <typename Form, bool kRms, int kPacks, typename Load, typename Store>
-__device__ __forceinline__ void norm_forward_once(const Load& load, const Store& store,
-                                                  const StatisticsOut<Accumulator<typename Load::Input>>& out) {
+__device__ __forceinline__ void norm_forward_once(
+    const Load& load, const Store& store,
+    const StatisticsOut<Accumulator<typename Load::Input>>& out) {
   constexpr bool kRegular = Form::kRegular;
   using X = typename Load::Input;
   using A = Accumulator<X>;
@@ -107,12 +110,13 @@ __device__ __forceinline__ void norm_forward_once(const Load& load, const Store&
   }
 }
 
-// Any length: the row is read for its statistics and again to normalize it, the second time from shared memory where
-// the launch gave enough of it (cached). Each thread reads back what it wrote, so that nobody waits.
+// Any length: the row is read for its statistics and again to normalize it, the second time from
+// shared memory where the launch gave enough of it (cached). Each thread reads back what it wrote,
+// so that nobody waits.
 template <typename Form, bool kRms, typename Load, typename Store>
-__device__ __forceinline__ void norm_forward_twice(const Load& load, const Store& store,
-                                                   const StatisticsOut<Accumulator<typename Load::Input>>& out,
-                                                   bool cached) {
+__device__ __forceinline__ void norm_forward_twice(
+    const Load& load, const Store& store,
+    const StatisticsOut<Accumulator<typename Load::Input>>& out, bool cached) {
   constexpr bool kRegular = Form::kRegular;
   using X = typename Load::Input;
   using A = Accumulator<X>;
@@ -142,12 +146,13 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
         }
       }
     }
-    of_warp = Statistics::merge(of_warp, Statistics::template of<kRegular>(group, packs, col, step, load.cols));
+    of_warp = Statistics::merge(
+        of_warp, Statistics::template of<kRegular>(group, packs, col, step, load.cols));
   }
   const Statistics of_row = group.reduce_warps(of_warp, Statistics(), slots, Statistics::merge);
   A mean, rstd;
-  finish_statistics<kRms>(of_row, out, row, group.thread() == 0 && row < load.rows, static_cast<A>(load.cols), mean,
-                          rstd);
+  finish_statistics<kRms>(of_row, out, row, group.thread() == 0 && row < load.rows,
+                          static_cast<A>(load.cols), mean, rstd);
 
   const auto writer = store.template open<N, kRegular>(row, group);
   for (int base = 0; base < load.cols; base += kPacks * step) {
@@ -174,7 +179,8 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
 template <typename Load, typename Store, bool kRms, int kPacks>
 __global__ void __launch_bounds__(512, kPacks <= 4 ? 2 : 1)
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           const StatisticsOut<Accumulator<typename Load::Input>> out, bool regular) {
+                           const StatisticsOut<Accumulator<typename Load::Input>> out,
+                           bool regular) {
   store.template with_form<typename Load::Input, !kRms>(regular, [&](auto form) {
     norm_forward_once<decltype(form), kRms, kPacks>(load, store, out);
   });

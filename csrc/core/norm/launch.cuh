@@ -1,4 +1,5 @@
-// From parameters to a kernel: the plan, made into an instantiation. Each dtype of x is one translation unit.
+// From parameters to a kernel: the plan, made into an instantiation. Each dtype of x is one
+// translation unit.
 #pragma once
 
 #include "core/norm/backward.cuh"
@@ -9,17 +10,20 @@
 namespace fused_norm {
 
 // Whether every row starts on a pack boundary and is a whole number of packs (common/pack.cuh).
-inline bool is_regular(const void* data, const RowLayout& layout, int64_t cols, int pack, DType dtype) {
+inline bool is_regular(const void* data, const RowLayout& layout, int64_t cols, int pack,
+                       DType dtype) {
   const int64_t bytes = int64_t{pack} * size_of(dtype);
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0 && cols % pack == 0 && layout.stride % pack == 0 &&
-         layout.outer_stride % pack == 0;
+  return reinterpret_cast<uintptr_t>(data) % bytes == 0 && cols % pack == 0 &&
+         layout.stride % pack == 0 && layout.outer_stride % pack == 0;
 }
 
 // One of these a dtype of x, in f16.cu, bf16.cu, f32.cu and f64.cu.
 template <typename X>
-cudaError_t norm_forward_of(const NormForwardParams& params, const NormPlan& plan, cudaStream_t stream);
+cudaError_t norm_forward_of(const NormForwardParams& params, const NormPlan& plan,
+                            cudaStream_t stream);
 template <typename X>
-cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan, cudaStream_t stream);
+cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                             cudaStream_t stream);
 
 // Calls launch(T{}) with the type of `dtype`, which must be one of Ts.
 template <typename... Ts, typename Launch>
@@ -31,7 +35,8 @@ namespace detail {
 struct LaunchOptions {
   int shared_bytes = 0;
   int cluster_blocks = 1;
-  bool overlaps_previous = false;  // the kernel itself waits for the one before (programmatic dependent launch)
+  bool overlaps_previous =
+      false;  // the kernel itself waits for the one before (programmatic dependent launch)
 };
 
 template <typename... Params, typename... Args>
@@ -39,8 +44,8 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const Lau
                    cudaStream_t stream, const Args&... args) {
   // 48 KB need no leave; kernels also have up to 2 KB of static shared memory.
   if (options.shared_bytes > 46 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                                   options.shared_bytes);
+    const cudaError_t error = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config{};
@@ -52,7 +57,8 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const Lau
   config.attrs = attributes;
   if (options.cluster_blocks > 1) {
     attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(options.cluster_blocks), 1, 1};
+    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(options.cluster_blocks),
+                                                    1, 1};
   }
   if (options.overlaps_previous) {
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -72,20 +78,28 @@ cudaError_t with_dtype(DType dtype, Launch launch) {
 }
 
 template <typename X, typename Y>
-cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& plan, cudaStream_t stream) {
+cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& plan,
+                            cudaStream_t stream) {
   using A = Accumulator<X>;
-  const InputLoad<X> load{static_cast<const X*>(params.x), params.x_layout, params.rows, params.cols};
-  const AffineStore<Y> store{static_cast<Y*>(params.y), params.rows, params.cols, params.weight,
-                             params.bias, static_cast<Accumulator<Y>>(params.weight_offset)};
+  const InputLoad<X> load{static_cast<const X*>(params.x), params.x_layout, params.rows,
+                          params.cols};
+  const AffineStore<Y> store{static_cast<Y*>(params.y),
+                             params.rows,
+                             params.cols,
+                             params.weight,
+                             params.bias,
+                             static_cast<Accumulator<Y>>(params.weight_offset)};
   const A eps = static_cast<A>(params.eps);
-  const StatisticsOut<A> out{static_cast<A*>(params.mean), static_cast<A*>(params.rstd),
+  const StatisticsOut<A> out{static_cast<A*>(params.mean),
+                             static_cast<A*>(params.rstd),
                              {eps, static_cast<A>(params.eps - static_cast<double>(eps))}};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  const bool regular = is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
-                       is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
+  const bool regular =
+      is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
+      is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
   auto run = [&](auto kernel, auto... flags) {
-    return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks}, stream, load, store, out, regular,
-                          flags...);
+    return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks},
+                          stream, load, store, out, regular, flags...);
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
@@ -137,12 +151,13 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   if (plan.tier == Tier::kStreaming) {
     A* const means = partials + 2 * partial_size;
     if (params.dx) {
-      error = detail::launch(norm_backward_row_means<Y, S, A>, plan.blocks, threads, {}, stream, in, means);
+      error = detail::launch(norm_backward_row_means<Y, S, A>, plan.blocks, threads, {}, stream, in,
+                             means);
       if (error != cudaSuccess) return error;
     }
     const dim3 grid(plan.tiles, plan.partials);
-    error = detail::launch(norm_backward_columns<X, Y, S, A>, grid, kTileThreads, {}, stream, in, out,
-                           static_cast<const A*>(means), params.rms);
+    error = detail::launch(norm_backward_columns<X, Y, S, A>, grid, kTileThreads, {}, stream, in,
+                           out, static_cast<const A*>(means), params.rms);
   } else if constexpr (!std::is_same_v<X, double>) {
     constexpr int N = 16 / std::max(sizeof(X), sizeof(Y));
     const bool regular =
@@ -150,8 +165,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.saved, params.saved_layout, params.cols, plan.pack, kDTypeOf<S>) &&
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype);
     auto run = [&](auto kernel) {
-      return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks}, stream, in, out,
-                            regular);
+      return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks},
+                            stream, in, out, regular);
     };
     auto run_packs = [&](auto rms) {
       constexpr bool kRms = decltype(rms)::value;
@@ -180,13 +195,14 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
   const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {.overlaps_previous = true}, stream, sums,
-                        plan.partials, static_cast<int>(params.cols));
+  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {.overlaps_previous = true},
+                        stream, sums, plan.partials, static_cast<int>(params.cols));
 }
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.
 template <typename X, typename... Others>
-cudaError_t dispatch_forward(const NormForwardParams& params, const NormPlan& plan, cudaStream_t stream) {
+cudaError_t dispatch_forward(const NormForwardParams& params, const NormPlan& plan,
+                             cudaStream_t stream) {
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     return norm_forward_as<X, decltype(y)>(params, plan, stream);
   });

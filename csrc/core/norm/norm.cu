@@ -1,6 +1,5 @@
-#include "core/norm/norm.h"
-
 #include "core/norm/launch.cuh"
+#include "core/norm/norm.h"
 
 namespace fused_norm {
 
@@ -8,16 +7,15 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
                                 cudaStream_t stream) {
   const NormPlan plan =
       plan_norm_forward(params.rows, params.cols, params.x_dtype, params.y_dtype, device);
-  return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
-    return norm_forward_of<decltype(x)>(params, plan, stream);
-  });
+  return with_dtype<__half, __nv_bfloat16, float, double>(
+      params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });
 }
 
 namespace {
 
 NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
-  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype, params.from_output,
-                            device);
+  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
+                            params.from_output, device);
 }
 
 }  // namespace
@@ -32,9 +30,8 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,
                                  cudaStream_t stream) {
   const NormBackwardPlan plan = plan_of(params, device);
-  return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
-    return norm_backward_of<decltype(x)>(params, plan, stream);
-  });
+  return with_dtype<__half, __nv_bfloat16, float, double>(
+      params.x_dtype, [&](auto x) { return norm_backward_of<decltype(x)>(params, plan, stream); });
 }
 
 }  // namespace fused_norm

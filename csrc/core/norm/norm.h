@@ -1,8 +1,8 @@
-// LayerNorm and RMSNorm on the GPU: y = (x - mean) * rstd * (weight + weight_offset) + bias, and its gradients.
-// RMSNorm is the same without the mean (and rstd = 1 / sqrt(mean(x^2) + eps)).
+// LayerNorm and RMSNorm on the GPU: y = (x - mean) * rstd * (weight + weight_offset) + bias, and
+// its gradients. RMSNorm is the same without the mean (and rstd = 1 / sqrt(mean(x^2) + eps)).
 //
-// Launchers check nothing: pointers and sizes are the caller's promise. They return what CUDA says, and work
-// on the current device and the given stream, also under graph capture.
+// Launchers check nothing: pointers and sizes are the caller's promise. They return what CUDA says,
+// and work on the current device and the given stream, also under graph capture.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -45,7 +45,8 @@ struct NormBackwardParams {
   const void* mean;  // null when rms or from_output
   const void* rstd;
   ParamVector weight, bias;
-  // Gradients; null when not asked for. dx is contiguous, dweight and dbias have the parameter's dtype.
+  // Gradients; null when not asked for. dx is contiguous, dweight and dbias have the parameter's
+  // dtype.
   void* dx;
   void* dweight;
   void* dbias;

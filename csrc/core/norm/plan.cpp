@@ -28,17 +28,20 @@ constexpr int kStaticShared = 2048;
 
 }  // namespace
 
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, const DeviceProperties& device) {
-  // Many small blocks hide each other's loads. Four warps keep the number of block launches low where rows are short;
-  // 512 threads leave each 128 registers, which eight packs and the affine step need.
+NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
+                           const DeviceProperties& device) {
+  // Many small blocks hide each other's loads. Four warps keep the number of block launches low
+  // where rows are short; 512 threads leave each 128 registers, which eight packs and the affine
+  // step need.
   constexpr int kBlockThreads = 128;
   constexpr int kMaxThreads = 512;
 
   NormPlan plan{};
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
-  // Rows of more than 512 threads are spread over a cluster, where the chip has them: blocks of four packs a thread take
-  // 64 registers each, so that two are resident and one's loads hide the other's reduction.
+  // Rows of more than 512 threads are spread over a cluster, where the chip has them: blocks of
+  // four packs a thread take 64 registers each, so that two are resident and one's loads hide the
+  // other's reduction.
   constexpr int kPacks = 4;
   plan.cluster_blocks = 1;
   while (plan.cluster_blocks < device.max_cluster_blocks &&
@@ -46,8 +49,9 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, const Devic
     plan.cluster_blocks *= 2;
   }
   int64_t block_packs = ceil_div(row_packs, plan.cluster_blocks);
-  // A row of one warp holds as few packs a lane as it can; a longer row holds four a thread, so that the block
-  // reduction is shared by many columns, and eight only where neither block nor cluster has more threads to give.
+  // A row of one warp holds as few packs a lane as it can; a longer row holds four a thread, so
+  // that the block reduction is shared by many columns, and eight only where neither block nor
+  // cluster has more threads to give.
   plan.packs = block_packs <= kWarp ? 1 : block_packs <= 2 * kWarp ? 2 : kPacks;
   plan.tier = Tier::kRegisters;
   if (x == DType::kFloat64 || block_packs > kPacks * kMaxThreads) {
@@ -64,23 +68,27 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, const Devic
   plan.rows_per_block = plan.threads_per_row > kWarp ? 1 : kBlockThreads / plan.threads_per_row;
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
   if (plan.tier == Tier::kStreaming && plan.rows_per_block == 1) {
-    const int64_t bytes = ceil_div(row_packs, plan.threads_per_row) * plan.threads_per_row * plan.pack * size_of(x);
-    if (bytes + kStaticShared <= device.shared_bytes_per_block) plan.shared_bytes = static_cast<int>(bytes);
+    const int64_t bytes =
+        ceil_div(row_packs, plan.threads_per_row) * plan.threads_per_row * plan.pack * size_of(x);
+    if (bytes + kStaticShared <= device.shared_bytes_per_block)
+      plan.shared_bytes = static_cast<int>(bytes);
   }
   return plan;
 }
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
                                     const DeviceProperties& device) {
-  // dweight and dbias take two fp32 accumulators a column, in registers: 16 columns a thread leave 128 registers
-  // to each of 512 threads, and so bound a block's columns at 8192. Longer rows are spread over a cluster.
+  // dweight and dbias take two fp32 accumulators a column, in registers: 16 columns a thread leave
+  // 128 registers to each of 512 threads, and so bound a block's columns at 8192. Longer rows are
+  // spread over a cluster.
   constexpr int kBlockThreads = 512;
   constexpr int kMaxColsPerThread = 16;
 
   NormBackwardPlan plan{};
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
-  // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and dbias.
+  // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
+  // dbias.
   const int column_vectors = from_output ? 3 : 2;
 
   const int max_packs = kMaxColsPerThread / plan.pack;
@@ -103,7 +111,8 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     plan.shared_bytes = static_cast<int>(staged);
     // Persistent: as many blocks as are resident at once, and no more than there is work for.
     const int resident = packs == 1 ? 2 : 1;
-    const int usable = device.cluster_multiprocessors(plan.cluster_blocks) * resident / plan.cluster_blocks;
+    const int usable =
+        device.cluster_multiprocessors(plan.cluster_blocks) * resident / plan.cluster_blocks;
     plan.partials =
         clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block), std::max(1, usable)));
     plan.blocks = plan.partials * plan.cluster_blocks;
@@ -117,10 +126,12 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.rows_per_block = std::max(1, 128 / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
   plan.tiles = static_cast<int>(ceil_div(row_packs, kTileThreads));
-  // Eight tiles' blocks a multiprocessor hide the loads of each other. More partial rows would only be summed later; but
-  // a thread sums no more than 64 rows in sequence, so that rounding errors stay those of a shallow tree.
+  // Eight tiles' blocks a multiprocessor hide the loads of each other. More partial rows would only
+  // be summed later; but a thread sums no more than 64 rows in sequence, so that rounding errors
+  // stay those of a shallow tree.
   constexpr int kMaxRowsInSequence = 64;
-  const int64_t wanted = std::max(ceil_div(int64_t{8} * device.sm_count, plan.tiles), ceil_div(rows, kMaxRowsInSequence));
+  const int64_t wanted = std::max(ceil_div(int64_t{8} * device.sm_count, plan.tiles),
+                                  ceil_div(rows, kMaxRowsInSequence));
   plan.partials = static_cast<int>(std::min({wanted, rows, int64_t{65535}}));
   return plan;
 }

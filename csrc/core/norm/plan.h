@@ -1,7 +1,8 @@
 // How a norm runs on a chip: a pure function of sizes and device properties, tested on the host.
 //
-// What shapes a row's reduction tree (tier, packs, threads_per_row) depends on the row's length and dtypes alone, so
-// a row's result never depends on how many rows come with it. The number of rows chooses only the grid.
+// What shapes a row's reduction tree (tier, packs, threads_per_row) depends on the row's length and
+// dtypes alone, so a row's result never depends on how many rows come with it. The number of rows
+// chooses only the grid.
 #pragma once
 
 #include <cstddef>
@@ -13,7 +14,8 @@ namespace fused_norm {
 
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
-  kStreaming,  // any length: the row is read twice, from shared memory the second time where it fits
+  kStreaming,  // any length: the row is read twice, from shared memory the second time where it
+               // fits
 };
 
 struct NormPlan {
@@ -27,10 +29,11 @@ struct NormPlan {
   int shared_bytes;  // dynamic
 };
 
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, const DeviceProperties& device);
+NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
+                           const DeviceProperties& device);
 
-// kRegisters: one kernel gives dx and a partial row of dweight and dbias per block. kStreaming: a kernel for the
-// sums of each row (planned by threads_per_row), then one over column tiles.
+// kRegisters: one kernel gives dx and a partial row of dweight and dbias per block. kStreaming: a
+// kernel for the sums of each row (planned by threads_per_row), then one over column tiles.
 struct NormBackwardPlan : NormPlan {
   int partials;  // rows of fp32 (fp64) partial sums: blocks, or row chunks of the column tiles
   int tiles;     // kStreaming: column tiles of kTileThreads packs

@@ -1,7 +1,7 @@
 // What a norm reads and writes. A fusion is another policy here, not another kernel.
 //
-// A LOAD policy opens a row and gives packs of its input type; a STORE policy opens a row and takes the normalized
-// values of a pack.
+// A LOAD policy opens a row and gives packs of its input type; a STORE policy opens a row and takes
+// the normalized values of a pack.
 #pragma once
 
 #include "core/common/pack.cuh"
@@ -9,7 +9,8 @@
 
 namespace fused_norm {
 
-// How the rows of a launch lie (common/pack.cuh), and the type of its parameters if it is known at compile time.
+// How the rows of a launch lie (common/pack.cuh), and the type of its parameters if it is known at
+// compile time.
 template <bool kIsRegular, typename ParamType>
 struct RowForm {
   static constexpr bool kRegular = kIsRegular;
@@ -33,7 +34,8 @@ struct InputLoad {
   }
 };
 
-// y = xhat * (weight + offset) + bias, rounded once. The parameters come from L1: every row uses the same columns.
+// y = xhat * (weight + offset) + bias, rounded once. The parameters come from L1: every row uses
+// the same columns.
 template <typename T>
 struct AffineStore {
   using Output = T;
@@ -48,9 +50,11 @@ struct AffineStore {
     return {y + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
 
-  // Param is the type of weight and bias where both are there and the offset is zero, or void: found out here.
+  // Param is the type of weight and bias where both are there and the offset is zero, or void:
+  // found out here.
   template <typename Param, bool kBias, int N, bool kRegular, typename A>
-  __device__ __forceinline__ void store(const RowWriter<T, N, kRegular>& row, int col, A (&xhat)[N]) const {
+  __device__ __forceinline__ void store(const RowWriter<T, N, kRegular>& row, int col,
+                                        A (&xhat)[N]) const {
     if (kRegular && col >= cols) return;
     A g[N], b[N];
     if constexpr (!std::is_void_v<Param>) {
@@ -79,7 +83,8 @@ struct AffineStore {
     row.store(col, out);
   }
 
-  // Calls run(form) with the row form that fits best: RowForm<regular, Param>. Chosen once, at the top of a kernel.
+  // Calls run(form) with the row form that fits best: RowForm<regular, Param>. Chosen once, at the
+  // top of a kernel.
   template <typename X, bool kBias, typename Run>
   __device__ __forceinline__ void with_form(bool regular, Run run) const {
     auto all_of = [&](DType dtype) {
