@@ -40,9 +40,9 @@ def rounding(value, dtype, unit):
 
 def rms_rounding_factor(count):
     """The rms of one rounding, over the tensor, in u rms(value). The errors are uniform in +-u
-    2^e with 2^e <= |value|: at most 1 / sqrt(3); a tensor of few elements may draw worse ones,
-    so it keeps the largest, 1."""
-    return 1 / math.sqrt(3) if count >= 4096 else 1.0
+    2^e with 2^e <= |value|: at most 1 / sqrt(3); few elements may draw worse ones and keep the
+    largest, 1. `count`, a tensor, is how many elements make up the sum of squares."""
+    return torch.where(count >= 4096, 1 / math.sqrt(3), 1.0)
 
 
 @dataclasses.dataclass
@@ -164,7 +164,9 @@ class NormCheck:
         limit_rms, limit_max = self._measures(f"{name} arithmetic")
         ref_rms, ref_max = self._measures(f"{name} reference")
         unit = UNIT[dtype] if UNIT[dtype] > self.u else 0.0
-        limit_rms = limit_rms + unit * rms_rounding_factor(self.sums[f"{name} error"][2]) * ref_rms
+        # As many elements as the largest as would give the sum: a few may outweigh all others.
+        outweighing = self.sums[f"{name} error"][2] * (ref_rms / ref_max.clamp_min(1e-300)) ** 2
+        limit_rms = limit_rms + unit * rms_rounding_factor(outweighing) * ref_rms
         # Where the error is largest, twice as many roundings may have come out at their worst and
         # with one sign.
         limit_max = 2 * limit_max + unit * ref_max
@@ -224,8 +226,8 @@ class NormCheck:
         )
         # Over the tensor: errors are u of what they belong to, not of the row's largest; xhat
         # carries u (|xhat| + |mean| rstd) and the mean of w xhat carries u |mean(w)| |mean| rstd.
-        # The longest path to dx is xhat (w xhat): twice rstd, within 1.5 u, twice the rounding of xhat,
-        # and the two products.
+        # The longest path to dx is xhat (w xhat): twice rstd, within 1.5 u, twice the rounding of
+        # xhat, and the two products.
         terms = (
             w.abs()
             + c1.abs()
