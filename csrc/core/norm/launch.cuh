@@ -195,7 +195,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
   const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {.overlaps_previous = true},
+  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {0, 1, plan.overlap_stages},
                         stream, sums, plan.partials, static_cast<int>(params.cols));
 }
 

@@ -85,6 +85,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   constexpr int kMaxColsPerThread = 16;
 
   NormBackwardPlan plan{};
+  plan.overlap_stages = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
   // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
