@@ -226,15 +226,14 @@ class NormCheck:
         )
         # Over the tensor: errors are u of what they belong to, not of the row's largest; xhat
         # carries u (|xhat| + |mean| rstd) and the mean of w xhat carries u |mean(w)| |mean| rstd.
-        # The longest path to dx is xhat (w xhat): twice rstd, within 1.5 u, twice the rounding of
-        # xhat, and the two products.
+        # Four roundings lie on any path to dx.
         terms = (
             w.abs()
             + c1.abs()
             + (stats.xhat * c2).abs()
             + shift * (c2.abs() + (stats.xhat * c1).abs())
         )
-        self._add("dx arithmetic", 7 * self.u * rstd * terms)
+        self._add("dx arithmetic", 4 * self.u * rstd * terms)
 
     def rows(self, x, y=None, dy=None, dx=None, torch_dx=None):
         """One chunk of rows: x, y, dy, dx of shape (rows, N); y alone, or the gradients with it."""
