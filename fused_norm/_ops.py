@@ -1,4 +1,5 @@
-"""The operators of ``torch.ops.fused_norm`` as Python sees them: fake kernels, and calls without autograd.
+"""The operators of ``torch.ops.fused_norm`` as Python sees them: fake kernels, and calls without
+autograd.
 
 Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.cpp).
 """
