@@ -11,36 +11,41 @@ drawn on the CPU, so that hardly a kernel runs but the library's own.
 
 import dataclasses
 import itertools
+import math
 import sys
 import time
 
 import torch
 from harness import OUTPUTS, SHORT
 
-# Rows x columns. The columns lie in each tier of each pack size: from one lane a row to a cluster
-# of eight blocks and to streaming. The rows are as many as give a persistent block of backward
-# three rounds on a chip of 132 multiprocessors: the slots of two rounds alternate.
+# Columns, and rows for forward and for backward. The columns lie in each tier of each pack size:
+# from one lane a row to a cluster of eight blocks and to streaming. Where a row needs a barrier,
+# the rows are as many as give a persistent block three rounds on a chip of 132 multiprocessors: the
+# slots of two rounds alternate. No rows for backward: it has no other tier there.
 SHAPES = [
-    (1, 1),
-    (7, 3),
-    (34000, 33),
-    (37, 91),
-    (150, 250),
-    (64, 301),
-    (37, 997),
-    (1330, 1025),
-    (530, 3001),
-    (270, 4097),
-    (140, 9001),
-    (64, 17001),
-    (32, 33001),
-    (34, 66001),
-    (3, 131081),
+    (1, 1, 1),
+    (3, 7, 7),
+    (33, 70000, 34000),
+    (91, 37, 37),
+    (250, 150, 150),
+    (301, 64, 64),
+    (597, 37, 37),
+    (997, 37, 37),
+    (1025, 2700, 1330),
+    (3001, 1330, 530),
+    (4097, 800, 270),
+    (9001, 270, 140),
+    (17001, 270, 64),
+    (28001, 270, None),
+    (33001, 140, 32),
+    (66001, 64, 34),
+    (131081, 32, None),
+    (262153, 2, None),
 ]
-BACKWARD_COLS = 100_000  # more are no other tier of backward
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
 ALL = (True, True, True)
 MASKS = [(True, False, False), (False, True, True), (True, True, False), (True, False, True)]
+POOL = 2**24  # random numbers from which all tensors are cut
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,54 +60,54 @@ class Call:
 
 
 def calls(x_dtype, turn):
-    """Each shape with regular rows and parameters of either kernel form, and with regular and
-    irregular rows and the other parameters and gradients in turn, which `turn` starts."""
+    """Each shape with regular and irregular rows, and with parameters of either kernel form; the
+    other parameters and gradients in turn, which `turn` starts."""
     others = [(x_dtype, None, 0.0), (None, None, 0.0), (torch.float32, x_dtype, 1.0),
               (None, x_dtype, 0.0), (x_dtype, x_dtype, 0.0)]  # fmt: skip
     numbers = itertools.count(turn)
-    for rows, cols in SHAPES:
+    for cols, forward_rows, backward_rows in SHAPES:
         even = -(-cols // 8) * 8
-        few = min(rows, FEW_ROWS)
-        yield Call(rows, even, "regular", x_dtype, x_dtype, 0.0, ALL)
-        if x_dtype != torch.float32:  # backward makes no difference
-            yield Call(few, even, "regular", torch.float32, torch.float32, 0.0, None)
-        for layout in ("regular", "odd", "offset"):
+        yield Call(forward_rows, even, "regular", torch.float32, torch.float32, 0.0, None)
+        yield Call(forward_rows, cols, "odd", *others[next(numbers) % len(others)], None)
+        rows, mask = (backward_rows, ALL) if backward_rows else (FEW_ROWS, None)
+        yield Call(rows, even, "regular", x_dtype, x_dtype, 0.0, mask)
+        if backward_rows:
+            yield Call(rows, cols, "odd", *others[next(numbers) % len(others)], mask)
+        for layout in ("regular", "offset"):
             number = next(numbers)
-            parameters, mask = others[number % len(others)], MASKS[number % len(MASKS)]
-            if layout == "odd":
-                yield Call(rows, cols, layout, *parameters, ALL)
-            else:
-                yield Call(few, even if layout == "regular" else cols, layout, *parameters, mask)
+            parameters = others[number % len(others)]
+            mask = MASKS[number % len(MASKS)] if backward_rows else None
+            columns = even if layout == "regular" else cols
+            yield Call(min(rows, FEW_ROWS), columns, layout, *parameters, mask)
 
 
-def tensor(generator, rows, cols, layout, dtype):
-    """Normal numbers on the GPU. Offset rows start 3 elements into each stretch of memory, and
+def tensor(pool, rows, cols, layout):
+    """Numbers of `pool` on the GPU. Offset rows start 3 elements into each stretch of memory, and
     where their number is even have two strides."""
 
-    def draw(*shape):
-        return torch.randn(shape, generator=generator).to(dtype).cuda()
+    def cut(*shape):
+        return pool[: math.prod(shape)].view(shape).cuda()
 
     if layout != "offset":
-        return draw(rows, cols)
+        return cut(rows, cols)
     outer = 2 if rows % 2 == 0 else 1
-    return draw(outer, rows // outer, cols + 3)[..., 3:].transpose(0, 1)
+    return cut(outer, rows // outer, cols + 3)[..., 3:].transpose(0, 1)
 
 
-def run(call, generator, x_dtype, y_dtype, rms):
+def run(call, pools, x_dtype, y_dtype, rms):
     """One forward pass, and backward from the input and from the output where the call has it."""
-    x = tensor(generator, call.rows, call.cols, call.layout, x_dtype)
-    dy = tensor(generator, call.rows, call.cols, call.layout, y_dtype)
+    x = tensor(pools[x_dtype], call.rows, call.cols, call.layout)
     weight, bias = (
-        None if dtype is None else torch.rand(call.cols, generator=generator).add(0.5).to(dtype)
+        None if dtype is None else tensor(pools[dtype], 1, call.cols, "regular").view(-1)
         for dtype in (call.weight, None if rms else call.bias)
     )
-    weight, bias = (None if t is None else t.cuda() for t in (weight, bias))
     shape = [call.cols]
     y, mean, rstd = torch.ops.fused_norm.norm_forward(
         x, weight, bias, shape, 1e-5, call.weight_offset, rms, y_dtype
     )
-    if call.output_mask is None or call.cols > BACKWARD_COLS:
+    if call.output_mask is None:
         return
+    dy = tensor(pools[y_dtype], call.rows, call.cols, call.layout)
     for saved, saved_mean, from_output in ((x, None if rms else mean, False), (y, None, True)):
         torch.ops.fused_norm.norm_backward(
             dy, saved, saved_mean, rstd, weight, bias, shape, call.weight_offset, rms, from_output,
@@ -111,12 +116,13 @@ def run(call, generator, x_dtype, y_dtype, rms):
 
 
 def main():
-    generator = torch.Generator().manual_seed(0)
     begin = time.monotonic()
+    numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
+    pools = {dtype: numbers.to(dtype) for dtype in OUTPUTS}
     pairs = [(x, y) for x, outputs in OUTPUTS.items() for y in outputs]
     for turn, ((x, y), rms) in enumerate(itertools.product(pairs, (False, True))):
         for call in calls(x, turn):
-            run(call, generator, x, y, rms)
+            run(call, pools, x, y, rms)
         torch.cuda.synchronize()
         name = f"{'rms' if rms else 'layer'} {SHORT[x]}->{SHORT[y]}"
         done = f"{turn + 1}/{2 * len(pairs)} {name}, {time.monotonic() - begin:.0f} s"
