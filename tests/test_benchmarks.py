@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,16 @@ def test_tables(tmp_path, capsys):
         ours, other = csv.DictReader(stream)
     assert ours["microseconds"] == "9.500" and ours["fraction"] == "0.9474"
     assert other["microseconds"] == "" and other["note"] == "no such dtype"
+
+
+@pytest.mark.cuda
+def test_results_say_what_they_were_measured_on():
+    facts = dict(report.environment(4e12))
+    assert torch.cuda.get_device_name(0) in facts["GPU"]
+    assert facts["command"].startswith("python -m benchmarks")
+    assert torch.__version__ in facts["versions"]
+    for name in ("driver version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit"):
+        assert re.match(r"\d+", facts[name]), facts
 
 
 def command_line(*arguments):
