@@ -28,7 +28,16 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
 
 
 def _norm(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient
+    input,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    memory_efficient,
+    *,
+    out_dtype=None,
 ) -> Tensor:
     if isinstance(normalized_shape, numbers.Integral):
         normalized_shape = (int(normalized_shape),)
@@ -40,7 +49,7 @@ def _norm(
         eps,
         weight_offset,
         rms,
-        _out_dtype(input, rms, memory_efficient),
+        out_dtype or _out_dtype(input, rms, memory_efficient),
     )
     if (
         torch.compiler.is_compiling()
