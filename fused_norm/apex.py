@@ -1,19 +1,22 @@
 """The names, signatures and dtype rules of apex's fused norms, on this library's operators.
 
->>> from fused_norm.apex import FusedLayerNorm, MixedFusedRMSNorm  # was: from apex.normalization import ...
+>>> from fused_norm.apex import FusedLayerNorm  # was: from apex.normalization import FusedLayerNorm
 
 What callers of apex rely on is kept:
 
-- ``eps`` defaults to 1e-5 in the modules and to 1e-6 in the functions; ``memory_efficient`` comes last.
+- ``eps`` defaults to 1e-5 in the modules and to 1e-6 in the functions; ``memory_efficient`` comes
+  last.
 - The modules create fp32 parameters named ``weight`` and ``bias``.
 - The output has the input's dtype; in the *Mixed* forms, the weight's.
-- Under autocast input, parameters and output have the autocast dtype. fp64 tensors are left as they are.
+- Under autocast input, parameters and output have the autocast dtype. fp64 tensors are left as they
+  are.
 - ``X.apply(...)`` takes positional arguments, and ``memory_efficient`` is among
   ``inspect.getfullargspec(X.forward).args``.
 
-What differs: parameters that are equal to zero, or small beside their bias, have right gradients with
-``memory_efficient``; 16-bit input takes fp32 weights in every form; CPU tensors follow the same dtype rules. A
-conversion of fp32 input to the output's dtype is done as the output is stored, so nothing is rounded before it.
+What differs: parameters that are equal to zero, or small beside their bias, have right gradients
+with ``memory_efficient``; 16-bit input takes fp32 weights in every form; CPU tensors follow the
+same dtype rules. A conversion of fp32 input to the output's dtype is done as the output is stored,
+so nothing is rounded before it.
 """
 
 import warnings
@@ -61,8 +64,8 @@ def _store_converts(input: torch.dtype, output: torch.dtype) -> bool:
 
 
 def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
-    """The parameter in a dtype that the operators take beside this input. Only 16-bit ones are converted, to
-    fp32, which holds them all."""
+    """The parameter in a dtype that the operators take beside this input. Only 16-bit ones are
+    converted, to fp32, which holds them all."""
     if parameter is None or parameter.dtype in (input.dtype, torch.float32, torch.float64):
         return parameter
     return parameter if input.dtype is torch.float32 else parameter.to(torch.float32)
@@ -158,8 +161,9 @@ def mixed_dtype_fused_rms_norm_affine(
 
 
 class _Applied:
-    """What frameworks use of apex's ``torch.autograd.Function`` subclasses: ``X.apply(...)``, and the argument
-    names of ``X.forward``. Autograd is the operator's own, so ``forward`` has no use for its ``ctx``."""
+    """What frameworks use of apex's ``torch.autograd.Function`` subclasses: ``X.apply(...)``, and
+    the argument names of ``X.forward``. Autograd is the operator's own, so ``forward`` has no use
+    for its ``ctx``."""
 
     @classmethod
     def apply(cls, *args) -> Tensor:
@@ -207,8 +211,8 @@ class FusedRMSNormFunction(_Applied):
 
 
 class FusedLayerNorm(modules.LayerNorm):
-    """LayerNorm over the last dimensions, with fp32 parameters unless ``elementwise_affine=False``. The output has
-    the input's dtype, under autocast the autocast dtype."""
+    """LayerNorm over the last dimensions, with fp32 parameters unless ``elementwise_affine=False``.
+    The output has the input's dtype, under autocast the autocast dtype."""
 
     _mixed = False
 
@@ -241,8 +245,8 @@ class FusedLayerNorm(modules.LayerNorm):
 
 
 class FusedRMSNorm(modules.RMSNorm):
-    """RMSNorm over the last dimensions, with an fp32 weight unless ``elementwise_affine=False``. The output has the
-    input's dtype, under autocast the autocast dtype."""
+    """RMSNorm over the last dimensions, with an fp32 weight unless ``elementwise_affine=False``.
+    The output has the input's dtype, under autocast the autocast dtype."""
 
     _mixed = False
 

@@ -27,6 +27,12 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     return dtype
 
 
+def _rms_eps(input: Tensor, eps: float | None) -> float:
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+
+
 def _norm(
     input,
     weight,
@@ -127,6 +133,5 @@ def rms_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message names it.
             Also where a second derivative is asked for.
     """
-    if eps is None:
-        eps = torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+    eps = _rms_eps(input, eps)
     return _norm(input, weight, None, normalized_shape, eps, weight_offset, True, memory_efficient)
