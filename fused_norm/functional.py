@@ -57,9 +57,9 @@ def _norm(
         rms,
         out_dtype or _out_dtype(input, rms, memory_efficient),
     )
-    if (
-        torch.compiler.is_compiling()
-    ):  # one operator in the graph; its Autograd kernel differentiates
+    # One operator in the graph of a tracer, and one for a transform: its Autograd kernel
+    # differentiates.
+    if torch.compiler.is_compiling() or _autograd.is_transformed():
         return _ops.norm_forward(*args)[0]
     if torch.is_grad_enabled() and (
         input.requires_grad
@@ -98,7 +98,6 @@ def layer_norm(
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message names it.
-            Also where a second derivative is asked for.
     """
     return _norm(input, weight, bias, normalized_shape, eps, 0.0, False, memory_efficient)
 
@@ -131,7 +130,6 @@ def rms_norm(
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message names it.
-            Also where a second derivative is asked for.
     """
     eps = _rms_eps(input, eps)
     return _norm(input, weight, None, normalized_shape, eps, weight_offset, True, memory_efficient)
