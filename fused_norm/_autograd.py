@@ -141,6 +141,7 @@ def _norm_forward_autograd(
 ):
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
     if is_transformed():
+        _ops.check_norm_arguments(*args)
         return _decompositions.norm_forward(*args)
     if _needs_grad(input, weight, bias):
         return NormFunction.apply(*args, False)

@@ -24,11 +24,17 @@ def _stats_shape(shape, row_dims: int) -> list:
     return [*shape[: len(shape) - row_dims], *([1] * row_dims)]
 
 
-@torch.library.register_fake("fused_norm::norm_forward")
-def _norm_forward_fake(
+@torch.compiler.assume_constant_result  # a tracer runs it and keeps no trace of it
+def _check_norm_options(input, weight, bias, out, eps, weight_offset) -> bool:
+    _C.check_norm_options(input, weight, bias, out, eps, weight_offset)
+    return True
+
+
+def check_norm_arguments(
     input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
-):
-    _C.check_norm_options(
+) -> None:
+    """The operator's own checks, for where it does not run."""
+    _check_norm_options(
         input.dtype,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
@@ -36,34 +42,32 @@ def _norm_forward_fake(
         eps,
         weight_offset,
     )
-    row_dims = len(normalized_shape)
-    torch._check(
-        row_dims > 0, lambda: "normalized_shape must have at least one dimension, but is []"
-    )
-    torch._check(
-        input.dim() >= row_dims
-        and list(input.shape[input.dim() - row_dims :]) == list(normalized_shape),
-        lambda: (
-            f"normalized_shape is {list(normalized_shape)}, but input has shape "
-            f"{list(input.shape)}, whose last dimensions differ from it"
-        ),
-    )
+    shape = list(normalized_shape)
+    if not shape:
+        raise RuntimeError("normalized_shape must have at least one dimension, but is []")
+    if input.dim() < len(shape) or list(input.shape[input.dim() - len(shape) :]) != shape:
+        raise RuntimeError(
+            f"normalized_shape is {shape}, but input has shape {list(input.shape)}, whose last "
+            "dimensions differ from it"
+        )
     for name, param in (("weight", weight), ("bias", bias)):
         if param is None:
             continue
-        torch._check(
-            list(param.shape) == list(normalized_shape),
-            lambda name=name, param=param: (
-                f"{name} must have the shape of normalized_shape "
-                f"{list(normalized_shape)}, but has shape {list(param.shape)}"
-            ),
-        )
-        torch._check(
-            param.device == input.device,
-            lambda name=name, param=param: (
-                f"{name} is on {param.device}, but input is on {input.device}"
-            ),
-        )
+        if list(param.shape) != shape:
+            raise RuntimeError(
+                f"{name} must have the shape of normalized_shape {shape}, but has shape "
+                f"{list(param.shape)}"
+            )
+        if param.device != input.device:
+            raise RuntimeError(f"{name} is on {param.device}, but input is on {input.device}")
+
+
+@torch.library.register_fake("fused_norm::norm_forward")
+def _norm_forward_fake(
+    input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
+):
+    check_norm_arguments(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
+    row_dims = len(normalized_shape)
     stats_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     output = input.new_empty(input.shape, dtype=out_dtype or input.dtype)
     rstd = input.new_empty(_stats_shape(input.shape, row_dims), dtype=stats_dtype)

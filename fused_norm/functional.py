@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm import _autograd, _ops
+from fused_norm import _autograd, _ops, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -57,9 +57,9 @@ def _norm(
         rms,
         out_dtype or _out_dtype(input, rms, memory_efficient),
     )
-    # One operator in the graph of a tracer, and one for a transform: its Autograd kernel
-    # differentiates.
-    if torch.compiler.is_compiling() or _autograd.is_transformed():
+    if torch.compiler.is_compiling():
+        return _tracing.norm_forward(*args)
+    if _autograd.is_transformed():  # the operator's Autograd kernel differentiates
         return _ops.norm_forward(*args)[0]
     if torch.is_grad_enabled() and (
         input.requires_grad
