@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fused_norm import _C  # loading the extension registers the operators
+from fused_norm import _C, _sharding  # loading the extension registers the operators
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
@@ -16,6 +16,8 @@ unrecoverable_columns = torch.ops.fused_norm.unrecoverable_columns.default
 
 def call_below_autograd(op, *args) -> Any:
     """Calls ``op`` past its Autograd kernel, which would build the graph a second time."""
+    if type(args[0]) is not torch.Tensor:  # a DTensor, perhaps the first
+        _sharding.register_where_loaded()
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
@@ -24,10 +26,14 @@ def _stats_shape(shape, row_dims: int) -> list:
     return [*shape[: len(shape) - row_dims], *([1] * row_dims)]
 
 
-@torch.compiler.assume_constant_result  # a tracer runs it and keeps no trace of it
 def _check_norm_options(input, weight, bias, out, eps, weight_offset) -> bool:
     _C.check_norm_options(input, weight, bias, out, eps, weight_offset)
     return True
+
+
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it and keeps no
+# trace of it.
+_check_norm_options._dynamo_marked_constant = True
 
 
 def check_norm_arguments(
@@ -100,3 +106,6 @@ def _norm_backward_fake(
 def _unrecoverable_columns_fake(weight, bias, weight_offset, out_dtype):
     param = weight if weight is not None else bias
     return param.new_empty([], dtype=torch.int64)
+
+
+_sharding.register_where_loaded()
