@@ -4,7 +4,7 @@
 >>> norm = fn.LayerNorm(4096, memory_efficient=True)  # a torch.nn.LayerNorm
 """
 
-from fused_norm import _vmap, apex, config, functional  # noqa: F401 (rules register as it loads)
+from fused_norm import _load, _vmap, apex, config, functional  # noqa: F401
 from fused_norm._C import build_info as _build_info
 from fused_norm._convert import ConvertReport, convert
 from fused_norm.modules import LayerNorm, RMSNorm
