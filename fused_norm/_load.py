@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-REBUILD = "build it again with: pip install --no-build-isolation --force-reinstall --no-deps ."
+AGAIN = "install fused_norm again: pip install --no-build-isolation --force-reinstall --no-deps ."
 
 
 def _torch_of(binary: bytes) -> str | None:
@@ -31,21 +31,22 @@ def _load() -> None:
     file = _extension_file()
     if file is None:
         raise ImportError(
-            "fused_norm is not built for this Python; build it with: pip install "
-            "--no-build-isolation . (or, in its source tree, make build)"
+            f"fused_norm in {Path(__file__).parent} is not compiled for this Python. If these are "
+            "the sources, run `make build` there, or start Python elsewhere to use an installed "
+            "fused_norm."
         )
     built = _torch_of(file.read_bytes())
     if built is not None and built != torch.__version__.split("+")[0]:
         raise ImportError(
             f"fused_norm was built with torch {built}, but torch {torch.__version__} is "
-            f"installed; {REBUILD}"
+            f"installed; {AGAIN}"
         )
     try:
         from fused_norm import _C  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            f"fused_norm does not load into torch {torch.__version__} ({error}); if that is "
-            f"another build of torch than it was compiled against, {REBUILD}"
+            f"fused_norm's extension does not load into torch {torch.__version__} ({error}); after "
+            f"a change of torch, {AGAIN}"
         ) from error
 
 

@@ -1,13 +1,15 @@
-"""The operators of ``torch.ops.fused_norm`` as Python sees them: fake kernels, and calls without autograd.
+"""The operators of ``torch.ops.fused_norm`` as Python sees them: fake kernels, and calls without
+autograd.
 
-Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.cpp).
+Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.cpp), with which
+_load.py begins.
 """
 
 from typing import Any
 
 import torch
 
-from fused_norm import _C, _sharding  # loading the extension registers the operators
+from fused_norm import _C, _sharding
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_backward = torch.ops.fused_norm.norm_backward.default

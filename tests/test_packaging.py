@@ -127,4 +127,4 @@ def test_import_beside_another_torch(tmp_path):
     assert "pip install --no-build-isolation" in error_of_import(tmp_path, tmp_path)
 
     (copy / extension.name).unlink()
-    assert "not built for this Python" in error_of_import(tmp_path, tmp_path)
+    assert "is not compiled for this Python" in error_of_import(tmp_path, tmp_path)
