@@ -4,12 +4,23 @@
 >>> norm = fn.LayerNorm(4096, memory_efficient=True)  # a torch.nn.LayerNorm
 """
 
-from fused_norm import functional
+from fused_norm import _load, _vmap, apex, config, functional  # noqa: F401
 from fused_norm._C import build_info as _build_info
+from fused_norm._convert import ConvertReport, convert
 from fused_norm.modules import LayerNorm, RMSNorm
 
 __version__: str = _build_info()["version"]
-__all__ = ["LayerNorm", "RMSNorm", "__version__", "build_info", "functional"]
+__all__ = [
+    "ConvertReport",
+    "LayerNorm",
+    "RMSNorm",
+    "__version__",
+    "apex",
+    "build_info",
+    "config",
+    "convert",
+    "functional",
+]
 
 
 def build_info() -> dict:

@@ -1,27 +1,15 @@
 """The operators of ``torch.ops.fused_norm`` as Python sees them: fake kernels, and calls without
 autograd.
 
-Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.cpp).
+Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.cpp), with which
+_load.py begins.
 """
 
-import importlib.util
-from pathlib import Path
 from typing import Any
 
 import torch
 
-try:
-    from fused_norm import _C  # loading the extension registers the operators
-except ImportError as error:
-    if importlib.util.find_spec("fused_norm._C") is None:
-        raise ImportError(
-            f"fused_norm in {Path(__file__).parent} is not compiled. These are the sources: run "
-            "`make build` there, or start Python elsewhere to use an installed fused_norm."
-        ) from None
-    raise ImportError(
-        f"fused_norm's extension does not load: {error}. After a change of torch, install "
-        "fused_norm again."
-    ) from error
+from fused_norm import _C, _sharding
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
@@ -30,6 +18,8 @@ unrecoverable_columns = torch.ops.fused_norm.unrecoverable_columns.default
 
 def call_below_autograd(op, *args) -> Any:
     """Calls ``op`` past its Autograd kernel, which would build the graph a second time."""
+    if type(args[0]) is not torch.Tensor:  # a DTensor, perhaps the first
+        _sharding.register_where_loaded()
     with torch._C._AutoDispatchBelowAutograd():
         return op(*args)
 
@@ -38,11 +28,21 @@ def _stats_shape(shape, row_dims: int) -> list:
     return [*shape[: len(shape) - row_dims], *([1] * row_dims)]
 
 
-@torch.library.register_fake("fused_norm::norm_forward")
-def _norm_forward_fake(
+def _check_norm_options(input, weight, bias, out, eps, weight_offset) -> bool:
+    _C.check_norm_options(input, weight, bias, out, eps, weight_offset)
+    return True
+
+
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it and keeps no
+# trace of it.
+_check_norm_options._dynamo_marked_constant = True
+
+
+def check_norm_arguments(
     input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
-):
-    _C.check_norm_options(
+) -> None:
+    """The operator's own checks, for where it does not run."""
+    _check_norm_options(
         input.dtype,
         None if weight is None else weight.dtype,
         None if bias is None else bias.dtype,
@@ -50,34 +50,32 @@ def _norm_forward_fake(
         eps,
         weight_offset,
     )
-    row_dims = len(normalized_shape)
-    torch._check(
-        row_dims > 0, lambda: "normalized_shape must have at least one dimension, but is []"
-    )
-    torch._check(
-        input.dim() >= row_dims
-        and list(input.shape[input.dim() - row_dims :]) == list(normalized_shape),
-        lambda: (
-            f"normalized_shape is {list(normalized_shape)}, but input has shape "
-            f"{list(input.shape)}, whose last dimensions differ from it"
-        ),
-    )
+    shape = list(normalized_shape)
+    if not shape:
+        raise RuntimeError("normalized_shape must have at least one dimension, but is []")
+    if input.dim() < len(shape) or list(input.shape[input.dim() - len(shape) :]) != shape:
+        raise RuntimeError(
+            f"normalized_shape is {shape}, but input has shape {list(input.shape)}, whose last "
+            "dimensions differ from it"
+        )
     for name, param in (("weight", weight), ("bias", bias)):
         if param is None:
             continue
-        torch._check(
-            list(param.shape) == list(normalized_shape),
-            lambda name=name, param=param: (
-                f"{name} must have the shape of normalized_shape "
-                f"{list(normalized_shape)}, but has shape {list(param.shape)}"
-            ),
-        )
-        torch._check(
-            param.device == input.device,
-            lambda name=name, param=param: (
-                f"{name} is on {param.device}, but input is on {input.device}"
-            ),
-        )
+        if list(param.shape) != shape:
+            raise RuntimeError(
+                f"{name} must have the shape of normalized_shape {shape}, but has shape "
+                f"{list(param.shape)}"
+            )
+        if param.device != input.device:
+            raise RuntimeError(f"{name} is on {param.device}, but input is on {input.device}")
+
+
+@torch.library.register_fake("fused_norm::norm_forward")
+def _norm_forward_fake(
+    input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
+):
+    check_norm_arguments(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
+    row_dims = len(normalized_shape)
     stats_dtype = torch.float64 if input.dtype == torch.float64 else torch.float32
     output = input.new_empty(input.shape, dtype=out_dtype or input.dtype)
     rstd = input.new_empty(_stats_shape(input.shape, row_dims), dtype=stats_dtype)
@@ -110,3 +108,6 @@ def _norm_backward_fake(
 def _unrecoverable_columns_fake(weight, bias, weight_offset, out_dtype):
     param = weight if weight is not None else bias
     return param.new_empty([], dtype=torch.int64)
+
+
+_sharding.register_where_loaded()

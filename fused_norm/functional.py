@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm import _autograd, _ops
+from fused_norm import _autograd, _ops, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -27,8 +27,23 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     return dtype
 
 
+def _rms_eps(input: Tensor, eps: float | None) -> float:
+    if eps is not None:
+        return eps
+    return torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+
+
 def _norm(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient
+    input,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    memory_efficient,
+    *,
+    out_dtype=None,
 ) -> Tensor:
     if isinstance(normalized_shape, numbers.Integral):
         normalized_shape = (int(normalized_shape),)
@@ -40,11 +55,11 @@ def _norm(
         eps,
         weight_offset,
         rms,
-        _out_dtype(input, rms, memory_efficient),
+        out_dtype or _out_dtype(input, rms, memory_efficient),
     )
-    if (
-        torch.compiler.is_compiling()
-    ):  # one operator in the graph; its Autograd kernel differentiates
+    if torch.compiler.is_compiling():
+        return _tracing.norm_forward(*args)
+    if _autograd.is_transformed():  # the operator's Autograd kernel differentiates
         return _ops.norm_forward(*args)[0]
     if torch.is_grad_enabled() and (
         input.requires_grad
@@ -85,7 +100,7 @@ def layer_norm(
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it. Also where a second derivative is asked for.
+            names it.
     """
     return _norm(input, weight, bias, normalized_shape, eps, 0.0, False, memory_efficient)
 
@@ -119,8 +134,7 @@ def rms_norm(
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it. Also where a second derivative is asked for.
+            names it.
     """
-    if eps is None:
-        eps = torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+    eps = _rms_eps(input, eps)
     return _norm(input, weight, None, normalized_shape, eps, weight_offset, True, memory_efficient)

@@ -110,11 +110,16 @@ def test_calling_the_operator_differentiates(kind, dtype, device, generator):
         assert same_bits(direct, functional)
 
 
-def test_second_derivative_of_the_operator_raises(device, generator):
-    x = randn(generator, 5, 8).requires_grad_()
-    y = forward_op(x, None, None, [8], 1e-5)[0]
-    with pytest.raises(RuntimeError, match="second derivative"):
-        torch.autograd.grad(y.sum(), x, create_graph=True)[0].sum().backward()
+@each_kind
+def test_statistics_of_the_operator_differentiate(kind, device, generator):
+    x, weight, bias = arguments(((5, 8), [8], FP64, FP64, None), kind, generator, True)[:3]
+
+    def statistics(x):
+        output, mean, rstd = forward_op(x, weight, bias, [8], 1e-5, 0.0, kind == "rms")
+        return rstd if kind == "rms" else (mean, rstd)
+
+    torch.autograd.gradcheck(statistics, x, nondet_tol=0)
+    torch.autograd.gradgradcheck(statistics, x, nondet_tol=0)
 
 
 @each_sample

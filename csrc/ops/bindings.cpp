@@ -80,10 +80,14 @@ TensorTriple norm_backward_no_grad(const at::Tensor& dy, const at::Tensor& saved
                        from_output, input_dtype, output_mask);
 }
 
+// The loader reads this from the file, before it loads it into a torch that may be another one
+// (fused_norm/_load.py).
+constexpr char kBuiltWith[] = "fused_norm was built with torch " TORCH_VERSION;
+
 py::dict build_info() {
   py::dict info;
   info["version"] = FUSED_NORM_VERSION;
-  info["torch"] = TORCH_VERSION;
+  info["torch"] = std::string(kBuiltWith).substr(sizeof(kBuiltWith) - sizeof(TORCH_VERSION));
 #ifdef FUSED_NORM_WITH_CUDA
   info["cuda"] =
       std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);

@@ -1,0 +1,72 @@
+"""How DTensor shards the norm operators: rows stay where they are, a row is never split.
+
+A sharded dimension of rows needs no communication; the gradients of the parameters are then partial
+sums. An input sharded within its rows, or a sharded parameter, is gathered first, as for torch's
+own norms.
+"""
+
+import functools
+import sys
+
+import torch
+
+
+def register_where_loaded() -> None:
+    """Registers the rules once torch.distributed.tensor is loaded, which no DTensor is without.
+
+    It is not loaded from here: that takes a hundred times as long as loading this package.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        _register()
+
+
+@functools.cache
+def _register() -> None:
+    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor.experimental import register_sharding
+
+    norm_forward = torch.ops.fused_norm.norm_forward.default
+    norm_backward = torch.ops.fused_norm.norm_backward.default
+
+    def same(tensors, placement):
+        """The placement for each tensor of a list, None for what is None."""
+        return [None if tensor is None else placement for tensor in tensors]
+
+    @register_sharding(norm_forward)
+    def forward(input, weight, bias, normalized_shape, eps, *options):
+        rest = [None] * (2 + len(options))  # arguments that are no tensors
+        is_rms = len(options) > 1 and options[1]
+        rows = range(input.ndim - len(normalized_shape))
+        return [
+            (
+                # An RMSNorm's mean is an empty tensor, the same everywhere.
+                [placement, Replicate() if is_rms else placement, placement],
+                [placement, *same((weight, bias), Replicate()), *rest],
+            )
+            for placement in (Replicate(), *map(Shard, rows))
+        ]
+
+    @register_sharding(norm_backward)
+    def backward(dy, saved, mean, rstd, weight, bias, normalized_shape, *options):
+        rest = [None] * (1 + len(options))
+        is_rms, mask = options[1], options[4]
+        has_gradient = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
+        rows = range(dy.ndim - len(normalized_shape))
+        rules = []
+        for placement in (Replicate(), *map(Shard, rows)):
+            summed = Partial() if isinstance(placement, Shard) else Replicate()
+            outputs = [
+                gradient if wanted else None
+                for gradient, wanted in zip((placement, summed, summed), has_gradient, strict=True)
+            ]
+            inputs = [placement, placement]
+            inputs += same([mean], Replicate() if is_rms else placement) + [placement]
+            rules.append((outputs, [*inputs, *same((weight, bias), Replicate()), *rest]))
+        return rules
+
+    # What a rule may depend on beside the tensors. register_sharding would remember its answer for
+    # every normalized_shape and output_mask.
+    info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    for op, first_option in ((norm_forward, 3), (norm_backward, 6)):
+        info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)

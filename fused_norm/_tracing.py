@@ -1,0 +1,25 @@
+"""A norm as ``torch.compile`` and ``torch.export`` see it: one operator, whose Autograd kernel
+differentiates, or its decomposition (``config.decompose``)."""
+
+import torch
+
+from fused_norm import _decompositions, _ops, config
+
+
+def norm_forward(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype
+) -> torch.Tensor:
+    """The output."""
+    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
+    if config.decompose:
+        _ops.check_norm_arguments(*args, out_dtype)
+        return _decompositions.norm_forward(*args, out_dtype)[0]
+    if not torch.compiler.is_exporting():
+        return _ops.norm_forward(*args, out_dtype)[0]
+    # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
+    # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
+    # conversion before or after it gives the same numbers.
+    if out_dtype is torch.float32:
+        input = input.to(out_dtype)
+    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
+    return _ops.norm_forward(*args)[0].to(out_dtype)

@@ -1,0 +1,323 @@
+"""The names, signatures and dtype rules of apex's fused norms, on this library's operators.
+
+>>> from fused_norm.apex import FusedLayerNorm  # was: from apex.normalization import FusedLayerNorm
+
+What callers of apex rely on is kept:
+
+- ``eps`` defaults to 1e-5 in the modules and to 1e-6 in the functions; ``memory_efficient`` comes
+  last.
+- The modules create fp32 parameters named ``weight`` and ``bias``.
+- The output has the input's dtype; in the *Mixed* forms, the weight's.
+- Under autocast input, parameters and output have the autocast dtype. fp64 tensors are left as they
+  are.
+- ``X.apply(...)`` takes positional arguments, and ``memory_efficient`` is among
+  ``inspect.getfullargspec(X.forward).args``.
+
+What differs: parameters that are equal to zero, or small beside their bias, have right gradients
+with ``memory_efficient``; 16-bit input takes fp32 weights in every form; CPU tensors follow the
+same dtype rules. A conversion of fp32 input to the output's dtype is done as the output is stored,
+so nothing is rounded before it.
+"""
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fused_norm import functional, modules
+
+__all__ = [
+    "FusedLayerNorm",
+    "FusedLayerNormAffineFunction",
+    "FusedLayerNormAffineMixedDtypesFunction",
+    "FusedLayerNormFunction",
+    "FusedRMSNorm",
+    "FusedRMSNormAffineFunction",
+    "FusedRMSNormAffineMixedDtypesFunction",
+    "FusedRMSNormFunction",
+    "MixedFusedLayerNorm",
+    "MixedFusedRMSNorm",
+    "fused_layer_norm",
+    "fused_layer_norm_affine",
+    "fused_rms_norm",
+    "fused_rms_norm_affine",
+    "mixed_dtype_fused_layer_norm_affine",
+    "mixed_dtype_fused_rms_norm_affine",
+]
+
+_Shape = int | Sequence[int]
+
+
+def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
+    """The dtype that autocast asks for on the tensor's device, None outside of it."""
+    device_type = tensor.device.type
+    if device_type in ("cuda", "cpu") and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
+
+
+def _store_converts(input: torch.dtype, output: torch.dtype) -> bool:
+    """Whether the operators write this output dtype for this input dtype."""
+    dtypes = {input, output}
+    return len(dtypes) == 1 or (torch.float32 in dtypes and torch.float64 not in dtypes)
+
+
+def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
+    """The parameter in a dtype that the operators take beside this input. Only 16-bit ones are
+    converted, to fp32, which holds them all."""
+    if parameter is None or parameter.dtype in (input.dtype, torch.float32, torch.float64):
+        return parameter
+    return parameter if input.dtype is torch.float32 else parameter.to(torch.float32)
+
+
+def _norm(input, weight, bias, normalized_shape, eps, memory_efficient, *, rms, mixed) -> Tensor:
+    out_dtype = weight.dtype if mixed else input.dtype
+    autocast = _autocast_dtype(input)
+    if autocast is not None and out_dtype is not torch.float64:
+        out_dtype = autocast
+    # The kernel's store converts; where it cannot, a wider input or a second rounding does.
+    if not _store_converts(input.dtype, out_dtype) and input.dtype is not torch.float64:
+        input = input.to(torch.float64 if out_dtype is torch.float64 else torch.float32)
+    stored = out_dtype if _store_converts(input.dtype, out_dtype) else input.dtype
+    output = functional._norm(
+        input,
+        _fit(weight, input),
+        _fit(bias, input),
+        normalized_shape,
+        eps,
+        0.0,
+        rms,
+        memory_efficient,
+        out_dtype=stored,
+    )
+    return output.to(out_dtype)
+
+
+def fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: _Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """LayerNorm with weight and bias; the output has the input's dtype."""
+    return _norm(
+        input, weight, bias, normalized_shape, eps, memory_efficient, rms=False, mixed=False
+    )
+
+
+def fused_layer_norm(
+    input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """LayerNorm without parameters; the output has the input's dtype."""
+    return _norm(input, None, None, normalized_shape, eps, memory_efficient, rms=False, mixed=False)
+
+
+def mixed_dtype_fused_layer_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    normalized_shape: _Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """LayerNorm with weight and bias; the output has the weight's dtype."""
+    return _norm(
+        input, weight, bias, normalized_shape, eps, memory_efficient, rms=False, mixed=True
+    )
+
+
+def fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: _Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMSNorm with weight; the output has the input's dtype."""
+    return _norm(
+        input, weight, None, normalized_shape, eps, memory_efficient, rms=True, mixed=False
+    )
+
+
+def fused_rms_norm(
+    input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
+) -> Tensor:
+    """RMSNorm without a weight; the output has the input's dtype."""
+    return _norm(input, None, None, normalized_shape, eps, memory_efficient, rms=True, mixed=False)
+
+
+def mixed_dtype_fused_rms_norm_affine(
+    input: Tensor,
+    weight: Tensor,
+    normalized_shape: _Shape,
+    eps: float = 1e-6,
+    memory_efficient: bool = False,
+) -> Tensor:
+    """RMSNorm with weight; the output has the weight's dtype."""
+    return _norm(input, weight, None, normalized_shape, eps, memory_efficient, rms=True, mixed=True)
+
+
+class _Applied:
+    """What frameworks use of apex's ``torch.autograd.Function`` subclasses: ``X.apply(...)``, and
+    the argument names of ``X.forward``. Autograd is the operator's own, so ``forward`` has no use
+    for its ``ctx``."""
+
+    @classmethod
+    def apply(cls, *args) -> Tensor:
+        return cls.forward(None, *args)
+
+
+class FusedLayerNormAffineFunction(_Applied):
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+
+
+class FusedLayerNormAffineMixedDtypesFunction(_Applied):
+    @staticmethod
+    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
+        return mixed_dtype_fused_layer_norm_affine(
+            input, weight, bias, normalized_shape, eps, memory_efficient
+        )
+
+
+class FusedLayerNormFunction(_Applied):
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
+        return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
+
+
+class FusedRMSNormAffineFunction(_Applied):
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
+        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+
+
+class FusedRMSNormAffineMixedDtypesFunction(_Applied):
+    @staticmethod
+    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
+        return mixed_dtype_fused_rms_norm_affine(
+            input, weight, normalized_shape, eps, memory_efficient
+        )
+
+
+class FusedRMSNormFunction(_Applied):
+    @staticmethod
+    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
+        return fused_rms_norm(input, normalized_shape, eps, memory_efficient)
+
+
+class FusedLayerNorm(modules.LayerNorm):
+    """LayerNorm over the last dimensions, with fp32 parameters unless ``elementwise_affine=False``.
+    The output has the input's dtype, under autocast the autocast dtype."""
+
+    _mixed = False
+
+    def __init__(
+        self,
+        normalized_shape: _Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            dtype=torch.float32,
+            memory_efficient=memory_efficient,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _norm(
+            input,
+            self.weight,
+            self.bias,
+            self.normalized_shape,
+            self.eps,
+            self.memory_efficient,
+            rms=False,
+            mixed=self._mixed,
+        )
+
+
+class FusedRMSNorm(modules.RMSNorm):
+    """RMSNorm over the last dimensions, with an fp32 weight unless ``elementwise_affine=False``.
+    The output has the input's dtype, under autocast the autocast dtype."""
+
+    _mixed = False
+
+    def __init__(
+        self,
+        normalized_shape: _Shape,
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        memory_efficient: bool = False,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            elementwise_affine,
+            dtype=torch.float32,
+            memory_efficient=memory_efficient,
+        )
+
+    def forward(self, input: Tensor) -> Tensor:
+        return _norm(
+            input,
+            self.weight,
+            None,
+            self.normalized_shape,
+            self.eps,
+            self.memory_efficient,
+            rms=True,
+            mixed=self._mixed,
+        )
+
+
+def _check_mixed_options(module: object, options: dict) -> None:
+    name = type(module).__name__
+    if "elementwise_affine" not in options:
+        return
+    if not options["elementwise_affine"]:
+        raise RuntimeError(
+            f"{name} does not support elementwise_affine=False: its output has the weight's dtype"
+        )
+    warnings.warn(f"{name} does not support the elementwise_affine argument", stacklevel=3)
+
+
+class MixedFusedLayerNorm(FusedLayerNorm):
+    """:class:`FusedLayerNorm` whose output has the weight's dtype. Unknown keywords are ignored."""
+
+    _mixed = True
+
+    def __init__(
+        self,
+        normalized_shape: _Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs,
+    ) -> None:
+        _check_mixed_options(self, kwargs)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+class MixedFusedRMSNorm(FusedRMSNorm):
+    """:class:`FusedRMSNorm` whose output has the weight's dtype. Unknown keywords are ignored."""
+
+    _mixed = True
+
+    def __init__(
+        self,
+        normalized_shape: _Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs,
+    ) -> None:
+        _check_mixed_options(self, kwargs)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)

@@ -1,0 +1,329 @@
+"""Two processes that run the cases of test_distributed.py. Each case is a function of (rank,
+device) here, and asserts within every process."""
+
+import datetime
+import traceback
+
+import torch
+import torch.distributed as dist
+from torch import multiprocessing, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import fused_norm
+import fused_norm.functional as fn
+
+WORLD = 2
+TIMEOUT = 120
+FP64 = torch.float64
+KINDS = ("layer", "rms")
+
+
+class Pair:
+    """Two processes of one group, kept for many cases."""
+
+    def __init__(self, device: str, folder) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.results = context.Queue()
+        self.cases = [context.SimpleQueue() for _ in range(WORLD)]
+        self.processes = [
+            context.Process(
+                target=_serve, args=(rank, device, str(folder), cases, self.results), daemon=True
+            )
+            for rank, cases in enumerate(self.cases)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, case: str, **options) -> None:
+        for queue in self.cases:
+            queue.put((case, options))
+        failures = [self.results.get(timeout=TIMEOUT) for _ in range(WORLD)]
+        messages = [failure for failure in failures if failure]
+        assert not messages, "\n".join(messages)
+
+    def close(self) -> None:
+        for queue in self.cases:
+            queue.put(None)
+        for process in self.processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+def _serve(rank, device, folder, cases, results):
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=TIMEOUT),
+    )
+    while (job := cases.get()) is not None:
+        case, options = job
+        try:
+            torch.manual_seed(0)
+            globals()[case](rank, device, **options)
+            results.put(None)
+        except BaseException:
+            results.put(f"rank {rank}:\n{traceback.format_exc()}")
+    dist.destroy_process_group()
+
+
+def norm_of(kind, size, **options):
+    return (fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm)(size, **options)
+
+
+def apply(kind, x, shape, weight, bias, memory_efficient):
+    if kind == "layer":
+        return fn.layer_norm(x, shape, weight, bias, memory_efficient=memory_efficient)
+    return fn.rms_norm(x, shape, weight, memory_efficient=memory_efficient)
+
+
+def close(ours, exact):
+    torch.testing.assert_close(ours, exact, rtol=1e-10, atol=1e-10)
+
+
+def placements(rank, device, memory_efficient):
+    """Placements of outputs and gradients, their values, and what is communicated."""
+    mesh = init_device_mesh(device, (WORLD,))
+    x, dy = (torch.randn(4, 6, 8, dtype=FP64, device=device) for _ in range(2))
+    for kind in KINDS:
+        # The same input with two normalized shapes: a remembered rule must not serve both.
+        for shape in ([8], [6, 8]):
+            weight = (torch.rand(shape, dtype=FP64, device=device) + 0.5).requires_grad_()
+            bias = torch.randn(shape, dtype=FP64, device=device).requires_grad_()
+            leaf = x.clone().requires_grad_()
+            leaves = [leaf, weight, bias] if kind == "layer" else [leaf, weight]
+            exact = apply(kind, leaf, shape, weight, bias, False)
+            exact_grads = torch.autograd.grad(exact, leaves, dy)
+            for dim in range(-1, 3):  # -1: replicated
+                placement = Replicate() if dim < 0 else Shard(dim)
+                is_rows = 0 <= dim < 3 - len(shape)
+                d_leaves = [distribute_tensor(leaf.detach(), mesh, [placement]).requires_grad_()]
+                d_leaves += [
+                    distribute_tensor(t.detach(), mesh, [Replicate()]).requires_grad_()
+                    for t in leaves[1:]
+                ]
+                d_bias = d_leaves[2] if kind == "layer" else None
+                with CommDebugMode() as communication:
+                    y = apply(kind, d_leaves[0], shape, d_leaves[1], d_bias, memory_efficient)
+                    assert isinstance(y, DTensor)
+                    expected = placement if is_rows or dim < 0 else Replicate()
+                    assert y.placements == (expected,), (kind, shape, dim, y.placements)
+                    local_dy = distribute_tensor(dy, mesh, [expected])
+                    before = communication.get_total_counts()
+                    grads = torch.autograd.grad(y, d_leaves, local_dy)
+                if is_rows or dim < 0:
+                    assert communication.get_total_counts() - before == 0
+                for gradient in grads[1:]:
+                    assert gradient.placements == ((Partial() if is_rows else Replicate()),)
+                close(y.full_tensor(), exact)
+                for ours, right in zip(grads, exact_grads, strict=True):
+                    close(ours.full_tensor(), right)
+
+
+def sharded_parameters_and_no_parameters(rank, device):
+    mesh = init_device_mesh(device, (WORLD,))
+    x = torch.randn(4, 8, dtype=FP64, device=device)
+    weight = torch.rand(8, dtype=FP64, device=device) + 0.5
+    d_x = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    d_weight = distribute_tensor(weight, mesh, [Shard(0)]).requires_grad_()
+    for kind in KINDS:
+        y = apply(kind, d_x, [8], d_weight, None, False)
+        close(y.full_tensor(), apply(kind, x, [8], weight, None, False))
+        assert y.placements == (Shard(0),)
+        y = apply(kind, d_x, [8], None, None, False)
+        close(y.full_tensor(), apply(kind, x, [8], None, None, False))
+        # One layout and two normalized shapes: a rule that is remembered for one would split the
+        # rows of the other.
+        cube = torch.randn(4, 6, 8, dtype=FP64, device=device)
+        d_cube = distribute_tensor(cube, mesh, [Shard(1)])
+        for shape, placement in (([8], Shard(1)), ([6, 8], Replicate())):
+            y = apply(kind, d_cube, shape, None, None, False)
+            assert y.placements == (placement,)
+            close(y.full_tensor(), apply(kind, cube, shape, None, None, False))
+        # Only some of the gradients, in either order: none is remembered for the other.
+        for wanted in ([d_x], [d_weight], [d_x, d_weight]):
+            y = apply(kind, d_x, [8], d_weight, None, False)
+            torch.autograd.grad(y.sum(), wanted)
+
+
+def blocks(kind, memory_efficient, device, count=3, size=16):
+    torch.manual_seed(1)
+    options = {"memory_efficient": memory_efficient, "dtype": FP64, "device": device}
+    linear = {"dtype": FP64, "device": device}
+    return nn.Sequential(
+        *(
+            nn.Sequential(
+                norm_of(kind, size, **options), nn.Linear(size, size, **linear), nn.GELU()
+            )
+            for _ in range(count)
+        ),
+        norm_of(kind, size, **options),
+    )
+
+
+def train(model, batches, average=False):
+    """Losses of SGD steps."""
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    losses = []
+    for x, target in batches:
+        loss = (model(x) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    losses = torch.stack(losses)
+    if average:
+        dist.all_reduce(losses)
+        losses /= WORLD
+    return losses
+
+
+def batches_of(device, rank=None, steps=4, size=16):
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        x, target = (torch.randn(8, size, generator=generator, dtype=FP64) for _ in range(2))
+        own = slice(None) if rank is None else slice(rank * 4, rank * 4 + 4)
+        yield x[own].to(device), target[own].to(device)
+
+
+def full(parameter):
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def same_training(kind, model, device, rank, average=True):
+    """The model trains as one process alone does."""
+    alone = blocks(kind, False, device)
+    expected = train(alone, batches_of(device))
+    close(train(model, batches_of(device, rank if average else None), average), expected)
+    for ours, exact in zip(model.parameters(), alone.parameters(), strict=True):
+        close(full(ours), exact)
+
+
+def ddp(rank, device, kind, memory_efficient):
+    model = blocks(kind, memory_efficient, device)
+    same_training(kind, DistributedDataParallel(model), device, rank)
+
+
+def fsdp2(rank, device, kind, memory_efficient, checkpoints):
+    mesh = init_device_mesh(device, (WORLD,))
+    model = blocks(kind, memory_efficient, device)
+    for index, block in enumerate(model):
+        if checkpoints and index < 3:
+            inner = block.forward
+            block.forward = lambda x, inner=inner: checkpoint(inner, x, use_reentrant=False)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert isinstance(next(model.parameters()), DTensor)
+    same_training(kind, model, device, rank)
+
+
+def fsdp2_of_converted_model(rank, device):
+    mesh = init_device_mesh(device, (WORLD,))
+    torch.manual_seed(1)
+    model = nn.Sequential(
+        *(m for _ in range(3) for m in (nn.LayerNorm(16), nn.Linear(16, 16))), nn.LayerNorm(16)
+    ).to(device, FP64)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert len(fused_norm.convert(model, memory_efficient=True)) == 4
+    for module in model:
+        fully_shard(module, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    # A model that is sharded already is left alone, and the report says so.
+    assert not len(fused_norm.convert(model))
+    losses = train(model, batches_of(device, rank), average=True)
+    torch.manual_seed(1)
+    alone = nn.Sequential(
+        *(m for _ in range(3) for m in (nn.LayerNorm(16), nn.Linear(16, 16))), nn.LayerNorm(16)
+    ).to(device, FP64)
+    alone.load_state_dict(state)
+    close(losses, train(alone, batches_of(device)))
+
+
+def sequence_parallel(rank, device, kind, memory_efficient):
+    """Norms on a sharded sequence, between column- and row-wise linear layers."""
+    mesh = init_device_mesh(device, (WORLD,))
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = norm_of(
+                kind, 16, memory_efficient=memory_efficient, dtype=FP64, device=device
+            )
+            self.up = nn.Linear(16, 32, dtype=FP64, device=device)
+            self.down = nn.Linear(32, 16, dtype=FP64, device=device)
+
+        def forward(self, x):
+            return x + self.down(self.up(self.norm(x)).relu())
+
+    def model():
+        torch.manual_seed(3)
+        return nn.Sequential(Block(), Block())
+
+    sharded = model()
+    for block in sharded:
+        parallelize_module(
+            block,
+            mesh,
+            {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1), use_local_output=False),
+            },
+        )
+    parallelize_module(
+        sharded,
+        mesh,
+        PrepareModuleInput(
+            input_layouts=Shard(1), desired_input_layouts=Shard(1), use_local_output=False
+        ),
+    )
+    alone = model()
+    x = torch.randn(2, 6, 16, dtype=FP64, device=device)
+    exact = alone(x)
+    exact.square().sum().backward()
+    y = sharded(x.chunk(WORLD, dim=1)[rank].contiguous())
+    assert y.placements == (Shard(1),)
+    close(y.full_tensor(), exact)
+    y.square().sum().backward()
+    for ours, right in zip(sharded.parameters(), alone.parameters(), strict=True):
+        close(ours.grad.full_tensor(), right.grad)
+
+
+def compiled_dtensor(rank, device):
+    """Under torch.compile a norm of a DTensor stays local too."""
+    torch._dynamo.reset()
+    mesh = init_device_mesh(device, (WORLD,))
+    x = torch.randn(4, 8, dtype=FP64, device=device)
+    weight = torch.rand(8, dtype=FP64, device=device) + 0.5
+    for kind in KINDS:
+        results = []
+        for compiles in (False, True):
+            d_x = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+            d_weight = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
+
+            def call(x, weight, kind=kind):
+                return apply(kind, x, [8], weight, None, False)
+
+            call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call
+            y = call(d_x, d_weight)
+            y.square().sum().backward()
+            results.append([t.full_tensor() for t in (y, d_x.grad, d_weight.grad)])
+        for traced, eager in zip(*results, strict=True):
+            close(traced, eager)

@@ -1,0 +1,225 @@
+"""fused_norm.apex: signatures, defaults, and the dtypes and values of every form."""
+
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from harness import randn, same_bits
+
+import fused_norm
+from fused_norm import apex
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+DTYPES = [BF16, FP16, FP32, FP64]
+UNIT = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24, FP64: 2**-53}
+SHAPE = (5, 3, 16)
+REQUIRED = inspect.Parameter.empty
+
+each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
+each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+
+FUNCTIONS = {
+    "fused_layer_norm_affine": ["input", "weight", "bias", "normalized_shape"],
+    "fused_layer_norm": ["input", "normalized_shape"],
+    "mixed_dtype_fused_layer_norm_affine": ["input", "weight", "bias", "normalized_shape"],
+    "fused_rms_norm_affine": ["input", "weight", "normalized_shape"],
+    "fused_rms_norm": ["input", "normalized_shape"],
+    "mixed_dtype_fused_rms_norm_affine": ["input", "weight", "normalized_shape"],
+}
+# Each autograd Function and the function whose result it gives.
+AUTOGRAD = {
+    "FusedLayerNormAffineFunction": "fused_layer_norm_affine",
+    "FusedLayerNormAffineMixedDtypesFunction": "mixed_dtype_fused_layer_norm_affine",
+    "FusedLayerNormFunction": "fused_layer_norm",
+    "FusedRMSNormAffineFunction": "fused_rms_norm_affine",
+    "FusedRMSNormAffineMixedDtypesFunction": "mixed_dtype_fused_rms_norm_affine",
+    "FusedRMSNormFunction": "fused_rms_norm",
+}
+MODULES = ["FusedLayerNorm", "FusedRMSNorm", "MixedFusedLayerNorm", "MixedFusedRMSNorm"]
+
+
+def defaults(function):
+    parameters = inspect.signature(function).parameters.values()
+    return [(p.name, p.default) for p in parameters if p.name not in ("self", "ctx")]
+
+
+def test_every_name_is_exported():
+    assert set(apex.__all__) == {*FUNCTIONS, *AUTOGRAD, *MODULES}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_signatures(name):
+    expected = [(argument, REQUIRED) for argument in FUNCTIONS[name]]
+    expected += [("eps", 1e-6), ("memory_efficient", False)]
+    assert defaults(getattr(apex, name)) == expected
+
+
+@pytest.mark.parametrize("name", AUTOGRAD)
+def test_autograd_function_signatures(name):
+    expected = [(argument, REQUIRED) for argument in [*FUNCTIONS[AUTOGRAD[name]], "eps"]]
+    function = getattr(apex, name)
+    assert defaults(function.forward) == [*expected, ("memory_efficient", False)]
+    # How frameworks find out whether the flag exists.
+    assert "memory_efficient" in inspect.getfullargspec(function.forward).args
+
+
+def test_module_signatures():
+    for name in ("FusedLayerNorm", "FusedRMSNorm"):
+        assert defaults(getattr(apex, name)) == [
+            ("normalized_shape", REQUIRED),
+            ("eps", 1e-5),
+            ("elementwise_affine", True),
+            ("memory_efficient", False),
+        ]
+    for name in ("MixedFusedLayerNorm", "MixedFusedRMSNorm"):
+        signature = inspect.signature(getattr(apex, name)).parameters
+        assert list(signature) == ["normalized_shape", "eps", "memory_efficient", "kwargs"]
+        assert signature["eps"].default == 1e-5
+        assert signature["memory_efficient"].kind is inspect.Parameter.KEYWORD_ONLY
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_hold_fp32_parameters(name):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        module = getattr(apex, name)((3, 16))
+    finally:
+        torch.set_default_dtype(before)
+    state = module.state_dict()
+    assert list(state) == (["weight"] if "RMS" in name else ["weight", "bias"])
+    assert all(t.dtype == FP32 and t.shape == (3, 16) for t in state.values())
+    assert torch.equal(state["weight"], torch.ones(3, 16))
+    assert module.normalized_shape == (3, 16) and module.eps == 1e-5
+    base = fused_norm.RMSNorm if "RMS" in name else fused_norm.LayerNorm
+    assert isinstance(module, base)
+
+
+def test_modules_without_parameters(device, generator):
+    x = randn(generator, *SHAPE, dtype=BF16)
+    for name in ("FusedLayerNorm", "FusedRMSNorm"):
+        module = getattr(apex, name)(16, 1e-3, False, True)
+        assert not list(module.parameters()) and module.eps == 1e-3 and module.memory_efficient
+        assert module(x).dtype == BF16
+
+
+@pytest.mark.parametrize("name", ["MixedFusedLayerNorm", "MixedFusedRMSNorm"])
+def test_mixed_modules_ignore_keywords_but_not_a_missing_weight(name):
+    module = getattr(apex, name)(16, sequence_parallel=True, memory_efficient=True)
+    assert module.memory_efficient
+    with pytest.warns(UserWarning, match="elementwise_affine"):
+        getattr(apex, name)(16, elementwise_affine=True)
+    with pytest.raises(RuntimeError, match="elementwise_affine=False"):
+        getattr(apex, name)(16, elementwise_affine=False)
+
+
+def call(kind, mixed, x, weight, bias, **options):
+    name = f"{'mixed_dtype_' if mixed else ''}fused_{kind}_norm_affine"
+    params = (weight, bias) if kind == "layer" else (weight,)
+    return getattr(apex, name)(x, *params, (x.shape[-1],), **options)
+
+
+def exact(kind, x, weight, bias, eps=1e-6):
+    x, weight, bias = x.double(), weight.double(), bias.double()
+    if kind == "layer":
+        return F.layer_norm(x, (x.shape[-1],), weight, bias, eps)
+    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+
+
+def check(kind, mixed, x_dtype, weight_dtype, expected_dtype, memory_efficient, generator):
+    x = randn(generator, *SHAPE, dtype=x_dtype).requires_grad_()
+    weight = (0.5 + randn(generator, 16).sigmoid()).to(weight_dtype).requires_grad_()
+    bias = (0.5 * randn(generator, 16).tanh()).to(weight_dtype).requires_grad_()
+    dy = randn(generator, *SHAPE, dtype=FP64)
+    y = call(kind, mixed, x, weight, bias, memory_efficient=memory_efficient)
+    what = f"input {x_dtype}, weight {weight_dtype}"
+    assert y.dtype == expected_dtype, what
+    reference = exact(kind, x, weight, bias)
+    # One rounding of the output, and the arithmetic's few, of numbers below 8.
+    unit = max(UNIT[y.dtype], 4 * UNIT[FP32] if x_dtype != FP64 else UNIT[FP64])
+    torch.testing.assert_close(
+        y.double(), reference.detach(), rtol=2 * unit, atol=8 * unit, msg=what
+    )
+    leaves = [x, weight, bias] if kind == "layer" else [x, weight]
+    # The gradient of the output's rounding is one; dy itself is rounded to the output's dtype.
+    grads = torch.autograd.grad(y, leaves, dy.to(y.dtype))
+    for leaf, grad, correct in zip(
+        leaves, grads, torch.autograd.grad(reference, leaves, dy), strict=True
+    ):
+        assert grad.dtype == leaf.dtype
+        # Sums of 15 products of roundings of dy, of a saved output, and of the gradient itself.
+        scale = max(unit, UNIT[leaf.dtype]) * correct.abs().max().item()
+        torch.testing.assert_close(grad.double(), correct.double(), rtol=0, atol=8 * scale)
+
+
+@each_flag
+@each_kind
+def test_output_has_the_inputs_dtype(kind, memory_efficient, device, generator):
+    pairs = [(x, w) for x, w in itertools.product(DTYPES, DTYPES) if x == w or FP64 not in (x, w)]
+    for x_dtype, weight_dtype in [*pairs, (FP64, FP32), (FP64, BF16)]:
+        check(kind, False, x_dtype, weight_dtype, x_dtype, memory_efficient, generator)
+
+
+@each_flag
+@each_kind
+def test_mixed_output_has_the_weights_dtype(kind, memory_efficient, device, generator):
+    for x_dtype, weight_dtype in itertools.product(DTYPES, DTYPES):
+        check(kind, True, x_dtype, weight_dtype, weight_dtype, memory_efficient, generator)
+
+
+@each_flag
+@pytest.mark.parametrize("mixed", [False, True], ids=["", "mixed"])
+@pytest.mark.parametrize("autocast_dtype", [BF16, FP16], ids=str)
+@each_kind
+def test_autocast(kind, autocast_dtype, mixed, memory_efficient, device, generator):
+    for x_dtype, weight_dtype in itertools.product(DTYPES, [BF16, FP16, FP32]):
+        decides = weight_dtype if mixed else x_dtype
+        expected = FP64 if decides == FP64 else autocast_dtype
+        with torch.autocast(device, autocast_dtype):
+            check(kind, mixed, x_dtype, weight_dtype, expected, memory_efficient, generator)
+
+
+@pytest.mark.parametrize("name", AUTOGRAD)
+def test_apply_is_the_function(name, device, generator):
+    arguments = FUNCTIONS[AUTOGRAD[name]]
+    x = randn(generator, *SHAPE, dtype=BF16).requires_grad_()
+    weight, bias = (randn(generator, 16).requires_grad_() for _ in range(2))
+    values = {"input": x, "weight": weight, "bias": bias, "normalized_shape": (16,)}
+    values = [values[argument] for argument in arguments]
+    leaves = [t for t in values if isinstance(t, torch.Tensor)]
+    results = []
+    for y in (
+        getattr(apex, name).apply(*values, 1e-3),
+        getattr(apex, name).apply(*values, 1e-3, True),
+        getattr(apex, AUTOGRAD[name])(*values, 1e-3),
+        getattr(apex, AUTOGRAD[name])(*values, memory_efficient=True, eps=1e-3),
+    ):
+        results.append([y.detach(), *torch.autograd.grad(y, leaves, torch.ones_like(y))])
+    for i, j in ((0, 2), (1, 3)):
+        assert all(same_bits(a, b) for a, b in zip(results[i], results[j], strict=True))
+    assert same_bits(results[0][0], results[1][0])
+
+
+@each_flag
+@pytest.mark.parametrize("name", MODULES)
+def test_modules_train_and_compile(name, memory_efficient, device, generator):
+    torch._dynamo.reset()
+    module = getattr(apex, name)(16, memory_efficient=memory_efficient).to(device)
+    x, dy = randn(generator, *SHAPE, dtype=BF16), randn(generator, *SHAPE)
+    expected = FP32 if "Mixed" in name else BF16
+    assert module(x).dtype == expected
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    results = []
+    for forward in (module, compiled):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        y = forward(leaf)
+        y.backward(dy.to(y.dtype))
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())])
+    assert same_bits(results[0][0], results[1][0])
+    for eager, traced in zip(*results, strict=True):
+        # Compiled code saves the input: gradients differ by the rounding of a saved bf16 output.
+        tolerance = 8 * 2**-8 * eager.abs().max().item() if memory_efficient else 0
+        torch.testing.assert_close(traced, eager, rtol=0, atol=tolerance)

@@ -1,0 +1,94 @@
+"""Activation checkpointing: reentrant, without reentry, and selective."""
+
+import functools
+
+import pytest
+import torch
+from harness import randn, same_bits
+from torch import nn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import fused_norm
+
+each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
+each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+FORWARD = torch.ops.fused_norm.norm_forward.default
+
+
+class Count(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts the calls of the norm's forward operator."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.calls += func is FORWARD
+        return func(*args, **(kwargs or {}))
+
+
+def policy(ctx, op, *args, **kwargs):
+    """Keep what the norms give, compute everything else again."""
+    return CheckpointPolicy.MUST_SAVE if op is FORWARD else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+WAYS = {
+    "reentrant": {"use_reentrant": True},
+    "not reentrant": {"use_reentrant": False},
+    "selective": {
+        "use_reentrant": False,
+        "context_fn": functools.partial(create_selective_checkpoint_contexts, policy),
+    },
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@each_flag
+@each_kind
+def test_gradients_have_the_same_bits(kind, memory_efficient, way, device, generator):
+    """And the norms run again exactly where the policy does not keep their results."""
+    torch.manual_seed(0)
+    make = fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm
+    options = {"memory_efficient": memory_efficient, "device": device}
+    block = nn.Sequential(
+        make(16, **options), nn.Linear(16, 16, device=device), nn.GELU(), make(16, **options)
+    )
+    x = randn(generator, 6, 16)
+    results, calls = [], []
+    for options in (None, WAYS[way]):
+        block.zero_grad()
+        leaf = x.clone().requires_grad_()
+        with Count() as count:
+            y = block(leaf) if options is None else checkpoint(block, leaf, **options)
+            y.square().sum().backward()
+        calls.append(count.calls)
+        results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in block.parameters())])
+    assert all(same_bits(a, b) for a, b in zip(*results, strict=True))
+    assert calls == [2, 2 if way == "selective" else 4]
+
+
+@each_flag
+@each_kind
+def test_compiled_checkpoint(kind, memory_efficient, device, generator):
+    torch._dynamo.reset()
+    make = fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm
+    norm = make(16, memory_efficient=memory_efficient, device=device)
+
+    def block(x):
+        return norm(x * 2).sin()
+
+    def checkpointed(x):
+        return checkpoint(block, x, use_reentrant=False)
+
+    x = randn(generator, 6, 16)
+    results = []
+    for call in (block, torch.compile(checkpointed, backend="aot_eager", fullgraph=True)):
+        norm.zero_grad()
+        leaf = x.clone().requires_grad_()
+        call(leaf).square().sum().backward()
+        results.append([leaf.grad, *(p.grad.clone() for p in norm.parameters())])
+    for eager, traced in zip(*results, strict=True):
+        limit = 16 * 2**-24 * eager.abs().max().item()  # a few roundings
+        torch.testing.assert_close(traced, eager, rtol=0, atol=limit)

@@ -1,0 +1,351 @@
+"""torch.compile, torch.export and AOTInductor: the same operators, the same bits."""
+
+import pytest
+import torch
+from harness import randn, same_bits
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import fused_norm
+import fused_norm.functional as fn
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
+each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+UNIT = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24, FP64: 2**-53}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+def module_of(kind, *args, **options):
+    return (fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm)(*args, **options)
+
+
+def functional_of(kind, memory_efficient):
+    if kind == "layer":
+        return lambda x, w: fn.layer_norm(x, (16,), w, w, memory_efficient=memory_efficient)
+    return lambda x, w: fn.rms_norm(x, 16, w, memory_efficient=memory_efficient, weight_offset=0.5)
+
+
+def step(call, x, dy, leaves):
+    """[output, gradients of x and leaves] of one training step."""
+    x = x.clone().requires_grad_()
+    y = call(x)
+    return [y.detach(), *torch.autograd.grad(y, [x, *leaves], dy.to(y.dtype))]
+
+
+def agree(eager, traced, memory_efficient):
+    """All bits; gradients to the rounding of a saved output where only one of the two saved it."""
+    assert same_bits(eager[0], traced[0])
+    for a, b in zip(eager[1:], traced[1:], strict=True):
+        assert a.dtype == b.dtype
+        if not memory_efficient:
+            assert same_bits(a, b)
+        limit = 8 * UNIT[eager[0].dtype] * a.double().norm().item()
+        assert (a.double() - b.double()).norm().item() <= limit
+
+
+@each_flag
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_kind
+def test_one_dynamic_graph_with_the_bits_of_eager(kind, dtype, memory_efficient, device, generator):
+    """The second batch size makes the graph dynamic; no later one is compiled again."""
+    module = module_of(kind, 16, device=device, dtype=dtype, memory_efficient=memory_efficient)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(0.1 * randn(generator, 16).to(dtype))
+    counter = CompileCounterWithBackend("inductor")
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    for rows in (6, 9, 2, 31, 64):
+        x, dy = randn(generator, rows, 16, dtype=dtype), randn(generator, rows, 16, dtype=dtype)
+        eager, traced = (step(f, x, dy, module.parameters()) for f in (module, compiled))
+        agree(eager, traced, memory_efficient)
+    assert counter.frame_count == 2
+
+
+@each_flag
+@each_kind
+def test_functional_form_is_one_graph(kind, memory_efficient, device, generator):
+    call = functional_of(kind, memory_efficient)
+    weight = (1 + 0.1 * randn(generator, 16)).requires_grad_()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
+    for rows in (6, 9, 2):
+        x, dy = randn(generator, rows, 3, 16), randn(generator, rows, 3, 16)
+        eager, traced = (
+            step(lambda x, f=f: f(x, weight), x, dy, [weight]) for f in (call, compiled)
+        )
+        agree(eager, traced, memory_efficient)
+    assert counter.frame_count == 2
+
+
+def graphs_of(module, x):
+    """Operators of the forward and of the backward graph of a compiled training step."""
+    seen = []
+
+    def keep(graph, _):
+        seen.append([str(n.target) for n in graph.graph.nodes if n.op == "call_function"])
+        return graph
+
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    compiled = torch.compile(module, backend=backend, fullgraph=True)
+    compiled(x).float().sum().backward()
+    return seen
+
+
+@each_flag
+@each_kind
+def test_graphs_hold_the_librarys_operators(kind, memory_efficient, device, generator):
+    module = module_of(kind, 16, device=device, memory_efficient=memory_efficient)
+    forward, backward = graphs_of(module, randn(generator, 4, 16))
+    assert sum("fused_norm.norm_forward" in name for name in forward) == 1
+    assert sum("fused_norm.norm_backward" in name for name in backward) == 1
+    assert not any("native_layer_norm" in name or "rsqrt" in name for name in forward + backward)
+
+
+@each_flag
+@each_kind
+def test_decompose_lowers_to_torchs_operators(kind, memory_efficient, device, generator):
+    module = module_of(kind, 16, device=device, memory_efficient=memory_efficient)
+    x, dy = randn(generator, 4, 16), randn(generator, 4, 16)
+    with fused_norm.config.patch(decompose=True):
+        forward, backward = graphs_of(module, x)
+        assert not any("fused_norm" in name for name in forward + backward)
+        assert any("rsqrt" in name for name in forward)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, fullgraph=True)
+    with fused_norm.config.patch(decompose=True):
+        traced = step(compiled, x, dy, module.parameters())
+        eager = step(module, x, dy, module.parameters())
+    for a, b in zip(traced, eager, strict=True):  # a few roundings of the largest value
+        torch.testing.assert_close(a, b, rtol=0, atol=16 * 2**-24 * b.abs().max().item())
+    # Without the switch the same compiled module is the operator again.
+    assert not fused_norm.config.decompose
+    assert same_bits(step(compiled, x, dy, module.parameters())[0], eager[0])
+
+
+@pytest.mark.parametrize("autocast_dtype", [None, BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
+@each_kind
+def test_decompose_keeps_dtypes(kind, dtype, autocast_dtype, device, generator):
+    options = {"device": device, "dtype": FP64 if dtype == FP64 else FP32}
+    module = module_of(kind, 16, **options)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    x = randn(generator, 4, 16, dtype=dtype).requires_grad_()
+    with (
+        fused_norm.config.patch(decompose=True),
+        torch.autocast(device, autocast_dtype or BF16, enabled=autocast_dtype is not None),
+    ):
+        expected, y = module(x), compiled(x)
+    assert y.dtype == expected.dtype
+    y.sum().backward()
+    assert x.grad.dtype == dtype and module.weight.grad.dtype == options["dtype"]
+
+
+def test_decompose_checks_what_the_operator_checks(device, generator):
+    def call(x, weight):
+        return fn.layer_norm(x, (16,), weight)
+
+    x = randn(generator, 4, 16)
+    for weight in (randn(generator, 1), randn(generator, 16, dtype=FP64)):
+        with pytest.raises(Exception, match="weight") as eager:
+            call(x, weight)
+        torch._dynamo.reset()
+        with fused_norm.config.patch(decompose=True), pytest.raises(Exception, match="weight") as e:
+            torch.compile(call, backend="aot_eager")(x, weight)
+        assert str(eager.value).split(",")[0].split("\n")[0] in str(e.value)
+
+
+@each_flag
+@pytest.mark.parametrize("autocast_dtype", [BF16, FP16], ids=str)
+@each_kind
+def test_autocast(kind, autocast_dtype, memory_efficient, device, generator):
+    """Dtypes and bits of eager, with autocast around the compiled module and within it."""
+    module = module_of(kind, 16, device=device, memory_efficient=memory_efficient)
+
+    def inside(x):
+        with torch.autocast(device, autocast_dtype):
+            return module(x)
+
+    def around(x):
+        with torch.autocast(device, autocast_dtype):
+            return compiled(x)
+
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    compiled_inside = torch.compile(inside, backend="aot_eager", fullgraph=True)
+    for dtype in (FP32, BF16, FP16):
+        x, dy = randn(generator, 4, 16, dtype=dtype), randn(generator, 4, 16)
+        eager = step(inside, x, dy, module.parameters())
+        for call in (around, compiled_inside):
+            traced = step(call, x, dy, module.parameters())
+            assert [t.dtype for t in eager] == [t.dtype for t in traced]
+            agree(eager, traced, memory_efficient)
+
+
+@each_flag
+@pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
+@each_kind
+def test_grad_scaler(kind, compiles, memory_efficient, device, generator):
+    """fp16 autocast with loss scaling: it trains, and a step with overflow is skipped."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(8, 16), module_of(kind, 16, memory_efficient=memory_efficient), nn.Linear(16, 1)
+    ).to(device)
+    call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiles else model
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**10)
+    x, target = randn(generator, 32, 8), randn(generator, 32, 1)
+
+    def train(factor=1.0):
+        with torch.autocast(device, FP16):
+            loss = (call(x).float() - target).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.item()
+
+    losses = [train() for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0] and scaler.get_scale() == 2.0**10
+    before = [p.detach().clone() for p in model.parameters()]
+    train(1e30)
+    assert scaler.get_scale() == 2.0**9
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def exported_model(device):
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(8, 16),
+        fused_norm.LayerNorm(16),
+        fused_norm.RMSNorm(16, memory_efficient=True, weight_offset=1.0),
+        nn.Linear(16, 16),
+        fused_norm.apex.MixedFusedLayerNorm(16),
+    ).to(device)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+def test_export(strict, device, generator, tmp_path):
+    model = exported_model(device)
+    batch = {0: torch.export.Dim("batch")}
+    program = torch.export.export(
+        model, (randn(generator, 3, 8),), dynamic_shapes=(batch,), strict=strict
+    )
+    names = [str(node.target) for node in program.graph.nodes]
+    assert sum("fused_norm.norm_forward" in name for name in names) == 3
+    torch.export.save(program, tmp_path / "model.pt2")
+    loaded = torch.export.load(tmp_path / "model.pt2").module()
+    for rows in (1, 7):
+        x = randn(generator, rows, 8)
+        assert same_bits(model(x).detach(), program.module()(x).detach())
+        assert same_bits(model(x).detach(), loaded(x).detach())
+    program.module()(x).sum().backward()  # an exported program trains
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@each_kind
+def test_export_under_autocast(kind, dtype, device, generator):
+    for options in ({}, {"memory_efficient": True}):
+        module = module_of(kind, 16, device=device, **options)
+        for x in (randn(generator, 3, 16), randn(generator, 3, 16, dtype=dtype)):
+            with torch.autocast(device, dtype):
+                program = torch.export.export(module, (x,))
+                assert same_bits(module(x).detach(), program.module()(x).detach())
+
+
+def test_aot_inductor(device, generator, tmp_path):
+    model = exported_model(device).eval()
+    batch = {0: torch.export.Dim("batch", max=64)}
+    program = torch.export.export(model, (randn(generator, 3, 8),), dynamic_shapes=(batch,))
+    path = torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "model.pt2")
+    )
+    compiled = torch._inductor.aoti_load_package(path)
+    for rows in (1, 7, 33):
+        x = randn(generator, rows, 8)
+        torch.testing.assert_close(compiled(x), model(x).detach())
+
+
+@pytest.mark.cuda
+@each_flag
+@each_kind
+def test_reduce_overhead(kind, memory_efficient, seed):
+    """mode="reduce-overhead" replays CUDA graphs: the steps of eager, on changing inputs."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    torch.manual_seed(0)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(
+            nn.Sequential(
+                module_of(kind, 256, memory_efficient=memory_efficient),
+                nn.Linear(256, 256),
+                module_of(kind, 256, memory_efficient=memory_efficient),
+            ).cuda()
+        )
+    eager, traced = models
+    compiled = torch.compile(traced, mode="reduce-overhead", fullgraph=True)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.01) for m in models]
+    for _ in range(8):
+        x, dy = randn(generator, 64, 256), randn(generator, 64, 256)
+        outputs = []
+        for call, optimizer in zip((eager, compiled), optimizers, strict=True):
+            torch.compiler.cudagraph_mark_step_begin()
+            optimizer.zero_grad()
+            y = call(x)
+            y.backward(dy)
+            outputs.append(y.detach().clone())
+            optimizer.step()
+        # The matrix products may run in another order; steps add up what they round.
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    for a, b in zip(eager.parameters(), traced.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+@each_flag
+@each_kind
+def test_captured_training_step(kind, memory_efficient, seed):
+    """A whole training step in a CUDA graph, replayed on changing inputs, equals eager steps."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(
+            nn.Sequential(
+                module_of(kind, 256, memory_efficient=memory_efficient), nn.Linear(256, 256)
+            ).cuda()
+        )
+    eager, captured = models
+    static_x, static_dy = torch.zeros(64, 256, device="cuda"), torch.zeros(64, 256, device="cuda")
+    optimizer = torch.optim.SGD(captured.parameters(), 0.01)
+
+    def train():
+        optimizer.zero_grad(set_to_none=False)
+        captured(static_x).backward(static_dy)
+        optimizer.step()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):  # zero inputs and gradients: the parameters stay
+            train()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        train()
+    eager_optimizer = torch.optim.SGD(eager.parameters(), 0.01)
+    for _ in range(4):
+        x, dy = randn(generator, 64, 256), randn(generator, 64, 256)
+        static_x.copy_(x)
+        static_dy.copy_(dy)
+        graph.replay()
+        eager_optimizer.zero_grad()
+        eager(x).backward(dy)
+        eager_optimizer.step()
+    for a, b in zip(eager.parameters(), captured.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,58 @@
+"""Two processes, on CPUs with gloo and on two GPUs with NCCL: DTensor's rules, FSDP2, tensor
+parallelism, DDP. The cases themselves are in distributed_worker.py."""
+
+import pytest
+import torch
+
+if not torch.distributed.is_available():
+    pytest.skip("torch was built without torch.distributed", allow_module_level=True)
+
+from distributed_worker import Pair
+
+each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
+each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])
+def pair(request, tmp_path_factory):
+    if request.param == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    processes = Pair(request.param, tmp_path_factory.mktemp("store"))
+    yield processes
+    processes.close()
+
+
+@each_flag
+def test_rows_stay_local_and_weight_gradients_are_partial_sums(pair, memory_efficient):
+    pair.run("placements", memory_efficient=memory_efficient)
+
+
+def test_sharded_parameters_and_no_parameters(pair):
+    pair.run("sharded_parameters_and_no_parameters")
+
+
+@each_flag
+@each_kind
+def test_ddp(pair, kind, memory_efficient):
+    pair.run("ddp", kind=kind, memory_efficient=memory_efficient)
+
+
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["", "checkpointed"])
+@each_flag
+@each_kind
+def test_fsdp2(pair, kind, memory_efficient, checkpoints):
+    pair.run("fsdp2", kind=kind, memory_efficient=memory_efficient, checkpoints=checkpoints)
+
+
+def test_fsdp2_of_a_converted_model(pair):
+    pair.run("fsdp2_of_converted_model")
+
+
+@each_flag
+@each_kind
+def test_sequence_parallel(pair, kind, memory_efficient):
+    pair.run("sequence_parallel", kind=kind, memory_efficient=memory_efficient)
+
+
+def test_compiled_dtensor(pair):
+    pair.run("compiled_dtensor")
