@@ -2,78 +2,101 @@
 
 ``memory_efficient`` saves the output instead of the input. A transformer keeps that output anyway (the next
 linear layer saves it), so the norm's own saved activation becomes free. The idea is that of apex's fused layer
-norm; unlike there, a call whose weights do not let the input be taken back from the output saves the input.
+norm; unlike there, the normalized input of columns that the output does not determine is saved beside it.
 """
+
+import gc
 
 import torch
 
-from fused_norm import _ops
+from fused_norm import _C, _ops
+
+SAVE_INPUT = -1
+_OVERFLOW_PENDING = -2
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _must_save_input(output: torch.Tensor, weight, bias, weight_offset: float) -> bool:
-    """Whether some column of ``output`` does not determine the normalized input.
+def choose_room(input, weight, bias, normalized_shape, weight_offset, out_dtype) -> int:
+    """How many columns a ``memory_efficient`` call should have room for, or SAVE_INPUT (csrc/ops/column_watch.h).
 
-    Asks the weights themselves, once a call: version counters do not see optimizers that write through
-    ``.data``. On a GPU this waits for the stream; where waiting is impossible, under graph capture, the input
-    is saved.
+    Raises:
+        RuntimeError: an earlier call had more such columns than room, and its gradients are NaN.
     """
     if weight is None and bias is None:
-        return False
-    if output.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True
-    if output.is_meta or type(output) is not torch.Tensor:  # no values to ask, or a tracer's
-        return True
-    return bool(_ops.unrecoverable_columns(weight, bias, weight_offset, output.dtype).item())
+        return 0
+    for tensor in (input, weight, bias):
+        if tensor is not None and type(tensor) not in _PLAIN:  # a tracer's, or distributed
+            return SAVE_INPUT
+    cols = 1
+    for size in normalized_shape:
+        cols *= size
+    room = _C.choose_room(weight, bias, weight_offset, cols, input.dtype, out_dtype or input.dtype)
+    if room == _OVERFLOW_PENDING:
+        _raise_overflow()
+    return room
+
+
+def _raise_overflow():
+    address, description, columns = _C.take_overflow()
+    name = _name_of_norm(address) or description
+    raise RuntimeError(
+        f"{name}: memory_efficient=True had no room for {columns} column(s) whose weight became zero or too small "
+        "beside the bias since the parameters were last looked at, so the gradients of that backward pass are NaN: "
+        "discard them. Change parameters in place under torch.no_grad() rather than through .data, and outside of "
+        "captured or compiled code, or use memory_efficient=False for this norm"
+    )
+
+
+def _name_of_norm(address: int) -> str | None:
+    """The module that owns the parameter, with its longest name among all modules; for an error message."""
+    modules = [obj for obj in gc.get_objects() if isinstance(obj, torch.nn.Module)]
+    for norm in modules:
+        if not isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+            continue
+        if all(p._cdata != address for p in norm.parameters(recurse=False)):
+            continue
+        names = [name for root in modules for name, m in root.named_modules() if m is norm]
+        name = max(names, key=len)
+        return f"{name} = {norm}" if name else str(norm)
+    return None
 
 
 class NormFunction(torch.autograd.Function):
     """LayerNorm (``rms=False``) or RMSNorm over the last dimensions.
 
-    ``apply(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient)``
-    returns ``(output, mean, rstd)``; only ``output`` is differentiable. First derivatives only: asking for a
-    second one raises.
+    ``apply(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room)`` returns what the
+    operator does: ``(output, mean, rstd)``, or ``(output, rstd, side, columns)`` with ``room > 0``; only ``output``
+    is differentiable. ``room`` is SAVE_INPUT, or the room for listed columns of a call that saves its output. First
+    derivatives only: asking for a second one raises.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        input,
-        weight,
-        bias,
-        normalized_shape,
-        eps,
-        weight_offset,
-        rms,
-        out_dtype,
-        memory_efficient,
+        ctx, input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
     ):
-        output, mean, rstd = _ops.call_below_autograd(
-            _ops.norm_forward,
-            input,
-            weight,
-            bias,
-            normalized_shape,
-            eps,
-            weight_offset,
-            rms,
-            out_dtype,
-        )
-        from_output = memory_efficient and not _must_save_input(output, weight, bias, weight_offset)
-        if from_output:
-            ctx.save_for_backward(output, None, rstd, weight, bias)
+        args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
+        if room > 0:
+            results = _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
+            output, rstd, side, columns = results
+            ctx.save_for_backward(output, None, rstd, weight, bias, side, columns)
         else:
-            ctx.save_for_backward(input, None if rms else mean, rstd, weight, bias)
-        ctx.mark_non_differentiable(mean, rstd)
+            results = _ops.call_below_autograd(_ops.norm_forward, *args)
+            output, mean, rstd = results
+            if room == 0:
+                ctx.save_for_backward(output, None, rstd, weight, bias)
+            else:
+                ctx.save_for_backward(input, None if rms else mean, rstd, weight, bias)
+        ctx.mark_non_differentiable(*results[1:])
         ctx.set_materialize_grads(False)
-        ctx.args = (normalized_shape, weight_offset, rms, from_output, input.dtype)
-        return output, mean, rstd
+        ctx.args = (normalized_shape, weight_offset, rms, room != SAVE_INPUT, input.dtype)
+        return results
 
     @staticmethod
-    def backward(ctx, dy, _dmean, _drstd):
+    def backward(ctx, dy, *_):
         if dy is None:
             return (None,) * 9
-        saved, mean, rstd, weight, bias = ctx.saved_tensors
-        args = (dy, saved, mean, rstd, weight, bias, *ctx.args, ctx.needs_input_grad[:3])
+        tensors = ctx.saved_tensors
+        args = (dy, *tensors[:5], *ctx.args, ctx.needs_input_grad[:3], *tensors[5:])
         if torch.is_grad_enabled():  # create_graph=True: the operator's Autograd kernel decides
             gradients = _ops.norm_backward(*args)
         else:
@@ -90,8 +113,19 @@ def _norm_forward_autograd(
 ):
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
     if _needs_grad(input, weight, bias):
-        return NormFunction.apply(*args, False)
+        return NormFunction.apply(*args, SAVE_INPUT)
     return _ops.call_below_autograd(_ops.norm_forward, *args)
+
+
+def _norm_forward_listing_autograd(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
+):
+    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
+    if room > 0 and _needs_grad(input, weight, bias):
+        return NormFunction.apply(*args, room)
+    if _needs_grad(input, weight, bias):
+        raise RuntimeError(f"room is {room}; a call that is differentiated needs room")
+    return _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
 
 
 def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
@@ -105,4 +139,5 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
 
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")
+_library.impl("norm_forward_listing", _norm_forward_listing_autograd, "Autograd")
 _library.impl("norm_backward", _norm_backward_autograd, "Autograd")

@@ -1,5 +1,6 @@
 """Functional norms. See each function for shapes, dtypes and errors."""
 
+import math
 import numbers
 from collections.abc import Sequence
 
@@ -27,6 +28,11 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     return dtype
 
 
+def _fixed_room(cols: int) -> int:
+    """The room for listed columns of a traced call; csrc/ops/column_watch.cpp has it for captured ones."""
+    return min(cols, -(-max(16, cols // 256) // 4) * 4)
+
+
 def _norm(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient
 ) -> Tensor:
@@ -42,16 +48,24 @@ def _norm(
         rms,
         _out_dtype(input, rms, memory_efficient),
     )
-    if (
-        torch.compiler.is_compiling()
-    ):  # one operator in the graph; its Autograd kernel differentiates
+    if torch.compiler.is_compiling():
+        # One operator in the graph; its Autograd kernel differentiates.
+        if memory_efficient and torch.is_grad_enabled():
+            cols = math.prod(normalized_shape)
+            if cols > 0:
+                return _ops.norm_forward_listing(*args, _fixed_room(cols))[0]
         return _ops.norm_forward(*args)[0]
     if torch.is_grad_enabled() and (
         input.requires_grad
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _autograd.NormFunction.apply(*args, memory_efficient)[0]
+        room = _autograd.SAVE_INPUT
+        if memory_efficient:
+            room = _autograd.choose_room(
+                input, weight, bias, normalized_shape, weight_offset, args[-1]
+            )
+        return _autograd.NormFunction.apply(*args, room)[0]
     return _ops.call_below_autograd(_ops.norm_forward, *args)[0]
 
 
