@@ -1,8 +1,9 @@
 """The autograd layer: what a norm saves for its backward pass, and the gradients from it.
 
-``memory_efficient`` saves the output instead of the input. A transformer keeps that output anyway (the next
-linear layer saves it), so the norm's own saved activation becomes free. The idea is that of apex's fused layer
-norm; unlike there, the normalized input of columns that the output does not determine is saved beside it.
+``memory_efficient`` saves the output instead of the input. A transformer keeps that output anyway
+(the next linear layer saves it), so the norm's own saved activation becomes free. The idea is that
+of apex's fused layer norm; unlike there, the normalized input of columns that the output does not
+determine is saved beside it.
 """
 
 import gc
@@ -17,7 +18,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def choose_room(input, weight, bias, normalized_shape, weight_offset, out_dtype) -> int:
-    """How many columns a ``memory_efficient`` call should have room for, or SAVE_INPUT (csrc/ops/column_watch.h).
+    """How many columns a ``memory_efficient`` call should have room for, or SAVE_INPUT
+    (csrc/ops/column_watch.h).
 
     Raises:
         RuntimeError: an earlier call had more such columns than room, and its gradients are NaN.
@@ -40,15 +42,16 @@ def _raise_overflow():
     address, description, columns = _C.take_overflow()
     name = _name_of_norm(address) or description
     raise RuntimeError(
-        f"{name}: memory_efficient=True had no room for {columns} column(s) whose weight became zero or too small "
-        "beside the bias since the parameters were last looked at, so the gradients of that backward pass are NaN: "
-        "discard them. Change parameters in place under torch.no_grad() rather than through .data, and outside of "
-        "captured or compiled code, or use memory_efficient=False for this norm"
+        f"{name}: memory_efficient=True had no room for {columns} column(s) whose weight became "
+        "zero, or small beside the bias, since the parameters were last looked at. The gradients "
+        "of that backward pass are NaN: discard them. Change parameters in place under "
+        "torch.no_grad() rather than through .data, and capture or compile anew after it, or use "
+        "memory_efficient=False for this norm"
     )
 
 
 def _name_of_norm(address: int) -> str | None:
-    """The module that owns the parameter, with its longest name among all modules; for an error message."""
+    """The norm that owns the parameter, by its longest name in any module; for a message."""
     modules = [obj for obj in gc.get_objects() if isinstance(obj, torch.nn.Module)]
     for norm in modules:
         if not isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
@@ -64,10 +67,10 @@ def _name_of_norm(address: int) -> str | None:
 class NormFunction(torch.autograd.Function):
     """LayerNorm (``rms=False``) or RMSNorm over the last dimensions.
 
-    ``apply(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room)`` returns what the
-    operator does: ``(output, mean, rstd)``, or ``(output, rstd, side, columns)`` with ``room > 0``; only ``output``
-    is differentiable. ``room`` is SAVE_INPUT, or the room for listed columns of a call that saves its output. First
-    derivatives only: asking for a second one raises.
+    ``apply(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room)`` gives
+    what the operator does: ``(output, mean, rstd)``, or ``(output, rstd, side, columns)`` with
+    ``room > 0``; only ``output`` is differentiable. ``room`` is SAVE_INPUT, or the room for listed
+    columns of a call that saves its output. First derivatives only: asking for a second one raises.
     """
 
     @staticmethod

@@ -29,7 +29,7 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
 
 
 def _fixed_room(cols: int) -> int:
-    """The room for listed columns of a traced call; csrc/ops/column_watch.cpp has it for captured ones."""
+    """The room for listed columns of a traced call; captured ones: csrc/ops/column_watch.cpp."""
     return min(cols, -(-max(16, cols // 256) // 4) * 4)
 
 
