@@ -6,10 +6,11 @@
 
 from fused_norm import functional
 from fused_norm._C import build_info as _build_info
+from fused_norm._report import memory_report
 from fused_norm.modules import LayerNorm, RMSNorm
 
 __version__: str = _build_info()["version"]
-__all__ = ["LayerNorm", "RMSNorm", "__version__", "build_info", "functional"]
+__all__ = ["LayerNorm", "RMSNorm", "__version__", "build_info", "functional", "memory_report"]
 
 
 def build_info() -> dict:

@@ -52,7 +52,7 @@ def _raise_overflow():
 
 def _name_of_norm(address: int) -> str | None:
     """The norm that owns the parameter, by its longest name in any module; for a message."""
-    modules = [obj for obj in gc.get_objects() if isinstance(obj, torch.nn.Module)]
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.Module)]
     for norm in modules:
         if not isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
             continue

@@ -205,7 +205,7 @@ struct Norms : c10::BackendMeta {
 // Every parameter that is remembered must be one that comes again: a leaf, or a view of a leaf.
 Tensor owner_of(const Tensor& param) {
   if (!param.defined() || param.is_leaf()) return param;
-  if (param.is_view() && param._base().is_leaf()) return param._base();
+  if (param.is_view() && param._base().is_leaf()) return Tensor(param._base());
   return {};
 }
 

@@ -4,6 +4,8 @@
 // xhat.
 #pragma once
 
+#include <limits>
+
 #include "core/common/types.h"
 
 namespace fused_norm {
@@ -25,7 +27,7 @@ constexpr RecoverableLimits<A> recoverable_limits(DType y) {
     case DType::kFloat32:
       return {A(0x1p-126), A(0x1.fffffep127), A(0x1p-18)};
     default:
-      return {A(0x1p-1022), A(0x1.fffffffffffffp1023), A(0x1p-47)};
+      return {std::numeric_limits<A>::min(), std::numeric_limits<A>::max(), A(0x1p-47)};
   }
 }
 
