@@ -9,6 +9,7 @@ determine is saved beside it.
 import gc
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fused_norm import _C, _ops
 
@@ -139,6 +140,9 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
         )
     return _ops.call_below_autograd(_ops.norm_backward, dy, saved, mean, rstd, weight, bias, *args)
 
+
+# So that other changes of parameters are known from an optimizer's (csrc/ops/column_watch.cpp).
+register_optimizer_step_post_hook(lambda *_: _C.note_optimizer_step())
 
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")

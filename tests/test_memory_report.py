@@ -44,9 +44,9 @@ def test_columns_at_risk(device, generator):
     model = chain(device)
     with torch.no_grad():
         model[0].weight[:3] = 0
-        model[0].weight[3:5] = 1e-6  # |b / g| is 1.5 times, and a fifth, of the limit of 2^18
+        model[0].weight[3:5] = 1e-6  # |b / g| is 1.5 times the limit of 2^18, and 2^10
         model[0].bias[3] = 1e-6 * 2**18 * 1.5
-        model[0].bias[4] = 1e-6 * 2**18 * 0.2
+        model[0].bias[4] = 1e-6 * 2**10
         model[2].weight[7] = torch.finfo(torch.float32).smallest_normal * 1.5
     report = fn.memory_report(model, torch.randn(ROWS, COLS, generator=generator, device=device))
     assert [norm.lost_columns for norm in report] == [4, 0, 0]

@@ -235,15 +235,16 @@ DType core_dtype(at::ScalarType type) {
 
 template <typename Acc>
 at::Tensor find_lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
-                             int64_t cols, at::ScalarType y_dtype) {
+                             int64_t cols, at::ScalarType y_dtype, bool precise) {
   const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
   const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
   const Acc* g = affine_weight.const_data_ptr<Acc>();
   const Acc* b = affine_bias.const_data_ptr<Acc>();
-  const auto limits = recoverable_limits<Acc>(core_dtype(y_dtype));
+  const DType y = core_dtype(y_dtype);
+  const auto limits = precise ? precise_limits<Acc>(y) : recoverable_limits<Acc>(y);
   std::vector<int64_t> lost;
   for (int64_t col = 0; col < cols; ++col) {
-    if (!is_recoverable(g[col], b[col], limits)) lost.push_back(col);
+    if (!meets(limits, g[col], b[col])) lost.push_back(col);
   }
   return at::tensor(lost, at::kLong);
 }
@@ -370,10 +371,11 @@ BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, cons
 }
 
 at::Tensor lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
-                        int64_t cols, at::ScalarType x_dtype, at::ScalarType y_dtype) {
+                        int64_t cols, at::ScalarType x_dtype, at::ScalarType y_dtype,
+                        bool precise) {
   const at::NoGradGuard no_grad;
   const auto find = x_dtype == at::kDouble ? find_lost_columns<double> : find_lost_columns<float>;
-  return find(weight, bias, weight_offset, cols, y_dtype);
+  return find(weight, bias, weight_offset, cols, y_dtype, precise);
 }
 
 at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,

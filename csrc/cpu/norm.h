@@ -20,10 +20,11 @@ struct ForwardResult {
 ForwardResult norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                            double eps, double weight_offset, bool rms, at::ScalarType out_dtype);
 
-// The columns that are not recoverable from an output of y_dtype (core/norm/recoverable.h): int64,
-// ascending. x_dtype chooses the precision, as in the other functions.
+// The columns that are not recoverable from an output of y_dtype, or not precise
+// (core/norm/recoverable.h): int64, ascending. x_dtype chooses the precision, as in the other
+// functions.
 at::Tensor lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
-                        int64_t cols, at::ScalarType x_dtype, at::ScalarType y_dtype);
+                        int64_t cols, at::ScalarType x_dtype, at::ScalarType y_dtype, bool precise);
 
 // xhat of some columns of x, (rows, columns), in the accumulation type; mean undefined with rms.
 at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,

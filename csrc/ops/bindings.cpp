@@ -136,6 +136,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::call_guard<py::gil_scoped_release>());
   m.def("choose_room", &choose_room_of, py::call_guard<py::gil_scoped_release>());
   m.def("fixed_room", &fixed_room);
+  m.def("note_optimizer_step", &note_optimizer_step);
   m.def("take_overflow", &take_overflow_tuple);
   m.def("unrecoverable_columns", &unrecoverable_columns, py::arg("weight"), py::arg("bias"),
         py::arg("weight_offset"), py::arg("out_dtype"), py::call_guard<py::gil_scoped_release>());

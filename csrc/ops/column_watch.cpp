@@ -4,7 +4,8 @@
 // known from stamps. A look that waits is taken when
 //   - the parameters are new,
 //   - their memory is another one, until that has become a habit (FSDP),
-//   - their version counters moved by an amount not seen before (load_state_dict, pruning),
+//   - their version counters moved by an amount not seen before, or without an optimizer's step
+//     (load_state_dict, pruning),
 //   - they move without their version counters (optimizers that write through .data), for a while.
 // A choice stays while the version counters do, so that a checkpoint's second forward pass saves
 // what its first did.
@@ -45,6 +46,7 @@ using at::Tensor;
 
 std::mutex mutex;                         // guards everything here
 std::optional<Overflow> pending_on_host;  // on the CPU, or found in a report
+uint64_t optimizer_steps = 0;
 
 int64_t element_size(ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
 
@@ -158,16 +160,18 @@ struct Watch {
   uint32_t version = 0;
   uint16_t stamp = 0;
 
-  // What is known of how they change.
-  std::array<uint32_t, 4> known_steps{};  // of the version counters
-  int steps = 0;
+  // What is known of how they change: the moves of the version counters, twice that plus one with
+  // an optimizer's step.
+  std::array<uint64_t, 4> known_moves{};
+  int moves = 0;
+  bool optimized = false;  // some came with an optimizer's step
+  uint64_t optimizer_steps = 0;
   int swaps = 0, looks = 0;
   bool moves_unseen = true;  // without the version counters
   bool backward_ran = false;
   int64_t outstanding = 0;  // forward calls whose backward call did not come yet
 };
 
-struct Norms;
 struct Registry {
   ReportArena arena;
   uint64_t next_id = 1;
@@ -175,6 +179,7 @@ struct Registry {
   struct Owner {
     const void* weight;
     std::string description;
+    Watch* watch;  // null when it is gone
   };
   std::vector<Owner> owners;
   std::vector<Tensor> immortal;  // what captured graphs write
@@ -197,6 +202,7 @@ struct Norms : c10::BackendMeta {
   ~Norms() override {
     const std::lock_guard lock(mutex);
     for (const auto& watch : watches) {
+      registry().owners[watch->slot.index].watch = nullptr;
       if (!watch->captured) registry().arena.give_back(watch->slot.index);
     }
   }
@@ -258,7 +264,7 @@ Watch* find_watch(const NormColumns& norm, bool create) {
   watch->slot = registry().arena.take();
   auto& owners = registry().owners;
   if (owners.size() <= watch->slot.index) owners.resize(watch->slot.index + 1);
-  owners[watch->slot.index] = {param.unsafeGetTensorImpl(), describe(norm)};
+  owners[watch->slot.index] = {param.unsafeGetTensorImpl(), describe(norm), watch.get()};
   norms->watches.push_back(std::move(watch));
   return norms->watches.back().get();
 }
@@ -357,12 +363,15 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   const uint32_t version = version_of(norm.weight) + version_of(norm.bias);
   const bool swapped = weight_data != watch->weight_data || bias_data != watch->bias_data;
   const uint32_t step = version - watch->version;
-  const auto known = watch->known_steps.begin();
-  const auto known_end = known + std::min<size_t>(watch->steps, watch->known_steps.size());
-  const bool strange_step = step != 0 && std::find(known, known_end, step) == known_end;
+  const bool optimized = optimizer_steps != watch->optimizer_steps;
+  const uint64_t move = uint64_t{step} << 1 | optimized;
+  const auto known = watch->known_moves.begin();
+  const auto known_end = known + std::min<size_t>(watch->moves, watch->known_moves.size());
+  const bool strange_move = step != 0 && ((watch->optimized && !optimized) ||
+                                          std::find(known, known_end, move) == known_end);
   if (is_capturing()) {
     keep_for_graphs(*watch);
-    if (!watch->chosen || strange_step || (swapped && watch->swaps < kStrangeSwaps))
+    if (!watch->chosen || strange_move || (swapped && watch->swaps < kStrangeSwaps))
       return kSaveInput;
     const int64_t room = room_from(read_report(*watch), horizon(kHorizons - 1), norm);
     return room == kSaveInput ? kSaveInput : std::max(room, fixed_room(norm.cols));
@@ -371,7 +380,7 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (watch->chosen && !swapped && step == 0) {
     const bool repeats = in_backward && watch->outstanding > 0;
-    if (watch->steps > 0 || !watch->backward_ran || repeats) {
+    if (watch->moves > 0 || !watch->backward_ran || repeats) {
       if (!in_backward) ++watch->outstanding;
       return watch->room;
     }
@@ -379,13 +388,14 @@ int64_t choose_on_gpu(const NormColumns& norm) {
 
   bool must_look = !watch->chosen || !watch->history.defined();
   if (watch->chosen && swapped) must_look |= ++watch->swaps <= kStrangeSwaps;
-  if (watch->chosen && strange_step) {
-    watch->known_steps[watch->steps++ % watch->known_steps.size()] = step;
+  if (watch->chosen && strange_move) {
+    watch->known_moves[watch->moves++ % watch->known_moves.size()] = move;
+    watch->optimized |= optimized;
     must_look = true;
   }
   Report report = read_report(*watch);
   if (report.valid) watch->moves_unseen |= report.moved;
-  if (watch->steps == 0 && watch->moves_unseen &&
+  if (watch->moves == 0 && watch->moves_unseen &&
       (requires_grad(norm.weight) || requires_grad(norm.bias))) {
     must_look |= watch->looks++ < kPossibleLooks;
   }
@@ -395,7 +405,7 @@ int64_t choose_on_gpu(const NormColumns& norm) {
       c10::cuda::warning_state().get_sync_debug_mode() != c10::cuda::SyncDebugMode::L_ERROR;
   if (must_look && can_wait) {
     report = look(*watch, norm);
-    watch->moves_unseen = report.moved;
+    if (watch->chosen) watch->moves_unseen = report.moved;
     watch->room = room_for(report.lost, norm);
   } else if (must_look) {
     watch->room = kSaveInput;
@@ -407,6 +417,7 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   watch->weight_data = weight_data;
   watch->bias_data = bias_data;
   watch->version = version;
+  watch->optimizer_steps = optimizer_steps;
   watch->backward_ran = false;
   watch->outstanding = in_backward ? 0 : 1;
   return watch->room;
@@ -423,6 +434,7 @@ void collect_overflow() {
   ColumnReport* const report = arena.at(index).host;
   const auto& owner = registry().owners.at(index);
   pending_on_host = Overflow{owner.weight, owner.description, report->overflow};
+  if (owner.watch != nullptr) owner.watch->chosen = false;
   report->overflow = 0;
 }
 
@@ -433,6 +445,11 @@ void collect_overflow() {}
 }  // namespace
 
 int64_t fixed_room(int64_t cols) { return round_room(std::max<int64_t>(16, cols / 256), cols); }
+
+void note_optimizer_step() {
+  const std::lock_guard lock(mutex);
+  ++optimizer_steps;
+}
 
 std::optional<Overflow> take_overflow() {
   const std::lock_guard lock(mutex);
@@ -468,7 +485,7 @@ int64_t choose_room(const NormColumns& norm) {
   if (param.is_cpu()) {
     const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
     const Tensor lost = cpu::lost_columns(flat(norm.weight), flat(norm.bias), norm.weight_offset,
-                                          norm.cols, norm.x_dtype, norm.y_dtype);
+                                          norm.cols, norm.x_dtype, norm.y_dtype, /*precise=*/true);
     return lost.numel() > most_listed(norm) ? kSaveInput : lost.numel();
   }
 #ifdef FUSED_NORM_WITH_CUDA
@@ -493,7 +510,7 @@ ColumnWatch watch_backward(const NormColumns& norm, bool from_output, cudaStream
   auto& owners = registry().owners;
   const auto slot = registry().arena.take();
   if (owners.size() <= slot.index) owners.resize(slot.index + 1);
-  owners[slot.index] = {nullptr, describe(norm)};
+  owners[slot.index] = {nullptr, describe(norm), nullptr};
   if (!is_capturing()) registry().arena.give_back(slot.index);
   ColumnWatch out{};
   out.report = slot.device;

@@ -37,6 +37,9 @@ int64_t choose_room(const NormColumns& norm);
 // The room of a call that cannot ask: traced, or captured.
 int64_t fixed_room(int64_t cols);
 
+// Some optimizer has changed its parameters. Other changes are events, at which to look.
+void note_optimizer_step();
+
 // A backward call that made gradients NaN.
 struct Overflow {
   const void* weight;       // the TensorImpl of its weight, or of its bias if it has no weight; may

@@ -170,8 +170,12 @@ Forward run_forward(const Tensor& input, const OptionalTensor& weight, const Opt
         {},
         {}};
     if (room > 0) {
-      const Tensor lost =
-          cpu::lost_columns(g_row, b_row, weight_offset, geometry.cols, x_dtype, y_dtype);
+      auto find = [&](bool precise) {
+        return cpu::lost_columns(g_row, b_row, weight_offset, geometry.cols, x_dtype, y_dtype,
+                                 precise);
+      };
+      Tensor lost = find(true);
+      if (lost.numel() > room) lost = find(false);
       const Tensor listed = lost.slice(0, 0, room);
       out.columns = at::zeros({1 + room}, options.dtype(at::kInt));
       out.columns.select(0, 0).fill_(lost.numel());
@@ -252,14 +256,14 @@ namespace {
 // What the CPU path needs to know of the columns that are not recoverable.
 cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight, const Tensor& bias,
                                   const Tensor& columns, const Tensor& side) {
-  const Tensor lost =
-      cpu::lost_columns(weight, bias, norm.weight_offset, norm.cols, norm.x_dtype, norm.y_dtype);
-  if (lost.numel() == 0) return {};
+  const Tensor lost = cpu::lost_columns(weight, bias, norm.weight_offset, norm.cols, norm.x_dtype,
+                                        norm.y_dtype, /*precise=*/false);
   int64_t count = 0;
   if (columns.defined() && columns.numel() > 1)
     count = std::min<int64_t>(*columns.const_data_ptr<int32_t>(), columns.numel() - 1);
   const Tensor listed =
       count > 0 ? columns.slice(0, 1, 1 + count).to(at::kLong) : at::empty({0}, at::kLong);
+  if (lost.numel() == 0 && count == 0) return {};
   const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
   if (missing.numel() > 0) report_overflow(norm, missing.numel());
   return {listed, count > 0 ? side : at::empty({side.defined() ? side.size(0) : 0, 0}), missing};

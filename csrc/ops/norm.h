@@ -26,9 +26,9 @@ TensorTriple norm_forward(const at::Tensor& input, const OptionalTensor& weight,
                           double weight_offset, bool rms, std::optional<at::ScalarType> out_dtype);
 
 // -> (output, rstd, side, columns), for a backward call from the output. columns, int32 of 1 +
-// room, says how many columns are not recoverable (core/norm/recoverable.h) and which the first of
-// them are, and side, (rows, room) in the type of rstd, holds their xhat. room is at most the
-// number of columns.
+// room, says how many columns are not precise (core/norm/recoverable.h) and which they are; if room
+// does not suffice, how many are not recoverable, and the first of these. side, (rows, room) in the
+// type of rstd, holds their xhat. room is at most the number of columns.
 std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward_listing(
     const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
     at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,

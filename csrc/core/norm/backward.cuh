@@ -95,9 +95,11 @@ struct ColumnParams {
       params.weight[i] = inside ? g : A(0);
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
       params.scale[i] = inside ? reciprocal(g) : A(0);
-      if (inside && in.from_output && !is_recoverable(g, params.shift[i], in.list.limits)) {
-        params.scale[i] = static_cast<A>(NAN);
-        const int place = kListed ? in.list.find(col + i) : -1;
+      const A bias = params.shift[i];
+      if (!inside || !in.from_output) continue;
+      if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);
+      if (kListed && !meets(in.list.precise, g, bias)) {
+        const int place = in.list.find(col + i);
         if (place >= 0) {
           params.shift[i] = static_cast<A>(place);
           params.scale[i] = A(0);

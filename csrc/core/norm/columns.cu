@@ -21,14 +21,14 @@ struct ListInput {
   const A* mean;
   const A* rstd;
   ColumnAffine<A> affine;
-  RecoverableLimits<A> limits;
+  RecoverableLimits<A> recoverable, precise;
   int room;
   int32_t* columns;
   A* side;
 
-  __device__ bool lost(int col) const {
-    return !is_recoverable(affine.g(col), affine.b(col), limits);
-  }
+  // Whether a column must be listed, and whether it had better be.
+  __device__ bool lost(int col) const { return !meets(recoverable, affine.g(col), affine.b(col)); }
+  __device__ bool imprecise(int col) const { return !meets(precise, affine.g(col), affine.b(col)); }
 
   // As the forward kernel has it.
   __device__ A xhat(int64_t row, int col) const {
@@ -49,8 +49,15 @@ __global__ void __launch_bounds__(kListThreads)
   const int run = (in.cols + kListThreads - 1) / kListThreads;
   const int begin = min(in.cols, int(threadIdx.x) * run), end = min(in.cols, begin + run);
   int count = 0, first, total;
-  for (int col = begin; col < end; ++col) count += in.lost(col);
+  for (int col = begin; col < end; ++col) count += in.imprecise(col);
   Scan(scan).ExclusiveSum(count, first, total);
+  const bool lost_only = total > in.room;
+  if (lost_only) {
+    __syncthreads();
+    count = 0;
+    for (int col = begin; col < end; ++col) count += in.lost(col);
+    Scan(scan).ExclusiveSum(count, first, total);
+  }
   if (blockIdx.x == 0 && threadIdx.x == 0) in.columns[0] = total;
   wait_for_prerequisites();
 
@@ -62,7 +69,7 @@ __global__ void __launch_bounds__(kListThreads)
     __syncthreads();
     int place = first;
     for (int col = begin; col < end && count > 0; ++col) {
-      if (!in.lost(col)) continue;
+      if (!(lost_only ? in.lost(col) : in.imprecise(col))) continue;
       if (place >= base && place < min(places, base + kListedAtOnce)) {
         listed[place - base] = col;
         if (blockIdx.x == 0) in.columns[1 + place] = col;
@@ -95,6 +102,7 @@ cudaError_t launch_list_columns(const NormForwardParams& params, const DevicePro
                           static_cast<const A*>(params.rstd),
                           {params.weight, params.bias, static_cast<A>(params.weight_offset)},
                           recoverable_limits<A>(params.y_dtype),
+                          precise_limits<A>(params.y_dtype),
                           params.list.room,
                           params.list.columns,
                           static_cast<A*>(params.list.side)};
@@ -110,7 +118,8 @@ cudaError_t launch_column_look(const ColumnLookParams& params, cudaStream_t stre
     using A = decltype(zero);
     const ColumnLook<A> look{params.cols,
                              {params.weight, params.bias, static_cast<A>(params.weight_offset)},
-                             {recoverable_limits<A>(params.y_dtype), 0, nullptr, nullptr},
+                             {recoverable_limits<A>(params.y_dtype),
+                              precise_limits<A>(params.y_dtype), 0, nullptr, nullptr},
                              false,
                              params.watch};
     return detail::launch(column_look<A>, 1, 1024, {}, stream, look);

@@ -13,7 +13,7 @@ namespace fused_norm {
 // What a backward call that works from the output was given by its forward call.
 template <typename A>
 struct ListedColumns {
-  RecoverableLimits<A> limits;
+  RecoverableLimits<A> recoverable, precise;
   int32_t room;  // 0: nothing is listed, and the pointers may be null
   const int32_t* columns;
   const A* side;
@@ -77,14 +77,14 @@ struct ColumnLook {
 
   // Whether a column's gradients are NaN.
   __device__ __forceinline__ bool spoils(int col) const {
-    return from_output && !is_recoverable(affine.g(col), affine.b(col), listed.limits) &&
+    return from_output && !meets(listed.recoverable, affine.g(col), affine.b(col)) &&
            listed.find(col) < 0;
   }
 };
 
 // By all threads of a block of at most 1024, in one dimension or more.
 //
-// A column is at risk for k updates when it might not be recoverable after them, were each update
+// A column is at risk for k updates when it might not be precise after them, were each update
 // to move its g and bias twice as far as the last ones did, with a factor 2 to spare.
 template <typename A>
 __device__ void look_at_columns(const ColumnLook<A>& look) {
@@ -96,10 +96,10 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
 
   int found[kCounts] = {};
   A* const history = static_cast<A*>(look.watch.history);
-  const RecoverableLimits<A>& limits = look.listed.limits;
+  const RecoverableLimits<A>& precise = look.listed.precise;
   for (int col = thread; col < look.cols; col += blockDim.x * blockDim.y) {
     const A g = look.affine.g(col), b = look.affine.b(col);
-    const bool lost = !is_recoverable(g, b, limits);
+    const bool lost = !meets(precise, g, b);
     found[kLost] += lost;
     if (lost) found[kOverflow] += look.spoils(col);
     if (!history) continue;
@@ -121,7 +121,7 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
     for (int h = 0; h < kHorizons; ++h) {
       const A reach = 2 * horizon(h);
       const A nearest = fabs(g) - reach * g_speed, bias = fabs(b) + reach * b_speed;
-      found[kAtRisk + h] += lost || !is_recoverable(nearest / 2, bias, limits) || nearest <= 0;
+      found[kAtRisk + h] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
     }
   }
 #pragma unroll

@@ -1,6 +1,6 @@
-// Columns that are not recoverable from the output (recoverable.h): a forward call lists them, up
-// to the room that it is given, and keeps their xhat in `side`. One that is neither recoverable nor
-// listed makes gradients NaN.
+// Columns that are not precise (recoverable.h): a forward call lists them, or, where the room that
+// it is given does not suffice, those that are not even recoverable. It keeps their xhat in `side`.
+// A column that is neither recoverable nor listed makes gradients NaN.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -15,7 +15,7 @@ namespace fused_norm {
 // What a forward call lists.
 struct ColumnList {
   int32_t room;
-  int32_t* columns;  // 1 + room: how many are not recoverable, then the first of them, ascending
+  int32_t* columns;  // 1 + room: how many there are, then the first of them, ascending
   void* side;        // rows x room, fp32 (fp64 for fp64 x): their xhat
 };
 
@@ -23,12 +23,12 @@ struct ColumnList {
 // risk of not being recoverable.
 //
 // `report` is the outcome in one word, written at once:
-//   bits 0-44   three counts of 15 bits, saturated: the columns that are not recoverable, or may no
+//   bits 0-44   three counts of 15 bits, saturated: the columns that are not precise, or may no
 //               longer be after the next 2, 4 and 16 updates of the parameters
 //   bits 45-60  `stamp`
 //   bit 61      whether the parameters moved since the look before
 //   bit 62      set
-// `lost` is how many columns are not recoverable now.
+// `lost` is how many columns are not precise now.
 struct ColumnReport {
   uint64_t report;
   uint32_t lost;

@@ -129,20 +129,21 @@ template <typename X, typename Y, typename S, bool kListed>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
   using A = Accumulator<X>;
-  const BackwardInput<Y, S, A> in{params.rows,
-                                  params.cols,
-                                  params.from_output,
-                                  static_cast<const Y*>(params.dy),
-                                  params.dy_layout,
-                                  static_cast<const S*>(params.saved),
-                                  params.saved_layout,
-                                  static_cast<const A*>(params.mean),
-                                  static_cast<const A*>(params.rstd),
-                                  params.weight,
-                                  params.bias,
-                                  static_cast<A>(params.weight_offset),
-                                  {recoverable_limits<A>(params.y_dtype), params.list.room,
-                                   params.list.columns, static_cast<const A*>(params.list.side)}};
+  const BackwardInput<Y, S, A> in{
+      params.rows,
+      params.cols,
+      params.from_output,
+      static_cast<const Y*>(params.dy),
+      params.dy_layout,
+      static_cast<const S*>(params.saved),
+      params.saved_layout,
+      static_cast<const A*>(params.mean),
+      static_cast<const A*>(params.rstd),
+      params.weight,
+      params.bias,
+      static_cast<A>(params.weight_offset),
+      {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype), params.list.room,
+       params.list.columns, static_cast<const A*>(params.list.side)}};
   A* const partials = static_cast<A*>(params.workspace);
   const int64_t partial_size = int64_t{plan.partials} * params.cols;
   const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,

@@ -2,6 +2,9 @@
 // xhat = (y - bias) / g: those where g is a normal number of y's dtype and u |bias / g| <= 2^-6,
 // with u the unit roundoff of y's dtype. docs/memory_efficient.md derives the error of such an
 // xhat.
+//
+// An output of 32 or 64 bits gives it nearly as exactly as the input does while |bias / g| <= 2^12:
+// such columns are precise. Those that are not are listed too where there is room.
 #pragma once
 
 #include <limits>
@@ -10,8 +13,8 @@
 
 namespace fused_norm {
 
-// A column is recoverable when |g| lies in [smallest, largest] and |bias| * ratio <= |g|. ratio is
-// 64 u, a power of two, so that the comparison is exact in any precision.
+// A column meets the limits when |g| lies in [smallest, largest] and |bias| * ratio <= |g|. ratio
+// is a power of two, so that the comparison is exact in any precision.
 template <typename A>
 struct RecoverableLimits {
   A smallest, largest, ratio;
@@ -31,9 +34,17 @@ constexpr RecoverableLimits<A> recoverable_limits(DType y) {
   }
 }
 
+// Of precise columns.
+template <typename A>
+constexpr RecoverableLimits<A> precise_limits(DType y) {
+  RecoverableLimits<A> limits = recoverable_limits<A>(y);
+  if (limits.ratio < A(0x1p-12)) limits.ratio = A(0x1p-12);
+  return limits;
+}
+
 // False for NaN too.
 template <typename A>
-constexpr bool is_recoverable(A g, A bias, const RecoverableLimits<A>& limits) {
+constexpr bool meets(const RecoverableLimits<A>& limits, A g, A bias) {
   const A size = g < 0 ? -g : g, shift = bias < 0 ? -bias : bias;
   return size >= limits.smallest && size <= limits.largest && shift * limits.ratio <= size;
 }
