@@ -45,7 +45,32 @@ def norm_forward(
     return output.to(out_dtype or input.dtype), mean, rstd
 
 
-def _xhat(saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms, from_output):
+def _listed(columns, cols):
+    """Where listed columns lie; unused places are that of a column past the end."""
+    places = torch.arange(columns.numel() - 1, device=columns.device)
+    return torch.where(places < columns[0], columns[1:].long(), cols)
+
+
+def _with_listed(rows, columns, values):
+    """``rows`` (M, N) with the listed columns from ``values`` (M, room)."""
+    room_past_end = rows.new_zeros(rows.shape[0], 1)
+    index = _listed(columns, rows.shape[1])
+    return torch.cat([rows, room_past_end], 1).index_copy(1, index, values)[:, :-1]
+
+
+def _xhat(
+    saved,
+    mean,
+    rstd,
+    weight,
+    bias,
+    normalized_shape,
+    weight_offset,
+    rms,
+    from_output,
+    side=None,
+    columns=None,
+):
     dtype = rstd.dtype
     if not from_output:
         x = saved.to(dtype)
@@ -54,7 +79,12 @@ def _xhat(saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms,
     xhat = saved.to(dtype)
     if b is not None:
         xhat = xhat - b
-    return xhat if g is None else xhat / g
+    if g is not None:
+        xhat = xhat / g
+    if side is not None:
+        rows = xhat.reshape(side.shape[0], -1)
+        xhat = _with_listed(rows, columns, side).reshape(xhat.shape)
+    return xhat
 
 
 def norm_backward(
@@ -70,6 +100,8 @@ def norm_backward(
     from_output,
     input_dtype,
     output_mask,
+    side=None,
+    columns=None,
     *,
     batch_dims=0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -83,7 +115,8 @@ def norm_backward(
     dims = _row_dims(normalized_shape)
     leading = list(range(batch_dims, dy.dim() - len(normalized_shape)))
     dy = dy.to(dtype)
-    xhat = _xhat(saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms, from_output)
+    options = (normalized_shape, weight_offset, rms, from_output, side, columns)
+    xhat = _xhat(saved, mean, rstd, weight, bias, *options)
     dx = dweight = dbias = None
     if output_mask[0]:
         g, _ = _affine(weight, None, weight_offset, dtype)
@@ -104,6 +137,7 @@ def norm_backward(
 def statistics_backward(
     dmean,
     drstd,
+    dside,
     saved,
     mean,
     rstd,
@@ -114,20 +148,28 @@ def statistics_backward(
     rms,
     from_output,
     input_dtype,
+    side=None,
+    columns=None,
 ) -> Tensor:
-    """The input's gradient from those of the statistics, either of which may be None:
+    """The input's gradient from those of the statistics and of the listed columns' ``xhat``, any of
+    which may be None:
 
-    d rstd / d x = -rstd^2 xhat / N,    d mean / d x = 1 / N
+    d rstd / d x = -rstd^2 xhat / N,    d mean / d x = 1 / N,
+    d xhat_c / d x_j = rstd (delta_cj - 1 / N - xhat_c xhat_j / N)    (RMSNorm: without 1 / N)
     """
     cols = 1
     for size in normalized_shape:
         cols = cols * size
+    dims = _row_dims(normalized_shape)
+    options = (normalized_shape, weight_offset, rms, from_output, side, columns)
+    xhat = _xhat(saved, mean, rstd, weight, bias, *options)
     dx = torch.zeros_like(saved, dtype=rstd.dtype)
     if drstd is not None:
-        xhat = _xhat(
-            saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms, from_output
-        )
         dx = dx - drstd * rstd.square() * xhat / cols
     if dmean is not None:
         dx = dx + dmean / cols
+    if dside is not None:
+        dxhat = _with_listed(dx.new_zeros(dside.shape[0], cols), columns, dside).reshape(dx.shape)
+        term = dxhat - xhat * (dxhat * xhat).mean(dims, keepdim=True)
+        dx = dx + rstd * (term if rms else term - dxhat.mean(dims, keepdim=True))
     return dx.to(input_dtype)

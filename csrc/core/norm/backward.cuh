@@ -19,9 +19,9 @@ class StagedParams {
   __device__ StagedParams(float* staged, int threads)
       : staged_(reinterpret_cast<float4*>(staged)), threads_(threads) {}
 
-  template <typename In>
+  template <bool kListed, typename In>
   __device__ void stage(const In& in, int p, int thread, int col) const {
-    const auto params = ColumnParams<float, N>::load(in, col);
+    const auto params = ColumnParams<float, N>::template load<kListed>(in, col);
     put(kWeight, p, thread, params.weight);
     if (!in.from_output) return;
     put(kShift, p, thread, params.shift);
@@ -31,6 +31,36 @@ class StagedParams {
   __device__ __forceinline__ void get(ParamKind kind, int p, int thread, float (&out)[N]) const {
 #pragma unroll
     for (int q = 0; q < N / 4; ++q) memcpy(out + 4 * q, &at(kind, p, q, thread), sizeof(float4));
+  }
+
+  // The listed columns of a thread, a bit for each; pack p from bit p * N on. `left`: columns of
+  // the row from this thread's first on.
+  __device__ uint32_t listed(int thread, int left) const {
+    static_assert(kPacks * N <= 32);
+    uint32_t bits = 0;
+    for (int p = 0; p < kPacks; ++p) {
+      float scale[N];
+      get(kScale, p, thread, scale);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const bool inside = p * kSliceStep<N> + i < left;
+        bits |= static_cast<uint32_t>(inside && scale[i] == 0.0f) << (p * N + i);
+      }
+    }
+    return bits;
+  }
+
+  // Puts those of pack p, `bits`, in a row's xhat.
+  __device__ __forceinline__ void take_listed(const ListedColumns<float>& list, uint32_t bits,
+                                              int p, int thread, int64_t row,
+                                              float (&xhat)[N]) const {
+    if ((bits >> p * N & ((1u << N) - 1)) == 0) return;
+    float place[N];
+    get(kShift, p, thread, place);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (bits >> (p * N + i) & 1) xhat[i] = list.xhat(row, static_cast<int>(place[i]));
+    }
   }
 
   // xhat of a pack of the output.
@@ -61,6 +91,9 @@ class StagedParams {
 // A block of 512 threads has at most 8 groups of several warps.
 constexpr int kMaxGroups = 8;
 
+// What forward kept: the input, the output, or that and the list of columns that it does not hold.
+enum class Saved { kInput, kOutput, kOutputAndList };
+
 // A block's shared memory beside the staged parameters.
 template <bool kRms>
 struct BackwardShared {
@@ -71,12 +104,13 @@ struct BackwardShared {
 // Persistent blocks walk over the rows, kRows at a time a group, which keeps its columns' sums and
 // the packs of its next rows in registers. Column parameters are staged once in shared memory, as
 // fp32.
-template <bool kRegular, bool kRms, bool kFromOutput, int kPacks, int kRows, typename X, typename Y,
+template <bool kRegular, bool kRms, Saved kSaved, int kPacks, int kRows, typename X, typename Y,
           typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out,
                                                    BackwardShared<kRms>& shared) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+  constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
   using SavedReader = SliceReader<S, N, kRegular, kPacks>;
   using GradientReader = SliceReader<Y, N, kRegular, kPacks>;
   extern __shared__ __align__(16) float staged[];
@@ -95,8 +129,9 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   wait_for_prerequisites();
   const StagedParams<kPacks, N> params(staged, group.threads());
   for (int p = group.index(); p < kPacks; p += group.groups())
-    params.stage(in, p, group.thread(), col + p * kSliceStep<N>);
+    params.template stage<kListed>(in, p, group.thread(), col + p * kSliceStep<N>);
   __syncthreads();
+  const uint32_t listed = kListed ? params.listed(group.thread(), left) : 0;
 
   const int64_t stride = int64_t{gridDim.x / blocks_per_row} * (group.groups() * kRows);
   int64_t first = int64_t{blockIdx.x / blocks_per_row} * (group.groups() * kRows);
@@ -164,6 +199,10 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         if (r > 0 && row_left[r] <= 0) break;
         if constexpr (kFromOutput) {
           params.take_back(p, group.thread(), xhat[r][p]);
+          if (kListed) {
+            params.take_listed(in.list, listed, p, group.thread(),
+                               row - stride + r * group.groups(), xhat[r][p]);
+          }
         } else {
 #pragma unroll
           for (int i = 0; i < N; ++i)
@@ -230,15 +269,15 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
                         at_slice(out.dbias_partials));
 }
 
-template <typename X, typename Y, typename S, bool kRms, bool kFromOutput, int kPacks>
+template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(512)
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, bool regular) {
   __shared__ BackwardShared<kRms> shared;
   if (regular) {
-    norm_backward_once<true, kRms, kFromOutput, kPacks, kPacks == 1 ? 2 : 1>(in, out, shared);
+    norm_backward_once<true, kRms, kSaved, kPacks, kPacks == 1 ? 2 : 1>(in, out, shared);
   } else {
-    norm_backward_once<false, kRms, kFromOutput, kPacks, 1>(in, out, shared);
+    norm_backward_once<false, kRms, kSaved, kPacks, 1>(in, out, shared);
   }
 }
 

@@ -9,6 +9,7 @@
 
 #include "core/common/row_slice.cuh"
 #include "core/common/statistics.cuh"
+#include "core/norm/columns.cuh"
 #include "core/norm/policies.cuh"
 
 namespace fused_norm {
@@ -28,6 +29,7 @@ struct BackwardInput {
   const A* rstd;
   ParamVector weight, bias;
   A weight_offset;
+  ListedColumns<A> list;
 
   // Rows past the end are empty.
   template <int N, bool kRegular, typename Group>
@@ -58,16 +60,19 @@ struct BackwardOutput {
 };
 
 // xhat = (saved - shift) * scale. From the input both are the row's (mean, rstd); from the output
-// they are the column's (bias, 1 / weight).
+// they are the column's (bias, 1 / weight). A listed column has (its place in the list, 0), and its
+// xhat is taken from there; one that is not recoverable and not listed has a scale of NaN.
 template <typename A, int N>
 struct ColumnParams {
   A weight[N], shift[N], scale[N];
+  uint32_t listed;  // a bit for each column
 
   // Parameters of the columns from `col` on; zero past the end, so that such columns add nothing
-  // anywhere.
-  template <typename In>
+  // anywhere. kListed: some columns may be listed.
+  template <bool kListed, typename In>
   __device__ static ColumnParams load(const In& in, int col) {
     ColumnParams params;
+    params.listed = 0;
     A weights[N], biases[N];
     if (in.weight.data && col < in.cols) load_params<false>(in.weight, col, in.cols, weights);
     if (in.from_output && in.bias.data && col < in.cols)
@@ -79,8 +84,29 @@ struct ColumnParams {
       params.weight[i] = inside ? g : A(0);
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
       params.scale[i] = inside ? reciprocal(g) : A(0);
+      const A bias = params.shift[i];
+      if (!inside || !in.from_output) continue;
+      if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);
+      if (kListed && !meets(in.list.precise, g, bias)) {
+        const int place = in.list.find(col + i);
+        if (place >= 0) {
+          params.shift[i] = static_cast<A>(place);
+          params.scale[i] = A(0);
+          params.listed |= 1u << i;
+        }
+      }
     }
     return params;
+  }
+
+  // Puts the listed columns' values in a row's `xhat`.
+  __device__ __forceinline__ void take_listed(const ListedColumns<A>& list, int64_t row,
+                                              A (&xhat)[N]) const {
+    if (listed == 0) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (listed >> i & 1) xhat[i] = list.xhat(row, static_cast<int>(shift[i]));
+    }
   }
 };
 

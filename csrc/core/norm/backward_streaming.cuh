@@ -14,7 +14,7 @@ __device__ __forceinline__ A gradient_of_x(A w, A xhat, A rstd,
 
 // Any length, first kernel: the sums of w and w * xhat of each row, as means[row] = {mean(w),
 // mean(w * xhat)}.
-template <typename Y, typename S, typename A>
+template <typename Y, typename S, typename A, bool kListed>
 __global__ void __launch_bounds__(512)
     norm_backward_row_means(const __grid_constant__ BackwardInput<Y, S, A> in, A* means) {
   constexpr int N = 16 / (sizeof(S) > sizeof(Y) ? sizeof(S) : sizeof(Y));
@@ -41,17 +41,21 @@ __global__ void __launch_bounds__(512)
       dy_row.load(dy, col, step);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const auto params = ColumnParams<A, N>::load(in, col + p * step);
-        A x[N], d[N];
-        unpack(saved[p], x);
+        const auto params = ColumnParams<A, N>::template load<kListed>(in, col + p * step);
+        A xhat[N], d[N];
+        unpack(saved[p], xhat);
         unpack(dy[p], d);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const A xhat =
-              in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
+          xhat[i] = in.from_output ? (xhat[i] - params.shift[i]) * params.scale[i]
+                                   : (xhat[i] - mean) * rstd;
+        }
+        if (kListed && in_range) params.take_listed(in.list, row, xhat);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
           const A w = d[i] * params.weight[i];
           sums.w += w;
-          sums.wx += w * xhat;
+          sums.wx += w * xhat[i];
         }
       }
     }
@@ -65,7 +69,7 @@ __global__ void __launch_bounds__(512)
 
 // Any length, second kernel: a thread owns one pack of columns and walks over every gridDim.y-th
 // row.
-template <typename X, typename Y, typename S, typename A>
+template <typename X, typename Y, typename S, typename A, bool kListed>
 __global__ void __launch_bounds__(128)
     norm_backward_columns(const __grid_constant__ BackwardInput<Y, S, A> in,
                           const __grid_constant__ BackwardOutput<X, A> out, const A* means,
@@ -73,7 +77,7 @@ __global__ void __launch_bounds__(128)
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   const RowGroup<Barrier::kBlock> group;
   const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;
-  const auto params = ColumnParams<A, N>::load(in, col);
+  const auto params = ColumnParams<A, N>::template load<kListed>(in, col);
   A dweight[N] = {}, dbias[N] = {};
   Pack<S, N> saved[1];
   Pack<Y, N> dy[1];
@@ -83,22 +87,26 @@ __global__ void __launch_bounds__(128)
   };
   fetch(blockIdx.y);
   for (int64_t row = blockIdx.y; row < in.rows; row += gridDim.y) {
-    A x[N], d[N];
-    unpack(saved[0], x);
+    A xhat[N], d[N];
+    unpack(saved[0], xhat);
     unpack(dy[0], d);
     if (row + gridDim.y < in.rows) fetch(row + gridDim.y);
     const A mean = in.mean ? in.mean[row] : A(0);
     const A rstd = in.rstd[row];
     GradientSums<A, false> row_means{};
     if (out.dx != nullptr) row_means = {rms ? A(0) : means[2 * row], means[2 * row + 1]};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      xhat[i] =
+          in.from_output ? (xhat[i] - params.shift[i]) * params.scale[i] : (xhat[i] - mean) * rstd;
+    }
+    if (kListed) params.take_listed(in.list, row, xhat);
     A gradient[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const A xhat =
-          in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
-      dweight[i] += d[i] * xhat;
+      dweight[i] += d[i] * xhat[i];
       dbias[i] += d[i];
-      gradient[i] = gradient_of_x(d[i] * params.weight[i], xhat, rstd, row_means);
+      gradient[i] = gradient_of_x(d[i] * params.weight[i], xhat[i], rstd, row_means);
     }
     if (out.dx != nullptr) {
       Pack<X, N> dx;

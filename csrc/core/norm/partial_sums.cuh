@@ -3,6 +3,7 @@
 
 #include "core/common/overlap.cuh"
 #include "core/common/row_slice.cuh"
+#include "core/norm/columns.cuh"
 
 namespace fused_norm {
 
@@ -60,7 +61,9 @@ __device__ void write_partials(const Group& group, float (&dweight)[kPacks][N],
 }
 
 // Stage 2: out[c] = sum over p of partials[p][c], rounded once. blockIdx.y chooses dweight or
-// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row.
+// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row. One more
+// block in x looks at the parameters meanwhile. A column that is not recoverable and not listed
+// gets NaN, its dbias too.
 constexpr int kSumWarps = 32;
 
 template <typename A>
@@ -72,13 +75,21 @@ struct PartialSums {
 
 template <typename A>
 __global__ void __launch_bounds__(kWarpSize* kSumWarps)
-    sum_partials(const __grid_constant__ PartialSums<A> sums, int rows, int cols) {
+    sum_partials(const __grid_constant__ PartialSums<A> sums,
+                 const __grid_constant__ ColumnLook<A> look, int rows) {
   __shared__ A of_warp[kSumWarps][kWarpSize];
+  const int cols = look.cols;
+  launch_dependents();
+  if (blockIdx.x * kWarpSize >= cols) {
+    if (blockIdx.y == 0) look_at_columns(look);
+    wait_for_prerequisites();
+    return;
+  }
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int col = blockIdx.x * kWarpSize + lane;
   const A* partials = sums.partials[blockIdx.y];
   A sum = 0;
-  launch_dependents();
+  const bool spoiled = warp == 0 && col < cols && look.spoils(col);
   wait_for_prerequisites();
   if (col < cols) {
 #pragma unroll 8
@@ -89,6 +100,7 @@ __global__ void __launch_bounds__(kWarpSize* kSumWarps)
   if (warp != 0 || col >= cols) return;
 #pragma unroll
   for (int w = 1; w < kSumWarps; ++w) sum += of_warp[w][lane];
+  if (spoiled) sum = static_cast<A>(NAN);
   void* out = sums.out[blockIdx.y];
   switch (sums.dtype[blockIdx.y]) {
     case DType::kFloat16:
