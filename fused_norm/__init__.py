@@ -1,4 +1,4 @@
-"""Fused LayerNorm and RMSNorm for PyTorch: drop-in modules, CUDA kernels, and ``memory_efficient``.
+"""Fused LayerNorm, RMSNorm and softmax for PyTorch: drop-in modules, CUDA kernels, and ``memory_efficient``.
 
 >>> import fused_norm as fn
 >>> norm = fn.LayerNorm(4096, memory_efficient=True)  # a torch.nn.LayerNorm
@@ -6,10 +6,18 @@
 
 from fused_norm import functional
 from fused_norm._C import build_info as _build_info
-from fused_norm.modules import LayerNorm, RMSNorm
+from fused_norm.modules import LayerNorm, LogSoftmax, RMSNorm, Softmax
 
 __version__: str = _build_info()["version"]
-__all__ = ["LayerNorm", "RMSNorm", "__version__", "build_info", "functional"]
+__all__ = [
+    "LayerNorm",
+    "LogSoftmax",
+    "RMSNorm",
+    "Softmax",
+    "__version__",
+    "build_info",
+    "functional",
+]
 
 
 def build_info() -> dict:
