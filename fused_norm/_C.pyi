@@ -60,7 +60,8 @@ def softmax_forward(
 ) -> Tensor:
     """Softmax over ``dim``, or its logarithm.
 
-    ``tier`` forces where the kernels keep a row, for measurements; an error where it does not hold one.
+    ``tier`` forces where the kernels keep a row, for measurements; an error where it does not hold
+    one.
     """
 
 def scaled_masked_softmax(

@@ -1,4 +1,4 @@
-"""Fused LayerNorm, RMSNorm and softmax for PyTorch: drop-in modules, CUDA kernels, and ``memory_efficient``.
+"""Fused LayerNorm, RMSNorm and softmax for PyTorch: drop-in modules and CUDA kernels.
 
 >>> import fused_norm as fn
 >>> norm = fn.LayerNorm(4096, memory_efficient=True)  # a torch.nn.LayerNorm

@@ -82,8 +82,9 @@ class NormFunction(torch.autograd.Function):
 
 
 class SoftmaxFunction(torch.autograd.Function):
-    """Softmax over a dimension, or its logarithm: ``apply(input, dim, log, out_dtype)`` returns the output, the
-    only tensor that is saved. First derivatives only: asking for a second one raises."""
+    """Softmax over a dimension, or its logarithm: ``apply(input, dim, log, out_dtype)`` returns the
+    output, the only tensor that is saved. First derivatives only: asking for a second one
+    raises."""
 
     @staticmethod
     def forward(ctx, input, dim, log, out_dtype):
@@ -99,8 +100,8 @@ class SoftmaxFunction(torch.autograd.Function):
 
 
 class ScaledMaskedSoftmaxFunction(torch.autograd.Function):
-    """``apply(input, mask, scale, causal, out_dtype)`` returns the output, the only tensor that is saved: it is
-    zero where the mask hides the input, and so is the gradient."""
+    """``apply(input, mask, scale, causal, out_dtype)`` returns the output, the only tensor that is
+    saved: it is zero where the mask hides the input, and so is the gradient."""
 
     @staticmethod
     def forward(ctx, input, mask, scale, causal, out_dtype):

@@ -136,4 +136,5 @@ def _scaled_masked_softmax_fake(input, mask, scale=1.0, causal=False, out_dtype=
 
 @torch.library.register_fake("fused_norm::softmax_backward")
 def _softmax_backward_fake(dy, output, dim, log, input_dtype, scale=1.0):
+    _C.check_softmax_options(input_dtype, dy.dtype, dy.dim(), dim)
     return dy.new_empty(dy.shape, dtype=input_dtype)

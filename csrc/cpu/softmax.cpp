@@ -252,9 +252,7 @@ struct Tiling {
   }
 
   // Few enough tiles for each thread to be worth it.
-  int64_t grain() const {
-    return std::max<int64_t>(kGrain / (cols * std::min(kTile, inner)), 1);
-  }
+  int64_t grain() const { return std::max<int64_t>(kGrain / (cols * std::min(kTile, inner)), 1); }
 };
 
 template <bool log, typename Acc>
@@ -352,8 +350,7 @@ at::Tensor columns_backward(const at::Tensor& dy, const at::Tensor& y, at::Scala
 // Scaled and masked rows.
 
 template <typename Acc>
-FUSED_NORM_SIMD void scale_and_fill(const Acc* x, Acc scale, const Acc* masked, Acc* y,
-                                    int64_t n) {
+FUSED_NORM_SIMD void scale_and_fill(const Acc* x, Acc scale, const Acc* masked, Acc* y, int64_t n) {
 #pragma omp simd
   for (int64_t i = 0; i < n; ++i) y[i] = masked[i] != 0 ? -kInfinity<Acc> : x[i] * scale;
 }
@@ -377,9 +374,9 @@ FUSED_NORM_SIMD void scale_row(const Acc* x, Acc scale, Acc* y, int64_t n) {
   for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale;
 }
 
-// The rows of a mask that was expanded to the input's shape, as Acc, one at a time; of a boolean mask
-// 1 where it is true. A row that several of the input's share is converted once if they follow each
-// other.
+// The rows of a mask that was expanded to the input's shape, as Acc, one at a time; of a boolean
+// mask 1 where it is true. A row that several of the input's share is converted once if they follow
+// each other.
 template <typename Acc>
 class MaskRows {
  public:
@@ -485,8 +482,7 @@ at::Tensor softmax_forward(const at::Tensor& x, bool log, at::ScalarType out_dty
 at::Tensor scaled_masked_softmax(const at::Tensor& x, const at::Tensor& mask, double scale,
                                  bool causal, at::ScalarType out_dtype) {
   const at::NoGradGuard no_grad;
-  const auto run =
-      x.scalar_type() == at::kDouble ? masked_forward<double> : masked_forward<float>;
+  const auto run = x.scalar_type() == at::kDouble ? masked_forward<double> : masked_forward<float>;
   return run(x, mask, scale, causal, out_dtype);
 }
 

@@ -12,8 +12,8 @@ at::Tensor softmax_forward(const at::Tensor& x, bool log, at::ScalarType out_dty
 // Softmax of scale * x over the last dimension of x (any number of leading ones, not empty), with
 // what `mask` takes away: where a boolean mask is true, or by adding a floating one. mask is
 // undefined, or has x's shape by expand(): its strides are followed, it is never copied whole.
-// causal: element (i, j) of the last two dimensions (q, k) is masked where j > i + k - q. A row with
-// nothing left gives zeros.
+// causal: element (i, j) of the last two dimensions (q, k) is masked where j > i + k - q. A row
+// with nothing left gives zeros.
 at::Tensor scaled_masked_softmax(const at::Tensor& x, const at::Tensor& mask, double scale,
                                  bool causal, at::ScalarType out_dtype);
 

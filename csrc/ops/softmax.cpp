@@ -50,8 +50,7 @@ Geometry geometry_of(const Tensor& tensor, int64_t dim) {
   const auto sizes = tensor.sizes();
   if (dim < 0) dim += tensor.dim();
   const Geometry geometry{dim, c10::multiply_integers(sizes.begin(), sizes.begin() + dim),
-                          sizes[dim],
-                          c10::multiply_integers(sizes.begin() + dim + 1, sizes.end())};
+                          sizes[dim], c10::multiply_integers(sizes.begin() + dim + 1, sizes.end())};
   TORCH_CHECK(geometry.cols <= kMaxCols, "dim ", dim, " has ", geometry.cols,
               " elements; at most 2^30 are supported");
   return geometry;
@@ -283,9 +282,9 @@ Tensor scaled_masked_softmax(const Tensor& input, const std::optional<Tensor>& m
   check_layout(input, "input");
   const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
   const bool has_mask = mask.has_value() && mask->defined();
-  check_masked_softmax_options(
-      input.scalar_type(), has_mask ? std::optional(mask->scalar_type()) : std::nullopt, y_dtype,
-      input.dim(), scale, causal);
+  check_masked_softmax_options(input.scalar_type(),
+                               has_mask ? std::optional(mask->scalar_type()) : std::nullopt,
+                               y_dtype, input.dim(), scale, causal);
   const Tensor expanded = expanded_mask(mask, input);
   const Geometry geometry = geometry_of(input, -1);
   check_tier(tier, input, geometry);
@@ -324,8 +323,8 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
   check_softmax_options(input_dtype, dy.scalar_type(), dy.dim(), dim);
   TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
   const Geometry geometry = geometry_of(dy, dim);
-  TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim,
-              " of shape ", dy.sizes(), ": only softmax over the last dimension is scaled");
+  TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim, " of shape ",
+              dy.sizes(), ": only softmax over the last dimension is scaled");
   check_tier(tier, dy, geometry);
   if (dy.numel() == 0) return at::empty(dy.sizes(), dy.options().dtype(input_dtype));
   if (dy.is_cpu()) {

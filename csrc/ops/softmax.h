@@ -29,8 +29,7 @@ at::Tensor softmax_forward(const at::Tensor& input, int64_t dim, bool log,
 // dimensions are (queries, keys), and key j is masked for query i where j > i + keys - queries. A
 // row whose every element is masked gives zeros.
 at::Tensor scaled_masked_softmax(const at::Tensor& input, const std::optional<at::Tensor>& mask,
-                                 double scale, bool causal,
-                                 std::optional<at::ScalarType> out_dtype,
+                                 double scale, bool causal, std::optional<at::ScalarType> out_dtype,
                                  SoftmaxTier tier = SoftmaxTier::kAuto);
 
 // The gradient of the input from `output`, in input_dtype; of both operators above, as where an
