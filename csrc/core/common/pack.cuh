@@ -14,17 +14,27 @@
 
 namespace fused_norm {
 
-// kBytes (4, 8 or 16) as registers hold them.
+// kBytes (4, 8 or 16; 2 for a single element) as registers hold them.
 template <int kBytes>
 struct Words {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   uint32_t at[kBytes / 4];
+};
+template <>
+struct Words<2> {
+  uint16_t at[1];
 };
 
 // N elements of type T, as words: 16-bit elements taken apart would fill a register each.
 template <typename T, int N>
 struct Pack {
   Words<sizeof(T) * N> words;
+};
+
+// A pack in shared memory: one access.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) AlignedPack {
+  Pack<T, N> pack;
 };
 
 template <typename T>
@@ -62,7 +72,9 @@ __device__ __forceinline__ uint32_t round_pair(float a, float b, __nv_bfloat16) 
 
 template <typename T, int N>
 __device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&out)[N]) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && N == 1) {
+    out[0] = static_cast<float>(detail::bit_copy<T>(pack.words));
+  } else if constexpr (sizeof(T) == 2) {
     using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
@@ -78,7 +90,9 @@ __device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&
 // Rounds to nearest even.
 template <typename T, int N, typename A>
 __device__ __forceinline__ void round_to(Pack<T, N>& pack, const A (&in)[N]) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && N == 1) {
+    pack.words = detail::bit_copy<Words<2>>(T(in[0]));
+  } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       pack.words.at[i] = detail::round_pair(in[2 * i], in[2 * i + 1], T());
@@ -132,6 +146,8 @@ __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
     return bit_copy<Words<16>>(__ldg(reinterpret_cast<const uint4*>(address)));
   } else if constexpr (kBytes == 8) {
     return bit_copy<Words<8>>(__ldg(reinterpret_cast<const uint2*>(address)));
+  } else if constexpr (kBytes == 2) {
+    return {__ldg(reinterpret_cast<const uint16_t*>(address))};
   } else {
     return bit_copy<Words<4>>(__ldg(reinterpret_cast<const uint32_t*>(address)));
   }
@@ -154,12 +170,41 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
     *reinterpret_cast<uint4*>(address) = bit_copy<uint4>(words);
   } else if constexpr (kBytes == 8) {
     *reinterpret_cast<uint2*>(address) = bit_copy<uint2>(words);
+  } else if constexpr (kBytes == 2) {
+    *reinterpret_cast<uint16_t*>(address) = words.at[0];
   } else {
     *reinterpret_cast<uint32_t*>(address) = bit_copy<uint32_t>(words);
   }
 }
 
 }  // namespace detail
+
+// Sets the elements of a pack from `count` on to -inf, which a maximum and a sum of exponentials pass
+// over. A regular row has whole packs in it or none of a pack.
+template <bool kRegular, typename T, int N>
+__device__ __forceinline__ void pad_with_lowest(Pack<T, N>& pack, int count) {
+  if (count >= N) return;
+  if constexpr (sizeof(T) == 8) {
+    static_assert(N == 2);
+    Words<16>& words = pack.words;
+    if (count <= 0) words.at[0] = 0, words.at[1] = 0xfff00000u;
+    words.at[2] = 0, words.at[3] = 0xfff00000u;
+  } else {
+    constexpr uint32_t kLowest = std::is_same_v<T, float>    ? 0xff800000u
+                                 : std::is_same_v<T, __half> ? 0xfc00fc00u
+                                                             : 0xff80ff80u;
+    constexpr int kPerWord = 4 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < N / kPerWord; ++i) {
+      uint32_t& word = pack.words.at[i];
+      if (kRegular || count <= i * kPerWord) {
+        word = kLowest;
+      } else if (kPerWord == 2 && count == i * kPerWord + 1) {
+        word = (word & 0xffff) | (kLowest & 0xffff0000u);
+      }
+    }
+  }
+}
 
 // Rows are regular when every one starts on a pack boundary and is a whole number of packs. The
 // caller finds out on the host; kernels hold both forms, with the same arithmetic, and branch once.
@@ -385,6 +430,11 @@ class RowWriter {
   int cols_, lane_, lanes_, shift_;
   unsigned mask_;
 };
+
+// n / divisor, for n below 2^31.
+__device__ __forceinline__ uint32_t divide(uint32_t n, const Divider& by) {
+  return (__umulhi(n, by.multiplier) + n) >> by.shift;
+}
 
 // Where row `row` starts.
 template <typename T>
