@@ -11,9 +11,9 @@ import torch
 
 import benchmarks
 import fused_norm as fn
-from benchmarks import norm
+from benchmarks import norm, softmax
 
-COMMANDS = {"norm": norm}
+COMMANDS = {"norm": norm, "softmax": softmax}
 
 
 class Parser(argparse.ArgumentParser):

@@ -11,6 +11,7 @@ import itertools
 import sys
 
 import torch
+import softmax_harness as softmax
 from harness import OUTPUTS, Form, apply, forward_backward, randn, random_parameters
 
 COLS = [1, 3, 33, 96, 250, 1000, 1025, 4097, 9001, 40000]
@@ -29,8 +30,39 @@ def forms():
         yield Form(kind, x, x, weight=x, bias=bias, memory_efficient=True)
 
 
+# Rows of every tier, odd and even; columns of either kernel form.
+SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
+SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
+
+
+def softmax_calls(generator):
+    """(form, x, dy, mask) of softmax, log_softmax and masked softmax."""
+    tiers = ("auto", "warp", "block", "uncached")
+    for pair, tier, cols in itertools.product(softmax.PAIRS, tiers, SOFTMAX_COLS):
+        for rows in (1, 7):
+            packed = randn(generator, rows, cols + 3, dtype=pair[0])
+            packed_dy = randn(generator, rows, cols + 1, dtype=pair[1])
+            x, dy = packed[:, 3:], packed_dy[:, 1:]
+            for log in (False, True):
+                yield softmax.Form(*pair, log=log, tier=tier), x, dy, None
+            form = softmax.Form(*pair, tier=tier, masked=True, scale=0.5, causal=True)
+            yield form, x, dy, randn(generator, 1, cols + 1)[:, 1:] < 0
+            yield form, x, dy, randn(generator, rows, cols, dtype=pair[0])
+            yield form, x, dy, randn(generator, rows, 1)
+    for pair, shape in itertools.product(softmax.PAIRS, SOFTMAX_COLUMNS):
+        x, dy = (randn(generator, *shape, dtype=dtype) for dtype in pair)
+        for log in (False, True):
+            yield softmax.Form(*pair, log=log, dim=1), x, dy, None
+
+
 def main():
     generator = torch.Generator("cuda").manual_seed(0)
+    label = None
+    for form, *tensors in softmax_calls(generator):
+        if str(form) != label:
+            label = str(form)
+            print(label, file=sys.stderr, flush=True)
+        softmax.forward_backward(form, *tensors)
     every_form = list(forms())
     for number, form in enumerate(every_form):
         print(f"{number + 1}/{len(every_form)} {form}", file=sys.stderr, flush=True)

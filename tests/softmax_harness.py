@@ -90,17 +90,33 @@ def hidden_of(form, x, mask):
     return hidden.expand(x.shape)
 
 
+def in_tier(call, tier):
+    """call(tier), or call("auto") where the tier does not hold such rows in this direction."""
+    try:
+        return call(tier)
+    except RuntimeError as error:
+        if "does not hold" not in str(error):
+            raise
+        return call("auto")
+
+
 def forward_backward(form, x, dy, mask=None, call=apply):
-    """(y, dx). A forced tier is that of both directions, and has no graph."""
+    """(y, dx). A forced tier is that of each direction in which it holds the rows; no graph."""
     if form.tier == "auto":
         leaf = x.detach().requires_grad_()
         y = call(form, leaf, mask)
         return y.detach(), torch.autograd.grad(y, leaf, dy)[0]
-    if form.masked:
-        y = _C.scaled_masked_softmax(x, mask, form.scale, form.causal, form.y, form.tier)
-    else:
-        y = _C.softmax_forward(x, form.dim, form.log, form.y, form.tier)
-    return y, _C.softmax_backward(dy, y, form.dim, form.log, form.x, form.scale, form.tier)
+
+    def forward(tier):
+        if form.masked:
+            return _C.scaled_masked_softmax(x, mask, form.scale, form.causal, form.y, tier)
+        return _C.softmax_forward(x, form.dim, form.log, form.y, tier)
+
+    def backward(tier):
+        return _C.softmax_backward(dy, y, form.dim, form.log, form.x, form.scale, tier)
+
+    y = in_tier(forward, form.tier)
+    return y, in_tier(backward, form.tier)
 
 
 def reference(logits, log):
