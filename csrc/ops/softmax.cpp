@@ -93,6 +93,7 @@ void check_tier_holds(SoftmaxTier tier, bool backward, const Geometry& geometry,
 
 // Rows along the tensor's last dimension but for ones after it.
 Rows as_softmax_rows(const Tensor& tensor, const Geometry& geometry) {
+  if (geometry.dim + 1 == tensor.dim()) return as_rows(tensor, 1);
   return as_rows(tensor.dim() == 0 ? tensor.reshape({1}) : tensor.flatten(geometry.dim), 1);
 }
 
