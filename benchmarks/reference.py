@@ -86,8 +86,10 @@ def softmax_forward_error(case, x, y):
     return worst
 
 
-def softmax_backward_error(case, dy, y, dx):
-    """Of the gradient of the output `y` as it is, rounded or not."""
+def softmax_backward_error(case, dy, y, dx, product_dtype=None):
+    """Of the gradient of the output `y` as it is, rounded or not. `product_dtype`: what the
+    implementation rounds dy * y to before it sums, if not to fp32."""
+    rounded = U if product_dtype is None else torch.finfo(product_dtype).eps / 2
     worst = 0.0
     for rows in _chunks(dy):
         y64, dy64 = y[rows].double(), dy[rows].double()
@@ -98,7 +100,8 @@ def softmax_backward_error(case, dy, y, dx):
         else:
             product = dy64 * y64
             ref = (dy64 - product.sum(1, keepdim=True)) * y64
-            terms = y64 * (dy64.abs() + product.abs().sum(1, keepdim=True))
+            size = product.abs().sum(1, keepdim=True)
+            terms = y64 * (dy64.abs() + size) + rounded / (32 * U) * (product.abs() + y64 * size)
         worst = max(worst, _worst(dx[rows], ref, 32 * U * terms))
     return worst
 
