@@ -2,6 +2,7 @@
 strided memory.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
+    [norm] [softmax]
 
 Without torch's caching allocator every tensor is an allocation of its own, so that a read or write
 past its end is seen. The tools racecheck, initcheck and synccheck take the same command.
@@ -54,14 +55,16 @@ def softmax_calls(generator):
             yield softmax.Form(*pair, log=log, dim=1), x, dy, None
 
 
-def main():
-    generator = torch.Generator("cuda").manual_seed(0)
+def run_softmax(generator):
     label = None
     for form, *tensors in softmax_calls(generator):
         if str(form) != label:
             label = str(form)
             print(label, file=sys.stderr, flush=True)
         softmax.forward_backward(form, *tensors)
+
+
+def run_norm(generator):
     every_form = list(forms())
     for number, form in enumerate(every_form):
         print(f"{number + 1}/{len(every_form)} {form}", file=sys.stderr, flush=True)
@@ -71,6 +74,13 @@ def main():
             dy = randn(generator, rows, cols, dtype=form.y)
             for x in (packed[:, 3:], packed[:, 1 : cols + 1].contiguous()):
                 forward_backward(apply, form, x, [cols], weight, bias, dy)
+
+
+def main():
+    generator = torch.Generator("cuda").manual_seed(0)
+    families = {"softmax": run_softmax, "norm": run_norm}
+    for name in sys.argv[1:] or families:
+        families[name](generator)
     torch.cuda.synchronize()
 
 
