@@ -134,13 +134,16 @@ def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
     return 0 if ndim in (0, 1, 3) else 1
 
 
-def _softmax_out_dtype(input: Tensor) -> torch.dtype:
-    """The output's dtype where the call does not name one: the input's, and fp32 for 16-bit input
-    under autocast on CUDA, where torch runs its softmaxes in fp32."""
-    dtype = input.dtype
-    if dtype in _SIXTEEN_BIT and input.device.type == "cuda" and torch.is_autocast_enabled("cuda"):
+def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
+    """The output's dtype where the call does not name one: None for the input's, and fp32 for
+    16-bit input under autocast on CUDA, where torch runs its softmaxes in fp32."""
+    if (
+        input.dtype in _SIXTEEN_BIT
+        and input.device.type == "cuda"
+        and torch.is_autocast_enabled("cuda")
+    ):
         return torch.float32
-    return dtype
+    return None
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
@@ -148,10 +151,9 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
     if dtype is None:
         dtype = _softmax_out_dtype(input)
-    elif not (
-        dtype is input.dtype or (dtype is torch.float32 and input.dtype in _SIXTEEN_BIT)
-    ):  # no kernel converts these: first the conversion, as torch has it
-        input = input.to(dtype)
+    elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
+        # No kernel converts these: first the conversion, if it is one, as torch has it.
+        input, dtype = input.to(dtype), None
     if torch.compiler.is_compiling():
         return _ops.softmax_forward(input, dim, log, dtype)
     if torch.is_grad_enabled() and input.requires_grad:
