@@ -1,4 +1,4 @@
-"""The autograd layer: what an operator saves for its backward pass, and the gradients from it.
+"""The autograd layer: what a norm saves for its backward pass, and the gradients from it.
 
 ``memory_efficient`` saves the output instead of the input. A transformer keeps that output anyway (the next
 linear layer saves it), so the norm's own saved activation becomes free. The idea is that of apex's fused layer
@@ -81,60 +81,6 @@ class NormFunction(torch.autograd.Function):
         return (*gradients, None, None, None, None, None, None)
 
 
-class SoftmaxFunction(torch.autograd.Function):
-    """Softmax over a dimension, or its logarithm: ``apply(input, dim, log, out_dtype)`` returns the
-    output, the only tensor that is saved. First derivatives only: asking for a second one
-    raises."""
-
-    @staticmethod
-    def forward(ctx, input, dim, log, out_dtype):
-        output = _ops.call_below_autograd(_ops.softmax_forward, input, dim, log, out_dtype)
-        ctx.save_for_backward(output)
-        ctx.args = (dim, log, input.dtype)
-        ctx.set_materialize_grads(False)
-        return output
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _softmax_gradient(ctx, dy), None, None, None
-
-
-class ScaledMaskedSoftmaxFunction(torch.autograd.Function):
-    """``apply(input, mask, scale, causal, out_dtype)`` returns the output, the only tensor that is
-    saved: it is zero where the mask hides the input, and so is the gradient."""
-
-    @staticmethod
-    def forward(ctx, input, mask, scale, causal, out_dtype):
-        output = _ops.call_below_autograd(
-            _ops.scaled_masked_softmax, input, mask, scale, causal, out_dtype
-        )
-        ctx.save_for_backward(output)
-        ctx.args = (-1, False, input.dtype, scale)
-        ctx.set_materialize_grads(False)
-        return output
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _softmax_gradient(ctx, dy), None, None, None, None
-
-
-def _softmax_gradient(ctx, dy):
-    if dy is None:
-        return None
-    args = (dy, *ctx.saved_tensors, *ctx.args)
-    if torch.is_grad_enabled():  # create_graph=True: the operator's Autograd kernel decides
-        return _ops.softmax_backward(*args)
-    return _ops.call_below_autograd(_ops.softmax_backward, *args)
-
-
-def check_mask_needs_no_grad(mask) -> None:
-    if mask is not None and mask.requires_grad and torch.is_grad_enabled():
-        raise RuntimeError(
-            "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
-            "mask.detach(), or add it to the input before softmax"
-        )
-
-
 def _needs_grad(*tensors) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
@@ -157,33 +103,6 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     return _ops.call_below_autograd(_ops.norm_backward, dy, saved, mean, rstd, weight, bias, *args)
 
 
-def _softmax_forward_autograd(input, dim, log=False, out_dtype=None):
-    if _needs_grad(input):
-        return SoftmaxFunction.apply(input, dim, log, out_dtype)
-    return _ops.call_below_autograd(_ops.softmax_forward, input, dim, log, out_dtype)
-
-
-def _scaled_masked_softmax_autograd(input, mask, scale=1.0, causal=False, out_dtype=None):
-    check_mask_needs_no_grad(mask)
-    args = (input, mask, scale, causal, out_dtype)
-    if _needs_grad(input):
-        return ScaledMaskedSoftmaxFunction.apply(*args)
-    return _ops.call_below_autograd(_ops.scaled_masked_softmax, *args)
-
-
-def _softmax_backward_autograd(dy, output, *args):
-    if _needs_grad(dy, output):
-        raise RuntimeError(
-            "fused_norm does not compute second derivatives of a softmax yet: call backward() or "
-            "torch.autograd.grad() without create_graph=True, or use torch.nn.functional.softmax "
-            "in this place"
-        )
-    return _ops.call_below_autograd(_ops.softmax_backward, dy, output, *args)
-
-
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")
 _library.impl("norm_backward", _norm_backward_autograd, "Autograd")
-_library.impl("softmax_forward", _softmax_forward_autograd, "Autograd")
-_library.impl("scaled_masked_softmax", _scaled_masked_softmax_autograd, "Autograd")
-_library.impl("softmax_backward", _softmax_backward_autograd, "Autograd")

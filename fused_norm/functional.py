@@ -154,11 +154,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if torch.compiler.is_compiling():
-        return _ops.softmax_forward(input, dim, log, dtype)
-    if torch.is_grad_enabled() and input.requires_grad:
-        return _autograd.SoftmaxFunction.apply(input, dim, log, dtype)
-    return _ops.call_below_autograd(_ops.softmax_forward, input, dim, log, dtype)
+    return _ops.softmax_forward(input, dim, log, dtype)
 
 
 def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -228,10 +224,4 @@ def scaled_masked_softmax(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it. Also where ``mask`` requires grad, or a second derivative is asked for.
     """
-    dtype = _softmax_out_dtype(input)
-    if torch.compiler.is_compiling():
-        return _ops.scaled_masked_softmax(input, mask, scale, causal, dtype)
-    _autograd.check_mask_needs_no_grad(mask)
-    if torch.is_grad_enabled() and input.requires_grad:
-        return _autograd.ScaledMaskedSoftmaxFunction.apply(input, mask, scale, causal, dtype)
-    return _ops.call_below_autograd(_ops.scaled_masked_softmax, input, mask, scale, causal, dtype)
+    return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))

@@ -251,11 +251,14 @@ def test_second_derivatives_raise(which, device, generator):
 
 @pytest.mark.parametrize("which", range(5))
 def test_forward_mode_raises(which, device, generator):
-    """No silent zero tangent."""
+    """No silent zero tangent, whether the input needs grad or not."""
     x = leaf(generator, 4, 6)
-    with torch.autograd.forward_ad.dual_level(), pytest.raises((RuntimeError, NotImplementedError)):
-        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
-        list(calls_on(x).values())[which](dual)
+    for primal in (x, x.detach()):
+        for context in (torch.enable_grad(), torch.no_grad()):
+            with context, torch.autograd.forward_ad.dual_level():
+                dual = torch.autograd.forward_ad.make_dual(primal, torch.ones_like(x))
+                with pytest.raises((RuntimeError, NotImplementedError)):
+                    list(calls_on(x).values())[which](dual)
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
