@@ -53,17 +53,17 @@ __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& loa
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
-  const int step = group.threads() * N;
-  const int col = group.thread() * N + at.rank * kPacks * step;
+  const int step = group.lanes() * N;
+  const int col = at.rank * group.threads() * kPacks * N + run_start<kPacks, N>(group);
   Pack<Y, N> dy[kPacks], y[kPacks];
   {
     const auto dy_row = load.dy.template open<N, kRegular>(at.row, group);
     const auto y_row = load.y.template open<N, kRegular>(at.row, group);
-    typename RowReader<Y, N, kRegular>::template Fetched<kPacks> dy_fetched, y_fetched;
-    dy_row.fetch(dy_fetched, col, step);
-    y_row.fetch(y_fetched, col, step);
-    dy_row.extract(dy_fetched, dy, col, step);
-    y_row.extract(y_fetched, y, col, step);
+    typename RowReader<Y, N, kRegular>::template FetchedRun<kPacks> dy_fetched, y_fetched;
+    dy_row.fetch_run(dy_fetched, col);
+    y_row.fetch_run(y_fetched, col);
+    dy_row.extract_run(dy_fetched, dy, col);
+    y_row.extract_run(y_fetched, y, col);
   }
   A sums[kPacks];
 #pragma unroll
@@ -74,12 +74,14 @@ __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& loa
     sum = reduce_row(group, cluster, at.spread, sum, A(0), slots, SumOf());
   }
 
-  const auto out = store.template open<N, kRegular>(at.row, group);
+  auto out = store.template open<N, kRegular>(at.row, group);
+  forget_elements(dy);
+  forget_elements(y);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     A dx[N];
     gradient<kLog>(dy[p], y[p], sum, load.scale, dx);
-    out.store(col + p * step, dx);
+    out.store(p, kPacks, col + p * step, dx);
   }
 }
 
@@ -93,7 +95,7 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   using A = Accumulator<Y>;
   constexpr int N = kPackElements<Y, typename Store::Output>;
   constexpr int kPacks = 2;
-  using Fetched = typename RowReader<Y, N, kRegular>::template Fetched<kPacks>;
+  using Fetched = typename RowReader<Y, N, kRegular>::template FetchedRun<kPacks>;
   extern __shared__ __align__(16) char cache_bytes[];
   using CachedPack = AlignedPack<Y, N>;
   CachedPack* const dy_cache = reinterpret_cast<CachedPack*>(cache_bytes) + threadIdx.x;
@@ -102,7 +104,7 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, true);
-  const int step = group.threads() * N, stride = kPacks * step;
+  const int step = group.lanes() * N, stride = group.threads() * kPacks * N;
   const int begin = at.rank * slice, end = min(begin + slice, load.y.cols);
   const auto dy_row = load.dy.template open<N, kRegular>(at.row, group);
   const auto y_row = load.y.template open<N, kRegular>(at.row, group);
@@ -110,15 +112,15 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   A sum = 0;
   Fetched dy_fetched, y_fetched;
   auto fetch = [&](int col) {
-    dy_row.fetch(dy_fetched, col, step);
-    if (!kLog || cached) y_row.fetch(y_fetched, col, step);
+    dy_row.fetch_run(dy_fetched, col);
+    if (!kLog || cached) y_row.fetch_run(y_fetched, col);
   };
-  if (begin < end) fetch(begin + group.thread() * N);
+  if (begin < end) fetch(begin + run_start<kPacks, N>(group));
   for (int base = begin; base < end; base += stride) {
-    const int col = base + group.thread() * N;
+    const int col = base + run_start<kPacks, N>(group);
     Pack<Y, N> dy[kPacks], y[kPacks];
-    dy_row.extract(dy_fetched, dy, col, step);
-    if (!kLog || cached) y_row.extract(y_fetched, y, col, step);
+    dy_row.extract_run(dy_fetched, dy, col);
+    if (!kLog || cached) y_row.extract_run(y_fetched, y, col);
     if (base + stride < end) fetch(col + stride);
     A sums[kPacks];
 #pragma unroll
@@ -136,14 +138,14 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   sum = reduce_row(group, cluster, at.spread, group.reduce_lanes(sum, SumOf()), A(0), slots,
                    SumOf());
 
-  const auto out = store.template open<N, kRegular>(at.row, group);
+  auto out = store.template open<N, kRegular>(at.row, group);
   // Backwards: what was read last is the likeliest to be in the L2 cache yet.
   for (int base = last_chunk(begin, end, stride); base >= begin; base -= stride) {
-    const int col = base + group.thread() * N;
+    const int col = base + run_start<kPacks, N>(group);
     Pack<Y, N> dy[kPacks], y[kPacks];
     if (!cached) {
-      dy_row.load(dy, col, step);
-      y_row.load(y, col, step);
+      dy_row.load_run(dy, col);
+      y_row.load_run(y, col);
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
@@ -154,7 +156,7 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
       }
       A dx[N];
       gradient<kLog>(dy[p], y[p], sum, load.scale, dx);
-      out.store(col + p * step, dx);
+      out.store(p, kPacks, col + p * step, dx);
     }
   }
 }

@@ -21,13 +21,13 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
-  const int step = group.threads() * N;
-  const int col = group.thread() * N + at.rank * kPacks * step;
+  const int step = group.lanes() * N;
+  const int col = at.rank * group.threads() * kPacks * N + run_start<kPacks, N>(group);
   typename Row::Kept kept[kPacks];
   {
     const Row in = load.template open<N, kRegular>(at.row, group);
     Pack<X, N> packs[kPacks];
-    in.reader.load(packs, col, step);
+    in.reader.load_run(packs, col);
     in.prepare(packs, kept, col, step);
   }
 
@@ -40,6 +40,7 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   }
   top = group.reduce_lanes(top, LargerOf());
   const A shift = shift_of(top);
+  if constexpr (kPacks * N > 32) forget_elements(kept);
   A exponentials[kPacks][N], sums[kPacks];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -56,7 +57,8 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   }
 
   const Finish<kLog, A> finish(sum, top, Load::kMasked);
-  const auto out = store.template open<N, kRegular>(at.row, group);
+  auto out = store.template open<N, kRegular>(at.row, group);
+  if constexpr (kPacks * N > 32) forget_elements(kept);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     A y[N];
@@ -67,7 +69,7 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
              : kLog ? finish(y[i] - shift, A(0))
                     : finish(A(0), exp_of(y[i] - shift));
     }
-    out.store(col + p * step, y);
+    out.store(p, kPacks, col + p * step, y);
   }
 }
 
@@ -83,7 +85,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
   constexpr int N = kPackElements<X, typename Store::Output>;
   constexpr int kPacks = 4;
   using Row = typename Load::template Row<N, kRegular>;
-  using Fetched = typename RowReader<X, N, kRegular>::template Fetched<kPacks>;
+  using Fetched = typename RowReader<X, N, kRegular>::template FetchedRun<kPacks>;
   extern __shared__ __align__(16) char cache_bytes[];
   using CachedPack = AlignedPack<X, N>;
   CachedPack* const cache = reinterpret_cast<CachedPack*>(cache_bytes) + threadIdx.x;
@@ -91,18 +93,18 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, true);
-  const int step = group.threads() * N, stride = kPacks * step;
+  const int step = group.lanes() * N, stride = group.threads() * kPacks * N;
   const int begin = at.rank * slice, end = min(begin + slice, load.x.cols);
   const Row in = load.template open<N, kRegular>(at.row, group);
 
   ExpSum<A> part = ExpSum<A>::empty();
   Fetched fetched;
-  if (begin < end) in.reader.fetch(fetched, begin + group.thread() * N, step);
+  if (begin < end) in.reader.fetch_run(fetched, begin + run_start<kPacks, N>(group));
   for (int base = begin; base < end; base += stride) {
-    const int col = base + group.thread() * N;
+    const int col = base + run_start<kPacks, N>(group);
     Pack<X, N> packs[kPacks];
-    in.reader.extract(fetched, packs, col, step);
-    if (base + stride < end) in.reader.fetch(fetched, col + stride, step);
+    in.reader.extract_run(fetched, packs, col);
+    if (base + stride < end) in.reader.fetch_run(fetched, col + stride);
     if (cached) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
@@ -119,6 +121,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
       top = larger_of(top, max_of(x));
     }
     const A shift = shift_of(top);
+    forget_elements(kept);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       A x[N];
@@ -137,10 +140,10 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
 
   const Finish<kLog, A> finish(sum, sum.max, Load::kMasked);
   const A shift = shift_of(sum.max);
-  const auto out = store.template open<N, kRegular>(at.row, group);
+  auto out = store.template open<N, kRegular>(at.row, group);
   // Backwards: what was read last is the likeliest to be in the L2 cache yet.
   for (int base = last_chunk(begin, end, stride); base >= begin; base -= stride) {
-    const int col = base + group.thread() * N;
+    const int col = base + run_start<kPacks, N>(group);
     Pack<X, N> packs[kPacks];
     if (cached) {
 #pragma unroll
@@ -148,7 +151,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
         packs[p] = cache[(base - begin) / N + p * group.threads()].pack;
       }
     } else {
-      in.reader.load(packs, col, step);
+      in.reader.load_run(packs, col);
     }
     typename Row::Kept kept[kPacks];
     in.prepare(packs, kept, col, step);
@@ -160,13 +163,13 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
       for (int i = 0; i < N; ++i) {
         y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
       }
-      out.store(col + p * step, y);
+      out.store(p, kPacks, col + p * step, y);
     }
   }
 }
 
 template <typename Load, typename Store, int kPacks>
-__global__ void __launch_bounds__(kWarpTierThreads, kPacks <= 4 ? 8 : 6)
+__global__ void __launch_bounds__(kWarpTierThreads, kPacks <= 4 || !Load::kMasked ? 8 : 4)
     softmax_forward_warp(const __grid_constant__ Load load, const __grid_constant__ Store store,
                          bool regular, bool log) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
@@ -186,7 +189,8 @@ __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 || !Load::kMask
 }
 
 template <typename Load, typename Store>
-__global__ void __launch_bounds__(kBlockTierThreads, sizeof(typename Load::Input) == 8 ? 1 : 2)
+__global__ void __launch_bounds__(kBlockTierThreads,
+                                  sizeof(typename Load::Input) == 8 || Load::kMasked ? 1 : 2)
     softmax_forward_stream(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            bool regular, bool log, int slice, bool cached) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {

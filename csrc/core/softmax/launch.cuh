@@ -32,8 +32,8 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
                            const SoftmaxPlan& plan, cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   auto run = [&](auto kernel, auto... flags) {
-    return launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks}, stream,
-                  load, store, regular, log, flags...);
+    return launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks, plan.overlap},
+                  stream, load, store, regular, log, flags...);
   };
   if (!plan.once()) {
     return run(softmax_forward_stream<Load, Store>, plan.slice, plan.shared_bytes > 0);
@@ -62,8 +62,8 @@ cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, boo
                             bool log, const SoftmaxPlan& plan, cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   auto run = [&](auto kernel, auto... flags) {
-    return launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks}, stream,
-                  load, store, regular, log, flags...);
+    return launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks, plan.overlap},
+                  stream, load, store, regular, log, flags...);
   };
   if (!plan.once()) {
     return run(softmax_backward_stream<Y, Store>, plan.slice, plan.shared_bytes > 0);

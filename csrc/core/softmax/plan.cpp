@@ -119,6 +119,7 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols
     }
   }
   plan.tier = tier;
+  plan.overlap = device.max_cluster_blocks > 1;
   plan.pack = softmax_pack(x, y);
   const RowShape shape = shape_in(tier, backward, ceil_div(cols, plan.pack),
                                   pack_bytes_of(backward, x, y), device);

@@ -25,6 +25,7 @@ struct SoftmaxPlan {
   int slice;           // columns of the row for each of these
   int blocks;
   int shared_bytes;  // dynamic
+  bool overlap;      // programmatic dependent launch, from Hopper on
 
   bool once() const {
     return tier == SoftmaxTier::kWarp || (tier == SoftmaxTier::kBlock && shared_bytes == 0);

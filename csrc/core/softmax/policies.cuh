@@ -75,6 +75,9 @@ __device__ __forceinline__ void unpack(const Scores<A, N>& scores, A (&out)[N]) 
   for (int i = 0; i < N; ++i) out[i] = scores.at[i];
 }
 
+template <typename A, int N, int kPacks>
+__device__ __forceinline__ void forget_elements(Scores<A, N> (&)[kPacks]) {}
+
 // N elements of a row of a mask, as terms to add: 0 or -inf for a boolean one.
 template <int N, typename A>
 __device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset, int col,
@@ -208,16 +211,21 @@ struct RoundedStore {
   template <int N, bool kRegular>
   struct Row {
     RowWriter<T, N, kRegular> writer;
-    __device__ __forceinline__ void store(int col, const Accumulator<T> (&values)[N]) const {
+    Pack<T, N> previous;
+
+    // Pack p of a run of `packs`.
+    __device__ __forceinline__ void store(int p, int packs, int col,
+                                          const Accumulator<T> (&values)[N]) {
       Pack<T, N> pack;
       round_to(pack, values);
-      writer.store(col, pack);
+      writer.store_in_run(col, pack, previous, p == 0, p + 1 == packs);
+      previous = pack;
     }
   };
 
   template <int N, bool kRegular, typename Group>
   __device__ Row<N, kRegular> open(int64_t row, const Group& group) const {
-    return {{data + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()}};
+    return {{data + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()}, {}};
   }
 };
 

@@ -7,6 +7,16 @@
 
 namespace fused_norm {
 
+// Programmatic dependent launch, on chips that have it: a kernel is launched while the one before
+// drains, and waits for its results on the GPU. Kernels of this library may so follow each other
+// closely; after another's, launching is as ever.
+__device__ __forceinline__ void meet_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 constexpr int kWarpTierThreads = 128;
 constexpr int kBlockTierThreads = 512;
 
@@ -16,6 +26,7 @@ constexpr int kPackElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : size
 // Calls run(regular, log) with both known at compile time. Chosen once, at the top of a kernel.
 template <bool kMayLog, typename Run>
 __device__ __forceinline__ void with_form(bool regular, bool log, Run run) {
+  meet_previous_kernel();
   auto run_regular = [&](auto is_log) {
     if (regular) {
       run(std::true_type(), is_log);
@@ -32,6 +43,13 @@ __device__ __forceinline__ void with_form(bool regular, bool log, Run run) {
 // The start of the last of the chunks of `stride` columns from `begin` on; below `begin` if none.
 __device__ __forceinline__ int last_chunk(int begin, int end, int stride) {
   return end <= begin ? begin - 1 : begin + (end - begin - 1) / stride * stride;
+}
+
+// Where a lane's packs start in the columns of its block: each warp has a run of them (RowReader),
+// kPacks a lane.
+template <int kPacks, int N, typename Group>
+__device__ __forceinline__ int run_start(const Group& group) {
+  return (group.thread() / kWarpSize * kPacks * group.lanes() + group.lane()) * N;
 }
 
 template <typename V>
