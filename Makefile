@@ -97,6 +97,7 @@ lint: $(ENV)
 
 bench: build
 	$(BIN)/python -m benchmarks norm
+	$(BIN)/python -m benchmarks softmax
 
 wheel: $(ENV)
 	@rm -rf build/lib.* build/bdist.*

@@ -1,1 +1,1 @@
-"""Speed of fused_norm against other implementations: ``python -m benchmarks norm``."""
+"""Speed of fused_norm against other implementations: ``python -m benchmarks norm``, ``softmax``."""

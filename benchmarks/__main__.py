@@ -12,9 +12,9 @@ import torch
 
 import benchmarks
 import fused_norm as fn
-from benchmarks import memory, norm
+from benchmarks import memory, norm, softmax
 
-COMMANDS = {"norm": norm, "memory": memory}
+COMMANDS = {"norm": norm, "softmax": softmax, "memory": memory}
 
 
 class Parser(argparse.ArgumentParser):

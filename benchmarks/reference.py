@@ -1,4 +1,4 @@
-"""Checks of norm results against fp64 references, in row chunks so that the references stay small.
+"""Checks of results against fp64 references, in row chunks so that the references stay small.
 
 Each function returns the largest error over its bound: a result is right when that is at most 1.
 The bounds follow the roundings: u is the unit roundoff of fp32, in which all implementations
@@ -77,6 +77,43 @@ def _sum_bound(gradient, rows, squares):
     u / sqrt(3) in the mean, add up like a random walk to u s sqrt(M / 3), whatever P; here times 7.
     """
     return 4 * (U * rows**0.5 + _unit_roundoff(gradient)) * squares**0.5
+
+
+def softmax_forward_error(case, x, y):
+    worst = 0.0
+    for rows in _chunks(x):
+        t = x[rows].double()
+        t = t - t.amax(1, keepdim=True)
+        ref = t - t.exp().sum(1, keepdim=True).log()
+        if case.log:
+            bound = 2e-6 * ref.abs().clamp_min(1)
+        else:
+            # exp errs by a few u of t and of one; the sum by what the library promises of it, 1e-6.
+            ref = ref.exp()
+            each = U * (8 * t.abs() + 16)
+            bound = ref * (each + (ref * each).sum(1, keepdim=True) + 2e-6)
+        worst = max(worst, _worst(y[rows], ref, bound))
+    return worst
+
+
+def softmax_backward_error(case, dy, y, dx, product_dtype=None):
+    """Of the gradient of the output `y` as it is, rounded or not. `product_dtype`: what the
+    implementation rounds dy * y to before it sums, if not to fp32."""
+    rounded = U if product_dtype is None else torch.finfo(product_dtype).eps / 2
+    worst = 0.0
+    for rows in _chunks(dy):
+        y64, dy64 = y[rows].double(), dy[rows].double()
+        if case.log:
+            total, size = dy64.sum(1, keepdim=True), dy64.abs().sum(1, keepdim=True)
+            ref = dy64 - y64.exp() * total
+            terms = dy64.abs() + y64.exp() * (size + total.abs() * (1 + y64.abs()))
+        else:
+            product = dy64 * y64
+            ref = (dy64 - product.sum(1, keepdim=True)) * y64
+            size = product.abs().sum(1, keepdim=True)
+            terms = y64 * (dy64.abs() + size) + rounded / (32 * U) * (product.abs() + y64 * size)
+        worst = max(worst, _worst(dx[rows], ref, 32 * U * terms))
+    return worst
 
 
 def _parameters(weight, bias):

@@ -1,10 +1,12 @@
 """The operators of ``torch.ops.fused_norm`` without the dispatcher. They do not differentiate."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Literal, TypedDict
 
 import torch
 from torch import Tensor
+
+_Tier = Literal["auto", "warp", "block", "uncached"]
 
 class _BuildInfo(TypedDict):
     version: str
@@ -48,5 +50,39 @@ def unrecoverable_columns(
     weight: Tensor | None, bias: Tensor | None, weight_offset: float, out_dtype: torch.dtype
 ) -> Tensor:
     """Counts the columns whose normalized input an output of ``out_dtype`` does not determine."""
+
+def softmax_forward(
+    input: Tensor,
+    dim: int,
+    log: bool = False,
+    out_dtype: torch.dtype | None = None,
+    tier: _Tier = "auto",
+) -> Tensor:
+    """Softmax over ``dim``, or its logarithm.
+
+    ``tier`` forces where the kernels keep a row, for measurements; an error where it does not hold
+    one.
+    """
+
+def scaled_masked_softmax(
+    input: Tensor,
+    mask: Tensor | None,
+    scale: float = 1.0,
+    causal: bool = False,
+    out_dtype: torch.dtype | None = None,
+    tier: _Tier = "auto",
+) -> Tensor:
+    """Softmax of ``scale * input`` over the last dimension, without what is masked."""
+
+def softmax_backward(
+    dy: Tensor,
+    output: Tensor,
+    dim: int,
+    log: bool,
+    input_dtype: torch.dtype,
+    scale: float = 1.0,
+    tier: _Tier = "auto",
+) -> Tensor:
+    """The gradient of the input of either of the above, from its output."""
 
 def build_info() -> _BuildInfo: ...

@@ -1,4 +1,4 @@
-"""Fused LayerNorm and RMSNorm for PyTorch: drop-in modules, CUDA kernels, and ``memory_efficient``.
+"""Fused LayerNorm, RMSNorm and softmax for PyTorch: drop-in modules and CUDA kernels.
 
 >>> import fused_norm as fn
 >>> norm = fn.LayerNorm(4096, memory_efficient=True)  # a torch.nn.LayerNorm
@@ -8,13 +8,15 @@ from fused_norm import _load, _vmap, apex, config, functional  # noqa: F401
 from fused_norm._C import build_info as _build_info
 from fused_norm._convert import ConvertReport, convert
 from fused_norm._report import memory_report
-from fused_norm.modules import LayerNorm, RMSNorm
+from fused_norm.modules import LayerNorm, LogSoftmax, RMSNorm, Softmax
 
 __version__: str = _build_info()["version"]
 __all__ = [
     "ConvertReport",
     "LayerNorm",
+    "LogSoftmax",
     "RMSNorm",
+    "Softmax",
     "__version__",
     "apex",
     "build_info",

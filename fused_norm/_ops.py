@@ -16,6 +16,9 @@ norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_forward_listing = torch.ops.fused_norm.norm_forward_listing.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
 unrecoverable_columns = torch.ops.fused_norm.unrecoverable_columns.default
+softmax_forward = torch.ops.fused_norm.softmax_forward.default
+scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
+softmax_backward = torch.ops.fused_norm.softmax_backward.default
 
 
 def call_below_autograd(op, *args) -> Any:
@@ -123,6 +126,45 @@ def _norm_backward_fake(
 def _unrecoverable_columns_fake(weight, bias, weight_offset, out_dtype):
     param = weight if weight is not None else bias
     return param.new_empty([], dtype=torch.int64)
+
+
+@torch.library.register_fake("fused_norm::softmax_forward")
+def _softmax_forward_fake(input, dim, log=False, out_dtype=None):
+    dtype = out_dtype or input.dtype
+    _C.check_softmax_options(input.dtype, dtype, input.dim(), dim)
+    return input.new_empty(input.shape, dtype=dtype)
+
+
+@torch.library.register_fake("fused_norm::scaled_masked_softmax")
+def _scaled_masked_softmax_fake(input, mask, scale=1.0, causal=False, out_dtype=None):
+    dtype = out_dtype or input.dtype
+    _C.check_masked_softmax_options(
+        input.dtype, None if mask is None else mask.dtype, dtype, input.dim(), scale, causal
+    )
+    if mask is not None:
+        torch._check(
+            mask.device == input.device,
+            lambda: f"mask is on {mask.device}, but input is on {input.device}",
+        )
+        lead = input.dim() - mask.dim()
+        torch._check(
+            lead >= 0
+            and all(
+                size == 1 or size == of_input
+                for size, of_input in zip(mask.shape, input.shape[lead:], strict=True)
+            ),
+            lambda: (
+                f"mask has shape {list(mask.shape)}, which does not broadcast to input's shape "
+                f"{list(input.shape)}"
+            ),
+        )
+    return input.new_empty(input.shape, dtype=dtype)
+
+
+@torch.library.register_fake("fused_norm::softmax_backward")
+def _softmax_backward_fake(dy, output, dim, log, input_dtype, scale=1.0):
+    _C.check_softmax_options(input_dtype, dy.dtype, dy.dim(), dim)
+    return dy.new_empty(dy.shape, dtype=input_dtype)
 
 
 _sharding.register_where_loaded()

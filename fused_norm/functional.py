@@ -1,6 +1,7 @@
-"""Functional norms. See each function for shapes, dtypes and errors."""
+"""Functional norms and softmaxes. See each function for shapes, dtypes and errors."""
 
 import numbers
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -143,3 +144,106 @@ def rms_norm(
     """
     eps = _rms_eps(input, eps)
     return _norm(input, weight, None, normalized_shape, eps, weight_offset, True, memory_efficient)
+
+
+def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
+    """torch's rule, and its warning, for a dimension that is not given."""
+    warnings.warn(
+        f"Implicit dimension choice for {name} has been deprecated. "
+        "Change the call to include dim=X as an argument.",
+        stacklevel=stacklevel,
+    )
+    return 0 if ndim in (0, 1, 3) else 1
+
+
+def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
+    """The output's dtype where the call does not name one: None for the input's, and fp32 for
+    16-bit input under autocast on CUDA, where torch runs its softmaxes in fp32."""
+    if (
+        input.dtype in _SIXTEEN_BIT
+        and input.device.type == "cuda"
+        and torch.is_autocast_enabled("cuda")
+    ):
+        return torch.float32
+    return None
+
+
+def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
+    if dim is None:
+        dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
+    if dtype is None:
+        dtype = _softmax_out_dtype(input)
+    elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
+        # No kernel converts these: first the conversion, if it is one, as torch has it.
+        input, dtype = input.to(dtype), None
+    return _ops.softmax_forward(input, dim, log, dtype)
+
+
+def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """``exp(input) / sum(exp(input))`` over ``dim``, computed from ``input - max(input)``.
+
+    A drop-in for :func:`torch.nn.functional.softmax`, in one pass over the input where a row fits
+    on chip, and with an online maximum and sum (Milakov and Gimelshein, *Online normalizer
+    calculation for softmax*, 2018) where it does not.
+
+    Args:
+        input: any shape, in fp16, bf16, fp32 or fp64. Rows may be strided; along another dimension
+            than the last a tensor that is not contiguous is copied.
+        dim: the dimension to sum over. ``None`` is torch's deprecated rule, with its warning: 0 for
+            0, 1 or 3 dimensions, else 1.
+        dtype: of the output; the arithmetic is in fp32 or better. fp32 from 16-bit input is
+            converted inside the kernel. Every other change of dtype converts the input first, as in
+            torch; only so can the input be of integers.
+
+    Returns:
+        A contiguous tensor of input's shape. Its dtype is ``dtype``, else input's, and under
+        autocast on CUDA fp32, as torch has it. A row whose maximum is infinite, ``-inf`` included,
+        gives NaN, as in torch.
+
+    Raises:
+        IndexError: input has no dimension ``dim``.
+        RuntimeError: input's dtype, layout or size does not fit; the message names it. Also where a
+            second derivative is asked for.
+    """
+    return _softmax(input, dim, dtype, False, stacklevel=4)
+
+
+def log_softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """``log(softmax(input))`` over ``dim``: ``input - max - log(sum(exp(input - max)))``.
+
+    A drop-in for :func:`torch.nn.functional.log_softmax`. Arguments, result and errors are those of
+    :func:`softmax`.
+    """
+    return _softmax(input, dim, dtype, True, stacklevel=4)
+
+
+def scaled_masked_softmax(
+    input: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
+) -> Tensor:
+    """Softmax of ``scale * input`` over the last dimension, without what is masked.
+
+    The softmax of attention scores, in one kernel (after that of Megatron-LM): the scale is applied
+    in fp32 (fp64 for fp64 input), and the mask is read as it is, never expanded in memory.
+
+    Args:
+        input: ``(*, queries, keys)``, or any shape without ``causal``, in fp16, bf16, fp32 or fp64.
+            Rows may be strided.
+        mask: broadcasts to input's shape. Boolean: ``True`` is masked out, as in
+            :meth:`torch.Tensor.masked_fill`, whatever the input holds there. fp16, bf16, fp32 or
+            fp64: added to ``scale * input``; it is not differentiated, and fp64 is rounded to fp32
+            unless the input is fp64.
+        scale: finite; multiplies the input.
+        causal: key ``j`` is masked for query ``i`` where ``j > i + keys - queries``: the last query
+            sees every key. May be combined with ``mask``.
+
+    Returns:
+        A contiguous tensor of input's shape and dtype; 16-bit input gives fp32 under autocast on
+        CUDA, as :func:`softmax` does. **A row with every element masked (or ``-inf``) gives
+        zeros**, and so is its gradient, where :func:`softmax` of ``-inf`` gives NaN. Without a mask
+        and ``causal`` it is NaN here too.
+
+    Raises:
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it. Also where ``mask`` requires grad, or a second derivative is asked for.
+    """
+    return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))

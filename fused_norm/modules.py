@@ -1,4 +1,4 @@
-"""Modules: torch's own norms, run by this library."""
+"""Modules: torch's own norms and softmaxes, run by this library."""
 
 import torch
 from torch import Tensor
@@ -103,3 +103,23 @@ class RMSNorm(torch.nn.RMSNorm):
             + (", memory_efficient=True" if self.memory_efficient else "")
             + (f", weight_offset={self.weight_offset}" if self.weight_offset else "")
         )
+
+
+class Softmax(torch.nn.Softmax):
+    """A :class:`torch.nn.Softmax` (same constructor) on this library's kernels.
+
+    Shapes, dtypes and errors: :func:`fused_norm.functional.softmax`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional._softmax(input, self.dim, None, False, stacklevel=6)
+
+
+class LogSoftmax(torch.nn.LogSoftmax):
+    """A :class:`torch.nn.LogSoftmax` (same constructor) on this library's kernels.
+
+    Shapes, dtypes and errors: :func:`fused_norm.functional.log_softmax`.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional._softmax(input, self.dim, None, True, stacklevel=6)

@@ -145,7 +145,7 @@ def rand_generator(device, seed):
 def randn(generator, *shape, dtype=torch.float32):
     """Normal numbers, drawn in fp32 unless fp64 is asked for, on the generator's device."""
     draw = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.randn(*shape, generator=generator, device=generator.device, dtype=draw).to(dtype)
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=draw).to(dtype)
 
 
 def random_input(generator, rows, cols, dtype):

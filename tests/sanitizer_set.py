@@ -1,8 +1,9 @@
-"""A reduced set of calls for compute-sanitizer: every kernel of the norms, in every tier, with
+"""A reduced set of calls for compute-sanitizer: every kernel, in every tier, with
 regular and irregular rows and every kind of parameters, at the smallest sizes that make the loops
 go round.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
+    [norm] [softmax]
 
 Without torch's caching allocator every tensor is an allocation of its own, so that a read or write
 past its end is seen. The tools racecheck, initcheck and synccheck take the same command. Inputs are
@@ -15,8 +16,9 @@ import math
 import sys
 import time
 
+import softmax_harness as softmax
 import torch
-from harness import OUTPUTS, SHORT
+from harness import OUTPUTS, SHORT, randn
 
 # Columns, and rows for forward and for backward. The columns lie in each tier of each pack size:
 # from one lane a row to a cluster of eight blocks and to streaming. Where a row needs a barrier,
@@ -115,7 +117,7 @@ def run(call, pools, x_dtype, y_dtype, rms):
         )  # fmt: skip
 
 
-def main():
+def run_norm():
     begin = time.monotonic()
     numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
     pools = {dtype: numbers.to(dtype) for dtype in OUTPUTS}
@@ -127,6 +129,47 @@ def main():
         name = f"{'rms' if rms else 'layer'} {SHORT[x]}->{SHORT[y]}"
         done = f"{turn + 1}/{2 * len(pairs)} {name}, {time.monotonic() - begin:.0f} s"
         print(done, file=sys.stderr, flush=True)
+
+
+# Rows of every tier, odd and even; columns of either kernel form.
+SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
+SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
+
+
+def softmax_calls(generator):
+    """(form, x, dy, mask) of softmax, log_softmax and masked softmax."""
+    tiers = ("auto", "warp", "block", "uncached")
+    rows = 5
+    for pair, tier, cols in itertools.product(softmax.PAIRS, tiers, SOFTMAX_COLS):
+        x = randn(generator, rows, cols + 3, dtype=pair[0])[:, 3:]
+        dy = randn(generator, rows, cols + 1, dtype=pair[1])[:, 1:]
+        for log in (False, True):
+            yield softmax.Form(*pair, log=log, tier=tier), x, dy, None
+        form = softmax.Form(*pair, tier=tier, masked=True, scale=0.5, causal=True)
+        yield form, x, dy, randn(generator, 1, cols + 1)[:, 1:] < 0
+        yield form, x, dy, randn(generator, rows, cols, dtype=pair[0])
+        yield form, x, dy, randn(generator, rows, 1)
+    for pair, shape in itertools.product(softmax.PAIRS, SOFTMAX_COLUMNS):
+        x, dy = (randn(generator, *shape, dtype=dtype) for dtype in pair)
+        for log in (False, True):
+            yield softmax.Form(*pair, log=log, dim=1), x, dy, None
+
+
+def run_softmax():
+    generator = torch.Generator("cuda").manual_seed(0)
+    label = None
+    for form, *tensors in softmax_calls(generator):
+        if str(form) != label:
+            label = str(form)
+            print(label, file=sys.stderr, flush=True)
+        softmax.forward_backward(form, *tensors)
+
+
+def main():
+    families = {"norm": run_norm, "softmax": run_softmax}
+    for name in sys.argv[1:] or families:
+        families[name]()
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 
 norm = pytest.importorskip("benchmarks.norm", reason="the benchmarks need the repository and rich")
+softmax = pytest.importorskip("benchmarks.softmax")
 report = pytest.importorskip("benchmarks.report")
 targets = pytest.importorskip("benchmarks.targets")
 
@@ -135,6 +136,61 @@ def test_targets(direction, cols, dtype, e, c):
     assert targets.norm_target(direction, cols, dtype) == (e, c)
 
 
+# torch's CPU operator sums 16-bit logarithms in 16 bit.
+SOFTMAX_PEERS = [(softmax.FusedNorm(), dtype) for dtype in softmax.DTYPES]
+SOFTMAX_PEERS += [(softmax.Torch(), "fp32"), (softmax.Torch(), "bf16-fp32")]
+
+
+@pytest.mark.parametrize(
+    ("peer", "dtype"), SOFTMAX_PEERS, ids=lambda p: p if isinstance(p, str) else p.name
+)
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+def test_right_softmax_results_pass_the_check(log, direction, peer, dtype):
+    case = softmax.Case(log, 300, 257, dtype, direction)
+    result = softmax.measure(peer, case, 4e12, BUDGET, time=one_call_each, device="cpu")
+    assert result.correct, result
+
+
+class WrongSoftmax(softmax.FusedNorm):
+    """One element is off by 3 %."""
+
+    def spoil(self, result):
+        flat = result.view(-1)
+        flat[flat.abs().argmax()] *= 1.03
+        return result
+
+    def forward(self, *args):
+        return self.spoil(super().forward(*args))
+
+    def backward(self, *args):
+        return self.spoil(super().backward(*args))
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+def test_wrong_softmax_results_are_found(log, direction):
+    case = softmax.Case(log, 64, 257, "bf16", direction)
+    wrong = softmax.measure(WrongSoftmax(), case, 4e12, BUDGET, time=one_call_each, device="cpu")
+    assert not wrong.correct
+
+
+@pytest.mark.parametrize(
+    ("direction", "cols", "dtype", "e"),
+    [
+        ("forward", 1024, torch.bfloat16, 0.97),
+        ("backward", 1024, torch.bfloat16, 1.0),
+        ("forward", 777, torch.bfloat16, 0.93),
+        ("backward", 777, torch.bfloat16, 0.95),
+        ("forward", 100352, torch.bfloat16, 0.94),
+        ("backward", 100352, torch.bfloat16, 0.94),
+        ("forward", 8192, torch.float32, 0.97),
+    ],
+)
+def test_softmax_targets(direction, cols, dtype, e):
+    assert targets.softmax_target(direction, cols, dtype) == (e, 1.3e-6)
+
+
 def result(peer, seconds, **changes):
     fields = dict(operation="LayerNorm", direction="forward", rows=8, cols=16, dtype="bf16")
     fields |= dict(peer=peer, ideal=9e-6, target=10e-6, seconds=seconds, error=0.5) | changes
@@ -199,6 +255,8 @@ def command_line(*arguments):
     [
         (["norm"], "a CUDA GPU is needed"),
         (["norm", "--shapes", "12by7"], "'12by7' is not a shape"),
+        (["softmax"], "a CUDA GPU is needed"),
+        (["softmax", "--tier", "fast"], "invalid choice: 'fast'"),
         (["nothing"], "invalid choice: 'nothing'"),
     ],
 )

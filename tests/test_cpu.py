@@ -4,7 +4,10 @@ import time
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import Form, apply, apply_torch, forward_backward, randn, same_bits
+
+import fused_norm.functional as fn
 
 FORMS = [(kind, efficient) for kind in ("layer", "rms") for efficient in (False, True)]
 
@@ -53,5 +56,40 @@ def test_not_grossly_slower_than_torch(dtype, generator):
                 lambda f=form: forward_backward(apply_torch, f, x, [1024], weight, bias, dy)
             )
             assert ours <= limit * theirs
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softmax_same_bits_on_any_number_of_threads(dtype, generator):
+    x, dy = randn(generator, 70, 300, 10, dtype=dtype), randn(generator, 70, 300, 10, dtype=dtype)
+    calls = [lambda x, dim=dim: fn.softmax(x, dim) for dim in range(3)]
+    calls += [lambda x, dim=dim: fn.log_softmax(x, dim) for dim in range(3)]
+    calls.append(lambda x: fn.scaled_masked_softmax(x, x[0].detach() > 0, 0.5, True))
+    threads, results = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            leaf = x.clone().requires_grad_()
+            outputs = [call(leaf) for call in calls]
+            grads = [torch.autograd.grad(y, leaf, dy)[0] for y in outputs]
+            results.append([y.detach() for y in outputs] + grads)
+    finally:
+        torch.set_num_threads(threads)
+    for first, second, third in zip(*results, strict=True):
+        assert same_bits(first, second) and same_bits(first, third)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax_not_grossly_slower_than_torch(name, dtype, generator):
+    """A backstop, three times looser than the 1.5 x torch's that it keeps on a quiet machine."""
+    x = randn(generator, 1024, 1024, dtype=dtype)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        ours = fastest(lambda: getattr(fn, name)(x, -1))
+        theirs = fastest(lambda: getattr(F, name)(x, -1))
+        assert ours <= 4.5 * theirs
     finally:
         torch.set_num_threads(threads)

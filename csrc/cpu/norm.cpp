@@ -3,7 +3,6 @@
 // that makes them as good as exact, and on a CPU it costs little.
 #include "cpu/norm.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <c10/core/GradMode.h>
@@ -14,75 +13,14 @@
 #include <vector>
 
 #include "core/norm/recoverable.h"
-
-// Extensions are compiled for the oldest x86-64. As in torch's own CPU operators, each loop exists
-// for several instruction sets and is chosen at run time.
-#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define FUSED_NORM_SIMD __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define FUSED_NORM_SIMD
-#endif
+#include "cpu/rows.h"
 
 namespace fused_norm::cpu {
 namespace {
 
-// Elements that are worth another thread, as in ATen.
-constexpr int64_t kGrain = 32768;
-
 // Rows whose dweight and dbias are added up in Acc before they join a sum in double: few enough
 // for fp32 to lose little, enough to make the longer sums cheap.
 constexpr int64_t kFewRows = 16;
-
-template <typename Acc>
-constexpr at::ScalarType kType = c10::CppTypeToScalarType<Acc>::value;
-
-template <typename T, typename Acc>
-FUSED_NORM_SIMD void widen(const T* from, Acc* to, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) to[i] = from[i];
-}
-
-template <typename T, typename Acc>
-FUSED_NORM_SIMD void narrow(const Acc* from, T* to, int64_t n) {
-  // A store to T itself calls its constructor, and gcc then gives up vectorising.
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) to[i].x = T(static_cast<float>(from[i])).x;
-}
-
-// The rows of a 2-D tensor as Acc: in place where that is their type, else through a buffer.
-template <typename Acc>
-class Rows {
- public:
-  explicit Rows(const at::Tensor& t)
-      : tensor_(!t.defined() || t.stride(1) == 1 ? t : t.contiguous()) {}
-
-  const Acc* read(int64_t row, Acc* buffer) const {
-    if (in_place()) return tensor_.const_data_ptr<Acc>() + row * tensor_.stride(0);
-    AT_DISPATCH_REDUCED_FLOATING_TYPES(tensor_.scalar_type(), "fused_norm", [&] {
-      const auto* from = tensor_.const_data_ptr<scalar_t>() + row * tensor_.stride(0);
-      widen(from, buffer, tensor_.size(1));
-    });
-    return buffer;
-  }
-
-  // Where to put the new values of a row, before write() rounds them into it if it has to.
-  Acc* target(int64_t row, Acc* buffer) const {
-    return in_place() ? tensor_.mutable_data_ptr<Acc>() + row * tensor_.stride(0) : buffer;
-  }
-
-  void write(int64_t row, const Acc* values) const {
-    if (in_place()) return;
-    AT_DISPATCH_REDUCED_FLOATING_TYPES(tensor_.scalar_type(), "fused_norm", [&] {
-      auto* to = tensor_.mutable_data_ptr<scalar_t>() + row * tensor_.stride(0);
-      narrow(values, to, tensor_.size(1));
-    });
-  }
-
- private:
-  bool in_place() const { return tensor_.scalar_type() == kType<Acc>; }
-
-  at::Tensor tensor_;
-};
 
 // The pitch of a thread's buffers. Each starts on a cache line of its own: wide loads that straddle
 // two lines made the backward pass take 1.7 times as long.

@@ -12,6 +12,7 @@
 
 #include "ops/column_watch.h"
 #include "ops/norm.h"
+#include "ops/softmax.h"
 
 namespace fused_norm::ops {
 namespace {
@@ -36,6 +37,31 @@ TORCH_LIBRARY(fused_norm, m) {
   m.def(
       "unrecoverable_columns(Tensor? weight, Tensor? bias, float weight_offset, ScalarType "
       "out_dtype) -> Tensor");
+  m.def(
+      "softmax_forward(Tensor input, int dim, bool log=False, ScalarType? out_dtype=None) -> "
+      "Tensor");
+  m.def(
+      "scaled_masked_softmax(Tensor input, Tensor? mask, float scale=1.0, bool causal=False, "
+      "ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "softmax_backward(Tensor dy, Tensor output, int dim, bool log, ScalarType input_dtype, "
+      "float scale=1.0) -> Tensor");
+}
+
+at::Tensor softmax_forward_auto(const at::Tensor& input, int64_t dim, bool log,
+                                std::optional<at::ScalarType> out_dtype) {
+  return softmax_forward(input, dim, log, out_dtype);
+}
+
+at::Tensor scaled_masked_softmax_auto(const at::Tensor& input, const OptionalTensor& mask,
+                                      double scale, bool causal,
+                                      std::optional<at::ScalarType> out_dtype) {
+  return scaled_masked_softmax(input, mask, scale, causal, out_dtype);
+}
+
+at::Tensor softmax_backward_auto(const at::Tensor& dy, const at::Tensor& output, int64_t dim,
+                                 bool log, at::ScalarType input_dtype, double scale) {
+  return softmax_backward(dy, output, dim, log, input_dtype, scale);
 }
 
 // The functions look at device and layout themselves, so that a CPU-only build can say what is
@@ -45,6 +71,9 @@ void register_kernels(torch::Library& m) {
   m.impl("norm_forward_listing", &norm_forward_listing);
   m.impl("norm_backward", &norm_backward);
   m.impl("unrecoverable_columns", &unrecoverable_columns);
+  m.impl("softmax_forward", &softmax_forward_auto);
+  m.impl("scaled_masked_softmax", &scaled_masked_softmax_auto);
+  m.impl("softmax_backward", &softmax_backward_auto);
 }
 TORCH_LIBRARY_IMPL(fused_norm, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, CUDA, m) { register_kernels(m); }
@@ -107,6 +136,40 @@ std::optional<std::tuple<uintptr_t, std::string, int64_t>> take_overflow_tuple()
 // (fused_norm/_load.py).
 constexpr char kBuiltWith[] = "fused_norm was built with torch " TORCH_VERSION;
 
+SoftmaxTier tier_of(const std::string& name) {
+  if (name == "auto") return SoftmaxTier::kAuto;
+  if (name == "warp") return SoftmaxTier::kWarp;
+  if (name == "block") return SoftmaxTier::kBlock;
+  if (name == "uncached") return SoftmaxTier::kUncached;
+  TORCH_CHECK_VALUE(false, "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", name,
+                    "'");
+}
+
+at::Tensor softmax_forward_no_grad(const at::Tensor& input, int64_t dim, bool log,
+                                   std::optional<at::ScalarType> out_dtype,
+                                   const std::string& tier) {
+  check_no_grad("softmax_forward", {input});
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return softmax_forward(input, dim, log, out_dtype, tier_of(tier));
+}
+
+at::Tensor scaled_masked_softmax_no_grad(const at::Tensor& input, const OptionalTensor& mask,
+                                         double scale, bool causal,
+                                         std::optional<at::ScalarType> out_dtype,
+                                         const std::string& tier) {
+  check_no_grad("scaled_masked_softmax", {input, mask});
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return scaled_masked_softmax(input, mask, scale, causal, out_dtype, tier_of(tier));
+}
+
+at::Tensor softmax_backward_no_grad(const at::Tensor& dy, const at::Tensor& output, int64_t dim,
+                                    bool log, at::ScalarType input_dtype, double scale,
+                                    const std::string& tier) {
+  check_no_grad("softmax_backward", {dy, output});
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return softmax_backward(dy, output, dim, log, input_dtype, scale, tier_of(tier));
+}
+
 py::dict build_info() {
   py::dict info;
   info["version"] = FUSED_NORM_VERSION;
@@ -146,6 +209,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("weight_offset"), py::arg("out_dtype"), py::call_guard<py::gil_scoped_release>());
   m.def("check_norm_options", &check_norm_options, py::arg("input"), py::arg("weight"),
         py::arg("bias"), py::arg("out"), py::arg("eps"), py::arg("weight_offset"));
+  m.def("softmax_forward", &softmax_forward_no_grad, py::arg("input"), py::arg("dim"),
+        py::arg("log") = false, py::arg("out_dtype") = py::none(), py::arg("tier") = "auto",
+        py::call_guard<py::gil_scoped_release>());
+  m.def("scaled_masked_softmax", &scaled_masked_softmax_no_grad, py::arg("input"), py::arg("mask"),
+        py::arg("scale") = 1.0, py::arg("causal") = false, py::arg("out_dtype") = py::none(),
+        py::arg("tier") = "auto", py::call_guard<py::gil_scoped_release>());
+  m.def("softmax_backward", &softmax_backward_no_grad, py::arg("dy"), py::arg("output"),
+        py::arg("dim"), py::arg("log"), py::arg("input_dtype"), py::arg("scale") = 1.0,
+        py::arg("tier") = "auto", py::call_guard<py::gil_scoped_release>());
+  m.def("check_softmax_options", &check_softmax_options, py::arg("input"), py::arg("out"),
+        py::arg("ndim"), py::arg("dim"));
+  m.def("check_masked_softmax_options", &check_masked_softmax_options, py::arg("input"),
+        py::arg("mask"), py::arg("out"), py::arg("ndim"), py::arg("scale"), py::arg("causal"));
   m.def("build_info", &build_info);
 }
 

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "cpu/norm.h"
+#include "ops/checks.h"
 #include "ops/column_watch.h"
 #include "ops/rows.h"
 
@@ -23,21 +24,6 @@ namespace {
 
 using at::ScalarType;
 using at::Tensor;
-
-// Column indices inside the kernels are 32 bit, with room for a block that overhangs the row's end.
-constexpr int64_t kMaxCols = int64_t{1} << 30;
-
-bool is_16_bit(ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
-
-void check_layout(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(tensor.layout() == at::kStrided, name,
-              " must be a dense strided tensor, but has layout ", tensor.layout());
-}
-
-void check_floating(ScalarType type, const char* name) {
-  TORCH_CHECK(is_16_bit(type) || type == at::kFloat || type == at::kDouble, name,
-              " must be float16, bfloat16, float32 or float64, but is ", type);
-}
 
 void check_param_dtype(ScalarType input, std::optional<ScalarType> param, const char* name) {
   if (!param.has_value()) return;
@@ -105,12 +91,6 @@ Geometry check_geometry(const Tensor& tensor, const char* name, at::IntArrayRef 
 #ifdef FUSED_NORM_WITH_CUDA
 void* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
-}
-#else
-[[noreturn]] void raise_cpu_only(const Tensor& tensor) {
-  TORCH_CHECK(false, "this fused_norm was built without CUDA, but input is on ", tensor.device(),
-              "; rebuild with FUSED_NORM_CUDA=1 pip install --no-build-isolation --force-reinstall "
-              "--no-deps .");
 }
 #endif
 

@@ -14,17 +14,27 @@
 
 namespace fused_norm {
 
-// kBytes (4, 8 or 16) as registers hold them.
+// kBytes (4, 8 or 16; 2 for a single element) as registers hold them.
 template <int kBytes>
 struct Words {
   static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
   uint32_t at[kBytes / 4];
+};
+template <>
+struct Words<2> {
+  uint16_t at[1];
 };
 
 // N elements of type T, as words: 16-bit elements taken apart would fill a register each.
 template <typename T, int N>
 struct Pack {
   Words<sizeof(T) * N> words;
+};
+
+// A pack in shared memory: one access.
+template <typename T, int N>
+struct alignas(sizeof(T) * N) AlignedPack {
+  Pack<T, N> pack;
 };
 
 template <typename T>
@@ -65,7 +75,9 @@ __device__ __forceinline__ uint32_t round_pair(float a, float b, __nv_bfloat16) 
 
 template <typename T, int N>
 __device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&out)[N]) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && N == 1) {
+    out[0] = static_cast<float>(detail::bit_copy<T>(pack.words));
+  } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       const float2 pair = detail::to_floats(pack.words.at[i], T());
@@ -80,7 +92,9 @@ __device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&
 // Rounds to nearest even.
 template <typename T, int N, typename A>
 __device__ __forceinline__ void round_to(Pack<T, N>& pack, const A (&in)[N]) {
-  if constexpr (sizeof(T) == 2) {
+  if constexpr (sizeof(T) == 2 && N == 1) {
+    pack.words = detail::bit_copy<Words<2>>(T(in[0]));
+  } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
       pack.words.at[i] = detail::round_pair(in[2 * i], in[2 * i + 1], T());
@@ -134,6 +148,8 @@ __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
     return bit_copy<Words<16>>(__ldg(reinterpret_cast<const uint4*>(address)));
   } else if constexpr (kBytes == 8) {
     return bit_copy<Words<8>>(__ldg(reinterpret_cast<const uint2*>(address)));
+  } else if constexpr (kBytes == 2) {
+    return {__ldg(reinterpret_cast<const uint16_t*>(address))};
   } else {
     return bit_copy<Words<4>>(__ldg(reinterpret_cast<const uint32_t*>(address)));
   }
@@ -174,6 +190,8 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
     *reinterpret_cast<uint4*>(address) = bit_copy<uint4>(words);
   } else if constexpr (kBytes == 8) {
     *reinterpret_cast<uint2*>(address) = bit_copy<uint2>(words);
+  } else if constexpr (kBytes == 2) {
+    *reinterpret_cast<uint16_t*>(address) = words.at[0];
   } else {
     *reinterpret_cast<uint32_t*>(address) = bit_copy<uint32_t>(words);
   }
@@ -192,6 +210,48 @@ __device__ __forceinline__ void store_streamed(char* address, const Words<kBytes
 }
 
 }  // namespace detail
+
+// Makes the compiler forget the elements that were unpacked, by an exclusive or with a zero that it
+// cannot know: to unpack 16-bit elements once more is cheaper than to keep each in a register of
+// its own, which it would do otherwise, up to spilling them. For kernels of two-dimensional blocks.
+template <typename T, int N, int kPacks>
+__device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
+  if constexpr (sizeof(T) == 2) {
+    const uint32_t zero = blockDim.z - 1;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int i = 0; i < N / 2; ++i) packs[p].words.at[i] ^= zero;
+    }
+  }
+}
+
+// Sets the elements of a pack from `count` on to -inf, which a maximum and a sum of exponentials
+// pass over. A regular row has whole packs in it or none of a pack.
+template <bool kRegular, typename T, int N>
+__device__ __forceinline__ void pad_with_lowest(Pack<T, N>& pack, int count) {
+  if (count >= N) return;
+  if constexpr (sizeof(T) == 8) {
+    static_assert(N == 2);
+    Words<16>& words = pack.words;
+    if (count <= 0) words.at[0] = 0, words.at[1] = 0xfff00000u;
+    words.at[2] = 0, words.at[3] = 0xfff00000u;
+  } else {
+    constexpr uint32_t kLowest = std::is_same_v<T, float>    ? 0xff800000u
+                                 : std::is_same_v<T, __half> ? 0xfc00fc00u
+                                                             : 0xff80ff80u;
+    constexpr int kPerWord = 4 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < N / kPerWord; ++i) {
+      uint32_t& word = pack.words.at[i];
+      if (kRegular || count <= i * kPerWord) {
+        word = kLowest;
+      } else if (kPerWord == 2 && count == i * kPerWord + 1) {
+        word = (word & 0xffff) | (kLowest & 0xffff0000u);
+      }
+    }
+  }
+}
 
 // Rows are regular when every one starts on a pack boundary and is a whole number of packs. The
 // caller finds out on the host; kernels hold both forms, with the same arithmetic, and branch once.
@@ -261,7 +321,62 @@ class RowReader {
     extract(fetched, packs, col, step);
   }
 
+  // The same for a run: packs at columns col, col + lanes * N, ..., so that those of the warp's
+  // lanes are all neighbours and one granule more completes them.
+  template <int kPacks>
+  struct FetchedRun {
+    Words<kBytes> granules[kPacks], edge;
+  };
+
+  template <int kPacks>
+  __device__ __forceinline__ void fetch_run(FetchedRun<kPacks>& fetched, int col) const {
+    if (kRegular || rows_follow_) {
+      fetch_run_granules<false>(fetched, col);
+    } else {
+      fetch_run_granules<true>(fetched, col);
+    }
+  }
+
+  template <int kPacks>
+  __device__ __forceinline__ void extract_run(const FetchedRun<kPacks>& fetched,
+                                              Pack<T, N> (&packs)[kPacks], int col) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const Words<kBytes>& low = fetched.granules[p];
+      if constexpr (kRegular) {
+        packs[p].words = low;
+      } else {
+        // Each lane needs the granule after its own: the next lane's, or the first lane's next.
+        const Words<kBytes>& after = p + 1 < kPacks ? fetched.granules[p + 1] : fetched.edge;
+        const int next = lane_ + 1 == lanes_ ? 0 : lane_ + 1;
+        Words<kBytes> high;
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) {
+          high.at[i] = __shfl_sync(0xffffffffu, lane_ == 0 ? after.at[i] : low.at[i], next, lanes_);
+        }
+        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * lanes_ * N);
+      }
+    }
+  }
+
+  template <int kPacks>
+  __device__ __forceinline__ void load_run(Pack<T, N> (&packs)[kPacks], int col) const {
+    FetchedRun<kPacks> fetched;
+    fetch_run(fetched, col);
+    extract_run(fetched, packs, col);
+  }
+
  private:
+  template <bool kGuarded, int kPacks>
+  __device__ __forceinline__ void fetch_run_granules(FetchedRun<kPacks>& fetched, int col) const {
+    const int step = lanes_ * N;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule<kGuarded>(col + p * step, 0);
+    if constexpr (!kRegular) {
+      if (lane_ == 0 && shift_ != 0) fetched.edge = granule<kGuarded>(col + kPacks * step, 0);
+    }
+  }
+
   template <bool kGuarded, int kPacks>
   __device__ __forceinline__ void fetch_granules(Fetched<kPacks>& fetched, int col,
                                                  int step) const {
@@ -326,6 +441,15 @@ class RowWriter {
         mask_(mask) {}
 
   __device__ __forceinline__ void store(int col, const Pack<T, N>& pack) const {
+    store_in_run(col, pack, pack, true, true);
+  }
+
+  // The same for the packs of a run (RowReader), one after the other: given this lane's previous
+  // one, only the ends of the first and the last are shared with others. Both are known at compile
+  // time.
+  __device__ __forceinline__ void store_in_run(int col, const Pack<T, N>& pack,
+                                               const Pack<T, N>& previous, bool first,
+                                               bool last) const {
     const int count = cols_ - col;  // N or more: a whole pack; 0 or less: nothing
     if (kRegular || shift_ == 0) {
       if (count >= N) {
@@ -337,25 +461,34 @@ class RowWriter {
     }
     const int head =
         (kBytes - shift_) /
-        static_cast<int>(sizeof(T));  // own columns in the granule shared with the lane before
+        static_cast<int>(sizeof(T));  // own columns in the granule shared with the pack before
     const Words<kBytes>& own = pack.words;
+    const bool has_before = !first || lane_ > 0;
     Words<kBytes> before;
 #pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
+    for (int i = 0; i < kBytes / 4; ++i) {
+      if (first) {
+        before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
+      } else {
+        const bool is_last_lane = lane_ + 1 == lanes_;
+        before.at[i] = __shfl_sync(mask_, is_last_lane ? previous.words.at[i] : own.at[i],
+                                   lane_ == 0 ? lanes_ - 1 : lane_ - 1, lanes_);
+      }
+    }
     const Words<kBytes> granule = detail::shifted_bytes<kBytes>(before, own, kBytes - shift_);
     char* const start = address(col) - shift_;
     if (count >= N) {
-      if (lane_ > 0) {
+      if (has_before) {
         detail::store_words<kBytes>(start, granule);
       } else {
         store_from(start, granule, shift_);
       }
       // The next lane writes this one's tail with its own head, if it has all of that.
-      if (lane_ + 1 == lanes_ || count - N < head) {
+      if ((last && lane_ + 1 == lanes_) || count - N < head) {
         store_to(start + kBytes, detail::shifted_bytes<kBytes>(own, own, kBytes - shift_), shift_);
       }
     } else if (count > 0) {  // the row's end
-      if (lane_ > 0 && count >= head) {
+      if (has_before && count >= head) {
         detail::store_words<kBytes>(start, granule);
         store_elements(col, pack, head, count);
       } else {
@@ -417,6 +550,11 @@ class RowWriter {
   int cols_, lane_, lanes_, shift_;
   unsigned mask_;
 };
+
+// n / divisor, for n below 2^31.
+__device__ __forceinline__ uint32_t divide(uint32_t n, const Divider& by) {
+  return (__umulhi(n, by.multiplier) + n) >> by.shift;
+}
 
 // Where row `row` starts.
 template <typename T>

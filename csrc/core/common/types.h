@@ -11,6 +11,19 @@ constexpr int size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
+// Division by a fixed number, for dividends below 2^31 (Granlund and Montgomery, 1994):
+// n / divisor == (high word of n * multiplier, + n) >> shift.
+struct Divider {
+  uint32_t divisor, multiplier, shift;
+};
+
+constexpr Divider make_divider(uint32_t divisor) {
+  uint32_t shift = 0;
+  while ((uint64_t{1} << shift) < divisor) ++shift;
+  const uint64_t rest = (uint64_t{1} << shift) - divisor;
+  return {divisor, static_cast<uint32_t>((uint64_t{1} << 32) * rest / divisor + 1), shift};
+}
+
 // Where row `r` of a tensor starts, in elements: (r / inner) * outer_stride + (r % inner) * stride.
 // Two strides cover a slice of a packed QKV and a transposed batch without a copy. The common case
 // of one stride is inner == 0.
@@ -18,19 +31,15 @@ struct RowLayout {
   int64_t stride;
   int64_t outer_stride;
   uint32_t inner;
-  // r / inner == (high word of r * multiplier, + r) >> shift for r < 2^31 (Granlund and Montgomery,
-  // 1994).
-  uint32_t multiplier, shift;
+  uint32_t multiplier, shift;  // of inner's Divider
 };
 
 constexpr RowLayout one_stride(int64_t stride) { return {stride, 0, 0, 0, 0}; }
 
 // For less than 2^31 rows.
 constexpr RowLayout two_strides(uint32_t inner, int64_t stride, int64_t outer_stride) {
-  uint32_t shift = 0;
-  while ((uint64_t{1} << shift) < inner) ++shift;
-  const uint64_t multiplier = ((uint64_t{1} << 32) * ((uint64_t{1} << shift) - inner)) / inner + 1;
-  return {stride, outer_stride, inner, static_cast<uint32_t>(multiplier), shift};
+  const Divider divider = make_divider(inner);
+  return {stride, outer_stride, inner, divider.multiplier, divider.shift};
 }
 
 // A vector of `cols` parameters in its own dtype; `data` is null when the norm has none.

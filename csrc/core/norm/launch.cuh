@@ -2,6 +2,7 @@
 // translation unit.
 #pragma once
 
+#include "core/common/launch.cuh"
 #include "core/norm/backward.cuh"
 #include "core/norm/backward_streaming.cuh"
 #include "core/norm/forward.cuh"
@@ -10,14 +11,6 @@
 
 namespace fused_norm {
 
-// Whether every row starts on a pack boundary and is a whole number of packs (common/pack.cuh).
-inline bool is_regular(const void* data, const RowLayout& layout, int64_t cols, int pack,
-                       DType dtype) {
-  const int64_t bytes = int64_t{pack} * size_of(dtype);
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0 && cols % pack == 0 &&
-         layout.stride % pack == 0 && layout.outer_stride % pack == 0;
-}
-
 // One of these a dtype of x, in f16.cu, bf16.cu, f32.cu and f64.cu.
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormPlan& plan,
@@ -25,58 +18,6 @@ cudaError_t norm_forward_of(const NormForwardParams& params, const NormPlan& pla
 template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream);
-
-// Calls launch(T{}) with the type of `dtype`, which must be one of Ts.
-template <typename... Ts, typename Launch>
-cudaError_t with_dtype(DType dtype, Launch launch);
-
-namespace detail {
-
-// How a kernel is launched, beyond its grid.
-struct LaunchOptions {
-  int shared_bytes = 0;
-  int cluster_blocks = 1;
-  bool overlaps_previous =
-      false;  // the kernel itself waits for the one before (programmatic dependent launch)
-};
-
-template <typename... Params, typename... Args>
-cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const LaunchOptions& options,
-                   cudaStream_t stream, const Args&... args) {
-  // 48 KB need no leave; kernels also have up to 5 KB of static shared memory.
-  if (options.shared_bytes > 43 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = threads;
-  config.dynamicSmemBytes = options.shared_bytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2];
-  config.attrs = attributes;
-  if (options.cluster_blocks > 1) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeClusterDimension;
-    attributes[config.numAttrs++].val.clusterDim = {static_cast<unsigned>(options.cluster_blocks),
-                                                    1, 1};
-  }
-  if (options.overlaps_previous) {
-    attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
-  }
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Params(args)...);
-  return error == cudaSuccess ? cudaGetLastError() : error;
-}
-
-}  // namespace detail
-
-template <typename... Ts, typename Launch>
-cudaError_t with_dtype(DType dtype, Launch launch) {
-  cudaError_t result = cudaErrorInvalidValue;
-  ((dtype == kDTypeOf<Ts> ? (result = launch(Ts()), true) : false) || ...);
-  return result;
-}
 
 template <typename X, typename Y>
 cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& plan,

@@ -1,0 +1,183 @@
+// From parameters to a kernel: the plan, made into an instantiation. Each dtype of x is one
+// translation unit.
+#pragma once
+
+#include "core/common/launch.cuh"
+#include "core/softmax/backward.cuh"
+#include "core/softmax/columns.cuh"
+#include "core/softmax/forward.cuh"
+#include "core/softmax/plan.h"
+#include "core/softmax/softmax.h"
+
+namespace fused_norm {
+
+// Runs a plan. One of each a dtype of x, in f16.cu, bf16.cu, f32.cu and f64.cu.
+template <typename X>
+cudaError_t softmax_of(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
+                       cudaStream_t stream);
+template <typename X>
+cudaError_t softmax_of(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
+                       cudaStream_t stream);
+template <typename X>
+cudaError_t softmax_of(const SoftmaxColumnsForwardParams& params, const SoftmaxColumnsPlan& plan,
+                       cudaStream_t stream);
+template <typename X>
+cudaError_t softmax_of(const SoftmaxColumnsBackwardParams& params, const SoftmaxColumnsPlan& plan,
+                       cudaStream_t stream);
+
+namespace detail {
+
+template <typename Load, typename Store>
+cudaError_t launch_forward(const Load& load, const Store& store, bool regular, bool log,
+                           const SoftmaxPlan& plan, cudaStream_t stream) {
+  const dim3 threads(plan.threads_per_row, plan.rows_per_block);
+  auto run = [&](auto kernel, auto... flags) {
+    return launch(kernel, plan.blocks, threads,
+                  {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
+                  regular, log, flags...);
+  };
+  if (!plan.once()) {
+    return run(softmax_forward_stream<Load, Store>, plan.slice, plan.shared_bytes > 0);
+  }
+  if constexpr (!std::is_same_v<typename Load::Input, double>) {
+    if (plan.tier == SoftmaxTier::kWarp) {
+      switch (plan.packs) {
+        case 1:
+          return run(softmax_forward_warp<Load, Store, 1>);
+        case 2:
+          return run(softmax_forward_warp<Load, Store, 2>);
+        case 4:
+          return run(softmax_forward_warp<Load, Store, 4>);
+        default:
+          return run(softmax_forward_warp<Load, Store, 8>);
+      }
+    }
+    return plan.packs == 4 ? run(softmax_forward_block<Load, Store, 4>)
+                           : run(softmax_forward_block<Load, Store, 8>);
+  }
+  return cudaErrorInvalidValue;
+}
+
+template <typename Y, typename Store>
+cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, bool regular, bool log,
+                            const SoftmaxPlan& plan, cudaStream_t stream) {
+  const dim3 threads(plan.threads_per_row, plan.rows_per_block);
+  auto run = [&](auto kernel, auto... flags) {
+    return launch(kernel, plan.blocks, threads,
+                  {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
+                  regular, log, flags...);
+  };
+  if (!plan.once()) {
+    return run(softmax_backward_stream<Y, Store>, plan.slice, plan.shared_bytes > 0);
+  }
+  if constexpr (!std::is_same_v<Y, double>) {
+    if (plan.tier == SoftmaxTier::kWarp) {
+      switch (plan.packs) {
+        case 1:
+          return run(softmax_backward_warp<Y, Store, 1>);
+        case 2:
+          return run(softmax_backward_warp<Y, Store, 2>);
+        default:
+          return run(softmax_backward_warp<Y, Store, 4>);
+      }
+    }
+    return plan.packs == 4 ? run(softmax_backward_block<Y, Store, 4>)
+                           : run(softmax_backward_block<Y, Store, 8>);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace detail
+
+template <typename X, typename Y>
+cudaError_t softmax_forward_as(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
+                               cudaStream_t stream) {
+  using A = Accumulator<X>;
+  const Rows<X> x{static_cast<const X*>(params.x), params.x_layout, params.rows, params.cols};
+  const RoundedStore<Y> store{static_cast<Y*>(params.y), params.rows, params.cols};
+  const bool regular =
+      is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
+      is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
+  if (params.scale == 1.0 && !params.mask.data && !params.causal) {
+    return detail::launch_forward(PlainLoad<X>{x}, store, regular, params.log, plan, stream);
+  }
+  const MaskedLoad<X> load{x, static_cast<A>(params.scale), params.mask, params.causal,
+                           make_divider(params.causal ? params.queries : 1)};
+  return detail::launch_forward(load, store, regular, false, plan, stream);
+}
+
+template <typename X, typename Y>
+cudaError_t softmax_backward_as(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
+                                cudaStream_t stream) {
+  const Rows<Y> dy{static_cast<const Y*>(params.dy), params.dy_layout, params.rows, params.cols};
+  const Rows<Y> y{static_cast<const Y*>(params.y), params.y_layout, params.rows, params.cols};
+  const GradientLoad<Y> load{dy, y, static_cast<Accumulator<Y>>(params.scale)};
+  const RoundedStore<X> store{static_cast<X*>(params.dx), params.rows, params.cols};
+  const bool regular =
+      is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
+      is_regular(params.y, params.y_layout, params.cols, plan.pack, params.y_dtype) &&
+      is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype);
+  return detail::launch_backward(load, store, regular, params.log, plan, stream);
+}
+
+template <typename X, typename Y>
+cudaError_t softmax_columns_forward_as(const SoftmaxColumnsForwardParams& params,
+                                       const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
+  constexpr int N = kPackElements<X, Y>;
+  const int64_t inner_packs = params.inner / plan.pack;
+  const ColumnsShape shape{params.outer * inner_packs, inner_packs, params.cols};
+  auto run = [&](auto kernel) {
+    return detail::launch(kernel, plan.blocks, dim3(plan.lanes, plan.splits), {plan.shared_bytes},
+                          stream, static_cast<const X*>(params.x), static_cast<Y*>(params.y), shape,
+                          params.log, plan.shared_bytes > 0);
+  };
+  return plan.pack == N ? run(softmax_columns_forward<X, Y, N>)
+                        : run(softmax_columns_forward<X, Y, 1>);
+}
+
+template <typename X, typename Y>
+cudaError_t softmax_columns_backward_as(const SoftmaxColumnsBackwardParams& params,
+                                        const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
+  constexpr int N = kPackElements<X, Y>;
+  const int64_t inner_packs = params.inner / plan.pack;
+  const ColumnsShape shape{params.outer * inner_packs, inner_packs, params.cols};
+  auto run = [&](auto kernel) {
+    return detail::launch(kernel, plan.blocks, dim3(plan.lanes, plan.splits), {plan.shared_bytes},
+                          stream, static_cast<const Y*>(params.dy), static_cast<const Y*>(params.y),
+                          static_cast<X*>(params.dx), shape, params.log, plan.shared_bytes > 0);
+  };
+  return plan.pack == N ? run(softmax_columns_backward<X, Y, N>)
+                        : run(softmax_columns_backward<X, Y, 1>);
+}
+
+// Defines the functions above for outputs of X or one of Others.
+template <typename X, typename... Others>
+cudaError_t dispatch_softmax(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
+                             cudaStream_t stream) {
+  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
+    return softmax_forward_as<X, decltype(y)>(params, plan, stream);
+  });
+}
+template <typename X, typename... Others>
+cudaError_t dispatch_softmax(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
+                             cudaStream_t stream) {
+  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
+    return softmax_backward_as<X, decltype(y)>(params, plan, stream);
+  });
+}
+template <typename X, typename... Others>
+cudaError_t dispatch_softmax(const SoftmaxColumnsForwardParams& params,
+                             const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
+  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
+    return softmax_columns_forward_as<X, decltype(y)>(params, plan, stream);
+  });
+}
+template <typename X, typename... Others>
+cudaError_t dispatch_softmax(const SoftmaxColumnsBackwardParams& params,
+                             const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
+  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
+    return softmax_columns_backward_as<X, decltype(y)>(params, plan, stream);
+  });
+}
+
+}  // namespace fused_norm

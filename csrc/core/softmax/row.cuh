@@ -1,0 +1,91 @@
+// What the forward and backward kernels of a row share.
+#pragma once
+
+#include <type_traits>
+
+#include "core/common/row_group.cuh"
+
+namespace fused_norm {
+
+// Programmatic dependent launch, on chips that have it: a kernel is launched while the one before
+// drains, and waits for its results on the GPU. Kernels of this library may so follow each other
+// closely; after another's, launching is as ever.
+__device__ __forceinline__ void meet_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+constexpr int kWarpTierThreads = 128;
+constexpr int kBlockTierThreads = 512;
+
+template <typename In, typename Out>
+constexpr int kPackElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
+
+// Calls run(regular, log) with both known at compile time. Chosen once, at the top of a kernel.
+template <bool kMayLog, typename Run>
+__device__ __forceinline__ void with_form(bool regular, bool log, Run run) {
+  meet_previous_kernel();
+  auto run_regular = [&](auto is_log) {
+    if (regular) {
+      run(std::true_type(), is_log);
+    } else {
+      run(std::false_type(), is_log);
+    }
+  };
+  if constexpr (kMayLog) {
+    if (log) return run_regular(std::true_type());
+  }
+  run_regular(std::false_type());
+}
+
+// The start of the last of the chunks of `stride` columns from `begin` on; below `begin` if none.
+__device__ __forceinline__ int last_chunk(int begin, int end, int stride) {
+  return end <= begin ? begin - 1 : begin + (end - begin - 1) / stride * stride;
+}
+
+// Where a lane's packs start in the columns of its block: each warp has a run of them (RowReader),
+// kPacks a lane.
+template <int kPacks, int N, typename Group>
+__device__ __forceinline__ int run_start(const Group& group) {
+  return (group.thread() / kWarpSize * kPacks * group.lanes() + group.lane()) * N;
+}
+
+template <typename V>
+struct RowSlots {
+  V warps[2][kMaxWarps];
+  V blocks[2][kMaxClusterBlocks];
+};
+
+// Combines the parts of a row that the warps of a group hold, and if `spread` the blocks of a
+// cluster, whose arrive() has been called.
+template <typename V, typename Group, typename Combine>
+__device__ __forceinline__ V reduce_row(Group& group, RowCluster& cluster, bool spread, V part,
+                                        const V& identity, RowSlots<V>& slots, Combine combine) {
+  part = group.reduce_warps(part, identity, slots.warps, combine);
+  if (spread) {
+    cluster.wait();
+    part = cluster.reduce(part, slots.blocks, combine);
+  }
+  return part;
+}
+
+// Which row a group works on, and where its block stands among those that share the row. Announces
+// the block to its cluster.
+struct RowPosition {
+  bool spread;
+  int64_t row;
+  int rank;
+
+  template <typename Group>
+  __device__ RowPosition(const Group& group, const RowCluster& cluster, bool may_spread)
+      : spread(may_spread && cluster.blocks() > 1) {
+    rank = spread ? cluster.rank() : 0;
+    row = spread ? int64_t{blockIdx.x / cluster.blocks()}
+                 : int64_t{blockIdx.x} * group.groups() + group.index();
+    if (spread) cluster.arrive();
+  }
+};
+
+}  // namespace fused_norm

@@ -1,0 +1,59 @@
+#include "core/softmax/softmax.h"
+
+#include "core/softmax/launch.cuh"
+
+namespace fused_norm {
+namespace {
+
+template <typename Params, typename Plan>
+cudaError_t run(const Params& params, const Plan& plan, cudaStream_t stream) {
+  return with_dtype<__half, __nv_bfloat16, float, double>(
+      params.x_dtype, [&](auto x) { return softmax_of<decltype(x)>(params, plan, stream); });
+}
+
+template <typename Params>
+SoftmaxPlan plan_of(const Params& params, bool backward, const DeviceProperties& device) {
+  return plan_softmax(params.tier, backward, params.rows, params.cols, params.x_dtype,
+                      params.y_dtype, device);
+}
+
+bool is_aligned(const void* data, int pack, DType dtype) {
+  return reinterpret_cast<uintptr_t>(data) % (pack * size_of(dtype)) == 0;
+}
+
+}  // namespace
+
+cudaError_t launch_softmax_forward(const SoftmaxForwardParams& params,
+                                   const DeviceProperties& device, cudaStream_t stream) {
+  return run(params, plan_of(params, false, device), stream);
+}
+
+cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params,
+                                    const DeviceProperties& device, cudaStream_t stream) {
+  return run(params, plan_of(params, true, device), stream);
+}
+
+cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& params,
+                                           const DeviceProperties& device, cudaStream_t stream) {
+  const int pack = softmax_pack(params.x_dtype, params.y_dtype);
+  const bool vectorized = params.inner % pack == 0 && is_aligned(params.x, pack, params.x_dtype) &&
+                          is_aligned(params.y, pack, params.y_dtype);
+  return run(params,
+             plan_softmax_columns(false, vectorized, params.outer, params.cols, params.inner,
+                                  params.x_dtype, params.y_dtype, device),
+             stream);
+}
+
+cudaError_t launch_softmax_columns_backward(const SoftmaxColumnsBackwardParams& params,
+                                            const DeviceProperties& device, cudaStream_t stream) {
+  const int pack = softmax_pack(params.x_dtype, params.y_dtype);
+  const bool vectorized = params.inner % pack == 0 && is_aligned(params.dx, pack, params.x_dtype) &&
+                          is_aligned(params.dy, pack, params.y_dtype) &&
+                          is_aligned(params.y, pack, params.y_dtype);
+  return run(params,
+             plan_softmax_columns(true, vectorized, params.outer, params.cols, params.inner,
+                                  params.x_dtype, params.y_dtype, device),
+             stream);
+}
+
+}  // namespace fused_norm

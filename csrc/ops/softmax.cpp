@@ -1,0 +1,345 @@
+#include "ops/softmax.h"
+
+#include <ATen/ATen.h>
+
+#include <cmath>
+#include <limits>
+
+#include "cpu/softmax.h"
+#include "ops/checks.h"
+#include "ops/rows.h"
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include <c10/cuda/CUDAGuard.h>
+
+#include "core/softmax/softmax.h"
+#include "ops/device.h"
+#endif
+
+namespace fused_norm::ops {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+
+const char* name_of(SoftmaxTier tier) {
+  switch (tier) {
+    case SoftmaxTier::kAuto:
+      return "auto";
+    case SoftmaxTier::kWarp:
+      return "warp";
+    case SoftmaxTier::kBlock:
+      return "block";
+    case SoftmaxTier::kUncached:
+      return "uncached";
+  }
+  return "unknown";
+}
+
+// A tensor seen as (outer, cols, inner) around the dimension that is summed over.
+struct Geometry {
+  int64_t dim, outer, cols, inner;
+
+  std::array<int64_t, 3> shape() const { return {outer, cols, inner}; }
+  bool rows() const { return inner == 1; }
+};
+
+// `dim` has been checked.
+Geometry geometry_of(const Tensor& tensor, int64_t dim) {
+  if (tensor.dim() == 0) return {0, 1, 1, 1};
+  const auto sizes = tensor.sizes();
+  if (dim < 0) dim += tensor.dim();
+  const Geometry geometry{dim, c10::multiply_integers(sizes.begin(), sizes.begin() + dim),
+                          sizes[dim], c10::multiply_integers(sizes.begin() + dim + 1, sizes.end())};
+  TORCH_CHECK(geometry.cols <= kMaxCols, "dim ", dim, " has ", geometry.cols,
+              " elements; at most 2^30 are supported");
+  return geometry;
+}
+
+void check_tier(SoftmaxTier tier, const Tensor& tensor, const Geometry& geometry) {
+  if (tier == SoftmaxTier::kAuto) return;
+  TORCH_CHECK(tensor.is_cuda(), "tier is '", name_of(tier), "', but input is on ", tensor.device(),
+              ": only the CUDA kernels have tiers");
+  TORCH_CHECK(geometry.rows(), "tier is '", name_of(tier), "', but dim is ", geometry.dim,
+              " of an input of shape ", tensor.sizes(), ": only the last dimension has tiers");
+}
+
+// What the mask leaves of an input of this shape, as a view: undefined without a mask.
+Tensor expanded_mask(const std::optional<Tensor>& mask, const Tensor& input) {
+  if (!mask.has_value() || !mask->defined()) return {};
+  check_layout(*mask, "mask");
+  TORCH_CHECK(mask->device() == input.device(), "mask is on ", mask->device(), ", but input is on ",
+              input.device());
+  const int64_t missing = input.dim() - mask->dim();
+  bool broadcasts = missing >= 0;
+  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
+    broadcasts = mask->size(d) == 1 || mask->size(d) == input.size(d + missing);
+  }
+  TORCH_CHECK(broadcasts, "mask has shape ", mask->sizes(),
+              ", which does not broadcast to input's shape ", input.sizes());
+  return mask->expand(input.sizes());
+}
+
+#ifdef FUSED_NORM_WITH_CUDA
+
+void check_tier_holds(SoftmaxTier tier, bool backward, const Geometry& geometry, ScalarType x,
+                      ScalarType y) {
+  if (tier == SoftmaxTier::kAuto) return;
+  TORCH_CHECK(softmax_tier_holds(tier, backward, static_cast<int>(geometry.cols), to_dtype(x),
+                                 to_dtype(y), current_device_properties()),
+              "tier is '", name_of(tier), "', which does not hold rows of ", geometry.cols,
+              " elements of ", x, backward ? " in the backward pass" : " in the forward pass");
+}
+
+// Rows along the tensor's last dimension but for ones after it.
+Rows as_softmax_rows(const Tensor& tensor, const Geometry& geometry) {
+  if (geometry.dim + 1 == tensor.dim()) return as_rows(tensor, 1);
+  return as_rows(tensor.dim() == 0 ? tensor.reshape({1}) : tensor.flatten(geometry.dim), 1);
+}
+
+// False where the mask's strides do not fold into the kernels' number of dimensions.
+bool fold_mask(const Tensor& mask, SoftmaxMask* folded) {
+  folded->data = mask.const_data_ptr();
+  folded->additive = mask.scalar_type() != at::kBool;
+  if (folded->additive) folded->dtype = to_dtype(mask.scalar_type());
+  folded->col_stride = mask.dim() == 0 ? 0 : mask.stride(-1);
+  folded->dims = 0;
+  int64_t sizes[SoftmaxMask::kMaxDims];
+  for (int64_t d = mask.dim() - 2; d >= 0; --d) {
+    if (mask.size(d) == 1) continue;
+    const int last = folded->dims - 1;
+    if (last >= 0 && mask.stride(d) == folded->strides[last] * sizes[last]) {
+      sizes[last] *= mask.size(d);
+      continue;
+    }
+    if (folded->dims == SoftmaxMask::kMaxDims) return false;
+    sizes[folded->dims] = mask.size(d);
+    folded->strides[folded->dims++] = mask.stride(d);
+  }
+  for (int d = 0; d < folded->dims; ++d) {
+    folded->sizes[d] = make_divider(static_cast<uint32_t>(sizes[d]));
+  }
+  return true;
+}
+
+// `mask` has input's shape by expand(). Owns its memory through the tensor it returns, which is the
+// mask itself or a copy in a dtype that kernels read.
+Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded) {
+  Tensor readable = mask;
+  if (mask.scalar_type() == at::kDouble && input_dtype != at::kDouble) {
+    // Of an expanded tensor this would convert each element as often as it is read.
+    Tensor narrow = mask;
+    for (int64_t d = 0; d < mask.dim(); ++d) {
+      if (mask.stride(d) == 0) narrow = narrow.narrow(d, 0, 1);
+    }
+    readable = narrow.to(at::kFloat).expand(mask.sizes());
+  }
+  TORCH_CHECK(fold_mask(readable, folded), "mask of strides ", mask.strides(), " and shape ",
+              mask.sizes(), " (broadcast) has too many dimensions of unlike strides; at most ",
+              SoftmaxMask::kMaxDims, " are supported");
+  return readable;
+}
+
+Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor& mask, bool log,
+                    double scale, bool causal, ScalarType out_dtype, SoftmaxTier tier) {
+  const ScalarType x_dtype = input.scalar_type();
+  check_tier_holds(tier, false, geometry, x_dtype, out_dtype);
+  const Rows x = as_softmax_rows(input, geometry);
+  const Tensor y = at::empty(input.sizes(), input.options().dtype(out_dtype));
+  SoftmaxForwardParams params{};
+  params.rows = geometry.outer;
+  params.cols = static_cast<int32_t>(geometry.cols);
+  params.x_dtype = to_dtype(x_dtype);
+  params.y_dtype = to_dtype(out_dtype);
+  params.log = log;
+  params.x = x.tensor.const_data_ptr();
+  params.x_layout = x.layout;
+  params.y = y.mutable_data_ptr();
+  params.scale = scale;
+  const Tensor mask_data = mask.defined() ? set_mask(mask, x_dtype, &params.mask) : mask;
+  params.causal = causal;
+  params.queries = causal ? static_cast<uint32_t>(input.size(-2)) : 1;
+  params.tier = tier;
+  check_launch(launch_softmax_forward(params, current_device_properties(),
+                                      at::cuda::getCurrentCUDAStream()));
+  return y;
+}
+
+Tensor columns_forward(const Tensor& input, const Geometry& geometry, bool log,
+                       ScalarType out_dtype) {
+  const Tensor x = input.contiguous();
+  const Tensor y = at::empty(input.sizes(), input.options().dtype(out_dtype));
+  SoftmaxColumnsForwardParams params{};
+  params.outer = geometry.outer;
+  params.cols = static_cast<int32_t>(geometry.cols);
+  params.inner = geometry.inner;
+  params.x_dtype = to_dtype(input.scalar_type());
+  params.y_dtype = to_dtype(out_dtype);
+  params.log = log;
+  params.x = x.const_data_ptr();
+  params.y = y.mutable_data_ptr();
+  check_launch(launch_softmax_columns_forward(params, current_device_properties(),
+                                              at::cuda::getCurrentCUDAStream()));
+  return y;
+}
+
+Tensor rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
+                     ScalarType input_dtype, double scale, SoftmaxTier tier) {
+  check_tier_holds(tier, true, geometry, input_dtype, dy.scalar_type());
+  const Rows dy_rows = as_softmax_rows(dy, geometry);
+  const Rows y_rows = as_softmax_rows(output, geometry);
+  const Tensor dx = at::empty(dy.sizes(), dy.options().dtype(input_dtype));
+  SoftmaxBackwardParams params{};
+  params.rows = geometry.outer;
+  params.cols = static_cast<int32_t>(geometry.cols);
+  params.x_dtype = to_dtype(input_dtype);
+  params.y_dtype = to_dtype(dy.scalar_type());
+  params.log = log;
+  params.scale = scale;
+  params.dy = dy_rows.tensor.const_data_ptr();
+  params.dy_layout = dy_rows.layout;
+  params.y = y_rows.tensor.const_data_ptr();
+  params.y_layout = y_rows.layout;
+  params.dx = dx.mutable_data_ptr();
+  params.tier = tier;
+  check_launch(launch_softmax_backward(params, current_device_properties(),
+                                       at::cuda::getCurrentCUDAStream()));
+  return dx;
+}
+
+Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
+                        ScalarType input_dtype) {
+  const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
+  const Tensor dx = at::empty(dy.sizes(), dy.options().dtype(input_dtype));
+  SoftmaxColumnsBackwardParams params{};
+  params.outer = geometry.outer;
+  params.cols = static_cast<int32_t>(geometry.cols);
+  params.inner = geometry.inner;
+  params.x_dtype = to_dtype(input_dtype);
+  params.y_dtype = to_dtype(dy.scalar_type());
+  params.log = log;
+  params.dy = dy_data.const_data_ptr();
+  params.y = y_data.const_data_ptr();
+  params.dx = dx.mutable_data_ptr();
+  check_launch(launch_softmax_columns_backward(params, current_device_properties(),
+                                               at::cuda::getCurrentCUDAStream()));
+  return dx;
+}
+
+#endif  // FUSED_NORM_WITH_CUDA
+
+}  // namespace
+
+void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
+  check_floating(input, "input");
+  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat), "out_dtype is ", out,
+              ", which does not go with ", input,
+              " input: it must be the input's dtype, or float32 for 16-bit input");
+  const int64_t dims = std::max<int64_t>(ndim, 1);
+  TORCH_CHECK_INDEX(-dims <= dim && dim < dims, "dim is ", dim, ", but input has ", ndim,
+                    " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
+}
+
+void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> mask, ScalarType out,
+                                  int64_t ndim, double scale, bool causal) {
+  check_softmax_options(input, out, ndim, -1);
+  if (mask.has_value() && *mask != at::kBool) {
+    TORCH_CHECK(is_16_bit(*mask) || *mask == at::kFloat || *mask == at::kDouble,
+                "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 "
+                "or float64, but is ",
+                *mask);
+  }
+  TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
+  TORCH_CHECK(!causal || ndim >= 2,
+              "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
+              ndim);
+}
+
+Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
+                       std::optional<ScalarType> out_dtype, SoftmaxTier tier) {
+  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_layout(input, "input");
+  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
+  check_softmax_options(input.scalar_type(), y_dtype, input.dim(), dim);
+  const Geometry geometry = geometry_of(input, dim);
+  check_tier(tier, input, geometry);
+  if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
+  if (input.is_cpu()) {
+    return cpu::softmax_forward(input.reshape(geometry.shape()), log, y_dtype).view(input.sizes());
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (!geometry.rows()) return columns_forward(input, geometry, log, y_dtype);
+  return rows_forward(input, geometry, {}, log, 1, false, y_dtype, tier);
+#else
+  raise_cpu_only(input);
+#endif
+}
+
+Tensor scaled_masked_softmax(const Tensor& input, const std::optional<Tensor>& mask, double scale,
+                             bool causal, std::optional<ScalarType> out_dtype, SoftmaxTier tier) {
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_layout(input, "input");
+  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
+  const bool has_mask = mask.has_value() && mask->defined();
+  check_masked_softmax_options(input.scalar_type(),
+                               has_mask ? std::optional(mask->scalar_type()) : std::nullopt,
+                               y_dtype, input.dim(), scale, causal);
+  const Tensor expanded = expanded_mask(mask, input);
+  const Geometry geometry = geometry_of(input, -1);
+  check_tier(tier, input, geometry);
+  if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
+  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has_mask || causal),
+              "input of shape ", input.sizes(), " has ", geometry.outer,
+              " rows; with a mask or causal at most 2^31 - 1 are supported");
+  if (input.is_cpu()) {
+    if (input.dim() > 0) {
+      return cpu::scaled_masked_softmax(input, expanded, scale, causal, y_dtype);
+    }
+    return cpu::scaled_masked_softmax(input.reshape({1}), has_mask ? mask->reshape({1}) : Tensor(),
+                                      scale, false, y_dtype)
+        .view(input.sizes());
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(input.device());
+  return rows_forward(input, geometry, expanded, false, scale, causal, y_dtype, tier);
+#else
+  raise_cpu_only(input);
+#endif
+}
+
+Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
+                        ScalarType input_dtype, double scale, SoftmaxTier tier) {
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_layout(dy, "dy");
+  check_layout(output, "output");
+  TORCH_CHECK(output.sizes() == dy.sizes(), "output must have the shape of dy ", dy.sizes(),
+              ", but has shape ", output.sizes());
+  TORCH_CHECK(output.device() == dy.device(), "output is on ", output.device(), ", but dy is on ",
+              dy.device());
+  check_floating(dy.scalar_type(), "dy");
+  TORCH_CHECK(output.scalar_type() == dy.scalar_type(), "output must be ", dy.scalar_type(),
+              " as dy is, but is ", output.scalar_type());
+  check_softmax_options(input_dtype, dy.scalar_type(), dy.dim(), dim);
+  TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
+  const Geometry geometry = geometry_of(dy, dim);
+  TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim, " of shape ",
+              dy.sizes(), ": only softmax over the last dimension is scaled");
+  check_tier(tier, dy, geometry);
+  if (dy.numel() == 0) return at::empty(dy.sizes(), dy.options().dtype(input_dtype));
+  if (dy.is_cpu()) {
+    const auto shape = geometry.shape();
+    return cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, input_dtype, scale)
+        .view(dy.sizes());
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(dy.device());
+  if (!geometry.rows()) return columns_backward(dy, output, geometry, log, input_dtype);
+  return rows_backward(dy, output, geometry, log, input_dtype, scale, tier);
+#else
+  raise_cpu_only(dy);
+#endif
+}
+
+}  // namespace fused_norm::ops

@@ -1,0 +1,141 @@
+// The derivatives of the softmax operators, as kernels of the dispatcher's Autograd key. In C++:
+// torch's own softmax takes the host 6 us a call with a graph, and a Python autograd.Function alone
+// as much again.
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <optional>
+
+namespace fused_norm::ops {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+using ForwardOp = Tensor(const Tensor&, int64_t, bool, std::optional<ScalarType>);
+using MaskedOp = Tensor(const Tensor&, const std::optional<Tensor>&, double, bool,
+                        std::optional<ScalarType>);
+using BackwardOp = Tensor(const Tensor&, const Tensor&, int64_t, bool, ScalarType, double);
+
+// Through the dispatcher, so that fake tensors and tracers see the operators too.
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const auto& forward_op() {
+  static const auto op = find<ForwardOp>("fused_norm::softmax_forward");
+  return op;
+}
+const auto& masked_op() {
+  static const auto op = find<MaskedOp>("fused_norm::scaled_masked_softmax");
+  return op;
+}
+const auto& backward_op() {
+  static const auto op = find<BackwardOp>("fused_norm::softmax_backward");
+  return op;
+}
+
+// The output is all that is saved. What else backward needs to know:
+void save(AutogradContext* ctx, const Tensor& output, int64_t dim, bool log, ScalarType input_dtype,
+          double scale) {
+  ctx->save_for_backward({output});
+  ctx->set_materialize_grads(false);
+  ctx->saved_data["dim"] = dim;
+  ctx->saved_data["log"] = log;
+  ctx->saved_data["input_dtype"] = input_dtype;
+  ctx->saved_data["scale"] = scale;
+}
+
+Tensor gradient(AutogradContext* ctx, const Tensor& dy) {
+  if (!dy.defined()) return {};
+  const Tensor output = ctx->get_saved_variables()[0];
+  const auto run = [&] {
+    return backward_op().call(
+        dy, output, ctx->saved_data["dim"].toInt(), ctx->saved_data["log"].toBool(),
+        ctx->saved_data["input_dtype"].toScalarType(), ctx->saved_data["scale"].toDouble());
+  };
+  // With create_graph=True the operator's own Autograd kernel decides.
+  if (at::GradMode::is_enabled()) return run();
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return run();
+}
+
+struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t dim, bool log,
+                        std::optional<ScalarType> out_dtype) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Tensor output = forward_op().call(input, dim, log, out_dtype);
+    save(ctx, output, dim, log, input.scalar_type(), 1);
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& dy) {
+    return {gradient(ctx, dy[0]), {}, {}, {}};
+  }
+};
+
+struct ScaledMaskedSoftmaxFunction : torch::autograd::Function<ScaledMaskedSoftmaxFunction> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input,
+                        const std::optional<Tensor>& mask, double scale, bool causal,
+                        std::optional<ScalarType> out_dtype) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    const Tensor output = masked_op().call(input, mask, scale, causal, out_dtype);
+    save(ctx, output, -1, false, input.scalar_type(), scale);
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& dy) {
+    return {gradient(ctx, dy[0]), {}, {}, {}, {}};
+  }
+};
+
+// Also a tangent of forward mode, for which Function raises.
+bool differentiates(const Tensor& tensor) {
+  return (at::GradMode::is_enabled() && tensor.requires_grad()) ||
+         tensor._fw_grad(/*level=*/0).defined();
+}
+
+Tensor forward_autograd(const Tensor& input, int64_t dim, bool log,
+                        std::optional<ScalarType> out_dtype) {
+  if (differentiates(input)) return SoftmaxFunction::apply(input, dim, log, out_dtype);
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return forward_op().call(input, dim, log, out_dtype);
+}
+
+Tensor masked_autograd(const Tensor& input, const std::optional<Tensor>& mask, double scale,
+                       bool causal, std::optional<ScalarType> out_dtype) {
+  TORCH_CHECK(!mask.has_value() || !mask->defined() || !differentiates(*mask),
+              "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
+              "mask.detach(), or add it to the input before softmax");
+  if (differentiates(input)) {
+    return ScaledMaskedSoftmaxFunction::apply(input, mask, scale, causal, out_dtype);
+  }
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return masked_op().call(input, mask, scale, causal, out_dtype);
+}
+
+Tensor backward_autograd(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
+                         ScalarType input_dtype, double scale) {
+  TORCH_CHECK(!differentiates(dy) && !differentiates(output),
+              "fused_norm does not compute second derivatives of a softmax yet: call backward() or "
+              "torch.autograd.grad() without create_graph=True, or use "
+              "torch.nn.functional.softmax in this place");
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  return backward_op().call(dy, output, dim, log, input_dtype, scale);
+}
+
+TORCH_LIBRARY_IMPL(fused_norm, Autograd, m) {
+  m.impl("softmax_forward", &forward_autograd);
+  m.impl("scaled_masked_softmax", &masked_autograd);
+  m.impl("softmax_backward", &backward_autograd);
+}
+
+}  // namespace
+}  // namespace fused_norm::ops
