@@ -3,6 +3,7 @@
 //   log_softmax  dx = scale * (dy - exp(y) * sum(dy))
 #pragma once
 
+#include "core/common/bulk_copy.cuh"
 #include "core/common/statistics.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/policies.cuh"
@@ -43,13 +44,37 @@ __device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y
   }
 }
 
+// A row that lies in the packs of the threads that share it, kPacks of each tensor, to its gradient.
+// A lane's packs start at columns col, col + step, ...
+template <bool kLog, bool kMayShare, int kPacks, typename Y, int N, typename Group, typename Out>
+__device__ __forceinline__ void gradient_of_row(Pack<Y, N> (&dy)[kPacks], Pack<Y, N> (&y)[kPacks],
+                                                Accumulator<Y> scale, Group& group,
+                                                RowCluster& cluster, bool spread, int col,
+                                                int step, Out out) {
+  using A = Accumulator<Y>;
+  A sums[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) sums[p] = gradient_sum<kLog>(dy[p], y[p]);
+  A sum = group.reduce_lanes(sum_of(sums), SumOf());
+  if constexpr (kMayShare) {
+    __shared__ RowSlots<A> slots;
+    sum = reduce_row(group, cluster, spread, sum, A(0), slots, SumOf());
+  }
+  forget_elements(dy);
+  forget_elements(y);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    A dx[N];
+    gradient<kLog>(dy[p], y[p], sum, scale, dx);
+    out.store(p, kPacks, col + p * step, dx);
+  }
+}
+
 // Rows held by kPacks packs a thread of each tensor stay in registers: read once.
 template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Y, typename Store>
 __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& load,
                                                       const Store& store) {
-  using A = Accumulator<Y>;
   constexpr int N = kPackElements<Y, typename Store::Output>;
-
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
@@ -65,23 +90,57 @@ __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& loa
     dy_row.extract_run(dy_fetched, dy, col);
     y_row.extract_run(y_fetched, y, col);
   }
-  A sums[kPacks];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) sums[p] = gradient_sum<kLog>(dy[p], y[p]);
-  A sum = group.reduce_lanes(sum_of(sums), SumOf());
-  if constexpr (kMayShare) {
-    __shared__ RowSlots<A> slots;
-    sum = reduce_row(group, cluster, at.spread, sum, A(0), slots, SumOf());
-  }
+  if (at.spread) cluster.wait();
+  gradient_of_row<kLog, kMayShare>(dy, y, load.scale, group, cluster, at.spread, col, step,
+                                   store.template open<N, kRegular>(at.row, group));
+}
 
-  auto out = store.template open<N, kRegular>(at.row, group);
-  forget_elements(dy);
-  forget_elements(y);
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    A dx[N];
-    gradient<kLog>(dy[p], y[p], sum, load.scale, dx);
-    out.store(p, kPacks, col + p * step, dx);
+// The same for long rows, by blocks that walk over the rows: while a row is in registers, the
+// block's slices of its next row are on their way to shared memory.
+template <bool kRegular, bool kLog, int kPacks, typename Y, typename Store>
+__device__ __forceinline__ void softmax_backward_ahead(const GradientLoad<Y>& load,
+                                                       const Store& store) {
+  constexpr int N = kPackElements<Y, typename Store::Output>;
+  using Slice = StagedSlice<Y, N, kRegular>;
+  extern __shared__ __align__(16) char staged[];
+  __shared__ CopyBarrier barrier;
+
+  RowGroup<Barrier::kBlock> group;
+  RowCluster cluster;
+  const RowPosition at(group, cluster, true);
+  const int step = group.lanes() * N;
+  const int slice = group.threads() * kPacks * N;
+  const int begin = at.rank * slice, end = min(begin + slice, load.y.cols);
+  const int col = run_start<kPacks, N>(group);
+  const int64_t stride = at.spread ? gridDim.x / cluster.blocks() : gridDim.x;
+  char* const staged_y = staged + slice * sizeof(Y) + Slice::kSlackBytes;
+  auto slice_of = [&](const Rows<Y>& rows, int64_t row) {
+    return Slice(row_start(rows.data, rows.layout, row), begin, end,
+                 rows_follow(rows.layout, row, rows.rows, rows.cols, 8));
+  };
+  auto fetch = [&](int64_t row) {
+    if (threadIdx.x != 0 || row >= load.y.rows) return;
+    const Slice dy = slice_of(load.dy, row), y = slice_of(load.y, row);
+    barrier.expect(dy.copied() + y.copied());
+    dy.copy(staged, barrier);
+    y.copy(staged_y, barrier);
+  };
+  if (threadIdx.x == 0) {
+    barrier.init();
+    fetch(at.row);
+  }
+  __syncthreads();
+  if (at.spread) cluster.wait();
+  int phase = 0;
+  for (int64_t row = at.row; row < load.y.rows; row += stride, phase ^= 1) {
+    Pack<Y, N> dy[kPacks], y[kPacks];
+    barrier.wait(phase);
+    slice_of(load.dy, row).load(staged, dy, col, step);
+    slice_of(load.y, row).load(staged_y, y, col, step);
+    __syncthreads();
+    fetch(row + stride);
+    gradient_of_row<kLog, true>(dy, y, load.scale, group, cluster, at.spread, begin + col, step,
+                                store.template open<N, kRegular>(row, group));
   }
 }
 
@@ -135,6 +194,7 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
     sum += sum_of(sums);
   }
   __shared__ RowSlots<A> slots;
+  if (at.spread) cluster.wait();
   sum = reduce_row(group, cluster, at.spread, group.reduce_lanes(sum, SumOf()), A(0), slots,
                    SumOf());
 
@@ -178,6 +238,16 @@ __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 ? 2 : 1)
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_backward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(
         load, store);
+  });
+}
+
+template <typename Y, typename Store, int kPacks>
+__global__ void __launch_bounds__(kAheadThreads, 1)
+    softmax_backward_block_ahead(const __grid_constant__ GradientLoad<Y> load,
+                                 const __grid_constant__ Store store, bool regular, bool log) {
+  with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
+    softmax_backward_ahead<decltype(is_regular)::value, decltype(is_log)::value, kPacks>(load,
+                                                                                         store);
   });
 }
 

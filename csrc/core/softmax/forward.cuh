@@ -1,36 +1,22 @@
 // Forward kernels: the sum of a row's exponentials, then the row divided by it.
 #pragma once
 
+#include "core/common/bulk_copy.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/policies.cuh"
 #include "core/softmax/row.cuh"
 
 namespace fused_norm {
 
-// Rows held by kPacks packs a thread stay in registers: read once. Groups of up to a warp have a
-// row each; with kMayShare, a block or the blocks of a cluster share one.
-template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Load, typename Store>
-__device__ __forceinline__ void softmax_forward_once(const Load& load, const Store& store) {
-  using X = typename Load::Input;
-  using A = Accumulator<X>;
-  constexpr int N = kPackElements<X, typename Store::Output>;
+// A row that lies in the packs of the threads that share it, kPacks each, from its scores to the
+// last store. A lane's packs start at columns col, col + step, ...
+template <bool kLog, bool kMayShare, int kPacks, int N, bool kZeroIfEmpty, typename A,
+          typename Kept, typename Group, typename Out>
+__device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& group,
+                                               RowCluster& cluster, bool spread, int col, int step,
+                                               Out out) {
   // Exponentials are kept where registers allow, else made twice.
   constexpr bool kKeep = !kLog && kPacks * N <= 32;
-  using Row = typename Load::template Row<N, kRegular>;
-
-  RowGroup<Barrier::kBlock> group;
-  RowCluster cluster;
-  const RowPosition at(group, cluster, kMayShare);
-  const int step = group.lanes() * N;
-  const int col = at.rank * group.threads() * kPacks * N + run_start<kPacks, N>(group);
-  typename Row::Kept kept[kPacks];
-  {
-    const Row in = load.template open<N, kRegular>(at.row, group);
-    Pack<X, N> packs[kPacks];
-    in.reader.load_run(packs, col);
-    in.prepare(packs, kept, col, step);
-  }
-
   A top = kLowest<A>;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -53,11 +39,10 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   ExpSum<A> sum{top, group.reduce_lanes(sum_of(sums), SumOf())};
   if constexpr (kMayShare) {
     __shared__ RowSlots<ExpSum<A>> slots;
-    sum = reduce_row(group, cluster, at.spread, sum, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
+    sum = reduce_row(group, cluster, spread, sum, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
   }
 
-  const Finish<kLog, A> finish(sum, top, Load::kMasked);
-  auto out = store.template open<N, kRegular>(at.row, group);
+  const Finish<kLog, A> finish(sum, top, kZeroIfEmpty);
   if constexpr (kPacks * N > 32) forget_elements(kept);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -70,6 +55,83 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
                     : finish(A(0), exp_of(y[i] - shift));
     }
     out.store(p, kPacks, col + p * step, y);
+  }
+}
+
+// Rows held by kPacks packs a thread stay in registers: read once. Groups of up to a warp have a
+// row each; with kMayShare, a block or the blocks of a cluster share one.
+template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Load, typename Store>
+__device__ __forceinline__ void softmax_forward_once(const Load& load, const Store& store) {
+  using X = typename Load::Input;
+  constexpr int N = kPackElements<X, typename Store::Output>;
+  using Row = typename Load::template Row<N, kRegular>;
+
+  RowGroup<Barrier::kBlock> group;
+  RowCluster cluster;
+  const RowPosition at(group, cluster, kMayShare);
+  const int step = group.lanes() * N;
+  const int col = at.rank * group.threads() * kPacks * N + run_start<kPacks, N>(group);
+  typename Row::Kept kept[kPacks];
+  {
+    const Row in = load.template open<N, kRegular>(at.row, group);
+    Pack<X, N> packs[kPacks];
+    in.reader.load_run(packs, col);
+    in.prepare(packs, kept, col, step);
+  }
+  if (at.spread) cluster.wait();
+  softmax_of_row<kLog, kMayShare, kPacks, N, Load::kMasked, Accumulator<X>>(
+      kept, group, cluster, at.spread, col, step,
+      store.template open<N, kRegular>(at.row, group));
+}
+
+// The same for long rows, by blocks that walk over the rows: while a row is in registers, the
+// block's slice of its next row is on its way to shared memory.
+template <bool kRegular, bool kLog, int kPacks, typename X, typename Store>
+__device__ __forceinline__ void softmax_forward_ahead(const PlainLoad<X>& load,
+                                                      const Store& store) {
+  constexpr int N = kPackElements<X, typename Store::Output>;
+  extern __shared__ __align__(16) char staged[];
+  __shared__ CopyBarrier barrier;
+
+  RowGroup<Barrier::kBlock> group;
+  RowCluster cluster;
+  const RowPosition at(group, cluster, true);
+  const int step = group.lanes() * N;
+  const int slice = group.threads() * kPacks * N;
+  const int begin = at.rank * slice, end = min(begin + slice, load.x.cols);
+  const int col = run_start<kPacks, N>(group);
+  const int64_t stride = at.spread ? gridDim.x / cluster.blocks() : gridDim.x;
+  auto slice_of = [&](int64_t row) {
+    return StagedSlice<X, N, kRegular>(
+        row_start(load.x.data, load.x.layout, row), begin, end,
+        rows_follow(load.x.layout, row, load.x.rows, load.x.cols, 8));
+  };
+  auto fetch = [&](int64_t row) {
+    if (threadIdx.x != 0 || row >= load.x.rows) return;
+    const auto next = slice_of(row);
+    barrier.expect(next.copied());
+    next.copy(staged, barrier);
+  };
+  if (threadIdx.x == 0) {
+    barrier.init();
+    fetch(at.row);
+  }
+  __syncthreads();
+  if (at.spread) cluster.wait();
+  int phase = 0;
+  for (int64_t row = at.row; row < load.x.rows; row += stride, phase ^= 1) {
+    Pack<X, N> packs[kPacks];
+    barrier.wait(phase);
+    slice_of(row).load(staged, packs, col, step);
+    __syncthreads();
+    fetch(row + stride);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      pad_with_lowest<kRegular>(packs[p], end - (begin + col + p * step));
+    }
+    softmax_of_row<kLog, true, kPacks, N, false, Accumulator<X>>(
+        packs, group, cluster, at.spread, begin + col, step,
+        store.template open<N, kRegular>(row, group));
   }
 }
 
@@ -132,6 +194,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
     }
     part = {top, fma(part.sum, exp_of(part.max - shift), sum_of(sums))};
   }
+  if (at.spread) cluster.wait();
   const A top = group.reduce_lanes(part.max, LargerOf());
   part.sum *= exp_of(part.max - shift_of(top));
   ExpSum<A> sum{top, group.reduce_lanes(part.sum, SumOf())};
@@ -185,6 +248,16 @@ __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 || !Load::kMask
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(
         load, store);
+  });
+}
+
+template <typename X, typename Store, int kPacks>
+__global__ void __launch_bounds__(kAheadThreads, 1)
+    softmax_forward_block_ahead(const __grid_constant__ PlainLoad<X> load,
+                                const __grid_constant__ Store store, bool regular, bool log) {
+  with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
+    softmax_forward_ahead<decltype(is_regular)::value, decltype(is_log)::value, kPacks>(load,
+                                                                                        store);
   });
 }
 

@@ -15,25 +15,32 @@ namespace fused_norm {
 // Elements a pack: 16 bytes of the wider of the two tensors.
 int softmax_pack(DType x, DType y);
 
+// What a plan is for. The scores of a masked row take more registers than the row.
+enum class SoftmaxPass : uint8_t { kForward, kMaskedForward, kBackward };
+
+// Where a row of SoftmaxTier::kBlock lies.
+enum class RowPlace : uint8_t {
+  kRegisters,
+  kAhead,   // in registers, and the next row in shared memory on its way there
+  kShared,  // in shared memory
+};
+
 struct SoftmaxPlan {
-  SoftmaxTier tier;     // kBlock with shared_bytes: the row is kept there, else in registers
+  SoftmaxTier tier;
+  RowPlace place;
   int pack;             // elements
-  int packs;            // packs a thread, all at once; else at a time
+  int packs;            // packs a thread (kShared and kUncached: at a time)
   int threads_per_row;  // 1 to 32 lanes, or whole warps, of each block that shares the row
   int rows_per_block;
   int cluster_blocks;  // blocks that share a row
   int slice;           // columns of the row for each of these
-  int blocks;
+  int blocks;          // kAhead: no more than are resident, which walk over the rows
   int shared_bytes;  // dynamic
   bool overlap;      // programmatic dependent launch, from Hopper on
-
-  bool once() const {
-    return tier == SoftmaxTier::kWarp || (tier == SoftmaxTier::kBlock && shared_bytes == 0);
-  }
 };
 
-SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols, DType x, DType y,
-                         const DeviceProperties& device);
+SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
+                         DType y, const DeviceProperties& device);
 
 // Over another dimension than the last (columns.cuh): `splits` threads share the columns of a pack
 // of neighbours, and a block holds `lanes` such packs.
