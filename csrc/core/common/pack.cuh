@@ -134,42 +134,6 @@ __device__ __forceinline__ Words<kBytes> shifted_bytes(const Words<kBytes>& low,
   return out;
 }
 
-// The same for a shift of kWords words and `bits`: a register a word.
-template <int kWords, int kBytes>
-__device__ __forceinline__ Words<kBytes> shifted_words(const Words<kBytes>& low,
-                                                       const Words<kBytes>& high, int bits) {
-  constexpr int kCount = kBytes / 4;
-  auto word = [&](int i) { return i < kCount ? low.at[i] : high.at[i - kCount]; };
-  Words<kBytes> out;
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    out.at[i] = __funnelshift_r(word(i + kWords), word(i + kWords + 1), bits);
-  }
-  return out;
-}
-
-// Calls run(words) with the whole words of a shift below kBytes as a compile-time constant.
-template <int kBytes, typename Run>
-__device__ __forceinline__ void with_shift_words(int shift, Run run) {
-  if constexpr (kBytes == 16) {
-    if (shift & 8) {
-      if (shift & 4) {
-        run(std::integral_constant<int, 3>());
-      } else {
-        run(std::integral_constant<int, 2>());
-      }
-      return;
-    }
-  }
-  if constexpr (kBytes >= 8) {
-    if (shift & 4) {
-      run(std::integral_constant<int, 1>());
-      return;
-    }
-  }
-  run(std::integral_constant<int, 0>());
-}
-
 // The word that holds byte `byte`, by shifting all words down: an index would move them to local
 // memory.
 template <int kBytes>
@@ -218,8 +182,8 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
 }  // namespace detail
 
 // Makes the compiler forget the elements that were unpacked, by an exclusive or with a zero that it
-// cannot know: to unpack 16-bit elements once more is cheaper than to keep each in a register of its
-// own, which it would do otherwise, up to spilling them. For kernels of two-dimensional blocks.
+// cannot know: to unpack 16-bit elements once more is cheaper than to keep each in a register of
+// its own, which it would do otherwise, up to spilling them. For kernels of two-dimensional blocks.
 template <typename T, int N, int kPacks>
 __device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
   if constexpr (sizeof(T) == 2) {
@@ -232,21 +196,8 @@ __device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
   }
 }
 
-// Sets the elements of a pack from `count` on to zero.
-template <typename T, int N>
-__device__ __forceinline__ void keep_first(Pack<T, N>& pack, int count) {
-  const int bytes = count * static_cast<int>(sizeof(T));
-  if (count < N) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(T)) * N / 4; ++i) {
-      uint32_t& word = pack.words.at[i];
-      word = bytes >= 4 * i + 4 ? word : bytes > 4 * i ? word & 0xffff : 0;
-    }
-  }
-}
-
-// Sets the elements of a pack from `count` on to -inf, which a maximum and a sum of exponentials pass
-// over. A regular row has whole packs in it or none of a pack.
+// Sets the elements of a pack from `count` on to -inf, which a maximum and a sum of exponentials
+// pass over. A regular row has whole packs in it or none of a pack.
 template <bool kRegular, typename T, int N>
 __device__ __forceinline__ void pad_with_lowest(Pack<T, N>& pack, int count) {
   if (count >= N) return;
@@ -359,29 +310,22 @@ class RowReader {
   template <int kPacks>
   __device__ __forceinline__ void extract_run(const FetchedRun<kPacks>& fetched,
                                               Pack<T, N> (&packs)[kPacks], int col) const {
-    if constexpr (kRegular) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) packs[p].words = fetched.granules[p];
-      return;
-    } else {
-    detail::with_shift_words<kBytes>(shift_, [&](auto words) {
-      constexpr int kWords = decltype(words)::value;
-      // Each lane needs the start of the granule after its own: the next lane's, or the first
-      // lane's next.
-      const int next = lane_ + 1 == lanes_ ? 0 : lane_ + 1;
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const Words<kBytes>& low = fetched.granules[p];
+    for (int p = 0; p < kPacks; ++p) {
+      const Words<kBytes>& low = fetched.granules[p];
+      if constexpr (kRegular) {
+        packs[p].words = low;
+      } else {
+        // Each lane needs the granule after its own: the next lane's, or the first lane's next.
         const Words<kBytes>& after = p + 1 < kPacks ? fetched.granules[p + 1] : fetched.edge;
+        const int next = lane_ + 1 == lanes_ ? 0 : lane_ + 1;
         Words<kBytes> high;
 #pragma unroll
-        for (int i = 0; i <= kWords; ++i) {
-          high.at[i] = __shfl_sync(mask(), lane_ == 0 ? after.at[i] : low.at[i], next, lanes_);
+        for (int i = 0; i < kBytes / 4; ++i) {
+          high.at[i] = __shfl_sync(0xffffffffu, lane_ == 0 ? after.at[i] : low.at[i], next, lanes_);
         }
-        packs[p] = finish(detail::shifted_words<kWords>(low, high, shift_ % 4 * 8),
-                          col + p * lanes_ * N);
+        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * lanes_ * N);
       }
-    });
     }
   }
 
@@ -415,13 +359,6 @@ class RowReader {
     }
   }
 
-  // The lanes that share the row.
-  __device__ unsigned mask() const {
-    unsigned lane_of_warp;
-    asm("mov.u32 %0, %%laneid;" : "=r"(lane_of_warp));
-    return lanes_ == 32 ? 0xffffffffu : ((1u << lanes_) - 1) << (lane_of_warp - lane_);
-  }
-
   // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches
   // it. Guarded, nothing past the row is read.
   template <bool kGuarded>
@@ -440,9 +377,14 @@ class RowReader {
 
   // Sets the columns past the row to zero.
   __device__ __forceinline__ Pack<T, N> finish(Words<kBytes> words, int col) const {
-    Pack<T, N> pack{words};
-    keep_first(pack, cols_ - col);
-    return pack;
+    const int bytes = (cols_ - col) * static_cast<int>(sizeof(T));
+    if (cols_ - col < N) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i) {
+        words.at[i] = bytes >= 4 * i + 4 ? words.at[i] : bytes > 4 * i ? words.at[i] & 0xffff : 0;
+      }
+    }
+    return {words};
   }
 
   const char* row_;
@@ -492,22 +434,18 @@ class RowWriter {
         static_cast<int>(sizeof(T));  // own columns in the granule shared with the pack before
     const Words<kBytes>& own = pack.words;
     const bool has_before = !first || lane_ > 0;
-    Words<kBytes> granule;
-    detail::with_shift_words<kBytes>(kBytes - shift_, [&](auto words) {
-      constexpr int kWords = decltype(words)::value;
-      const bool is_last_lane = lane_ + 1 == lanes_;
-      Words<kBytes> before;
+    Words<kBytes> before;
 #pragma unroll
-      for (int i = kWords; i < kBytes / 4; ++i) {
-        if (first) {
-          before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
-        } else {
-          before.at[i] = __shfl_sync(mask_, is_last_lane ? previous.words.at[i] : own.at[i],
-                                     lane_ == 0 ? lanes_ - 1 : lane_ - 1, lanes_);
-        }
+    for (int i = 0; i < kBytes / 4; ++i) {
+      if (first) {
+        before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
+      } else {
+        const bool is_last_lane = lane_ + 1 == lanes_;
+        before.at[i] = __shfl_sync(mask_, is_last_lane ? previous.words.at[i] : own.at[i],
+                                   lane_ == 0 ? lanes_ - 1 : lane_ - 1, lanes_);
       }
-      granule = detail::shifted_words<kWords>(before, own, (kBytes - shift_) % 4 * 8);
-    });
+    }
+    const Words<kBytes> granule = detail::shifted_bytes<kBytes>(before, own, kBytes - shift_);
     char* const start = address(col) - shift_;
     if (count >= N) {
       if (has_before) {

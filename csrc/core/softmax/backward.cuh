@@ -3,7 +3,6 @@
 //   log_softmax  dx = scale * (dy - exp(y) * sum(dy))
 #pragma once
 
-#include "core/common/bulk_copy.cuh"
 #include "core/common/statistics.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/policies.cuh"
@@ -33,8 +32,8 @@ __device__ __forceinline__ Accumulator<Y> gradient_sum(const Pack<Y, N>& dy_pack
 }
 
 template <bool kLog, typename Y, int N, typename A>
-__device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y, N>& y_pack,
-                                         A sum, A scale, A (&dx)[N]) {
+__device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y, N>& y_pack, A sum,
+                                         A scale, A (&dx)[N]) {
   A y[N];
   unpack(dy_pack, dx);
   unpack(y_pack, y);
@@ -44,13 +43,13 @@ __device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y
   }
 }
 
-// A row that lies in the packs of the threads that share it, kPacks of each tensor, to its gradient.
-// A lane's packs start at columns col, col + step, ...
+// A row that lies in the packs of the threads that share it, kPacks of each tensor, to its
+// gradient. A lane's packs start at columns col, col + step, ...
 template <bool kLog, bool kMayShare, int kPacks, typename Y, int N, typename Group, typename Out>
 __device__ __forceinline__ void gradient_of_row(Pack<Y, N> (&dy)[kPacks], Pack<Y, N> (&y)[kPacks],
                                                 Accumulator<Y> scale, Group& group,
-                                                RowCluster& cluster, bool spread, int col,
-                                                int step, Out out) {
+                                                RowCluster& cluster, bool spread, int col, int step,
+                                                Out out) {
   using A = Accumulator<Y>;
   A sums[kPacks];
 #pragma unroll
@@ -95,62 +94,12 @@ __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& loa
                                    store.template open<N, kRegular>(at.row, group));
 }
 
-// The same for long rows, by blocks that walk over the rows: while a row is in registers, the
-// block's slices of its next row are on their way to shared memory.
-template <bool kRegular, bool kLog, int kPacks, typename Y, typename Store>
-__device__ __forceinline__ void softmax_backward_ahead(const GradientLoad<Y>& load,
-                                                       const Store& store) {
-  constexpr int N = kPackElements<Y, typename Store::Output>;
-  using Slice = StagedSlice<Y, N, kRegular>;
-  extern __shared__ __align__(16) char staged[];
-  __shared__ CopyBarrier barrier;
-
-  RowGroup<Barrier::kBlock> group;
-  RowCluster cluster;
-  const RowPosition at(group, cluster, true);
-  const int step = group.lanes() * N;
-  const int slice = group.threads() * kPacks * N;
-  const int begin = at.rank * slice, end = min(begin + slice, load.y.cols);
-  const int col = run_start<kPacks, N>(group);
-  const int64_t stride = at.spread ? gridDim.x / cluster.blocks() : gridDim.x;
-  char* const staged_y = staged + slice * sizeof(Y) + Slice::kSlackBytes;
-  auto slice_of = [&](const Rows<Y>& rows, int64_t row) {
-    return Slice(row_start(rows.data, rows.layout, row), begin, end,
-                 rows_follow(rows.layout, row, rows.rows, rows.cols, 8));
-  };
-  auto fetch = [&](int64_t row) {
-    if (threadIdx.x != 0 || row >= load.y.rows) return;
-    const Slice dy = slice_of(load.dy, row), y = slice_of(load.y, row);
-    barrier.expect(dy.copied() + y.copied());
-    dy.copy(staged, barrier);
-    y.copy(staged_y, barrier);
-  };
-  if (threadIdx.x == 0) {
-    barrier.init();
-    fetch(at.row);
-  }
-  __syncthreads();
-  if (at.spread) cluster.wait();
-  int phase = 0;
-  for (int64_t row = at.row; row < load.y.rows; row += stride, phase ^= 1) {
-    Pack<Y, N> dy[kPacks], y[kPacks];
-    barrier.wait(phase);
-    slice_of(load.dy, row).load(staged, dy, col, step);
-    slice_of(load.y, row).load(staged_y, y, col, step);
-    __syncthreads();
-    fetch(row + stride);
-    gradient_of_row<kLog, true>(dy, y, load.scale, group, cluster, at.spread, begin + col, step,
-                                store.template open<N, kRegular>(row, group));
-  }
-}
-
 // Any length: each block of a cluster takes a slice of the columns, which it reads for the sum and
 // again for the gradient, the second time from shared memory where the launch gave enough of it
 // (cached). Each thread reads back what it wrote itself.
 template <bool kRegular, bool kLog, typename Y, typename Store>
 __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& load,
-                                                       const Store& store, int slice,
-                                                       bool cached) {
+                                                       const Store& store, int slice, bool cached) {
   using A = Accumulator<Y>;
   constexpr int N = kPackElements<Y, typename Store::Output>;
   constexpr int kPacks = 2;
@@ -195,8 +144,8 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   }
   __shared__ RowSlots<A> slots;
   if (at.spread) cluster.wait();
-  sum = reduce_row(group, cluster, at.spread, group.reduce_lanes(sum, SumOf()), A(0), slots,
-                   SumOf());
+  sum =
+      reduce_row(group, cluster, at.spread, group.reduce_lanes(sum, SumOf()), A(0), slots, SumOf());
 
   auto out = store.template open<N, kRegular>(at.row, group);
   // Backwards: what was read last is the likeliest to be in the L2 cache yet.
@@ -238,16 +187,6 @@ __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 ? 2 : 1)
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_backward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(
         load, store);
-  });
-}
-
-template <typename Y, typename Store, int kPacks>
-__global__ void __launch_bounds__(kAheadThreads, 1)
-    softmax_backward_block_ahead(const __grid_constant__ GradientLoad<Y> load,
-                                 const __grid_constant__ Store store, bool regular, bool log) {
-  with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
-    softmax_backward_ahead<decltype(is_regular)::value, decltype(is_log)::value, kPacks>(load,
-                                                                                         store);
   });
 }
 

@@ -1,7 +1,6 @@
 // Forward kernels: the sum of a row's exponentials, then the row divided by it.
 #pragma once
 
-#include "core/common/bulk_copy.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/policies.cuh"
 #include "core/softmax/row.cuh"
@@ -80,65 +79,63 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   }
   if (at.spread) cluster.wait();
   softmax_of_row<kLog, kMayShare, kPacks, N, Load::kMasked, Accumulator<X>>(
-      kept, group, cluster, at.spread, col, step,
-      store.template open<N, kRegular>(at.row, group));
+      kept, group, cluster, at.spread, col, step, store.template open<N, kRegular>(at.row, group));
 }
 
-// The same for long rows, by blocks that walk over the rows: while a row is in registers, the
-// block's slice of its next row is on its way to shared memory.
-template <bool kRegular, bool kLog, int kPacks, typename X, typename Store>
-__device__ __forceinline__ void softmax_forward_ahead(const PlainLoad<X>& load,
-                                                      const Store& store) {
-  constexpr int N = kPackElements<X, typename Store::Output>;
-  extern __shared__ __align__(16) char staged[];
-  __shared__ CopyBarrier barrier;
-
-  RowGroup<Barrier::kBlock> group;
-  RowCluster cluster;
-  const RowPosition at(group, cluster, true);
-  const int step = group.lanes() * N;
-  const int slice = group.threads() * kPacks * N;
-  const int begin = at.rank * slice, end = min(begin + slice, load.x.cols);
-  const int col = run_start<kPacks, N>(group);
-  const int64_t stride = at.spread ? gridDim.x / cluster.blocks() : gridDim.x;
-  auto slice_of = [&](int64_t row) {
-    return StagedSlice<X, N, kRegular>(
-        row_start(load.x.data, load.x.layout, row), begin, end,
-        rows_follow(load.x.layout, row, load.x.rows, load.x.cols, 8));
-  };
-  auto fetch = [&](int64_t row) {
-    if (threadIdx.x != 0 || row >= load.x.rows) return;
-    const auto next = slice_of(row);
-    barrier.expect(next.copied());
-    next.copy(staged, barrier);
-  };
-  if (threadIdx.x == 0) {
-    barrier.init();
-    fetch(at.row);
-  }
-  __syncthreads();
-  if (at.spread) cluster.wait();
-  int phase = 0;
-  for (int64_t row = at.row; row < load.x.rows; row += stride, phase ^= 1) {
-    Pack<X, N> packs[kPacks];
-    barrier.wait(phase);
-    slice_of(row).load(staged, packs, col, step);
-    __syncthreads();
-    fetch(row + stride);
+// Brings a thread's part of a row up to date with a few packs of scores (Milakov and Gimelshein,
+// 2018).
+template <typename A, int N, typename Kept, int kPacks>
+__device__ __forceinline__ void add_scores(ExpSum<A>& part, Kept (&kept)[kPacks]) {
+  A top = part.max, sums[kPacks];
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      pad_with_lowest<kRegular>(packs[p], end - (begin + col + p * step));
+  for (int p = 0; p < kPacks; ++p) {
+    A x[N];
+    unpack(kept[p], x);
+    top = larger_of(top, max_of(x));
+  }
+  const A shift = shift_of(top);
+  forget_elements(kept);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    A x[N];
+    unpack(kept[p], x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] = exp_of(x[i] - shift);
+    sums[p] = sum_of(x);
+  }
+  part = {top, fma(part.sum, exp_of(part.max - shift), sum_of(sums))};
+}
+
+// The sum of a row from its threads' parts.
+template <typename A, typename Group>
+__device__ __forceinline__ ExpSum<A> sum_of_parts(ExpSum<A> part, Group& group, RowCluster& cluster,
+                                                  bool spread, RowSlots<ExpSum<A>>& slots) {
+  const A top = group.reduce_lanes(part.max, LargerOf());
+  part.sum *= exp_of(part.max - shift_of(top));
+  part = {top, group.reduce_lanes(part.sum, SumOf())};
+  return reduce_row(group, cluster, spread, part, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
+}
+
+// Stores a few packs of scores as outputs.
+template <bool kLog, int N, typename A, typename Kept, int kPacks, typename Out>
+__device__ __forceinline__ void store_outputs(const Kept (&kept)[kPacks], A shift,
+                                              const Finish<kLog, A>& finish, int col, int step,
+                                              Out& out) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    A y[N];
+    unpack(kept[p], y);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
     }
-    softmax_of_row<kLog, true, kPacks, N, false, Accumulator<X>>(
-        packs, group, cluster, at.spread, begin + col, step,
-        store.template open<N, kRegular>(row, group));
+    out.store(p, kPacks, col + p * step, y);
   }
 }
 
 // Any length: each block of a cluster takes a slice of the row's columns, which it reads for its
 // sum and again to divide it, the second time from shared memory where the launch gave enough of it
-// (cached). Each thread keeps a maximum and a sum of its own, brought up to date with every few
-// packs (Milakov and Gimelshein, 2018), and reads back what it wrote itself.
+// (cached). Each thread reads back what it wrote itself.
 template <bool kRegular, bool kLog, typename Load, typename Store>
 __device__ __forceinline__ void softmax_forward_twice(const Load& load, const Store& store,
                                                       int slice, bool cached) {
@@ -175,32 +172,11 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
     }
     typename Row::Kept kept[kPacks];
     in.prepare(packs, kept, col, step);
-    A top = part.max, sums[kPacks];
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      A x[N];
-      unpack(kept[p], x);
-      top = larger_of(top, max_of(x));
-    }
-    const A shift = shift_of(top);
-    forget_elements(kept);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      A x[N];
-      unpack(kept[p], x);
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = exp_of(x[i] - shift);
-      sums[p] = sum_of(x);
-    }
-    part = {top, fma(part.sum, exp_of(part.max - shift), sum_of(sums))};
+    add_scores<A, N>(part, kept);
   }
   if (at.spread) cluster.wait();
-  const A top = group.reduce_lanes(part.max, LargerOf());
-  part.sum *= exp_of(part.max - shift_of(top));
-  ExpSum<A> sum{top, group.reduce_lanes(part.sum, SumOf())};
   __shared__ RowSlots<ExpSum<A>> slots;
-  sum = reduce_row(group, cluster, at.spread, sum, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
-
+  const ExpSum<A> sum = sum_of_parts(part, group, cluster, at.spread, slots);
   const Finish<kLog, A> finish(sum, sum.max, Load::kMasked);
   const A shift = shift_of(sum.max);
   auto out = store.template open<N, kRegular>(at.row, group);
@@ -218,16 +194,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
     }
     typename Row::Kept kept[kPacks];
     in.prepare(packs, kept, col, step);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      A y[N];
-      unpack(kept[p], y);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
-      }
-      out.store(p, kPacks, col + p * step, y);
-    }
+    store_outputs<kLog, N>(kept, shift, finish, col, step, out);
   }
 }
 
@@ -246,18 +213,8 @@ __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 || !Load::kMask
     softmax_forward_block(const __grid_constant__ Load load, const __grid_constant__ Store store,
                           bool regular, bool log) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
-    softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(
-        load, store);
-  });
-}
-
-template <typename X, typename Store, int kPacks>
-__global__ void __launch_bounds__(kAheadThreads, 1)
-    softmax_forward_block_ahead(const __grid_constant__ PlainLoad<X> load,
-                                const __grid_constant__ Store store, bool regular, bool log) {
-  with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
-    softmax_forward_ahead<decltype(is_regular)::value, decltype(is_log)::value, kPacks>(load,
-                                                                                        store);
+    softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(load,
+                                                                                             store);
   });
 }
 

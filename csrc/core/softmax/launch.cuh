@@ -36,8 +36,9 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
                            const SoftmaxPlan& plan, cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   auto run = [&](auto kernel, auto... flags) {
-    return launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks, plan.overlap},
-                  stream, load, store, regular, log, flags...);
+    return launch(kernel, plan.blocks, threads,
+                  {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
+                  regular, log, flags...);
   };
   if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
     return run(softmax_forward_stream<Load, Store>, plan.slice, plan.place == RowPlace::kShared);
@@ -53,11 +54,6 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
           return run(softmax_forward_warp<Load, Store, 4>);
       }
     }
-    if constexpr (!Load::kMasked) {
-      if (plan.place == RowPlace::kAhead) {
-        return run(softmax_forward_block_ahead<typename Load::Input, Store, 8>);
-      }
-    }
     return plan.packs == 4 ? run(softmax_forward_block<Load, Store, 4>)
                            : run(softmax_forward_block<Load, Store, 8>);
   }
@@ -65,12 +61,13 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
 }
 
 template <typename Y, typename Store>
-cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, bool regular,
-                            bool log, const SoftmaxPlan& plan, cudaStream_t stream) {
+cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, bool regular, bool log,
+                            const SoftmaxPlan& plan, cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   auto run = [&](auto kernel, auto... flags) {
-    return launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks, plan.overlap},
-                  stream, load, store, regular, log, flags...);
+    return launch(kernel, plan.blocks, threads,
+                  {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
+                  regular, log, flags...);
   };
   if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
     return run(softmax_backward_stream<Y, Store>, plan.slice, plan.place == RowPlace::kShared);
@@ -86,7 +83,6 @@ cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, boo
           return run(softmax_backward_warp<Y, Store, 4>);
       }
     }
-    if (plan.place == RowPlace::kAhead) return run(softmax_backward_block_ahead<Y, Store, 4>);
     return plan.packs == 4 ? run(softmax_backward_block<Y, Store, 4>)
                            : run(softmax_backward_block<Y, Store, 8>);
   }

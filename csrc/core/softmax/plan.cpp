@@ -9,9 +9,7 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kWarpTierThreads = 128;  // of a block
 constexpr int kBlockThreads = 512;
-constexpr int kAheadThreads = 1024;
-constexpr int kStaticShared = 4096;    // of the kernels over rows, rounded up
-constexpr int kStagedSlackBytes = 64;  // rows that do not start on 16 bytes
+constexpr int kStaticShared = 4096;  // of the kernels over rows, rounded up
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -43,51 +41,44 @@ RowShape warp_shape(int64_t row_packs) {
   return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0};
 }
 
-int smallest_cluster(int64_t row_packs, int64_t block_packs, const DeviceProperties& device) {
+// The smallest cluster whose blocks need take no more than `block_packs` each.
+int cluster_for(int64_t row_packs, int64_t block_packs, const DeviceProperties& device) {
   int blocks = 1;
   while (blocks < device.max_cluster_blocks && row_packs > block_packs * blocks) blocks *= 2;
   return blocks;
 }
 
-// What the threads of a cluster's blocks have in registers, `packs` each.
-RowShape shape_of_registers(RowPlace place, int64_t row_packs, int packs, int cluster_blocks,
-                            int64_t staged_bytes_per_pack) {
-  const int64_t threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
-  const int64_t slice_packs = threads * packs;
-  const int64_t bytes =
-      place == RowPlace::kAhead ? slice_packs * staged_bytes_per_pack + kStagedSlackBytes : 0;
-  return {place, packs, static_cast<int>(threads), cluster_blocks, slice_packs, bytes};
+// The packs of a row that each block of a cluster takes, a multiple of `chunk`.
+int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
+  return ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
 }
 
-// Rows stay in registers, four packs a thread or eight. Where the chip has bulk copies, long rows
-// are fetched ahead; it also has clusters, for rows of more than a block. Rows too long for that
-// are kept in shared memory.
-RowShape block_shape(SoftmaxPass pass, int64_t row_packs, int pack_bytes,
+// Rows stay in registers: four packs a thread of each tensor leave room for two blocks of 512
+// threads on a multiprocessor; eight are the better choice for what one block can hold of a longer
+// row (forward they leave room for two blocks as well). Rows of more than a block are spread over a
+// cluster where the chip has them. Rows too long for all that are kept in shared memory.
+RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
                      const DeviceProperties& device) {
-  const bool backward = pass == SoftmaxPass::kBackward;
-  const bool has_clusters = device.max_cluster_blocks > 1;
-  const int staged_bytes = pack_bytes * (backward ? 2 : 1);
-  if (row_packs <= 4 * kBlockThreads) {
-    return shape_of_registers(RowPlace::kRegisters, row_packs, 4, 1, 0);
+  auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
+    const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
+    return {RowPlace::kRegisters, packs, threads, cluster_blocks, int64_t{packs} * threads, 0};
+  };
+  if (row_packs <= 4 * kBlockThreads) return in_registers(4, 1);
+  if (row_packs <= 8 * kBlockThreads) return in_registers(8, 1);
+  // Small blocks hide each other's waiting for their clusters.
+  const int packs = backward ? 4 : 8;
+  const int64_t block_packs = int64_t{packs} * kBlockThreads;
+  if (row_packs <= block_packs * device.max_cluster_blocks) {
+    return in_registers(packs, cluster_for(row_packs, block_packs / 2, device));
   }
-  if (has_clusters && pass != SoftmaxPass::kMaskedForward) {
-    const int packs = backward ? 4 : 8;
-    const int cluster_blocks = smallest_cluster(row_packs, int64_t{packs} * kBlockThreads, device);
-    const RowShape shape =
-        shape_of_registers(RowPlace::kAhead, row_packs, packs, cluster_blocks, staged_bytes);
-    if (shape.threads <= kAheadThreads) return shape;
-  } else {
-    const int cluster_blocks = smallest_cluster(row_packs, 8 * kBlockThreads, device);
-    const RowShape shape =
-        shape_of_registers(RowPlace::kRegisters, row_packs, 8, cluster_blocks, 0);
-    if (shape.threads <= kBlockThreads) return shape;
-  }
-  const int packs = backward ? 2 : 4;
-  const int64_t chunk = int64_t{packs} * kBlockThreads;
-  const int cluster_blocks = device.max_cluster_blocks;
-  const int64_t slice_packs = ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
-  return {RowPlace::kShared, packs,       kBlockThreads,
-          cluster_blocks,    slice_packs, slice_packs * staged_bytes};
+  const int chunk = (backward ? 2 : 4) * kBlockThreads;
+  const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, chunk);
+  return {RowPlace::kShared,
+          chunk / kBlockThreads,
+          kBlockThreads,
+          device.max_cluster_blocks,
+          slice,
+          slice * pack_bytes * (backward ? 2 : 1)};
 }
 
 // A block reads a few chunks at least before it meets the others of its cluster.
@@ -96,29 +87,53 @@ RowShape uncached_shape(bool backward, int64_t row_packs, const DeviceProperties
   const int64_t wanted = ceil_div(row_packs, packs);
   const int threads =
       wanted <= kWarp ? power_of_two_from(wanted) : std::min(whole_warps(wanted), kBlockThreads);
-  const int64_t chunk = int64_t{packs} * threads;
   constexpr int kChunks = 4;
-  const int cluster_blocks = smallest_cluster(row_packs, kChunks * chunk, device);
-  const int64_t slice_packs = ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
-  return {RowPlace::kRegisters, packs, threads, cluster_blocks, slice_packs, 0};
+  const int chunk = packs * threads;
+  const int cluster_blocks = cluster_for(row_packs, kChunks * chunk, device);
+  return {RowPlace::kRegisters,
+          packs,
+          threads,
+          cluster_blocks,
+          slice_of(row_packs, cluster_blocks, chunk),
+          0};
 }
 
-RowShape shape_in(SoftmaxTier tier, SoftmaxPass pass, int64_t row_packs, int pack_bytes,
+// Bytes of a pack as it is read.
+int pack_bytes_of(bool backward, DType x, DType y) {
+  return softmax_pack(x, y) * size_of(backward ? y : x);
+}
+
+RowShape shape_in(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
                   const DeviceProperties& device) {
+  const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
   if (tier == SoftmaxTier::kWarp) return warp_shape(row_packs);
-  if (tier == SoftmaxTier::kBlock) return block_shape(pass, row_packs, pack_bytes, device);
-  return uncached_shape(pass == SoftmaxPass::kBackward, row_packs, device);
+  if (tier == SoftmaxTier::kBlock) {
+    return block_shape(backward, row_packs, pack_bytes_of(backward, x, y), device);
+  }
+  return uncached_shape(backward, row_packs, device);
 }
 
-bool holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
-           const DeviceProperties& device) {
+bool tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
+                const DeviceProperties& device) {
   if (tier == SoftmaxTier::kUncached) return true;
   if (x == DType::kFloat64) return false;
-  const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
-  if (tier == SoftmaxTier::kWarp) return row_packs <= kMaxWarpPacks;
-  const int pack_bytes = softmax_pack(x, y) * size_of(pass == SoftmaxPass::kBackward ? y : x);
-  return block_shape(pass, row_packs, pack_bytes, device).shared_bytes + kStaticShared <=
+  if (tier == SoftmaxTier::kWarp) return ceil_div(cols, softmax_pack(x, y)) <= kMaxWarpPacks;
+  return shape_in(tier, backward, cols, x, y, device).shared_bytes + kStaticShared <=
          device.shared_bytes_per_block;
+}
+
+SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceProperties& device) {
+  if (tier_holds(SoftmaxTier::kWarp, backward, cols, x, y, device)) return SoftmaxTier::kWarp;
+  if (!tier_holds(SoftmaxTier::kBlock, backward, cols, x, y, device)) {
+    return SoftmaxTier::kUncached;
+  }
+  // What no cluster holds in registers is read again from the L2 cache, most of which few clusters
+  // share; without clusters too many rows are under way for that, and shared memory is the better
+  // place.
+  const RowShape block = shape_in(SoftmaxTier::kBlock, backward, cols, x, y, device);
+  const bool has_clusters = device.max_cluster_blocks > 1;
+  return block.place == RowPlace::kShared && has_clusters ? SoftmaxTier::kUncached
+                                                          : SoftmaxTier::kBlock;
 }
 
 }  // namespace
@@ -127,27 +142,18 @@ int softmax_pack(DType x, DType y) { return 16 / std::max(size_of(x), size_of(y)
 
 bool softmax_tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
                         const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kAuto) return true;
-  if (backward) return holds(tier, SoftmaxPass::kBackward, cols, x, y, device);
-  return holds(tier, SoftmaxPass::kForward, cols, x, y, device) &&
-         holds(tier, SoftmaxPass::kMaskedForward, cols, x, y, device);
+  return tier == SoftmaxTier::kAuto || tier_holds(tier, backward, cols, x, y, device);
 }
 
-SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
-                         DType y, const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kAuto) {
-    tier = SoftmaxTier::kUncached;
-    for (const SoftmaxTier shorter : {SoftmaxTier::kBlock, SoftmaxTier::kWarp}) {
-      if (holds(shorter, pass, cols, x, y, device)) tier = shorter;
-    }
-  }
+SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols, DType x, DType y,
+                         const DeviceProperties& device) {
+  if (tier == SoftmaxTier::kAuto) tier = choose_tier(backward, cols, x, y, device);
+  const RowShape shape = shape_in(tier, backward, cols, x, y, device);
   SoftmaxPlan plan{};
   plan.tier = tier;
+  plan.place = shape.place;
   plan.overlap = device.max_cluster_blocks > 1;
   plan.pack = softmax_pack(x, y);
-  const int pack_bytes = plan.pack * size_of(pass == SoftmaxPass::kBackward ? y : x);
-  const RowShape shape = shape_in(tier, pass, ceil_div(cols, plan.pack), pack_bytes, device);
-  plan.place = shape.place;
   plan.packs = shape.packs;
   plan.threads_per_row = shape.threads;
   plan.cluster_blocks = shape.cluster_blocks;
@@ -157,13 +163,7 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
   plan.rows_per_block = tier == SoftmaxTier::kBlock || plan.threads_per_row > kWarp
                             ? 1
                             : kWarpTierThreads / plan.threads_per_row;
-  int64_t clusters = ceil_div(rows, plan.rows_per_block);
-  if (plan.place == RowPlace::kAhead) {
-    const int resident = plan.threads_per_row <= kBlockThreads ? 2 : 1;
-    clusters = std::min<int64_t>(clusters, device.cluster_multiprocessors(plan.cluster_blocks) *
-                                               resident / plan.cluster_blocks);
-  }
-  plan.blocks = clamp_grid(clusters * plan.cluster_blocks);
+  plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
   return plan;
 }
 

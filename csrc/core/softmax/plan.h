@@ -15,15 +15,8 @@ namespace fused_norm {
 // Elements a pack: 16 bytes of the wider of the two tensors.
 int softmax_pack(DType x, DType y);
 
-// What a plan is for. The scores of a masked row take more registers than the row.
-enum class SoftmaxPass : uint8_t { kForward, kMaskedForward, kBackward };
-
 // Where a row of SoftmaxTier::kBlock lies.
-enum class RowPlace : uint8_t {
-  kRegisters,
-  kAhead,   // in registers, and the next row in shared memory on its way there
-  kShared,  // in shared memory
-};
+enum class RowPlace : uint8_t { kRegisters, kShared };
 
 struct SoftmaxPlan {
   SoftmaxTier tier;
@@ -34,13 +27,13 @@ struct SoftmaxPlan {
   int rows_per_block;
   int cluster_blocks;  // blocks that share a row
   int slice;           // columns of the row for each of these
-  int blocks;          // kAhead: no more than are resident, which walk over the rows
+  int blocks;
   int shared_bytes;  // dynamic
   bool overlap;      // programmatic dependent launch, from Hopper on
 };
 
-SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
-                         DType y, const DeviceProperties& device);
+SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols, DType x, DType y,
+                         const DeviceProperties& device);
 
 // Over another dimension than the last (columns.cuh): `splits` threads share the columns of a pack
 // of neighbours, and a block holds `lanes` such packs.

@@ -19,7 +19,6 @@ __device__ __forceinline__ void meet_previous_kernel() {
 
 constexpr int kWarpTierThreads = 128;
 constexpr int kBlockTierThreads = 512;
-constexpr int kAheadThreads = 1024;
 
 template <typename In, typename Out>
 constexpr int kPackElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));

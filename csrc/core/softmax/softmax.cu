@@ -1,6 +1,5 @@
-#include "core/softmax/softmax.h"
-
 #include "core/softmax/launch.cuh"
+#include "core/softmax/softmax.h"
 
 namespace fused_norm {
 namespace {
@@ -12,9 +11,9 @@ cudaError_t run(const Params& params, const Plan& plan, cudaStream_t stream) {
 }
 
 template <typename Params>
-SoftmaxPlan plan_of(const Params& params, SoftmaxPass pass, const DeviceProperties& device) {
-  return plan_softmax(params.tier, pass, params.rows, params.cols, params.x_dtype, params.y_dtype,
-                      device);
+SoftmaxPlan plan_of(const Params& params, bool backward, const DeviceProperties& device) {
+  return plan_softmax(params.tier, backward, params.rows, params.cols, params.x_dtype,
+                      params.y_dtype, device);
 }
 
 bool is_aligned(const void* data, int pack, DType dtype) {
@@ -25,14 +24,12 @@ bool is_aligned(const void* data, int pack, DType dtype) {
 
 cudaError_t launch_softmax_forward(const SoftmaxForwardParams& params,
                                    const DeviceProperties& device, cudaStream_t stream) {
-  const SoftmaxPass pass =
-      is_masked(params) ? SoftmaxPass::kMaskedForward : SoftmaxPass::kForward;
-  return run(params, plan_of(params, pass, device), stream);
+  return run(params, plan_of(params, false, device), stream);
 }
 
 cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params,
                                     const DeviceProperties& device, cudaStream_t stream) {
-  return run(params, plan_of(params, SoftmaxPass::kBackward, device), stream);
+  return run(params, plan_of(params, true, device), stream);
 }
 
 cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& params,
