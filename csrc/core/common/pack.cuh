@@ -182,8 +182,8 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
 }  // namespace detail
 
 // Makes the compiler forget the elements that were unpacked, by an exclusive or with a zero that it
-// cannot know: to unpack 16-bit elements once more is cheaper than to keep each in a register of its
-// own, which it would do otherwise, up to spilling them. For kernels of two-dimensional blocks.
+// cannot know: to unpack 16-bit elements once more is cheaper than to keep each in a register of
+// its own, which it would do otherwise, up to spilling them. For kernels of two-dimensional blocks.
 template <typename T, int N, int kPacks>
 __device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
   if constexpr (sizeof(T) == 2) {
@@ -196,8 +196,8 @@ __device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
   }
 }
 
-// Sets the elements of a pack from `count` on to -inf, which a maximum and a sum of exponentials pass
-// over. A regular row has whole packs in it or none of a pack.
+// Sets the elements of a pack from `count` on to -inf, which a maximum and a sum of exponentials
+// pass over. A regular row has whole packs in it or none of a pack.
 template <bool kRegular, typename T, int N>
 __device__ __forceinline__ void pad_with_lowest(Pack<T, N>& pack, int count) {
   if (count >= N) return;
@@ -322,11 +322,9 @@ class RowReader {
         Words<kBytes> high;
 #pragma unroll
         for (int i = 0; i < kBytes / 4; ++i) {
-          high.at[i] =
-              __shfl_sync(0xffffffffu, lane_ == 0 ? after.at[i] : low.at[i], next, lanes_);
+          high.at[i] = __shfl_sync(0xffffffffu, lane_ == 0 ? after.at[i] : low.at[i], next, lanes_);
         }
-        packs[p] =
-            finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * lanes_ * N);
+        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * lanes_ * N);
       }
     }
   }

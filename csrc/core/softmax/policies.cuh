@@ -47,8 +47,8 @@ struct PlainLoad {
     int cols;
 
     template <int kPacks>
-    __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks],
-                                            Kept (&kept)[kPacks], int col, int step) const {
+    __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks], Kept (&kept)[kPacks],
+                                            int col, int step) const {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         kept[p] = packs[p];
@@ -104,8 +104,8 @@ struct MaskedLoad {
     int64_t mask_offset;
 
     template <int kPacks>
-    __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks],
-                                            Kept (&kept)[kPacks], int col, int step) const {
+    __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks], Kept (&kept)[kPacks],
+                                            int col, int step) const {
       // All packs' masks first: they are in flight together with the packs.
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
@@ -151,8 +151,8 @@ struct MaskedLoad {
   }
 };
 
-// The first `count` of N elements of type M from `address`, as term_of() them; zero after. One access
-// where it is aligned and the elements are neighbours.
+// The first `count` of N elements of type M from `address`, as term_of() them; zero after. One
+// access where it is aligned and the elements are neighbours.
 template <typename M, int N, typename A, typename TermOf>
 __device__ __forceinline__ void load_mask_as(const SoftmaxMask& mask, int64_t offset, int count,
                                              A (&terms)[N], TermOf term_of) {
@@ -225,7 +225,8 @@ struct RoundedStore {
 
   template <int N, bool kRegular, typename Group>
   __device__ Row<N, kRegular> open(int64_t row, const Group& group) const {
-    return {{data + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()}, {}};
+    return {{data + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()},
+            {}};
   }
 };
 

@@ -59,16 +59,12 @@ struct RowSlots {
 };
 
 // Combines the parts of a row that the warps of a group hold, and if `spread` the blocks of a
-// cluster, whose arrive() has been called.
+// cluster, all of which have begun.
 template <typename V, typename Group, typename Combine>
 __device__ __forceinline__ V reduce_row(Group& group, RowCluster& cluster, bool spread, V part,
                                         const V& identity, RowSlots<V>& slots, Combine combine) {
   part = group.reduce_warps(part, identity, slots.warps, combine);
-  if (spread) {
-    cluster.wait();
-    part = cluster.reduce(part, slots.blocks, combine);
-  }
-  return part;
+  return spread ? cluster.reduce(part, slots.blocks, combine) : part;
 }
 
 // Which row a group works on, and where its block stands among those that share the row. Announces
