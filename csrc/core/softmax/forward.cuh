@@ -199,7 +199,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
 }
 
 template <typename Load, typename Store, int kPacks>
-__global__ void __launch_bounds__(kWarpTierThreads, kPacks <= 4 || !Load::kMasked ? 8 : 4)
+__global__ void __launch_bounds__(kWarpTierThreads, 8)
     softmax_forward_warp(const __grid_constant__ Load load, const __grid_constant__ Store store,
                          bool regular, bool log) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {

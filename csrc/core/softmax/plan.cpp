@@ -53,17 +53,18 @@ int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
   return ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
 }
 
-// Rows stay in registers: four packs a thread of each tensor leave room for two blocks of 512
-// threads on a multiprocessor; eight are the better choice for what one block can hold of a longer
-// row (forward they leave room for two blocks as well). Rows of more than a block are spread over a
-// cluster where the chip has them. Rows too long for all that are kept in shared memory.
+// Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
+// 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
+// where these are of one tensor, they leave as much room and share a barrier among more columns.
+// Rows of more than a block are spread over a cluster where the chip has them. Rows too long for
+// all that are kept in shared memory.
 RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
                      const DeviceProperties& device) {
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
     return {RowPlace::kRegisters, packs, threads, cluster_blocks, int64_t{packs} * threads, 0};
   };
-  if (row_packs <= 4 * kBlockThreads) return in_registers(4, 1);
+  if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
   if (row_packs <= 8 * kBlockThreads) return in_registers(8, 1);
   // Small blocks hide each other's waiting for their clusters.
   const int packs = backward ? 4 : 8;
@@ -127,9 +128,9 @@ SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceP
   if (!tier_holds(SoftmaxTier::kBlock, backward, cols, x, y, device)) {
     return SoftmaxTier::kUncached;
   }
-  // What no cluster holds in registers is read again from the L2 cache, most of which few clusters
-  // share; without clusters too many rows are under way for that, and shared memory is the better
-  // place.
+  // What no cluster holds in registers is read again from the L2 cache: with a cluster to a row few
+  // rows are under way, and most of that is there. Without clusters more are, and shared memory is
+  // the place.
   const RowShape block = shape_in(SoftmaxTier::kBlock, backward, cols, x, y, device);
   const bool has_clusters = device.max_cluster_blocks > 1;
   return block.place == RowPlace::kShared && has_clusters ? SoftmaxTier::kUncached
