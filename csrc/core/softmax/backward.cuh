@@ -43,13 +43,37 @@ __device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y
   }
 }
 
+// A row that lies in the packs of the threads that share it, kPacks of each tensor, to its
+// gradient. A lane's packs start at columns col, col + step, ...
+template <bool kLog, bool kMayShare, int kPacks, typename Y, int N, typename Group, typename Out>
+__device__ __forceinline__ void gradient_of_row(Pack<Y, N> (&dy)[kPacks], Pack<Y, N> (&y)[kPacks],
+                                                Accumulator<Y> scale, Group& group,
+                                                RowCluster& cluster, bool spread, int col, int step,
+                                                Out out) {
+  using A = Accumulator<Y>;
+  A sums[kPacks];
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) sums[p] = gradient_sum<kLog>(dy[p], y[p]);
+  A sum = group.reduce_lanes(sum_of(sums), SumOf());
+  if constexpr (kMayShare) {
+    __shared__ RowSlots<A> slots;
+    sum = reduce_row(group, cluster, spread, sum, A(0), slots, SumOf());
+  }
+  forget_elements(dy);
+  forget_elements(y);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    A dx[N];
+    gradient<kLog>(dy[p], y[p], sum, scale, dx);
+    out.store(p, kPacks, col + p * step, dx);
+  }
+}
+
 // Rows held by kPacks packs a thread of each tensor stay in registers: read once.
 template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Y, typename Store>
 __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& load,
                                                       const Store& store) {
-  using A = Accumulator<Y>;
   constexpr int N = kPackElements<Y, typename Store::Output>;
-
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
@@ -65,24 +89,9 @@ __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& loa
     dy_row.extract_run(dy_fetched, dy, col);
     y_row.extract_run(y_fetched, y, col);
   }
-  A sums[kPacks];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) sums[p] = gradient_sum<kLog>(dy[p], y[p]);
-  A sum = group.reduce_lanes(sum_of(sums), SumOf());
-  if constexpr (kMayShare) {
-    __shared__ RowSlots<A> slots;
-    sum = reduce_row(group, cluster, at.spread, sum, A(0), slots, SumOf());
-  }
-
-  auto out = store.template open<N, kRegular>(at.row, group);
-  forget_elements(dy);
-  forget_elements(y);
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    A dx[N];
-    gradient<kLog>(dy[p], y[p], sum, load.scale, dx);
-    out.store(p, kPacks, col + p * step, dx);
-  }
+  if (at.spread) cluster.wait();
+  gradient_of_row<kLog, kMayShare>(dy, y, load.scale, group, cluster, at.spread, col, step,
+                                   store.template open<N, kRegular>(at.row, group));
 }
 
 // Any length: each block of a cluster takes a slice of the columns, which it reads for the sum and
@@ -134,6 +143,7 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
     sum += sum_of(sums);
   }
   __shared__ RowSlots<A> slots;
+  if (at.spread) cluster.wait();
   sum =
       reduce_row(group, cluster, at.spread, group.reduce_lanes(sum, SumOf()), A(0), slots, SumOf());
 

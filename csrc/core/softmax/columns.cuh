@@ -100,6 +100,7 @@ __global__ void __launch_bounds__(kColumnThreads)
 
   const ColumnWalk<N, kItems> walk(shape);
   ExpSum<A> sums[N];
+  A lost[N] = {};  // what rounding took from the sums (Kahan, 1965): long columns are long chains
 #pragma unroll
   for (int i = 0; i < N; ++i) sums[i] = ExpSum<A>::empty();
   Pack<X, N> packs[kItems];
@@ -128,7 +129,10 @@ __global__ void __launch_bounds__(kColumnThreads)
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const A scale = exp_of(sums[i].max - shift_of(tops[i]));
-      sums[i] = {tops[i], fma(sums[i].sum, scale, parts[i])};
+      const A part = fma(-lost[i], scale, parts[i]);
+      const A sum = fma(sums[i].sum, scale, part);
+      lost[i] = fma(-sums[i].sum, scale, sum) - part;
+      sums[i] = {tops[i], sum};
     }
   }
   combine_splits(sums, slots, ExpSum<A>::merge);
@@ -172,7 +176,7 @@ __global__ void __launch_bounds__(kColumnThreads)
   const ColumnWalk<N, kItems> walk(shape);
   auto* const dy_cache = reinterpret_cast<AlignedPack<Y, N>*>(cache_bytes);
   auto* const y_cache = dy_cache + walk.slots();
-  A sums[N] = {};
+  A sums[N] = {}, group[N] = {};
   Pack<Y, N> dy_packs[kItems], y_packs[kItems];
   for (int turn = 0; turn < walk.turns(); ++turn) {
     walk.load(dy, turn, dy_packs);
@@ -191,8 +195,14 @@ __global__ void __launch_bounds__(kColumnThreads)
 #pragma unroll
       for (int i = 0; i < N; ++i) parts[i] = fma(dy_values[i], log ? A(1) : y_values[i], parts[i]);
     }
+    // A long column is summed in two levels, as one chain of thousands of terms would lose digits.
+    constexpr int kGroup = 32;
+    const bool ends_group = turn % kGroup == kGroup - 1 || turn + 1 == walk.turns();
 #pragma unroll
-    for (int i = 0; i < N; ++i) sums[i] += parts[i];
+    for (int i = 0; i < N; ++i) {
+      group[i] += parts[i];
+      if (ends_group) sums[i] += group[i], group[i] = A(0);
+    }
   }
   combine_splits(sums, slots, SumOf());
 

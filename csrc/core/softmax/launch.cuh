@@ -11,6 +11,10 @@
 
 namespace fused_norm {
 
+inline bool is_masked(const SoftmaxForwardParams& params) {
+  return params.scale != 1.0 || params.mask.data || params.causal;
+}
+
 // Runs a plan. One of each a dtype of x, in f16.cu, bf16.cu, f32.cu and f64.cu.
 template <typename X>
 cudaError_t softmax_of(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
@@ -36,8 +40,8 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
                   {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
                   regular, log, flags...);
   };
-  if (!plan.once()) {
-    return run(softmax_forward_stream<Load, Store>, plan.slice, plan.shared_bytes > 0);
+  if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
+    return run(softmax_forward_stream<Load, Store>, plan.slice, plan.place == RowPlace::kShared);
   }
   if constexpr (!std::is_same_v<typename Load::Input, double>) {
     if (plan.tier == SoftmaxTier::kWarp) {
@@ -46,10 +50,8 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
           return run(softmax_forward_warp<Load, Store, 1>);
         case 2:
           return run(softmax_forward_warp<Load, Store, 2>);
-        case 4:
-          return run(softmax_forward_warp<Load, Store, 4>);
         default:
-          return run(softmax_forward_warp<Load, Store, 8>);
+          return run(softmax_forward_warp<Load, Store, 4>);
       }
     }
     return plan.packs == 4 ? run(softmax_forward_block<Load, Store, 4>)
@@ -67,8 +69,8 @@ cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, boo
                   {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
                   regular, log, flags...);
   };
-  if (!plan.once()) {
-    return run(softmax_backward_stream<Y, Store>, plan.slice, plan.shared_bytes > 0);
+  if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
+    return run(softmax_backward_stream<Y, Store>, plan.slice, plan.place == RowPlace::kShared);
   }
   if constexpr (!std::is_same_v<Y, double>) {
     if (plan.tier == SoftmaxTier::kWarp) {
@@ -98,7 +100,7 @@ cudaError_t softmax_forward_as(const SoftmaxForwardParams& params, const Softmax
   const bool regular =
       is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
       is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
-  if (params.scale == 1.0 && !params.mask.data && !params.causal) {
+  if (!is_masked(params)) {
     return detail::launch_forward(PlainLoad<X>{x}, store, regular, params.log, plan, stream);
   }
   const MaskedLoad<X> load{x, static_cast<A>(params.scale), params.mask, params.causal,

@@ -7,8 +7,9 @@ namespace fused_norm {
 namespace {
 
 constexpr int kWarp = 32;
+constexpr int kWarpTierThreads = 128;  // of a block
 constexpr int kBlockThreads = 512;
-constexpr int kStaticShared = 2048;  // of the kernels over rows, rounded up
+constexpr int kStaticShared = 4096;  // of the kernels over rows, rounded up
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -24,48 +25,61 @@ int whole_warps(int64_t threads) { return static_cast<int>(ceil_div(threads, kWa
 
 // How one row is run: what plan_softmax() says but for the number of rows.
 struct RowShape {
-  int packs;
-  int threads;
-  int cluster_blocks;
+  RowPlace place;
+  int packs, threads, cluster_blocks;
   int64_t slice_packs;
-  int shared_bytes;
-  bool holds;  // whether the tier can hold the row at all
+  int64_t shared_bytes;
 };
 
-// A lane has up to eight packs of x, or four of both y and dy, in flight; rows of at least four
-// packs are read by groups of at least four lanes, 64 bytes at a time.
-RowShape warp_shape(bool backward, int64_t row_packs) {
-  const int max_packs = backward ? 4 : 8;
-  int packs = row_packs <= 4 ? 1 : row_packs <= 8 ? 2 : 4;
-  if (row_packs > int64_t{packs} * kWarp) packs = max_packs;
-  const int lanes = std::min(power_of_two_from(ceil_div(row_packs, packs)), kWarp);
-  return {packs, lanes, 1, row_packs, 0, row_packs <= int64_t{max_packs} * kWarp};
+// Rows by groups of lanes, 128 packs at most. Two packs a lane of each tensor are enough in flight
+// where many small groups share a multiprocessor, and four keep rows in one warp.
+constexpr int kMaxWarpPacks = 4 * kWarp;
+
+RowShape warp_shape(int64_t row_packs) {
+  const int packs = row_packs <= 4 ? 1 : row_packs <= 2 * kWarp ? 2 : 4;
+  const int lanes = power_of_two_from(ceil_div(row_packs, packs));
+  return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0};
 }
 
-// Rows in registers take four packs a thread, eight where neither block nor cluster has more
-// threads to give. Longer ones are kept in shared memory.
+// The smallest cluster whose blocks need take no more than `block_packs` each.
+int cluster_for(int64_t row_packs, int64_t block_packs, const DeviceProperties& device) {
+  int blocks = 1;
+  while (blocks < device.max_cluster_blocks && row_packs > block_packs * blocks) blocks *= 2;
+  return blocks;
+}
+
+// The packs of a row that each block of a cluster takes, a multiple of `chunk`.
+int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
+  return ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
+}
+
+// Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
+// 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
+// where these are of one tensor, they leave as much room and share a barrier among more columns.
+// Rows of more than a block are spread over a cluster where the chip has them. Rows too long for
+// all that are kept in shared memory.
 RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
                      const DeviceProperties& device) {
-  int cluster_blocks = 1;
-  for (const int packs : {4, 8}) {
-    cluster_blocks = 1;
-    while (cluster_blocks < device.max_cluster_blocks &&
-           row_packs > int64_t{packs} * kBlockThreads * cluster_blocks) {
-      cluster_blocks *= 2;
-    }
-    const int64_t threads = ceil_div(ceil_div(row_packs, cluster_blocks), packs);
-    if (threads <= kBlockThreads) {
-      const int whole = whole_warps(threads);
-      return {packs, whole, cluster_blocks, int64_t{packs} * whole, 0, true};
-    }
+  auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
+    const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
+    return {RowPlace::kRegisters, packs, threads, cluster_blocks, int64_t{packs} * threads, 0};
+  };
+  if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
+  if (row_packs <= 8 * kBlockThreads) return in_registers(8, 1);
+  // Small blocks hide each other's waiting for their clusters.
+  const int packs = backward ? 4 : 8;
+  const int64_t block_packs = int64_t{packs} * kBlockThreads;
+  if (row_packs <= block_packs * device.max_cluster_blocks) {
+    return in_registers(packs, cluster_for(row_packs, block_packs / 2, device));
   }
-  const int packs = backward ? 2 : 4;
-  const int64_t chunk = int64_t{packs} * kBlockThreads;
-  const int64_t slice_packs = ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
-  const int64_t bytes = slice_packs * pack_bytes * (backward ? 2 : 1);
-  const bool holds = bytes + kStaticShared <= device.shared_bytes_per_block;
-  return {packs, kBlockThreads, cluster_blocks, slice_packs, static_cast<int>(holds ? bytes : 0),
-          holds};
+  const int chunk = (backward ? 2 : 4) * kBlockThreads;
+  const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, chunk);
+  return {RowPlace::kShared,
+          chunk / kBlockThreads,
+          kBlockThreads,
+          device.max_cluster_blocks,
+          slice,
+          slice * pack_bytes * (backward ? 2 : 1)};
 }
 
 // A block reads a few chunks at least before it meets the others of its cluster.
@@ -74,27 +88,53 @@ RowShape uncached_shape(bool backward, int64_t row_packs, const DeviceProperties
   const int64_t wanted = ceil_div(row_packs, packs);
   const int threads =
       wanted <= kWarp ? power_of_two_from(wanted) : std::min(whole_warps(wanted), kBlockThreads);
-  const int64_t chunk = int64_t{packs} * threads;
   constexpr int kChunks = 4;
-  int cluster_blocks = 1;
-  while (cluster_blocks < device.max_cluster_blocks &&
-         row_packs > kChunks * chunk * cluster_blocks) {
-    cluster_blocks *= 2;
-  }
-  return {packs, threads, cluster_blocks,
-          ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk, 0, true};
-}
-
-RowShape shape_in(SoftmaxTier tier, bool backward, int64_t row_packs, int pack_bytes,
-                  const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kWarp) return warp_shape(backward, row_packs);
-  if (tier == SoftmaxTier::kBlock) return block_shape(backward, row_packs, pack_bytes, device);
-  return uncached_shape(backward, row_packs, device);
+  const int chunk = packs * threads;
+  const int cluster_blocks = cluster_for(row_packs, kChunks * chunk, device);
+  return {RowPlace::kRegisters,
+          packs,
+          threads,
+          cluster_blocks,
+          slice_of(row_packs, cluster_blocks, chunk),
+          0};
 }
 
 // Bytes of a pack as it is read.
 int pack_bytes_of(bool backward, DType x, DType y) {
   return softmax_pack(x, y) * size_of(backward ? y : x);
+}
+
+RowShape shape_in(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
+                  const DeviceProperties& device) {
+  const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
+  if (tier == SoftmaxTier::kWarp) return warp_shape(row_packs);
+  if (tier == SoftmaxTier::kBlock) {
+    return block_shape(backward, row_packs, pack_bytes_of(backward, x, y), device);
+  }
+  return uncached_shape(backward, row_packs, device);
+}
+
+bool tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
+                const DeviceProperties& device) {
+  if (tier == SoftmaxTier::kUncached) return true;
+  if (x == DType::kFloat64) return false;
+  if (tier == SoftmaxTier::kWarp) return ceil_div(cols, softmax_pack(x, y)) <= kMaxWarpPacks;
+  return shape_in(tier, backward, cols, x, y, device).shared_bytes + kStaticShared <=
+         device.shared_bytes_per_block;
+}
+
+SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceProperties& device) {
+  if (tier_holds(SoftmaxTier::kWarp, backward, cols, x, y, device)) return SoftmaxTier::kWarp;
+  if (!tier_holds(SoftmaxTier::kBlock, backward, cols, x, y, device)) {
+    return SoftmaxTier::kUncached;
+  }
+  // What no cluster holds in registers is read again from the L2 cache: with a cluster to a row few
+  // rows are under way, and most of that is there. Without clusters more are, and shared memory is
+  // the place.
+  const RowShape block = shape_in(SoftmaxTier::kBlock, backward, cols, x, y, device);
+  const bool has_clusters = device.max_cluster_blocks > 1;
+  return block.place == RowPlace::kShared && has_clusters ? SoftmaxTier::kUncached
+                                                          : SoftmaxTier::kBlock;
 }
 
 }  // namespace
@@ -103,36 +143,27 @@ int softmax_pack(DType x, DType y) { return 16 / std::max(size_of(x), size_of(y)
 
 bool softmax_tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
                         const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kAuto || tier == SoftmaxTier::kUncached) return true;
-  return x != DType::kFloat64 && shape_in(tier, backward, ceil_div(cols, softmax_pack(x, y)),
-                                          pack_bytes_of(backward, x, y), device)
-                                     .holds;
+  return tier == SoftmaxTier::kAuto || tier_holds(tier, backward, cols, x, y, device);
 }
 
 SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols, DType x, DType y,
                          const DeviceProperties& device) {
+  if (tier == SoftmaxTier::kAuto) tier = choose_tier(backward, cols, x, y, device);
+  const RowShape shape = shape_in(tier, backward, cols, x, y, device);
   SoftmaxPlan plan{};
-  if (tier == SoftmaxTier::kAuto) {
-    tier = SoftmaxTier::kUncached;
-    for (const SoftmaxTier shorter : {SoftmaxTier::kBlock, SoftmaxTier::kWarp}) {
-      if (softmax_tier_holds(shorter, backward, cols, x, y, device)) tier = shorter;
-    }
-  }
   plan.tier = tier;
+  plan.place = shape.place;
   plan.overlap = device.max_cluster_blocks > 1;
   plan.pack = softmax_pack(x, y);
-  const RowShape shape = shape_in(tier, backward, ceil_div(cols, plan.pack),
-                                  pack_bytes_of(backward, x, y), device);
   plan.packs = shape.packs;
   plan.threads_per_row = shape.threads;
   plan.cluster_blocks = shape.cluster_blocks;
   plan.slice = static_cast<int>(std::min<int64_t>(shape.slice_packs * plan.pack, INT_MAX));
-  plan.shared_bytes = shape.shared_bytes;
+  plan.shared_bytes = static_cast<int>(shape.shared_bytes);
   // Small blocks of short rows: many are resident, and hide each other's loads.
-  constexpr int kWarpTierThreads = 128;
-  plan.rows_per_block =
-      plan.threads_per_row > kWarp ? 1 : kWarpTierThreads / plan.threads_per_row;
-  if (tier == SoftmaxTier::kBlock) plan.rows_per_block = 1;
+  plan.rows_per_block = tier == SoftmaxTier::kBlock || plan.threads_per_row > kWarp
+                            ? 1
+                            : kWarpTierThreads / plan.threads_per_row;
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
   return plan;
 }

@@ -15,10 +15,14 @@ namespace fused_norm {
 // Elements a pack: 16 bytes of the wider of the two tensors.
 int softmax_pack(DType x, DType y);
 
+// Where a row of SoftmaxTier::kBlock lies.
+enum class RowPlace : uint8_t { kRegisters, kShared };
+
 struct SoftmaxPlan {
-  SoftmaxTier tier;     // kBlock with shared_bytes: the row is kept there, else in registers
+  SoftmaxTier tier;
+  RowPlace place;
   int pack;             // elements
-  int packs;            // packs a thread, all at once; else at a time
+  int packs;            // packs a thread (kShared and kUncached: at a time)
   int threads_per_row;  // 1 to 32 lanes, or whole warps, of each block that shares the row
   int rows_per_block;
   int cluster_blocks;  // blocks that share a row
@@ -26,10 +30,6 @@ struct SoftmaxPlan {
   int blocks;
   int shared_bytes;  // dynamic
   bool overlap;      // programmatic dependent launch, from Hopper on
-
-  bool once() const {
-    return tier == SoftmaxTier::kWarp || (tier == SoftmaxTier::kBlock && shared_bytes == 0);
-  }
 };
 
 SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols, DType x, DType y,

@@ -8,12 +8,13 @@
 namespace fused_norm {
 
 // Programmatic dependent launch, on chips that have it: a kernel is launched while the one before
-// drains, and waits for its results on the GPU. Kernels of this library may so follow each other
-// closely; after another's, launching is as ever.
+// drains, and waits for its results on the GPU. Kernels of this kind so follow each other closely;
+// after others, launching is as ever. Waiting comes first: the next kernel then begins after the
+// end of the one before this, and its caches hold nothing of what that has read.
 __device__ __forceinline__ void meet_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
 }
 
@@ -23,7 +24,8 @@ constexpr int kBlockTierThreads = 512;
 template <typename In, typename Out>
 constexpr int kPackElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
 
-// Calls run(regular, log) with both known at compile time. Chosen once, at the top of a kernel.
+// Calls run(regular, log) with both known at compile time, after the kernel before. Chosen once, at
+// the top of a kernel.
 template <bool kMayLog, typename Run>
 __device__ __forceinline__ void with_form(bool regular, bool log, Run run) {
   meet_previous_kernel();
@@ -59,16 +61,12 @@ struct RowSlots {
 };
 
 // Combines the parts of a row that the warps of a group hold, and if `spread` the blocks of a
-// cluster, whose arrive() has been called.
+// cluster, all of which have begun.
 template <typename V, typename Group, typename Combine>
 __device__ __forceinline__ V reduce_row(Group& group, RowCluster& cluster, bool spread, V part,
                                         const V& identity, RowSlots<V>& slots, Combine combine) {
   part = group.reduce_warps(part, identity, slots.warps, combine);
-  if (spread) {
-    cluster.wait();
-    part = cluster.reduce(part, slots.blocks, combine);
-  }
-  return part;
+  return spread ? cluster.reduce(part, slots.blocks, combine) : part;
 }
 
 // Which row a group works on, and where its block stands among those that share the row. Announces

@@ -1,6 +1,5 @@
-#include "core/softmax/softmax.h"
-
 #include "core/softmax/launch.cuh"
+#include "core/softmax/softmax.h"
 
 namespace fused_norm {
 namespace {

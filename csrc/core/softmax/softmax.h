@@ -50,7 +50,8 @@ struct SoftmaxForwardParams {
   bool causal;       // key j is masked out for query i if j > i + cols - queries
   uint32_t queries;  // with `causal`: row r is query r % queries; rows are below 2^31 then
 
-  SoftmaxTier tier;  // kAuto, or one that softmax_tier_holds()
+  // kAuto; or, to measure and to test, one that softmax_tier_holds(), for less than 2^28 rows.
+  SoftmaxTier tier;
 };
 
 cudaError_t launch_softmax_forward(const SoftmaxForwardParams& params,

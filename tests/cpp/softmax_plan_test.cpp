@@ -1,0 +1,183 @@
+// Plans are data: these tests hold softmax's to what the kernels take for granted, on chips of
+// several sizes.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "core/softmax/plan.h"
+
+namespace fused_norm {
+namespace {
+
+constexpr int kKilobyte = 1024;
+// Properties like those of compute capability 9.0, 8.0 and 8.6.
+const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 120, 120}};
+const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108, 108, 108, 108}};
+const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72, 72, 72, 72}};
+const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10};
+
+struct Dtypes {
+  DType x, y;
+};
+const std::vector<Dtypes> kDtypes = {{DType::kBFloat16, DType::kBFloat16},
+                                     {DType::kFloat16, DType::kFloat32},
+                                     {DType::kFloat32, DType::kFloat32},
+                                     {DType::kFloat64, DType::kFloat64}};
+const std::vector<int> kCols = {1,      2,      7,      8,      9,      33,     255,     256,
+                                257,    511,    512,    513,    777,    1023,   1024,    1025,
+                                2048,   2049,   8192,   16384,  16385,  32768,  32769,   65537,
+                                131072, 131073, 200000, 262144, 262145, 524289, 1000003, 1 << 30};
+const std::vector<int64_t> kRows = {1, 7, 512, 4097, 1 << 20, int64_t{1} << 33};
+const std::vector<SoftmaxTier> kTiers = {SoftmaxTier::kAuto, SoftmaxTier::kWarp,
+                                         SoftmaxTier::kBlock, SoftmaxTier::kUncached};
+
+bool is_lane_count(int threads) {
+  return threads == 1 || threads == 2 || threads == 4 || threads == 8 || threads == 16 ||
+         threads % 32 == 0;
+}
+
+// Every tier that holds the row, in both directions.
+template <typename Check>
+void for_all(Check check) {
+  for (const DeviceProperties& chip : kChips) {
+    for (const Dtypes& dtypes : kDtypes) {
+      for (int cols : kCols) {
+        for (bool backward : {false, true}) {
+          for (SoftmaxTier tier : kTiers) {
+            if (!softmax_tier_holds(tier, backward, cols, dtypes.x, dtypes.y, chip)) continue;
+            SCOPED_TRACE(testing::Message() << cols << " columns, backward " << backward
+                                            << ", tier " << static_cast<int>(tier));
+            check(chip, dtypes, cols, backward, tier);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward,
+             SoftmaxTier tier) {
+    for (int64_t rows : kRows) {
+      if (rows > (int64_t{1} << 40) / cols) continue;  // more than any memory holds
+      if (tier != SoftmaxTier::kAuto && rows >= 1 << 28) continue;
+      const SoftmaxPlan plan = plan_softmax(tier, backward, rows, cols, dtypes.x, dtypes.y, chip);
+      if (tier != SoftmaxTier::kAuto) {
+        EXPECT_EQ(plan.tier, tier);
+      }
+      EXPECT_TRUE(is_lane_count(plan.threads_per_row));
+      const int threads = plan.threads_per_row * plan.rows_per_block;
+      EXPECT_LE(threads, plan.tier == SoftmaxTier::kWarp ? 128 : 512);
+      EXPECT_EQ(threads % 32, 0);
+      EXPECT_TRUE(plan.tier != SoftmaxTier::kWarp || plan.threads_per_row <= 32);
+      EXPECT_TRUE(plan.tier != SoftmaxTier::kBlock || plan.rows_per_block == 1);
+      EXPECT_TRUE(plan.cluster_blocks == 1 || plan.rows_per_block == 1);
+      EXPECT_LE(plan.shared_bytes + 4096, chip.shared_bytes_per_block);
+      EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
+      EXPECT_TRUE(!plan.overlap || chip.max_cluster_blocks > 1);
+      EXPECT_EQ(plan.blocks % plan.cluster_blocks, 0);
+      // Blocks do not loop over rows, so the grid must reach the last one.
+      EXPECT_GE(int64_t{plan.blocks} / plan.cluster_blocks * plan.rows_per_block, rows);
+
+      const int64_t in_flight = int64_t{plan.threads_per_row} * plan.packs * plan.pack;
+      EXPECT_GE(int64_t{plan.slice} * plan.cluster_blocks, cols);
+      if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
+        // Slices end where a chunk does: the next block's columns are not touched.
+        EXPECT_TRUE(plan.cluster_blocks == 1 || plan.slice % in_flight == 0);
+      } else {
+        EXPECT_GE(plan.cluster_blocks * in_flight, cols);
+      }
+      const int tensors = backward ? 2 : 1;
+      if (plan.place == RowPlace::kShared) {
+        const int element = size_of(backward ? dtypes.y : dtypes.x);
+        EXPECT_GE(plan.shared_bytes, int64_t{plan.slice} * element * tensors);
+      }
+    }
+  });
+}
+
+TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward,
+             SoftmaxTier tier) {
+    const SoftmaxPlan one = plan_softmax(tier, backward, 1, cols, dtypes.x, dtypes.y, chip);
+    for (int64_t rows : kRows) {
+      const SoftmaxPlan plan = plan_softmax(tier, backward, rows, cols, dtypes.x, dtypes.y, chip);
+      EXPECT_EQ(plan.tier, one.tier);
+      EXPECT_EQ(plan.place, one.place);
+      EXPECT_EQ(plan.packs, one.packs);
+      EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
+      EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+      EXPECT_EQ(plan.slice, one.slice);
+    }
+  });
+}
+
+TEST(SoftmaxPlan, EveryTierServesTheRowsItIsFor) {
+  const DType bf16 = DType::kBFloat16, f64 = DType::kFloat64;
+  auto tier_of = [](int cols, DType dtype, const DeviceProperties& chip) {
+    return plan_softmax(SoftmaxTier::kAuto, false, 4096, cols, dtype, dtype, chip).tier;
+  };
+  for (const DeviceProperties& chip : kChips) {
+    EXPECT_EQ(tier_of(1, bf16, chip), SoftmaxTier::kWarp);
+    EXPECT_EQ(tier_of(1024, bf16, chip), SoftmaxTier::kWarp);
+    EXPECT_EQ(tier_of(1025, bf16, chip), SoftmaxTier::kBlock);
+    EXPECT_EQ(tier_of(32768, bf16, chip), SoftmaxTier::kBlock);
+    EXPECT_EQ(tier_of(1 << 20, bf16, chip), SoftmaxTier::kUncached);
+    EXPECT_EQ(tier_of(64, f64, chip), SoftmaxTier::kUncached);
+    EXPECT_FALSE(softmax_tier_holds(SoftmaxTier::kWarp, false, 1025, bf16, bf16, chip));
+    EXPECT_FALSE(softmax_tier_holds(SoftmaxTier::kBlock, false, 64, f64, f64, chip));
+  }
+  EXPECT_EQ(tier_of(262144, bf16, kH200), SoftmaxTier::kBlock);
+  EXPECT_EQ(tier_of(262145, bf16, kH200), SoftmaxTier::kUncached);
+  EXPECT_TRUE(softmax_tier_holds(SoftmaxTier::kBlock, false, 262145, bf16, bf16, kH200));
+  EXPECT_EQ(tier_of(65536, bf16, kA100), SoftmaxTier::kBlock);
+  EXPECT_EQ(tier_of(131072, bf16, kA100), SoftmaxTier::kUncached);
+}
+
+TEST(SoftmaxColumnsPlan, CoversTheTensorAndFitsTheChip) {
+  for (const DeviceProperties& chip : kChips) {
+    for (const Dtypes& dtypes : kDtypes) {
+      for (bool backward : {false, true}) {
+        for (bool vectorized : {false, true}) {
+          for (int cols : kCols) {
+            const int pack = vectorized ? softmax_pack(dtypes.x, dtypes.y) : 1;
+            const int64_t outer = 3, inner = 40 * pack;
+            const SoftmaxColumnsPlan plan = plan_softmax_columns(backward, vectorized, outer, cols,
+                                                                 inner, dtypes.x, dtypes.y, chip);
+            EXPECT_EQ(plan.pack, pack);
+            EXPECT_EQ(plan.lanes * plan.splits, kColumnThreads);
+            EXPECT_EQ(plan.splits & (plan.splits - 1), 0);  // they are combined as a tree
+            EXPECT_GE(int64_t{plan.blocks} * plan.lanes * plan.pack, outer * inner);
+            EXPECT_LE(plan.shared_bytes + 16 * kKilobyte, chip.shared_bytes_per_block);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(SoftmaxColumnsPlan, OnlyTheColumnsShapeTheReduction) {
+  for (int cols : kCols) {
+    for (bool backward : {false, true}) {
+      const SoftmaxColumnsPlan one = plan_softmax_columns(
+          backward, true, 1, cols, 64, DType::kBFloat16, DType::kBFloat16, kH200);
+      const SoftmaxColumnsPlan other = plan_softmax_columns(
+          backward, false, 77, cols, 999, DType::kBFloat16, DType::kBFloat16, kH200);
+      EXPECT_EQ(one.splits, other.splits);
+    }
+  }
+}
+
+TEST(Divider, DividesByMultiplication) {
+  for (uint32_t divisor : {1u, 2u, 3u, 7u, 12u, 1000u, 65535u, 65536u, 1000003u, 0x7fffffffu}) {
+    const Divider by = make_divider(divisor);
+    for (uint32_t n : {0u, 1u, 2u, divisor - 1, divisor, divisor + 1, 123456789u, 0x7fffffffu}) {
+      const uint32_t high = static_cast<uint32_t>(uint64_t{n} * by.multiplier >> 32);
+      EXPECT_EQ((high + n) >> by.shift, n / divisor) << n << " / " << divisor;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace fused_norm
