@@ -1,11 +1,14 @@
 // Programmatic dependent launch, on chips that have it (compute capability 9.0 on): a kernel that
 // is launched to overlap the one before it starts while that one drains, and waits for its results
-// on the GPU.
+// on the GPU. Kernels of this kind so follow each other closely; after others, launching is as
+// ever.
 #pragma once
 
 namespace fused_norm {
 
 // From here on the next kernel may be launched. It sees what this one writes only when it waits.
+// Always after wait_for_prerequisites(): the next kernel then begins after the end of the one
+// before this, and its caches hold nothing of what that has read.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
@@ -17,6 +20,12 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Both, at the top of a kernel whose blocks are all resident soon.
+__device__ __forceinline__ void meet_previous_kernel() {
+  wait_for_prerequisites();
+  launch_dependents();
 }
 
 }  // namespace fused_norm

@@ -2,7 +2,7 @@
 // lane l of warp w starts at column ((w * kPacks + p) * 32 + l) * N, whatever the row's alignment.
 #pragma once
 
-#include "core/common/pack.cuh"
+#include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 
 namespace fused_norm {

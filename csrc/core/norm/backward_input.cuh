@@ -83,7 +83,7 @@ struct ColumnParams {
       const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
       params.weight[i] = inside ? g : A(0);
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
-      params.scale[i] = inside ? reciprocal(g) : A(0);
+      params.scale[i] = inside ? A(1) / g : A(0);  // not by the hardware: 0 beyond 2^126
       const A bias = params.shift[i];
       if (!inside || !in.from_output) continue;
       if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime.h>
 
-#include "core/common/pack.cuh"
+#include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 #include "core/norm/columns.h"
 #include "core/norm/recoverable.h"

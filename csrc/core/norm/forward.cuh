@@ -93,8 +93,7 @@ __device__ __forceinline__ void norm_forward_once(
   };
   typename Store::Output* y = store.y + row * store.cols + col;
   if (spread) cluster.arrive();
-  wait_for_prerequisites();
-  launch_dependents();
+  meet_previous_kernel();
   if (kRegular) fetch();
   if (spread) cluster.wait();
   for (; first < load.rows; first += stride) {
@@ -166,8 +165,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
   auto& slots = reinterpret_cast<Statistics(&)[2][kMaxWarps]>(slot_bytes);
 
   RowGroup<Barrier::kBlock> group;
-  wait_for_prerequisites();
-  launch_dependents();
+  meet_previous_kernel();
   const int step = group.threads() * N;
   const int64_t row = int64_t{blockIdx.x} * group.groups() + group.index();
   const auto reader = load.template open<N, false>(row, group);

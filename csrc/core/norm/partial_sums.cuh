@@ -79,10 +79,9 @@ __global__ void __launch_bounds__(kWarpSize* kSumWarps)
                  const __grid_constant__ ColumnLook<A> look, int rows) {
   __shared__ A of_warp[kSumWarps][kWarpSize];
   const int cols = look.cols;
-  launch_dependents();
   if (blockIdx.x * kWarpSize >= cols) {
     if (blockIdx.y == 0) look_at_columns(look);
-    wait_for_prerequisites();
+    meet_previous_kernel();
     return;
   }
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
@@ -90,7 +89,7 @@ __global__ void __launch_bounds__(kWarpSize* kSumWarps)
   const A* partials = sums.partials[blockIdx.y];
   A sum = 0;
   const bool spoiled = warp == 0 && col < cols && look.spoils(col);
-  wait_for_prerequisites();
+  meet_previous_kernel();
   if (col < cols) {
 #pragma unroll 8
     for (int row = warp; row < rows; row += kSumWarps) sum += partials[int64_t{row} * cols + col];

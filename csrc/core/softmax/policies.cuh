@@ -5,7 +5,7 @@
 // packs of results.
 #pragma once
 
-#include "core/common/pack.cuh"
+#include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/softmax.h"

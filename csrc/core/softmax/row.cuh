@@ -3,20 +3,11 @@
 
 #include <type_traits>
 
+#include "core/common/overlap.cuh"
+#include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 
 namespace fused_norm {
-
-// Programmatic dependent launch, on chips that have it: a kernel is launched while the one before
-// drains, and waits for its results on the GPU. Kernels of this kind so follow each other closely;
-// after others, launching is as ever. Waiting comes first: the next kernel then begins after the
-// end of the one before this, and its caches hold nothing of what that has read.
-__device__ __forceinline__ void meet_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
 
 constexpr int kWarpTierThreads = 128;
 constexpr int kBlockTierThreads = 512;

@@ -1,0 +1,329 @@
+// Reading and writing the packs of a row, wherever it lies.
+#pragma once
+
+#include "core/common/pack.cuh"
+
+namespace fused_norm {
+
+// Rows are regular when every one starts on a pack boundary and is a whole number of packs. The
+// caller finds out on the host; kernels hold both forms, with the same arithmetic, and branch once.
+//
+// Reads packs of one row. Loads are always of aligned granules; in an irregular row a pack lies
+// across two of them, and the second comes from the next lane, which loads it anyway. Columns past
+// the row read as zero. Granules may reach into the memory before and after the row, but not past
+// that of the last row.
+template <typename T, int N, bool kRegular>
+class RowReader {
+  static constexpr int kBytes = sizeof(T) * N;
+
+ public:
+  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, with consecutive
+  // packs. `rows_follow`: at least a pack's memory lies between the row's end and that of the last
+  // row.
+  __device__ RowReader(const T* row, int cols, bool rows_follow, int lane, int lanes)
+      : row_(reinterpret_cast<const char*>(row)),
+        cols_(cols),
+        rows_follow_(rows_follow),
+        lane_(lane),
+        lanes_(lanes),
+        shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
+
+  // Packs as they are loaded: the granules in which they start, and for the last lane those after
+  // them.
+  template <int kPacks>
+  struct Fetched {
+    Words<kBytes> granules[kPacks], edges[kRegular ? 1 : kPacks];
+  };
+
+  // Loads the packs at columns col, col + step, ..., all of them in flight at once.
+  template <int kPacks>
+  __device__ __forceinline__ void fetch(Fetched<kPacks>& fetched, int col, int step) const {
+    if (kRegular || rows_follow_) {
+      fetch_granules<false>(fetched, col, step);
+    } else {
+      fetch_granules<true>(fetched, col, step);
+    }
+  }
+
+  // Makes packs of what was fetched. All lanes of a warp take part.
+  template <int kPacks>
+  __device__ __forceinline__ void extract(const Fetched<kPacks>& fetched,
+                                          Pack<T, N> (&packs)[kPacks], int col, int step) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const Words<kBytes>& low = fetched.granules[p];
+      if constexpr (kRegular) {
+        packs[p].words = low;
+      } else {
+        Words<kBytes> high;
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) {
+          high.at[i] = __shfl_down_sync(0xffffffffu, low.at[i], 1, lanes_);
+          if (lane_ == lanes_ - 1) high.at[i] = fetched.edges[p].at[i];
+        }
+        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * step);
+      }
+    }
+  }
+
+  template <int kPacks>
+  __device__ __forceinline__ void load(Pack<T, N> (&packs)[kPacks], int col, int step) const {
+    Fetched<kPacks> fetched;
+    fetch(fetched, col, step);
+    extract(fetched, packs, col, step);
+  }
+
+  // The same for a run: packs at columns col, col + lanes * N, ..., so that those of the warp's
+  // lanes are all neighbours and one granule more completes them.
+  template <int kPacks>
+  struct FetchedRun {
+    Words<kBytes> granules[kPacks], edge;
+  };
+
+  template <int kPacks>
+  __device__ __forceinline__ void fetch_run(FetchedRun<kPacks>& fetched, int col) const {
+    if (kRegular || rows_follow_) {
+      fetch_run_granules<false>(fetched, col);
+    } else {
+      fetch_run_granules<true>(fetched, col);
+    }
+  }
+
+  template <int kPacks>
+  __device__ __forceinline__ void extract_run(const FetchedRun<kPacks>& fetched,
+                                              Pack<T, N> (&packs)[kPacks], int col) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const Words<kBytes>& low = fetched.granules[p];
+      if constexpr (kRegular) {
+        packs[p].words = low;
+      } else {
+        // Each lane needs the granule after its own: the next lane's, or the first lane's next.
+        const Words<kBytes>& after = p + 1 < kPacks ? fetched.granules[p + 1] : fetched.edge;
+        const int next = lane_ + 1 == lanes_ ? 0 : lane_ + 1;
+        Words<kBytes> high;
+#pragma unroll
+        for (int i = 0; i < kBytes / 4; ++i) {
+          high.at[i] = __shfl_sync(0xffffffffu, lane_ == 0 ? after.at[i] : low.at[i], next, lanes_);
+        }
+        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * lanes_ * N);
+      }
+    }
+  }
+
+  template <int kPacks>
+  __device__ __forceinline__ void load_run(Pack<T, N> (&packs)[kPacks], int col) const {
+    FetchedRun<kPacks> fetched;
+    fetch_run(fetched, col);
+    extract_run(fetched, packs, col);
+  }
+
+ private:
+  template <bool kGuarded, int kPacks>
+  __device__ __forceinline__ void fetch_run_granules(FetchedRun<kPacks>& fetched, int col) const {
+    const int step = lanes_ * N;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule<kGuarded>(col + p * step, 0);
+    if constexpr (!kRegular) {
+      if (lane_ == 0 && shift_ != 0) fetched.edge = granule<kGuarded>(col + kPacks * step, 0);
+    }
+  }
+
+  template <bool kGuarded, int kPacks>
+  __device__ __forceinline__ void fetch_granules(Fetched<kPacks>& fetched, int col,
+                                                 int step) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule<kGuarded>(col + p * step, 0);
+    if constexpr (!kRegular) {
+      if (lane_ != lanes_ - 1 || shift_ == 0) return;
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) fetched.edges[p] = granule<kGuarded>(col + p * step, kBytes);
+    }
+  }
+
+  // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches
+  // it. Guarded, nothing past the row is read.
+  template <bool kGuarded>
+  __device__ __forceinline__ Words<kBytes> granule(int col, int offset) const {
+    Words<kBytes> words{};
+    const int first = col + (offset - shift_) / static_cast<int>(sizeof(T));
+    if (first >= cols_) return words;
+    const char* const start = row_ + static_cast<int64_t>(first) * sizeof(T);
+    if (!kGuarded || first + N <= cols_) {
+      words = detail::load_words<kBytes>(start);
+    } else if (cols_ > 0) {
+      words = detail::load_elements<T, N>(start, cols_ - first);
+    }
+    return words;
+  }
+
+  // Sets the columns past the row to zero.
+  __device__ __forceinline__ Pack<T, N> finish(Words<kBytes> words, int col) const {
+    const int bytes = (cols_ - col) * static_cast<int>(sizeof(T));
+    if (cols_ - col < N) {
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i) {
+        words.at[i] = bytes >= 4 * i + 4 ? words.at[i] : bytes > 4 * i ? words.at[i] & 0xffff : 0;
+      }
+    }
+    return {words};
+  }
+
+  const char* row_;
+  int cols_;
+  bool rows_follow_;
+  int lane_, lanes_, shift_;
+};
+
+// Writes packs of one row; the counterpart of RowReader. All lanes that share the row in a warp
+// call store() together, with consecutive packs in consecutive lanes: in a row that does not start
+// on a pack boundary each lane writes the aligned granule that ends with its own first columns and
+// begins with its neighbour's last ones.
+template <typename T, int N, bool kRegular>
+class RowWriter {
+ public:
+  // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, `mask` names
+  // those lanes.
+  __device__ RowWriter(T* row, int cols, int lane, int lanes, unsigned mask)
+      : row_(row),
+        cols_(cols),
+        lane_(lane),
+        lanes_(lanes),
+        shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)),
+        mask_(mask) {}
+
+  __device__ __forceinline__ void store(int col, const Pack<T, N>& pack) const {
+    store_in_run(col, pack, pack, true, true);
+  }
+
+  // The same for the packs of a run (RowReader), one after the other: given this lane's previous
+  // one, only the ends of the first and the last are shared with others. Both are known at compile
+  // time.
+  __device__ __forceinline__ void store_in_run(int col, const Pack<T, N>& pack,
+                                               const Pack<T, N>& previous, bool first,
+                                               bool last) const {
+    const int count = cols_ - col;  // N or more: a whole pack; 0 or less: nothing
+    if (kRegular || shift_ == 0) {
+      if (count >= N) {
+        detail::store_words<kBytes>(address(col), pack.words);
+      } else if (!kRegular) {
+        store_elements(col, pack, 0, count);
+      }
+      return;
+    }
+    const int head =
+        (kBytes - shift_) /
+        static_cast<int>(sizeof(T));  // own columns in the granule shared with the pack before
+    const Words<kBytes>& own = pack.words;
+    const bool has_before = !first || lane_ > 0;
+    Words<kBytes> before;
+#pragma unroll
+    for (int i = 0; i < kBytes / 4; ++i) {
+      if (first) {
+        before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
+      } else {
+        const bool is_last_lane = lane_ + 1 == lanes_;
+        before.at[i] = __shfl_sync(mask_, is_last_lane ? previous.words.at[i] : own.at[i],
+                                   lane_ == 0 ? lanes_ - 1 : lane_ - 1, lanes_);
+      }
+    }
+    const Words<kBytes> granule = detail::shifted_bytes<kBytes>(before, own, kBytes - shift_);
+    char* const start = address(col) - shift_;
+    if (count >= N) {
+      if (has_before) {
+        detail::store_words<kBytes>(start, granule);
+      } else {
+        store_from(start, granule, shift_);
+      }
+      // The next lane writes this one's tail with its own head, if it has all of that.
+      if ((last && lane_ + 1 == lanes_) || count - N < head) {
+        store_to(start + kBytes, detail::shifted_bytes<kBytes>(own, own, kBytes - shift_), shift_);
+      }
+    } else if (count > 0) {  // the row's end
+      if (has_before && count >= head) {
+        detail::store_words<kBytes>(start, granule);
+        store_elements(col, pack, head, count);
+      } else {
+        store_elements(col, pack, 0, count);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kBytes = sizeof(T) * N;
+
+  __device__ char* address(int col) const {
+    return reinterpret_cast<char*>(row_) + static_cast<int64_t>(col) * sizeof(T);
+  }
+  // Bytes [first, kBytes) of a granule, in pieces of 2, 4 and 8.
+  __device__ __forceinline__ static void store_from(char* start, const Words<kBytes>& words,
+                                                    int first) {
+    if constexpr (sizeof(T) == 2) {
+      if (first & 2) {
+        *reinterpret_cast<uint16_t*>(start + first) =
+            static_cast<uint16_t>(detail::word_at(words, first) >> 16);
+        first += 2;
+      }
+    }
+    if (first & 4) {
+      *reinterpret_cast<uint32_t*>(start + first) =
+          kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
+      first += 4;
+    }
+    if (kBytes == 16 && first == 8)
+      *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
+  }
+
+  // Bytes [0, end) of a granule.
+  __device__ __forceinline__ static void store_to(char* start, const Words<kBytes>& words,
+                                                  int end) {
+    if (kBytes == 16 && (end & 8)) *reinterpret_cast<uint2*>(start) = {words.at[0], words.at[1]};
+    if (end & 4)
+      *reinterpret_cast<uint32_t*>(start + (end & 8)) =
+          kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
+    if constexpr (sizeof(T) == 2) {
+      if (end & 2) {
+        *reinterpret_cast<uint16_t*>(start + (end & 12)) =
+            static_cast<uint16_t>(detail::word_at(words, end));
+      }
+    }
+  }
+
+  __device__ void store_elements(int col, const Pack<T, N>& pack, int begin, int end) const {
+    T elements[N];
+    memcpy(elements, &pack, sizeof(pack));
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i >= begin && i < end) row_[col + i] = elements[i];
+    }
+  }
+
+  T* row_;
+  int cols_, lane_, lanes_, shift_;
+  unsigned mask_;
+};
+
+// n / divisor, for n below 2^31.
+__device__ __forceinline__ uint32_t divide(uint32_t n, const Divider& by) {
+  return (__umulhi(n, by.multiplier) + n) >> by.shift;
+}
+
+// Where row `row` starts.
+template <typename T>
+__device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_t row) {
+  if (layout.inner == 0) return base + row * layout.stride;
+  const uint32_t index = static_cast<uint32_t>(row);
+  const uint32_t outer =
+      (__umulhi(index, layout.multiplier) + index) >> layout.shift;  // index / inner
+  return base + outer * layout.outer_stride + (index - outer * layout.inner) * layout.stride;
+}
+
+// Whether rows after `row` reach at least `elements` further in memory.
+__device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row, int64_t rows,
+                                            int cols, int elements) {
+  const int64_t stride =
+      layout.inner == 0 ? layout.stride : min(layout.stride, layout.outer_stride);
+  return (rows - 1 - row) * min(stride, int64_t{cols}) >= elements;
+}
+
+}  // namespace fused_norm
