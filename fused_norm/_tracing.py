@@ -14,7 +14,8 @@ def norm_forward(
     if config.decompose:
         _ops.check_norm_arguments(*args, out_dtype)
         return _decompositions.norm_forward(*args, out_dtype)[0]
-    if not torch.compiler.is_exporting():
+    # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
+    if not torch.compiler._is_exporting_flag:
         return _ops.norm_forward(*args, out_dtype)[0]
     # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
     # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
