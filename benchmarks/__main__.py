@@ -1,6 +1,7 @@
 """Entry point of ``python -m benchmarks COMMAND``.
 
-A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit code.
+A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit code;
+`needs_gpu = False` says that it runs on a CPU too.
 """
 
 import argparse
@@ -11,9 +12,9 @@ import torch
 
 import benchmarks
 import fused_norm as fn
-from benchmarks import norm
+from benchmarks import memory, norm
 
-COMMANDS = {"norm": norm}
+COMMANDS = {"norm": norm, "memory": memory}
 
 
 class Parser(argparse.ArgumentParser):
@@ -40,9 +41,11 @@ def main(arguments=None):
             help="folder for the tables; default: %(default)s",
         )
     options = parser.parse_args(arguments)
-    if not torch.cuda.is_available():
+    needs_gpu = getattr(COMMANDS[options.command], "needs_gpu", True)
+    needs_gpu = needs_gpu or getattr(options, "device", None) == "cuda"
+    if needs_gpu and not torch.cuda.is_available():
         return fail("a CUDA GPU is needed, and torch sees none.")
-    if fn.build_info()["cuda"] is None:
+    if needs_gpu and fn.build_info()["cuda"] is None:
         return fail(
             "this build of fused_norm is CPU-only; rebuild it on a machine with a CUDA toolkit."
         )

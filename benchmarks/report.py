@@ -48,30 +48,17 @@ class Result:
         return self.ideal / self.seconds
 
 
-def environment(bandwidth):
-    """What the figures depend on, as (name, value) pairs. Ask after some load: clocks fall idle."""
-    device = torch.cuda.get_device_properties(0)
-    query = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
-    try:
-        command = [
-            "nvidia-smi",
-            f"--id=GPU-{device.uuid}",
-            f"--query-gpu={query}",
-            "--format=csv,noheader",
-        ]
-        answer = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=30
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        answer = f"nvidia-smi failed: {error}"
-    clocks = dict(zip(query.split(","), answer.strip().split(", "), strict=False))
-    build = fn.build_info()
+def command():
     return [
         ("date", datetime.datetime.now().isoformat(" ", "minutes")),
         ("command", f"python -m benchmarks {' '.join(sys.argv[1:])}"),
-        ("GPU", f"{device.name}, {device.L2_cache_size / 1e6:.0f} MB L2"),
-        *((name.replace("_", " "), value) for name, value in clocks.items()),
-        ("copy bandwidth", f"{bandwidth / 1e12:.3f} TB/s (read + written, 2 GiB device copy)"),
+    ]
+
+
+def versions():
+    build = fn.build_info()
+    built_for = ", ".join(build["arch_list"]) or "the CPU"
+    return [
         (
             "versions",
             f"Python {platform.python_version()}, torch {torch.__version__}, "
@@ -79,9 +66,34 @@ def environment(bandwidth):
         ),
         (
             "fused_norm",
-            f"{fn.__version__}, built for {', '.join(build['arch_list'])} with CUDA "
-            f"{build['cuda']}, torch {build['torch']}",
+            f"{fn.__version__}, built for {built_for} with CUDA {build['cuda']}, "
+            f"torch {build['torch']}",
         ),
+    ]
+
+
+def environment(bandwidth=None):
+    """What the figures depend on, as (name, value) pairs. Ask after some load: clocks fall idle."""
+    device = torch.cuda.get_device_properties(0)
+    query = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
+    try:
+        call = [
+            "nvidia-smi",
+            f"--id=GPU-{device.uuid}",
+            f"--query-gpu={query}",
+            "--format=csv,noheader",
+        ]
+        answer = subprocess.run(call, capture_output=True, text=True, check=True, timeout=30).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        answer = f"nvidia-smi failed: {error}"
+    clocks = dict(zip(query.split(","), answer.strip().split(", "), strict=False))
+    copy = f"{(bandwidth or 0) / 1e12:.3f} TB/s (read + written, 2 GiB device copy)"
+    return [
+        *command(),
+        ("GPU", f"{device.name}, {device.L2_cache_size / 1e6:.0f} MB L2"),
+        *((name.replace("_", " "), value) for name, value in clocks.items()),
+        *([("copy bandwidth", copy)] if bandwidth else []),
+        *versions(),
     ]
 
 

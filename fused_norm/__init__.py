@@ -7,6 +7,7 @@
 from fused_norm import _load, _vmap, apex, config, functional  # noqa: F401
 from fused_norm._C import build_info as _build_info
 from fused_norm._convert import ConvertReport, convert
+from fused_norm._report import memory_report
 from fused_norm.modules import LayerNorm, RMSNorm
 
 __version__: str = _build_info()["version"]
@@ -20,6 +21,7 @@ __all__ = [
     "config",
     "convert",
     "functional",
+    "memory_report",
 ]
 
 

@@ -2,88 +2,119 @@
 
 ``memory_efficient`` saves the output instead of the input. A transformer keeps that output anyway
 (the next linear layer saves it), so the norm's own saved activation becomes free. The idea is that
-of apex's fused layer norm; unlike there, a call whose weights do not let the input be taken back
-from the output saves the input.
+of apex's fused layer norm; unlike there, the normalized input of columns that the output does not
+determine is saved beside it.
 """
+
+import gc
 
 import torch
 from torch.autograd import forward_ad
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fused_norm import _decompositions, _ops
+from fused_norm import _C, _decompositions, _ops
+
+SAVE_INPUT = -1
+_OVERFLOW_PENDING = -2
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def _must_save_input(output: torch.Tensor, weight, bias, weight_offset: float) -> bool:
-    """Whether some column of ``output`` does not determine the normalized input.
+def choose_room(input, weight, bias, normalized_shape, weight_offset, out_dtype) -> int:
+    """How many columns a ``memory_efficient`` call should have room for, or SAVE_INPUT
+    (csrc/ops/column_watch.h).
 
-    Asks the weights themselves, once a call: version counters do not see optimizers that write
-    through ``.data``. On a GPU this waits for the stream; where waiting is impossible, under graph
-    capture, the input is saved.
+    Raises:
+        RuntimeError: an earlier call had more such columns than room, and its gradients are NaN.
     """
     if weight is None and bias is None:
-        return False
-    if output.is_cuda and torch.cuda.is_current_stream_capturing():
-        return True
-    if output.is_meta or type(output) is not torch.Tensor:  # no values to ask, or a tracer's
-        return True
-    return bool(_ops.unrecoverable_columns(weight, bias, weight_offset, output.dtype).item())
+        return 0
+    for tensor in (input, weight, bias):
+        if tensor is not None and type(tensor) not in _PLAIN:  # a tracer's, or distributed
+            return SAVE_INPUT
+    cols = 1
+    for size in normalized_shape:
+        cols *= size
+    room = _C.choose_room(weight, bias, weight_offset, cols, input.dtype, out_dtype or input.dtype)
+    if room == _OVERFLOW_PENDING:
+        _raise_overflow()
+    return room
+
+
+def _raise_overflow():
+    address, description, columns = _C.take_overflow()
+    name = _name_of_norm(address) or description
+    raise RuntimeError(
+        f"{name}: memory_efficient=True had no room for {columns} column(s) whose weight became "
+        "zero, or small beside the bias, since the parameters were last looked at. The gradients "
+        "of that backward pass are NaN: discard them. Change parameters in place under "
+        "torch.no_grad() rather than through .data, and capture or compile anew after it, or use "
+        "memory_efficient=False for this norm"
+    )
+
+
+def _name_of_norm(address: int) -> str | None:
+    """The norm that owns the parameter, by its longest name in any module; for a message."""
+    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.Module)]
+    for norm in modules:
+        if not isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
+            continue
+        if all(p._cdata != address for p in norm.parameters(recurse=False)):
+            continue
+        names = [name for root in modules for name, m in root.named_modules() if m is norm]
+        name = max(names, key=len)
+        return f"{name} = {norm}" if name else str(norm)
+    return None
 
 
 class NormFunction(torch.autograd.Function):
     """LayerNorm (``rms=False``) or RMSNorm over the last dimensions.
 
-    ``apply`` takes the operator's arguments and ``memory_efficient``, and returns ``(output, mean,
-    rstd)``, all differentiable: a second derivative goes through the saved statistics, which are
-    functions of the input.
+    ``apply(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room)`` gives
+    what the operator does: ``(output, mean, rstd)``, or ``(output, rstd, side, columns)`` with
+    ``room > 0``. ``room`` is SAVE_INPUT, or the room for listed columns of a call that saves its
+    output. All that depends on the input is differentiable: a second derivative goes through what
+    was saved.
     """
 
     @staticmethod
     def forward(
-        ctx,
-        input,
-        weight,
-        bias,
-        normalized_shape,
-        eps,
-        weight_offset,
-        rms,
-        out_dtype,
-        memory_efficient,
+        ctx, input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
     ):
-        output, mean, rstd = _ops.call_below_autograd(
-            _ops.norm_forward,
-            input,
-            weight,
-            bias,
-            normalized_shape,
-            eps,
-            weight_offset,
-            rms,
-            out_dtype,
-        )
-        from_output = memory_efficient and not _must_save_input(output, weight, bias, weight_offset)
-        if from_output:
-            ctx.save_for_backward(output, None, rstd, weight, bias)
+        args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
+        if room > 0:
+            results = _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
+            output, rstd, side, columns = results
+            ctx.save_for_backward(output, None, rstd, weight, bias, side, columns)
         else:
-            ctx.save_for_backward(input, None if rms else mean, rstd, weight, bias)
-        if rms:
+            results = _ops.call_below_autograd(_ops.norm_forward, *args)
+            output, mean, rstd = results
+            if room == 0:
+                ctx.save_for_backward(output, None, rstd, weight, bias)
+            else:
+                ctx.save_for_backward(input, None if rms else mean, rstd, weight, bias)
+        if room > 0:
+            ctx.mark_non_differentiable(columns)
+        elif rms:
             ctx.mark_non_differentiable(mean)
         ctx.set_materialize_grads(False)
-        ctx.args = (normalized_shape, weight_offset, rms, from_output, input.dtype)
-        return output, mean, rstd
+        ctx.args = (normalized_shape, weight_offset, rms, room != SAVE_INPUT, input.dtype)
+        return results
 
     @staticmethod
-    def backward(ctx, dy, dmean, drstd):
-        saved, mean, rstd, weight, bias = ctx.saved_tensors
+    def backward(ctx, dy, *others):
+        tensors = ctx.saved_tensors
+        listed = tensors[5:]
         gradients = (None, None, None)
         if dy is not None:
-            args = (dy, saved, mean, rstd, weight, bias, *ctx.args, ctx.needs_input_grad[:3])
+            args = (dy, *tensors[:5], *ctx.args, ctx.needs_input_grad[:3], *listed)
             if torch.is_grad_enabled() or is_transformed():  # the operator's Autograd kernel
                 gradients = _ops.norm_backward(*args)
             else:
                 gradients = _ops.call_below_autograd(_ops.norm_backward, *args)
-        if (dmean is not None or drstd is not None) and ctx.needs_input_grad[0]:
+        dmean, drstd, dside = (None, *others[:2]) if listed else (*others, None)
+        if ctx.needs_input_grad[0] and any(d is not None for d in (dmean, drstd, dside)):
             dx = _decompositions.statistics_backward(
-                dmean, drstd, saved, mean, rstd, weight, bias, *ctx.args
+                dmean, drstd, dside, *tensors[:5], *ctx.args, *listed
             )
             gradients = (dx if gradients[0] is None else gradients[0] + dx, *gradients[1:])
         return (*gradients, None, None, None, None, None, None)
@@ -94,12 +125,12 @@ class NormBackwardFunction(torch.autograd.Function):
     derivatives those of its decomposition, to any order."""
 
     @staticmethod
-    def forward(ctx, dy, saved, mean, rstd, weight, bias, *options):
-        ctx.save_for_backward(dy, saved, mean, rstd, weight, bias)
+    def forward(ctx, dy, saved, mean, rstd, weight, bias, side, columns, *options):
+        tensors = (dy, saved, mean, rstd, weight, bias)
+        ctx.save_for_backward(*tensors, side, columns)
         ctx.set_materialize_grads(False)
         ctx.options = options
-        tensors = (dy, saved, mean, rstd, weight, bias)
-        return _ops.call_below_autograd(_ops.norm_backward, *tensors, *options)
+        return _ops.call_below_autograd(_ops.norm_backward, *tensors, *options, side, columns)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -108,7 +139,7 @@ class NormBackwardFunction(torch.autograd.Function):
             # Aliases: of the tensors themselves some are functions of others, as a saved output is
             # of the weight, and a derivative is wanted in each alone.
             aliases = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-            outputs = _decompositions.norm_backward(*aliases, *ctx.options)
+            outputs = _decompositions.norm_backward(*aliases[:6], *ctx.options, *aliases[6:])
         pairs = [
             (output, grad)
             for output, grad in zip(outputs, grads, strict=True)
@@ -145,19 +176,38 @@ def _norm_forward_autograd(
         _ops.check_norm_arguments(*args)
         return _decompositions.norm_forward(*args)
     if _needs_grad(input, weight, bias):
-        return NormFunction.apply(*args, False)
+        return NormFunction.apply(*args, SAVE_INPUT)
     return _ops.call_below_autograd(_ops.norm_forward, *args)
+
+
+def _norm_forward_listing_autograd(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
+):
+    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
+    if is_transformed():
+        _ops.check_norm_arguments(*args)
+        return _decompositions.norm_forward_listing(*args, room)
+    if _needs_grad(input, weight, bias):
+        if room <= 0:
+            raise RuntimeError(f"room is {room}; a call that is differentiated needs room")
+        return NormFunction.apply(*args, room)
+    return _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
 
 
 def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     tensors = (dy, saved, mean, rstd, weight, bias)
     if is_transformed():
         return _decompositions.norm_backward(*tensors, *args)
-    if _needs_grad(*tensors):
-        return NormBackwardFunction.apply(*tensors, *args)
+    options, listed = args[:6], args[6:] or (None, None)
+    if _needs_grad(*tensors, listed[0]):
+        return NormBackwardFunction.apply(*tensors, *listed, *options)
     return _ops.call_below_autograd(_ops.norm_backward, *tensors, *args)
 
 
+# So that other changes of parameters are known from an optimizer's (csrc/ops/column_watch.cpp).
+register_optimizer_step_post_hook(lambda *_: _C.note_optimizer_step())
+
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")
+_library.impl("norm_forward_listing", _norm_forward_listing_autograd, "Autograd")
 _library.impl("norm_backward", _norm_backward_autograd, "Autograd")

@@ -5,6 +5,7 @@ Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.c
 _load.py begins.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from fused_norm import _C, _sharding
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
+norm_forward_listing = torch.ops.fused_norm.norm_forward_listing.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
 unrecoverable_columns = torch.ops.fused_norm.unrecoverable_columns.default
 
@@ -83,6 +85,17 @@ def _norm_forward_fake(
     return output, mean, rstd
 
 
+@torch.library.register_fake("fused_norm::norm_forward_listing")
+def _norm_forward_listing_fake(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
+):
+    output, _, rstd = _norm_forward_fake(
+        input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype
+    )
+    side = rstd.new_empty([math.prod(input.shape[: input.dim() - len(normalized_shape)]), room])
+    return output, rstd, side, rstd.new_empty([1 + room], dtype=torch.int32)
+
+
 @torch.library.register_fake("fused_norm::norm_backward")
 def _norm_backward_fake(
     dy,
@@ -97,6 +110,8 @@ def _norm_backward_fake(
     from_output,
     input_dtype,
     output_mask,
+    side=None,
+    columns=None,
 ):
     dx = dy.new_empty(dy.shape, dtype=input_dtype) if output_mask[0] else None
     dweight = weight.new_empty(weight.shape) if output_mask[1] and weight is not None else None

@@ -58,7 +58,7 @@ def _norm(
         out_dtype or _out_dtype(input, rms, memory_efficient),
     )
     if torch.compiler.is_compiling():
-        return _tracing.norm_forward(*args)
+        return _tracing.norm_forward(*args, memory_efficient)
     if _autograd.is_transformed():  # the operator's Autograd kernel differentiates
         return _ops.norm_forward(*args)[0]
     if torch.is_grad_enabled() and (
@@ -66,7 +66,12 @@ def _norm(
         or (weight is not None and weight.requires_grad)
         or (bias is not None and bias.requires_grad)
     ):
-        return _autograd.NormFunction.apply(*args, memory_efficient)[0]
+        room = _autograd.SAVE_INPUT
+        if memory_efficient:
+            room = _autograd.choose_room(
+                input, weight, bias, normalized_shape, weight_offset, args[-1]
+            )
+        return _autograd.NormFunction.apply(*args, room)[0]
     return _ops.call_below_autograd(_ops.norm_forward, *args)[0]
 
 

@@ -111,6 +111,15 @@ def test_graphs_hold_the_librarys_operators(kind, memory_efficient, device, gene
     assert not any("native_layer_norm" in name or "rsqrt" in name for name in forward + backward)
 
 
+@each_kind
+def test_the_kernel_converts_its_output(kind, device, generator):
+    """Under autocast too the norm is one operator, not one and a conversion."""
+    module = module_of(kind, 16, device=device, memory_efficient=True)
+    with torch.autocast(device, BF16):
+        forward, _ = graphs_of(module, randn(generator, 4, 16))
+    assert not any("copy" in name or "convert" in name for name in forward), forward
+
+
 @each_flag
 @each_kind
 def test_decompose_lowers_to_torchs_operators(kind, memory_efficient, device, generator):

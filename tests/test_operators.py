@@ -1,6 +1,8 @@
 """The registered operators and what builds on them: opcheck, meta tensors, torch.compile, the
 plain binding."""
 
+import math
+
 import pytest
 import torch
 from harness import randn, same_bits
@@ -14,6 +16,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 KINDS = ["layer", "rms"]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 forward_op = torch.ops.fused_norm.norm_forward.default
+listing_op = torch.ops.fused_norm.norm_forward_listing.default
 backward_op = torch.ops.fused_norm.norm_backward.default
 
 # (input shape, normalized_shape, input dtype, parameter dtype, output dtype)
@@ -57,8 +60,10 @@ def test_opcheck_forward(kind, sample, requires_grad, device, generator):
 @each_kind
 def test_opcheck_backward(kind, sample, mask, from_output, device, generator):
     args = arguments(sample, kind, generator, False)
-    y, mean, rstd = forward_op(*args)
     x, weight, bias, normalized_shape, _, offset, rms, _ = args
+    if from_output and bias is not None:  # a bias that dwarfs the weight would give NaN
+        bias.copysign_(weight).clamp_(-weight.abs(), weight.abs())
+    y, mean, rstd = forward_op(*args)
     dy = randn(generator, *y.shape, dtype=y.dtype)
     saved = y if from_output else x
     mean = None if rms or from_output else mean
@@ -79,6 +84,38 @@ def test_opcheck_backward(kind, sample, mask, from_output, device, generator):
             mask,
         ),
     )
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "needs grad"])
+@pytest.mark.parametrize("room", [1, 5])
+@each_sample
+@each_kind
+def test_opcheck_forward_listing(kind, sample, room, requires_grad, device, generator):
+    cols = math.prod(sample[1])
+    if cols == 0:
+        pytest.skip("no columns to list")
+    args = list(arguments(sample, kind, generator, False))
+    if args[1] is not None:
+        args[1].fill_(4).view(-1)[0] = 0
+    args[:3] = [t if t is None else t.requires_grad_(requires_grad) for t in args[:3]]
+    torch.library.opcheck(listing_op, (*args, min(room, cols)))
+
+
+def test_the_list_holds_the_normalized_input_of_lost_columns(device, generator):
+    x = randn(generator, 3, 40, dtype=BF16)
+    weight = torch.ones(40, dtype=BF16, device=device)
+    weight[[4, 17, 30]] = 0
+    xhat = (x.double() - x.double().mean(1, keepdim=True)) / x.double().std(
+        1, keepdim=True, correction=0
+    )
+    for room in (1, 2, 3, 40):
+        y, rstd, side, columns = listing_op(x, weight, None, [40], 0.0, 0.0, False, None, room)
+        listed = [4, 17, 30][:room]
+        assert columns.tolist()[: 1 + len(listed)] == [3, *listed]
+        assert side.shape == (3, room) and side.dtype == FP32
+        torch.testing.assert_close(
+            side[:, : len(listed)].double(), xhat[:, listed], rtol=1e-5, atol=1e-5
+        )
 
 
 def test_opcheck_unrecoverable_columns(device, generator):

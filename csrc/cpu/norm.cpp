@@ -11,6 +11,9 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
+#include <vector>
+
+#include "core/norm/recoverable.h"
 
 // Extensions are compiled for the oldest x86-64. As in torch's own CPU operators, each loop exists
 // for several instruction sets and is chosen at run time.
@@ -126,13 +129,13 @@ FUSED_NORM_SIMD void normalize_row(const Acc* x, Acc mean, Acc rstd, const Acc* 
 // What backward knows of a row. xhat is recomputed where it is needed: cheaper than keeping it.
 template <typename Acc>
 struct GradientRow {
-  const Acc *dy, *saved, *weight, *bias;
+  const Acc *dy, *saved, *weight, *shift, *divisor;
   Acc mean, rstd;
   int64_t cols;
 
   template <bool from_output>
   Acc xhat(int64_t i) const {
-    return from_output ? (saved[i] - bias[i]) / weight[i] : (saved[i] - mean) * rstd;
+    return from_output ? (saved[i] - shift[i]) / divisor[i] : (saved[i] - mean) * rstd;
   }
 };
 
@@ -194,6 +197,58 @@ at::Tensor add_chunks(const at::Tensor& sums) {
   return sums[0];
 }
 
+// How xhat = (saved - shift) / divisor is had from the output: (bias, g) but for columns that are
+// not recoverable. There the saved value is replaced by xhat itself, or the divisor is NaN.
+template <typename Acc>
+class Recovery {
+ public:
+  Recovery(const at::Tensor& g, const at::Tensor& bias, const ListedColumns& listed)
+      : shift_(bias), divisor_(g), columns_(listed.columns) {
+    if (!columns_.defined()) return;
+    side_ = listed.side.contiguous();
+    shift_ = bias.index_fill(0, columns_, 0);
+    divisor_ = g.index_fill(0, columns_, 1).index_fill_(0, listed.missing, NAN);
+  }
+
+  const Acc* shift() const { return shift_.const_data_ptr<Acc>(); }
+  const Acc* divisor() const { return divisor_.const_data_ptr<Acc>(); }
+
+  const Acc* with_listed(const Acc* saved, int64_t row, Acc* buffer) const {
+    if (!columns_.defined()) return saved;
+    if (saved != buffer) std::copy_n(saved, shift_.size(0), buffer);
+    const int64_t* columns = columns_.const_data_ptr<int64_t>();
+    const Acc* side = side_.const_data_ptr<Acc>() + row * side_.size(1);
+    for (int64_t i = 0; i < columns_.size(0); ++i) buffer[columns[i]] = side[i];
+    return buffer;
+  }
+
+ private:
+  at::Tensor shift_, divisor_, columns_, side_;
+};
+
+DType core_dtype(at::ScalarType type) {
+  return type == at::kHalf       ? DType::kFloat16
+         : type == at::kBFloat16 ? DType::kBFloat16
+         : type == at::kFloat    ? DType::kFloat32
+                                 : DType::kFloat64;
+}
+
+template <typename Acc>
+at::Tensor find_lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
+                             int64_t cols, at::ScalarType y_dtype, bool precise) {
+  const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
+  const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
+  const Acc* g = affine_weight.const_data_ptr<Acc>();
+  const Acc* b = affine_bias.const_data_ptr<Acc>();
+  const DType y = core_dtype(y_dtype);
+  const auto limits = precise ? precise_limits<Acc>(y) : recoverable_limits<Acc>(y);
+  std::vector<int64_t> lost;
+  for (int64_t col = 0; col < cols; ++col) {
+    if (!meets(limits, g[col], b[col])) lost.push_back(col);
+  }
+  return at::tensor(lost, at::kLong);
+}
+
 template <typename Acc>
 ForwardResult forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                       double eps, double weight_offset, bool rms, at::ScalarType out_dtype) {
@@ -228,14 +283,15 @@ template <typename Acc>
 BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
                         const at::Tensor& rstd, const at::Tensor& weight, const at::Tensor& bias,
                         double weight_offset, bool rms, bool from_output,
-                        at::ScalarType input_dtype, std::array<bool, 3> output_mask) {
+                        const ListedColumns& listed, at::ScalarType input_dtype,
+                        std::array<bool, 3> output_mask) {
   const int64_t rows = dy.size(0), cols = dy.size(1);
   const int64_t chunk_rows = rows_per_chunk(rows, cols);
   const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
   const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
   const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
   const Acc* g = affine_weight.const_data_ptr<Acc>();
-  const Acc* b = affine_bias.const_data_ptr<Acc>();
+  const Recovery<Acc> recovery(affine_weight, affine_bias, listed);
   const at::Tensor rstd_row = rstd.contiguous();
   const at::Tensor mean_row = rms || from_output ? at::Tensor() : mean.contiguous();
   const Acc* rstds = rstd_row.const_data_ptr<Acc>();
@@ -264,9 +320,11 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
       const int64_t row_end = std::min(rows, (chunk + 1) * chunk_rows);
       for (int64_t row = chunk * chunk_rows; row < row_end; ++row) {
         const Acc* dy_row = dy_rows.read(row, dy_buffer);
-        const Acc* saved_row = saved_rows.read(row, saved_buffer);
+        const Acc* saved_row =
+            recovery.with_listed(saved_rows.read(row, saved_buffer), row, saved_buffer);
         const Acc row_mean = means != nullptr ? means[row] : 0;
-        const GradientRow<Acc> values{dy_row, saved_row, g, b, row_mean, rstds[row], cols};
+        const GradientRow<Acc> values{
+            dy_row, saved_row, g, recovery.shift(), recovery.divisor(), row_mean, rstds[row], cols};
         if (output_mask[0]) {
           Acc* dx_row = dx_rows.target(row, dx_buffer);
           input_gradient(values, rms, dx_row);
@@ -304,12 +362,28 @@ ForwardResult norm_forward(const at::Tensor& x, const at::Tensor& weight, const 
 BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
                              const at::Tensor& rstd, const at::Tensor& weight,
                              const at::Tensor& bias, double weight_offset, bool rms,
-                             bool from_output, at::ScalarType input_dtype,
-                             std::array<bool, 3> output_mask) {
+                             bool from_output, const ListedColumns& listed,
+                             at::ScalarType input_dtype, std::array<bool, 3> output_mask) {
   const at::NoGradGuard no_grad;
   const auto run = input_dtype == at::kDouble ? backward<double> : backward<float>;
-  return run(dy, saved, mean, rstd, weight, bias, weight_offset, rms, from_output, input_dtype,
-             output_mask);
+  return run(dy, saved, mean, rstd, weight, bias, weight_offset, rms, from_output, listed,
+             input_dtype, output_mask);
+}
+
+at::Tensor lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
+                        int64_t cols, at::ScalarType x_dtype, at::ScalarType y_dtype,
+                        bool precise) {
+  const at::NoGradGuard no_grad;
+  const auto find = x_dtype == at::kDouble ? find_lost_columns<double> : find_lost_columns<float>;
+  return find(weight, bias, weight_offset, cols, y_dtype, precise);
+}
+
+at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
+                       const at::Tensor& columns) {
+  const at::NoGradGuard no_grad;
+  at::Tensor xhat = x.index_select(1, columns).to(rstd.scalar_type());
+  if (mean.defined()) xhat.sub_(mean.unsqueeze(1));
+  return xhat.mul_(rstd.unsqueeze(1));
 }
 
 }  // namespace fused_norm::cpu

@@ -20,6 +20,22 @@ struct ForwardResult {
 ForwardResult norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
                            double eps, double weight_offset, bool rms, at::ScalarType out_dtype);
 
+// The columns that are not recoverable from an output of y_dtype, or not precise
+// (core/norm/recoverable.h): int64, ascending. x_dtype chooses the precision, as in the other
+// functions.
+at::Tensor lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
+                        int64_t cols, at::ScalarType x_dtype, at::ScalarType y_dtype, bool precise);
+
+// xhat of some columns of x, (rows, columns), in the accumulation type; mean undefined with rms.
+at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
+                       const at::Tensor& columns);
+
+// The xhat of columns whose output does not give it: of those in `columns` (int64) it is in `side`
+// (rows, at least as many), for those in `missing` it is NaN. Undefined tensors: there are none.
+struct ListedColumns {
+  at::Tensor columns, side, missing;
+};
+
 // Undefined where output_mask did not ask for the gradient or the parameter is undefined.
 struct BackwardResult {
   at::Tensor dx;       // (rows, cols), contiguous, input_dtype
@@ -27,13 +43,13 @@ struct BackwardResult {
   at::Tensor dbias;    // (cols), bias's dtype
 };
 
-// saved is x, or with from_output y, from which xhat = (y - bias) / (weight + weight_offset); mean
-// is read only for LayerNorm from its input. output_mask: {dx, dweight, dbias}. The bits of the
-// result do not depend on the number of threads.
+// saved is x, or with from_output y, from which xhat = (y - bias) / (weight + weight_offset) but
+// for the listed columns; mean is read only for LayerNorm from its input. output_mask: {dx,
+// dweight, dbias}. The bits of the result do not depend on the number of threads.
 BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
                              const at::Tensor& rstd, const at::Tensor& weight,
                              const at::Tensor& bias, double weight_offset, bool rms,
-                             bool from_output, at::ScalarType input_dtype,
-                             std::array<bool, 3> output_mask);
+                             bool from_output, const ListedColumns& listed,
+                             at::ScalarType input_dtype, std::array<bool, 3> output_mask);
 
 }  // namespace fused_norm::cpu

@@ -10,6 +10,7 @@
 
 #include <sstream>
 
+#include "ops/column_watch.h"
 #include "ops/norm.h"
 
 namespace fused_norm::ops {
@@ -22,11 +23,16 @@ TORCH_LIBRARY(fused_norm, m) {
       "float weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None) "
       "-> (Tensor output, Tensor mean, Tensor rstd)");
   m.def(
+      "norm_forward_listing(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, "
+      "float eps, float weight_offset, bool rms, ScalarType? out_dtype, SymInt room) "
+      "-> (Tensor output, Tensor rstd, Tensor side, Tensor columns)");
+  m.def(
       "norm_backward(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? "
       "bias, "
       "SymInt[] normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType "
       "input_dtype, "
-      "bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+      "bool[3] output_mask, Tensor? side=None, Tensor? columns=None) -> (Tensor dx, Tensor "
+      "dweight, Tensor dbias)");
   m.def(
       "unrecoverable_columns(Tensor? weight, Tensor? bias, float weight_offset, ScalarType "
       "out_dtype) -> Tensor");
@@ -36,6 +42,7 @@ TORCH_LIBRARY(fused_norm, m) {
 // missing and a sparse argument is named.
 void register_kernels(torch::Library& m) {
   m.impl("norm_forward", &norm_forward);
+  m.impl("norm_forward_listing", &norm_forward_listing);
   m.impl("norm_backward", &norm_backward);
   m.impl("unrecoverable_columns", &unrecoverable_columns);
 }
@@ -73,11 +80,27 @@ TensorTriple norm_backward_no_grad(const at::Tensor& dy, const at::Tensor& saved
                                    const OptionalTensor& weight, const OptionalTensor& bias,
                                    std::vector<int64_t> normalized_shape, double weight_offset,
                                    bool rms, bool from_output, at::ScalarType input_dtype,
-                                   std::array<bool, 3> output_mask) {
+                                   std::array<bool, 3> output_mask, const OptionalTensor& side,
+                                   const OptionalTensor& columns) {
   check_no_grad("norm_backward", {dy, saved, weight, bias});
   at::AutoDispatchBelowADInplaceOrView guard;
   return norm_backward(dy, saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms,
-                       from_output, input_dtype, output_mask);
+                       from_output, input_dtype, output_mask, side, columns);
+}
+
+int64_t choose_room_of(const OptionalTensor& weight, const OptionalTensor& bias,
+                       double weight_offset, int64_t cols, at::ScalarType x_dtype,
+                       at::ScalarType y_dtype) {
+  return choose_room({weight.value_or(at::Tensor()), bias.value_or(at::Tensor()), weight_offset,
+                      cols, x_dtype, y_dtype});
+}
+
+// None, or (address of the parameter's TensorImpl, description, number of columns).
+std::optional<std::tuple<uintptr_t, std::string, int64_t>> take_overflow_tuple() {
+  const auto overflow = take_overflow();
+  if (!overflow.has_value()) return std::nullopt;
+  return std::tuple{reinterpret_cast<uintptr_t>(overflow->weight), overflow->description,
+                    overflow->columns};
 }
 
 // The loader reads this from the file, before it loads it into a torch that may be another one
@@ -113,7 +136,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("norm_backward", &norm_backward_no_grad, py::arg("dy"), py::arg("saved"), py::arg("mean"),
         py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("normalized_shape"),
         py::arg("weight_offset"), py::arg("rms"), py::arg("from_output"), py::arg("input_dtype"),
-        py::arg("output_mask"), py::call_guard<py::gil_scoped_release>());
+        py::arg("output_mask"), py::arg("side") = py::none(), py::arg("columns") = py::none(),
+        py::call_guard<py::gil_scoped_release>());
+  m.def("choose_room", &choose_room_of, py::call_guard<py::gil_scoped_release>());
+  m.def("fixed_room", &fixed_room);
+  m.def("note_optimizer_step", &note_optimizer_step);
+  m.def("take_overflow", &take_overflow_tuple);
   m.def("unrecoverable_columns", &unrecoverable_columns, py::arg("weight"), py::arg("bias"),
         py::arg("weight_offset"), py::arg("out_dtype"), py::call_guard<py::gil_scoped_release>());
   m.def("check_norm_options", &check_norm_options, py::arg("input"), py::arg("weight"),

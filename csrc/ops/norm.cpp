@@ -2,10 +2,13 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "cpu/norm.h"
+#include "ops/column_watch.h"
 #include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -124,9 +127,16 @@ void check_norm_options(ScalarType input, std::optional<ScalarType> weight,
   TORCH_CHECK(std::isfinite(weight_offset), "weight_offset must be finite, but is ", weight_offset);
 }
 
-TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
-                          const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
-                          double weight_offset, bool rms, std::optional<ScalarType> out_dtype) {
+namespace {
+
+struct Forward {
+  Tensor y, mean, rstd;
+  Tensor side, columns;  // undefined without room
+};
+
+Forward run_forward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+                    at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
+                    std::optional<ScalarType> out_dtype, int64_t room) {
   // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(input, "input");
@@ -142,17 +152,39 @@ TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
   if (geometry.rows == 0 || geometry.cols == 0) {
     auto stats = [&] { return at::zeros(geometry.stats_shape, options.dtype(stats_dtype)); };
     return {at::empty(input.sizes(), options.dtype(y_dtype)),
-            rms ? at::empty({0}, options.dtype(stats_dtype)) : stats(), stats()};
+            rms ? at::empty({0}, options.dtype(stats_dtype)) : stats(),
+            stats(),
+            {},
+            {}};
   }
 
   if (input.is_cpu()) {
-    const auto result = cpu::norm_forward(
-        input.reshape({geometry.rows, geometry.cols}), g.defined() ? g.reshape({-1}) : g,
-        b.defined() ? b.reshape({-1}) : b, eps, weight_offset, rms, y_dtype);
-    return {
+    const Tensor x = input.reshape({geometry.rows, geometry.cols});
+    const Tensor g_row = g.defined() ? g.reshape({-1}) : g;
+    const Tensor b_row = b.defined() ? b.reshape({-1}) : b;
+    const auto result = cpu::norm_forward(x, g_row, b_row, eps, weight_offset, rms, y_dtype);
+    Forward out{
         result.y.view(input.sizes()),
         rms ? at::empty({0}, options.dtype(stats_dtype)) : result.mean.view(geometry.stats_shape),
-        result.rstd.view(geometry.stats_shape)};
+        result.rstd.view(geometry.stats_shape),
+        {},
+        {}};
+    if (room > 0) {
+      auto find = [&](bool precise) {
+        return cpu::lost_columns(g_row, b_row, weight_offset, geometry.cols, x_dtype, y_dtype,
+                                 precise);
+      };
+      Tensor lost = find(true);
+      if (lost.numel() > room) lost = find(false);
+      const Tensor listed = lost.slice(0, 0, room);
+      out.columns = at::zeros({1 + room}, options.dtype(at::kInt));
+      out.columns.select(0, 0).fill_(lost.numel());
+      out.columns.slice(0, 1, 1 + listed.numel()).copy_(listed);
+      out.side = at::zeros({geometry.rows, room}, options.dtype(stats_dtype));
+      out.side.slice(1, 0, listed.numel())
+          .copy_(cpu::gather_xhat(x, result.mean, result.rstd, listed));
+    }
+    return out;
   }
 #ifdef FUSED_NORM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(input.device());
@@ -177,19 +209,74 @@ TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
   params.y = y.mutable_data_ptr();
   params.mean = rms ? nullptr : mean.mutable_data_ptr();
   params.rstd = rstd.mutable_data_ptr();
+  Tensor side, columns;
+  if (room > 0) {
+    side = at::empty({geometry.rows, room}, rstd.options());
+    columns = at::empty({1 + room}, options.dtype(at::kInt));
+    params.list = {static_cast<int32_t>(room), columns.mutable_data_ptr<int32_t>(),
+                   side.mutable_data_ptr()};
+  }
   check_launch(
       launch_norm_forward(params, current_device_properties(), at::cuda::getCurrentCUDAStream()));
-  return {y, mean, rstd};
+  return {y, mean, rstd, side, columns};
 #else
   raise_cpu_only(input);
 #endif
 }
 
+}  // namespace
+
+TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
+                          const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
+                          double weight_offset, bool rms, std::optional<ScalarType> out_dtype) {
+  auto out =
+      run_forward(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, 0);
+  return {std::move(out.y), std::move(out.mean), std::move(out.rstd)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward_listing(
+    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+    at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
+    std::optional<ScalarType> out_dtype, int64_t room) {
+  check_overflow();
+  TORCH_CHECK(room >= 0 && room <= c10::multiply_integers(normalized_shape), "room is ", room,
+              "; it must lie between 0 and the ", c10::multiply_integers(normalized_shape),
+              " columns of normalized_shape ", normalized_shape);
+  const auto out =
+      run_forward(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room);
+  if (out.side.defined()) return {out.y, out.rstd, out.side, out.columns};
+  // No rows or no room.
+  const int64_t rows = out.rstd.numel();
+  return {out.y, out.rstd, at::zeros({rows, room}, out.rstd.options()),
+          at::zeros({1 + room}, out.rstd.options().dtype(at::kInt))};
+}
+
+namespace {
+
+// What the CPU path needs to know of the columns that are not recoverable.
+cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight, const Tensor& bias,
+                                  const Tensor& columns, const Tensor& side) {
+  const Tensor lost = cpu::lost_columns(weight, bias, norm.weight_offset, norm.cols, norm.x_dtype,
+                                        norm.y_dtype, /*precise=*/false);
+  int64_t count = 0;
+  if (columns.defined() && columns.numel() > 1)
+    count = std::min<int64_t>(*columns.const_data_ptr<int32_t>(), columns.numel() - 1);
+  const Tensor listed =
+      count > 0 ? columns.slice(0, 1, 1 + count).to(at::kLong) : at::empty({0}, at::kLong);
+  if (lost.numel() == 0 && count == 0) return {};
+  const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
+  if (missing.numel() > 0) report_overflow(norm, missing.numel());
+  return {listed, count > 0 ? side : at::empty({side.defined() ? side.size(0) : 0, 0}), missing};
+}
+
+}  // namespace
+
 TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const OptionalTensor& mean,
                            const Tensor& rstd, const OptionalTensor& weight,
                            const OptionalTensor& bias, at::IntArrayRef normalized_shape,
                            double weight_offset, bool rms, bool from_output, ScalarType input_dtype,
-                           std::array<bool, 3> output_mask) {
+                           std::array<bool, 3> output_mask, const OptionalTensor& side,
+                           const OptionalTensor& columns) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(dy, "dy");
   check_layout(saved, "saved");
@@ -221,6 +308,26 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
               "mean must be given, but is None");
   const Tensor row_mean = needs_mean ? *mean : Tensor();
   if (needs_mean) check_stats(row_mean, "mean");
+  const Tensor listed = columns.has_value() ? *columns : Tensor();
+  const Tensor listed_xhat = side.has_value() ? *side : Tensor();
+  TORCH_CHECK(listed.defined() == listed_xhat.defined() && (!listed.defined() || from_output),
+              "side and columns come together, and only with from_output");
+  if (listed.defined()) {
+    const int64_t room = listed.numel() - 1;
+    TORCH_CHECK(listed.scalar_type() == at::kInt && listed.device() == dy.device() &&
+                    listed.is_contiguous() && listed.dim() == 1 && room >= 0 &&
+                    room <= geometry.cols,
+                "columns must be at most ", geometry.cols + 1, " int32 on ", dy.device(),
+                ", but has shape ", listed.sizes(), ", dtype ", listed.scalar_type(), " on ",
+                listed.device());
+    TORCH_CHECK(listed_xhat.scalar_type() == stats_dtype && listed_xhat.device() == dy.device() &&
+                    listed_xhat.is_contiguous() &&
+                    listed_xhat.sizes() == at::IntArrayRef({geometry.rows, room}),
+                "side must have shape ", at::IntArrayRef({geometry.rows, room}), " and dtype ",
+                stats_dtype, " on ", dy.device(), ", but has shape ", listed_xhat.sizes(),
+                ", dtype ", listed_xhat.scalar_type(), " on ", listed_xhat.device());
+  }
+  const NormColumns norm{g, b, weight_offset, geometry.cols, input_dtype, y_dtype};
 
   output_mask[1] = output_mask[1] && g.defined();
   output_mask[2] = output_mask[2] && b.defined();
@@ -233,10 +340,14 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   if (dy.is_cpu()) {
     const at::DimVector flat = {geometry.rows, geometry.cols};
     auto flat_or_undefined = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
-    auto result =
-        cpu::norm_backward(dy.reshape(flat), saved.reshape(flat), flat_or_undefined(row_mean),
-                           rstd.view({-1}), flat_or_undefined(g), flat_or_undefined(b),
-                           weight_offset, rms, from_output, input_dtype, output_mask);
+    const Tensor g_row = flat_or_undefined(g), b_row = flat_or_undefined(b);
+    cpu::ListedColumns list;
+    if (from_output) list = recover_on_cpu(norm, g_row, b_row, listed, listed_xhat);
+    auto result = cpu::norm_backward(
+        dy.reshape(flat), saved.reshape(flat), flat_or_undefined(row_mean), rstd.view({-1}), g_row,
+        b_row, weight_offset, rms, from_output, list, input_dtype, output_mask);
+    if (list.missing.defined() && result.dbias.defined())
+      result.dbias.index_fill_(0, list.missing, NAN);
     if (result.dx.defined()) result.dx = result.dx.view(dy.sizes());
     if (result.dweight.defined()) result.dweight = result.dweight.view(normalized_shape);
     if (result.dbias.defined()) result.dbias = result.dbias.view(normalized_shape);
@@ -272,6 +383,10 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   params.rstd = rstd.const_data_ptr();
   params.weight = to_param(g_data);
   params.bias = to_param(b_data);
+  if (listed.defined() && listed.numel() > 1) {
+    params.list = {static_cast<int32_t>(listed.numel() - 1), listed.mutable_data_ptr<int32_t>(),
+                   listed_xhat.mutable_data_ptr()};
+  }
   params.dx = data_or_null(dx);
   params.dweight = data_or_null(dweight);
   params.dbias = data_or_null(dbias);
@@ -280,7 +395,9 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
       at::empty({static_cast<int64_t>(norm_backward_workspace(params, device))},
                 dy.options().dtype(at::kByte));
   params.workspace = workspace.mutable_data_ptr();
-  check_launch(launch_norm_backward(params, device, at::cuda::getCurrentCUDAStream()));
+  const auto stream = at::cuda::getCurrentCUDAStream();
+  params.watch = watch_backward(norm, from_output, stream);
+  check_launch(launch_norm_backward(params, device, stream));
   return {dx, dweight, dbias};
 #else
   raise_cpu_only(dy);

@@ -25,14 +25,25 @@ TensorTriple norm_forward(const at::Tensor& input, const OptionalTensor& weight,
                           const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
                           double weight_offset, bool rms, std::optional<at::ScalarType> out_dtype);
 
+// -> (output, rstd, side, columns), for a backward call from the output. columns, int32 of 1 +
+// room, says how many columns are not precise (core/norm/recoverable.h) and which they are; if room
+// does not suffice, how many are not recoverable, and the first of these. side, (rows, room) in the
+// type of rstd, holds their xhat. room is at most the number of columns.
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward_listing(
+    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+    at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
+    std::optional<at::ScalarType> out_dtype, int64_t room);
+
 // -> (dx, dweight, dbias), undefined where output_mask is false. `saved` is the input, or the
-// output when from_output; `mean` is needed only for a LayerNorm's input.
+// output when from_output; `mean` is needed only for a LayerNorm's input. from_output may come with
+// side and columns; a column that is not recoverable and not listed makes the gradients NaN.
 TensorTriple norm_backward(const at::Tensor& dy, const at::Tensor& saved,
                            const OptionalTensor& mean, const at::Tensor& rstd,
                            const OptionalTensor& weight, const OptionalTensor& bias,
                            at::IntArrayRef normalized_shape, double weight_offset, bool rms,
                            bool from_output, at::ScalarType input_dtype,
-                           std::array<bool, 3> output_mask);
+                           std::array<bool, 3> output_mask, const OptionalTensor& side,
+                           const OptionalTensor& columns);
 
 // How many columns of a norm with these parameters cannot be taken back from an output of out_dtype
 // (0-d int64).

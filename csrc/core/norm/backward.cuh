@@ -7,6 +7,7 @@
 
 #include "core/common/row_group.cuh"
 #include "core/common/statistics.cuh"
+#include "core/norm/columns.cuh"
 #include "core/norm/policies.cuh"
 
 namespace fused_norm {
@@ -39,6 +40,7 @@ struct BackwardInput {
   const A* rstd;
   ParamVector weight, bias;
   A weight_offset;
+  ListedColumns<A> list;
 
   // Rows past the end are empty.
   template <int N, bool kRegular, typename Group>
@@ -69,16 +71,19 @@ struct BackwardOutput {
 };
 
 // xhat = (saved - shift) * scale. From the input both are the row's (mean, rstd); from the output
-// they are the column's (bias, 1 / weight).
+// they are the column's (bias, 1 / weight). A listed column has (its place in the list, 0), and
+// its xhat is taken from there; one that is not recoverable and not listed has a scale of NaN.
 template <typename A, int N>
 struct ColumnParams {
   A weight[N], shift[N], scale[N];
+  uint32_t listed;  // a bit for each column
 
   // Parameters of the columns from `col` on; zero past the end, so that such columns add nothing
-  // anywhere.
-  template <typename In>
+  // anywhere. kListed: some columns may be listed.
+  template <bool kListed, typename In>
   __device__ static ColumnParams load(const In& in, int col) {
     ColumnParams params;
+    params.listed = 0;
     A weights[N], biases[N];
     if (in.weight.data && col < in.cols) load_params<false>(in.weight, col, in.cols, weights);
     if (in.from_output && in.bias.data && col < in.cols)
@@ -90,8 +95,29 @@ struct ColumnParams {
       params.weight[i] = inside ? g : A(0);
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
       params.scale[i] = inside ? reciprocal(g) : A(0);
+      const A bias = params.shift[i];
+      if (!inside || !in.from_output) continue;
+      if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);
+      if (kListed && !meets(in.list.precise, g, bias)) {
+        const int place = in.list.find(col + i);
+        if (place >= 0) {
+          params.shift[i] = static_cast<A>(place);
+          params.scale[i] = A(0);
+          params.listed |= 1u << i;
+        }
+      }
     }
     return params;
+  }
+
+  // Puts the listed columns' values in a row's `xhat`.
+  __device__ __forceinline__ void take_listed(const ListedColumns<A>& list, int64_t row,
+                                              A (&xhat)[N]) const {
+    if (listed == 0) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (listed >> i & 1) xhat[i] = list.xhat(row, static_cast<int>(shift[i]));
+    }
   }
 };
 
@@ -186,13 +212,28 @@ class StagedParams {
   __device__ StagedParams(float* staged, int threads)
       : staged_(reinterpret_cast<float4*>(staged)), threads_(threads) {}
 
-  template <typename In>
+  template <bool kListed, typename In>
   __device__ void stage(const In& in, int p, int thread, int col) const {
-    const auto params = ColumnParams<float, N>::load(in, col);
+    const auto params = ColumnParams<float, N>::template load<kListed>(in, col);
     put(kWeight, p, thread, params.weight);
     if (!in.from_output) return;
     put(kShift, p, thread, params.shift);
     put(kScale, p, thread, params.scale);
+  }
+
+  // The listed columns of a thread, a bit for each; pack p from bit p * N on.
+  __device__ uint32_t listed(int thread, int first_col, int step, int cols) const {
+    uint32_t bits = 0;
+    for (int p = 0; p < kPacks; ++p) {
+      float scale[N];
+      get(kScale, p, thread, scale);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const bool inside = first_col + p * step + i < cols;
+        bits |= static_cast<uint32_t>(inside && scale[i] == 0.0f) << (p * N + i);
+      }
+    }
+    return bits;
   }
 
   __device__ __forceinline__ void get(ParamKind kind, int p, int thread, float (&out)[N]) const {
@@ -215,7 +256,7 @@ class StagedParams {
 
 // Persistent blocks walk over the rows; each row group holds its row's packs, the next row's,
 // and its columns' sums in registers. Column parameters are staged once in shared memory, as fp32.
-template <bool kRegular, bool kRms, int kPacks, typename X, typename Y, typename S>
+template <bool kRegular, bool kRms, bool kListed, int kPacks, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
@@ -235,8 +276,10 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   const int first_col = slice_col + group.thread() * N;
   const StagedParams<kPacks, N> params(staged, group.threads());
   for (int p = group.index(); p < kPacks; p += group.groups())
-    params.stage(in, p, group.thread(), first_col + p * step);
+    params.template stage<kListed>(in, p, group.thread(), first_col + p * step);
   __syncthreads();
+  static_assert(kPacks * N <= 32);
+  const uint32_t listed = kListed ? params.listed(group.thread(), first_col, step, in.cols) : 0;
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   const float per_cols = 1.0f / in.cols;
@@ -277,6 +320,15 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         params.get(kScale, p, group.thread(), param);
 #pragma unroll
         for (int i = 0; i < N; ++i) xhat[i] *= param[i];
+        if (kListed && (listed >> p * N & ((1u << N) - 1)) != 0 && row < in.rows) {
+          params.get(kShift, p, group.thread(), param);
+#pragma unroll
+          for (int i = 0; i < N; ++i) {
+            if (listed >> (p * N + i) & 1) {
+              xhat[i] = in.list.xhat(row, static_cast<int>(param[i]));
+            }
+          }
+        }
       } else {
 #pragma unroll
         for (int i = 0; i < N; ++i)
@@ -324,20 +376,20 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
                         at_slice(out.dbias_partials));
 }
 
-template <typename X, typename Y, typename S, bool kRms, int kPacks>
+template <typename X, typename Y, typename S, bool kRms, bool kListed, int kPacks>
 __global__ void __launch_bounds__(512, kPacks == 1 ? 2 : 1)
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, bool regular) {
   if (regular) {
-    norm_backward_once<true, kRms, kPacks>(in, out);
+    norm_backward_once<true, kRms, kListed, kPacks>(in, out);
   } else {
-    norm_backward_once<false, kRms, kPacks>(in, out);
+    norm_backward_once<false, kRms, kListed, kPacks>(in, out);
   }
 }
 
 // Any length, first kernel: the sums of w and w * xhat of each row, as means[row] = {mean(w),
 // mean(w * xhat)}.
-template <typename Y, typename S, typename A>
+template <typename Y, typename S, typename A, bool kListed>
 __global__ void __launch_bounds__(512)
     norm_backward_row_means(const __grid_constant__ BackwardInput<Y, S, A> in, A* means) {
   constexpr int N = 16 / (sizeof(S) > sizeof(Y) ? sizeof(S) : sizeof(Y));
@@ -364,17 +416,21 @@ __global__ void __launch_bounds__(512)
       dy_row.load(dy, col, step);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const auto params = ColumnParams<A, N>::load(in, col + p * step);
-        A x[N], d[N];
-        unpack(saved[p], x);
+        const auto params = ColumnParams<A, N>::template load<kListed>(in, col + p * step);
+        A xhat[N], d[N];
+        unpack(saved[p], xhat);
         unpack(dy[p], d);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          const A xhat =
-              in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
+          xhat[i] = in.from_output ? (xhat[i] - params.shift[i]) * params.scale[i]
+                                   : (xhat[i] - mean) * rstd;
+        }
+        if (kListed && in_range) params.take_listed(in.list, row, xhat);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
           const A w = d[i] * params.weight[i];
           sums.w += w;
-          sums.wx += w * xhat;
+          sums.wx += w * xhat[i];
         }
       }
     }
@@ -388,7 +444,7 @@ __global__ void __launch_bounds__(512)
 
 // Any length, second kernel: a thread owns one pack of columns and walks over every gridDim.y-th
 // row.
-template <typename X, typename Y, typename S, typename A>
+template <typename X, typename Y, typename S, typename A, bool kListed>
 __global__ void __launch_bounds__(128)
     norm_backward_columns(const __grid_constant__ BackwardInput<Y, S, A> in,
                           const __grid_constant__ BackwardOutput<X, A> out, const A* means,
@@ -396,7 +452,7 @@ __global__ void __launch_bounds__(128)
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   const RowGroup<Barrier::kBlock> group;
   const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;
-  const auto params = ColumnParams<A, N>::load(in, col);
+  const auto params = ColumnParams<A, N>::template load<kListed>(in, col);
   A dweight[N] = {}, dbias[N] = {};
   Pack<S, N> saved[1];
   Pack<Y, N> dy[1];
@@ -406,21 +462,25 @@ __global__ void __launch_bounds__(128)
   };
   fetch(blockIdx.y);
   for (int64_t row = blockIdx.y; row < in.rows; row += gridDim.y) {
-    A x[N], d[N];
-    unpack(saved[0], x);
+    A xhat[N], d[N];
+    unpack(saved[0], xhat);
     unpack(dy[0], d);
     if (row + gridDim.y < in.rows) fetch(row + gridDim.y);
     const A mean = in.mean ? in.mean[row] : A(0);
     const A rstd = in.rstd[row];
     const GradientSums<A, false> row_means = {rms ? A(0) : means[2 * row], means[2 * row + 1]};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      xhat[i] =
+          in.from_output ? (xhat[i] - params.shift[i]) * params.scale[i] : (xhat[i] - mean) * rstd;
+    }
+    if (kListed) params.take_listed(in.list, row, xhat);
     A gradient[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const A xhat =
-          in.from_output ? (x[i] - params.shift[i]) * params.scale[i] : (x[i] - mean) * rstd;
-      dweight[i] += d[i] * xhat;
+      dweight[i] += d[i] * xhat[i];
       dbias[i] += d[i];
-      gradient[i] = gradient_of_x<false>(d[i] * params.weight[i], xhat, rstd, row_means);
+      gradient[i] = gradient_of_x<false>(d[i] * params.weight[i], xhat[i], rstd, row_means);
     }
     if (out.dx != nullptr) {
       Pack<X, N> dx;
@@ -438,7 +498,9 @@ __global__ void __launch_bounds__(128)
 }
 
 // Stage 2: out[c] = sum over p of partials[p][c], rounded once. blockIdx.y chooses dweight or
-// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row.
+// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row. One more
+// block in x looks at the parameters meanwhile. A column that is not recoverable and not listed
+// gets NaN, its dbias too.
 constexpr int kSumWarps = 32;
 
 template <typename A>
@@ -450,12 +512,20 @@ struct PartialSums {
 
 template <typename A>
 __global__ void __launch_bounds__(kWarpSize* kSumWarps)
-    sum_partials(const __grid_constant__ PartialSums<A> sums, int rows, int cols) {
+    sum_partials(const __grid_constant__ PartialSums<A> sums,
+                 const __grid_constant__ ColumnLook<A> look, int rows) {
   __shared__ A of_warp[kSumWarps][kWarpSize];
+  const int cols = look.cols;
+  if (blockIdx.x * kWarpSize >= cols) {
+    if (blockIdx.y == 0) look_at_columns(look);
+    wait_for_prerequisites();
+    return;
+  }
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int col = blockIdx.x * kWarpSize + lane;
   const A* partials = sums.partials[blockIdx.y];
   A sum = 0;
+  const bool spoiled = warp == 0 && col < cols && look.spoils(col);
   wait_for_prerequisites();
   if (col < cols) {
 #pragma unroll 8
@@ -466,6 +536,7 @@ __global__ void __launch_bounds__(kWarpSize* kSumWarps)
   if (warp != 0 || col >= cols) return;
 #pragma unroll
   for (int w = 1; w < kSumWarps; ++w) sum += of_warp[w][lane];
+  if (spoiled) sum = static_cast<A>(NAN);
   void* out = sums.out[blockIdx.y];
   switch (sums.dtype[blockIdx.y]) {
     case DType::kFloat16:

@@ -125,22 +125,25 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
   return params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
 }
 
-template <typename X, typename Y, typename S>
+template <typename X, typename Y, typename S, bool kListed>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
   using A = Accumulator<X>;
-  const BackwardInput<Y, S, A> in{params.rows,
-                                  params.cols,
-                                  params.from_output,
-                                  static_cast<const Y*>(params.dy),
-                                  params.dy_layout,
-                                  static_cast<const S*>(params.saved),
-                                  params.saved_layout,
-                                  static_cast<const A*>(params.mean),
-                                  static_cast<const A*>(params.rstd),
-                                  params.weight,
-                                  params.bias,
-                                  static_cast<A>(params.weight_offset)};
+  const BackwardInput<Y, S, A> in{
+      params.rows,
+      params.cols,
+      params.from_output,
+      static_cast<const Y*>(params.dy),
+      params.dy_layout,
+      static_cast<const S*>(params.saved),
+      params.saved_layout,
+      static_cast<const A*>(params.mean),
+      static_cast<const A*>(params.rstd),
+      params.weight,
+      params.bias,
+      static_cast<A>(params.weight_offset),
+      {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype), params.list.room,
+       params.list.columns, static_cast<const A*>(params.list.side)}};
   A* const partials = static_cast<A*>(params.workspace);
   const int64_t partial_size = int64_t{plan.partials} * params.cols;
   const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,
@@ -151,13 +154,13 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   if (plan.tier == Tier::kStreaming) {
     A* const means = partials + 2 * partial_size;
     if (params.dx) {
-      error = detail::launch(norm_backward_row_means<Y, S, A>, plan.blocks, threads, {}, stream, in,
-                             means);
+      error = detail::launch(norm_backward_row_means<Y, S, A, kListed>, plan.blocks, threads, {},
+                             stream, in, means);
       if (error != cudaSuccess) return error;
     }
     const dim3 grid(plan.tiles, plan.partials);
-    error = detail::launch(norm_backward_columns<X, Y, S, A>, grid, kTileThreads, {}, stream, in,
-                           out, static_cast<const A*>(means), params.rms);
+    error = detail::launch(norm_backward_columns<X, Y, S, A, kListed>, grid, kTileThreads, {},
+                           stream, in, out, static_cast<const A*>(means), params.rms);
   } else if constexpr (!std::is_same_v<X, double>) {
     constexpr int N = 16 / std::max(sizeof(X), sizeof(Y));
     const bool regular =
@@ -172,17 +175,26 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       constexpr bool kRms = decltype(rms)::value;
       switch (plan.packs) {
         case 1:
-          return run(norm_backward_registers<X, Y, S, kRms, 1>);
+          return run(norm_backward_registers<X, Y, S, kRms, kListed, 1>);
         case 2:
-          return run(norm_backward_registers<X, Y, S, kRms, 2>);
+          return run(norm_backward_registers<X, Y, S, kRms, kListed, 2>);
         default:
-          if constexpr (N == 4) return run(norm_backward_registers<X, Y, S, kRms, 4>);
+          if constexpr (N == 4) return run(norm_backward_registers<X, Y, S, kRms, kListed, 4>);
           return cudaErrorInvalidValue;
       }
     };
     error = params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
   }
-  if (error != cudaSuccess || (!params.dweight && !params.dbias)) return error;
+  if (error != cudaSuccess) return error;
+  const ColumnLook<A> look{params.cols,
+                           {params.weight, params.bias, static_cast<A>(params.weight_offset)},
+                           in.list,
+                           params.from_output,
+                           params.watch};
+  if (!params.dweight && !params.dbias) {
+    if (!params.watch.report) return error;
+    return detail::launch(column_look<A>, 1, 1024, {}, stream, look);
+  }
 
   PartialSums<A> sums{};
   int count = 0;
@@ -194,9 +206,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   };
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
-  const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize, count);
+  const int watched = params.watch.report ? 1 : 0;
+  const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize + watched, count);
   return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {0, 1, plan.overlap_stages},
-                        stream, sums, plan.partials, static_cast<int>(params.cols));
+                        stream, sums, look, plan.partials);
 }
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.
@@ -213,8 +226,10 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwa
                               cudaStream_t stream) {
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     using Y = decltype(y);
-    if (params.from_output) return norm_backward_as<X, Y, Y>(params, plan, stream);
-    return norm_backward_as<X, Y, X>(params, plan, stream);
+    if (params.from_output && params.list.room > 0)
+      return norm_backward_as<X, Y, Y, true>(params, plan, stream);
+    if (params.from_output) return norm_backward_as<X, Y, Y, false>(params, plan, stream);
+    return norm_backward_as<X, Y, X, false>(params, plan, stream);
   });
 }
 

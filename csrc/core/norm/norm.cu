@@ -7,8 +7,10 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
                                 cudaStream_t stream) {
   const NormPlan plan =
       plan_norm_forward(params.rows, params.cols, params.x_dtype, params.y_dtype, device);
-  return with_dtype<__half, __nv_bfloat16, float, double>(
+  const cudaError_t error = with_dtype<__half, __nv_bfloat16, float, double>(
       params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });
+  if (error != cudaSuccess || params.list.room == 0) return error;
+  return launch_list_columns(params, device, stream);
 }
 
 namespace {

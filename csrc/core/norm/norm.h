@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "core/common/types.h"
+#include "core/norm/columns.h"
 
 namespace fused_norm {
 
@@ -23,9 +24,10 @@ struct NormForwardParams {
   const void* x;
   RowLayout x_layout;
   ParamVector weight, bias;
-  void* y;     // rows x cols, contiguous
-  void* mean;  // rows, fp32 (fp64 for fp64 x); null when rms
-  void* rstd;  // rows
+  void* y;          // rows x cols, contiguous
+  void* mean;       // rows, fp32 (fp64 for fp64 x); null when rms
+  void* rstd;       // rows
+  ColumnList list;  // with room 0 none are listed, and nothing is launched for it
 };
 
 cudaError_t launch_norm_forward(const NormForwardParams& params, const DeviceProperties& device,
@@ -45,6 +47,8 @@ struct NormBackwardParams {
   const void* mean;  // null when rms or from_output
   const void* rstd;
   ParamVector weight, bias;
+  ColumnList list;    // the forward call's; only from_output
+  ColumnWatch watch;  // takes a look at the parameters on the way
   // Gradients; null when not asked for. dx is contiguous, dweight and dbias have the parameter's
   // dtype.
   void* dx;

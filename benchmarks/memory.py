@@ -1,0 +1,395 @@
+"""Memory that a transformer's training step takes with torch's norms and with ours.
+
+Random weights and tokens; attention stores no scores. The gradients are freed before the measured
+step, and the optimizer's step, which is the same for all, is left out.
+"""
+
+import collections
+import csv
+import dataclasses
+import functools
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import fused_norm as fn
+from benchmarks import report
+
+needs_gpu = False
+
+MIB = 2**20
+VARIANTS = ("torch", "fused", "fused, memory_efficient")
+KINDS = ("norms", "linear layers", "attention", "activations", "embeddings and loss")
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    llama: bool  # RMSNorm, rotary positions, SwiGLU, no biases; else GPT-2: LayerNorm, GELU, biases
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    vocabulary: int
+    context: int
+    batch: int
+    dtype: torch.dtype
+    gpu: bool  # too large for a CPU
+
+    @property
+    def norms(self):
+        return 2 * self.layers + 1
+
+    @property
+    def rows(self):
+        return self.batch * self.context
+
+
+PRESETS = {
+    "llama-7b": Preset(True, 32, 4096, 11008, 32, 32000, 4096, 1, torch.bfloat16, True),
+    "gpt2-xl": Preset(False, 48, 1600, 6400, 25, 50257, 1024, 8, torch.bfloat16, True),
+    "llama-tiny": Preset(True, 4, 256, 704, 4, 512, 128, 2, torch.float32, False),
+    "gpt2-tiny": Preset(False, 4, 256, 1024, 4, 512, 128, 2, torch.float32, False),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, preset):
+        super().__init__()
+        self.heads, bias = preset.heads, not preset.llama
+        self.qkv = nn.Linear(preset.hidden, 3 * preset.hidden, bias=bias)
+        self.out = nn.Linear(preset.hidden, preset.hidden, bias=bias)
+        self.core = AttentionCore()
+
+    def forward(self, x, rotation):
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return self.out(self.core(q, k, v, rotation).transpose(1, 2).flatten(2))
+
+
+class AttentionCore(nn.Module):
+    def forward(self, q, k, v, rotation):
+        if rotation is not None:
+            q, k = (rotate(t, *rotation) for t in (q, k))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def rotate(x, cos, sin):
+    """Rotate the pairs (x[..., i], x[..., i + head_dim / 2]) (Su et al. 2021)."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, preset):
+        super().__init__()
+        self.gate = nn.Linear(preset.hidden, preset.ffn, bias=False)
+        self.up = nn.Linear(preset.hidden, preset.ffn, bias=False)
+        self.down = nn.Linear(preset.ffn, preset.hidden, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    def __init__(self, preset, make_norm):
+        super().__init__()
+        self.norm1, self.norm2 = make_norm(preset.hidden), make_norm(preset.hidden)
+        self.attention = Attention(preset)
+        if preset.llama:
+            self.mlp = SwiGLU(preset)
+        else:
+            self.mlp = nn.Sequential(
+                nn.Linear(preset.hidden, preset.ffn),
+                nn.GELU(approximate="tanh"),
+                nn.Linear(preset.ffn, preset.hidden),
+            )
+
+    def forward(self, x, rotation):
+        x = x + self.attention(self.norm1(x), rotation)
+        return x + self.mlp(self.norm2(x))
+
+
+class Transformer(nn.Module):
+    """Tokens (batch, context) and those to predict -> loss."""
+
+    def __init__(self, preset, make_norm):
+        super().__init__()
+        self.embedding = nn.Embedding(preset.vocabulary, preset.hidden)
+        self.positions = None
+        if not preset.llama:
+            self.positions = nn.Parameter(torch.randn(preset.context, preset.hidden))
+        self.blocks = nn.ModuleList(Block(preset, make_norm) for _ in range(preset.layers))
+        self.norm = make_norm(preset.hidden)
+        self.head = nn.Linear(preset.hidden, preset.vocabulary, bias=False)
+        head_dim = preset.hidden // preset.heads
+        frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+        angle = torch.outer(torch.arange(preset.context), frequency)
+        self.register_buffer("cos", angle.cos())
+        self.register_buffer("sin", angle.sin())
+
+    def forward(self, tokens, targets):
+        x = self.embedding(tokens)
+        rotation = (self.cos, self.sin) if self.positions is None else None
+        if self.positions is not None:
+            x = x + self.positions
+        for block in self.blocks:
+            x = block(x, rotation)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def kind_of(module):
+    if isinstance(module, (nn.LayerNorm, nn.RMSNorm)):
+        return "norms"
+    if isinstance(module, nn.Linear):
+        return "linear layers"
+    if isinstance(module, AttentionCore):
+        return "attention"
+    if isinstance(module, (SwiGLU, nn.GELU)):
+        return "activations"
+    return "embeddings and loss"
+
+
+def saved_by_kind(model, compute_loss):
+    """{kind of layer: bytes that autograd keeps for it}: distinct storages, parameters and buffers
+    left out. What a norm and another layer both keep is the other's."""
+    skipped = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    owners = {}
+    stack = ["embeddings and loss"]
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        address = storage.data_ptr()
+        if address not in skipped and (address not in owners or owners[address][0] == "norms"):
+            owners[address] = (stack[-1], storage.nbytes())
+        return tensor
+
+    hooks = []
+    for module in model.modules():
+        push = functools.partial(lambda kind, *_: stack.append(kind), kind_of(module))
+        hooks.append(module.register_forward_pre_hook(push))
+        hooks.append(module.register_forward_hook(lambda *_: stack.pop() and None))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = compute_loss()  # its graph keeps the storages alive: no address comes twice
+    for hook in hooks:
+        hook.remove()
+    del loss
+    sizes = collections.Counter(dict.fromkeys(KINDS, 0))
+    for kind, size in owners.values():
+        sizes[kind] += size
+    return dict(sizes)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    preset: str
+    variant: str
+    saved: dict  # kind of layer: bytes
+    held: int | None  # bytes that the forward pass leaves allocated; None on a CPU
+    peak: int | None  # most bytes over forward and backward, beyond parameters; None on a CPU
+    seconds: float  # of forward and backward
+
+    @property
+    def all_saved(self):
+        return sum(self.saved.values())
+
+
+def make_norm_of(preset, variant):
+    if variant == "torch":
+        return nn.RMSNorm if preset.llama else nn.LayerNorm
+    norm = fn.RMSNorm if preset.llama else fn.LayerNorm
+    return functools.partial(norm, memory_efficient=variant != "fused")
+
+
+def measure(name, variant, device):
+    preset = PRESETS[name]
+    torch.manual_seed(0)
+    with torch.device(device):
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(preset.dtype)
+        try:
+            model = Transformer(preset, make_norm_of(preset, variant))
+        finally:
+            torch.set_default_dtype(default)
+        tokens = torch.randint(preset.vocabulary, (preset.batch, preset.context + 1))
+    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    def compute_loss():
+        return model(inputs, targets)
+
+    def step():
+        """(bytes held after forward, peak bytes, seconds)"""
+        model.zero_grad(set_to_none=True)
+        before = held = peak = None
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        start = time.perf_counter()
+        loss = compute_loss()
+        if device == "cuda":
+            held = torch.cuda.memory_allocated() - before
+        loss.backward()
+        if device == "cuda":
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated() - before
+        return held, peak, time.perf_counter() - start
+
+    steps = [step() for _ in range(6 if device == "cuda" else 3)]
+    model.zero_grad(set_to_none=True)
+    held, peak, _ = steps[-1]
+    seconds = statistics.median(seconds for *_, seconds in steps[2:])
+    return Result(name, variant, saved_by_kind(model, compute_loss), held, peak, seconds)
+
+
+def predicted_saving(preset):
+    """Bytes that memory_efficient frees: every norm's input, as the residual stream is read by
+    additions otherwise, which keep nothing, and the fp32 mean of each of a LayerNorm's rows."""
+    mean = 0 if preset.llama else 4
+    return preset.norms * preset.rows * (preset.hidden * preset.dtype.itemsize + mean)
+
+
+def mib(size):
+    return "-" if size is None else f"{size / MIB:,.1f}"
+
+
+def savings(results):
+    """(preset, what, predicted, measured) of memory_efficient against fused without it."""
+    for name in dict.fromkeys(r.preset for r in results):
+        fused, efficient = (
+            next(r for r in results if (r.preset, r.variant) == (name, variant))
+            for variant in VARIANTS[1:]
+        )
+        predicted = predicted_saving(PRESETS[name])
+        yield name, "saved for backward", predicted, fused.all_saved - efficient.all_saved
+        if fused.held is not None:
+            yield name, "held after forward", predicted, fused.held - efficient.held
+            yield name, "peak", predicted, fused.peak - efficient.peak
+
+
+def tables(results):
+    """Of the results and of the savings: (header, rows of strings) each."""
+    header = ["preset", "norms", "held after forward", "peak", *KINDS, "saved in all", "ms a step"]
+    rows = [
+        [
+            r.preset,
+            r.variant,
+            mib(r.held),
+            mib(r.peak),
+            *(mib(r.saved[kind]) for kind in KINDS),
+            mib(r.all_saved),
+            f"{r.seconds * 1e3:.1f}",
+        ]
+        for r in results
+    ]
+    saving_rows = [
+        [name, what, mib(predicted), mib(measured), f"{measured / predicted:.2%}"]
+        for name, what, predicted, measured in savings(results)
+    ]
+    return (header, rows), (["preset", "saving", "predicted", "measured", "of it"], saving_rows)
+
+
+def plot(results, path):
+    """Stacked bars of what each kind of layer keeps; whiskers mark the peak on a GPU."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # needs no display; chosen before pyplot loads
+    from matplotlib import pyplot as plt
+
+    names = list(dict.fromkeys(r.preset for r in results))
+    figure, axes = plt.subplots(
+        1, len(names), figsize=(4.5 * len(names), 5), layout="constrained", squeeze=False
+    )
+    for axis, name in zip(axes[0], names, strict=True):
+        here = [r for r in results if r.preset == name]
+        unit, scale = ("GiB", 2**30) if here[0].all_saved > 2**30 else ("MiB", MIB)
+        labels = [r.variant.replace(", ", ",\n") for r in here]
+        bottom = [0.0] * len(here)
+        for kind in KINDS:
+            heights = [r.saved[kind] / scale for r in here]
+            axis.bar(labels, heights, bottom=bottom, label=kind)
+            bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
+        for label, height in zip(labels, bottom, strict=True):
+            axis.annotate(f"{height:.2f}", (label, height), ha="center", va="bottom")
+        axis.set(title=name, ylabel=f"saved for backward ({unit})")
+        axis.margins(y=0.1)
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS)
+    )
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def write(results, facts, out):
+    console = Console(width=160)
+    both = tables(results)
+    titles = ("Memory, MiB", "What memory_efficient frees, MiB")
+    for (header, rows), title in zip(both, titles, strict=True):
+        table = Table(title=title)
+        for index, name in enumerate(header):
+            table.add_column(name, justify="left" if index < 2 else "right")
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+    with (out / "memory.csv").open("w", newline="") as stream:
+        lines = csv.writer(stream)
+        lines.writerow(
+            ["preset", "norms", "held_bytes", "peak_bytes", *KINDS, "saved_bytes", "seconds"]
+        )
+        for r in results:
+            lines.writerow(
+                [r.preset, r.variant, r.held, r.peak, *(r.saved[kind] for kind in KINDS)]
+                + [r.all_saved, f"{r.seconds:.6f}"]
+            )
+    with (out / "memory.md").open("w") as stream:
+        print("# Memory of a training step\n", file=stream)
+        for name, value in facts:
+            print(f"- {name}: {value}", file=stream)
+        print(
+            "\nMiB. Held after forward: what the forward pass leaves allocated. Peak: over forward "
+            "and backward,\nbeyond the parameters, with the gradients. By kind of layer: distinct "
+            "tensors that autograd keeps; what\na norm and another layer both keep is the other's. "
+            "The optimizer's step is left out.\n",
+            file=stream,
+        )
+        for header, rows in both:
+            for row in (header, ["---"] * len(header), *rows):
+                print(f"| {' | '.join(row)} |", file=stream)
+            print(file=stream)
+        print("![Saved for backward by kind of layer](memory.png)", file=stream)
+    plot(results, out / "memory.png")
+    console.print(f"Written: {out / 'memory'}.csv, .md and .png", highlight=False)
+
+
+def add_arguments(parser):
+    parser.add_argument(
+        "--preset",
+        nargs="+",
+        choices=PRESETS,
+        help="default: llama-7b and gpt2-xl on a GPU, else the tiny ones",
+    )
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+
+
+def run(options):
+    """Measure, print and write; 1 if a saving is more than 3 % off its prediction, else 0."""
+    works = torch.cuda.is_available() and fn.build_info()["cuda"] is not None
+    device = options.device or ("cuda" if works else "cpu")
+    names = options.preset or [n for n, p in PRESETS.items() if p.gpu == (device == "cuda")]
+    results = []
+    for name in names:
+        for variant in VARIANTS:
+            print(f"{name}, {variant}", flush=True)
+            results.append(measure(name, variant, device))
+    write(results, report.environment() if device == "cuda" else cpu_facts(), options.out)
+    off = [s for s in savings(results) if s[1] != "peak" and abs(s[3] / s[2] - 1) > 0.03]
+    for name, what, predicted, measured in off:
+        print(f"{name}, {what}: {mib(measured)} MiB freed, {mib(predicted)} predicted")
+    return 1 if off else 0
+
+
+def cpu_facts():
+    return [*report.command(), ("device", "CPU"), *report.versions()]

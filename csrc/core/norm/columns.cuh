@@ -1,0 +1,155 @@
+// Device side of columns.h.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "core/common/pack.cuh"
+#include "core/common/row_group.cuh"
+#include "core/norm/columns.h"
+#include "core/norm/recoverable.h"
+
+namespace fused_norm {
+
+// What a backward call that works from the output was given by its forward call.
+template <typename A>
+struct ListedColumns {
+  RecoverableLimits<A> recoverable, precise;
+  int32_t room;  // 0: nothing is listed, and the pointers may be null
+  const int32_t* columns;
+  const A* side;
+
+  // The place of a column in the list; -1: it is not there.
+  __device__ int find(int col) const {
+    int low = 0, end = room > 0 ? min(columns[0], room) : 0;
+    while (low < end) {
+      const int middle = (low + end) / 2;
+      if (columns[1 + middle] < col) {
+        low = middle + 1;
+      } else {
+        end = middle;
+      }
+    }
+    return room > 0 && low < min(columns[0], room) && columns[1 + low] == col ? low : -1;
+  }
+
+  __device__ __forceinline__ A xhat(int64_t row, int place) const {
+    return side[row * room + place];
+  }
+};
+
+// One parameter as A: of dtypes known only at run time.
+template <typename A>
+__device__ __forceinline__ A load_param(const ParamVector& params, int col) {
+  switch (params.dtype) {
+    case DType::kFloat16:
+      return __half2float(static_cast<const __half*>(params.data)[col]);
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(params.data)[col]);
+    case DType::kFloat32:
+      return static_cast<const float*>(params.data)[col];
+    default:
+      return static_cast<A>(static_cast<const double*>(params.data)[col]);
+  }
+}
+
+// The parameters of a norm, a column at a time.
+template <typename A>
+struct ColumnAffine {
+  ParamVector weight, bias;
+  A weight_offset;
+
+  __device__ __forceinline__ A g(int col) const {
+    return weight.data ? load_param<A>(weight, col) + weight_offset : A(1);
+  }
+  __device__ __forceinline__ A b(int col) const {
+    return bias.data ? load_param<A>(bias, col) : A(0);
+  }
+};
+
+// What one block needs for a look at all columns.
+template <typename A>
+struct ColumnLook {
+  int cols;
+  ColumnAffine<A> affine;
+  ListedColumns<A> listed;
+  bool from_output;  // the call needs every column to be recoverable or listed
+  ColumnWatch watch;
+
+  // Whether a column's gradients are NaN.
+  __device__ __forceinline__ bool spoils(int col) const {
+    return from_output && !meets(listed.recoverable, affine.g(col), affine.b(col)) &&
+           listed.find(col) < 0;
+  }
+};
+
+// By all threads of a block of at most 1024, in one dimension or more.
+//
+// A column is at risk for k updates when it might not be precise after them, were each update
+// to move its g and bias twice as far as the last ones did, with a factor 2 to spare.
+template <typename A>
+__device__ void look_at_columns(const ColumnLook<A>& look) {
+  enum { kLost, kOverflow, kMoved, kAtRisk, kCounts = kAtRisk + kHorizons };
+  __shared__ int counts[kCounts];
+  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
+  if (thread < kCounts) counts[thread] = 0;
+  __syncthreads();
+
+  int found[kCounts] = {};
+  A* const history = static_cast<A*>(look.watch.history);
+  const RecoverableLimits<A>& precise = look.listed.precise;
+  for (int col = thread; col < look.cols; col += blockDim.x * blockDim.y) {
+    const A g = look.affine.g(col), b = look.affine.b(col);
+    const bool lost = !meets(precise, g, b);
+    found[kLost] += lost;
+    if (lost) found[kOverflow] += look.spoils(col);
+    if (!history) continue;
+    A* const at = history + col;
+    const int64_t pitch = look.cols;
+    const A g_step = fabs(g - at[0]), b_step = fabs(b - at[pitch]);
+    const bool first = isnan(at[0]) && isnan(at[2 * pitch]);
+    A g_speed = first ? A(0) : at[2 * pitch], b_speed = first ? A(0) : at[3 * pitch];
+    if (!first && (g_step > 0 || b_step > 0)) {
+      ++found[kMoved];
+      g_speed = fmax(g_step, g_speed / 2);
+      b_speed = fmax(b_step, b_speed / 2);
+    }
+    at[0] = g;
+    at[pitch] = b;
+    at[2 * pitch] = g_speed;
+    at[3 * pitch] = b_speed;
+#pragma unroll
+    for (int h = 0; h < kHorizons; ++h) {
+      const A reach = 2 * horizon(h);
+      const A nearest = fabs(g) - reach * g_speed, bias = fabs(b) + reach * b_speed;
+      found[kAtRisk + h] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kCounts; ++i) {
+    const int sum = __reduce_add_sync(kFullMask, found[i]);
+    if (thread % kWarpSize == 0 && sum > 0) atomicAdd(counts + i, sum);
+  }
+  __syncthreads();
+  if (thread != 0) return;
+  if (history) {
+    uint64_t report = uint64_t{1} << 62 | uint64_t{counts[kMoved] > 0} << 61 |
+                      uint64_t{look.watch.stamp} << 3 * kCountBits;
+    for (int h = 0; h < kHorizons; ++h) {
+      report |= uint64_t(min(counts[kAtRisk + h], (1 << kCountBits) - 1)) << h * kCountBits;
+    }
+    *static_cast<volatile uint32_t*>(&look.watch.report->lost) = counts[kLost];
+    *static_cast<volatile uint64_t*>(&look.watch.report->report) = report;
+  }
+  if (counts[kOverflow] > 0) {
+    *static_cast<volatile uint32_t*>(&look.watch.report->overflow) = counts[kOverflow];
+    __threadfence_system();
+    *static_cast<volatile uint32_t*>(look.watch.overflow_signal) = look.watch.signal;
+  }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(1024) column_look(const __grid_constant__ ColumnLook<A> look) {
+  look_at_columns(look);
+}
+
+}  // namespace fused_norm

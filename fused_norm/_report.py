@@ -1,0 +1,201 @@
+"""What each norm of a model saves for its backward pass."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+
+from fused_norm import _ops
+from fused_norm.modules import LayerNorm, RMSNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class NormMemory:
+    """One call of a norm. Bytes are those that the norm alone keeps: what another layer, or the
+    caller, keeps too costs the norm nothing."""
+
+    name: str
+    memory_efficient: bool
+    saved_bytes: int  # with the flag as it is
+    efficient_bytes: int  # with memory_efficient=True
+    columns: int
+    lost_columns: int  # not recoverable: they are saved beside the output, or the input is
+    columns_at_risk: int  # these, and those within a factor two of it
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryReport:
+    """``norms`` in the order of their calls. ``print()`` shows it as a table."""
+
+    norms: tuple[NormMemory, ...]
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(norm.saved_bytes for norm in self.norms)
+
+    @property
+    def efficient_bytes(self) -> int:
+        return sum(norm.efficient_bytes for norm in self.norms)
+
+    @property
+    def at_risk(self) -> tuple[str, ...]:
+        """Names of the norms with columns at risk."""
+        return tuple(dict.fromkeys(norm.name for norm in self.norms if norm.columns_at_risk))
+
+    def __len__(self) -> int:
+        return len(self.norms)
+
+    def __iter__(self) -> Iterator[NormMemory]:
+        return iter(self.norms)
+
+    def __str__(self) -> str:
+        rows = [("norm", "flag", "saved bytes", "with the flag on", "columns", "lost", "at risk")]
+        rows += [
+            (
+                norm.name,
+                "on" if norm.memory_efficient else "off",
+                f"{norm.saved_bytes:,}",
+                f"{norm.efficient_bytes:,}",
+                f"{norm.columns:,}",
+                f"{norm.lost_columns:,}",
+                f"{norm.columns_at_risk:,}",
+            )
+            for norm in self.norms
+        ]
+        rows.append(("all", "", f"{self.saved_bytes:,}", f"{self.efficient_bytes:,}", "", "", ""))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                cell.ljust(width) if index < 2 else cell.rjust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in rows
+        )
+
+
+def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> MemoryReport:
+    """What each norm of this library in ``model`` saves for backward, with its ``memory_efficient``
+    flag as it is and with the flag on, and which have columns at risk (docs/memory_efficient.md).
+
+    Runs ``model(*example_inputs, **keywords)`` twice with gradients enabled, and no backward pass.
+    Parameters, buffers, random states and flags are afterwards as they were.
+
+    >>> model = torch.nn.Sequential(LayerNorm(8), torch.nn.Linear(8, 8))
+    >>> report = memory_report(model, torch.ones(4, 8))
+    >>> len(report), report.at_risk
+    (1, ())
+    """
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, (LayerNorm, RMSNorm))}
+    flags = {name: module.memory_efficient for name, module in norms.items()}
+    as_it_is = _run(model, norms, example_inputs, keywords)
+    try:
+        for module in norms.values():
+            module.memory_efficient = True
+        efficient = _run(model, norms, example_inputs, keywords)
+    finally:
+        for name, module in norms.items():
+            module.memory_efficient = flags[name]
+    if [name for name, *_ in as_it_is] != [name for name, *_ in efficient]:
+        raise RuntimeError("memory_report ran the model twice, and it called other norms each time")
+    calls = []
+    for (name, saved, dtype), (_, saved_efficiently, _) in zip(as_it_is, efficient, strict=True):
+        lost, at_risk = _columns(norms[name], dtype)
+        columns = 1
+        for size in norms[name].normalized_shape:
+            columns *= size
+        calls.append(
+            NormMemory(name, flags[name], saved, saved_efficiently, columns, lost, at_risk)
+        )
+    return MemoryReport(tuple(calls))
+
+
+def _columns(module, out_dtype) -> tuple[int, int]:
+    """How many columns are not recoverable, and how many are or nearly so."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if weight is None and bias is None:
+        return 0, 0
+    offset = getattr(module, "weight_offset", 0.0)
+    with torch.no_grad():
+        lost = _ops.unrecoverable_columns(weight, bias, offset, out_dtype)
+        if weight is None:
+            near = _ops.unrecoverable_columns(None, 2 * bias.double(), 0.0, out_dtype)
+        else:
+            g = weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+            near = _ops.unrecoverable_columns(g / 2, bias, 0.0, out_dtype)
+            large = _ops.unrecoverable_columns(g, None, 0.0, out_dtype)
+            near = torch.maximum(near, torch.maximum(lost, large))
+    return int(lost), int(near)
+
+
+def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
+    """[(name, bytes that it alone keeps, output dtype)] of the calls of norms."""
+    names = {module: name for name, module in norms.items()}
+    calls = []  # [name, {storage address: bytes}, output dtype]
+    inside = []
+    kept_by_others = {
+        tensor.untyped_storage().data_ptr()
+        for tensor in (*model.parameters(), *model.buffers(), *_tensors((inputs, keywords)))
+        if tensor.layout == torch.strided
+    }
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if inside:
+            calls[inside[-1]][1][storage.data_ptr()] = storage.nbytes()
+        else:
+            kept_by_others.add(storage.data_ptr())
+        return tensor
+
+    def enter(module, _inputs):
+        inside.append(len(calls))
+        calls.append([names[module], {}, None])
+
+    def leave(_module, _inputs, output):
+        calls[inside.pop()][2] = output.dtype
+
+    handles = []
+    for module in norms.values():
+        handles.append(module.register_forward_pre_hook(enter))
+        handles.append(module.register_forward_hook(leave))
+    try:
+        with (
+            _as_it_was(model),
+            torch.enable_grad(),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        ):
+            output = model(*inputs, **keywords)  # keeps the storages alive: no address comes twice
+    finally:
+        for handle in handles:
+            handle.remove()
+    del output
+    counted = set(kept_by_others)
+    result = []
+    for name, storages, dtype in calls:
+        result.append((name, sum(n for a, n in storages.items() if a not in counted), dtype))
+        counted.update(storages)
+    return result
+
+
+@contextlib.contextmanager
+def _as_it_was(model):
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    devices = {p.device.index for p in model.parameters() if p.is_cuda}
+    try:
+        with torch.random.fork_rng(devices=sorted(devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in buffers:
+                buffer.copy_(value)
+
+
+def _tensors(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)

@@ -1,0 +1,80 @@
+"""fused_norm.memory_report: what each norm saves, and which columns are at risk."""
+
+import pytest
+import torch
+from torch import nn
+
+import fused_norm as fn
+
+ROWS, COLS = 20, 64
+
+
+def chain(device, **flags):
+    """norm, linear, norm, linear, norm: the last output is kept by nobody else."""
+    return nn.Sequential(
+        fn.LayerNorm(COLS, **flags),
+        nn.Linear(COLS, COLS),
+        fn.RMSNorm(COLS, **flags),
+        nn.Linear(COLS, COLS),
+        fn.RMSNorm(COLS, **flags),
+    ).to(device)
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["", "memory_efficient"])
+def test_bytes(flag, device, generator):
+    model = chain(device, memory_efficient=flag)
+    x = torch.randn(ROWS, COLS, generator=generator, device=device)
+    report = fn.memory_report(model, x)
+    activation, row = ROWS * COLS * 4, ROWS * 4
+    # The first norm's input is the caller's; the last norm keeps its output alone.
+    off = [2 * row, activation + row, activation + row]
+    on = [row, row, activation + row]
+    assert [norm.name for norm in report] == ["0", "2", "4"]
+    assert [norm.efficient_bytes for norm in report] == on
+    assert [norm.saved_bytes for norm in report] == (on if flag else off)
+    assert all(norm.memory_efficient == flag for norm in report)
+    assert report.saved_bytes == sum(on if flag else off)
+    assert report.efficient_bytes == sum(on) and len(report) == 3
+    assert all(m.memory_efficient == flag for m in model if not isinstance(m, nn.Linear))
+    for word in ("0", f"{activation + row:,}", "on" if flag else "off"):
+        assert word in str(report)
+
+
+def test_columns_at_risk(device, generator):
+    model = chain(device)
+    with torch.no_grad():
+        model[0].weight[:3] = 0
+        model[0].weight[3:5] = 1e-6  # |b / g| is 1.5 times the limit of 2^18, and 2^10
+        model[0].bias[3] = 1e-6 * 2**18 * 1.5
+        model[0].bias[4] = 1e-6 * 2**10
+        model[2].weight[7] = torch.finfo(torch.float32).smallest_normal * 1.5
+    report = fn.memory_report(model, torch.randn(ROWS, COLS, generator=generator, device=device))
+    assert [norm.lost_columns for norm in report] == [4, 0, 0]
+    assert [norm.columns_at_risk for norm in report] == [4, 1, 0]
+    assert report.at_risk == ("0", "2")
+    assert report.norms[0].efficient_bytes == ROWS * 4 + ROWS * 4 * 4 + 5 * 4  # side and columns
+
+
+def test_leaves_the_model_as_it_was(device, generator):
+    model = nn.Sequential(
+        fn.LayerNorm(COLS), nn.BatchNorm1d(COLS), nn.Dropout(), nn.Linear(COLS, 3)
+    ).to(device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    state = torch.random.get_rng_state()
+    report = fn.memory_report(model, torch.randn(ROWS, COLS, generator=generator, device=device))
+    assert len(report) == 1
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+def test_keyword_arguments_and_a_model_without_norms(device):
+    class Model(nn.Linear):
+        def forward(self, input, scale):
+            return super().forward(input) * scale
+
+    model = Model(4, 4).to(device)
+    report = fn.memory_report(model, torch.ones(2, 4, device=device), scale=2)
+    assert len(report) == 0 and report.saved_bytes == 0 and report.at_risk == ()

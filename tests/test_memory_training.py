@@ -1,0 +1,609 @@
+"""memory_efficient over many steps: on a GPU a call knows from the steps before how many columns to
+list, without waiting. Gradients stay right whatever happens to the parameters, or are NaN and
+followed by an error."""
+
+import copy
+import io
+import threading
+
+import pytest
+import torch
+from harness import SHORT, Verdict, randn, random_input
+from reference import NormCheck
+
+import fused_norm as fn
+from fused_norm import functional
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+KINDS = ["layer", "rms"]
+each_kind = pytest.mark.parametrize("kind", KINDS)
+NO_ROOM = "had no room for"
+
+
+def make(kind, cols, device, dtype=FP32, memory_efficient=True, **options):
+    norm = fn.LayerNorm if kind == "layer" else fn.RMSNorm
+    return norm(cols, device=device, dtype=dtype, memory_efficient=memory_efficient, **options)
+
+
+def gradients(module, x, dy):
+    """(y, gradients of the input and the parameters)."""
+    module.zero_grad()
+    leaf = x.detach().requires_grad_()
+    y = module(leaf)
+    y.backward(dy)
+    return y.detach(), [leaf.grad, *(p.grad for p in module.parameters())]
+
+
+def ratios(module, x, dy):
+    """One call of a module, held to the fp64 reference."""
+    y, grads = gradients(module, x, dy)
+    check = NormCheck(
+        rows=len(x),
+        rms=isinstance(module, fn.RMSNorm),
+        eps=torch.finfo(FP32).eps if module.eps is None else module.eps,
+        x_dtype=x.dtype,
+        y_dtype=y.dtype,
+        weight=module.weight,
+        bias=getattr(module, "bias", None),
+        from_output=True,
+    )
+    check.rows(x, y, dy, grads[0])
+    check.parameters(*grads[1:])
+    return check.ratios()
+
+
+def assert_follows(efficient, plain, generator, dtype=FP64, label=""):
+    """The flag changes no gradient."""
+    device, cols = generator.device, efficient.normalized_shape[0]
+    plain.load_state_dict(efficient.state_dict())
+    assert plain.weight.device.type == device.type
+    x, dy = randn(generator, 10, cols, dtype=dtype), randn(generator, 10, cols, dtype=dtype)
+    ours, expected = (gradients(module, x, dy)[1] for module in (efficient, plain))
+    for mine, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, other, msg=lambda m: f"{label}: {m}")
+
+
+def train(module, optimizer, generator, steps):
+    cols = module.normalized_shape[0]
+    for _ in range(steps):
+        x = randn(generator, 10, cols, dtype=module.weight.dtype)
+        gradients(module, x, randn(generator, 10, cols, dtype=module.weight.dtype))
+        optimizer.step()
+
+
+def zero_some(weight):
+    with torch.no_grad():
+        weight[::7] = 0
+
+
+def load_zeros(module):
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    state["weight"][3:9] = 0
+    module.load_state_dict(state)
+
+
+def assign_zeros(module):
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    state["weight"][3:9] = 0
+    module.load_state_dict(state, assign=True)
+
+
+EVENTS = {
+    "zeroed in place": lambda m: zero_some(m.weight),
+    "all zeroed": lambda m: torch.nn.init.zeros_(m.weight),
+    "load_state_dict": load_zeros,
+    "load_state_dict, assigned": assign_zeros,
+    "new data": lambda m: setattr(m.weight, "data", torch.zeros_like(m.weight)),
+    "a new parameter": lambda m: setattr(
+        m, "weight", torch.nn.Parameter(torch.zeros_like(m.weight))
+    ),
+    "half precision and back": lambda m: (zero_some(m.weight), m.half(), m.double()),
+    "nothing": lambda m: None,
+}
+
+
+@pytest.mark.parametrize("event", EVENTS)
+@each_kind
+def test_events_between_steps(kind, event, device, generator):
+    """The first call after an event is right already."""
+    efficient, plain = (make(kind, 48, device, FP64, flag) for flag in (True, False))
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        train(efficient, optimizer(efficient.parameters(), lr=1e-3), generator, 5)
+        assert_follows(efficient, plain, generator, label="before")
+        EVENTS[event](efficient)
+        for step in range(3):
+            assert_follows(efficient, plain, generator, label=f"{event}, {step} steps later")
+        torch.nn.init.ones_(efficient.weight)
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=3e-3),
+    "one that writes through .data": lambda p: DataWriter(p, 3e-3),
+}
+
+
+class DataWriter(torch.optim.Optimizer):
+    """Steps of one size, which no version counter sees."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(group["lr"] * p.grad.sign())
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, BF16], ids=str)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@each_kind
+def test_weights_that_cross_zero(kind, optimizer, dtype, device, generator):
+    """Many a step, and biases that grow beside them. Every step is right."""
+    module = make(kind, 96, device, dtype)
+    with torch.no_grad():
+        module.weight.copy_(0.02 * randn(generator, 96))
+    step_once = OPTIMIZERS[optimizer](module.parameters())
+    verdict = Verdict()
+    for step in range(40):
+        x, dy = random_input(generator, 30, 96, dtype), randn(generator, 30, 96, dtype=dtype)
+        verdict.add(f"{SHORT[dtype]}, step {step}", ratios(module, x, dy))
+        step_once.step()
+    verdict.check()
+
+
+@pytest.mark.parametrize("start", ["zeros", "ones", "some zeros", "1e-3"])
+@each_kind
+def test_training_equals_training_without_the_flag(kind, start, device, generator):
+    results = []
+    for flag in (False, True):
+        state = torch.Generator(device).manual_seed(3)
+        module = make(kind, 64, device, FP64, flag)
+        with torch.no_grad():
+            module.weight.fill_({"zeros": 0.0, "1e-3": 1e-3}.get(start, 1.0))
+            if start == "some zeros":
+                module.weight[::9] = 0
+        train(module, torch.optim.AdamW(module.parameters(), lr=1e-3), state, 40)
+        results.append([p.detach() for p in module.parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("data", [False, True], ids=["", "writes through .data"])
+@each_kind
+def test_checkpointed_training(kind, data, reentrant, device, generator):
+    """The second forward pass saves what the first did."""
+    efficient, plain = (make(kind, 48, device, FP64, flag) for flag in (True, False))
+    zero_some(efficient.weight)
+    parameters = list(efficient.parameters())
+    optimizer = DataWriter(parameters, 1e-2) if data else torch.optim.SGD(parameters, lr=1e-2)
+    for step in range(12):
+        plain.load_state_dict(efficient.state_dict())
+        x, dy = randn(generator, 10, 48, dtype=FP64), randn(generator, 10, 48, dtype=FP64)
+        grads = []
+        for module in (efficient, plain):
+            module.zero_grad()
+            leaf = x.clone().requires_grad_()
+            for _ in range(2):  # two micro-batches at once
+                y = torch.utils.checkpoint.checkpoint(
+                    lambda t, m=module: m(t).sin(), leaf, use_reentrant=reentrant
+                )
+                y.backward(dy)
+            grads.append([leaf.grad, *(p.grad for p in module.parameters())])
+        for ours, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, expected, msg=f"step {step}")
+        optimizer.step()
+
+
+@each_kind
+def test_several_forwards_and_shared_weights(kind, device, generator):
+    """Two modules with one weight, each called twice before one backward pass; evaluation between
+    the steps."""
+    first, second = (make(kind, 48, device, FP64) for _ in range(2))
+    second.weight = first.weight
+    plain_first, plain_second = (make(kind, 48, device, FP64, False) for _ in range(2))
+    plain_second.weight = plain_first.weight
+    ours, theirs = (torch.nn.ModuleList(m) for m in ((first, second), (plain_first, plain_second)))
+    with torch.no_grad():
+        first.weight[::7] = 0
+        if kind == "layer":
+            second.bias.fill_(1e17)  # all columns lost
+    optimizer = torch.optim.SGD(ours.parameters(), lr=1e-2)
+    for step in range(6):
+        theirs.load_state_dict(ours.state_dict())
+        x = randn(generator, 10, 48, dtype=FP64)
+        with torch.no_grad():
+            ours[0](x)
+        grads = []
+        for modules in (ours, theirs):
+            modules.zero_grad()
+            leaf = x.clone().requires_grad_()
+            sum(m(leaf).sin().sum() for m in (*modules, *modules)).backward()
+            grads.append([leaf.grad, *(p.grad.clone() for p in modules.parameters())])
+        for mine, other in zip(*grads, strict=True):
+            torch.testing.assert_close(mine, other, msg=f"step {step}")
+        optimizer.step()
+
+
+@each_kind
+def test_gradient_accumulation(kind, device, generator):
+    efficient, plain = (make(kind, 48, device, FP64, flag) for flag in (True, False))
+    zero_some(efficient.weight)
+    optimizer = torch.optim.SGD(efficient.parameters(), lr=1e-2)
+    for _ in range(5):
+        plain.load_state_dict(efficient.state_dict())
+        efficient.zero_grad(), plain.zero_grad()
+        for _ in range(3):
+            x, dy = randn(generator, 10, 48, dtype=FP64), randn(generator, 10, 48, dtype=FP64)
+            for module in (efficient, plain):
+                module(x).backward(dy)
+        for ours, theirs in zip(efficient.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("swap", ["views of a flat parameter", "freed storage"])
+def test_storage_swaps(swap, device, generator):
+    """What FSDP does: parameters are views that are made anew at each step, or their storage is
+    freed after use and filled again, somewhere else."""
+    cols = 48
+    flat = torch.nn.Parameter(torch.ones(2 * cols, dtype=FP64, device=device))
+    keep = []  # so that storage is not given out again at once
+    weight = torch.nn.Parameter(torch.ones(cols, dtype=FP64, device=device))
+    for step in range(8):
+        values = torch.ones(2 * cols, dtype=FP64, device=device)
+        values[:cols:3] = 1 - step / 4  # zero at step 4
+        if swap == "freed storage":
+            storage = weight.untyped_storage()
+            size = storage.nbytes()
+            storage.resize_(0)
+            keep.append(torch.empty(cols, dtype=FP64, device=device))
+            storage.resize_(size)
+            with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(weight):
+                weight.copy_(values[:cols])
+            params = [weight, None]
+        else:
+            flat.data = values.clone()
+            params = list(flat.split(cols))
+            params[1] = params[1] * 0 if step == 0 else params[1]
+        if step == 4:
+            continue  # a jump without any sign of it: not what optimizers do
+        grads = []
+        x, dy = randn(generator, 10, cols, dtype=FP64), randn(generator, 10, cols, dtype=FP64)
+        for flag in (True, False):
+            leaf = x.clone().requires_grad_()
+            flat.grad = weight.grad = None
+            y = functional.layer_norm(leaf, [cols], *params, memory_efficient=flag)
+            y.backward(dy, retain_graph=True)
+            source = weight if swap == "freed storage" else flat
+            grads.append((leaf.grad, source.grad))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs, msg=f"step {step}")
+
+
+def test_computed_weights(device, generator):
+    """A weight that is computed anew at each call is nobody's to remember."""
+    base = torch.nn.Parameter(torch.zeros(48, dtype=FP64, device=device))
+    for step in range(5):
+        with torch.no_grad():
+            base.fill_(step - 2.0)
+        grads = []
+        x = randn(generator, 10, 48, dtype=FP64)
+        for flag in (True, False):
+            leaf = x.clone().requires_grad_()
+            base.grad = None
+            functional.rms_norm(leaf, [48], 2 * base, memory_efficient=flag).sin().sum().backward()
+            grads.append((leaf.grad, base.grad))
+        for ours, theirs in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@each_kind
+def test_what_is_known_stays_with_the_parameter(kind, device, generator):
+    """Copies, files and swaps of parameters work as if nothing were known of them."""
+    module = make(kind, 48, device, FP64)
+    plain = make(kind, 48, device, FP64, False)
+    train(module, torch.optim.SGD(module.parameters(), lr=1e-3), generator, 4)
+    twin = copy.deepcopy(module)
+    zero_some(twin.weight)
+    assert_follows(twin, plain, generator)
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    zero_some(loaded.weight)
+    assert_follows(loaded, plain, generator)
+    file = io.BytesIO()
+    torch.save(dict(module.named_parameters()), file)
+    file.seek(0)
+    torch.load(file, weights_only=True)
+    torch.utils.swap_tensors(module.weight, torch.nn.Parameter(torch.zeros_like(module.weight)))
+    assert_follows(module, plain, generator)
+
+
+@each_kind
+def test_threads(kind, device, seed):
+    """Each thread trains a module of its own, and one that all share."""
+    shared = make(kind, 48, device, FP64)
+    failures = []
+
+    def work(number):
+        try:
+            generator = torch.Generator(device).manual_seed(seed + number)
+            own, plain = (make(kind, 48, device, FP64, flag) for flag in (True, False))
+            zero_some(own.weight)
+            optimizer = torch.optim.SGD(own.parameters(), lr=1e-2)
+            for _ in range(15):
+                assert_follows(own, plain, generator)
+                optimizer.step()
+                x = randn(generator, 10, 48, dtype=FP64).requires_grad_()
+                mine = torch.autograd.grad(shared(x).sin().sum(), x)[0]
+                with torch.no_grad():
+                    plain.weight.fill_(1)
+                other = torch.autograd.grad(
+                    torch.nn.functional.layer_norm(x, [48]).sin().sum()
+                    if kind == "layer"
+                    else torch.nn.functional.rms_norm(x, [48]).sin().sum(),
+                    x,
+                )[0]
+                torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+
+
+def held_for_backward(call):
+    """Bytes of the distinct storages that autograd keeps for call()."""
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()  # which keeps the storages alive: no address comes twice
+    del result
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_kind
+def test_eight_zeros_of_4096_keep_the_saving(kind, dtype, device, generator):
+    """Norm and linear layer: the linear layer keeps the norm's output anyway."""
+    rows, cols = 256, 4096
+    linear = torch.nn.Linear(cols, 8, device=device, dtype=dtype)
+    held = {}
+    for name, flag, zeros in (("off", False, 0), ("on", True, 0), ("with zeros", True, 8)):
+        module = make(kind, cols, device, dtype, flag)
+        optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+        with torch.no_grad():
+            module.weight[5 : 5 + zeros] = 0
+        x = randn(generator, rows, cols, dtype=dtype).requires_grad_()
+        for step in range(4):
+            held[name] = held_for_backward(lambda x=x, m=module: linear(m(x)))
+            linear(module(x)).square().sum().backward()
+            for p in module.parameters():
+                p.grad[5 : 5 + zeros] = 0
+            optimizer.step()
+            assert held["off"] - held[name] >= (0.99 if flag else 0) * (
+                held["off"] - held.get("on", 0)
+            ), step
+    assert held["off"] - held["on"] == rows * (
+        cols * dtype.itemsize + (4 if kind == "layer" else 0)
+    )
+    verdict = Verdict()
+    x, dy = random_input(generator, rows, cols, dtype), randn(generator, rows, cols, dtype=dtype)
+    verdict.add("gradients", ratios(module, x, dy))
+    verdict.check()
+
+
+def overflows(module, x, dy, columns):
+    """Gradients that need these columns are NaN, and the next call says so."""
+    grads = gradients(module, x, dy)[1]
+    assert grads[0].isnan().all()
+    for grad in grads[1:]:
+        assert grad[columns].isnan().all()
+    torch.cuda.synchronize() if x.is_cuda else None
+
+
+@pytest.mark.cuda
+@each_kind
+def test_columns_beyond_the_room_are_an_error(kind, seed):
+    """Weights written behind every version counter's back, in the middle of training."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    model = torch.nn.ModuleDict({"block": torch.nn.ModuleList([make(kind, 264, "cuda")])})
+    module = model["block"][0]
+    plain = make(kind, 264, "cuda", memory_efficient=False)
+    train(module, torch.optim.Adam(module.parameters(), lr=1e-3), generator, 5)
+    x, dy = randn(generator, 50, 264), randn(generator, 50, 264)
+    module.weight.data[10:40] = 0
+    overflows(module, x, dy, slice(10, 40))
+    with pytest.raises(RuntimeError, match=rf"block\.0 = .*{NO_ROOM} 30 column"):
+        gradients(module, x, dy)
+    for _ in range(3):
+        assert_follows(module, plain, generator, dtype=FP32)
+
+
+@each_kind
+def test_compiled_room(kind, device, generator):
+    """A traced call lists as many columns as it was compiled for; one more is an error."""
+    torch._dynamo.reset()
+    efficient, plain = (make(kind, 264, device, FP64, flag) for flag in (True, False))
+    compiled = torch.compile(efficient, backend="aot_eager", fullgraph=True)
+    x, dy = randn(generator, 50, 264, dtype=FP64), randn(generator, 50, 264, dtype=FP64)
+    for zeros in (0, 1, 16):
+        with torch.no_grad():
+            efficient.weight[:zeros] = 0
+        plain.load_state_dict(efficient.state_dict())
+        ours, theirs = (gradients(call, x, dy)[1] for call in (compiled, plain))
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other)
+    with torch.no_grad():
+        efficient.weight[16] = 0
+    for call in (efficient, compiled):
+        overflows(compiled, x, dy, slice(16, 17))
+        message = NO_ROOM if call is efficient else "NaN"
+        with pytest.raises(RuntimeError, match=message):
+            gradients(call, x, dy)
+    assert_follows(efficient, plain, generator)
+
+
+def captured_step(module, x, dy, warm_up=1):
+    """(graph, gradients that its replay writes)."""
+
+    def step():
+        return torch.autograd.grad(module(x), [x, *module.parameters()], dy)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(warm_up):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grads = step()
+    return graph, grads
+
+
+@pytest.mark.cuda
+@each_kind
+def test_captured_room(kind, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    module = make(kind, 264, "cuda")
+    x, dy = randn(generator, 50, 264).requires_grad_(), randn(generator, 50, 264)
+    graph, captured = captured_step(module, x, dy)
+    for zeros in (0, 1, 16):
+        module.weight.data[:zeros] = 0
+        graph.replay()
+        expected = torch.autograd.grad(
+            torch.nn.functional.layer_norm(x, [264], module.weight, module.bias)
+            if kind == "layer"
+            else torch.nn.functional.rms_norm(x, [264], module.weight),
+            [x, *module.parameters()],
+            dy,
+        )
+        for ours, theirs in zip(captured, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+    module.weight.data[16] = 0
+    graph.replay()
+    assert captured[0].isnan().all() and captured[1][16].isnan()
+    with pytest.raises(RuntimeError, match=f"{NO_ROOM} 1 column"):
+        module(x)
+    module.weight.data[16] = 1
+    graph.replay()
+    assert not captured[0].isnan().any()
+    del graph, module, captured
+    make(kind, 264, "cuda")(x).sum().backward()
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("known", [False, True], ids=["", "known to be lost"])
+@each_kind
+def test_captured_with_the_input_saved(kind, known, seed):
+    """Where nothing is known, or most columns are known to be lost, any weights are right."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    module = make(kind, 264, "cuda")
+    if known:
+        torch.nn.init.zeros_(module.weight)
+    x, dy = randn(generator, 50, 264).requires_grad_(), randn(generator, 50, 264)
+    make(kind, 264, "cuda", memory_efficient=False)(x).backward(dy)  # loads the kernels
+    graph, captured = captured_step(module, x, dy, warm_up=int(known))
+    for weight in (0.0, 1.0):
+        module.weight.data[::3] = weight
+        graph.replay()
+        expected = torch.autograd.grad(
+            torch.nn.functional.layer_norm(x, [264], module.weight, module.bias)
+            if kind == "layer"
+            else torch.nn.functional.rms_norm(x, [264], module.weight),
+            [x, *module.parameters()],
+            dy,
+        )
+        for ours, theirs in zip(captured, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+STARTS = {
+    "ones": lambda w: w.fill_(1),
+    "zeros": lambda w: w.fill_(0),
+    "8 zeros": lambda w: w.fill_(1)[3:11].fill_(0),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("stepping", [True, False], ids=["", "no optimizer"])
+@pytest.mark.parametrize("start", STARTS)
+@each_kind
+def test_no_wait_from_the_third_step_on(kind, start, stepping, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    model = torch.nn.Sequential(
+        *(make(kind, 4096, "cuda", BF16) for _ in range(3)),
+        torch.nn.Linear(4096, 16, device="cuda", dtype=BF16),
+    )
+    with torch.no_grad():
+        for module in model[:3]:
+            STARTS[start](module.weight)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    x = randn(generator, 64, 4096, dtype=BF16)
+    done = torch.cuda.Event()
+
+    def step():
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        if stepping:
+            optimizer.step()
+
+    step()
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            step()
+        torch.cuda._sleep(800_000_000)  # cycles: 0.4 s or more
+        for _ in range(3):
+            step()
+        done.record()
+        still_running = not done.query()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+    assert still_running
+    assert all(p.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.cuda
+@each_kind
+def test_no_more_launches_while_nothing_is_listed(kind, seed):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    launched = {}
+    for name, flag, zeros in (("off", False, 0), ("on", True, 0), ("with zeros", True, 8)):
+        module = make(kind, 4096, "cuda", BF16, flag)
+        with torch.no_grad():
+            module.weight[:zeros] = 0
+        x, dy = randn(generator, 64, 4096, dtype=BF16), randn(generator, 64, 4096, dtype=BF16)
+        for _ in range(3):
+            gradients(module, x, dy)
+        torch.cuda.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            gradients(module, x, dy)
+            torch.cuda.synchronize()
+        kernels = [
+            event.name
+            for event in profile.events()
+            if event.device_type == torch.autograd.DeviceType.CUDA and "fused_norm" in event.name
+        ]
+        launched[name] = sorted(kernels)
+    assert len(launched["off"]) == 3, launched  # forward, and two stages of backward
+    assert len(launched["on"]) == 3, launched
+    assert len(launched["with zeros"]) == 4, launched
