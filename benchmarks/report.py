@@ -56,14 +56,16 @@ def command():
 
 
 def versions():
-    built_for = ", ".join(fn.build_info()["arch_list"]) or "the CPU"
+    build = fn.build_info()
+    chips = ", ".join(build["arch_list"])
+    built_for = f"{chips} with CUDA {build['cuda']}" if chips else "the CPU"
     return [
         (
             "versions",
             f"Python {platform.python_version()}, torch {torch.__version__}, "
             f"CUDA {torch.version.cuda}",
         ),
-        ("fused_norm", f"{fn.__version__}, built for {built_for}"),
+        ("fused_norm", f"{fn.__version__}, built for {built_for}, torch {build['torch']}"),
     ]
 
 
