@@ -8,6 +8,7 @@ import collections
 import csv
 import dataclasses
 import functools
+import gc
 import statistics
 import time
 
@@ -206,6 +207,7 @@ def make_norm_of(preset, variant):
 
 def measure(name, variant, device):
     preset = PRESETS[name]
+    gc.collect()  # nothing of the run before counts
     torch.manual_seed(0)
     with torch.device(device):
         default = torch.get_default_dtype()

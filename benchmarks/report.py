@@ -57,18 +57,15 @@ def command():
 
 def versions():
     build = fn.build_info()
-    built_for = ", ".join(build["arch_list"]) or "the CPU"
+    chips = ", ".join(build["arch_list"])
+    built_for = f"{chips} with CUDA {build['cuda']}" if chips else "the CPU"
     return [
         (
             "versions",
             f"Python {platform.python_version()}, torch {torch.__version__}, "
             f"CUDA {torch.version.cuda}",
         ),
-        (
-            "fused_norm",
-            f"{fn.__version__}, built for {built_for} with CUDA {build['cuda']}, "
-            f"torch {build['torch']}",
-        ),
+        ("fused_norm", f"{fn.__version__}, built for {built_for}, torch {build['torch']}"),
     ]
 
 

@@ -101,13 +101,19 @@ def recoverable(g, bias, y_dtype):
     return normal & (UNIT[y_dtype] * (bias / g).abs() <= 2.0**-6)
 
 
+def precise(g, bias, y_dtype):
+    """Columns whose xhat is had back from the output where others can be listed: recoverable, and
+    |b / g| <= 2^12."""
+    return recoverable(g, bias, y_dtype) & ((bias / g).abs() <= 2.0**12)
+
+
 class NormCheck:
     """Holds one forward and backward call to its fp64 reference.
 
     Feed it the rows (in chunks, if they are many), then the parameter gradients; `ratios()` maps
     what was measured to error / limit, a number that must not exceed 1 (inf for a NaN), still on
-    the device. With `from_output` the limits of the gradients grow by what the xhat recovered from
-    the rounded output propagates, exactly as it does there.
+    the device. With `from_output` the limits of the gradients grow by what the xhat that precise
+    columns recover from the rounded output propagates, exactly as it does there.
     """
 
     def __init__(
@@ -197,7 +203,7 @@ class NormCheck:
         """xhat as the backward pass can know it from the output that was really written."""
         g = torch.as_tensor(self.g, dtype=torch.float64, device=y.device).expand(y.shape[1])
         b = torch.as_tensor(self.b, dtype=torch.float64, device=y.device).expand(y.shape[1])
-        return torch.where(recoverable(g, b, self.y_dtype), (y.double() - b) / g, stats.xhat)
+        return torch.where(precise(g, b, self.y_dtype), (y.double() - b) / g, stats.xhat)
 
     def _dx(self, stats, xhat, dy, dx, torch_dx):
         rstd, shift, scale = stats.rstd, stats.shift, stats.scale

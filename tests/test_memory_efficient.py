@@ -6,6 +6,7 @@ propagates, and by no more: reference.py works that out from the output that was
 """
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from harness import (
     random_input,
     random_parameters,
 )
-from reference import UNIT, recoverable
+from reference import UNIT, compute_unit, precise, recoverable
 
 import fused_norm as fn
+from fused_norm import functional
 
 KINDS = ["layer", "rms"]
 DTYPES = list(OUTPUTS)
@@ -118,6 +120,75 @@ def test_gradients_when_the_bias_dwarfs_the_weight(dtype, device, generator):
         ).to(dtype)
         bias = (bias * weight.abs() * 2.0**power / UNIT[dtype]).to(dtype)
         verdict.add(f"{form}, u |b / g| up to 2^{power}", check_call(form, x, weight, bias, dy))
+    verdict.check()
+
+
+RATIOS = [0, 1e-3, 0.5, 1, 3.5, 4, 4.5, 30, 33, 1e3, 4e3, 5e3, 2.6e5, 2.7e5, 1e6]
+
+
+def every_weight_and_bias(dtype, device):
+    """(weight, bias) in fp32 or fp64: |g| from the largest to the smallest subnormal number of
+    dtype, |b / g| of RATIOS, as far as the output stays finite."""
+    info = torch.finfo(dtype)
+    smallest = {BF16: -133, FP16: -24, FP32: -149, FP64: -1074}[dtype]
+    largest = int(math.log2(info.max))
+    powers = torch.arange(smallest, largest + 1, dtype=FP64)[:: 1 if dtype == FP16 else 3]
+    size = torch.ldexp(torch.ones(()), powers).double()[:, None].expand(-1, len(RATIOS))
+    ratio = torch.tensor(RATIOS, dtype=FP64)
+    keep = size * (4 + ratio) < info.max
+    signs = torch.tensor([1.0, -1.0], dtype=FP64)[torch.arange(int(keep.sum())) % 2]
+    weight, bias = size[keep], (size * ratio)[keep]
+    store = FP64 if dtype == FP64 else FP32
+    return (t.to(device, store) for t in (weight * signs, bias))
+
+
+@each_dtype
+def test_recovered_inputs_stay_within_their_bound(dtype, device, generator):
+    """|error of xhat| <= u max(|xhat + b / g|, s / |g|), with s the smallest normal number, and
+    what a few operations in the precision of the arithmetic add; from the whole range of weights
+    and biases. With one row and dy = 1 the weight's gradient is xhat."""
+    weight, bias = every_weight_and_bias(dtype, device)
+    cols = len(weight)
+    x = randn(generator, 1, cols, dtype=dtype)
+    leaf = weight.clone().requires_grad_()
+    y = functional.layer_norm(x, [cols], leaf, bias, memory_efficient=True)
+    y.backward(torch.ones_like(y))
+    xhat = (x.double() - x.double().mean()) / (x.double().var(correction=0) + 1e-5).sqrt()
+    xhat, g, b = xhat[0], weight.double(), bias.double()
+    bound = UNIT[dtype] * torch.maximum(
+        (xhat + b / g).abs(), torch.finfo(dtype).smallest_normal / g.abs()
+    )
+    recovered = precise(g, b, dtype)
+    bound = torch.where(recovered, bound, 0)
+    scale = xhat.abs().max() + torch.where(recovered, (b / g).abs(), 0)
+    error = (leaf.grad.double() - xhat).abs()
+    worst = (error / (bound + 8 * compute_unit(dtype) * scale)).max()
+    assert worst <= 1, f"{worst:.3g} times the bound"
+
+
+@each_dtype
+def test_gradients_over_the_whole_range(dtype, device, generator):
+    """Weights down to the smallest subnormal number, biases up to 1e6 times as large, and dy
+    nearly parallel to the normalized input."""
+    verdict = Verdict()
+    store = FP64 if dtype == FP64 else FP32
+    form = Form("layer", dtype, dtype, weight=store, bias=store, memory_efficient=True)
+    weight, bias = every_weight_and_bias(dtype, device)
+    middle = (weight.abs() > 2.0**-8) & (weight.abs() < 2.0**4)
+    for name, chosen in (("all", weight.abs() < 2.0**200), ("of middle size", middle)):
+        g, b = weight[chosen], bias[chosen]
+        for kept in (1, 5):  # many lost columns: the input is saved; few: they are listed
+            lost = ~recoverable(g.double(), b.double(), dtype)
+            keep = ~lost | (torch.arange(len(g), device=device) % kept == 0)
+            g_kept, b_kept = g[keep], b[keep]
+            x = random_input(generator, 20, len(g_kept), dtype)
+            dy = randn(generator, 20, len(g_kept), dtype=dtype)
+            verdict.add(f"{name}, {kept}", check_call(form, x, g_kept, b_kept, dy))
+            if name == "all":
+                continue
+            plain = dataclasses.replace(form, weight=None, bias=None, memory_efficient=False)
+            parallel = (apply(plain, x, [len(g_kept)]) / g_kept).to(dtype)
+            verdict.add(f"parallel, {kept}", check_call(form, x, g_kept, b_kept, parallel))
     verdict.check()
 
 

@@ -20,6 +20,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <deque>
 #include <mutex>
 #include <sstream>
@@ -44,9 +45,9 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-std::mutex mutex;                         // guards everything here
+std::mutex mutex;                         // guards all but optimizer_steps
 std::optional<Overflow> pending_on_host;  // on the CPU, or found in a report
-uint64_t optimizer_steps = 0;
+std::atomic<uint64_t> optimizer_steps = 0;
 
 int64_t element_size(ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
 
@@ -317,7 +318,7 @@ Report look(Watch& watch, const NormColumns& norm) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (!watch.history.defined()) {
     const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
-    watch.history = at::full({4, norm.cols}, NAN,
+    watch.history = at::full({norm.bias.defined() ? 4 : 2, norm.cols}, NAN,
                              param.options().requires_grad(false).dtype(
                                  norm.x_dtype == at::kDouble ? at::kDouble : at::kFloat));
     watch.history_stream = stream;
@@ -446,10 +447,7 @@ void collect_overflow() {}
 
 int64_t fixed_room(int64_t cols) { return round_room(std::max<int64_t>(16, cols / 256), cols); }
 
-void note_optimizer_step() {
-  const std::lock_guard lock(mutex);
-  ++optimizer_steps;
-}
+void note_optimizer_step() { ++optimizer_steps; }
 
 std::optional<Overflow> take_overflow() {
   const std::lock_guard lock(mutex);
@@ -459,8 +457,12 @@ std::optional<Overflow> take_overflow() {
 
 void check_overflow() {
   const std::optional<Overflow> overflow = take_overflow();
-  TORCH_CHECK(!overflow.has_value(), overflow->description,
-              " and memory_efficient=True: the gradients of an earlier backward pass are NaN");
+  TORCH_CHECK(
+      !overflow.has_value(), overflow->description, " and memory_efficient=True had no room for ",
+      overflow->columns,
+      " column(s) whose weight became zero, or small beside the bias. The gradients of that "
+      "backward pass are NaN: discard them. Compile anew with memory_efficient=False for "
+      "this norm");
 }
 
 void report_overflow(const NormColumns& norm, int64_t columns) {

@@ -47,9 +47,12 @@ __device__ __forceinline__ To bit_copy(const From& from) {
   return to;
 }
 
-__device__ __forceinline__ float2 to_floats(__half2 pair) { return __half22float2(pair); }
-__device__ __forceinline__ float2 to_floats(__nv_bfloat162 pair) {
-  return __bfloat1622float2(pair);
+__device__ __forceinline__ float2 to_floats(uint32_t pair, __half) {
+  return __half22float2(bit_copy<__half2>(pair));
+}
+// A bf16 is the upper half of an fp32: one instruction each.
+__device__ __forceinline__ float2 to_floats(uint32_t pair, __nv_bfloat16) {
+  return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
 }
 __device__ __forceinline__ uint32_t round_pair(float a, float b, __half) {
   return bit_copy<uint32_t>(__floats2half2_rn(a, b));
@@ -63,10 +66,9 @@ __device__ __forceinline__ uint32_t round_pair(float a, float b, __nv_bfloat16) 
 template <typename T, int N>
 __device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&out)[N]) {
   if constexpr (sizeof(T) == 2) {
-    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      const float2 pair = detail::to_floats(detail::bit_copy<Pair>(pack.words.at[i]));
+      const float2 pair = detail::to_floats(pack.words.at[i], T());
       out[2 * i] = pair.x;
       out[2 * i + 1] = pair.y;
     }
@@ -137,6 +139,24 @@ __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
   }
 }
 
+// The same for what is read once, which leaves the first-level cache to the parameters.
+template <int kBytes>
+__device__ __forceinline__ Words<kBytes> load_streamed(const char* address) {
+  Words<kBytes> words;
+  if constexpr (kBytes == 16) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.at[0]), "=r"(words.at[1]), "=r"(words.at[2]), "=r"(words.at[3])
+                 : "l"(address));
+  } else if constexpr (kBytes == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words.at[0]), "=r"(words.at[1])
+                 : "l"(address));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(words.at[0]) : "l"(address));
+  }
+  return words;
+}
+
 // The first `count` of N elements, and zeros.
 template <typename T, int N>
 __device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, int count) {
@@ -156,6 +176,18 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
     *reinterpret_cast<uint2*>(address) = bit_copy<uint2>(words);
   } else {
     *reinterpret_cast<uint32_t*>(address) = bit_copy<uint32_t>(words);
+  }
+}
+
+// The same for what nobody reads soon.
+template <int kBytes>
+__device__ __forceinline__ void store_streamed(char* address, const Words<kBytes>& words) {
+  if constexpr (kBytes == 16) {
+    __stcs(reinterpret_cast<uint4*>(address), bit_copy<uint4>(words));
+  } else if constexpr (kBytes == 8) {
+    __stcs(reinterpret_cast<uint2*>(address), bit_copy<uint2>(words));
+  } else {
+    __stcs(reinterpret_cast<uint32_t*>(address), bit_copy<uint32_t>(words));
   }
 }
 

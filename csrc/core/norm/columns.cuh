@@ -96,6 +96,7 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
 
   int found[kCounts] = {};
   A* const history = static_cast<A*>(look.watch.history);
+  const bool has_bias = look.affine.bias.data != nullptr;
   const RecoverableLimits<A>& precise = look.listed.precise;
   for (int col = thread; col < look.cols; col += blockDim.x * blockDim.y) {
     const A g = look.affine.g(col), b = look.affine.b(col);
@@ -105,18 +106,20 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
     if (!history) continue;
     A* const at = history + col;
     const int64_t pitch = look.cols;
-    const A g_step = fabs(g - at[0]), b_step = fabs(b - at[pitch]);
-    const bool first = isnan(at[0]) && isnan(at[2 * pitch]);
-    A g_speed = first ? A(0) : at[2 * pitch], b_speed = first ? A(0) : at[3 * pitch];
+    const bool first = isnan(at[0]) && isnan(at[pitch]);
+    const A g_step = fabs(g - at[0]), b_step = has_bias ? fabs(b - at[2 * pitch]) : A(0);
+    A g_speed = first ? A(0) : at[pitch], b_speed = first || !has_bias ? A(0) : at[3 * pitch];
     if (!first && (g_step > 0 || b_step > 0)) {
       ++found[kMoved];
       g_speed = fmax(g_step, g_speed / 2);
       b_speed = fmax(b_step, b_speed / 2);
     }
     at[0] = g;
-    at[pitch] = b;
-    at[2 * pitch] = g_speed;
-    at[3 * pitch] = b_speed;
+    at[pitch] = g_speed;
+    if (has_bias) {
+      at[2 * pitch] = b;
+      at[3 * pitch] = b_speed;
+    }
 #pragma unroll
     for (int h = 0; h < kHorizons; ++h) {
       const A reach = 2 * horizon(h);

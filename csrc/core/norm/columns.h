@@ -41,8 +41,8 @@ constexpr int kCountBits = 15;
 constexpr int kStampBits = 16;
 
 struct ColumnWatch {
-  // 4 x cols, fp32 (fp64 for fp64 x), of this watch alone: g and bias at the look before, and how
-  // fast they move. NaN at first. Null: no look is taken, only overflow is reported.
+  // Rows of cols, fp32 (fp64 for fp64 x), of this watch alone: g at the look before and how fast
+  // it moves, and with a bias the same of that. NaN at first. Null: only overflow is reported.
   void* history;
   ColumnReport* report;       // in mapped host memory; null: nothing is reported
   uint32_t* overflow_signal;  // in mapped host memory: set to `signal` on overflow
