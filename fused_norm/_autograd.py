@@ -71,9 +71,9 @@ class NormFunction(torch.autograd.Function):
 
     ``apply(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room)`` gives
     what the operator does: ``(output, mean, rstd)``, or ``(output, rstd, side, columns)`` with
-    ``room > 0``. All are differentiable: a second derivative goes through what was saved of the
-    statistics, which are functions of the input. ``room`` is SAVE_INPUT, or the room for listed
-    columns of a call that saves its output.
+    ``room > 0``. ``room`` is SAVE_INPUT, or the room for listed columns of a call that saves its
+    output. All that depends on the input is differentiable: a second derivative goes through what
+    was saved.
     """
 
     @staticmethod
@@ -85,7 +85,6 @@ class NormFunction(torch.autograd.Function):
             results = _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
             output, rstd, side, columns = results
             ctx.save_for_backward(output, None, rstd, weight, bias, side, columns)
-            ctx.mark_non_differentiable(columns)
         else:
             results = _ops.call_below_autograd(_ops.norm_forward, *args)
             output, mean, rstd = results
@@ -93,32 +92,29 @@ class NormFunction(torch.autograd.Function):
                 ctx.save_for_backward(output, None, rstd, weight, bias)
             else:
                 ctx.save_for_backward(input, None if rms else mean, rstd, weight, bias)
-            if rms:
-                ctx.mark_non_differentiable(mean)
+        if room > 0:
+            ctx.mark_non_differentiable(columns)
+        elif rms:
+            ctx.mark_non_differentiable(mean)
         ctx.set_materialize_grads(False)
         ctx.args = (normalized_shape, weight_offset, rms, room != SAVE_INPUT, input.dtype)
         return results
 
     @staticmethod
-    def backward(ctx, dy, *dstatistics):
-        saved, mean, rstd, weight, bias, *listed = ctx.saved_tensors
-        tensors = (saved, mean, rstd, weight, bias)
+    def backward(ctx, dy, *others):
+        tensors = ctx.saved_tensors
+        listed = tensors[5:]
         gradients = (None, None, None)
         if dy is not None:
-            args = (dy, *tensors, *ctx.args, ctx.needs_input_grad[:3], *listed)
+            args = (dy, *tensors[:5], *ctx.args, ctx.needs_input_grad[:3], *listed)
             if torch.is_grad_enabled() or is_transformed():  # the operator's Autograd kernel
                 gradients = _ops.norm_backward(*args)
             else:
                 gradients = _ops.call_below_autograd(_ops.norm_backward, *args)
-        if any(d is not None for d in dstatistics) and ctx.needs_input_grad[0]:
-            if listed:
-                drstd, dside, _ = dstatistics
-                dmean = None
-            else:
-                dmean, drstd = dstatistics
-                dside = None
+        dmean, drstd, dside = (None, *others[:2]) if listed else (*others, None)
+        if ctx.needs_input_grad[0] and any(d is not None for d in (dmean, drstd, dside)):
             dx = _decompositions.statistics_backward(
-                dmean, drstd, dside, *tensors, *ctx.args, *listed
+                dmean, drstd, dside, *tensors[:5], *ctx.args, *listed
             )
             gradients = (dx if gradients[0] is None else gradients[0] + dx, *gradients[1:])
         return (*gradients, None, None, None, None, None, None)
@@ -188,10 +184,13 @@ def _norm_forward_listing_autograd(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
 ):
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
-    if room > 0 and _needs_grad(input, weight, bias):
-        return NormFunction.apply(*args, room)
+    if is_transformed():
+        _ops.check_norm_arguments(*args)
+        return _decompositions.norm_forward_listing(*args, room)
     if _needs_grad(input, weight, bias):
-        raise RuntimeError(f"room is {room}; a call that is differentiated needs room")
+        if room <= 0:
+            raise RuntimeError(f"room is {room}; a call that is differentiated needs room")
+        return NormFunction.apply(*args, room)
     return _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
 
 
@@ -199,10 +198,9 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     tensors = (dy, saved, mean, rstd, weight, bias)
     if is_transformed():
         return _decompositions.norm_backward(*tensors, *args)
-    options, listed = args[:6], args[6:]
-    if _needs_grad(*tensors):
-        side, columns = listed or (None, None)
-        return NormBackwardFunction.apply(*tensors, side, columns, *options)
+    options, listed = args[:6], args[6:] or (None, None)
+    if _needs_grad(*tensors, listed[0]):
+        return NormBackwardFunction.apply(*tensors, *listed, *options)
     return _ops.call_below_autograd(_ops.norm_backward, *tensors, *args)
 
 

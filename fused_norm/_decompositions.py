@@ -45,17 +45,21 @@ def norm_forward(
     return output.to(out_dtype or input.dtype), mean, rstd
 
 
-def _listed(columns, cols):
-    """Where listed columns lie; unused places are that of a column past the end."""
-    places = torch.arange(columns.numel() - 1, device=columns.device)
-    return torch.where(places < columns[0], columns[1:].long(), cols)
+def norm_forward_listing(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(output, rstd, side, columns) with no column listed: the chain is its own backward pass."""
+    output, _, rstd = norm_forward(
+        input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype
+    )
+    columns = torch.zeros(room + 1, dtype=torch.int32, device=input.device)
+    return output, rstd, rstd.new_zeros(rstd.numel(), room), columns
 
 
-def _with_listed(rows, columns, values):
-    """``rows`` (M, N) with the listed columns from ``values`` (M, room)."""
-    room_past_end = rows.new_zeros(rows.shape[0], 1)
-    index = _listed(columns, rows.shape[1])
-    return torch.cat([rows, room_past_end], 1).index_copy(1, index, values)[:, :-1]
+def _listed_slots(columns: Tensor, cols: int) -> Tensor:
+    """The column of each slot of `side`; `cols`, one past the last, for slots that are empty."""
+    slots = torch.arange(columns.numel() - 1, device=columns.device)
+    return torch.where(slots < columns[0], columns[1:].long(), cols)
 
 
 def _xhat(
@@ -76,15 +80,34 @@ def _xhat(
         x = saved.to(dtype)
         return (x if rms else x - mean) * rstd
     g, b = _affine(weight, bias, weight_offset, dtype)
-    xhat = saved.to(dtype)
-    if b is not None:
-        xhat = xhat - b
-    if g is not None:
-        xhat = xhat / g
-    if side is not None:
-        rows = xhat.reshape(side.shape[0], -1)
-        xhat = _with_listed(rows, columns, side).reshape(xhat.shape)
-    return xhat
+    row_dims = len(normalized_shape)
+    y = saved.to(dtype)
+    if side is None or columns.numel() == 1:
+        xhat = y if b is None else y - b
+        return xhat if g is None else xhat / g
+    # Listed columns: a division by 1 in place of one by 0, whose derivative would be NaN times 0.
+    # Then what was saved of them, and a last column for the slots that are empty.
+    cols = y.shape[y.dim() - row_dims :].numel()
+    index = _listed_slots(columns, cols)
+    is_listed = torch.zeros(cols + 1, dtype=torch.bool, device=y.device)
+    is_listed = is_listed.index_fill(0, index, True)[:cols].view(tuple(normalized_shape))
+    xhat = y if b is None else y - torch.where(is_listed, 0, b)
+    xhat = xhat if g is None else xhat / torch.where(is_listed, 1, g)
+    flat = torch.nn.functional.pad(xhat.flatten(-row_dims), (0, 1))
+    leading = y.shape[side.dim() - 2 : y.dim() - row_dims]
+    side = side.reshape(*side.shape[:-2], *leading, side.shape[-1])
+    flat = flat.index_copy(-1, index, side.expand(*flat.shape[:-1], side.shape[-1]))
+    # More columns than room: the operator's gradients are NaN.
+    flat = torch.where(columns[0] < columns.numel(), flat, torch.nan)
+    return flat[..., :cols].reshape(y.shape)
+
+
+def _project(dxhat, xhat, rstd, dims, rms):
+    """The input's gradient from that of the normalized input."""
+    dx = dxhat - xhat * (dxhat * xhat).mean(dims, keepdim=True)
+    if not rms:
+        dx = dx - dxhat.mean(dims, keepdim=True)
+    return rstd * dx
 
 
 def norm_backward(
@@ -115,16 +138,12 @@ def norm_backward(
     dims = _row_dims(normalized_shape)
     leading = list(range(batch_dims, dy.dim() - len(normalized_shape)))
     dy = dy.to(dtype)
-    options = (normalized_shape, weight_offset, rms, from_output, side, columns)
-    xhat = _xhat(saved, mean, rstd, weight, bias, *options)
+    how = (normalized_shape, weight_offset, rms, from_output)
+    xhat = _xhat(saved, mean, rstd, weight, bias, *how, side, columns)
     dx = dweight = dbias = None
     if output_mask[0]:
         g, _ = _affine(weight, None, weight_offset, dtype)
-        h = dy if g is None else dy * g
-        dx = h - xhat * (h * xhat).mean(dims, keepdim=True)
-        if not rms:
-            dx = dx - h.mean(dims, keepdim=True)
-        dx = (rstd * dx).to(input_dtype)
+        dx = _project(dy if g is None else dy * g, xhat, rstd, dims, rms).to(input_dtype)
     # A sum over no dimensions would be one over all.
     if output_mask[1] and weight is not None:
         dweight = dy * xhat
@@ -151,25 +170,23 @@ def statistics_backward(
     side=None,
     columns=None,
 ) -> Tensor:
-    """The input's gradient from those of the statistics and of the listed columns' ``xhat``, any of
-    which may be None:
+    """The input's gradient from those of what was saved beside it, each of which may be None:
 
-    d rstd / d x = -rstd^2 xhat / N,    d mean / d x = 1 / N,
-    d xhat_c / d x_j = rstd (delta_cj - 1 / N - xhat_c xhat_j / N)    (RMSNorm: without 1 / N)
+    d rstd / d x = -rstd^2 xhat / N,    d mean / d x = 1 / N,    side: some columns of xhat
     """
-    cols = 1
-    for size in normalized_shape:
-        cols = cols * size
-    dims = _row_dims(normalized_shape)
-    options = (normalized_shape, weight_offset, rms, from_output, side, columns)
-    xhat = _xhat(saved, mean, rstd, weight, bias, *options)
+    row_dims = len(normalized_shape)
+    cols = saved.shape[saved.dim() - row_dims :].numel()
     dx = torch.zeros_like(saved, dtype=rstd.dtype)
+    how = (normalized_shape, weight_offset, rms, from_output)
+    if drstd is not None or dside is not None:
+        xhat = _xhat(saved, mean, rstd, weight, bias, *how, side, columns)
     if drstd is not None:
         dx = dx - drstd * rstd.square() * xhat / cols
     if dmean is not None:
         dx = dx + dmean / cols
     if dside is not None:
-        dxhat = _with_listed(dx.new_zeros(dside.shape[0], cols), columns, dside).reshape(dx.shape)
-        term = dxhat - xhat * (dxhat * xhat).mean(dims, keepdim=True)
-        dx = dx + rstd * (term if rms else term - dxhat.mean(dims, keepdim=True))
+        dxhat = dside.new_zeros(dside.shape[0], cols + 1)
+        dxhat = dxhat.index_add(1, _listed_slots(columns, cols), dside)
+        dxhat = dxhat[:, :cols].reshape(saved.shape)
+        dx = dx + _project(dxhat, xhat, rstd, _row_dims(normalized_shape), rms)
     return dx.to(input_dtype)

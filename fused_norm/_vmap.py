@@ -48,15 +48,45 @@ def _norm_forward(
     return outputs, (0, None if rms else 0, 0)
 
 
+@torch.library.register_vmap("fused_norm::norm_forward_listing")
+def _norm_forward_listing(
+    info,
+    in_dims,
+    input,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    out_dtype,
+    room,
+):
+    """By decomposition: no list of columns serves a batch of them."""
+    input = _with_batch(input, in_dims[0], info.batch_size)
+    weight = _parameter(weight, in_dims[1], input.dim())
+    bias = _parameter(bias, in_dims[2], input.dim())
+    output, rstd, side, columns = _decompositions.norm_forward_listing(
+        input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
+    )
+    return (output, rstd, side.view(info.batch_size, -1, room), columns), (0, 0, 0, None)
+
+
 @torch.library.register_vmap("fused_norm::norm_backward")
-def _norm_backward(info, in_dims, dy, saved, mean, rstd, weight, bias, *options):
+def _norm_backward(
+    info, in_dims, dy, saved, mean, rstd, weight, bias, *options, side=None, columns=None
+):
     """By decomposition: the gradients of parameters are sums within each row of the batch."""
+    if len(options) > 6:
+        options, (side, columns) = options[:6], options[6:]
+        if side is not None:
+            side = _with_batch(side, in_dims[12], info.batch_size)
     dy = _with_batch(dy, in_dims[0], info.batch_size)
     saved = _with_batch(saved, in_dims[1], info.batch_size)
     mean, rstd = _batch_first(mean, in_dims[2]), _batch_first(rstd, in_dims[3])
     weight = _parameter(weight, in_dims[4], dy.dim())
     bias = _parameter(bias, in_dims[5], dy.dim())
     gradients = _decompositions.norm_backward(
-        dy, saved, mean, rstd, weight, bias, *options, batch_dims=1
+        dy, saved, mean, rstd, weight, bias, *options, side, columns, batch_dims=1
     )
     return gradients, tuple(None if g is None else 0 for g in gradients)

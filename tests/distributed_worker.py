@@ -306,7 +306,7 @@ def sequence_parallel(rank, device, kind, memory_efficient):
         close(ours.grad.full_tensor(), right.grad)
 
 
-def compiled_dtensor(rank, device):
+def compiled_dtensor(rank, device, memory_efficient):
     """Under torch.compile a norm of a DTensor stays local too."""
     torch._dynamo.reset()
     mesh = init_device_mesh(device, (WORLD,))
@@ -319,7 +319,7 @@ def compiled_dtensor(rank, device):
             d_weight = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
 
             def call(x, weight, kind=kind):
-                return apply(kind, x, [8], weight, None, False)
+                return apply(kind, x, [8], weight, None, memory_efficient)
 
             call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call
             y = call(d_x, d_weight)

@@ -54,5 +54,6 @@ def test_sequence_parallel(pair, kind, memory_efficient):
     pair.run("sequence_parallel", kind=kind, memory_efficient=memory_efficient)
 
 
-def test_compiled_dtensor(pair):
-    pair.run("compiled_dtensor")
+@each_flag
+def test_compiled_dtensor(pair, memory_efficient):
+    pair.run("compiled_dtensor", memory_efficient=memory_efficient)

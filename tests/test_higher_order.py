@@ -102,6 +102,37 @@ def test_gradients_have_the_same_bits_with_create_graph(
         assert b.requires_grad and same_bits(a, b.detach())
 
 
+@each_kind
+def test_listed_columns(kind, device, generator):
+    """With memory_efficient, columns whose weight is zero are saved beside the output, and second
+    and third derivatives go through them: those of the norm without the flag."""
+    affine = "weight and bias" if kind == "layer" else "weight"
+    for shape in ((6,), (3, 2)):
+        leaves = [leaf(generator, 2, 4, *shape), *parameters(generator, affine, shape).values()]
+        with torch.no_grad():
+            leaves[1].view(-1)[1::3] = 0.0
+        dy = leaf(generator, 2, 4, *shape)
+        results = []
+        for flag in (True, False):
+            y = norm_of(kind, affine, flag, shape)(*leaves)
+            first = torch.autograd.grad(y, leaves, dy, create_graph=True)
+            unused = {"allow_unused": True, "materialize_grads": True}  # the bias, which adds
+            second = torch.autograd.grad(
+                sum(g.sin().sum() for g in first), [*leaves, dy], create_graph=True, **unused
+            )
+            third = torch.autograd.grad(sum(g.sin().sum() for g in second), [*leaves, dy], **unused)
+            results.append([*first, *second, *third])
+        torch.testing.assert_close(*results)
+        basis = torch.eye(dy.numel(), dtype=FP64, device=device).view(-1, *dy.shape)
+        batched = [
+            torch.autograd.grad(
+                norm_of(kind, affine, flag, shape)(*leaves), leaves, basis, is_grads_batched=True
+            )
+            for flag in (True, False)
+        ]
+        torch.testing.assert_close(*batched)
+
+
 @each_flag
 @each_kind
 def test_third_derivative(kind, memory_efficient, device, generator):
@@ -235,13 +266,14 @@ def test_batched_gradients(kind, memory_efficient, device, generator):
     torch.testing.assert_close(ours, exact)
 
 
+@each_flag
 @each_kind
-def test_compiled_per_sample_gradients(kind, device, generator):
+def test_compiled_per_sample_gradients(kind, memory_efficient, device, generator):
     torch._dynamo.reset()
     x, weight = leaf(generator, 4, 6).detach(), leaf(generator, 6).detach()
 
     def per_sample(x, weight):
-        call = norm_of(kind, "weight")
+        call = norm_of(kind, "weight", memory_efficient)
         return func.vmap(func.grad(lambda *a: call(*a).sin().sum(), (0, 1)), (0, None))(x, weight)
 
     compiled = torch.compile(per_sample, backend="aot_eager", fullgraph=True)

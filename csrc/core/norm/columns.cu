@@ -46,6 +46,7 @@ __global__ void __launch_bounds__(kListThreads)
   __shared__ typename Scan::TempStorage scan;
   __shared__ int listed[kListedAtOnce];
 
+  wait_for_prerequisites();
   const int run = (in.cols + kListThreads - 1) / kListThreads;
   const int begin = min(in.cols, int(threadIdx.x) * run), end = min(in.cols, begin + run);
   int count = 0, first, total;
@@ -59,7 +60,6 @@ __global__ void __launch_bounds__(kListThreads)
     Scan(scan).ExclusiveSum(count, first, total);
   }
   if (blockIdx.x == 0 && threadIdx.x == 0) in.columns[0] = total;
-  wait_for_prerequisites();
 
   const int64_t rows_a_block = (in.rows + gridDim.x - 1) / gridDim.x;
   const int64_t first_row = blockIdx.x * rows_a_block;
