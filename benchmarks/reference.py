@@ -58,15 +58,25 @@ def backward_error(case, x, weight, bias, dy, gradients, from_output=False):
         sums["dbias"] += dy64.sum(0)
         sums["dbias2"] += dy64.square().sum(0)
 
-    # A sequential sum of M terms of size s rounds partial sums of size s sqrt(k), k = 1..M, by u
-    # each: u s M / sqrt(2) in all, here times 6. Below, the norm of the terms is s sqrt(M).
-    rounding = 4 * U * rows_total**0.5
     # The deltas are independent of dy: they add up like a random walk, here six sigma of it.
-    bound = rounding * sums["dweight2"] ** 0.5 + 6 * sums["delta2"] ** 0.5
+    bound = _sum_bound(dweight, rows_total, sums["dweight2"]) + 6 * sums["delta2"] ** 0.5
     worst = max(worst, _worst(dweight, sums["dweight"], bound))
     if dbias is not None:
-        worst = max(worst, _worst(dbias, sums["dbias"], rounding * sums["dbias2"] ** 0.5))
+        bound = _sum_bound(dbias, rows_total, sums["dbias2"])
+        worst = max(worst, _worst(dbias, sums["dbias"], bound))
     return worst
+
+
+def _sum_bound(gradient, rows, squares):
+    """Of the sum over the rows of terms with these sums of squares, before its last rounding.
+
+    Let s be the size of a term, s sqrt(M) the norm of all. A sequential sum in fp32 rounds partial
+    sums of size s sqrt(k), k = 1..M, by U each: U s M / sqrt(2) in all, here times 6. An
+    implementation may also keep the sums of groups of rows in the gradient's dtype before it adds
+    these in fp32, as torch does beyond 64 Ki rows: P sums of size s sqrt(M / P), each rounded by
+    u / sqrt(3) in the mean, add up like a random walk to u s sqrt(M / 3), whatever P; here times 7.
+    """
+    return 4 * (U * rows**0.5 + _unit_roundoff(gradient)) * squares**0.5
 
 
 def softmax_forward_error(case, x, y):

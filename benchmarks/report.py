@@ -65,6 +65,7 @@ def environment(bandwidth):
     except (OSError, subprocess.SubprocessError) as error:
         answer = f"nvidia-smi failed: {error}"
     clocks = dict(zip(query.split(","), answer.strip().split(", "), strict=False))
+    build = fn.build_info()
     return [
         ("date", datetime.datetime.now().isoformat(" ", "minutes")),
         ("command", f"python -m benchmarks {' '.join(sys.argv[1:])}"),
@@ -76,7 +77,11 @@ def environment(bandwidth):
             f"Python {platform.python_version()}, torch {torch.__version__}, "
             f"CUDA {torch.version.cuda}",
         ),
-        ("fused_norm", f"{fn.__version__}, built for {', '.join(fn.build_info()['arch_list'])}"),
+        (
+            "fused_norm",
+            f"{fn.__version__}, built for {', '.join(build['arch_list'])} with CUDA "
+            f"{build['cuda']}, torch {build['torch']}",
+        ),
     ]
 
 

@@ -21,6 +21,6 @@ __all__ = [
 
 
 def build_info() -> dict:
-    """What this build is: ``version``, ``torch`` and ``cuda`` (None in a CPU-only build) it was built against,
-    ``arch_list`` of compute capabilities, and the C++ compiler ``cxx``."""
+    """What this build is: ``version``, the ``torch`` and ``cuda`` (None in a CPU-only build) it was
+    built against, ``arch_list`` of compute capabilities, and the C++ compiler ``cxx``."""
     return _build_info()

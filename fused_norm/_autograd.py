@@ -1,8 +1,9 @@
 """The autograd layer: what a norm saves for its backward pass, and the gradients from it.
 
-``memory_efficient`` saves the output instead of the input. A transformer keeps that output anyway (the next
-linear layer saves it), so the norm's own saved activation becomes free. The idea is that of apex's fused layer
-norm; unlike there, a call whose weights do not let the input be taken back from the output saves the input.
+``memory_efficient`` saves the output instead of the input. A transformer keeps that output anyway
+(the next linear layer saves it), so the norm's own saved activation becomes free. The idea is that
+of apex's fused layer norm; unlike there, a call whose weights do not let the input be taken back
+from the output saves the input.
 """
 
 import torch
@@ -13,9 +14,9 @@ from fused_norm import _ops
 def _must_save_input(output: torch.Tensor, weight, bias, weight_offset: float) -> bool:
     """Whether some column of ``output`` does not determine the normalized input.
 
-    Asks the weights themselves, once a call: version counters do not see optimizers that write through
-    ``.data``. On a GPU this waits for the stream; where waiting is impossible, under graph capture, the input
-    is saved.
+    Asks the weights themselves, once a call: version counters do not see optimizers that write
+    through ``.data``. On a GPU this waits for the stream; where waiting is impossible, under graph
+    capture, the input is saved.
     """
     if weight is None and bias is None:
         return False
@@ -29,9 +30,9 @@ def _must_save_input(output: torch.Tensor, weight, bias, weight_offset: float) -
 class NormFunction(torch.autograd.Function):
     """LayerNorm (``rms=False``) or RMSNorm over the last dimensions.
 
-    ``apply(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient)``
-    returns ``(output, mean, rstd)``; only ``output`` is differentiable. First derivatives only: asking for a
-    second one raises.
+    ``apply`` takes the operator's arguments and ``memory_efficient``, and returns ``(output, mean,
+    rstd)``; only ``output`` is differentiable. First derivatives only: asking for a second one
+    raises.
     """
 
     @staticmethod

@@ -1,13 +1,27 @@
-"""The operators of ``torch.ops.fused_norm`` as Python sees them: fake kernels, and calls without autograd.
+"""The operators of ``torch.ops.fused_norm`` as Python sees them: fake kernels, and calls without
+autograd.
 
 Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.cpp).
 """
 
+import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from fused_norm import _C  # loading the extension registers the operators
+try:
+    from fused_norm import _C  # loading the extension registers the operators
+except ImportError as error:
+    if importlib.util.find_spec("fused_norm._C") is None:
+        raise ImportError(
+            f"fused_norm in {Path(__file__).parent} is not compiled. These are the sources: run "
+            "`make build` there, or start Python elsewhere to use an installed fused_norm."
+        ) from None
+    raise ImportError(
+        f"fused_norm's extension does not load: {error}. After a change of torch, install "
+        "fused_norm again."
+    ) from error
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_backward = torch.ops.fused_norm.norm_backward.default

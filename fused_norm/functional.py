@@ -13,8 +13,8 @@ _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
-    """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype with
-    ``memory_efficient``, because a saved fp32 copy would undo the saving."""
+    """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype
+    with ``memory_efficient``, because a saved fp32 copy would undo the saving."""
     dtype = input.dtype
     device_type = input.device.type
     if dtype is torch.float64 or device_type not in ("cuda", "cpu"):
@@ -65,26 +65,28 @@ def layer_norm(
     *,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """``(input - mean) / sqrt(var + eps) * weight + bias`` over the last ``len(normalized_shape)`` dimensions.
+    """``(input - mean) / sqrt(var + eps) * weight + bias`` over the last dimensions.
 
-    A drop-in for :func:`torch.nn.functional.layer_norm` (Ba et al., *Layer Normalization*, 2016). ``var`` is the
-    biased variance; statistics are taken in fp32 (fp64 for fp64 input) by Welford's method.
+    A drop-in for :func:`torch.nn.functional.layer_norm` (Ba et al., *Layer Normalization*, 2016).
+    ``var`` is the biased variance; statistics are taken in fp32 (fp64 for fp64 input) by Welford's
+    method.
 
     Args:
-        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64. Rows may be strided: slices of a packed
-            tensor and transposed batches are read in place.
+        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64. Rows may be strided: slices
+            of a packed tensor and transposed batches are read in place.
         normalized_shape: the dimensions to normalize over.
-        weight, bias: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit ones.
+        weight, bias: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit
+            ones.
         eps: added to the variance; finite and not negative.
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
 
     Returns:
-        A contiguous tensor of input's shape. Its dtype is input's; under autocast on CUDA fp32, as torch has it,
-        and the autocast dtype with ``memory_efficient``.
+        A contiguous tensor of input's shape. Its dtype is input's; under autocast on CUDA fp32, as
+        torch has it, and the autocast dtype with ``memory_efficient``.
 
     Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message names it.
-            Also where a second derivative is asked for.
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it. Also where a second derivative is asked for.
     """
     return _norm(input, weight, bias, normalized_shape, eps, 0.0, False, memory_efficient)
 
@@ -109,15 +111,16 @@ def rms_norm(
         weight: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit ones.
         eps: finite and not negative. ``None`` is fp32's machine epsilon, fp64's for fp64 input.
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
-        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred (Gemma-style) weights.
+        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred
+            (Gemma-style) weights.
 
     Returns:
-        A contiguous tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of the autocast
-        dtype.
+        A contiguous tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of
+        the autocast dtype.
 
     Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message names it.
-            Also where a second derivative is asked for.
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it. Also where a second derivative is asked for.
     """
     if eps is None:
         eps = torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps

@@ -7,12 +7,14 @@ from fused_norm import functional
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """A :class:`torch.nn.LayerNorm` (same constructor, same ``state_dict``) on this library's kernels.
+    """A :class:`torch.nn.LayerNorm` with the same constructor and ``state_dict``, on this library's
+    kernels.
 
     Args:
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
 
-    The other arguments are torch's. Shapes, dtypes and errors: :func:`fused_norm.functional.layer_norm`.
+    The other arguments are torch's. Shapes, dtypes and errors:
+    :func:`fused_norm.functional.layer_norm`.
     """
 
     __constants__ = [*torch.nn.LayerNorm.__constants__, "memory_efficient"]
@@ -47,14 +49,16 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """A :class:`torch.nn.RMSNorm` (same constructor, same ``state_dict``) on this library's kernels.
+    """A :class:`torch.nn.RMSNorm` with the same constructor and ``state_dict``, on this library's
+    kernels.
 
     Args:
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
-        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred (Gemma-style) weights,
-            which then start at zero.
+        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred
+            (Gemma-style) weights, which then start at zero.
 
-    The other arguments are torch's. Shapes, dtypes and errors: :func:`fused_norm.functional.rms_norm`.
+    The other arguments are torch's. Shapes, dtypes and errors:
+    :func:`fused_norm.functional.rms_norm`.
     """
 
     __constants__ = [*torch.nn.RMSNorm.__constants__, "memory_efficient", "weight_offset"]
@@ -72,7 +76,8 @@ class RMSNorm(torch.nn.RMSNorm):
         memory_efficient: bool = False,
         weight_offset: float = 0.0,
     ) -> None:
-        # reset_parameters(), called by the base class, needs it; a float may be set before Module.__init__.
+        # reset_parameters(), called by the base class, needs it; a float may be set before
+        # Module.__init__.
         self.weight_offset = weight_offset
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.memory_efficient = memory_efficient

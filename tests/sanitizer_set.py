@@ -1,87 +1,179 @@
-"""A reduced set of calls for compute-sanitizer: every kernel family, odd sizes, misaligned and
-strided memory.
+"""A reduced set of calls for compute-sanitizer: every kernel, in every tier, with
+regular and irregular rows and every kind of parameters, at the smallest sizes that make the loops
+go round.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
     [norm] [softmax]
 
 Without torch's caching allocator every tensor is an allocation of its own, so that a read or write
-past its end is seen. The tools racecheck, initcheck and synccheck take the same command.
+past its end is seen. The tools racecheck, initcheck and synccheck take the same command. Inputs are
+drawn on the CPU, so that hardly a kernel runs but the library's own.
 """
 
+import dataclasses
 import itertools
+import math
 import sys
+import time
 
 import softmax_harness as softmax
 import torch
-from harness import OUTPUTS, Form, apply, forward_backward, randn, random_parameters
+from harness import OUTPUTS, SHORT
 
-COLS = [1, 3, 33, 96, 250, 1000, 1025, 4097, 9001, 40000]
-ROWS = [1, 7, 150]
+# Columns, and rows for forward and for backward. The columns lie in each tier of each pack size:
+# from one lane a row to a cluster of eight blocks and to streaming. Where a row needs a barrier,
+# the rows are as many as give a persistent block three rounds on a chip of 132 multiprocessors: the
+# slots of two rounds alternate. No rows for backward: it has no other tier there.
+SHAPES = [
+    (1, 1, 1),
+    (3, 7, 7),
+    (33, 70000, 34000),
+    (91, 37, 37),
+    (250, 150, 150),
+    (301, 64, 64),
+    (597, 37, 37),
+    (997, 37, 37),
+    (1025, 2700, 1330),
+    (3001, 1330, 530),
+    (4097, 800, 270),
+    (9001, 270, 140),
+    (17001, 270, 64),
+    (28001, 270, None),
+    (33001, 140, 32),
+    (66001, 64, 34),
+    (131081, 32, None),
+    (262153, 2, None),
+]
+FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
+ALL = (True, True, True)
+MASKS = [(True, False, False), (False, True, True), (True, True, False), (True, False, True)]
+POOL = 2**24  # random numbers from which all tensors are cut
 
 
-def forms():
-    """A form for each pair of dtypes, with parameters of another dtype where the pair allows
-    one."""
-    for kind, (x, outputs) in itertools.product(("layer", "rms"), OUTPUTS.items()):
-        for y in outputs:
-            weight = torch.float32 if x != y else x
-            bias = x if kind == "layer" else None
-            yield Form(kind, x, y, weight=weight, bias=bias)
-        yield Form(kind, x, x)
-        yield Form(kind, x, x, weight=x, bias=bias, memory_efficient=True)
+@dataclasses.dataclass(frozen=True)
+class Call:
+    rows: int
+    cols: int
+    layout: str  # "regular", "odd": contiguous, "offset": a slice of a transposed batch
+    weight: torch.dtype | None
+    bias: torch.dtype | None
+    weight_offset: float
+    output_mask: tuple | None  # None: forward only
 
 
-# Rows of every tier, odd and even; columns of either kernel form.
+def calls(x_dtype, turn):
+    """Each shape with regular and irregular rows, and with parameters of either kernel form; the
+    other parameters and gradients in turn, which `turn` starts."""
+    others = [(x_dtype, None, 0.0), (None, None, 0.0), (torch.float32, x_dtype, 1.0),
+              (None, x_dtype, 0.0), (x_dtype, x_dtype, 0.0)]  # fmt: skip
+    numbers = itertools.count(turn)
+    for cols, forward_rows, backward_rows in SHAPES:
+        even = -(-cols // 8) * 8
+        yield Call(forward_rows, even, "regular", torch.float32, torch.float32, 0.0, None)
+        yield Call(forward_rows, cols, "odd", *others[next(numbers) % len(others)], None)
+        rows, mask = (backward_rows, ALL) if backward_rows else (FEW_ROWS, None)
+        yield Call(rows, even, "regular", x_dtype, x_dtype, 0.0, mask)
+        if backward_rows:
+            yield Call(rows, cols, "odd", *others[next(numbers) % len(others)], mask)
+        for layout in ("regular", "offset"):
+            number = next(numbers)
+            parameters = others[number % len(others)]
+            mask = MASKS[number % len(MASKS)] if backward_rows else None
+            columns = even if layout == "regular" else cols
+            yield Call(min(rows, FEW_ROWS), columns, layout, *parameters, mask)
+
+
+def tensor(pool, rows, cols, layout):
+    """Numbers of `pool` on the GPU. Offset rows start 3 elements into each stretch of memory, and
+    where their number is even have two strides."""
+
+    def cut(*shape):
+        return pool[: math.prod(shape)].view(shape).cuda()
+
+    if layout != "offset":
+        return cut(rows, cols)
+    outer = 2 if rows % 2 == 0 else 1
+    return cut(outer, rows // outer, cols + 3)[..., 3:].transpose(0, 1)
+
+
+def run(call, pools, x_dtype, y_dtype, rms):
+    """One forward pass, and backward from the input and from the output where the call has it."""
+    x = tensor(pools[x_dtype], call.rows, call.cols, call.layout)
+    weight, bias = (
+        None if dtype is None else tensor(pools[dtype], 1, call.cols, "regular").view(-1)
+        for dtype in (call.weight, None if rms else call.bias)
+    )
+    shape = [call.cols]
+    y, mean, rstd = torch.ops.fused_norm.norm_forward(
+        x, weight, bias, shape, 1e-5, call.weight_offset, rms, y_dtype
+    )
+    if call.output_mask is None:
+        return
+    dy = tensor(pools[y_dtype], call.rows, call.cols, call.layout)
+    for saved, saved_mean, from_output in ((x, None if rms else mean, False), (y, None, True)):
+        torch.ops.fused_norm.norm_backward(
+            dy, saved, saved_mean, rstd, weight, bias, shape, call.weight_offset, rms, from_output,
+            x_dtype, call.output_mask,
+        )  # fmt: skip
+
+
+# Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.
 SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
 SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
 
 
-def softmax_calls(generator):
+def softmax_calls(pools, pair):
     """(form, x, dy, mask) of softmax, log_softmax and masked softmax."""
+
+    def tensors(rows, cols, layout):
+        return (tensor(pools[dtype], rows, cols, layout) for dtype in pair)
+
     tiers = ("auto", "warp", "block", "uncached")
-    rows = 5
-    for pair, tier, cols in itertools.product(softmax.PAIRS, tiers, SOFTMAX_COLS):
-        x = randn(generator, rows, cols + 3, dtype=pair[0])[:, 3:]
-        dy = randn(generator, rows, cols + 1, dtype=pair[1])[:, 1:]
+    for tier, cols, layout in itertools.product(tiers, SOFTMAX_COLS, ("odd", "offset")):
+        x, dy = tensors(FEW_ROWS, cols, layout)
         for log in (False, True):
             yield softmax.Form(*pair, log=log, tier=tier), x, dy, None
         form = softmax.Form(*pair, tier=tier, masked=True, scale=0.5, causal=True)
-        yield form, x, dy, randn(generator, 1, cols + 1)[:, 1:] < 0
-        yield form, x, dy, randn(generator, rows, cols, dtype=pair[0])
-        yield form, x, dy, randn(generator, rows, 1)
-    for pair, shape in itertools.product(softmax.PAIRS, SOFTMAX_COLUMNS):
-        x, dy = (randn(generator, *shape, dtype=dtype) for dtype in pair)
+        yield form, x, dy, None
+        form = dataclasses.replace(form, causal=False)
+        rows = tensor(pools[torch.float32], 1, cols, "offset")
+        yield form, x, dy, (pools[torch.float32][: cols + 1] < 0).cuda()[1:]
+        yield form, x, dy, rows.view(cols)
+        yield form, x, dy, tensor(pools[pair[0]], x.shape[-2], 1, "regular")
+    for outer, cols, inner in SOFTMAX_COLUMNS:
+        x, dy = (t.view(outer, cols, inner) for t in tensors(outer, cols * inner, "regular"))
         for log in (False, True):
             yield softmax.Form(*pair, log=log, dim=1), x, dy, None
 
 
-def run_softmax(generator):
-    label = None
-    for form, *tensors in softmax_calls(generator):
-        if str(form) != label:
-            label = str(form)
-            print(label, file=sys.stderr, flush=True)
-        softmax.forward_backward(form, *tensors)
+def run_softmax(pools, report):
+    for number, pair in enumerate(softmax.PAIRS):
+        for form, *tensors in softmax_calls(pools, pair):
+            softmax.forward_backward(form, *tensors)
+        report(f"softmax {number + 1}/{len(softmax.PAIRS)}", pair)
 
 
-def run_norm(generator):
-    every_form = list(forms())
-    for number, form in enumerate(every_form):
-        print(f"{number + 1}/{len(every_form)} {form}", file=sys.stderr, flush=True)
-        for rows, cols in itertools.product(ROWS, COLS):
-            weight, bias = random_parameters(generator, form, [cols], recoverable=True)
-            packed = randn(generator, rows, cols + 3, dtype=form.x)
-            dy = randn(generator, rows, cols, dtype=form.y)
-            for x in (packed[:, 3:], packed[:, 1 : cols + 1].contiguous()):
-                forward_backward(apply, form, x, [cols], weight, bias, dy)
+def run_norm(pools, report):
+    pairs = [(x, y) for x, outputs in OUTPUTS.items() for y in outputs]
+    for turn, ((x, y), rms) in enumerate(itertools.product(pairs, (False, True))):
+        for call in calls(x, turn):
+            run(call, pools, x, y, rms)
+        report(f"norm {turn + 1}/{2 * len(pairs)} {'rms' if rms else 'layer'}", (x, y))
 
 
 def main():
-    generator = torch.Generator("cuda").manual_seed(0)
-    families = {"softmax": run_softmax, "norm": run_norm}
+    begin = time.monotonic()
+    numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
+    pools = {dtype: numbers.to(dtype) for dtype in OUTPUTS}
+
+    def report(what, pair):
+        torch.cuda.synchronize()
+        dtypes = "->".join(SHORT[dtype] for dtype in pair)
+        print(f"{what} {dtypes}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
+    families = {"norm": run_norm, "softmax": run_softmax}
     for name in sys.argv[1:] or families:
-        families[name](generator)
-    torch.cuda.synchronize()
+        families[name](pools, report)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +76,45 @@ def test_wrong_results_are_found(direction, which):
     assert not wrong.correct
     assert report.verdict([wrong]) == "WRONG"
     assert report.cell(wrong).startswith("WRONG")
+
+
+def rounded_sum(terms, rows_at_a_time):
+    """Sums over the rows to fp32, rounded to bf16 after so many rows: once for each such group, as
+    torch's CUDA operator does with many rows."""
+    groups = terms.view(-1, rows_at_a_time, terms.shape[-1]).sum(1)
+    return groups.bfloat16().double().sum(0).bfloat16()
+
+
+def running_sum(terms):
+    """Sums over the rows in bf16."""
+    total = torch.zeros(terms.shape[-1], dtype=torch.bfloat16)
+    for row in terms:
+        total = (total + row).bfloat16()
+    return total
+
+
+@pytest.mark.parametrize(
+    ("sum_rows", "correct"),
+    [
+        (lambda terms: rounded_sum(terms, 32), True),
+        (lambda terms: rounded_sum(terms, 1024), True),
+        (running_sum, False),
+        (lambda terms: rounded_sum(terms[32:], 32), False),
+    ],
+    ids=["groups of 32 rows", "groups of 1024 rows", "running in bf16", "rows left out"],
+)
+def test_how_exactly_rows_must_be_summed(sum_rows, correct):
+    case = norm.Case(False, 4096, 128, "bf16", "backward")
+    torch.manual_seed(0)
+    x, dy = torch.randn(2, case.rows, case.cols).bfloat16()
+    weight, bias = torch.ones(2, case.cols).bfloat16()
+    saved = norm.FusedNorm().saved(case, x, weight, bias)
+    dx, _, dbias = norm.FusedNorm().backward(case, dy, saved, weight, bias)
+    x64 = x.double()
+    xhat = (x64 - x64.mean(1, keepdim=True)) * saved[2].double()
+    gradients = dx, sum_rows(dy.double() * xhat), dbias
+    error = norm.reference.backward_error(case, x, weight, bias, dy, gradients)
+    assert (error <= 1) == correct, error
 
 
 @pytest.mark.parametrize(
@@ -190,6 +230,16 @@ def test_tables(tmp_path, capsys):
         ours, other = csv.DictReader(stream)
     assert ours["microseconds"] == "9.500" and ours["fraction"] == "0.9474"
     assert other["microseconds"] == "" and other["note"] == "no such dtype"
+
+
+@pytest.mark.cuda
+def test_results_say_what_they_were_measured_on():
+    facts = dict(report.environment(4e12))
+    assert torch.cuda.get_device_name(0) in facts["GPU"]
+    assert facts["command"].startswith("python -m benchmarks")
+    assert torch.__version__ in facts["versions"]
+    for name in ("driver version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit"):
+        assert re.match(r"\d+", facts[name]), facts
 
 
 def command_line(*arguments):

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,21 @@ def test_build_info():
         assert INFO["cuda"].split(".")[0] == torch.version.cuda.split(".")[0]
         assert INFO["arch_list"]
         assert all(re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch) for arch in INFO["arch_list"])
+
+
+@pytest.mark.parametrize(
+    ("extension", "words"),
+    [(None, "is not compiled"), (b"of another torch", "install fused_norm again")],
+)
+def test_without_a_fitting_extension_the_import_says_what_to_do(extension, words, tmp_path):
+    package = tmp_path / "fused_norm"
+    shutil.copytree(Path(_C.__file__).parent, package, ignore=shutil.ignore_patterns("*.so"))
+    if extension is not None:
+        (package / Path(_C.__file__).name).write_bytes(extension)
+    command = [sys.executable, "-c", "import fused_norm"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert words in done.stderr.splitlines()[-1]
 
 
 def test_extension_is_small():

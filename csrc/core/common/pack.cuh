@@ -155,6 +155,24 @@ __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
   }
 }
 
+// The same for what is read once, which leaves the first-level cache to the parameters.
+template <int kBytes>
+__device__ __forceinline__ Words<kBytes> load_streamed(const char* address) {
+  Words<kBytes> words;
+  if constexpr (kBytes == 16) {
+    asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words.at[0]), "=r"(words.at[1]), "=r"(words.at[2]), "=r"(words.at[3])
+                 : "l"(address));
+  } else if constexpr (kBytes == 8) {
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(words.at[0]), "=r"(words.at[1])
+                 : "l"(address));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(words.at[0]) : "l"(address));
+  }
+  return words;
+}
+
 // The first `count` of N elements, and zeros.
 template <typename T, int N>
 __device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, int count) {
@@ -176,6 +194,18 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
     *reinterpret_cast<uint16_t*>(address) = words.at[0];
   } else {
     *reinterpret_cast<uint32_t*>(address) = bit_copy<uint32_t>(words);
+  }
+}
+
+// The same for what nobody reads soon.
+template <int kBytes>
+__device__ __forceinline__ void store_streamed(char* address, const Words<kBytes>& words) {
+  if constexpr (kBytes == 16) {
+    __stcs(reinterpret_cast<uint4*>(address), bit_copy<uint4>(words));
+  } else if constexpr (kBytes == 8) {
+    __stcs(reinterpret_cast<uint2*>(address), bit_copy<uint2>(words));
+  } else {
+    __stcs(reinterpret_cast<uint32_t*>(address), bit_copy<uint32_t>(words));
   }
 }
 

@@ -20,9 +20,9 @@ constexpr unsigned kFullMask = 0xffffffffu;
 enum class Barrier { kBlock, kNamed };
 
 // The blockDim.x threads of equal threadIdx.y share a row: 1, 2, 4, 8 or 16 lanes of a warp, or
-// whole warps. A block holds blockDim.y such groups. Groups of one warp or less never wait for
-// anyone. With Barrier::kBlock all groups of larger ones meet at once.
-template <Barrier kBarrier>
+// whole warps (kFullWarps: always). A block holds blockDim.y such groups. Groups of one warp or
+// less never wait for anyone. With Barrier::kBlock all groups of larger ones meet at once.
+template <Barrier kBarrier, bool kFullWarps = false>
 class RowGroup {
  public:
   __device__ RowGroup() : lanes_(min(blockDim.x, kWarpSize)) {
@@ -34,11 +34,12 @@ class RowGroup {
   __device__ int groups() const { return blockDim.y; }  // in the block
   __device__ int index() const { return threadIdx.y; }  // of the group in its block
   __device__ int thread() const { return threadIdx.x; }
-  __device__ int lanes() const { return lanes_; }  // of each warp that belong to the group
+  // Of each warp that belong to the group.
+  __device__ int lanes() const { return kFullWarps ? kWarpSize : lanes_; }
   __device__ int lane() const { return threadIdx.x % kWarpSize; }
   __device__ int warps() const { return blockDim.x / kWarpSize; }  // 0 for less than a warp
   __device__ unsigned mask() const {
-    if (lanes_ == kWarpSize) return kFullMask;
+    if (lanes() == kWarpSize) return kFullMask;
     return ((1u << lanes_) - 1) << (threadIdx.y * lanes_ % kWarpSize);
   }
 
@@ -47,7 +48,7 @@ class RowGroup {
   // reductions.
   template <typename V, typename Combine>
   __device__ V reduce_lanes(V value, Combine combine) const {
-    return butterfly(value, lanes_, combine);
+    return butterfly(value, lanes(), combine);
   }
 
   // Combines what the group's warps hold, each the same in all lanes. `slots` is shared memory, two
@@ -59,30 +60,21 @@ class RowGroup {
     V* const own = &slots[turn_][index() * warps()];
     turn_ ^= 1;
     if (lane() == 0) own[thread() / kWarpSize] = value;
-    if constexpr (kBarrier == Barrier::kBlock) {
-      __syncthreads();
-    } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(index() + 1), "r"(threads()) : "memory");
-    }
+    meet();
     const int warp = lane() & (warp_lanes_ - 1);
     value = warp < warps() ? own[warp] : identity;
     return butterfly(value, warp_lanes_, combine);
   }
 
-  // The same for the first warp alone, which spares the others the work. `slots` may be reused
-  // after the next barrier.
-  template <typename V, typename Combine>
-  __device__ V gather_warps(V value, const V& identity, V (&slots)[kMaxWarps],
-                            Combine combine) const {
-    if (lane() == 0) slots[thread() / kWarpSize] = value;
-    __syncthreads();
-    if (thread() >= kWarpSize) return value;
-    const int warp = lane() & (warp_lanes_ - 1);
-    value = warp < warps() ? slots[warp] : identity;
-    return butterfly(value, warp_lanes_, combine);
+ private:
+  __device__ void meet() const {
+    if constexpr (kBarrier == Barrier::kBlock) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(index() + 1), "r"(threads()) : "memory");
+    }
   }
 
- private:
   template <typename V, typename Combine>
   __device__ static V butterfly(V value, int lanes, Combine combine) {
 #pragma unroll
@@ -109,6 +101,110 @@ class RowGroup {
   int turn_ = 0;
 };
 
+// Sums over the threads of a row group: every thread gets the same bits. The tree depends on the
+// number of threads alone.
+template <typename A, Barrier kBarrier>
+class RowSums {
+ public:
+  static constexpr int kHalf = kWarpSize / 2;
+  // Of a group of several warps, in shared memory. Two sets used in turn: the barrier of one sum
+  // also says that everybody has read the one before. Of each set one half holds sums a and the
+  // other sums b, warp w at (w % 16) * 2 + w / 16.
+  struct Slots {
+    A at[2][2][kMaxWarps];
+  };
+
+  // `slots` is the group's own. All threads of the block construct theirs, as there is a barrier in
+  // that.
+  template <typename Group>
+  __device__ RowSums(const Group& group, Slots& slots)
+      : several_(group.warps() > 1),
+        upper_(group.lane() >= kHalf),
+        writes_(group.lane() % kHalf == 0) {
+    if (several_) {
+      A* const all = &slots.at[0][0][0];
+      for (int i = group.thread(); i < 4 * kMaxWarps; i += group.threads()) all[i] = 0;
+      __syncthreads();
+    }
+    const int warp = group.thread() / kWarpSize;
+    write_ = slots.at[0][upper_] + (warp % kHalf) * 2 + warp / kHalf;
+    read_ = slots.at[0][upper_] + (group.lane() % kHalf) * 2;
+  }
+
+  // The sums of kRows values, one of each of as many rows (one, where the group has several warps).
+  template <typename Group, int kRows>
+  __device__ __forceinline__ void add_up(const Group& group, A (&a)[kRows]) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) a[r] = over_lanes(group, a[r]);
+    if (kRows > 1 || !several_) return;
+    if (writes_ && !upper_) *write_ = a[0];
+    meet(group);
+    // Both halves read the first half's slots.
+    const A* const from = read_ - (upper_ ? kMaxWarps : 0);
+    a[0] = half_sum(from[0] + from[1]);
+    turn();
+  }
+
+  // The same for two values a row. In a full warp one half of the lanes adds up a, the other b.
+  template <typename Group, int kRows>
+  __device__ __forceinline__ void add_up(const Group& group, A (&a)[kRows], A (&b)[kRows]) {
+    if (kRows > 1 || group.lanes() < kWarpSize) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        a[r] = over_lanes(group, a[r]);
+        b[r] = over_lanes(group, b[r]);
+      }
+      return;
+    }
+    A sum = (upper_ ? b[0] : a[0]) + __shfl_xor_sync(kFullMask, upper_ ? a[0] : b[0], kHalf);
+    sum = half_sum(sum);
+    if (several_) {
+      if (writes_) *write_ = sum;
+      meet(group);
+      sum = half_sum(read_[0] + read_[1]);
+      turn();
+    }
+    const A other = __shfl_xor_sync(kFullMask, sum, kHalf);
+    a[0] = upper_ ? other : sum;
+    b[0] = upper_ ? sum : other;
+  }
+
+ private:
+  __device__ __forceinline__ static A half_sum(A value) {
+#pragma unroll
+    for (int offset = kHalf / 2; offset > 0; offset /= 2) {
+      value += __shfl_xor_sync(kFullMask, value, offset);
+    }
+    return value;
+  }
+  template <typename Group>
+  __device__ __forceinline__ static A over_lanes(const Group& group, A value) {
+#pragma unroll
+    for (int offset = kHalf; offset > 0; offset /= 2) {
+      if (offset < group.lanes()) value += __shfl_xor_sync(kFullMask, value, offset);
+    }
+    return value;
+  }
+  template <typename Group>
+  __device__ __forceinline__ static void meet(const Group& group) {
+    if constexpr (kBarrier == Barrier::kBlock) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(group.index() + 1), "r"(group.threads()) : "memory");
+    }
+  }
+  __device__ __forceinline__ void turn() {
+    const int other = set_ ? -2 * kMaxWarps : 2 * kMaxWarps;
+    write_ += other;
+    read_ += other;
+    set_ = !set_;
+  }
+
+  A* write_;
+  const A* read_;
+  bool several_, upper_, writes_, set_ = false;
+};
+
 // The blocks of a thread-block cluster share a row, each a slice of its columns. On chips without
 // clusters, and in kernels launched without one, the cluster is the block itself.
 class RowCluster {
@@ -128,9 +224,8 @@ class RowCluster {
 #endif
   }
 
-  // Before the first reduce(), in two steps so that work fits between them: nobody may write to a
-  // block that has not begun. And, as one, before a block ends whose shared memory others may still
-  // write.
+  // Before the first gather(), in two steps so that work fits between them: nobody may write to a
+  // block that has not begun.
   __device__ void arrive() const {
 #if __CUDA_ARCH__ >= 900
     cooperative_groups::this_cluster().barrier_arrive();
@@ -142,24 +237,28 @@ class RowCluster {
 #endif
   }
 
-  // Combines what the blocks' threads 0 to kMaxClusterBlocks - 1 hold, each block's the same, in
-  // the order of the ranks. All threads take part; those beyond get their block's sum only with
-  // `everybody`. `slots` as in RowGroup::reduce_warps().
-  template <typename V, typename Combine>
-  __device__ V reduce(V value, V (&slots)[2][kMaxClusterBlocks], Combine combine,
-                      bool everybody = true) {
-#if __CUDA_ARCH__ >= 900
-    const auto cluster = cooperative_groups::this_cluster();
-    const int blocks = cluster.num_blocks();
+  // What the blocks hold (in their threads 0 to kMaxClusterBlocks - 1), in the order of their
+  // ranks, for all threads to read until the next gather(). `slots` is shared memory, two sets used
+  // in turn.
+  template <typename V>
+  __device__ const V* gather(const V& value, V (&slots)[2][kMaxClusterBlocks]) {
     V* const own = slots[turn_];
     turn_ ^= 1;
-    if (threadIdx.x < blocks)
+#if __CUDA_ARCH__ >= 900
+    const auto cluster = cooperative_groups::this_cluster();
+    if (threadIdx.x < cluster.num_blocks())
       *cluster.map_shared_rank(own + cluster.block_rank(), threadIdx.x) = value;
     cluster.sync();
-    if (!everybody && threadIdx.x >= kWarpSize) return value;
-    value = own[0];
-    for (int rank = 1; rank < blocks; ++rank) value = combine(value, own[rank]);
 #endif
+    return own;
+  }
+
+  // Combines what the blocks hold, in the order of their ranks; every thread gets the same.
+  template <typename V, typename Combine>
+  __device__ V reduce(V value, V (&slots)[2][kMaxClusterBlocks], Combine combine) {
+    const V* const parts = gather(value, slots);
+    value = parts[0];
+    for (int rank = 1; rank < blocks(); ++rank) value = combine(value, parts[rank]);
     return value;
   }
 

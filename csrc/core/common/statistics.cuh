@@ -33,33 +33,28 @@ struct ExactSum {
   }
 };
 
-// An eps in the accumulator's precision, and what that leaves of it.
-template <typename A>
-struct Epsilon {
-  A value, rest;
-};
-
-// 1 / sqrt((squares + squares_rest) / cols + eps), all but rounded once: the quotient and the sum
-// carry their rounding errors along into a Newton step on the hardware's rsqrt. As rsqrt for zero,
-// infinity and NaN.
-__device__ __forceinline__ float reciprocal_root_mean(float squares, float squares_rest, float cols,
-                                                      const Epsilon<float>& eps) {
-  const ExactSum<float> total(squares, squares_rest);
-  const float per_cols = reciprocal(cols);
-  const float mean_square = total.value * per_cols;
-  const float mean_square_rest = (fmaf(-mean_square, cols, total.value) + total.rest) * per_cols;
-  const ExactSum<float> v(mean_square, eps.value);
-  const float v_rest = v.rest + mean_square_rest + eps.rest;
-
-  const float r = rsqrtf(v.value);
-  const float vr = v.value * r;
-  const float residual = fmaf(-vr, r, 1.0f) - (fmaf(v.value, r, -vr) + v_rest * r) * r;
-  const float refined = fmaf(0.5f * r, residual, r);
-  return v.value > 0.0f && v.value < kInfinity ? refined : r;
+// 1 / sqrt(squares / cols + eps): a Newton step after the hardware's rsqrt. As rsqrt for zero,
+// infinity and NaN. Where an fp32 output shows the last bit (kExact), quotient, sum and product
+// carry their rounding errors into the step.
+template <bool kExact>
+__device__ __forceinline__ float reciprocal_root_mean(float squares, float cols, float per_cols,
+                                                      float eps) {
+  const float mean_square = squares * per_cols;
+  const float v = kExact ? mean_square + eps : fmaf(squares, per_cols, eps);
+  const float r = rsqrtf(v);
+  const float vr = v * r;
+  float residual = fmaf(-vr, r, 1.0f);
+  if constexpr (kExact) {
+    const float quotient_rest = fmaf(-mean_square, cols, squares) * per_cols;
+    const float v_rest = ExactSum<float>(mean_square, eps).rest + quotient_rest;
+    residual -= (fmaf(v, r, -vr) + v_rest * r) * r;
+  }
+  return v > 0.0f && v < kInfinity ? fmaf(0.5f * r, residual, r) : r;
 }
-__device__ __forceinline__ double reciprocal_root_mean(double squares, double squares_rest,
-                                                       double cols, const Epsilon<double>& eps) {
-  return 1.0 / sqrt((squares + squares_rest) / cols + eps.value);
+template <bool kExact>
+__device__ __forceinline__ double reciprocal_root_mean(double squares, double cols, double,
+                                                       double eps) {
+  return 1.0 / sqrt(squares / cols + eps);
 }
 
 template <typename A>
@@ -73,18 +68,6 @@ struct SumAndSquares {
   A sum, squares;
   __device__ static SumAndSquares merge(const SumAndSquares& a, const SumAndSquares& b) {
     return {a.sum + b.sum, a.squares + b.squares};
-  }
-};
-
-// The same with the rounding errors of the squares: rstd depends on the last few sums of the tree
-// more than on all others, and in a row of one warp these are among lanes.
-template <typename A>
-struct SumAndExactSquares {
-  A sum, squares, squares_rest;
-  __device__ static SumAndExactSquares merge(const SumAndExactSquares& a,
-                                             const SumAndExactSquares& b) {
-    const ExactSum<A> squares(a.squares, b.squares);
-    return {a.sum + b.sum, squares.value, (a.squares_rest + b.squares_rest) + squares.rest};
   }
 };
 
@@ -155,22 +138,15 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
   sum = group.reduce_lanes(sum, Sum<A>::merge);
   const A mean = sum.value * per_count;
 
-  SumAndExactSquares<A> centred{0, 0, 0};
+  SumAndSquares<A> centred{0, 0};
   visit_elements<kRegular>(packs, col, step, cols, [&](A x) {
     const A difference = x - mean;
     centred.sum += difference;
     centred.squares += difference * difference;
   });
-  if (group.warps() > 1) {
-    const auto plain =
-        group.reduce_lanes(SumAndSquares<A>{centred.sum, centred.squares}, SumAndSquares<A>::merge);
-    centred = {plain.sum, plain.squares, 0};
-  } else {
-    centred = group.reduce_lanes(centred, SumAndExactSquares<A>::merge);
-  }
+  centred = group.reduce_lanes(centred, SumAndSquares<A>::merge);
   const A correction = centred.sum * per_count;
-  return {static_cast<A>(count), mean, correction, centred.squares,
-          centred.squares_rest - centred.sum * correction};
+  return {static_cast<A>(count), mean, correction, centred.squares, -centred.sum * correction};
 }
 
 // A row's statistics by kind: of() a warp's part of it, merge() of two parts.
@@ -188,9 +164,7 @@ struct RowStatistics : Moments<A> {
     return Moments<A>::merge(a, b);
   }
   __device__ A row_mean() const { return this->mean + this->mean_rest; }
-  // About the mean, and its rest.
-  __device__ A sum_of_squares() const { return this->m2; }
-  __device__ A sum_of_squares_rest() const { return this->m2_rest; }
+  __device__ A sum_of_squares() const { return this->m2 + this->m2_rest; }  // about the mean
 };
 
 template <typename A>
@@ -218,7 +192,6 @@ struct RowStatistics<A, true> {
   }
   __device__ A row_mean() const { return 0; }
   __device__ A sum_of_squares() const { return sum; }
-  __device__ A sum_of_squares_rest() const { return 0; }
 };
 
 }  // namespace fused_norm

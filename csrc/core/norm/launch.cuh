@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/norm/backward.cuh"
+#include "core/norm/backward_streaming.cuh"
 #include "core/norm/forward.cuh"
 #include "core/norm/norm.h"
 #include "core/norm/plan.h"
@@ -42,8 +43,8 @@ struct LaunchOptions {
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const LaunchOptions& options,
                    cudaStream_t stream, const Args&... args) {
-  // 48 KB need no leave; kernels also have up to 2 KB of static shared memory.
-  if (options.shared_bytes > 46 * 1024) {
+  // 48 KB need no leave; kernels also have up to 5 KB of static shared memory.
+  if (options.shared_bytes > 43 * 1024) {
     const cudaError_t error = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
     if (error != cudaSuccess) return error;
@@ -89,35 +90,34 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
                              params.weight,
                              params.bias,
                              static_cast<Accumulator<Y>>(params.weight_offset)};
-  const A eps = static_cast<A>(params.eps);
-  const StatisticsOut<A> out{static_cast<A*>(params.mean),
-                             static_cast<A*>(params.rstd),
-                             {eps, static_cast<A>(params.eps - static_cast<double>(eps))}};
+  const StatisticsOf<InputLoad<X>, AffineStore<Y>> out{
+      static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
+      static_cast<A>(params.cols), A(1) / params.cols};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool regular =
       is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
       is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
   auto run = [&](auto kernel, auto... flags) {
-    return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks},
-                          stream, load, store, out, regular, flags...);
+    return detail::launch(kernel, plan.blocks, threads, {0, plan.cluster_blocks, plan.overlaps},
+                          stream, load, store, out, flags...);
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
     using Load = InputLoad<X>;
     using Store = AffineStore<Y>;
     if (plan.tier == Tier::kStreaming) {
-      return run(norm_forward_streaming<Load, Store, kRms>, plan.shared_bytes > 0);
+      return run(norm_forward_streaming<Load, Store, kRms>);
     }
     if constexpr (!std::is_same_v<X, double>) {
       switch (plan.packs) {
         case 1:
-          return run(norm_forward_registers<Load, Store, kRms, 1>);
+          return run(norm_forward_registers<Load, Store, kRms, 1>, regular);
         case 2:
-          return run(norm_forward_registers<Load, Store, kRms, 2>);
-        case 4:
-          return run(norm_forward_registers<Load, Store, kRms, 4>);
+          return run(norm_forward_registers<Load, Store, kRms, 2>, regular);
+        case 3:
+          return run(norm_forward_registers<Load, Store, kRms, 3>, regular);
         default:
-          return run(norm_forward_registers<Load, Store, kRms, 8>);
+          return run(norm_forward_registers<Load, Store, kRms, 4>, regular);
       }
     }
     return cudaErrorInvalidValue;
@@ -125,10 +125,11 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
   return params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
 }
 
-template <typename X, typename Y, typename S>
+template <typename X, typename Y, bool kFromOutput>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
   using A = Accumulator<X>;
+  using S = std::conditional_t<kFromOutput, Y, X>;
   const BackwardInput<Y, S, A> in{params.rows,
                                   params.cols,
                                   params.from_output,
@@ -165,18 +166,19 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.saved, params.saved_layout, params.cols, plan.pack, kDTypeOf<S>) &&
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype);
     auto run = [&](auto kernel) {
-      return detail::launch(kernel, plan.blocks, threads, {plan.shared_bytes, plan.cluster_blocks},
-                            stream, in, out, regular);
+      return detail::launch(kernel, plan.blocks, threads,
+                            {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
+                            out, regular);
     };
     auto run_packs = [&](auto rms) {
       constexpr bool kRms = decltype(rms)::value;
       switch (plan.packs) {
         case 1:
-          return run(norm_backward_registers<X, Y, S, kRms, 1>);
+          return run(norm_backward_registers<X, Y, S, kRms, kFromOutput, 1>);
         case 2:
-          return run(norm_backward_registers<X, Y, S, kRms, 2>);
+          return run(norm_backward_registers<X, Y, S, kRms, kFromOutput, 2>);
         default:
-          if constexpr (N == 4) return run(norm_backward_registers<X, Y, S, kRms, 4>);
+          if constexpr (N == 4) return run(norm_backward_registers<X, Y, S, kRms, kFromOutput, 4>);
           return cudaErrorInvalidValue;
       }
     };
@@ -195,8 +197,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
   const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {0, 1, plan.overlap_stages},
-                        stream, sums, plan.partials, static_cast<int>(params.cols));
+  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {0, 1, plan.overlaps}, stream,
+                        sums, plan.partials, static_cast<int>(params.cols));
 }
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.
@@ -213,8 +215,8 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwa
                               cudaStream_t stream) {
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     using Y = decltype(y);
-    if (params.from_output) return norm_backward_as<X, Y, Y>(params, plan, stream);
-    return norm_backward_as<X, Y, X>(params, plan, stream);
+    if (params.from_output) return norm_backward_as<X, Y, true>(params, plan, stream);
+    return norm_backward_as<X, Y, false>(params, plan, stream);
   });
 }
 

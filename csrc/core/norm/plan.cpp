@@ -24,55 +24,61 @@ int threads_for(int64_t row_packs, int packs) {
 int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
 
 // Static shared memory of the kernels, rounded up.
-constexpr int kStaticShared = 2048;
+constexpr int kStaticShared = 5 * 1024;
 
 }  // namespace
 
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
                            const DeviceProperties& device) {
-  // Many small blocks hide each other's loads. Four warps keep the number of block launches low
-  // where rows are short; 512 threads leave each 128 registers, which eight packs and the affine
-  // step need.
+  // 64 registers a thread: 1024 threads are resident on a multiprocessor, as many small blocks or
+  // as one. One block, whose loads of the next row hide behind its work, beats a cluster of two.
+  constexpr int kResidentThreads = 1024;
+  // Four warps keep the number of blocks low where rows are short.
   constexpr int kBlockThreads = 128;
-  constexpr int kMaxThreads = 512;
+  // Packs a thread: four fit, but 16 values are held in registers as fp32, which LayerNorm takes
+  // apart three times otherwise.
+  constexpr int kMaxPacks = 4;
+  constexpr int kHeldValues = 16;
 
   NormPlan plan{};
+  plan.overlaps = device.max_cluster_blocks > 1;  // both came with compute capability 9.0
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
-  // Rows of more than 512 threads are spread over a cluster, where the chip has them: blocks of
-  // four packs a thread take 64 registers each, so that two are resident and one's loads hide the
-  // other's reduction.
-  constexpr int kPacks = 4;
   plan.cluster_blocks = 1;
   while (plan.cluster_blocks < device.max_cluster_blocks &&
-         row_packs > int64_t{kPacks} * kMaxThreads * plan.cluster_blocks) {
+         row_packs > int64_t{kMaxPacks} * kResidentThreads * plan.cluster_blocks) {
     plan.cluster_blocks *= 2;
   }
-  int64_t block_packs = ceil_div(row_packs, plan.cluster_blocks);
-  // A row of one warp holds as few packs a lane as it can; a longer row holds four a thread, so
-  // that the block reduction is shared by many columns, and eight only where neither block nor
-  // cluster has more threads to give.
-  plan.packs = block_packs <= kWarp ? 1 : block_packs <= 2 * kWarp ? 2 : kPacks;
-  plan.tier = Tier::kRegisters;
-  if (x == DType::kFloat64 || block_packs > kPacks * kMaxThreads) {
+  const int64_t block_packs = ceil_div(row_packs, plan.cluster_blocks);
+  if (x == DType::kFloat64 || block_packs > kMaxPacks * kResidentThreads) {
+    constexpr int kMaxThreads = 512;
+    plan.tier = Tier::kStreaming;
     plan.cluster_blocks = 1;
-    block_packs = row_packs;
-    if (x != DType::kFloat64 && row_packs <= 2 * kPacks * kMaxThreads) {
-      plan.packs = 2 * kPacks;
-    } else {
-      plan.tier = Tier::kStreaming;
-      plan.packs = kPacks;
-    }
+    plan.packs = kMaxPacks;
+    plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kMaxThreads);
+    plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
+    plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
+    return plan;
   }
-  plan.threads_per_row = std::min(threads_for(block_packs, plan.packs), kMaxThreads);
+
+  plan.tier = Tier::kRegisters;
+  if (block_packs <= 3 * kWarp) {
+    // One warp, which never waits, with as few packs a lane as hold the row.
+    plan.packs = static_cast<int>(ceil_div(block_packs, kWarp));
+  } else {
+    plan.packs = kHeldValues / plan.pack;
+    while (threads_for(block_packs, plan.packs) > kResidentThreads) ++plan.packs;
+  }
+  if (plan.cluster_blocks > 1) plan.packs = kMaxPacks;
+  plan.threads_per_row = threads_for(block_packs, plan.packs);
   plan.rows_per_block = plan.threads_per_row > kWarp ? 1 : kBlockThreads / plan.threads_per_row;
-  plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
-  if (plan.tier == Tier::kStreaming && plan.rows_per_block == 1) {
-    const int64_t bytes =
-        ceil_div(row_packs, plan.threads_per_row) * plan.threads_per_row * plan.pack * size_of(x);
-    if (bytes + kStaticShared <= device.shared_bytes_per_block)
-      plan.shared_bytes = static_cast<int>(bytes);
-  }
+  // Persistent: as many blocks as are resident at once, and no more than there is work for. Rows of
+  // one pack a thread come in twos.
+  const int resident = kResidentThreads / (plan.threads_per_row * plan.rows_per_block);
+  const int clusters =
+      device.cluster_multiprocessors(plan.cluster_blocks) * resident / plan.cluster_blocks;
+  const int64_t wanted = ceil_div(rows, plan.rows_per_block);
+  plan.blocks = static_cast<int>(std::min<int64_t>(wanted, clusters)) * plan.cluster_blocks;
   return plan;
 }
 
@@ -85,7 +91,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   constexpr int kMaxColsPerThread = 16;
 
   NormBackwardPlan plan{};
-  plan.overlap_stages = device.max_cluster_blocks > 1;
+  plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
   // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
@@ -111,9 +117,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     plan.rows_per_block = plan.cluster_blocks > 1 ? 1 : kBlockThreads / threads;
     plan.shared_bytes = static_cast<int>(staged);
     // Persistent: as many blocks as are resident at once, and no more than there is work for.
-    const int resident = packs == 1 ? 2 : 1;
-    const int usable =
-        device.cluster_multiprocessors(plan.cluster_blocks) * resident / plan.cluster_blocks;
+    const int usable = device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
     plan.partials =
         clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block), std::max(1, usable)));
     plan.blocks = plan.partials * plan.cluster_blocks;

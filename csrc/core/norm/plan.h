@@ -27,6 +27,7 @@ struct NormPlan {
   int cluster_blocks;  // kRegisters: blocks that share a row
   int blocks;
   int shared_bytes;  // dynamic
+  bool overlaps;     // programmatic dependent launch, of the forward kernel or of stage 2
 };
 
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
@@ -35,7 +36,6 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
 // kRegisters: one kernel gives dx and a partial row of dweight and dbias per block. kStreaming: a
 // kernel for the sums of each row (planned by threads_per_row), then one over column tiles.
 struct NormBackwardPlan : NormPlan {
-  bool overlap_stages;  // programmatic dependent launch of stage 2, from Hopper on
   int partials;  // rows of fp32 (fp64) partial sums: blocks, or row chunks of the column tiles
   int tiles;     // kStreaming: column tiles of kTileThreads packs
 };

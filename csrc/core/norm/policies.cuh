@@ -4,8 +4,7 @@
 // the normalized values of a pack.
 #pragma once
 
-#include "core/common/pack.cuh"
-#include "core/common/row_group.cuh"
+#include "core/common/row_slice.cuh"
 
 namespace fused_norm {
 
@@ -50,13 +49,10 @@ struct AffineStore {
     return {y + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
 
-  // Param is the type of weight and bias where both are there and the offset is zero, or void:
-  // found out here.
-  template <typename Param, bool kBias, int N, bool kRegular, typename A>
-  __device__ __forceinline__ void store(const RowWriter<T, N, kRegular>& row, int col,
-                                        A (&xhat)[N]) const {
-    if (kRegular && col >= cols) return;
-    A g[N], b[N];
+  // Weight and bias of the columns from `col` on; Param is their type where both are there and the
+  // offset is zero, or void: found out here.
+  template <typename Param, bool kBias, bool kRegular, int N, typename A>
+  __device__ __forceinline__ void load(int col, A (&g)[N], A (&b)[N]) const {
     if constexpr (!std::is_void_v<Param>) {
       load_params_of<Param, kRegular>(weight.data, col, cols, g);
       if constexpr (kBias) load_params_of<Param, kRegular>(bias.data, col, cols, b);
@@ -74,13 +70,19 @@ struct AffineStore {
       }
       if (bias.data && inside) load_params<kRegular>(bias, col, cols, b);
     }
+  }
+
+  template <typename Param, bool kBias, int N, typename A>
+  __device__ __forceinline__ Pack<T, N> apply(const A (&xhat)[N], const A (&g)[N],
+                                              const A (&b)[N]) const {
+    A y[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      xhat[i] = kBias || std::is_void_v<Param> ? fma(xhat[i], g[i], b[i]) : xhat[i] * g[i];
+      y[i] = kBias || std::is_void_v<Param> ? fma(xhat[i], g[i], b[i]) : xhat[i] * g[i];
     }
     Pack<T, N> out;
-    round_to(out, xhat);
-    row.store(col, out);
+    round_to(out, y);
+    return out;
   }
 
   // Calls run(form) with the row form that fits best: RowForm<regular, Param>. Chosen once, at the
@@ -95,6 +97,8 @@ struct AffineStore {
       run(RowForm<true, X>());
     } else if (!std::is_same_v<X, float> && all_of(DType::kFloat32)) {
       run(RowForm<true, float>());
+    } else if (regular) {
+      run(RowForm<true, void>());
     } else {
       run(RowForm<false, void>());
     }

@@ -1,0 +1,103 @@
+// What the backward kernels read and write. With w = dy * (weight + offset), and xhat from the
+// saved input or output,
+//   dx = rstd * (w - mean(w) - xhat * mean(w * xhat))      (RMSNorm: without mean(w))
+//   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
+// in two stages without atomics: blocks that walk over rows write partial sums (backward.cuh, or
+// backward_streaming.cuh for any length), then sum_partials() adds those in a fixed order
+// (partial_sums.cuh).
+#pragma once
+
+#include "core/common/row_slice.cuh"
+#include "core/common/statistics.cuh"
+#include "core/norm/policies.cuh"
+
+namespace fused_norm {
+
+// What the kernels read. The saved tensor has dtype S: the input's, or the output's when
+// from_output.
+template <typename Y, typename S, typename A>
+struct BackwardInput {
+  int64_t rows;
+  int cols;
+  bool from_output;
+  const Y* dy;
+  RowLayout dy_layout;
+  const S* saved;
+  RowLayout saved_layout;
+  const A* mean;  // null: no mean to subtract
+  const A* rstd;
+  ParamVector weight, bias;
+  A weight_offset;
+
+  // Rows past the end are empty.
+  template <int N, bool kRegular, typename Group>
+  __device__ RowReader<Y, N, kRegular> open_dy(int64_t row, const Group& group) const {
+    return {row_start(dy, dy_layout, row), row < rows ? cols : 0,
+            kRegular || rows_follow(dy_layout, row, rows, cols, N), group.lane(), group.lanes()};
+  }
+  template <int N, bool kRegular, typename Group>
+  __device__ RowReader<S, N, kRegular> open_saved(int64_t row, const Group& group) const {
+    return {row_start(saved, saved_layout, row), row < rows ? cols : 0,
+            kRegular || rows_follow(saved_layout, row, rows, cols, N), group.lane(), group.lanes()};
+  }
+};
+
+// Gradients; null where not asked for. Partials are [2][partial rows][cols]: dweight's, then
+// dbias's.
+template <typename X, typename A>
+struct BackwardOutput {
+  X* dx;
+  A* dweight_partials;
+  A* dbias_partials;
+
+  template <int N, bool kRegular, typename Group>
+  __device__ RowWriter<X, N, kRegular> open_dx(int64_t row, int64_t rows, int cols,
+                                               const Group& group) const {
+    return {dx + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
+  }
+};
+
+// xhat = (saved - shift) * scale. From the input both are the row's (mean, rstd); from the output
+// they are the column's (bias, 1 / weight).
+template <typename A, int N>
+struct ColumnParams {
+  A weight[N], shift[N], scale[N];
+
+  // Parameters of the columns from `col` on; zero past the end, so that such columns add nothing
+  // anywhere.
+  template <typename In>
+  __device__ static ColumnParams load(const In& in, int col) {
+    ColumnParams params;
+    A weights[N], biases[N];
+    if (in.weight.data && col < in.cols) load_params<false>(in.weight, col, in.cols, weights);
+    if (in.from_output && in.bias.data && col < in.cols)
+      load_params<false>(in.bias, col, in.cols, biases);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const bool inside = col + i < in.cols;
+      const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
+      params.weight[i] = inside ? g : A(0);
+      params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
+      params.scale[i] = inside ? reciprocal(g) : A(0);
+    }
+    return params;
+  }
+};
+
+// A row's sums: of w (LayerNorm) and of w * xhat.
+template <typename A, bool kRms>
+struct GradientSums {
+  A w, wx;
+  __device__ static GradientSums merge(const GradientSums& a, const GradientSums& b) {
+    return {a.w + b.w, a.wx + b.wx};
+  }
+};
+template <typename A>
+struct GradientSums<A, true> {
+  A wx;
+  __device__ static GradientSums merge(const GradientSums& a, const GradientSums& b) {
+    return {a.wx + b.wx};
+  }
+};
+
+}  // namespace fused_norm
