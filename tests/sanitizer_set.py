@@ -18,7 +18,7 @@ import time
 
 import softmax_harness as softmax
 import torch
-from harness import OUTPUTS, SHORT, randn
+from harness import OUTPUTS, SHORT
 
 # Columns, and rows for forward and for backward. The columns lie in each tier of each pack size:
 # from one lane a row to a cluster of eight blocks and to streaming. Where a row needs a barrier,
@@ -117,59 +117,63 @@ def run(call, pools, x_dtype, y_dtype, rms):
         )  # fmt: skip
 
 
-def run_norm():
-    begin = time.monotonic()
-    numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
-    pools = {dtype: numbers.to(dtype) for dtype in OUTPUTS}
-    pairs = [(x, y) for x, outputs in OUTPUTS.items() for y in outputs]
-    for turn, ((x, y), rms) in enumerate(itertools.product(pairs, (False, True))):
-        for call in calls(x, turn):
-            run(call, pools, x, y, rms)
-        torch.cuda.synchronize()
-        name = f"{'rms' if rms else 'layer'} {SHORT[x]}->{SHORT[y]}"
-        done = f"{turn + 1}/{2 * len(pairs)} {name}, {time.monotonic() - begin:.0f} s"
-        print(done, file=sys.stderr, flush=True)
-
-
-# Rows of every tier, odd and even; columns of either kernel form.
+# Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.
 SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
 SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
 
 
-def softmax_calls(generator):
+def softmax_calls(pools, pair):
     """(form, x, dy, mask) of softmax, log_softmax and masked softmax."""
+
+    def tensors(rows, cols, layout):
+        return (tensor(pools[dtype], rows, cols, layout) for dtype in pair)
+
     tiers = ("auto", "warp", "block", "uncached")
-    rows = 5
-    for pair, tier, cols in itertools.product(softmax.PAIRS, tiers, SOFTMAX_COLS):
-        x = randn(generator, rows, cols + 3, dtype=pair[0])[:, 3:]
-        dy = randn(generator, rows, cols + 1, dtype=pair[1])[:, 1:]
+    for tier, cols, layout in itertools.product(tiers, SOFTMAX_COLS, ("odd", "offset")):
+        x, dy = tensors(FEW_ROWS, cols, layout)
         for log in (False, True):
             yield softmax.Form(*pair, log=log, tier=tier), x, dy, None
         form = softmax.Form(*pair, tier=tier, masked=True, scale=0.5, causal=True)
-        yield form, x, dy, randn(generator, 1, cols + 1)[:, 1:] < 0
-        yield form, x, dy, randn(generator, rows, cols, dtype=pair[0])
-        yield form, x, dy, randn(generator, rows, 1)
-    for pair, shape in itertools.product(softmax.PAIRS, SOFTMAX_COLUMNS):
-        x, dy = (randn(generator, *shape, dtype=dtype) for dtype in pair)
+        yield form, x, dy, None
+        form = dataclasses.replace(form, causal=False)
+        rows = tensor(pools[torch.float32], 1, cols, "offset")
+        yield form, x, dy, (pools[torch.float32][: cols + 1] < 0).cuda()[1:]
+        yield form, x, dy, rows.view(cols)
+        yield form, x, dy, tensor(pools[pair[0]], x.shape[-2], 1, "regular")
+    for outer, cols, inner in SOFTMAX_COLUMNS:
+        x, dy = (t.view(outer, cols, inner) for t in tensors(outer, cols * inner, "regular"))
         for log in (False, True):
             yield softmax.Form(*pair, log=log, dim=1), x, dy, None
 
 
-def run_softmax():
-    generator = torch.Generator("cuda").manual_seed(0)
-    label = None
-    for form, *tensors in softmax_calls(generator):
-        if str(form) != label:
-            label = str(form)
-            print(label, file=sys.stderr, flush=True)
-        softmax.forward_backward(form, *tensors)
+def run_softmax(pools, report):
+    for number, pair in enumerate(softmax.PAIRS):
+        for form, *tensors in softmax_calls(pools, pair):
+            softmax.forward_backward(form, *tensors)
+        report(f"softmax {number + 1}/{len(softmax.PAIRS)}", pair)
+
+
+def run_norm(pools, report):
+    pairs = [(x, y) for x, outputs in OUTPUTS.items() for y in outputs]
+    for turn, ((x, y), rms) in enumerate(itertools.product(pairs, (False, True))):
+        for call in calls(x, turn):
+            run(call, pools, x, y, rms)
+        report(f"norm {turn + 1}/{2 * len(pairs)} {'rms' if rms else 'layer'}", (x, y))
 
 
 def main():
+    begin = time.monotonic()
+    numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
+    pools = {dtype: numbers.to(dtype) for dtype in OUTPUTS}
+
+    def report(what, pair):
+        torch.cuda.synchronize()
+        dtypes = "->".join(SHORT[dtype] for dtype in pair)
+        print(f"{what} {dtypes}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
+
     families = {"norm": run_norm, "softmax": run_softmax}
     for name in sys.argv[1:] or families:
-        families[name]()
-    torch.cuda.synchronize()
+        families[name](pools, report)
 
 
 if __name__ == "__main__":

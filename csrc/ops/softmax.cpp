@@ -85,6 +85,8 @@ Tensor expanded_mask(const std::optional<Tensor>& mask, const Tensor& input) {
 void check_tier_holds(SoftmaxTier tier, bool backward, const Geometry& geometry, ScalarType x,
                       ScalarType y) {
   if (tier == SoftmaxTier::kAuto) return;
+  TORCH_CHECK(geometry.outer < int64_t{1} << 28, "tier is '", name_of(tier), "', but input has ",
+              geometry.outer, " rows: a tier is forced for less than 2^28");
   TORCH_CHECK(softmax_tier_holds(tier, backward, static_cast<int>(geometry.cols), to_dtype(x),
                                  to_dtype(y), current_device_properties()),
               "tier is '", name_of(tier), "', which does not hold rows of ", geometry.cols,
