@@ -339,7 +339,7 @@ def write(results, facts, out):
     with (out / "memory.csv").open("w", newline="") as stream:
         lines = csv.writer(stream)
         lines.writerow(
-            ["preset", "norms", "held_bytes", "peak_bytes", *KINDS, "saved_bytes", "seconds"]
+            ["preset", "variant", "held_bytes", "peak_bytes", *KINDS, "saved_bytes", "seconds"]
         )
         for r in results:
             lines.writerow(

@@ -5,8 +5,8 @@ Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.c
 """
 
 import importlib.util
-from pathlib import Path
 import math
+from pathlib import Path
 from typing import Any
 
 import torch
