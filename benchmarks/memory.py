@@ -295,7 +295,7 @@ def tables(results):
 
 
 def plot(results, path):
-    """Stacked bars of what each kind of layer keeps; whiskers mark the peak on a GPU."""
+    """Stacked bars of what each kind of layer keeps for backward."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display; chosen before pyplot loads
