@@ -295,7 +295,7 @@ def tables(results):
 
 
 def plot(results, path):
-    """Stacked bars of what each kind of layer keeps; whiskers mark the peak on a GPU."""
+    """Stacked bars of what each kind of layer keeps for backward."""
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display; chosen before pyplot loads
@@ -339,7 +339,7 @@ def write(results, facts, out):
     with (out / "memory.csv").open("w", newline="") as stream:
         lines = csv.writer(stream)
         lines.writerow(
-            ["preset", "norms", "held_bytes", "peak_bytes", *KINDS, "saved_bytes", "seconds"]
+            ["preset", "variant", "held_bytes", "peak_bytes", *KINDS, "saved_bytes", "seconds"]
         )
         for r in results:
             lines.writerow(

@@ -40,10 +40,13 @@ def norm_backward(
     from_output: bool,
     input_dtype: torch.dtype,
     output_mask: Sequence[bool],
+    side: Tensor | None = None,
+    columns: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Returns (dx, dweight, dbias), None where ``output_mask`` is false.
 
-    ``saved`` is the input, with its ``mean`` unless ``rms``, or the output with ``from_output``.
+    ``saved`` is the input, with its ``mean`` unless ``rms``, or the output with ``from_output``,
+    then perhaps with the ``side`` and ``columns`` of ``torch.ops.fused_norm.norm_forward_listing``.
     """
 
 def unrecoverable_columns(
@@ -84,5 +87,26 @@ def softmax_backward(
     tier: _Tier = "auto",
 ) -> Tensor:
     """The gradient of the input of either of the above, from its output."""
+
+def choose_room(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    cols: int,
+    input_dtype: torch.dtype,
+    out_dtype: torch.dtype,
+) -> int:
+    """The room for listed columns that a call should have; -1: save the input; -2: an earlier call
+    overflowed."""
+
+def fixed_room(cols: int) -> int:
+    """The room of a call that cannot choose."""
+
+def note_optimizer_step() -> None:
+    """Says that an optimizer changed its parameters."""
+
+def take_overflow() -> tuple[int, str, int] | None:
+    """The overflow that choose_room() found: address and description of a parameter, and how many
+    columns had no room."""
 
 def build_info() -> _BuildInfo: ...

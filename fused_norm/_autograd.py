@@ -12,7 +12,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from fused_norm import _C, _decompositions, _ops
+from fused_norm import _decompositions, _ops
 
 SAVE_INPUT = -1
 _OVERFLOW_PENDING = -2
@@ -34,14 +34,16 @@ def choose_room(input, weight, bias, normalized_shape, weight_offset, out_dtype)
     cols = 1
     for size in normalized_shape:
         cols *= size
-    room = _C.choose_room(weight, bias, weight_offset, cols, input.dtype, out_dtype or input.dtype)
+    room = _ops._C.choose_room(
+        weight, bias, weight_offset, cols, input.dtype, out_dtype or input.dtype
+    )
     if room == _OVERFLOW_PENDING:
         _raise_overflow()
     return room
 
 
 def _raise_overflow():
-    address, description, columns = _C.take_overflow()
+    address, description, columns = _ops._C.take_overflow()
     name = _name_of_norm(address) or description
     raise RuntimeError(
         f"{name}: memory_efficient=True had no room for {columns} column(s) whose weight became "
@@ -205,7 +207,7 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
 
 
 # So that other changes of parameters are known from an optimizer's (csrc/ops/column_watch.cpp).
-register_optimizer_step_post_hook(lambda *_: _C.note_optimizer_step())
+register_optimizer_step_post_hook(lambda *_: _ops._C.note_optimizer_step())
 
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 norm = pytest.importorskip("benchmarks.norm", reason="the benchmarks need the repository and rich")
 softmax = pytest.importorskip("benchmarks.softmax")
+memory = pytest.importorskip("benchmarks.memory")
 report = pytest.importorskip("benchmarks.report")
 targets = pytest.importorskip("benchmarks.targets")
 
@@ -250,10 +251,36 @@ def command_line(*arguments):
     )  # fmt: skip
 
 
+def test_memory_of_small_transformers(tmp_path):
+    """On a CPU: what the flag frees is what was predicted, to the byte; tables and plot."""
+    done = command_line("memory", "--device", "cpu", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+    markdown = (tmp_path / "memory.md").read_text()
+    assert markdown.count("100.00%") == 2
+    with (tmp_path / "memory.csv").open() as stream:
+        lines = list(csv.DictReader(stream))
+    assert [line["variant"] for line in lines] == [*memory.VARIANTS] * 2
+    for preset in ("llama-tiny", "gpt2-tiny"):
+        torch_norms, fused, efficient = (
+            {key: int(line[key]) for key in (*memory.KINDS, "saved_bytes")}
+            for line in lines
+            if line["preset"] == preset
+        )
+        assert all(d["saved_bytes"] == sum(d[k] for k in memory.KINDS) for d in (fused, efficient))
+        # Only the norms' share changes: rstd alone is left of it.
+        assert {k for k in memory.KINDS if fused[k] != efficient[k]} == {"norms"}
+        sizes = memory.PRESETS[preset]
+        assert efficient["norms"] == sizes.norms * sizes.rows * 4
+        assert torch_norms["norms"] >= fused["norms"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["norm"], "a CUDA GPU is needed"),
+        (["memory", "--device", "cuda"], "a CUDA GPU is needed"),
+        (["memory", "--preset", "huge"], "invalid choice: 'huge'"),
         (["norm", "--shapes", "12by7"], "'12by7' is not a shape"),
         (["softmax"], "a CUDA GPU is needed"),
         (["softmax", "--tier", "fast"], "invalid choice: 'fast'"),

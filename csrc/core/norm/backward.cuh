@@ -19,9 +19,9 @@ class StagedParams {
   __device__ StagedParams(float* staged, int threads)
       : staged_(reinterpret_cast<float4*>(staged)), threads_(threads) {}
 
-  template <bool kListed, typename In>
+  template <bool kFromOutput, bool kListed, typename In>
   __device__ void stage(const In& in, int p, int thread, int col) const {
-    const auto params = ColumnParams<float, N>::template load<kListed>(in, col);
+    const auto params = ColumnParams<float, N>::template load<kFromOutput, kListed>(in, col);
     put(kWeight, p, thread, params.weight);
     if (!in.from_output) return;
     put(kShift, p, thread, params.shift);
@@ -129,7 +129,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   wait_for_prerequisites();
   const StagedParams<kPacks, N> params(staged, group.threads());
   for (int p = group.index(); p < kPacks; p += group.groups())
-    params.template stage<kListed>(in, p, group.thread(), col + p * kSliceStep<N>);
+    params.template stage<kFromOutput, kListed>(in, p, group.thread(), col + p * kSliceStep<N>);
   __syncthreads();
   const uint32_t listed = kListed ? params.listed(group.thread(), left) : 0;
 

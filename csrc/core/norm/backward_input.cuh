@@ -68,8 +68,8 @@ struct ColumnParams {
   uint32_t listed;  // a bit for each column
 
   // Parameters of the columns from `col` on; zero past the end, so that such columns add nothing
-  // anywhere. kListed: some columns may be listed.
-  template <bool kListed, typename In>
+  // anywhere. kFromOutput: they may be from_output; kListed: some columns may be listed.
+  template <bool kFromOutput, bool kListed, typename In>
   __device__ static ColumnParams load(const In& in, int col) {
     ColumnParams params;
     params.listed = 0;
@@ -85,7 +85,7 @@ struct ColumnParams {
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
       params.scale[i] = inside ? A(1) / g : A(0);  // not by the hardware: 0 beyond 2^126
       const A bias = params.shift[i];
-      if (!inside || !in.from_output) continue;
+      if (!kFromOutput || !inside || !in.from_output) continue;
       if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);
       if (kListed && !meets(in.list.precise, g, bias)) {
         const int place = in.list.find(col + i);

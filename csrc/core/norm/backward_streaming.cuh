@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(512)
       dy_row.load(dy, col, step);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        const auto params = ColumnParams<A, N>::template load<kListed>(in, col + p * step);
+        const auto params = ColumnParams<A, N>::template load<true, kListed>(in, col + p * step);
         A xhat[N], d[N];
         unpack(saved[p], xhat);
         unpack(dy[p], d);
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(128)
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   const RowGroup<Barrier::kBlock> group;
   const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;
-  const auto params = ColumnParams<A, N>::template load<kListed>(in, col);
+  const auto params = ColumnParams<A, N>::template load<true, kListed>(in, col);
   A dweight[N] = {}, dbias[N] = {};
   Pack<S, N> saved[1];
   Pack<Y, N> dy[1];
