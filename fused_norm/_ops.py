@@ -63,6 +63,8 @@ def check_norm_arguments(
             f"normalized_shape is {shape}, but input has shape {list(input.shape)}, whose last "
             "dimensions differ from it"
         )
+    if rms and bias is not None:
+        raise RuntimeError(f"bias must be None with rms=True, but has shape {list(bias.shape)}")
     for name, param in (("weight", weight), ("bias", bias)):
         if param is None:
             continue

@@ -294,3 +294,19 @@ def test_binding_does_not_differentiate_silently(device):
     check_raises(lambda: _C.norm_forward(x, None, None, [4], 1e-5), ["does not differentiate"])
     with torch.no_grad():
         assert not _C.norm_forward(x, None, None, [4], 1e-5)[0].requires_grad
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward", "fake"])
+def test_a_bias_does_not_go_with_rms(direction):
+    x, weight = torch.randn(3, 8), torch.ones(8)
+    rstd = torch.ones(3, 1)
+    with pytest.raises(RuntimeError, match=r"bias must be None with rms=True, but has shape \[8\]"):
+        if direction == "forward":
+            torch.ops.fused_norm.norm_forward(x, weight, weight, [8], 1e-5, 0.0, True)
+        elif direction == "backward":
+            torch.ops.fused_norm.norm_backward(
+                x, x, None, rstd, weight, weight, [8], 0.0, True, False, x.dtype, [True] * 3
+            )
+        else:
+            x, weight = x.to("meta"), weight.to("meta")
+            torch.ops.fused_norm.norm_forward(x, weight, weight, [8], 1e-5, 0.0, True)

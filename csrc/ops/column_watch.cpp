@@ -54,7 +54,8 @@ int64_t element_size(ScalarType type) { return static_cast<int64_t>(c10::element
 // Beyond so many columns the side tensor takes more than half of the saving.
 int64_t most_listed(const NormColumns& norm) {
   const int64_t side = norm.x_dtype == at::kDouble ? 8 : 4;
-  return norm.cols * element_size(norm.x_dtype) / (2 * side);
+  // Kernels keep places in the list as fp32.
+  return std::min(norm.cols * element_size(norm.x_dtype) / (2 * side), int64_t{1} << 24);
 }
 
 int64_t round_room(int64_t columns, int64_t cols) { return std::min((columns + 3) / 4 * 4, cols); }

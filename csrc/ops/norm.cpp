@@ -60,6 +60,11 @@ Tensor check_param(const OptionalTensor& param, const char* name, at::IntArrayRe
   return *param;
 }
 
+void check_rms_bias(bool rms, const Tensor& bias) {
+  TORCH_CHECK(!rms || !bias.defined(), "bias must be None with rms=True, but has shape ",
+              bias.sizes());
+}
+
 // weight + weight_offset, added in the precision in which the kernels add it.
 Tensor effective_weight(const Tensor& weight, double weight_offset) {
   return weight.to(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
@@ -126,6 +131,7 @@ Forward run_forward(const Tensor& input, const OptionalTensor& weight, const Opt
   const Geometry geometry = check_geometry(input, "input", normalized_shape);
   const Tensor g = check_param(weight, "weight", normalized_shape, input);
   const Tensor b = check_param(bias, "bias", normalized_shape, input);
+  check_rms_bias(rms, b);
 
   const ScalarType stats_dtype = x_dtype == at::kDouble ? at::kDouble : at::kFloat;
   const auto options = input.options();
@@ -273,6 +279,7 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
               saved.scalar_type());
   const Tensor g = check_param(weight, "weight", normalized_shape, dy);
   const Tensor b = check_param(bias, "bias", normalized_shape, dy);
+  check_rms_bias(rms, b);
 
   const ScalarType stats_dtype = input_dtype == at::kDouble ? at::kDouble : at::kFloat;
   auto check_stats = [&](const Tensor& stats, const char* name) {

@@ -159,8 +159,8 @@ class RowReader {
 
   // Sets the columns past the row to zero.
   __device__ __forceinline__ Pack<T, N> finish(Words<kBytes> words, int col) const {
-    const int bytes = (cols_ - col) * static_cast<int>(sizeof(T));
     if (cols_ - col < N) {
+      const int bytes = (cols_ - col) * static_cast<int>(sizeof(T));
 #pragma unroll
       for (int i = 0; i < kBytes / 4; ++i) {
         words.at[i] = bytes >= 4 * i + 4 ? words.at[i] : bytes > 4 * i ? words.at[i] & 0xffff : 0;
@@ -321,9 +321,9 @@ __device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_
 // Whether rows after `row` reach at least `elements` further in memory.
 __device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row, int64_t rows,
                                             int cols, int elements) {
-  const int64_t stride =
-      layout.inner == 0 ? layout.stride : min(layout.stride, layout.outer_stride);
-  return (rows - 1 - row) * min(stride, int64_t{cols}) >= elements;
+  if (layout.inner == 0) return (rows - 1 - row) * min(layout.stride, int64_t{cols}) >= elements;
+  const char* const base = nullptr;
+  return row < rows && row_start(base, layout, rows - 1) - row_start(base, layout, row) >= elements;
 }
 
 }  // namespace fused_norm

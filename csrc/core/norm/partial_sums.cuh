@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(kWarpSize* kSumWarps)
                  const __grid_constant__ ColumnLook<A> look, int rows) {
   __shared__ A of_warp[kSumWarps][kWarpSize];
   const int cols = look.cols;
+  // The parameters may be read before stage 1 is done, which waited for all before it.
   if (blockIdx.x * kWarpSize >= cols) {
     if (blockIdx.y == 0) look_at_columns(look);
     meet_previous_kernel();
