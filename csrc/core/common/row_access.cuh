@@ -175,6 +175,43 @@ class RowReader {
   int lane_, lanes_, shift_;
 };
 
+namespace detail {
+
+// Bytes [first, kBytes) of a granule, in pieces of 2, 4 and 8.
+template <typename T, int kBytes>
+__device__ __forceinline__ void store_from(char* start, const Words<kBytes>& words, int first) {
+  if constexpr (sizeof(T) == 2) {
+    if (first & 2) {
+      *reinterpret_cast<uint16_t*>(start + first) =
+          static_cast<uint16_t>(word_at(words, first) >> 16);
+      first += 2;
+    }
+  }
+  if (first & 4) {
+    *reinterpret_cast<uint32_t*>(start + first) =
+        kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
+    first += 4;
+  }
+  if (kBytes == 16 && first == 8)
+    *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
+}
+
+// Bytes [0, end) of a granule.
+template <typename T, int kBytes>
+__device__ __forceinline__ void store_to(char* start, const Words<kBytes>& words, int end) {
+  if (kBytes == 16 && (end & 8)) *reinterpret_cast<uint2*>(start) = {words.at[0], words.at[1]};
+  if (end & 4)
+    *reinterpret_cast<uint32_t*>(start + (end & 8)) =
+        kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
+  if constexpr (sizeof(T) == 2) {
+    if (end & 2) {
+      *reinterpret_cast<uint16_t*>(start + (end & 12)) = static_cast<uint16_t>(word_at(words, end));
+    }
+  }
+}
+
+}  // namespace detail
+
 // Writes packs of one row; the counterpart of RowReader. All lanes that share the row in a warp
 // call store() together, with consecutive packs in consecutive lanes: in a row that does not start
 // on a pack boundary each lane writes the aligned granule that ends with its own first columns and
@@ -233,11 +270,12 @@ class RowWriter {
       if (has_before) {
         detail::store_words<kBytes>(start, granule);
       } else {
-        store_from(start, granule, shift_);
+        detail::store_from<T>(start, granule, shift_);
       }
       // The next lane writes this one's tail with its own head, if it has all of that.
       if ((last && lane_ + 1 == lanes_) || count - N < head) {
-        store_to(start + kBytes, detail::shifted_bytes<kBytes>(own, own, kBytes - shift_), shift_);
+        detail::store_to<T>(start + kBytes,
+                            detail::shifted_bytes<kBytes>(own, own, kBytes - shift_), shift_);
       }
     } else if (count > 0) {  // the row's end
       if (has_before && count >= head) {
@@ -255,40 +293,6 @@ class RowWriter {
   __device__ char* address(int col) const {
     return reinterpret_cast<char*>(row_) + static_cast<int64_t>(col) * sizeof(T);
   }
-  // Bytes [first, kBytes) of a granule, in pieces of 2, 4 and 8.
-  __device__ __forceinline__ static void store_from(char* start, const Words<kBytes>& words,
-                                                    int first) {
-    if constexpr (sizeof(T) == 2) {
-      if (first & 2) {
-        *reinterpret_cast<uint16_t*>(start + first) =
-            static_cast<uint16_t>(detail::word_at(words, first) >> 16);
-        first += 2;
-      }
-    }
-    if (first & 4) {
-      *reinterpret_cast<uint32_t*>(start + first) =
-          kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
-      first += 4;
-    }
-    if (kBytes == 16 && first == 8)
-      *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
-  }
-
-  // Bytes [0, end) of a granule.
-  __device__ __forceinline__ static void store_to(char* start, const Words<kBytes>& words,
-                                                  int end) {
-    if (kBytes == 16 && (end & 8)) *reinterpret_cast<uint2*>(start) = {words.at[0], words.at[1]};
-    if (end & 4)
-      *reinterpret_cast<uint32_t*>(start + (end & 8)) =
-          kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
-    if constexpr (sizeof(T) == 2) {
-      if (end & 2) {
-        *reinterpret_cast<uint16_t*>(start + (end & 12)) =
-            static_cast<uint16_t>(detail::word_at(words, end));
-      }
-    }
-  }
-
   __device__ void store_elements(int col, const Pack<T, N>& pack, int begin, int end) const {
     T elements[N];
     memcpy(elements, &pack, sizeof(pack));

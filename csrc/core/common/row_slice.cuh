@@ -195,14 +195,14 @@ class SliceWriter {
     const bool ends = p == kPacks - 1 && group.lane() == group.lanes() - 1;
     if (count >= N) {
       if (starts) {
-        store_from(own - shift_, granule, shift_);
+        detail::store_from<T>(own - shift_, granule, shift_);
       } else {
         detail::store_streamed<kBytes>(own - shift_, granule);
       }
       // The next lane writes this one's tail with its own head, if it has all of that.
       if (ends || count - N < head) {
-        store_to(own - shift_ + kBytes,
-                 detail::shifted_bytes<kBytes>(words, words, kBytes - shift_), shift_);
+        detail::store_to<T>(own - shift_ + kBytes,
+                            detail::shifted_bytes<kBytes>(words, words, kBytes - shift_), shift_);
       }
     } else if (count > 0) {  // the row's end
       const bool whole = !starts && count >= head;
@@ -212,40 +212,6 @@ class SliceWriter {
   }
 
  private:
-  // Bytes [first, kBytes) of a granule, in pieces of 2, 4 and 8.
-  __device__ __forceinline__ static void store_from(char* start, const Words<kBytes>& words,
-                                                    int first) {
-    if constexpr (sizeof(T) == 2) {
-      if (first & 2) {
-        *reinterpret_cast<uint16_t*>(start + first) =
-            static_cast<uint16_t>(detail::word_at(words, first) >> 16);
-        first += 2;
-      }
-    }
-    if (first & 4) {
-      *reinterpret_cast<uint32_t*>(start + first) =
-          kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
-      first += 4;
-    }
-    if (kBytes == 16 && first == 8)
-      *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
-  }
-
-  // Bytes [0, end) of a granule.
-  __device__ __forceinline__ static void store_to(char* start, const Words<kBytes>& words,
-                                                  int end) {
-    if (kBytes == 16 && (end & 8)) *reinterpret_cast<uint2*>(start) = {words.at[0], words.at[1]};
-    if (end & 4)
-      *reinterpret_cast<uint32_t*>(start + (end & 8)) =
-          kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
-    if constexpr (sizeof(T) == 2) {
-      if (end & 2) {
-        *reinterpret_cast<uint16_t*>(start + (end & 12)) =
-            static_cast<uint16_t>(detail::word_at(words, end));
-      }
-    }
-  }
-
   __device__ static void store_elements(char* start, const Pack<T, N>& pack, int begin, int end) {
     T elements[N];
     memcpy(elements, &pack, sizeof(pack));
