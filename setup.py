@@ -116,7 +116,8 @@ def extension():
     # Compiled with OpenMP but not linked to it: the calls bind to the one runtime that torch loads.
     flags = {
         "cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp", "-fno-trapping-math"],
-        "nvcc": ["-O3"],
+        # Kernels are compressed, which more than halves them; the driver takes them apart.
+        "nvcc": ["-O3", "-Xfatbin=-compress-all"],
     }
     # torch takes the constructors and operators of the 16-bit types away; CMakeLists.txt does not.
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
