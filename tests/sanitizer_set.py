@@ -1,4 +1,4 @@
-"""A reduced set of calls for compute-sanitizer: every kernel, in every tier, with
+"""A reduced set of calls for compute-sanitizer: every kernel family, in every tier, with
 regular and irregular rows and every kind of parameters, at the smallest sizes that make the loops
 go round.
 
