@@ -88,17 +88,14 @@ def test_opcheck_backward(kind, sample, mask, from_output, device, generator):
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "needs grad"])
 @pytest.mark.parametrize("room", [1, 5])
-@each_sample
+@pytest.mark.parametrize("sample", [s for s in SAMPLES if s[3] and math.prod(s[1])], ids=str)
 @each_kind
 def test_opcheck_forward_listing(kind, sample, room, requires_grad, device, generator):
-    cols = math.prod(sample[1])
-    if cols == 0:
-        pytest.skip("no columns to list")
+    """As many columns are listed as there is room for: what lies beyond them is not written."""
     args = list(arguments(sample, kind, generator, False))
-    if args[1] is not None:
-        args[1].fill_(4).view(-1)[0] = 0
+    args[1].fill_(4).view(-1)[:room] = 0
     args[:3] = [t if t is None else t.requires_grad_(requires_grad) for t in args[:3]]
-    torch.library.opcheck(listing_op, (*args, min(room, cols)))
+    torch.library.opcheck(listing_op, (*args, room))
 
 
 def test_the_list_holds_the_normalized_input_of_lost_columns(device, generator):

@@ -41,17 +41,19 @@ class SliceValues {
   __device__ __forceinline__ void get(int p, int left, A (&x)[N]) const {
     if constexpr (kPacked) {
       unpack(packs_[p], x);
-      if (centred_) subtract(x, mean_, left - p * kSliceStep<N>);
+      const int count = left - p * kSliceStep<N>;
+      if (times_ > 0) subtract(x, means_[0], count);
+      if (times_ > 1) subtract(x, means_[1], count);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] = values_[p][i];
     }
   }
-  // Makes them differences from `mean`; `left` columns of the row remain from the first on.
+  // Makes them differences from `mean`, and a second time these from another one; `left` columns of
+  // the row remain from the first on. Packed or not, the same bits come out.
   __device__ __forceinline__ void centre(A mean, int left) {
     if constexpr (kPacked) {
-      mean_ = centred_ ? mean_ + mean : mean;
-      centred_ = true;
+      means_[times_++] = mean;
     } else {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) subtract(values_[p], mean, left - p * kSliceStep<N>);
@@ -74,8 +76,8 @@ class SliceValues {
  private:
   A values_[kPacked ? 1 : kPacks][N];
   Pack<T, N> packs_[kPacked ? kPacks : 1];
-  A mean_;
-  bool centred_ = false;
+  A means_[2];
+  int times_ = 0;
 };
 
 // Calls visit(p, x) with each pack's values.
@@ -106,7 +108,8 @@ __device__ __forceinline__ A tree_of_squares(const A (&x)[N]) {
 template <typename T>
 constexpr bool kCorrectsMean = !std::is_same_v<T, __nv_bfloat16>;
 
-// Statistics of kRows rows at once; LayerNorm centres the values. `cols` are those of the whole
+// Statistics of kRows rows at once. LayerNorm centres the values about the mean, but where that is
+// corrected: then the caller does, so that they are rounded once. `cols` are those of the whole
 // group, `per_cols` their reciprocal; `left` remain from this thread's first on.
 template <bool kRms, typename Group, typename T, int N, int kPacks, bool kPacked, int kRows,
           typename A>
@@ -159,7 +162,6 @@ __device__ __forceinline__ void part_statistics(const Group& group,
       const A about_mean = fma(-sum[r], correction, squares[r]);
       out[r].squares = about_mean < A(0) ? A(0) : about_mean;
       out[r].mean += correction;
-      values[r].centre(out[r].mean, left);
     }
   }
 }

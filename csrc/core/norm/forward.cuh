@@ -117,11 +117,12 @@ __device__ __forceinline__ void norm_forward_once(
       const A part_mean = statistics[0].mean;
       statistics[0] = merge_parts<kRms>(cluster.gather(statistics[0], shared.cluster_slots),
                                         blocks_per_row, part_cols, load.cols, out.per_cols);
-      if (!kRms) values[0].centre(statistics[0].mean - part_mean, left);
+      if (!kRms && !kCorrectsMean<X>) values[0].centre(statistics[0].mean - part_mean, left);
     }
     A rstd[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
+      if (!kRms && kCorrectsMean<X>) values[r].centre(statistics[r].mean, left);
       rstd[r] = out.rstd_of(statistics[r].squares);
       const int64_t at = these + r * group.groups();
       if (writes && at < load.rows) out.template write<kRms>(at, statistics[r].mean, rstd[r]);

@@ -77,7 +77,7 @@ template <typename A>
 __global__ void __launch_bounds__(kWarpSize* kSumWarps)
     sum_partials(const __grid_constant__ PartialSums<A> sums,
                  const __grid_constant__ ColumnLook<A> look, int rows) {
-  __shared__ A of_warp[kSumWarps][kWarpSize];
+  __shared__ A of_warp[kSumWarps][kWarpSize + 1];
   const int cols = look.cols;
   // The parameters may be read before stage 1 is done, which waited for all before it.
   if (blockIdx.x * kWarpSize >= cols) {
@@ -86,20 +86,25 @@ __global__ void __launch_bounds__(kWarpSize* kSumWarps)
     return;
   }
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int col = blockIdx.x * kWarpSize + lane;
+  const int first_col = blockIdx.x * kWarpSize;
+  // A warp reads all of the block's columns of its rows, and in the end adds up one of them.
+  const int read_col = first_col + lane, col = first_col + warp;
   const A* partials = sums.partials[blockIdx.y];
   A sum = 0;
-  const bool spoiled = warp == 0 && col < cols && look.spoils(col);
+  const bool spoiled = lane == 0 && col < cols && look.spoils(col);
   meet_previous_kernel();
-  if (col < cols) {
+  if (read_col < cols) {
 #pragma unroll 8
-    for (int row = warp; row < rows; row += kSumWarps) sum += partials[int64_t{row} * cols + col];
+    for (int row = warp; row < rows; row += kSumWarps)
+      sum += partials[int64_t{row} * cols + read_col];
   }
   of_warp[warp][lane] = sum;
   __syncthreads();
-  if (warp != 0 || col >= cols) return;
+  sum = of_warp[lane][warp];
 #pragma unroll
-  for (int w = 1; w < kSumWarps; ++w) sum += of_warp[w][lane];
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
+    sum += __shfl_xor_sync(kFullMask, sum, offset);
+  if (lane != 0 || col >= cols) return;
   if (spoiled) sum = static_cast<A>(NAN);
   void* out = sums.out[blockIdx.y];
   switch (sums.dtype[blockIdx.y]) {
