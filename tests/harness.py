@@ -209,6 +209,9 @@ def check_call(form, x, weight, bias, dy, normalized_shape=None, with_torch=True
         bias=bias,
         weight_offset=form.weight_offset,
         from_output=form.memory_efficient,
+        dy_repeats=any(
+            dy.stride(d) == 0 and dy.size(d) > 1 for d in range(dy.dim() - len(normalized_shape))
+        ),
     )
     x, y, dy, dx = (t.reshape(rows, cols) for t in (x, y, dy, grads["x"]))
     torch_dx = theirs["x"].reshape(rows, cols) if theirs else None

@@ -113,7 +113,8 @@ class NormCheck:
     Feed it the rows (in chunks, if they are many), then the parameter gradients; `ratios()` maps
     what was measured to error / limit, a number that must not exceed 1 (inf for a NaN), still on
     the device. With `from_output` the limits of the gradients grow by what the xhat that precise
-    columns recover from the rounded output propagates, exactly as it does there.
+    columns recover from the rounded output propagates, exactly as it does there. `dy_repeats`: rows
+    of dy come again, as in an expanded tensor.
     """
 
     def __init__(
@@ -128,7 +129,9 @@ class NormCheck:
         bias=None,
         weight_offset=0.0,
         from_output=False,
+        dy_repeats=False,
     ):
+        self.dy_repeats = dy_repeats
         self.total_rows, self.rms_norm, self.eps, self.from_output = rows, rms, eps, from_output
         self.x_dtype, self.y_dtype, self.u = x_dtype, y_dtype, compute_unit(x_dtype)
         self.weight = None if weight is None else weight.detach().reshape(-1)
@@ -261,6 +264,8 @@ class NormCheck:
         if self.bias is not None:
             self._sum("dbias reference", dy)
             self._sum("dbias squares", dy.square())
+            if self.dy_repeats:
+                self._sum("dbias magnitudes", dy.abs())
 
     def _sum(self, name, value):
         total = value.sum(0)
@@ -284,6 +289,15 @@ class NormCheck:
         # large tensor, and what a drift of the sum costs is u |sum|.
         chain = math.sqrt(self.total_rows / 128)
         arithmetic = self.u * ((4 + 0.5 * chain) * root + 4 * ref.abs())
+        if name == "dbias" and self.dy_repeats:
+            # A thread that adds one number again and again rounds alike while its sum stays within
+            # a power of two, and other threads do the same: nothing averages out. What holds for
+            # any numbers is u h sum |p|, with h the additions on the longest way to the result:
+            # the rows of a block, and at most 16 warps, 5 partial rows a warp and 10 levels of
+            # trees. In practice 0.15 u L of the sum for a sequence of L. The products of dweight
+            # differ, as xhat does.
+            additions = 32 + self.total_rows / 128
+            arithmetic = arithmetic + self.u * additions * self.sums.pop("dbias magnitudes")
         # An element alone may have the worst xhat, off by 4u scale, in every row.
         scale = self.sums.pop(f"{name} scale").sqrt() if name == "dweight" else root
         limit = 2 * (arithmetic + 4 * self.u * scale)

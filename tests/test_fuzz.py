@@ -78,7 +78,8 @@ def cases(draw, device):
     normalized_shape = [cols] if divisor == 1 else [divisor, cols // divisor]
     x_layout, dy_layout = (draw(st.sampled_from(LAYOUTS)) for _ in range(2))
     if x_layout == dy_layout == "expanded":
-        # Rows all alike round alike, and the limits of sums over rows take roundings for random.
+        # Gradients all alike round alike, and their limits take roundings for random; where dy alone
+        # repeats, only dbias does (NormCheck has a limit for it).
         dy_layout = "contiguous"
     return {
         "form": form,
