@@ -44,6 +44,12 @@ def test_fsdp2(pair, kind, memory_efficient, checkpoints):
     pair.run("fsdp2", kind=kind, memory_efficient=memory_efficient, checkpoints=checkpoints)
 
 
+@pytest.mark.parametrize("mixed_precision", [False, True], ids=["", "mixed precision"])
+@each_kind
+def test_fsdp2_saves_the_output_with_memory_efficient(pair, kind, mixed_precision):
+    pair.run("fsdp2_memory", kind=kind, mixed_precision=mixed_precision)
+
+
 def test_fsdp2_of_a_converted_model(pair):
     pair.run("fsdp2_of_converted_model")
 

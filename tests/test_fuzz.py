@@ -78,8 +78,8 @@ def cases(draw, device):
     normalized_shape = [cols] if divisor == 1 else [divisor, cols // divisor]
     x_layout, dy_layout = (draw(st.sampled_from(LAYOUTS)) for _ in range(2))
     if x_layout == dy_layout == "expanded":
-        # Gradients all alike round alike, and their limits take roundings for random; where dy alone
-        # repeats, only dbias does (NormCheck has a limit for it).
+        # Gradients all alike round alike, and their limits take roundings for random. Where dy
+        # alone repeats only dbias does, for which NormCheck has a limit.
         dy_layout = "contiguous"
     return {
         "form": form,
