@@ -1,5 +1,6 @@
-"""How ``torch.vmap`` sees the norm operators: a batch dimension is more rows, for as long as the
-parameters have none, and else a dimension for the decompositions to broadcast over."""
+"""How ``torch.vmap`` sees the operators. Of a norm a batch dimension is more rows, for as long as
+the parameters have none, and else a dimension for the decompositions to broadcast over; of a
+softmax it is more rows in any case."""
 
 import torch
 from torch import Tensor
@@ -90,3 +91,53 @@ def _norm_backward(
         dy, saved, mean, rstd, weight, bias, *options, side, columns, batch_dims=1
     )
     return gradients, tuple(None if g is None else 0 for g in gradients)
+
+
+def _softmax_dim(dim: int, ndim: int) -> int:
+    """``dim`` of a tensor of ``ndim`` dimensions where a batch dimension stands before them."""
+    return dim + 1 if dim >= 0 else dim + max(ndim, 1) + 1
+
+
+@torch.library.register_vmap("fused_norm::softmax_forward")
+def _softmax_forward(info, in_dims, input, dim, log=False, out_dtype=None):
+    x = _with_batch(input, in_dims[0], info.batch_size)
+    ndim = x.dim() - 1
+    _ops._C.check_softmax_options(input.dtype, out_dtype or input.dtype, ndim, dim)
+    rows = x if ndim else x.unsqueeze(-1)
+    return _ops.softmax_forward(rows, _softmax_dim(dim, ndim), log, out_dtype).view(x.shape), 0
+
+
+@torch.library.register_vmap("fused_norm::scaled_masked_softmax")
+def _scaled_masked_softmax(info, in_dims, input, mask, scale=1.0, causal=False, out_dtype=None):
+    x = _with_batch(input, in_dims[0], info.batch_size)
+    ndim = x.dim() - 1
+    mask_ndim = 0 if mask is None else mask.dim() - (in_dims[1] is not None)
+    _ops._C.check_masked_softmax_options(
+        input.dtype,
+        None if mask is None else mask.dtype,
+        out_dtype or input.dtype,
+        ndim,
+        scale,
+        causal,
+    )
+    if mask_ndim > ndim:
+        raise RuntimeError(
+            f"mask has {mask_ndim} dimensions, which does not broadcast to input's {ndim} (without "
+            "those of vmap)"
+        )
+    rows = x if ndim else x.unsqueeze(-1)
+    mask = _parameter(mask, in_dims[1], rows.dim())
+    return _ops.scaled_masked_softmax(rows, mask, scale, causal, out_dtype).view(x.shape), 0
+
+
+@torch.library.register_vmap("fused_norm::softmax_backward")
+def _softmax_backward(info, in_dims, dy, output, dim, log, input_dtype, scale=1.0):
+    dy = _with_batch(dy, in_dims[0], info.batch_size)
+    output = _with_batch(output, in_dims[1], info.batch_size)
+    ndim = dy.dim() - 1
+    _ops._C.check_softmax_options(input_dtype, dy.dtype, ndim, dim)
+    shape = dy.shape
+    if ndim == 0:
+        dy, output = dy.unsqueeze(-1), output.unsqueeze(-1)
+    dim = _softmax_dim(dim, ndim)
+    return _ops.softmax_backward(dy, output, dim, log, input_dtype, scale).view(shape), 0

@@ -202,8 +202,7 @@ def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = N
 
     Raises:
         IndexError: input has no dimension ``dim``.
-        RuntimeError: input's dtype, layout or size does not fit; the message names it. Also where a
-            second derivative is asked for.
+        RuntimeError: input's dtype, layout or size does not fit; the message names it.
     """
     return _softmax(input, dim, dtype, False, stacklevel=4)
 
@@ -244,6 +243,6 @@ def scaled_masked_softmax(
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it. Also where ``mask`` requires grad, or a second derivative is asked for.
+            names it. Also where ``mask`` requires grad.
     """
     return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))

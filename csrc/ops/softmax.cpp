@@ -64,22 +64,6 @@ void check_tier(SoftmaxTier tier, const Tensor& tensor, const Geometry& geometry
               " of an input of shape ", tensor.sizes(), ": only the last dimension has tiers");
 }
 
-// What the mask leaves of an input of this shape, as a view: undefined without a mask.
-Tensor expanded_mask(const std::optional<Tensor>& mask, const Tensor& input) {
-  if (!mask.has_value() || !mask->defined()) return {};
-  check_layout(*mask, "mask");
-  TORCH_CHECK(mask->device() == input.device(), "mask is on ", mask->device(), ", but input is on ",
-              input.device());
-  const int64_t missing = input.dim() - mask->dim();
-  bool broadcasts = missing >= 0;
-  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
-    broadcasts = mask->size(d) == 1 || mask->size(d) == input.size(d + missing);
-  }
-  TORCH_CHECK(broadcasts, "mask has shape ", mask->sizes(),
-              ", which does not broadcast to input's shape ", input.sizes());
-  return mask->expand(input.sizes());
-}
-
 #ifdef FUSED_NORM_WITH_CUDA
 
 void check_tier_holds(SoftmaxTier tier, bool backward, const Geometry& geometry, ScalarType x,
@@ -231,6 +215,21 @@ Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& 
 #endif  // FUSED_NORM_WITH_CUDA
 
 }  // namespace
+
+Tensor expanded_mask(const std::optional<Tensor>& mask, const Tensor& input) {
+  if (!mask.has_value() || !mask->defined()) return {};
+  check_layout(*mask, "mask");
+  TORCH_CHECK(mask->device() == input.device(), "mask is on ", mask->device(), ", but input is on ",
+              input.device());
+  const int64_t missing = input.dim() - mask->dim();
+  bool broadcasts = missing >= 0;
+  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
+    broadcasts = mask->size(d) == 1 || mask->size(d) == input.size(d + missing);
+  }
+  TORCH_CHECK(broadcasts, "mask has shape ", mask->sizes(),
+              ", which does not broadcast to input's shape ", input.sizes());
+  return mask->expand(input.sizes());
+}
 
 void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
   check_floating(input, "input");

@@ -18,6 +18,10 @@ void check_softmax_options(at::ScalarType input, at::ScalarType out, int64_t ndi
 void check_masked_softmax_options(at::ScalarType input, std::optional<at::ScalarType> mask,
                                   at::ScalarType out, int64_t ndim, double scale, bool causal);
 
+// What the mask leaves of an input of this shape, as a view: undefined without a mask. Checks that
+// it broadcasts.
+at::Tensor expanded_mask(const std::optional<at::Tensor>& mask, const at::Tensor& input);
+
 // softmax of `input` over `dim`, or its logarithm: contiguous, in out_dtype (input's if none).
 // `tier` other than kAuto is for benchmarks and tests: CUDA rows along the last dimension.
 at::Tensor softmax_forward(const at::Tensor& input, int64_t dim, bool log,

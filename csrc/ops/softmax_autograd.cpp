@@ -1,10 +1,14 @@
 // The derivatives of the softmax operators, as kernels of the dispatcher's Autograd key. In C++:
 // torch's own softmax takes the host 6 us a call with a graph, and a Python autograd.Function alone
-// as much again.
+// as much again. The first derivative is the kernels'; of higher ones, forward mode and torch.func
+// transforms the operators' decompositions take care.
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <optional>
+
+#include "ops/softmax_decomposition.h"
 
 namespace fused_norm::ops {
 namespace {
@@ -38,6 +42,19 @@ const auto& backward_op() {
   return op;
 }
 
+// A torch.func transform differentiates, and knows no torch::autograd::Function. What it asks of
+// this level's Autograd kernels passes on to the level below through this key.
+bool is_transformed() {
+  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+// A tangent of forward mode is on its way, which Function does not know either.
+bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
+
+bool needs_grad(const Tensor& tensor) {
+  return at::GradMode::is_enabled() && tensor.requires_grad();
+}
+
 // The output is all that is saved. What else backward needs to know:
 void save(AutogradContext* ctx, const Tensor& output, int64_t dim, bool log, ScalarType input_dtype,
           double scale) {
@@ -57,8 +74,8 @@ Tensor gradient(AutogradContext* ctx, const Tensor& dy) {
         dy, output, ctx->saved_data["dim"].toInt(), ctx->saved_data["log"].toBool(),
         ctx->saved_data["input_dtype"].toScalarType(), ctx->saved_data["scale"].toDouble());
   };
-  // With create_graph=True the operator's own Autograd kernel decides.
-  if (at::GradMode::is_enabled()) return run();
+  // With create_graph=True, or a tangent, the operator's own Autograd kernel decides.
+  if (at::GradMode::is_enabled() || has_tangent(dy)) return run();
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return run();
 }
@@ -96,25 +113,51 @@ struct ScaledMaskedSoftmaxFunction : torch::autograd::Function<ScaledMaskedSoftm
   }
 };
 
-// Also a tangent of forward mode, for which Function raises.
-bool differentiates(const Tensor& tensor) {
-  return (at::GradMode::is_enabled() && tensor.requires_grad()) ||
-         tensor._fw_grad(/*level=*/0).defined();
-}
+// softmax_backward where it is to be differentiated in turn: the kernels' values, and derivatives
+// to any order.
+struct SoftmaxBackwardFunction : torch::autograd::Function<SoftmaxBackwardFunction> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& dy, const Tensor& output, int64_t dim,
+                        bool log, ScalarType input_dtype, double scale) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    ctx->save_for_backward({dy, output});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["dim"] = dim;
+    ctx->saved_data["log"] = log;
+    ctx->saved_data["scale"] = scale;
+    return backward_op().call(dy, output, dim, log, input_dtype, scale);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& ddx) {
+    if (!ddx[0].defined()) return {{}, {}, {}, {}, {}, {}};
+    const auto saved = ctx->get_saved_variables();
+    const auto [of_dy, of_output] = decomposed::softmax_backward_backward(
+        ddx[0], saved[0], saved[1], ctx->saved_data["dim"].toInt(), ctx->saved_data["log"].toBool(),
+        ctx->saved_data["scale"].toDouble());
+    return {of_dy, of_output, {}, {}, {}, {}};
+  }
+};
 
 Tensor forward_autograd(const Tensor& input, int64_t dim, bool log,
                         std::optional<ScalarType> out_dtype) {
-  if (differentiates(input)) return SoftmaxFunction::apply(input, dim, log, out_dtype);
+  if (is_transformed() || has_tangent(input)) {
+    return decomposed::softmax_forward(input, dim, log, out_dtype);
+  }
+  if (needs_grad(input)) return SoftmaxFunction::apply(input, dim, log, out_dtype);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return forward_op().call(input, dim, log, out_dtype);
 }
 
 Tensor masked_autograd(const Tensor& input, const std::optional<Tensor>& mask, double scale,
                        bool causal, std::optional<ScalarType> out_dtype) {
-  TORCH_CHECK(!mask.has_value() || !mask->defined() || !differentiates(*mask),
+  TORCH_CHECK(!mask.has_value() || !mask->defined() || !(needs_grad(*mask) || has_tangent(*mask)),
               "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
               "mask.detach(), or add it to the input before softmax");
-  if (differentiates(input)) {
+  if (is_transformed() || has_tangent(input)) {
+    return decomposed::scaled_masked_softmax(input, mask, scale, causal, out_dtype);
+  }
+  if (needs_grad(input)) {
     return ScaledMaskedSoftmaxFunction::apply(input, mask, scale, causal, out_dtype);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -123,10 +166,12 @@ Tensor masked_autograd(const Tensor& input, const std::optional<Tensor>& mask, d
 
 Tensor backward_autograd(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
                          ScalarType input_dtype, double scale) {
-  TORCH_CHECK(!differentiates(dy) && !differentiates(output),
-              "fused_norm does not compute second derivatives of a softmax yet: call backward() or "
-              "torch.autograd.grad() without create_graph=True, or use "
-              "torch.nn.functional.softmax in this place");
+  if (is_transformed() || has_tangent(dy) || has_tangent(output)) {
+    return decomposed::softmax_backward(dy, output, dim, log, input_dtype, scale);
+  }
+  if (needs_grad(dy) || needs_grad(output)) {
+    return SoftmaxBackwardFunction::apply(dy, output, dim, log, input_dtype, scale);
+  }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return backward_op().call(dy, output, dim, log, input_dtype, scale);
 }
