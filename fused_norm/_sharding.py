@@ -1,8 +1,8 @@
-"""How DTensor shards the norm operators: rows stay where they are, a row is never split.
+"""How DTensor shards the operators: rows stay where they are, a row is never split.
 
-A sharded dimension of rows needs no communication; the gradients of the parameters are then partial
-sums. An input sharded within its rows, or a sharded parameter, is gathered first, as for torch's
-own norms.
+A sharded dimension of rows needs no communication; the gradients of a norm's parameters are then
+partial sums. An input sharded within its rows, or a sharded parameter, is gathered first, as for
+torch's own operators.
 """
 
 import functools
@@ -11,13 +11,19 @@ import sys
 import torch
 
 
-def register_where_loaded() -> None:
+def register_where_loaded() -> bool:
     """Registers the rules once torch.distributed.tensor is loaded, which no DTensor is without.
 
     It is not loaded from here: that takes a hundred times as long as loading this package.
     """
     if "torch.distributed.tensor" in sys.modules:
         _register()
+    return True
+
+
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it and keeps no
+# trace of it.
+register_where_loaded._dynamo_marked_constant = True
 
 
 @functools.cache
@@ -28,6 +34,9 @@ def _register() -> None:
 
     norm_forward = torch.ops.fused_norm.norm_forward.default
     norm_backward = torch.ops.fused_norm.norm_backward.default
+    softmax_forward = torch.ops.fused_norm.softmax_forward.default
+    scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
+    softmax_backward = torch.ops.fused_norm.softmax_backward.default
 
     def same(tensors, placement):
         """The placement for each tensor of a list, None for what is None."""
@@ -65,8 +74,43 @@ def _register() -> None:
             rules.append((outputs, [*inputs, *same((weight, bias), Replicate()), *rest]))
         return rules
 
+    def placements_beside(ndim, *dims):
+        """Of a tensor that is whole along these dimensions."""
+        whole = {dim % ndim for dim in dims if ndim}
+        return [Replicate(), *(Shard(d) for d in range(ndim) if d not in whole)]
+
+    @register_sharding(softmax_forward)
+    def softmax(input, dim, *options):
+        rest = [None] * (1 + len(options))
+        return [([p], [p, *rest]) for p in placements_beside(input.ndim, dim)]
+
+    @register_sharding(softmax_backward)
+    def of_softmax(dy, output, dim, *options):
+        rest = [None] * (1 + len(options))
+        return [([p], [p, p, *rest]) for p in placements_beside(dy.ndim, dim)]
+
+    @register_sharding(scaled_masked_softmax)
+    def masked_softmax(input, mask, *options):
+        causal = len(options) > 1 and options[1]  # a query's number tells what it may see
+        rules = []
+        for placement in placements_beside(input.ndim, -1, *([-2] if causal else [])):
+            of_mask = Replicate()
+            if mask is not None and isinstance(placement, Shard):
+                dim = placement.dim - input.ndim + mask.ndim
+                if dim >= 0 and mask.shape[dim] > 1:
+                    of_mask = Shard(dim)
+            rules.append(([placement], [placement, *same([mask], of_mask), *[None] * len(options)]))
+        return rules
+
     # What a rule may depend on beside the tensors. register_sharding would remember its answer for
-    # every normalized_shape and output_mask.
+    # every normalized_shape, output_mask, dim or causal.
     info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-    for op, first_option in ((norm_forward, 3), (norm_backward, 6)):
+    first_options = {
+        norm_forward: 3,
+        norm_backward: 6,
+        softmax_forward: 1,
+        scaled_masked_softmax: 2,
+        softmax_backward: 2,
+    }
+    for op, first_option in first_options.items():
         info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm import _autograd, _ops, _tracing
+from fused_norm import _autograd, _ops, _sharding, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
@@ -176,6 +176,8 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
+    if type(input) is not Tensor:  # a DTensor, perhaps the first
+        _sharding.register_where_loaded()
     return _ops.softmax_forward(input, dim, log, dtype)
 
 
@@ -245,4 +247,6 @@ def scaled_masked_softmax(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it. Also where ``mask`` requires grad.
     """
+    if type(input) is not Tensor:  # a DTensor, perhaps the first
+        _sharding.register_where_loaded()
     return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))

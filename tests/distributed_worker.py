@@ -215,6 +215,44 @@ def sharded_parameters_and_no_parameters(rank, device):
             torch.autograd.grad(y.sum(), wanted)
 
 
+def softmaxes(rank, device):
+    """Placements and values; a boolean and an additive mask, whole and broadcast."""
+    mesh = init_device_mesh(device, (WORLD,))
+    x, dy = (torch.randn(4, 6, 8, dtype=FP64, device=device) for _ in range(2))
+    masks = [None, x > 0.5, x[0], x[:, :1, :1] > 0, x[0, 0]]
+    calls = {
+        (f"{function.__name__} {dim}", dim % 3, None): lambda x, mask, f=function, d=dim: f(x, d)
+        for function in (fn.softmax, fn.log_softmax)
+        for dim in (-1, 0)
+    }
+    for number, mask in enumerate(masks):
+        for causal in (False, True):
+            calls[f"mask {number}{' causal' * causal}", (1, 2) if causal else 2, mask] = (
+                lambda x, mask, causal=causal: fn.scaled_masked_softmax(x, mask, 0.5, causal)
+            )
+    for (name, whole, mask), call in calls.items():
+        leaf = x.clone().requires_grad_()
+        exact = call(leaf, mask)
+        (exact_dx,) = torch.autograd.grad(exact, leaf, dy)
+        whole = whole if isinstance(whole, tuple) else (whole,)
+        for dim in range(-1, 3):  # -1: replicated
+            placement = Replicate() if dim < 0 else Shard(dim)
+            d_x = distribute_tensor(x, mesh, [placement]).requires_grad_()
+            d_mask = None if mask is None else distribute_tensor(mask, mesh, [Replicate()])
+            y = call(d_x, d_mask)
+            expected = Replicate() if dim in whole else placement
+            assert y.placements == (expected,), (name, dim, y.placements)
+            (dx,) = torch.autograd.grad(y, d_x, distribute_tensor(dy, mesh, [expected]))
+            close(y.full_tensor(), exact)
+            close(dx.full_tensor(), exact_dx)
+            # And once more differentiated, by the decompositions.
+            (first,) = torch.autograd.grad(call(d_x, d_mask).sin().sum(), d_x, create_graph=True)
+            (second,) = torch.autograd.grad(first.square().sum(), d_x)
+            leaf = x.clone().requires_grad_()
+            (first,) = torch.autograd.grad(call(leaf, mask).sin().sum(), leaf, create_graph=True)
+            close(second.full_tensor(), torch.autograd.grad(first.square().sum(), leaf)[0])
+
+
 def blocks(kind, memory_efficient, device, count=3, size=16):
     torch.manual_seed(1)
     options = {"memory_efficient": memory_efficient, "dtype": FP64, "device": device}
@@ -400,22 +438,24 @@ def sequence_parallel(rank, device, kind, memory_efficient):
 
 
 def compiled_dtensor(rank, device, memory_efficient):
-    """Under torch.compile a norm of a DTensor stays local too."""
+    """Under torch.compile a norm or softmax of a DTensor stays local too."""
     torch._dynamo.reset()
     mesh = init_device_mesh(device, (WORLD,))
     x = torch.randn(4, 8, dtype=FP64, device=device)
     weight = torch.rand(8, dtype=FP64, device=device) + 0.5
-    for kind in KINDS:
+    calls = [
+        lambda x, weight, kind=kind: apply(kind, x, [8], weight, None, memory_efficient)
+        for kind in KINDS
+    ]
+    calls.append(lambda x, weight: fn.softmax(x, -1) + fn.scaled_masked_softmax(weight * x))
+    for call in calls:
         results = []
         for compiles in (False, True):
             d_x = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
             d_weight = distribute_tensor(weight, mesh, [Replicate()]).requires_grad_()
-
-            def call(x, weight, kind=kind):
-                return apply(kind, x, [8], weight, None, memory_efficient)
-
-            call = torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call
-            y = call(d_x, d_weight)
+            run = torch.compile(call, backend="aot_eager", fullgraph=True) if compiles else call
+            y = run(d_x, d_weight)
+            assert y.placements == (Shard(0),)
             y.square().sum().backward()
             results.append([t.full_tensor() for t in (y, d_x.grad, d_weight.grad)])
         for traced, eager in zip(*results, strict=True):

@@ -31,6 +31,10 @@ def test_sharded_parameters_and_no_parameters(pair):
     pair.run("sharded_parameters_and_no_parameters")
 
 
+def test_softmaxes(pair):
+    pair.run("softmaxes")
+
+
 @each_flag
 @each_kind
 def test_ddp(pair, kind, memory_efficient):
