@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import itertools
 import os
 
 from benchmarks import peers
@@ -103,6 +104,17 @@ def listed_shapes(options, shapes, quick_shapes):
         same = [(size, dtype) for size, dtype in listed if dtype == options.dtype]
         return same or [(size, options.dtype) for size, _ in quick_shapes]
     return listed
+
+
+def cases(options, make, kinds, shapes, quick_shapes):
+    """Cases that the options choose, direction after direction of each kind."""
+    listed = listed_shapes(options, shapes, quick_shapes)
+    directions = [options.direction] if options.direction else ["forward", "backward"]
+    chosen = [options.kind] if options.kind else list(kinds)
+    return [
+        make(kinds[kind], *size, dtype, direction)
+        for kind, direction, (size, dtype) in itertools.product(chosen, directions, listed)
+    ]
 
 
 def load_peers(kind, options):

@@ -153,8 +153,9 @@ def compile_ahead(processes):
 
 def compile_jobs(jobs):
     """Call each peer once a case."""
-    # Timings made beside other processes must not decide what is measured later.
-    torch._inductor.config.autotune_local_cache = False
+    from torch._inductor import config
+
+    config.autotune_local_cache = False  # choices timed beside other processes are not to be kept
     for job in jobs:
         for peer in job.peers:
             if peer.name.startswith(OURS) or peer.name in ("torch", "cudnn"):

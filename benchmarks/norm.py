@@ -5,7 +5,6 @@ needs, and backward gives dx, dweight and (LayerNorm) dbias.
 """
 
 import dataclasses
-import itertools
 
 import torch
 
@@ -36,6 +35,7 @@ SHAPES = [
     ((8192, 1536), "fp16"),
 ]
 QUICK_SHAPES = [((8192, 768), "bf16"), ((8192, 5120), "bf16"), ((512, 4096), "bf16")]
+LISTS = SHAPES, QUICK_SHAPES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,19 +122,9 @@ def add_arguments(parser):
     )
 
 
-def select_cases(options):
-    listed = commandline.listed_shapes(options, SHAPES, QUICK_SHAPES)
-    directions = [options.direction] if options.direction else ["forward", "backward"]
-    kinds = [options.kind] if options.kind else list(KINDS)
-    return [
-        Case(KINDS[kind], *size, dtype, direction)
-        for kind, direction, (size, dtype) in itertools.product(kinds, directions, listed)
-    ]
-
-
 def run(options):
     present, absent = commandline.load_peers("Norm", options)
     efficient = [ours.NormMemoryEfficient()] if options.memory_efficient else []
     everyone = (ours.Norm(), *efficient, *present.values())
-    jobs = [measure.Job(case, everyone) for case in select_cases(options)]
+    jobs = [measure.Job(case, everyone) for case in commandline.cases(options, Case, KINDS, *LISTS)]
     return measure.run("norm", jobs, options, absent)

@@ -3,6 +3,7 @@
 import math
 
 from benchmarks import results, studies
+from benchmarks.peers import ranked
 
 
 def draw(stem, measured, out):
@@ -46,9 +47,8 @@ def panels(measured, width, height, across=None):
 
 
 def colours(measured):
-    """{peer: colour}, ours first, the same in every panel."""
-    peers = sorted(dict.fromkeys(r.peer for r in measured), key=lambda p: p != results.OURS)
-    return {peer: f"C{index}" for index, peer in enumerate(peers)}
+    """{peer: colour}, ours first; a peer has its colour in every plot."""
+    return {peer: f"C{rank % 10}" for rank, peer in ranked(r.peer for r in measured)}
 
 
 def legend(figure, axes):
@@ -60,8 +60,8 @@ def terabytes(result):
     return result.bytes / result.seconds / 1e12
 
 
-def coordinates(points):
-    return list(zip(*points, strict=True)) or ([], [])
+def coordinates(points, dimensions=2):
+    return list(zip(*points, strict=True)) or [[]] * dimensions
 
 
 def ceiling(axes, measured):
@@ -73,7 +73,7 @@ def ceiling(axes, measured):
 
 
 def shapes(measured):
-    """Bandwidth at each shape, a bar a peer; wrong results are hatched."""
+    """Bandwidth at each shape, a bar a peer; wrong results are crossed out."""
     colour = colours(measured)
     figure, pairs = panels(measured, 11, 3.4, across=1)
     for axes, here in pairs:
@@ -82,35 +82,36 @@ def shapes(measured):
         width = 0.85 / len(colour)
         for index, peer in enumerate(colour):
             bars = [(i, r) for i, of_case in enumerate(cases.values()) for r in of_case]
-            bars = [(i, r) for i, r in bars if r.peer == peer]
-            axes.bar(
-                [i + (index - (len(colour) - 1) / 2) * width for i, _ in bars],
-                [terabytes(r) for _, r in bars],
-                width,
-                color=colour[peer],
-                hatch=["" if r.correct else "////" for _, r in bars],
-                label=peer,
-            )
+            offset = (index - (len(colour) - 1) / 2) * width
+            bars = [(i + offset, terabytes(r), r.correct) for i, r in bars if r.peer == peer]
+            x, heights, _ = coordinates(bars, 3)
+            axes.bar(x, heights, width, color=colour[peer], label=peer)
+            wrong = [(x, height) for x, height, correct in bars if not correct]
+            axes.plot(*coordinates(wrong), "x", color="black", markersize=5)
         for i, of_case in enumerate(cases.values()):
             target = of_case[0].bytes / of_case[0].target / 1e12
             label = "target" if i == 0 else None
             axes.hlines(target, i - 0.45, i + 0.45, color="grey", linewidth=1.2, label=label)
         names = [f"{rows}\nx {cols}\n{dtype}" for *_, rows, cols, dtype in cases]
+        axes.set_xlim(-0.6, len(names) - 0.4)
         axes.set_xticks(range(len(names)), names, fontsize=7 if len(names) < 16 else 5)
     legend(figure, pairs[0][0])
     return figure
 
 
 def columns(measured):
-    """Bandwidth against N, a line a peer; wrong results are crossed out."""
+    """Bandwidth against N, a line a peer through its aligned N, points at the others; wrong results
+    are crossed out."""
     colour = colours(measured)
     figure, pairs = panels(measured, 7, 3.6)
     for axes, here in pairs:
         ceiling(axes, here)
         for peer, shade in colour.items():
             mine = peer == results.OURS
-            points = sorted((r.cols, terabytes(r)) for r in here if r.peer == peer)
-            wrong = [(r.cols, terabytes(r)) for r in here if r.peer == peer and not r.correct]
+            of_peer = [r for r in here if r.peer == peer]
+            points = sorted((r.cols, terabytes(r)) for r in of_peer if studies.aligned(r))
+            odd = [(r.cols, terabytes(r)) for r in of_peer if not studies.aligned(r)]
+            wrong = [(r.cols, terabytes(r)) for r in of_peer if not r.correct]
             axes.plot(
                 *coordinates(points),
                 color=shade,
@@ -120,6 +121,8 @@ def columns(measured):
                 zorder=3 if mine else 2,
                 label=peer,
             )
+            label = f"{peer}, odd N" if odd else None
+            axes.plot(*coordinates(odd), "^", color=shade, fillstyle="none", ms=4, label=label)
             axes.plot(*coordinates(wrong), "x", color=shade, markersize=8)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("N")
@@ -149,7 +152,7 @@ def rows(measured):
 def host(measured):
     """Microseconds of the host, a bar a peer."""
     colour = colours(measured)
-    figure, pairs = panels(measured, 4, 3)
+    figure, pairs = panels(measured, 3.6, 2.4, across=4)
     for axes, here in pairs:
         bars = sorted(here, key=lambda r: list(colour).index(r.peer))
         names = [r.peer for r in bars]
@@ -157,7 +160,7 @@ def host(measured):
         own = results.own(here)
         if own is not None:
             axes.axvline(own.target * 1e6, color="grey", linewidth=1.2, label="target")
-            axes.legend(frameon=False)
         axes.invert_yaxis()
         axes.set_xlabel("us")
+    legend(figure, pairs[0][0])
     return figure

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import plots, results, studies
+from benchmarks.peers import ranked
 
 TITLES = {
     "norm": "LayerNorm and RMSNorm",
@@ -27,7 +28,7 @@ def cell(result):
 
 def wide_table(measured):
     """(header, rows of strings): a row a case, a column a peer."""
-    peers = sorted(dict.fromkeys(r.peer for r in measured), key=lambda p: not p.startswith("fused"))
+    peers = [peer for _, peer in ranked(r.peer for r in measured)]
     header = ["operation", "M x N", "dtype", "ideal us", "target us", *peers, "target"]
     rows = []
     for of_case in results.by_case(measured).values():

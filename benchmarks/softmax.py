@@ -5,7 +5,6 @@ where our kernels keep a row.
 """
 
 import dataclasses
-import itertools
 
 import torch
 
@@ -34,6 +33,7 @@ SHAPES = [
     ((8192, 8192), "fp32"),
 ]
 QUICK_SHAPES = [((32768, 128), "bf16"), ((16384, 1024), "bf16"), ((4096, 32000), "bf16")]
+LISTS = SHAPES, QUICK_SHAPES
 TIERS = ("auto", "warp", "block", "uncached")
 
 
@@ -104,19 +104,9 @@ def add_arguments(parser):
     )
 
 
-def select_cases(options):
-    listed = commandline.listed_shapes(options, SHAPES, QUICK_SHAPES)
-    directions = [options.direction] if options.direction else ["forward", "backward"]
-    kinds = [options.kind] if options.kind else list(KINDS)
-    return [
-        Case(KINDS[kind], *size, dtype, direction)
-        for kind, direction, (size, dtype) in itertools.product(kinds, directions, listed)
-    ]
-
-
 def run(options):
     present, absent = commandline.load_peers("Softmax", options)
     everyone = (ours.Softmax(options.tier), *present.values())
-    jobs = [measure.Job(case, everyone) for case in select_cases(options)]
+    jobs = [measure.Job(case, everyone) for case in commandline.cases(options, Case, KINDS, *LISTS)]
     suite = "softmax" if options.tier == "auto" else f"softmax-{options.tier}"
     return measure.run(suite, jobs, options, absent, [("tier", options.tier)])

@@ -26,6 +26,11 @@ def power_neighbours(cols):
     return below, below * 2
 
 
+def aligned(result):
+    """Whether rows are a multiple of 16 bytes long."""
+    return result.cols * ITEM_BYTES[result.dtype] % 16 == 0
+
+
 def cliffs(of_series):
     """[(cols, fraction over the better power-of-two neighbour's, least allowed)] by cols.
 
@@ -36,8 +41,7 @@ def cliffs(of_series):
     for r in sorted(of_series, key=lambda r: r.cols):
         known = [fractions[n] for n in power_neighbours(r.cols) if n in fractions]
         if known:
-            aligned = r.cols * ITEM_BYTES[r.dtype] % 16 == 0
-            floor = ALIGNED_FLOOR if aligned else ODD_FLOOR
+            floor = ALIGNED_FLOOR if aligned(r) else ODD_FLOOR
             found.append((r.cols, r.fraction / max(known), floor))
     return found
 

@@ -55,11 +55,12 @@ def row_sizes(cols):
 
 def random_shapes(count, seed):
     """[(case class, kind, rows, cols, dtype)]: the four operations by turns, M and N even in their
-    logarithms, 2^20 to 2^27 elements."""
+    logarithms, 2^20 to 2^27 elements, N any number or a multiple of 8 or of 64."""
     draw = random.Random(seed)
     shapes = []
     for index in range(count):
-        cols = int(LOW * (HIGH / LOW) ** draw.random())
+        multiple = draw.choice((1, 8, 64))
+        cols = int(LOW * (HIGH / LOW) ** draw.random()) // multiple * multiple
         rows = max(1, int(2 ** draw.uniform(20, 27) / cols))
         dtype = draw.choice(("bf16", "bf16", "fp16", "fp32"))
         shapes.append((*OPERATIONS[index % len(OPERATIONS)], rows, cols, dtype))

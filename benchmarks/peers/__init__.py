@@ -12,6 +12,8 @@ A module may define
 import importlib
 import re
 
+from benchmarks.results import OURS
+
 MODULES = {
     "torch": "eager",
     "torch.compile": "compiled",
@@ -22,8 +24,29 @@ MODULES = {
 }
 
 
+def ranked(names):
+    """[(rank, name)]: ours first, then the peers as listed above, each always of the same rank."""
+    ranks = {name: rank for rank, name in enumerate([OURS, *MODULES])}
+    return sorted((ranks.get(name, len(ranks)), name) for name in set(names))
+
+
 class Unsupported(Exception):
     """This implementation does not have this operation, direction, size or dtype."""
+
+
+class SavesInput:
+    """A norm whose backward takes x and the statistics that `forward` gives after y."""
+
+    def saved(self, case, x, weight, bias):
+        return x, *self.forward(case, x, weight, bias)[1:]
+
+
+def only_softmax(case):
+    """For implementations that have softmax alone, with the input's dtype."""
+    if case.log:
+        raise Unsupported("has no log_softmax")
+    if case.x_dtype != case.y_dtype:
+        raise Unsupported("the output has the dtype of the input")
 
 
 def first_line(error, limit=120):

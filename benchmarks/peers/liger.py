@@ -10,14 +10,14 @@ from liger_kernel import ops
 from liger_kernel.ops import softmax as softmax_ops
 from liger_kernel.ops.utils import calculate_settings
 
-from benchmarks.peers import Unsupported
+from benchmarks.peers import SavesInput, only_softmax
 
 VERSION = version("liger-kernel")
 # The backward function takes the mode as the number that the forward function makes of its name.
 CASTING_MODE, CASTING_MODE_NUMBER = "gemma", 1
 
 
-class Norm:
+class Norm(SavesInput):
     name = "liger"
 
     def overwrites_dy(self, case):
@@ -29,9 +29,6 @@ class Norm:
             return y, rstd
         y, _, mean, rstd, *_ = ops.layer_norm_forward(x, weight, bias, case.eps)
         return y, mean, rstd
-
-    def saved(self, case, x, weight, bias):
-        return x, *self.forward(case, x, weight, bias)[1:]
 
     def backward(self, case, dy, saved, weight, bias):
         x, *statistics = saved
@@ -48,19 +45,13 @@ class Softmax:
     rounds_product = True
 
     def forward(self, case, x):
-        self._check(case)
+        only_softmax(case)
         return ops.LigerSoftmaxFunction.apply(x)
 
     def backward(self, case, dy, y):
-        self._check(case)
+        only_softmax(case)
         block, warps = calculate_settings(case.cols)
         return softmax_ops._softmax_backward(dy, y, block, warps, case.cols > block)
-
-    def _check(self, case):
-        if case.log:
-            raise Unsupported("has no log_softmax")
-        if case.x_dtype != case.y_dtype:
-            raise Unsupported("the output has the dtype of the input")
 
 
 def functions():
