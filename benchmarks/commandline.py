@@ -54,6 +54,12 @@ def count(text):
     return int(text)
 
 
+def positive(text):
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive count; write it as 40.")
+    return int(text)
+
+
 def add_run_arguments(parser):
     """What every command that measures on a GPU takes."""
     parser.add_argument(

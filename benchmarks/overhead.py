@@ -47,8 +47,8 @@ def add_arguments(parser):
         help="what to compare with; torch always is. Default: %(default)s",
     )  # fmt: skip
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    parser.add_argument("--calls", type=commandline.count, default=300, help="a round")
-    parser.add_argument("--rounds", type=commandline.count, default=15)
+    parser.add_argument("--calls", type=commandline.positive, default=300, help="a round")
+    parser.add_argument("--rounds", type=commandline.positive, default=15)
 
 
 def subjects(functions, device):

@@ -23,7 +23,7 @@ def add_arguments(parser):
     )
     parser.add_argument(
         "--elements",
-        type=commandline.count,
+        type=commandline.positive,
         default=2**26,
         help="M x N of the sweep over N; default: %(default)s",
     )

@@ -298,6 +298,7 @@ def test_memory_of_small_transformers(tmp_path):
         (["nothing"], "invalid choice: 'nothing'"),
         (["all", "--part", "3/2"], "'3/2' is not a part"),
         (["sweep", "--random", "few"], "'few' is not a count"),
+        (["overhead", "--calls", "0"], "'0' is not a positive count"),
         (["norm", "--peers", "tensorrt"], "invalid choice: 'tensorrt'"),
         (["merge", "no.csv"], "no.csv cannot be read: No such file"),
         (["compare", "pyproject.toml", "no.csv"], "pyproject.toml is no file of results"),
