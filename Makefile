@@ -96,8 +96,7 @@ lint: $(ENV)
 	    | grep -E '\.(h|cpp|cu|cuh)$$' | xargs $(BIN)/clang-format --dry-run --Werror
 
 bench: build
-	$(BIN)/python -m benchmarks norm
-	$(BIN)/python -m benchmarks softmax
+	$(BIN)/python -m benchmarks all
 
 wheel: $(ENV)
 	@rm -rf build/lib.* build/bdist.*

@@ -1,1 +1,1 @@
-"""Speed of fused_norm against other implementations: ``python -m benchmarks norm``, ``softmax``."""
+"""Speed of fused_norm against other implementations, and memory: ``python -m benchmarks norm``."""

@@ -1,7 +1,7 @@
 """Entry point of ``python -m benchmarks COMMAND``.
 
 A command is a module with `add_arguments(parser)` and `run(options)`, which returns the exit code;
-`needs_gpu = False` says that it runs on a CPU too.
+`needs_gpu = False` says that it runs on a CPU too, `writes = False` that it writes no files.
 """
 
 import argparse
@@ -12,9 +12,18 @@ import torch
 
 import benchmarks
 import fused_norm as fn
-from benchmarks import memory, norm, softmax
+from benchmarks import compare, everything, memory, merge, norm, overhead, softmax, sweep
 
-COMMANDS = {"norm": norm, "softmax": softmax, "memory": memory}
+COMMANDS = {
+    "norm": norm,
+    "softmax": softmax,
+    "sweep": sweep,
+    "overhead": overhead,
+    "all": everything,
+    "merge": merge,
+    "compare": compare,
+    "memory": memory,
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,32 +37,43 @@ def fail(message):
     return 2
 
 
-def main(arguments=None):
+def parse(arguments):
     parser = Parser(prog="python -m benchmarks", description=benchmarks.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.__doc__.partition("\n")[0])
         module.add_arguments(command)
-        command.add_argument(
-            "--out",
-            type=Path,
-            default=Path("benchmarks/results"),
-            help="folder for the tables; default: %(default)s",
-        )
-    options = parser.parse_args(arguments)
-    needs_gpu = getattr(COMMANDS[options.command], "needs_gpu", True)
-    needs_gpu = needs_gpu or getattr(options, "device", None) == "cuda"
+        if getattr(module, "writes", True):
+            command.add_argument(
+                "--out",
+                type=Path,
+                default=Path("benchmarks/results"),
+                help="folder for the tables; default: %(default)s",
+            )
+    return parser.parse_args(arguments)
+
+
+def main(arguments=None):
+    options = parse(arguments)
+    module = COMMANDS[options.command]
+    needs_gpu = getattr(module, "needs_gpu", True) or getattr(options, "device", None) == "cuda"
     if needs_gpu and not torch.cuda.is_available():
         return fail("a CUDA GPU is needed, and torch sees none.")
     if needs_gpu and fn.build_info()["cuda"] is None:
         return fail(
             "this build of fused_norm is CPU-only; rebuild it on a machine with a CUDA toolkit."
         )
+    if getattr(module, "writes", True):
+        try:
+            options.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            return fail(f"--out {options.out} cannot be used: {error.strerror}.")
     try:
-        options.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        return fail(f"--out {options.out} cannot be used: {error.strerror}.")
-    return COMMANDS[options.command].run(options)
+        return module.run(options)
+    except ValueError as error:
+        if module in (merge, compare):
+            return fail(str(error))
+        raise
 
 
 if __name__ == "__main__":

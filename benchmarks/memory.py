@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 import fused_norm as fn
-from benchmarks import report
+from benchmarks import environment
 
 needs_gpu = False
 
@@ -386,12 +386,10 @@ def run(options):
         for variant in VARIANTS:
             print(f"{name}, {variant}", flush=True)
             results.append(measure(name, variant, device))
-    write(results, report.environment() if device == "cuda" else cpu_facts(), options.out)
+    write(
+        results, environment.facts() if device == "cuda" else environment.cpu_facts(), options.out
+    )
     off = [s for s in savings(results) if s[1] != "peak" and abs(s[3] / s[2] - 1) > 0.03]
     for name, what, predicted, measured in off:
         print(f"{name}, {what}: {mib(measured)} MiB freed, {mib(predicted)} predicted")
     return 1 if off else 0
-
-
-def cpu_facts():
-    return [*report.command(), ("device", "CPU"), *report.versions()]

@@ -15,38 +15,34 @@ ROOT = Path(__file__).resolve().parents[1]
 norm = pytest.importorskip("benchmarks.norm", reason="the benchmarks need the repository and rich")
 softmax = pytest.importorskip("benchmarks.softmax")
 memory = pytest.importorskip("benchmarks.memory")
-report = pytest.importorskip("benchmarks.report")
-targets = pytest.importorskip("benchmarks.targets")
 
-BUDGET = norm.Budget(footprint=1, seconds=1e-9, replays=1)
+from benchmark_harness import measured, result  # noqa: E402
 
-
-def one_call_each(call, inputs, calls, replays):
-    """Stands in for the GPU timer."""
-    assert calls % len(inputs) == 0
-    return 1e-5, [call(given) for given in inputs]
+from benchmarks import environment, report, results, targets  # noqa: E402
+from benchmarks.peers import eager, ours  # noqa: E402
 
 
-def measure(peer, case):
-    return norm.measure(peer, case, 4e12, BUDGET, time=one_call_each, device="cpu")
+def measured_alone(peer, case):
+    (only,) = measured(case, peer)
+    return only
 
 
 @pytest.mark.parametrize("dtype", norm.DTYPES)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
 @pytest.mark.parametrize(
-    "peer", [norm.FusedNorm(), norm.FusedNormMemoryEfficient(), norm.Torch()], ids=lambda p: p.name
+    "peer", [ours.Norm(), ours.NormMemoryEfficient(), eager.Norm()], ids=lambda p: p.name
 )
 def test_right_results_pass_the_check(peer, rms, direction, dtype):
-    if direction not in peer.directions:
+    if peer.name.endswith("efficient") and direction == "forward":
         pytest.skip("the same operator as without memory_efficient")
     if peer.name == "torch" and direction == "backward" and (rms or dtype != "fp32"):
         pytest.skip("torch's CPU operators sum 16-bit gradients in 16 bit and lack RMSNorm's")
-    result = measure(peer, norm.Case(rms, 300, 257, dtype, direction))
+    result = measured_alone(peer, norm.Case(rms, 300, 257, dtype, direction))
     assert result.correct, result
 
 
-class Wrong(norm.FusedNorm):
+class Wrong(ours.Norm):
     """One element of one result is off by 3 %: more than any rounding."""
 
     def __init__(self, which):
@@ -64,7 +60,7 @@ class Wrong(norm.FusedNorm):
         return self.spoil(super().backward(*args))
 
     def saved(self, *args):
-        y, mean, rstd = norm.FusedNorm().forward(*args)
+        y, mean, rstd = ours.Norm().forward(*args)
         return args[1], mean, rstd
 
 
@@ -73,10 +69,10 @@ class Wrong(norm.FusedNorm):
 )
 def test_wrong_results_are_found(direction, which):
     case = norm.Case(False, 64, 257, "bf16", direction)
-    wrong = measure(Wrong(which), case)
+    wrong = measured_alone(Wrong(which), case)
     assert not wrong.correct
-    assert report.verdict([wrong]) == "WRONG"
-    assert report.cell(wrong).startswith("WRONG")
+    assert results.verdict([wrong]) == "WRONG"
+    assert "WRONG" in report.cell(wrong)
 
 
 def rounded_sum(terms, rows_at_a_time):
@@ -109,8 +105,8 @@ def test_how_exactly_rows_must_be_summed(sum_rows, correct):
     torch.manual_seed(0)
     x, dy = torch.randn(2, case.rows, case.cols).bfloat16()
     weight, bias = torch.ones(2, case.cols).bfloat16()
-    saved = norm.FusedNorm().saved(case, x, weight, bias)
-    dx, _, dbias = norm.FusedNorm().backward(case, dy, saved, weight, bias)
+    saved = ours.Norm().saved(case, x, weight, bias)
+    dx, _, dbias = ours.Norm().backward(case, dy, saved, weight, bias)
     x64 = x.double()
     xhat = (x64 - x64.mean(1, keepdim=True)) * saved[2].double()
     gradients = dx, sum_rows(dy.double() * xhat), dbias
@@ -138,8 +134,8 @@ def test_targets(direction, cols, dtype, e, c):
 
 
 # torch's CPU operator sums 16-bit logarithms in 16 bit.
-SOFTMAX_PEERS = [(softmax.FusedNorm(), dtype) for dtype in softmax.DTYPES]
-SOFTMAX_PEERS += [(softmax.Torch(), "fp32"), (softmax.Torch(), "bf16-fp32")]
+SOFTMAX_PEERS = [(ours.Softmax(), dtype) for dtype in softmax.DTYPES]
+SOFTMAX_PEERS += [(eager.Softmax(), "fp32"), (eager.Softmax(), "bf16-fp32")]
 
 
 @pytest.mark.parametrize(
@@ -149,11 +145,11 @@ SOFTMAX_PEERS += [(softmax.Torch(), "fp32"), (softmax.Torch(), "bf16-fp32")]
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_right_softmax_results_pass_the_check(log, direction, peer, dtype):
     case = softmax.Case(log, 300, 257, dtype, direction)
-    result = softmax.measure(peer, case, 4e12, BUDGET, time=one_call_each, device="cpu")
+    result = measured_alone(peer, case)
     assert result.correct, result
 
 
-class WrongSoftmax(softmax.FusedNorm):
+class WrongSoftmax(ours.Softmax):
     """One element is off by 3 %."""
 
     def spoil(self, result):
@@ -172,7 +168,7 @@ class WrongSoftmax(softmax.FusedNorm):
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_wrong_softmax_results_are_found(log, direction):
     case = softmax.Case(log, 64, 257, "bf16", direction)
-    wrong = softmax.measure(WrongSoftmax(), case, 4e12, BUDGET, time=one_call_each, device="cpu")
+    wrong = measured_alone(WrongSoftmax(), case)
     assert not wrong.correct
 
 
@@ -192,12 +188,6 @@ def test_softmax_targets(direction, cols, dtype, e):
     assert targets.softmax_target(direction, cols, dtype) == (e, 1.3e-6)
 
 
-def result(peer, seconds, **changes):
-    fields = dict(operation="LayerNorm", direction="forward", rows=8, cols=16, dtype="bf16")
-    fields |= dict(peer=peer, ideal=9e-6, target=10e-6, seconds=seconds, error=0.5) | changes
-    return report.Result(**fields)
-
-
 @pytest.mark.parametrize(
     ("ours", "torch_seconds", "verdict"),
     [
@@ -205,37 +195,58 @@ def result(peer, seconds, **changes):
         (12e-6, 20e-6, "20% over"),
         (10.01e-6, 20e-6, "<1% over"),
         (9.9e-6, 9.8e-6, "met"),
-        (9.9e-6, 9.0e-6, "met, torch ahead"),
+        (9.9e-6, 9.0e-6, "met, torch ahead by 10%"),
     ],
 )
 def test_verdict(ours, torch_seconds, verdict):
-    assert report.verdict([result("fused_norm", ours), result("torch", torch_seconds)]) == verdict
+    both = [result("fused_norm", ours), result("torch", torch_seconds)]
+    assert results.verdict(both) == verdict
 
 
 def test_a_wrong_peer_is_never_ahead():
-    peers = [result("fused_norm", 9.9e-6), result("torch", 1e-6, error=2.0)]
-    assert report.verdict(peers) == "met"
+    wrong = result("torch", 1e-6, error=2.0)
+    assert results.verdict([result("fused_norm", 9.9e-6), wrong]) == "met"
+    assert report.cell(wrong) == "1.0 (9.00) WRONG (2 x bound)"  # told, but it does not count
 
 
 def test_tables(tmp_path, capsys):
-    results = [
+    both = [
         result("fused_norm", 9.5e-6),
         result("torch", None, error=None, note="no such dtype"),
     ]
-    report.write(results, [("GPU", "none")], "Title", "norm", tmp_path)
+    facts = [("GPU", "none"), ("absent", "apex (not importable: no apex)")]
+    report.write("norm", both, facts, tmp_path)
     printed = capsys.readouterr().out
     assert "9.5 (0.95)" in printed and "no such dtype" in printed
+    assert "absent: apex (not importable: no apex)" in printed
     markdown = (tmp_path / "norm.md").read_text()
     assert "- GPU: none" in markdown and "| 9.5 (0.95) | - | met |" in markdown
-    with (tmp_path / "norm.csv").open() as stream:
-        ours, other = csv.DictReader(stream)
-    assert ours["microseconds"] == "9.500" and ours["fraction"] == "0.9474"
+    assert (
+        "- absent: apex (not importable: no apex)" in markdown and "![norm](norm.png)" in markdown
+    )
+    assert (tmp_path / "norm.png").read_bytes().startswith(b"\x89PNG")
+    lines = (tmp_path / "norm.csv").read_text().splitlines()
+    assert lines[:2] == ["# GPU: none", "# absent: apex (not importable: no apex)"]
+    mine, other = csv.DictReader(lines[2:])
+    assert mine["microseconds"] == "9.500" and mine["fraction"] == "0.9474"
     assert other["microseconds"] == "" and other["note"] == "no such dtype"
+
+
+def test_what_was_written_is_read_again(tmp_path):
+    facts = [("suite", "norm"), ("GPU", "a: b")]
+    both = [result("fused_norm", 9.5e-6), result("torch", None, error=None, note="a, b")]
+    results.write(tmp_path / "norm.csv", facts, both)
+    read_facts, read_results = results.read(tmp_path / "norm.csv")
+    assert read_facts == facts
+    assert [r.case for r in read_results] == [r.case for r in both]
+    assert read_results[0].seconds == pytest.approx(9.5e-6) and read_results[1].note == "a, b"
+    results.write(tmp_path / "again.csv", read_facts, read_results)
+    assert (tmp_path / "again.csv").read_bytes() == (tmp_path / "norm.csv").read_bytes()
 
 
 @pytest.mark.cuda
 def test_results_say_what_they_were_measured_on():
-    facts = dict(report.environment(4e12))
+    facts = dict(environment.facts(4e12))
     assert torch.cuda.get_device_name(0) in facts["GPU"]
     assert facts["command"].startswith("python -m benchmarks")
     assert torch.__version__ in facts["versions"]
@@ -285,6 +296,12 @@ def test_memory_of_small_transformers(tmp_path):
         (["softmax"], "a CUDA GPU is needed"),
         (["softmax", "--tier", "fast"], "invalid choice: 'fast'"),
         (["nothing"], "invalid choice: 'nothing'"),
+        (["all", "--part", "3/2"], "'3/2' is not a part"),
+        (["sweep", "--random", "few"], "'few' is not a count"),
+        (["overhead", "--calls", "0"], "'0' is not a positive count"),
+        (["norm", "--peers", "tensorrt"], "invalid choice: 'tensorrt'"),
+        (["merge", "no.csv"], "no.csv cannot be read: No such file"),
+        (["compare", "pyproject.toml", "no.csv"], "pyproject.toml is no file of results"),
     ],
 )
 def test_what_cannot_run_is_one_sentence(arguments, words):

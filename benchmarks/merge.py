@@ -1,0 +1,54 @@
+"""Tables and plots of the parts of one run, or of several suites: FILES are their CSV files."""
+
+from pathlib import Path
+
+from benchmarks import report, results
+
+needs_gpu = False
+
+
+def add_arguments(parser):
+    parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
+
+
+def merge_facts(many):
+    """Facts of several files: a name once, its different values in order."""
+    values = {}
+    for facts in many:
+        for name, value in facts:
+            values.setdefault(name, []).append(value)
+    return [(name, "; ".join(dict.fromkeys(found))) for name, found in values.items()]
+
+
+def merge_results(many):
+    """All results; ValueError where two parts have the same one."""
+    merged = [result for measured in many for result in measured]
+    seen = set()
+    for result in merged:
+        key = (result.case, result.peer)
+        if key in seen:
+            raise ValueError(f"{results.name(result.case)}, {result.peer} is in two of the files.")
+        seen.add(key)
+    return merged
+
+
+def read_suites(files):
+    """{suite: [(facts, results) of each of its files]}"""
+    suites = {}
+    for path in files:
+        facts, measured = results.read(path)
+        suites.setdefault(dict(facts).get("suite", path.stem), []).append((facts, measured))
+    return suites
+
+
+def run(options):
+    merged = {
+        suite: (
+            merge_facts(facts for facts, _ in parts),
+            merge_results(measured for _, measured in parts),
+        )
+        for suite, parts in read_suites(options.files).items()
+    }
+    for suite, (facts, measured) in merged.items():
+        report.write(suite, measured, facts, options.out)
+    return 0
