@@ -12,9 +12,9 @@ import torch
 
 import benchmarks
 import fused_norm as fn
-from benchmarks import memory, norm, softmax
+from benchmarks import backward_ladder, memory, norm, softmax
 
-COMMANDS = {"norm": norm, "softmax": softmax, "memory": memory}
+COMMANDS = {"norm": norm, "softmax": softmax, "memory": memory, "ladder": backward_ladder}
 
 
 class Parser(argparse.ArgumentParser):
