@@ -87,12 +87,12 @@ core: $(ENV)
 	CUDACXX='$(NVCC)' $(BIN)/cmake -S . -B build/core -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
 	    -DFUSED_NORM_CUDA=ON -DFUSED_NORM_TESTS=OFF \
 	    '-DFUSED_NORM_CUDA_ARCHITECTURES=80-real;100-real'
-	$(BIN)/cmake --build build/core
+	$(BIN)/cmake --build build/core --target all backward_ladder
 
 lint: $(ENV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	git ls-files --cached --others --exclude-standard 'csrc/*' 'tests/cpp/*' \
+	git ls-files --cached --others --exclude-standard 'csrc/*' 'tests/cpp/*' 'benchmarks/*' \
 	    | grep -E '\.(h|cpp|cu|cuh)$$' | xargs $(BIN)/clang-format --dry-run --Werror
 
 bench: build

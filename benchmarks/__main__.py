@@ -12,7 +12,17 @@ import torch
 
 import benchmarks
 import fused_norm as fn
-from benchmarks import compare, everything, memory, merge, norm, overhead, softmax, sweep
+from benchmarks import (
+    backward_ladder,
+    compare,
+    everything,
+    memory,
+    merge,
+    norm,
+    overhead,
+    softmax,
+    sweep,
+)
 
 COMMANDS = {
     "norm": norm,
@@ -23,6 +33,7 @@ COMMANDS = {
     "merge": merge,
     "compare": compare,
     "memory": memory,
+    "ladder": backward_ladder,
 }
 
 

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 norm = pytest.importorskip("benchmarks.norm", reason="the benchmarks need the repository and rich")
 softmax = pytest.importorskip("benchmarks.softmax")
 memory = pytest.importorskip("benchmarks.memory")
+backward_ladder = pytest.importorskip("benchmarks.backward_ladder")
 
 from benchmark_harness import measured, result  # noqa: E402
 
@@ -286,6 +287,49 @@ def test_memory_of_small_transformers(tmp_path):
         assert torch_norms["norms"] >= fused["norms"]
 
 
+LADDER_COLUMNS = (
+    "date,gpu,driver_cuda,runtime_cuda,rows,cols,buffers,step,how,microseconds,clock_mhz,cycles,"
+    "terabytes_per_second,error_over_bound"
+)
+
+
+def test_ladder_of_measured_steps(tmp_path):
+    """Table and chart from the program's file; a wrong result is called so."""
+    lines = [LADDER_COLUMNS]
+    for buffers in ("cached", "rotating"):
+        for step, us, error in (("v1", 5000, 0.25), ("v5", 20, 3.5), ("fused_norm", 8, 0.5)):
+            of_step = f"{buffers},{step},how,{us}.000,1980,{us * 1980},0.0050,{error}"
+            lines.append(f"2026-01-02 03:04,some GPU,13.0,13.0,1024,2048,{of_step}")
+    (tmp_path / "backward_ladder.csv").write_text("\n".join(lines))
+    done = command_line("ladder", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "backward_ladder.png").read_bytes().startswith(b"\x89PNG")
+    markdown = (tmp_path / "backward_ladder.md").read_text()
+    assert "- GPU: some GPU\n- SM clock: 1980 MHz" in markdown
+    assert "## 1024 x 2048, in the L2 cache" in markdown
+    assert "## 1024 x 2048, out of the L2 cache" in markdown
+    assert "| v1 | how | 5000.0 | 9 900 000 | 0.01 | 1.0 | 0.25 |" in markdown
+    assert "| v5 | how | 20.0 | 39 600 | 0.01 | 250.0 | WRONG: 3.5 |" in markdown
+    assert "| fused_norm | how | 8.0 | 15 840 | 0.01 | 625.0 | 0.5 |" in markdown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [([], "a CUDA GPU is needed"), (["12by7"], "'12by7' is neither"), (["8x5000"], "4096 columns")],
+)
+def test_ladder_program_says_what_it_cannot_do(arguments, words):
+    program = ROOT / "build" / "core" / "backward_ladder"
+    if not program.exists():
+        pytest.skip("compiled by `make core` alone")
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [program, *arguments], env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert words in done.stderr and len(done.stderr.splitlines()) == 1
+    assert LADDER_COLUMNS.encode() in program.read_bytes()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -295,6 +339,7 @@ def test_memory_of_small_transformers(tmp_path):
         (["norm", "--shapes", "12by7"], "'12by7' is not a shape"),
         (["softmax"], "a CUDA GPU is needed"),
         (["softmax", "--tier", "fast"], "invalid choice: 'fast'"),
+        (["ladder", "--program", "no/such"], "--program no/such cannot be run: No such file"),
         (["nothing"], "invalid choice: 'nothing'"),
         (["all", "--part", "3/2"], "'3/2' is not a part"),
         (["sweep", "--random", "few"], "'few' is not a count"),
