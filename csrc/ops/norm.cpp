@@ -480,8 +480,10 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
     params.list = {static_cast<int32_t>(listed.numel() - 1), listed.mutable_data_ptr<int32_t>(),
                    listed_xhat.mutable_data_ptr()};
   }
-  if (added.defined()) added = added.contiguous();
-  params.dresidual = added.defined() ? added.const_data_ptr() : nullptr;
+  if (added.defined() && dx.defined()) {
+    added = added.contiguous();
+    params.dresidual = added.const_data_ptr();
+  }
   params.dx = data_or_null(dx);
   params.dweight = data_or_null(dweight);
   params.dbias = data_or_null(dbias);
