@@ -42,12 +42,28 @@ def norm_backward(
     output_mask: Sequence[bool],
     side: Tensor | None = None,
     columns: Tensor | None = None,
+    dresidual: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Returns (dx, dweight, dbias), None where ``output_mask`` is false.
+    """Returns (dx, dweight, dbias), None where ``output_mask`` is false. ``dresidual`` is added to
+    dx.
 
     ``saved`` is the input, with its ``mean`` unless ``rms``, or the output with ``from_output``,
     then perhaps with the ``side`` and ``columns`` of ``torch.ops.fused_norm.norm_forward_listing``.
     """
+
+def add_norm_forward(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
+    weight_offset: float = 0.0,
+    rms: bool = False,
+    residual_dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (output, residual_out, mean, rstd); ``residual_out`` is ``input + residual``."""
 
 def unrecoverable_columns(
     weight: Tensor | None, bias: Tensor | None, weight_offset: float, out_dtype: torch.dtype

@@ -19,9 +19,9 @@ _OVERFLOW_PENDING = -2
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def choose_room(input, weight, bias, normalized_shape, weight_offset, out_dtype) -> int:
+def choose_room(input, weight, bias, normalized_shape, weight_offset, x_dtype, out_dtype) -> int:
     """How many columns a ``memory_efficient`` call should have room for, or SAVE_INPUT
-    (csrc/ops/column_watch.h).
+    (csrc/ops/column_watch.h). ``x_dtype`` is that of what is normalized.
 
     Raises:
         RuntimeError: an earlier call had more such columns than room, and its gradients are NaN.
@@ -34,9 +34,7 @@ def choose_room(input, weight, bias, normalized_shape, weight_offset, out_dtype)
     cols = 1
     for size in normalized_shape:
         cols *= size
-    room = _ops._C.choose_room(
-        weight, bias, weight_offset, cols, input.dtype, out_dtype or input.dtype
-    )
+    room = _ops._C.choose_room(weight, bias, weight_offset, cols, x_dtype, out_dtype)
     if room == _OVERFLOW_PENDING:
         _raise_overflow()
     return room
@@ -68,6 +66,50 @@ def _name_of_norm(address: int) -> str | None:
     return None
 
 
+def _save(ctx, x, output, statistics, weight, bias, options, room) -> None:
+    """Keeps what :func:`_gradients` needs of a call that normalized ``x``. ``statistics`` are
+    (mean, rstd), or (rstd, side, columns) with ``room > 0``; ``options`` (normalized_shape,
+    weight_offset, rms)."""
+    rms = options[2]
+    if room > 0:
+        rstd, side, columns = statistics
+        ctx.save_for_backward(output, None, rstd, weight, bias, side, columns)
+        ctx.mark_non_differentiable(columns)
+    else:
+        mean, rstd = statistics
+        if room == 0:
+            ctx.save_for_backward(output, None, rstd, weight, bias)
+        else:
+            ctx.save_for_backward(x, None if rms else mean, rstd, weight, bias)
+        if rms:
+            ctx.mark_non_differentiable(mean)
+    ctx.set_materialize_grads(False)
+    ctx.args = (*options, room != SAVE_INPUT, x.dtype)
+
+
+def _gradients(ctx, needs, dy, others, dresidual=None):
+    """Of (x, weight, bias) as far as they are needed, from those of the output, of the statistics
+    and of x itself, each of which may be None."""
+    tensors = ctx.saved_tensors
+    listed = tensors[5:]
+    dx, dweight, dbias = dresidual if needs[0] else None, None, None
+    if dy is not None:
+        args = (dy, *tensors[:5], *ctx.args, needs, *listed)
+        if dx is not None:  # the kernel adds it
+            args = (*args, *(() if listed else (None, None)), dx)
+        if torch.is_grad_enabled() or is_transformed():  # the operator's Autograd kernel
+            dx, dweight, dbias = _ops.norm_backward(*args)
+        else:
+            dx, dweight, dbias = _ops.call_below_autograd(_ops.norm_backward, *args)
+    dmean, drstd, dside = (None, *others[:2]) if listed else (*others, None)
+    if needs[0] and any(d is not None for d in (dmean, drstd, dside)):
+        more = _decompositions.statistics_backward(
+            dmean, drstd, dside, *tensors[:5], *ctx.args, *listed
+        )
+        dx = more if dx is None else dx + more
+    return dx, dweight, dbias
+
+
 class NormFunction(torch.autograd.Function):
     """LayerNorm (``rms=False``) or RMSNorm over the last dimensions.
 
@@ -85,41 +127,53 @@ class NormFunction(torch.autograd.Function):
         args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
         if room > 0:
             results = _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
-            output, rstd, side, columns = results
-            ctx.save_for_backward(output, None, rstd, weight, bias, side, columns)
         else:
             results = _ops.call_below_autograd(_ops.norm_forward, *args)
-            output, mean, rstd = results
-            if room == 0:
-                ctx.save_for_backward(output, None, rstd, weight, bias)
-            else:
-                ctx.save_for_backward(input, None if rms else mean, rstd, weight, bias)
-        if room > 0:
-            ctx.mark_non_differentiable(columns)
-        elif rms:
-            ctx.mark_non_differentiable(mean)
-        ctx.set_materialize_grads(False)
-        ctx.args = (normalized_shape, weight_offset, rms, room != SAVE_INPUT, input.dtype)
+        output, *statistics = results
+        options = (normalized_shape, weight_offset, rms)
+        _save(ctx, input, output, statistics, weight, bias, options, room)
         return results
 
     @staticmethod
     def backward(ctx, dy, *others):
-        tensors = ctx.saved_tensors
-        listed = tensors[5:]
-        gradients = (None, None, None)
-        if dy is not None:
-            args = (dy, *tensors[:5], *ctx.args, ctx.needs_input_grad[:3], *listed)
-            if torch.is_grad_enabled() or is_transformed():  # the operator's Autograd kernel
-                gradients = _ops.norm_backward(*args)
-            else:
-                gradients = _ops.call_below_autograd(_ops.norm_backward, *args)
-        dmean, drstd, dside = (None, *others[:2]) if listed else (*others, None)
-        if ctx.needs_input_grad[0] and any(d is not None for d in (dmean, drstd, dside)):
-            dx = _decompositions.statistics_backward(
-                dmean, drstd, dside, *tensors[:5], *ctx.args, *listed
-            )
-            gradients = (dx if gradients[0] is None else gradients[0] + dx, *gradients[1:])
+        gradients = _gradients(ctx, ctx.needs_input_grad[:3], dy, others)
         return (*gradients, None, None, None, None, None, None)
+
+
+class AddNormFunction(torch.autograd.Function):
+    """A norm of ``input + residual``.
+
+    ``apply(input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
+    residual_dtype, out_dtype, room)`` gives ``(output, residual_out, mean, rstd)``, or ``(output,
+    residual_out, rstd, side, columns)`` with ``room > 0``; otherwise as :class:`NormFunction`.
+    """
+
+    @staticmethod
+    def forward(ctx, input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
+                residual_dtype, out_dtype, room):  # fmt: skip
+        args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
+                residual_dtype, out_dtype)  # fmt: skip
+        if room > 0:
+            results = _ops.call_below_autograd(_ops.add_norm_forward_listing, *args, room)
+        else:
+            results = _ops.call_below_autograd(_ops.add_norm_forward, *args)
+        output, residual_out, *statistics = results
+        options = (normalized_shape, weight_offset, rms)
+        _save(ctx, residual_out, output, statistics, weight, bias, options, room)
+        ctx.dtypes = (input.dtype, residual.dtype)
+        return results
+
+    @staticmethod
+    def backward(ctx, dy, dresidual, *others):
+        wanted = ctx.needs_input_grad
+        needs = (wanted[0] or wanted[1], wanted[2], wanted[3])
+        dx, dweight, dbias = _gradients(ctx, needs, dy, others, dresidual)
+        # One tensor for both where their dtypes agree.
+        of_terms = [
+            dx.to(dtype) if dx is not None and wanted[i] else None
+            for i, dtype in enumerate(ctx.dtypes)
+        ]
+        return (*of_terms, dweight, dbias, None, None, None, None, None, None, None)
 
 
 class NormBackwardFunction(torch.autograd.Function):
@@ -127,12 +181,12 @@ class NormBackwardFunction(torch.autograd.Function):
     derivatives those of its decomposition, to any order."""
 
     @staticmethod
-    def forward(ctx, dy, saved, mean, rstd, weight, bias, side, columns, *options):
-        tensors = (dy, saved, mean, rstd, weight, bias)
-        ctx.save_for_backward(*tensors, side, columns)
+    def forward(ctx, dy, saved, mean, rstd, weight, bias, side, columns, dresidual, *options):
+        tensors, more = (dy, saved, mean, rstd, weight, bias), (side, columns, dresidual)
+        ctx.save_for_backward(*tensors, *more)
         ctx.set_materialize_grads(False)
         ctx.options = options
-        return _ops.call_below_autograd(_ops.norm_backward, *tensors, *options, side, columns)
+        return _ops.call_below_autograd(_ops.norm_backward, *tensors, *options, *more)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -170,6 +224,11 @@ def _needs_grad(*tensors) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def _check_has_room(room: int) -> None:
+    if room <= 0:
+        raise RuntimeError(f"room is {room}; a call that is differentiated needs room")
+
+
 def _norm_forward_autograd(
     input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
 ):
@@ -190,19 +249,64 @@ def _norm_forward_listing_autograd(
         _ops.check_norm_arguments(*args)
         return _decompositions.norm_forward_listing(*args, room)
     if _needs_grad(input, weight, bias):
-        if room <= 0:
-            raise RuntimeError(f"room is {room}; a call that is differentiated needs room")
+        _check_has_room(room)
         return NormFunction.apply(*args, room)
     return _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
+
+
+def _add_norm_forward_autograd(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset=0.0,
+    rms=False,
+    residual_dtype=None,
+    out_dtype=None,
+):
+    args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
+            residual_dtype, out_dtype)  # fmt: skip
+    if is_transformed():
+        _ops.check_add_norm_arguments(*args)
+        return _decompositions.add_norm_forward(*args)
+    if _needs_grad(input, residual, weight, bias):
+        return AddNormFunction.apply(*args, SAVE_INPUT)
+    return _ops.call_below_autograd(_ops.add_norm_forward, *args)
+
+
+def _add_norm_forward_listing_autograd(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    residual_dtype,
+    out_dtype,
+    room,
+):
+    args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
+            residual_dtype, out_dtype)  # fmt: skip
+    if is_transformed():
+        _ops.check_add_norm_arguments(*args)
+        return _decompositions.add_norm_forward_listing(*args, room)
+    if _needs_grad(input, residual, weight, bias):
+        _check_has_room(room)
+        return AddNormFunction.apply(*args, room)
+    return _ops.call_below_autograd(_ops.add_norm_forward_listing, *args, room)
 
 
 def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     tensors = (dy, saved, mean, rstd, weight, bias)
     if is_transformed():
         return _decompositions.norm_backward(*tensors, *args)
-    options, listed = args[:6], args[6:] or (None, None)
-    if _needs_grad(*tensors, listed[0]):
-        return NormBackwardFunction.apply(*tensors, *listed, *options)
+    options, (side, columns, dresidual) = args[:6], (*args[6:], None, None, None)[:3]
+    if _needs_grad(*tensors, side, dresidual):
+        return NormBackwardFunction.apply(*tensors, side, columns, dresidual, *options)
     return _ops.call_below_autograd(_ops.norm_backward, *tensors, *args)
 
 
@@ -213,3 +317,5 @@ _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")
 _library.impl("norm_forward_listing", _norm_forward_listing_autograd, "Autograd")
 _library.impl("norm_backward", _norm_backward_autograd, "Autograd")
+_library.impl("add_norm_forward", _add_norm_forward_autograd, "Autograd")
+_library.impl("add_norm_forward_listing", _add_norm_forward_listing_autograd, "Autograd")

@@ -56,6 +56,51 @@ def norm_forward_listing(
     return output, rstd, rstd.new_zeros(rstd.numel(), room), columns
 
 
+def add(input: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """``input + residual`` as it is normalized: rounded to ``dtype`` once."""
+    accumulate = _accumulate_dtype(dtype)
+    return (input.to(accumulate) + residual.to(accumulate)).to(dtype)
+
+
+def add_norm_forward(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset=0.0,
+    rms=False,
+    residual_dtype=None,
+    out_dtype=None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(output, residual_out, mean, rstd)."""
+    residual_out = add(input, residual, residual_dtype or residual.dtype)
+    options = (normalized_shape, eps, weight_offset, rms, out_dtype or input.dtype)
+    output, mean, rstd = norm_forward(residual_out, weight, bias, *options)
+    return output, residual_out, mean, rstd
+
+
+def add_norm_forward_listing(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    residual_dtype,
+    out_dtype,
+    room,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(output, residual_out, rstd, side, columns) with no column listed."""
+    residual_out = add(input, residual, residual_dtype or residual.dtype)
+    options = (normalized_shape, eps, weight_offset, rms, out_dtype or input.dtype, room)
+    output, *others = norm_forward_listing(residual_out, weight, bias, *options)
+    return output, residual_out, *others
+
+
 def _listed_slots(columns: Tensor, cols: int) -> Tensor:
     """The column of each slot of `side`; `cols`, one past the last, for slots that are empty."""
     slots = torch.arange(columns.numel() - 1, device=columns.device)
@@ -125,6 +170,7 @@ def norm_backward(
     output_mask,
     side=None,
     columns=None,
+    dresidual=None,
     *,
     batch_dims=0,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -143,7 +189,8 @@ def norm_backward(
     dx = dweight = dbias = None
     if output_mask[0]:
         g, _ = _affine(weight, None, weight_offset, dtype)
-        dx = _project(dy if g is None else dy * g, xhat, rstd, dims, rms).to(input_dtype)
+        dx = _project(dy if g is None else dy * g, xhat, rstd, dims, rms)
+        dx = (dx if dresidual is None else dx + dresidual.to(dtype)).to(input_dtype)
     # A sum over no dimensions would be one over all.
     if output_mask[1] and weight is not None:
         dweight = dy * xhat

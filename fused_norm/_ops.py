@@ -15,6 +15,8 @@ from fused_norm import _C, _sharding
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_forward_listing = torch.ops.fused_norm.norm_forward_listing.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
+add_norm_forward = torch.ops.fused_norm.add_norm_forward.default
+add_norm_forward_listing = torch.ops.fused_norm.add_norm_forward_listing.default
 unrecoverable_columns = torch.ops.fused_norm.unrecoverable_columns.default
 softmax_forward = torch.ops.fused_norm.softmax_forward.default
 scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
@@ -43,18 +45,54 @@ def _check_norm_options(input, weight, bias, out, eps, weight_offset) -> bool:
 _check_norm_options._dynamo_marked_constant = True
 
 
+def _check_add_norm_options(input, residual, residual_out, *options) -> bool:
+    _C.check_add_norm_options(input, residual, residual_out, *options)
+    return True
+
+
+_check_add_norm_options._dynamo_marked_constant = True
+
+
+def _dtype_of(tensor) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
 def check_norm_arguments(
     input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
 ) -> None:
     """The operator's own checks, for where it does not run."""
-    _check_norm_options(
-        input.dtype,
-        None if weight is None else weight.dtype,
-        None if bias is None else bias.dtype,
-        out_dtype or input.dtype,
-        eps,
-        weight_offset,
-    )
+    options = (_dtype_of(weight), _dtype_of(bias), out_dtype or input.dtype, eps, weight_offset)
+    _check_norm_options(input.dtype, *options)
+    _check_shapes(input, weight, bias, normalized_shape, rms)
+
+
+def check_add_norm_arguments(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset=0.0,
+    rms=False,
+    residual_dtype=None,
+    out_dtype=None,
+) -> None:
+    """The same of ``add_norm_forward``."""
+    options = (_dtype_of(weight), _dtype_of(bias), out_dtype or input.dtype, eps, weight_offset)
+    residual_dtype = residual_dtype or residual.dtype
+    _check_add_norm_options(input.dtype, residual.dtype, residual_dtype, *options)
+    if residual.shape != input.shape:
+        raise RuntimeError(
+            f"residual must have the shape of input {list(input.shape)}, but has shape "
+            f"{list(residual.shape)}"
+        )
+    if residual.device != input.device:
+        raise RuntimeError(f"residual is on {residual.device}, but input is on {input.device}")
+    _check_shapes(input, weight, bias, normalized_shape, rms)
+
+
+def _check_shapes(input, weight, bias, normalized_shape, rms) -> None:
     shape = list(normalized_shape)
     if not shape:
         raise RuntimeError("normalized_shape must have at least one dimension, but is []")
@@ -117,11 +155,54 @@ def _norm_backward_fake(
     output_mask,
     side=None,
     columns=None,
+    dresidual=None,
 ):
     dx = dy.new_empty(dy.shape, dtype=input_dtype) if output_mask[0] else None
     dweight = weight.new_empty(weight.shape) if output_mask[1] and weight is not None else None
     dbias = bias.new_empty(bias.shape) if output_mask[2] and bias is not None else None
     return dx, dweight, dbias
+
+
+@torch.library.register_fake("fused_norm::add_norm_forward")
+def _add_norm_forward_fake(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset=0.0,
+    rms=False,
+    residual_dtype=None,
+    out_dtype=None,
+):
+    options = (weight, bias, normalized_shape, eps, weight_offset, rms)
+    check_add_norm_arguments(input, residual, *options, residual_dtype, out_dtype)
+    residual_out = input.new_empty(input.shape, dtype=residual_dtype or residual.dtype)
+    output, mean, rstd = _norm_forward_fake(residual_out, *options, out_dtype or input.dtype)
+    return output, residual_out, mean, rstd
+
+
+@torch.library.register_fake("fused_norm::add_norm_forward_listing")
+def _add_norm_forward_listing_fake(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    residual_dtype,
+    out_dtype,
+    room,
+):
+    options = (weight, bias, normalized_shape, eps, weight_offset, rms)
+    check_add_norm_arguments(input, residual, *options, residual_dtype, out_dtype)
+    residual_out = input.new_empty(input.shape, dtype=residual_dtype or residual.dtype)
+    out_dtype = out_dtype or input.dtype
+    output, *others = _norm_forward_listing_fake(residual_out, *options, out_dtype, room)
+    return output, residual_out, *others
 
 
 @torch.library.register_fake("fused_norm::unrecoverable_columns")

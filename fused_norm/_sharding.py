@@ -34,6 +34,7 @@ def _register() -> None:
 
     norm_forward = torch.ops.fused_norm.norm_forward.default
     norm_backward = torch.ops.fused_norm.norm_backward.default
+    add_norm_forward = torch.ops.fused_norm.add_norm_forward.default
     softmax_forward = torch.ops.fused_norm.softmax_forward.default
     scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
     softmax_backward = torch.ops.fused_norm.softmax_backward.default
@@ -56,9 +57,18 @@ def _register() -> None:
             for placement in (Replicate(), *map(Shard, rows))
         ]
 
+    @register_sharding(add_norm_forward)
+    def add_forward(input, residual, weight, bias, normalized_shape, eps, *options):
+        rules = []
+        for outputs, (placement, *others) in forward(
+            input, weight, bias, normalized_shape, eps, *options
+        ):
+            rules.append(([placement, *outputs], [placement, placement, *others]))
+        return rules
+
     @register_sharding(norm_backward)
     def backward(dy, saved, mean, rstd, weight, bias, normalized_shape, *options):
-        rest = [None] * (1 + len(options))
+        more = options[5:]  # side and columns, which DTensors never have, and dresidual
         is_rms, mask = options[1], options[4]
         has_gradient = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
         rows = range(dy.ndim - len(normalized_shape))
@@ -71,7 +81,9 @@ def _register() -> None:
             ]
             inputs = [placement, placement]
             inputs += same([mean], Replicate() if is_rms else placement) + [placement]
-            rules.append((outputs, [*inputs, *same((weight, bias), Replicate()), *rest]))
+            inputs += same((weight, bias), Replicate())
+            inputs += [None] * 6 + same(more, placement)  # six arguments that are no tensors
+            rules.append((outputs, inputs))
         return rules
 
     def placements_beside(ndim, *dims):
@@ -107,6 +119,7 @@ def _register() -> None:
     info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
     first_options = {
         norm_forward: 3,
+        add_norm_forward: 4,
         norm_backward: 6,
         softmax_forward: 1,
         scaled_masked_softmax: 2,

@@ -15,6 +15,11 @@ def _fixed_room(cols: int) -> int:
     return min(cols, -(-max(16, cols // 256) // 4) * 4)
 
 
+def _can_list(input, normalized_shape) -> bool:
+    # A DTensor saves its input, traced or not.
+    return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and type(input) in _PLAIN
+
+
 def norm_forward(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient
 ) -> torch.Tensor:
@@ -25,10 +30,9 @@ def norm_forward(
         return _decompositions.norm_forward(*args, out_dtype)[0]
     # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
     if not torch.compiler._is_exporting_flag:
-        cols = math.prod(normalized_shape)
-        # A DTensor saves its input, traced or not.
-        if memory_efficient and torch.is_grad_enabled() and cols > 0 and type(input) in _PLAIN:
-            return _ops.norm_forward_listing(*args, out_dtype, _fixed_room(cols))[0]
+        if memory_efficient and _can_list(input, normalized_shape):
+            room = _fixed_room(math.prod(normalized_shape))
+            return _ops.norm_forward_listing(*args, out_dtype, room)[0]
         return _ops.norm_forward(*args, out_dtype)[0]
     # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
     # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
@@ -37,3 +41,34 @@ def norm_forward(
         input = input.to(out_dtype)
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
     return _ops.norm_forward(*args)[0].to(out_dtype)
+
+
+def add_norm_forward(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    residual_dtype,
+    out_dtype,
+    memory_efficient,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, residual_out)."""
+    options = (weight, bias, normalized_shape, eps, weight_offset, rms)
+    args = (input, residual, *options, residual_dtype, out_dtype)
+    if config.decompose:
+        _ops.check_add_norm_arguments(*args)
+        return _decompositions.add_norm_forward(*args)[:2]
+    if not torch.compiler._is_exporting_flag:
+        if memory_efficient and _can_list(input, normalized_shape):
+            room = _fixed_room(math.prod(normalized_shape))
+            return _ops.add_norm_forward_listing(*args, room)[:2]
+        return _ops.add_norm_forward(*args)[:2]
+    _ops.check_add_norm_arguments(*args)
+    if out_dtype is input.dtype:  # both dtypes are the operator's defaults
+        return _ops.add_norm_forward(input, residual.to(residual_dtype), *options)[:2]
+    residual_out = _decompositions.add(input, residual, residual_dtype)
+    return norm_forward(residual_out, *options, out_dtype, False), residual_out

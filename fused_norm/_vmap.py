@@ -73,22 +73,75 @@ def _norm_forward_listing(
     return (output, rstd, side.view(info.batch_size, -1, room), columns), (0, 0, 0, None)
 
 
-@torch.library.register_vmap("fused_norm::norm_backward")
-def _norm_backward(
-    info, in_dims, dy, saved, mean, rstd, weight, bias, *options, side=None, columns=None
+@torch.library.register_vmap("fused_norm::add_norm_forward")
+def _add_norm_forward(
+    info,
+    in_dims,
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset=0.0,
+    rms=False,
+    residual_dtype=None,
+    out_dtype=None,
 ):
+    input = _with_batch(input, in_dims[0], info.batch_size)
+    residual = _with_batch(residual, in_dims[1], info.batch_size)
+    is_kernel = in_dims[2] is None and in_dims[3] is None
+    function = _ops.add_norm_forward if is_kernel else _decompositions.add_norm_forward
+    weight = _parameter(weight, in_dims[2], input.dim())
+    bias = _parameter(bias, in_dims[3], input.dim())
+    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
+    outputs = function(input, residual, weight, bias, *options)
+    return outputs, (0, 0, None if rms else 0, 0)
+
+
+@torch.library.register_vmap("fused_norm::add_norm_forward_listing")
+def _add_norm_forward_listing(
+    info,
+    in_dims,
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    residual_dtype,
+    out_dtype,
+    room,
+):
+    """By decomposition, as norm_forward_listing."""
+    input = _with_batch(input, in_dims[0], info.batch_size)
+    residual = _with_batch(residual, in_dims[1], info.batch_size)
+    weight = _parameter(weight, in_dims[2], input.dim())
+    bias = _parameter(bias, in_dims[3], input.dim())
+    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype, room)
+    *outputs, side, columns = _decompositions.add_norm_forward_listing(
+        input, residual, weight, bias, *options
+    )
+    return (*outputs, side.view(info.batch_size, -1, room), columns), (0, 0, 0, 0, None)
+
+
+@torch.library.register_vmap("fused_norm::norm_backward")
+def _norm_backward(info, in_dims, dy, saved, mean, rstd, weight, bias, *options):
     """By decomposition: the gradients of parameters are sums within each row of the batch."""
-    if len(options) > 6:
-        options, (side, columns) = options[:6], options[6:]
-        if side is not None:
-            side = _with_batch(side, in_dims[12], info.batch_size)
+    options, (side, columns, dresidual) = options[:6], (*options[6:], None, None, None)[:3]
+    if side is not None:
+        side = _with_batch(side, in_dims[12], info.batch_size)
+    if dresidual is not None:
+        dresidual = _with_batch(dresidual, in_dims[14], info.batch_size)
     dy = _with_batch(dy, in_dims[0], info.batch_size)
     saved = _with_batch(saved, in_dims[1], info.batch_size)
     mean, rstd = _batch_first(mean, in_dims[2]), _batch_first(rstd, in_dims[3])
     weight = _parameter(weight, in_dims[4], dy.dim())
     bias = _parameter(bias, in_dims[5], dy.dim())
     gradients = _decompositions.norm_backward(
-        dy, saved, mean, rstd, weight, bias, *options, side, columns, batch_dims=1
+        dy, saved, mean, rstd, weight, bias, *options, side, columns, dresidual, batch_dims=1
     )
     return gradients, tuple(None if g is None else 0 for g in gradients)
 

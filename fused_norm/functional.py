@@ -70,7 +70,7 @@ def _norm(
         room = _autograd.SAVE_INPUT
         if memory_efficient:
             room = _autograd.choose_room(
-                input, weight, bias, normalized_shape, weight_offset, args[-1]
+                input, weight, bias, normalized_shape, weight_offset, input.dtype, args[-1]
             )
         return _autograd.NormFunction.apply(*args, room)[0]
     return _ops.call_below_autograd(_ops.norm_forward, *args)[0]
@@ -144,6 +144,126 @@ def rms_norm(
     """
     eps = _rms_eps(input, eps)
     return _norm(input, weight, None, normalized_shape, eps, weight_offset, True, memory_efficient)
+
+
+def _add_norm(
+    input,
+    residual,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset,
+    rms,
+    memory_efficient,
+    residual_dtype,
+) -> tuple[Tensor, Tensor]:
+    if isinstance(normalized_shape, numbers.Integral):
+        normalized_shape = (int(normalized_shape),)
+    dtypes = (residual_dtype or residual.dtype, _out_dtype(input, rms, memory_efficient))
+    args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms, *dtypes)
+    if torch.compiler.is_compiling():
+        return _tracing.add_norm_forward(*args, memory_efficient)
+    if _autograd.is_transformed():
+        return _ops.add_norm_forward(*args)[:2]
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in args[:4]
+    ):
+        room = _autograd.SAVE_INPUT
+        if memory_efficient:
+            room = _autograd.choose_room(
+                input, weight, bias, normalized_shape, weight_offset, *dtypes
+            )
+        return _autograd.AddNormFunction.apply(*args, room)[:2]
+    return _ops.call_below_autograd(_ops.add_norm_forward, *args)[:2]
+
+
+def add_layer_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    memory_efficient: bool = False,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``residual_out = input + residual; output = layer_norm(residual_out)`` in one kernel.
+
+    What a transformer does between two layers: the sum goes on as the residual of the next
+    addition, and its norm into the next layer. The gradient that comes back for ``residual_out`` is
+    added inside the backward kernel.
+
+    Args:
+        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64: the output of the layer
+            before. Rows may be strided, those of ``residual`` too.
+        residual: of input's shape; its dtype is input's or ``residual_dtype``.
+        normalized_shape: the dimensions to normalize over.
+        weight, bias: ``normalized_shape``, in fp32 or the dtype of ``residual_out``; an fp32
+            ``residual_out`` also takes 16-bit ones.
+        eps: added to the variance; finite and not negative.
+        memory_efficient: save the output, not ``residual_out``, for backward
+            (docs/memory_efficient.md).
+        residual_dtype: of ``residual_out``: input's, or fp32 with 16-bit input, for a residual
+            stream in fp32. ``None``: that of ``residual``.
+
+    Returns:
+        ``(output, residual_out)``, both contiguous and of input's shape. The sum is taken in fp32
+        (fp64 for fp64) and rounded to ``residual_dtype`` before it is normalized. The output's
+        dtype is that of :func:`layer_norm` of the input: input's, also where ``residual_out`` is
+        fp32; under autocast on CUDA fp32; and with ``memory_efficient`` the autocast dtype.
+
+        Without ``memory_efficient`` backward needs ``residual_out``, with it ``output``: changing
+        that one in place is an error.
+
+    Raises:
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it.
+    """
+    return _add_norm(
+        input,
+        residual,
+        weight,
+        bias,
+        normalized_shape,
+        eps,
+        0.0,
+        False,
+        memory_efficient,
+        residual_dtype,
+    )
+
+
+def add_rms_norm(
+    input: Tensor,
+    residual: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    memory_efficient: bool = False,
+    weight_offset: float = 0.0,
+    residual_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``residual_out = input + residual; output = rms_norm(residual_out)`` in one kernel.
+
+    As :func:`add_layer_norm`, for :func:`rms_norm`: ``eps=None`` is fp32's machine epsilon, fp64's
+    for fp64 input, and ``weight_offset`` is added to the weight in fp32 inside the kernel. Under
+    autocast the output has input's dtype, and with ``memory_efficient`` the autocast dtype.
+    """
+    return _add_norm(
+        input,
+        residual,
+        weight,
+        None,
+        normalized_shape,
+        _rms_eps(input, eps),
+        weight_offset,
+        True,
+        memory_efficient,
+        residual_dtype,
+    )
 
 
 def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:

@@ -192,6 +192,48 @@ def placements(rank, device, memory_efficient):
                     close(ours.full_tensor(), right)
 
 
+def added_residual(rank, device, memory_efficient):
+    """Placements and values with a residual, whose own placement, and that of its gradient, may be
+    another than the input's."""
+    mesh = init_device_mesh(device, (WORLD,))
+    values = [torch.randn(4, 6, 8, dtype=FP64, device=device) for _ in range(4)]
+    for kind in KINDS:
+        function = fn.add_layer_norm if kind == "layer" else fn.add_rms_norm
+        weight = (torch.rand(8, dtype=FP64, device=device) + 0.5).requires_grad_()
+        leaves = [values[0].clone().requires_grad_(), values[1].clone().requires_grad_(), weight]
+        exact = function(*leaves[:2], [8], weight)
+        exact_grads = torch.autograd.grad(exact, leaves, values[2:])
+        for of_input in (Replicate(), Shard(0), Shard(1), Shard(2)):
+            for of_residual in {of_input, Shard(0)}:
+                for of_gradient in {of_input, Replicate()}:
+                    places = (of_input, of_residual, Replicate())
+                    d_leaves = [
+                        distribute_tensor(t.detach(), mesh, [place]).requires_grad_()
+                        for t, place in zip(leaves, places, strict=True)
+                    ]
+                    outputs = function(
+                        *d_leaves[:2], [8], d_leaves[2], memory_efficient=memory_efficient
+                    )
+                    if of_input == of_residual and of_input != Shard(2):
+                        assert all(t.placements == (of_input,) for t in outputs)
+                    d_grads = [
+                        distribute_tensor(values[2], mesh, list(outputs[0].placements)),
+                        distribute_tensor(values[3], mesh, [of_gradient]),
+                    ]
+                    grads = torch.autograd.grad(outputs, d_leaves, d_grads)
+                    for ours, right in zip([*outputs, *grads], [*exact, *exact_grads], strict=True):
+                        close(ours.full_tensor(), right)
+        # Either output alone.
+        d_leaves = [distribute_tensor(t.detach(), mesh, [Shard(0)]) for t in leaves[:2]]
+        d_leaves = [t.requires_grad_() for t in d_leaves]
+        for which in (0, 1):
+            output = function(*d_leaves, [8])[which]
+            expected = function(*leaves[:2], [8])[which]
+            (gradient,) = torch.autograd.grad(output.sin().sum(), d_leaves[:1])
+            (right,) = torch.autograd.grad(expected.sin().sum(), leaves[:1])
+            close(gradient.full_tensor(), right)
+
+
 def sharded_parameters_and_no_parameters(rank, device):
     mesh = init_device_mesh(device, (WORLD,))
     x = torch.randn(4, 8, dtype=FP64, device=device)

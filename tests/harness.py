@@ -82,6 +82,11 @@ def forms(kind, x_dtype):
                 yield Form(kind, x_dtype, y_dtype, weight=dtype, bias=dtype)
 
 
+# Pairs (residual_out, input and output) of what is added and normalized.
+SUMS = [(dtype, dtype) for dtype in OUTPUTS]
+SUMS += [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+
+
 def apply(form, x, normalized_shape, weight=None, bias=None):
     """The library's call: the functional form, or the operator where the output dtype is its own.
 
@@ -227,6 +232,71 @@ def check_call(form, x, weight, bias, dy, normalized_shape=None, with_torch=True
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None:
             assert grads[name].dtype == parameter.dtype and grads[name].shape == parameter.shape
+    return check.ratios()
+
+
+def apply_add(form, input, residual, normalized_shape, weight=None, bias=None):
+    """(output, residual_out) of the library's call. The form's x is residual_out, its y has input's
+    dtype."""
+    options = {"memory_efficient": form.memory_efficient, "residual_dtype": form.x}
+    if form.kind == "layer":
+        return fn.add_layer_norm(
+            input, residual, normalized_shape, weight, bias, form.eps, **options
+        )
+    options["weight_offset"] = form.weight_offset
+    return fn.add_rms_norm(input, residual, normalized_shape, weight, form.eps, **options)
+
+
+def add_forward_backward(form, input, residual, normalized_shape, weight, bias, dy, dresidual):
+    """(output, residual_out, {argument: gradient}) of a call on fresh leaves."""
+    leaves = {"input": input, "residual": residual, "weight": weight, "bias": bias}
+    leaves = {name: t.detach().requires_grad_() for name, t in leaves.items() if t is not None}
+    y, residual_out = apply_add(
+        form,
+        leaves["input"],
+        leaves["residual"],
+        normalized_shape,
+        leaves.get("weight"),
+        leaves.get("bias"),
+    )
+    grads = torch.autograd.grad([y, residual_out], list(leaves.values()), [dy, dresidual])
+    return y.detach(), residual_out.detach(), dict(zip(leaves, grads, strict=True))
+
+
+def check_add_call(form, input, residual, weight, bias, dy, dresidual, normalized_shape=None):
+    """As check_call, of a norm of input + residual, the residual in the dtype of the sum."""
+    normalized_shape = list(input.shape[-1:]) if normalized_shape is None else normalized_shape
+    cols = math.prod(normalized_shape)
+    rows = input.numel() // cols
+    sizes = [input.numel() * t.itemsize for t in (form.y, form.x)] + [rows * 4, cols * 4] * 2
+    with unwritten_is_nan(input.device, *sizes):
+        y, residual_out, grads = add_forward_backward(
+            form, input, residual, normalized_shape, weight, bias, dy, dresidual
+        )
+    for output, dtype in ((y, form.y), (residual_out, form.x)):
+        assert output.dtype == dtype and output.shape == input.shape and output.is_contiguous()
+    wide = torch.float64 if form.x == torch.float64 else torch.float32
+    assert same_bits(residual_out, (input.to(wide) + residual.to(wide)).to(form.x))
+    assert same_bits(grads["input"], grads["residual"].to(input.dtype))
+
+    check = NormCheck(
+        rows=rows,
+        rms=form.kind == "rms",
+        eps=form.eps,
+        x_dtype=form.x,
+        y_dtype=form.y,
+        weight=weight,
+        bias=bias,
+        weight_offset=form.weight_offset,
+        from_output=form.memory_efficient,
+    )
+    tensors = (residual_out, y, dy, grads["residual"], dresidual)
+    x, y, dy, dx, dresidual = (t.reshape(rows, cols) for t in tensors)
+    step = max(1, CHUNK // cols)
+    for first in range(0, rows, step):
+        part = slice(first, first + step)
+        check.rows(x[part], y[part], dy[part], dx[part], dresidual=dresidual[part].double())
+    check.parameters(grads.get("weight"), grads.get("bias"))
     return check.ratios()
 
 

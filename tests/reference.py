@@ -208,16 +208,17 @@ class NormCheck:
         b = torch.as_tensor(self.b, dtype=torch.float64, device=y.device).expand(y.shape[1])
         return torch.where(precise(g, b, self.y_dtype), (y.double() - b) / g, stats.xhat)
 
-    def _dx(self, stats, xhat, dy, dx, torch_dx):
+    def _dx(self, stats, xhat, dy, dx, torch_dx, dresidual):
         rstd, shift, scale = stats.rstd, stats.shift, stats.scale
-        ref, w, c1, c2 = dx_reference(dy, self.g, stats.xhat, rstd, self.rms_norm)
+        norm_dx, w, c1, c2 = dx_reference(dy, self.g, stats.xhat, rstd, self.rms_norm)
+        ref = norm_dx + dresidual
         self._add("dx reference", ref)
         self._add("dx error", dx.double() - ref)
         if torch_dx is not None:
             self._add("torch dx error", torch_dx.double() - ref)
         propagated = 0.0
         if xhat is not stats.xhat:
-            propagated = (dx_reference(dy, self.g, xhat, rstd, self.rms_norm)[0] - ref).abs()
+            propagated = (dx_reference(dy, self.g, xhat, rstd, self.rms_norm)[0] - norm_dx).abs()
             self._add("dx propagated", propagated)
         # Every element: rounded sums, products and rstd cost a few u of each term of dx; an xhat
         # off by 4u scale moves mean(w xhat) by 4u scale mean|w| and xhat mean(w xhat) by 4u scale
@@ -229,7 +230,9 @@ class NormCheck:
             * rstd
             * (w.abs() + mean_w * (1 + scale * stats.xhat.abs()) + scale * c2.abs())
         )
-        limit = limit + propagated
+        # What is added to dx costs one rounding of the sum.
+        sum_rounding = self.u * ref.abs() if torch.is_tensor(dresidual) else 0.0
+        limit = limit + propagated + sum_rounding
         self._record(
             "dx", dx.double() - ref, limit + rounding(ref.abs() + limit, self.x_dtype, self.u)
         )
@@ -242,10 +245,11 @@ class NormCheck:
             + (stats.xhat * c2).abs()
             + shift * (c2.abs() + (stats.xhat * c1).abs())
         )
-        self._add("dx arithmetic", 4 * self.u * rstd * terms)
+        self._add("dx arithmetic", 4 * self.u * rstd * terms + sum_rounding)
 
-    def rows(self, x, y=None, dy=None, dx=None, torch_dx=None):
-        """One chunk of rows: x, y, dy, dx of shape (rows, N); y alone, or the gradients with it."""
+    def rows(self, x, y=None, dy=None, dx=None, torch_dx=None, dresidual=0.0):
+        """One chunk of rows: x, y, dy, dx of shape (rows, N); y alone, or the gradients with it.
+        ``dresidual`` is a gradient of x that is added to dx."""
         stats = row_stats(x, self.eps, self.rms_norm)
         if y is not None:
             self._forward(stats, y)
@@ -254,7 +258,7 @@ class NormCheck:
         dy = dy.double()
         xhat = self._recovered_xhat(stats, y) if self.from_output else stats.xhat
         if dx is not None:
-            self._dx(stats, xhat, dy, dx, torch_dx)
+            self._dx(stats, xhat, dy, dx, torch_dx, dresidual)
         if self.weight is not None:
             self._sum("dweight reference", dy * stats.xhat)
             self._sum("dweight squares", (dy * (stats.xhat.abs() + stats.shift)).square())

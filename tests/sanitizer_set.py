@@ -3,7 +3,7 @@ regular and irregular rows and every kind of parameters, at the smallest sizes t
 go round.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
-    [norm] [softmax]
+    [norm] [add] [softmax]
 
 Without torch's caching allocator every tensor is an allocation of its own, so that a read or write
 past its end is seen. The tools racecheck, initcheck and synccheck take the same command. Inputs are
@@ -19,7 +19,7 @@ import time
 
 import softmax_harness as softmax
 import torch
-from harness import OUTPUTS, SHORT
+from harness import OUTPUTS, SHORT, SUMS
 
 # Columns, and rows for forward and for backward. The columns lie in each tier of each pack size:
 # from one lane a row to a cluster of eight blocks and to streaming. Where a row needs a barrier,
@@ -135,6 +135,26 @@ def run(call, pools, x_dtype, y_dtype, rms):
         )  # fmt: skip
 
 
+def run_add(call, pools, x_dtype, y_dtype, rms):
+    """A forward pass that adds a residual, and backward with the gradient of the sum."""
+    size = (call.rows, call.cols)
+    residual, x = (tensor(pools[dtype], *size, call.layout) for dtype in (x_dtype, y_dtype))
+    weight, bias = (
+        None if dtype is None else tensor(pools[dtype], 1, call.cols, "regular").view(-1)
+        for dtype in (call.weight, None if rms else call.bias)
+    )
+    shape = [call.cols]
+    y, total, mean, rstd = torch.ops.fused_norm.add_norm_forward(
+        x, residual, weight, bias, shape, 1e-5, call.weight_offset, rms
+    )
+    if call.output_mask is None or not call.output_mask[0]:
+        return
+    torch.ops.fused_norm.norm_backward(
+        x, total, None if rms else mean, rstd, weight, bias, shape, call.weight_offset, rms, False,
+        x_dtype, call.output_mask, None, None, residual,
+    )  # fmt: skip
+
+
 # Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.
 SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
 SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
@@ -179,6 +199,13 @@ def run_norm(pools, report):
         report(f"norm {turn + 1}/{2 * len(pairs)} {'rms' if rms else 'layer'}", (x, y))
 
 
+def run_adds(pools, report):
+    for turn, ((x, y), rms) in enumerate(itertools.product(SUMS, (False, True))):
+        for call in calls(x, turn):
+            run_add(call, pools, x, y, rms)
+        report(f"add {turn + 1}/{2 * len(SUMS)} {'rms' if rms else 'layer'}", (x, y))
+
+
 def main():
     begin = time.monotonic()
     numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
@@ -189,7 +216,7 @@ def main():
         dtypes = "->".join(SHORT[dtype] for dtype in pair)
         print(f"{what} {dtypes}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    families = {"norm": run_norm, "softmax": run_softmax}
+    families = {"norm": run_norm, "add": run_adds, "softmax": run_softmax}
     for name in sys.argv[1:] or families:
         families[name](pools, report)
 

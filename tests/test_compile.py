@@ -230,6 +230,12 @@ def test_grad_scaler(kind, compiles, memory_efficient, device, generator):
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+class AddNorm(nn.Module):
+    def forward(self, x):
+        output, residual = fn.add_rms_norm(x, x.sin(), x.shape[-1:], eps=1e-5)
+        return output + residual
+
+
 def exported_model(device):
     torch.manual_seed(0)
     return nn.Sequential(
@@ -237,6 +243,7 @@ def exported_model(device):
         fused_norm.LayerNorm(16),
         fused_norm.RMSNorm(16, memory_efficient=True, weight_offset=1.0),
         nn.Linear(16, 16),
+        AddNorm(),
         fused_norm.apex.MixedFusedLayerNorm(16),
     ).to(device)
 
@@ -250,6 +257,7 @@ def test_export(strict, device, generator, tmp_path):
     )
     names = [str(node.target) for node in program.graph.nodes]
     assert sum("fused_norm.norm_forward" in name for name in names) == 3
+    assert sum("fused_norm.add_norm_forward" in name for name in names) == 1
     torch.export.save(program, tmp_path / "model.pt2")
     loaded = torch.export.load(tmp_path / "model.pt2").module()
     for rows in (1, 7):

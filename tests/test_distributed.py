@@ -27,6 +27,11 @@ def test_rows_stay_local_and_weight_gradients_are_partial_sums(pair, memory_effi
     pair.run("placements", memory_efficient=memory_efficient)
 
 
+@each_flag
+def test_added_residual(pair, memory_efficient):
+    pair.run("added_residual", memory_efficient=memory_efficient)
+
+
 def test_sharded_parameters_and_no_parameters(pair):
     pair.run("sharded_parameters_and_no_parameters")
 

@@ -130,6 +130,74 @@ CASES = {
         ),
         ["out_dtype", "Int|int32"],
     ),
+    "residual of another shape": (
+        lambda make: fn.add_layer_norm(make(3, 48), make(48), [48]),
+        ["residual", "3, 48", r"\[48\]"],
+    ),
+    "residual of another shape, rms": (
+        lambda make: fn.add_rms_norm(make(3, 48), make(2, 48), [48]),
+        ["residual", "3, 48", "2, 48"],
+    ),
+    "residual of another 16-bit dtype": (
+        lambda make: fn.add_rms_norm(make(3, 48, dtype=BF16), make(3, 48, dtype=FP16), [48]),
+        ["residual", "Half|float16", "BFloat16|bfloat16"],
+    ),
+    "16-bit residual with fp32 input": (
+        lambda make: fn.add_layer_norm(make(3, 48), make(3, 48, dtype=BF16), [48]),
+        ["residual", "BFloat16|bfloat16", "Float|float32"],
+    ),
+    "fp64 residual with fp32 input": (
+        lambda make: fn.add_layer_norm(make(3, 48), make(3, 48, dtype=FP64), [48]),
+        ["residual", "Double|float64", "Float|float32"],
+    ),
+    "integer residual": (
+        lambda make: fn.add_rms_norm(make(3, 48), make(3, 48, dtype=torch.int64), [48]),
+        ["residual", "Long|int64"],
+    ),
+    "residual_dtype narrower than the residual": (
+        lambda make: fn.add_rms_norm(
+            make(3, 48, dtype=BF16), make(3, 48), [48], residual_dtype=BF16
+        ),
+        ["residual is", "Float|float32", "BFloat16|bfloat16"],
+    ),
+    "residual_dtype that does not go with the input": (
+        lambda make: fn.add_layer_norm(make(3, 48), make(3, 48), [48], residual_dtype=FP16),
+        ["residual_dtype", "Half|float16", "Float|float32"],
+    ),
+    "fp64 residual_dtype": (
+        lambda make: fn.add_layer_norm(
+            make(3, 48, dtype=BF16), make(3, 48, dtype=BF16), [48], residual_dtype=FP64
+        ),
+        ["residual_dtype", "Double|float64"],
+    ),
+    "integer input, with a residual": (
+        lambda make: fn.add_layer_norm(
+            make(3, 48, dtype=torch.int32), make(3, 48, dtype=torch.int32), [48]
+        ),
+        ["input", "Int|int32"],
+    ),
+    "weight that does not go with the sum": (
+        lambda make: fn.add_layer_norm(
+            make(3, 48, dtype=BF16), make(3, 48, dtype=BF16), [48], make(48, dtype=FP16)
+        ),
+        ["weight", "Half|float16", "BFloat16|bfloat16", "residual_out"],
+    ),
+    "weight of another shape, with a residual": (
+        lambda make: fn.add_rms_norm(make(3, 48), make(3, 48), [48], make(37)),
+        ["weight", "48", "37"],
+    ),
+    "normalized_shape does not match, with a residual": (
+        lambda make: fn.add_rms_norm(make(3, 48), make(3, 48), [37]),
+        ["normalized_shape", "37", "input", "3, 48"],
+    ),
+    "negative eps, with a residual": (
+        lambda make: fn.add_layer_norm(make(3, 48), make(3, 48), [48], eps=-0.25),
+        ["eps", "-0.25"],
+    ),
+    "infinite weight_offset, with a residual": (
+        lambda make: fn.add_rms_norm(make(3, 48), make(3, 48), [48], weight_offset=INF),
+        ["weight_offset", "inf"],
+    ),
 }
 
 
@@ -195,6 +263,14 @@ def test_no_error_launches_a_kernel():
 LAYOUTS = {
     "sparse input": (lambda m: fn.layer_norm(m.to_sparse(), [4]), ["input", "[Ss]parse"]),
     "sparse CSR input": (lambda m: fn.rms_norm(m.to_sparse_csr(), [4]), ["input", "[Ss]parse"]),
+    "sparse residual": (
+        lambda m: fn.add_layer_norm(m, m.to_sparse(), [4]),
+        ["residual", "[Ss]parse"],
+    ),
+    "sparse input and residual": (
+        lambda m: fn.add_rms_norm(m.to_sparse(), m.to_sparse(), [4]),
+        ["input", "[Ss]parse"],
+    ),
     "sparse weight": (lambda m: fn.layer_norm(m, [4], m[0].to_sparse()), ["weight", "[Ss]parse"]),
     "sparse bias": (
         lambda m: fn.layer_norm(m, [4], None, m[0].to_sparse()),
@@ -225,6 +301,15 @@ def test_parameter_on_another_device(of_input, of_parameter, name):
     check_raises(lambda: fn.layer_norm(x, [4], **{name: parameter}), [name, of_input, of_parameter])
 
 
+@pytest.mark.parametrize(
+    ("of_input", "of_residual"),
+    [("cpu", "meta"), ("meta", "cpu"), pytest.param("cuda", "cpu", marks=pytest.mark.cuda)],
+)
+def test_residual_on_another_device(of_input, of_residual):
+    x, residual = torch.ones(3, 4, device=of_input), torch.ones(3, 4, device=of_residual)
+    check_raises(lambda: fn.add_rms_norm(x, residual, [4]), ["residual", of_input, of_residual])
+
+
 @pytest.mark.parametrize("function", [fn.layer_norm, fn.rms_norm])
 @pytest.mark.parametrize("arguments", [(None, [4]), ([[1.0]], [1])], ids=["None", "list"])
 def test_input_that_is_no_tensor(function, arguments):
@@ -250,6 +335,9 @@ def forward_for_backward(device, dtype=FP32):
         "from_output": False,
         "input_dtype": dtype,
         "output_mask": [True, True, True],
+        "side": None,
+        "columns": None,
+        "dresidual": None,
     }
 
 
@@ -264,6 +352,8 @@ BACKWARD_CASES = {
     "mean of another length": ({"mean": (2, 1)}, ["mean", "3", "2, 1"]),
     "weight of another shape": ({"weight": (37,)}, ["weight", "37", "48"]),
     "bias of another shape": ({"bias": (37,)}, ["bias", "37", "48"]),
+    "dresidual of another shape": ({"dresidual": (2, 48)}, ["dresidual", "3, 48", "2, 48"]),
+    "dresidual of another dtype": ({"dresidual": (3, 48, BF16)}, ["dresidual", "BFloat16"]),
 }
 
 

@@ -24,6 +24,16 @@ SIGNATURES = [
         "input normalized_shape weight=None eps=None * memory_efficient=False weight_offset=0.0",
     ),
     (
+        fn.add_layer_norm,
+        "input residual normalized_shape weight=None bias=None eps=1e-05"
+        " * memory_efficient=False residual_dtype=None",
+    ),
+    (
+        fn.add_rms_norm,
+        "input residual normalized_shape weight=None eps=None"
+        " * memory_efficient=False weight_offset=0.0 residual_dtype=None",
+    ),
+    (
         fused.LayerNorm,
         "normalized_shape eps=1e-05 elementwise_affine=True bias=True device=None dtype=None"
         " * memory_efficient=False",

@@ -105,6 +105,12 @@ FUSED_NORM_SIMD void row_parameter_gradients(GradientRow<Acc> row, Acc* dweight,
   }
 }
 
+template <typename Acc>
+FUSED_NORM_SIMD void add_to_row(const Acc* from, Acc* to, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) to[i] += from[i];
+}
+
 // Adds one row of sums to another and clears it.
 template <typename Acc>
 FUSED_NORM_SIMD void move_sums(Acc* from, double* to, int64_t n) {
@@ -222,7 +228,7 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
                         const at::Tensor& rstd, const at::Tensor& weight, const at::Tensor& bias,
                         double weight_offset, bool rms, bool from_output,
                         const ListedColumns& listed, at::ScalarType input_dtype,
-                        std::array<bool, 3> output_mask) {
+                        std::array<bool, 3> output_mask, const at::Tensor& dresidual) {
   const int64_t rows = dy.size(0), cols = dy.size(1);
   const int64_t chunk_rows = rows_per_chunk(rows, cols);
   const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
@@ -237,6 +243,7 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
   BackwardResult result;
   if (output_mask[0]) result.dx = at::empty({rows, cols}, input_dtype);
   const Rows<Acc> dy_rows(dy), saved_rows(saved), dx_rows(result.dx);
+  const Rows<Acc> dresidual_rows(dresidual);
   const bool wants_dweight = output_mask[1] && weight.defined();
   const bool wants_dbias = output_mask[2] && bias.defined();
   // A row of sums is dweight's, then at `line` dbias's.
@@ -249,11 +256,12 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
 
   const int64_t grain = std::max<int64_t>(kGrain / (chunk_rows * cols), 1);
   at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
-    const at::Tensor buffers = at::zeros({5, line}, kType<Acc>);
+    const at::Tensor buffers = at::zeros({6, line}, kType<Acc>);
     Acc* dy_buffer = buffers.mutable_data_ptr<Acc>();
     Acc* saved_buffer = dy_buffer + line;
     Acc* dx_buffer = saved_buffer + line;
-    Acc* few_sums = dx_buffer + line;
+    Acc* dresidual_buffer = dx_buffer + line;
+    Acc* few_sums = dresidual_buffer + line;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       const int64_t row_end = std::min(rows, (chunk + 1) * chunk_rows);
       for (int64_t row = chunk * chunk_rows; row < row_end; ++row) {
@@ -266,6 +274,8 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
         if (output_mask[0]) {
           Acc* dx_row = dx_rows.target(row, dx_buffer);
           input_gradient(values, rms, dx_row);
+          if (dresidual.defined())
+            add_to_row(dresidual_rows.read(row, dresidual_buffer), dx_row, cols);
           dx_rows.write(row, dx_row);
         }
         if (!sums.defined()) continue;
@@ -301,11 +311,12 @@ BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, cons
                              const at::Tensor& rstd, const at::Tensor& weight,
                              const at::Tensor& bias, double weight_offset, bool rms,
                              bool from_output, const ListedColumns& listed,
-                             at::ScalarType input_dtype, std::array<bool, 3> output_mask) {
+                             at::ScalarType input_dtype, std::array<bool, 3> output_mask,
+                             const at::Tensor& dresidual) {
   const at::NoGradGuard no_grad;
   const auto run = input_dtype == at::kDouble ? backward<double> : backward<float>;
   return run(dy, saved, mean, rstd, weight, bias, weight_offset, rms, from_output, listed,
-             input_dtype, output_mask);
+             input_dtype, output_mask, dresidual);
 }
 
 at::Tensor lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,

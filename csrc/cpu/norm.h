@@ -45,11 +45,13 @@ struct BackwardResult {
 
 // saved is x, or with from_output y, from which xhat = (y - bias) / (weight + weight_offset) but
 // for the listed columns; mean is read only for LayerNorm from its input. output_mask: {dx,
-// dweight, dbias}. The bits of the result do not depend on the number of threads.
+// dweight, dbias}. dresidual, if defined, (rows, cols) in input_dtype, is added to dx. The bits of
+// the result do not depend on the number of threads.
 BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
                              const at::Tensor& rstd, const at::Tensor& weight,
                              const at::Tensor& bias, double weight_offset, bool rms,
                              bool from_output, const ListedColumns& listed,
-                             at::ScalarType input_dtype, std::array<bool, 3> output_mask);
+                             at::ScalarType input_dtype, std::array<bool, 3> output_mask,
+                             const at::Tensor& dresidual);
 
 }  // namespace fused_norm::cpu

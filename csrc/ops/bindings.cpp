@@ -32,8 +32,18 @@ TORCH_LIBRARY(fused_norm, m) {
       "bias, "
       "SymInt[] normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType "
       "input_dtype, "
-      "bool[3] output_mask, Tensor? side=None, Tensor? columns=None) -> (Tensor dx, Tensor "
-      "dweight, Tensor dbias)");
+      "bool[3] output_mask, Tensor? side=None, Tensor? columns=None, Tensor? dresidual=None) -> "
+      "(Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "add_norm_forward(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, SymInt[] "
+      "normalized_shape, float eps, float weight_offset=0.0, bool rms=False, ScalarType? "
+      "residual_dtype=None, ScalarType? out_dtype=None) -> (Tensor output, Tensor residual_out, "
+      "Tensor mean, Tensor rstd)");
+  m.def(
+      "add_norm_forward_listing(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, "
+      "SymInt[] normalized_shape, float eps, float weight_offset, bool rms, ScalarType? "
+      "residual_dtype, ScalarType? out_dtype, SymInt room) -> (Tensor output, Tensor residual_out, "
+      "Tensor rstd, Tensor side, Tensor columns)");
   m.def(
       "unrecoverable_columns(Tensor? weight, Tensor? bias, float weight_offset, ScalarType "
       "out_dtype) -> Tensor");
@@ -70,6 +80,8 @@ void register_kernels(torch::Library& m) {
   m.impl("norm_forward", &norm_forward);
   m.impl("norm_forward_listing", &norm_forward_listing);
   m.impl("norm_backward", &norm_backward);
+  m.impl("add_norm_forward", &add_norm_forward);
+  m.impl("add_norm_forward_listing", &add_norm_forward_listing);
   m.impl("unrecoverable_columns", &unrecoverable_columns);
   m.impl("softmax_forward", &softmax_forward_auto);
   m.impl("scaled_masked_softmax", &scaled_masked_softmax_auto);
@@ -110,11 +122,22 @@ TensorTriple norm_backward_no_grad(const at::Tensor& dy, const at::Tensor& saved
                                    std::vector<int64_t> normalized_shape, double weight_offset,
                                    bool rms, bool from_output, at::ScalarType input_dtype,
                                    std::array<bool, 3> output_mask, const OptionalTensor& side,
-                                   const OptionalTensor& columns) {
-  check_no_grad("norm_backward", {dy, saved, weight, bias});
+                                   const OptionalTensor& columns, const OptionalTensor& dresidual) {
+  check_no_grad("norm_backward", {dy, saved, weight, bias, dresidual});
   at::AutoDispatchBelowADInplaceOrView guard;
   return norm_backward(dy, saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms,
-                       from_output, input_dtype, output_mask, side, columns);
+                       from_output, input_dtype, output_mask, side, columns, dresidual);
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward_no_grad(
+    const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
+    const OptionalTensor& bias, std::vector<int64_t> normalized_shape, double eps,
+    double weight_offset, bool rms, std::optional<at::ScalarType> residual_dtype,
+    std::optional<at::ScalarType> out_dtype) {
+  check_no_grad("add_norm_forward", {input, residual, weight, bias});
+  at::AutoDispatchBelowADInplaceOrView guard;
+  return add_norm_forward(input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
+                          residual_dtype, out_dtype);
 }
 
 int64_t choose_room_of(const OptionalTensor& weight, const OptionalTensor& bias,
@@ -200,6 +223,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("normalized_shape"),
         py::arg("weight_offset"), py::arg("rms"), py::arg("from_output"), py::arg("input_dtype"),
         py::arg("output_mask"), py::arg("side") = py::none(), py::arg("columns") = py::none(),
+        py::arg("dresidual") = py::none(), py::call_guard<py::gil_scoped_release>());
+  m.def("add_norm_forward", &add_norm_forward_no_grad, py::arg("input"), py::arg("residual"),
+        py::arg("weight"), py::arg("bias"), py::arg("normalized_shape"), py::arg("eps"),
+        py::arg("weight_offset") = 0.0, py::arg("rms") = false,
+        py::arg("residual_dtype") = py::none(), py::arg("out_dtype") = py::none(),
         py::call_guard<py::gil_scoped_release>());
   m.def("choose_room", &choose_room_of, py::call_guard<py::gil_scoped_release>());
   m.def("fixed_room", &fixed_room);
@@ -209,6 +237,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("weight_offset"), py::arg("out_dtype"), py::call_guard<py::gil_scoped_release>());
   m.def("check_norm_options", &check_norm_options, py::arg("input"), py::arg("weight"),
         py::arg("bias"), py::arg("out"), py::arg("eps"), py::arg("weight_offset"));
+  m.def("check_add_norm_options", &check_add_norm_options, py::arg("input"), py::arg("residual"),
+        py::arg("residual_out"), py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("eps"),
+        py::arg("weight_offset"));
   m.def("softmax_forward", &softmax_forward_no_grad, py::arg("input"), py::arg("dim"),
         py::arg("log") = false, py::arg("out_dtype") = py::none(), py::arg("tier") = "auto",
         py::call_guard<py::gil_scoped_release>());

@@ -25,22 +25,28 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-void check_param_dtype(ScalarType input, std::optional<ScalarType> param, const char* name) {
+// `x` is the dtype of what is normalized, whose name is `x_name`.
+void check_param_dtype(ScalarType x, const char* x_name, std::optional<ScalarType> param,
+                       const char* name) {
   if (!param.has_value()) return;
   check_floating(*param, name);
-  TORCH_CHECK(
-      *param == input || *param == at::kFloat || (input == at::kFloat && is_16_bit(*param)), name,
-      " is ", *param, ", which does not go with ", input,
-      " input: it must have the input's dtype or be float32 (float32 input also takes 16-bit ",
-      "parameters)");
+  TORCH_CHECK(*param == x || *param == at::kFloat || (x == at::kFloat && is_16_bit(*param)), name,
+              " is ", *param, ", which does not go with ", x, " ", x_name,
+              ": it must have the dtype of ", x_name, " or be float32 (float32 ", x_name,
+              " also takes 16-bit parameters)");
 }
 
-void check_output_dtype(ScalarType input, ScalarType out) {
-  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat) ||
-                  (input == at::kFloat && is_16_bit(out)),
-              "out_dtype is ", out, ", which does not go with ", input,
-              " input: it must be the input's dtype, float32 for 16-bit input, or 16-bit for "
-              "float32 input");
+void check_options(ScalarType x, const char* x_name, std::optional<ScalarType> weight,
+                   std::optional<ScalarType> bias, ScalarType out, double eps,
+                   double weight_offset) {
+  TORCH_CHECK(
+      out == x || (is_16_bit(x) && out == at::kFloat) || (x == at::kFloat && is_16_bit(out)),
+      "out_dtype is ", out, ", which does not go with ", x, " ", x_name,
+      ": it must be its dtype, float32 for 16 bit, or 16-bit for float32");
+  check_param_dtype(x, x_name, weight, "weight");
+  check_param_dtype(x, x_name, bias, "bias");
+  TORCH_CHECK(std::isfinite(eps) && eps >= 0, "eps must be finite and not negative, but is ", eps);
+  TORCH_CHECK(std::isfinite(weight_offset), "weight_offset must be finite, but is ", weight_offset);
 }
 
 std::optional<ScalarType> dtype_of(const OptionalTensor& tensor) {
@@ -105,11 +111,20 @@ void check_norm_options(ScalarType input, std::optional<ScalarType> weight,
                         std::optional<ScalarType> bias, ScalarType out, double eps,
                         double weight_offset) {
   check_floating(input, "input");
-  check_output_dtype(input, out);
-  check_param_dtype(input, weight, "weight");
-  check_param_dtype(input, bias, "bias");
-  TORCH_CHECK(std::isfinite(eps) && eps >= 0, "eps must be finite and not negative, but is ", eps);
-  TORCH_CHECK(std::isfinite(weight_offset), "weight_offset must be finite, but is ", weight_offset);
+  check_options(input, "input", weight, bias, out, eps, weight_offset);
+}
+
+void check_add_norm_options(ScalarType input, ScalarType residual, ScalarType residual_out,
+                            std::optional<ScalarType> weight, std::optional<ScalarType> bias,
+                            ScalarType out, double eps, double weight_offset) {
+  check_floating(input, "input");
+  TORCH_CHECK(residual_out == input || (is_16_bit(input) && residual_out == at::kFloat),
+              "residual_dtype is ", residual_out, ", which does not go with ", input,
+              " input: it must be the input's dtype, or float32 for 16-bit input");
+  TORCH_CHECK(residual == input || residual == residual_out, "residual is ", residual,
+              ", which does not go with ", input, " input and residual_dtype ", residual_out,
+              ": it must have the dtype of one of them");
+  check_options(residual_out, "residual_out", weight, bias, out, eps, weight_offset);
 }
 
 namespace {
@@ -117,17 +132,47 @@ namespace {
 struct Forward {
   Tensor y, mean, rstd;
   Tensor side, columns;  // undefined without room
+  Tensor residual_out;   // undefined without a residual
 };
 
-Forward run_forward(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-                    at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
-                    std::optional<ScalarType> out_dtype, int64_t room) {
+struct ForwardOptions {
+  double eps, weight_offset;
+  bool rms;
+  std::optional<ScalarType> out_dtype;
+  int64_t room = 0;  // for listed columns
+  std::optional<ScalarType> residual_dtype = std::nullopt;
+};
+
+// input + residual, added and rounded as the kernels do it.
+Tensor add_residual(const Tensor& input, const Tensor& residual, ScalarType dtype) {
+  Tensor sum = at::empty(input.sizes(), input.options().dtype(dtype));
+  return at::add_out(sum, input, residual.to(dtype));
+}
+
+// `residual` may be undefined.
+Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+                    const OptionalTensor& bias, at::IntArrayRef normalized_shape,
+                    const ForwardOptions& how) {
   // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
+  const bool rms = how.rms;
+  const int64_t room = how.room;
   check_layout(input, "input");
-  const ScalarType x_dtype = input.scalar_type();
-  const ScalarType y_dtype = out_dtype.value_or(x_dtype);
-  check_norm_options(x_dtype, dtype_of(weight), dtype_of(bias), y_dtype, eps, weight_offset);
+  ScalarType x_dtype = input.scalar_type();
+  const ScalarType y_dtype = how.out_dtype.value_or(x_dtype);
+  if (residual.defined()) {
+    check_layout(residual, "residual");
+    x_dtype = how.residual_dtype.value_or(residual.scalar_type());
+    check_add_norm_options(input.scalar_type(), residual.scalar_type(), x_dtype, dtype_of(weight),
+                           dtype_of(bias), y_dtype, how.eps, how.weight_offset);
+    TORCH_CHECK(residual.sizes() == input.sizes(), "residual must have the shape of input ",
+                input.sizes(), ", but has shape ", residual.sizes());
+    TORCH_CHECK(residual.device() == input.device(), "residual is on ", residual.device(),
+                ", but input is on ", input.device());
+  } else {
+    check_norm_options(x_dtype, dtype_of(weight), dtype_of(bias), y_dtype, how.eps,
+                       how.weight_offset);
+  }
   const Geometry geometry = check_geometry(input, "input", normalized_shape);
   const Tensor g = check_param(weight, "weight", normalized_shape, input);
   const Tensor b = check_param(bias, "bias", normalized_shape, input);
@@ -135,29 +180,31 @@ Forward run_forward(const Tensor& input, const OptionalTensor& weight, const Opt
 
   const ScalarType stats_dtype = x_dtype == at::kDouble ? at::kDouble : at::kFloat;
   const auto options = input.options();
+  Forward out;
   if (geometry.rows == 0 || geometry.cols == 0) {
     auto stats = [&] { return at::zeros(geometry.stats_shape, options.dtype(stats_dtype)); };
-    return {at::empty(input.sizes(), options.dtype(y_dtype)),
-            rms ? at::empty({0}, options.dtype(stats_dtype)) : stats(),
-            stats(),
-            {},
-            {}};
+    out.y = at::empty(input.sizes(), options.dtype(y_dtype));
+    out.mean = rms ? at::empty({0}, options.dtype(stats_dtype)) : stats();
+    out.rstd = stats();
+    if (residual.defined()) out.residual_out = add_residual(input, residual, x_dtype);
+    return out;
   }
 
   if (input.is_cpu()) {
-    const Tensor x = input.reshape({geometry.rows, geometry.cols});
+    if (residual.defined()) out.residual_out = add_residual(input, residual, x_dtype);
+    const Tensor x =
+        (residual.defined() ? out.residual_out : input).reshape({geometry.rows, geometry.cols});
     const Tensor g_row = g.defined() ? g.reshape({-1}) : g;
     const Tensor b_row = b.defined() ? b.reshape({-1}) : b;
-    const auto result = cpu::norm_forward(x, g_row, b_row, eps, weight_offset, rms, y_dtype);
-    Forward out{
-        result.y.view(input.sizes()),
-        rms ? at::empty({0}, options.dtype(stats_dtype)) : result.mean.view(geometry.stats_shape),
-        result.rstd.view(geometry.stats_shape),
-        {},
-        {}};
+    const auto result =
+        cpu::norm_forward(x, g_row, b_row, how.eps, how.weight_offset, rms, y_dtype);
+    out.y = result.y.view(input.sizes());
+    out.mean =
+        rms ? at::empty({0}, options.dtype(stats_dtype)) : result.mean.view(geometry.stats_shape);
+    out.rstd = result.rstd.view(geometry.stats_shape);
     if (room > 0) {
       auto find = [&](bool precise) {
-        return cpu::lost_columns(g_row, b_row, weight_offset, geometry.cols, x_dtype, y_dtype,
+        return cpu::lost_columns(g_row, b_row, how.weight_offset, geometry.cols, x_dtype, y_dtype,
                                  precise);
       };
       Tensor lost = find(true);
@@ -174,11 +221,25 @@ Forward run_forward(const Tensor& input, const OptionalTensor& weight, const Opt
   }
 #ifdef FUSED_NORM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(input.device());
-  const Rows x = as_rows(input, geometry.row_dims);
+  const DeviceProperties& device = current_device_properties();
+  // A kernel adds where it can. The others are few, and are added up before.
+  const bool adds = residual.defined() && residual.scalar_type() == x_dtype &&
+                    input.scalar_type() == y_dtype &&
+                    norm_forward_adds(static_cast<int32_t>(geometry.cols), to_dtype(x_dtype),
+                                      to_dtype(y_dtype), device);
+  if (adds) {
+    out.residual_out = at::empty(input.sizes(), options.dtype(x_dtype));
+  } else if (residual.defined()) {
+    out.residual_out = add_residual(input, residual, x_dtype);
+  }
+  const Rows x = as_rows(adds                 ? residual
+                         : residual.defined() ? out.residual_out
+                                              : input,
+                         geometry.row_dims);
   const Tensor g_data = aligned_param(g), b_data = aligned_param(b);
-  const Tensor y = at::empty(input.sizes(), options.dtype(y_dtype));
-  const Tensor rstd = at::empty(geometry.stats_shape, options.dtype(stats_dtype));
-  const Tensor mean = rms ? at::empty({0}, rstd.options()) : at::empty_like(rstd);
+  out.y = at::empty(input.sizes(), options.dtype(y_dtype));
+  out.rstd = at::empty(geometry.stats_shape, options.dtype(stats_dtype));
+  out.mean = rms ? at::empty({0}, out.rstd.options()) : at::empty_like(out.rstd);
 
   NormForwardParams params{};
   params.rows = geometry.rows;
@@ -186,28 +247,48 @@ Forward run_forward(const Tensor& input, const OptionalTensor& weight, const Opt
   params.x_dtype = to_dtype(x_dtype);
   params.y_dtype = to_dtype(y_dtype);
   params.rms = rms;
-  params.eps = eps;
-  params.weight_offset = weight_offset;
+  params.eps = how.eps;
+  params.weight_offset = how.weight_offset;
   params.x = x.tensor.const_data_ptr();
   params.x_layout = x.layout;
+  std::optional<Rows> addend;
+  if (adds) {
+    addend = as_rows(input, geometry.row_dims);
+    params.addend = addend->tensor.const_data_ptr();
+    params.addend_layout = addend->layout;
+    params.sum = out.residual_out.mutable_data_ptr();
+  }
   params.weight = to_param(g_data);
   params.bias = to_param(b_data);
-  params.y = y.mutable_data_ptr();
-  params.mean = rms ? nullptr : mean.mutable_data_ptr();
-  params.rstd = rstd.mutable_data_ptr();
-  Tensor side, columns;
+  params.y = out.y.mutable_data_ptr();
+  params.mean = rms ? nullptr : out.mean.mutable_data_ptr();
+  params.rstd = out.rstd.mutable_data_ptr();
   if (room > 0) {
-    side = at::empty({geometry.rows, room}, rstd.options());
-    columns = at::empty({1 + room}, options.dtype(at::kInt));
-    params.list = {static_cast<int32_t>(room), columns.mutable_data_ptr<int32_t>(),
-                   side.mutable_data_ptr()};
+    out.side = at::empty({geometry.rows, room}, out.rstd.options());
+    out.columns = at::empty({1 + room}, options.dtype(at::kInt));
+    params.list = {static_cast<int32_t>(room), out.columns.mutable_data_ptr<int32_t>(),
+                   out.side.mutable_data_ptr()};
   }
-  check_launch(
-      launch_norm_forward(params, current_device_properties(), at::cuda::getCurrentCUDAStream()));
-  return {y, mean, rstd, side, columns};
+  check_launch(launch_norm_forward(params, device, at::cuda::getCurrentCUDAStream()));
+  return out;
 #else
   raise_cpu_only(input);
 #endif
+}
+
+// For a call that lists columns.
+void check_room(int64_t room, at::IntArrayRef normalized_shape) {
+  check_overflow();
+  TORCH_CHECK(room >= 0 && room <= c10::multiply_integers(normalized_shape), "room is ", room,
+              "; it must lie between 0 and the ", c10::multiply_integers(normalized_shape),
+              " columns of normalized_shape ", normalized_shape);
+}
+
+// Where there are no rows, or no room.
+void list_nothing(Forward& out, int64_t room) {
+  if (out.side.defined()) return;
+  out.side = at::zeros({out.rstd.numel(), room}, out.rstd.options());
+  out.columns = at::zeros({1 + room}, out.rstd.options().dtype(at::kInt));
 }
 
 }  // namespace
@@ -216,7 +297,7 @@ TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
                           const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
                           double weight_offset, bool rms, std::optional<ScalarType> out_dtype) {
   auto out =
-      run_forward(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, 0);
+      run_forward(input, {}, weight, bias, normalized_shape, {eps, weight_offset, rms, out_dtype});
   return {std::move(out.y), std::move(out.mean), std::move(out.rstd)};
 }
 
@@ -224,17 +305,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward_listing(
     const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
     at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
     std::optional<ScalarType> out_dtype, int64_t room) {
-  check_overflow();
-  TORCH_CHECK(room >= 0 && room <= c10::multiply_integers(normalized_shape), "room is ", room,
-              "; it must lie between 0 and the ", c10::multiply_integers(normalized_shape),
-              " columns of normalized_shape ", normalized_shape);
-  const auto out =
-      run_forward(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room);
-  if (out.side.defined()) return {out.y, out.rstd, out.side, out.columns};
-  // No rows or no room.
-  const int64_t rows = out.rstd.numel();
-  return {out.y, out.rstd, at::zeros({rows, room}, out.rstd.options()),
-          at::zeros({1 + room}, out.rstd.options().dtype(at::kInt))};
+  check_room(room, normalized_shape);
+  auto out = run_forward(input, {}, weight, bias, normalized_shape,
+                         {eps, weight_offset, rms, out_dtype, room});
+  list_nothing(out, room);
+  return {out.y, out.rstd, out.side, out.columns};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_forward(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+    const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps, double weight_offset,
+    bool rms, std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype) {
+  const auto out = run_forward(input, residual, weight, bias, normalized_shape,
+                               {eps, weight_offset, rms, out_dtype, 0, residual_dtype});
+  return {out.y, out.residual_out, out.mean, out.rstd};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_norm_forward_listing(
+    const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
+    const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps, double weight_offset,
+    bool rms, std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype,
+    int64_t room) {
+  check_room(room, normalized_shape);
+  auto out = run_forward(input, residual, weight, bias, normalized_shape,
+                         {eps, weight_offset, rms, out_dtype, room, residual_dtype});
+  list_nothing(out, room);
+  return {out.y, out.residual_out, out.rstd, out.side, out.columns};
 }
 
 namespace {
@@ -262,7 +358,7 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
                            const OptionalTensor& bias, at::IntArrayRef normalized_shape,
                            double weight_offset, bool rms, bool from_output, ScalarType input_dtype,
                            std::array<bool, 3> output_mask, const OptionalTensor& side,
-                           const OptionalTensor& columns) {
+                           const OptionalTensor& columns, const OptionalTensor& dresidual) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(dy, "dy");
   check_layout(saved, "saved");
@@ -314,6 +410,15 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
                 stats_dtype, " on ", dy.device(), ", but has shape ", listed_xhat.sizes(),
                 ", dtype ", listed_xhat.scalar_type(), " on ", listed_xhat.device());
   }
+  Tensor added = dresidual.value_or(Tensor());
+  if (added.defined()) {
+    check_layout(added, "dresidual");
+    TORCH_CHECK(added.scalar_type() == input_dtype && added.sizes() == dy.sizes() &&
+                    added.device() == dy.device(),
+                "dresidual must have dtype ", input_dtype, " and shape ", dy.sizes(), " on ",
+                dy.device(), ", but has dtype ", added.scalar_type(), " and shape ", added.sizes(),
+                " on ", added.device());
+  }
   const NormColumns norm{g, b, weight_offset, geometry.cols, input_dtype, y_dtype};
 
   output_mask[1] = output_mask[1] && g.defined();
@@ -330,9 +435,10 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
     const Tensor g_row = flat_or_undefined(g), b_row = flat_or_undefined(b);
     cpu::ListedColumns list;
     if (from_output) list = recover_on_cpu(norm, g_row, b_row, listed, listed_xhat);
-    auto result = cpu::norm_backward(
-        dy.reshape(flat), saved.reshape(flat), flat_or_undefined(row_mean), rstd.view({-1}), g_row,
-        b_row, weight_offset, rms, from_output, list, input_dtype, output_mask);
+    auto result =
+        cpu::norm_backward(dy.reshape(flat), saved.reshape(flat), flat_or_undefined(row_mean),
+                           rstd.view({-1}), g_row, b_row, weight_offset, rms, from_output, list,
+                           input_dtype, output_mask, added.defined() ? added.reshape(flat) : added);
     if (list.missing.defined() && result.dbias.defined())
       result.dbias.index_fill_(0, list.missing, NAN);
     if (result.dx.defined()) result.dx = result.dx.view(dy.sizes());
@@ -373,6 +479,10 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   if (listed.defined() && listed.numel() > 1) {
     params.list = {static_cast<int32_t>(listed.numel() - 1), listed.mutable_data_ptr<int32_t>(),
                    listed_xhat.mutable_data_ptr()};
+  }
+  if (added.defined() && dx.defined()) {
+    added = added.contiguous();
+    params.dresidual = added.const_data_ptr();
   }
   params.dx = data_or_null(dx);
   params.dweight = data_or_null(dweight);

@@ -45,46 +45,53 @@ void for_all(Check check) {
   }
 }
 
+void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols, bool adds) {
+  for (int64_t rows : kRows) {
+    if (rows > (int64_t{1} << 40) / cols) continue;  // more than any memory holds
+    SCOPED_TRACE(testing::Message() << rows << " x " << cols << (adds ? " adding" : ""));
+    const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, adds, chip);
+    const int threads = forward_threads(adds);
+    EXPECT_TRUE(is_lane_count(plan.threads_per_row));
+    EXPECT_LE(plan.threads_per_row * plan.rows_per_block, threads);
+    EXPECT_EQ(plan.threads_per_row * plan.rows_per_block % 32, 0);
+    EXPECT_LE(plan.packs, 4);
+    EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
+    EXPECT_EQ(plan.blocks % plan.cluster_blocks, 0);
+    if (plan.tier == Tier::kRegisters) {
+      EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack, cols);
+      EXPECT_TRUE(plan.cluster_blocks == 1 || plan.rows_per_block == 1);
+      // Groups of less than a warp have one pack a thread, those of several warps a block each.
+      EXPECT_TRUE(plan.threads_per_row >= 32 || plan.packs == 1);
+      EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block == 1);
+      // Persistent: all resident at once.
+      EXPECT_LE(int64_t{plan.blocks} * plan.threads_per_row * plan.rows_per_block,
+                int64_t{threads} * chip.sm_count);
+      EXPECT_TRUE(!adds || plan.packs != 3);  // there is no such kernel
+    } else {
+      // Blocks do not loop over rows, so the grid must reach the last one.
+      EXPECT_GE(int64_t{plan.blocks} * plan.rows_per_block, rows);
+    }
+  }
+}
+
 TEST(ForwardPlan, HoldsTheRowAndFitsTheChip) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    for (int64_t rows : kRows) {
-      if (rows > (int64_t{1} << 40) / cols) continue;  // more than any memory holds
-      SCOPED_TRACE(testing::Message() << rows << " x " << cols);
-      const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, chip);
-      EXPECT_TRUE(is_lane_count(plan.threads_per_row));
-      EXPECT_LE(plan.threads_per_row * plan.rows_per_block, 1024);
-      EXPECT_EQ(plan.threads_per_row * plan.rows_per_block % 32, 0);
-      EXPECT_LE(plan.packs, 4);
-      EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
-      EXPECT_EQ(plan.blocks % plan.cluster_blocks, 0);
-      if (plan.tier == Tier::kRegisters) {
-        EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack,
-                  cols);
-        EXPECT_TRUE(plan.cluster_blocks == 1 || plan.rows_per_block == 1);
-        // Groups of less than a warp have one pack a thread, those of several warps a block each.
-        EXPECT_TRUE(plan.threads_per_row >= 32 || plan.packs == 1);
-        EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block == 1);
-        // Persistent: all resident at once.
-        EXPECT_LE(int64_t{plan.blocks} * plan.threads_per_row * plan.rows_per_block,
-                  int64_t{1024} * chip.sm_count);
-      } else {
-        // Blocks do not loop over rows, so the grid must reach the last one.
-        EXPECT_GE(int64_t{plan.blocks} * plan.rows_per_block, rows);
-      }
-    }
+    for (bool adds : {false, true}) check_forward_plan(chip, dtypes, cols, adds);
   });
 }
 
 TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    const NormPlan one = plan_norm_forward(1, cols, dtypes.x, dtypes.y, chip);
-    for (int64_t rows : kRows) {
-      const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, chip);
-      EXPECT_EQ(plan.tier, one.tier);
-      EXPECT_EQ(plan.pack, one.pack);
-      EXPECT_EQ(plan.packs, one.packs);
-      EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
-      EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+    for (bool adds : {false, true}) {
+      const NormPlan one = plan_norm_forward(1, cols, dtypes.x, dtypes.y, adds, chip);
+      for (int64_t rows : kRows) {
+        const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, adds, chip);
+        EXPECT_EQ(plan.tier, one.tier);
+        EXPECT_EQ(plan.pack, one.pack);
+        EXPECT_EQ(plan.packs, one.packs);
+        EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
+        EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+      }
     }
   });
 }

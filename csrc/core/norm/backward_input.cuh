@@ -51,11 +51,45 @@ struct BackwardOutput {
   X* dx;
   A* dweight_partials;
   A* dbias_partials;
+  const X* dresidual;  // null, or what is added to dx, which lies likewise
+
+  // Brings a slice, which starts at element `first`, near.
+  template <int N, int kPacks>
+  __device__ __forceinline__ void prefetch_residual(int64_t first, int left) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (p * kSliceStep<N> < left)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(dresidual + first + p * kSliceStep<N>));
+    }
+  }
+
+  // Adds to the slice of dx that starts at `at`; the arguments are those of SliceReader::fetch().
+  template <int N, bool kRegular, typename Group, int kPacks>
+  __device__ __forceinline__ void add_residual(const X* at, int left, bool rows_follow,
+                                               const Group& group, A (&slice)[kPacks][N]) const {
+    using Reader = SliceReader<X, N, kRegular, kPacks>;
+    Reader reader;
+    typename Reader::Loaded loaded;
+    reader.fetch(dresidual + (at - dx), left, rows_follow, group, loaded);
+    reader.extract(loaded, left, group, [&](int p, const Pack<X, N>& pack) {
+      A residual[N];
+      unpack(pack, residual);
+#pragma unroll
+      for (int i = 0; i < N; ++i) slice[p][i] += residual[i];
+    });
+  }
 
   template <int N, bool kRegular, typename Group>
   __device__ RowWriter<X, N, kRegular> open_dx(int64_t row, int64_t rows, int cols,
                                                const Group& group) const {
     return {dx + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
+  }
+  template <int N, bool kRegular, typename Group>
+  __device__ RowReader<X, N, kRegular> open_dresidual(int64_t row, int64_t rows, int cols,
+                                                      const Group& group) const {
+    return {dresidual + row * cols, row < rows ? cols : 0,
+            kRegular || rows_follow(one_stride(cols), row, rows, cols, N), group.lane(),
+            group.lanes()};
   }
 };
 

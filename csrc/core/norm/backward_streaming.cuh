@@ -110,6 +110,14 @@ __global__ void __launch_bounds__(128)
     }
     if (out.dx != nullptr) {
       Pack<X, N> dx;
+      if (out.dresidual != nullptr) {
+        Pack<X, N> residual[1];
+        out.template open_dresidual<N, false>(row, in.rows, in.cols, group).load(residual, col, 0);
+        A added[N];
+        unpack(residual[0], added);
+#pragma unroll
+        for (int i = 0; i < N; ++i) gradient[i] += added[i];
+      }
       round_to(dx, gradient);
       out.template open_dx<N, false>(row, in.rows, in.cols, group).store(col, dx);
     }

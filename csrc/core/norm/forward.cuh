@@ -34,7 +34,10 @@ constexpr bool may_spread(int packs) { return packs >= 3; }
 
 // How many values of a row a thread can hold as fp32 next to the packs of the next row. LayerNorm
 // needs registers for the bias too, irregular rows for shifting.
-constexpr int values_held(bool rms, bool regular) { return !regular ? 8 : rms ? 32 : 16; }
+constexpr int values_held(int threads, bool rms, bool regular) {
+  if (threads <= 512) return regular ? 32 : 16;
+  return !regular ? 8 : rms ? 32 : 16;
+}
 
 template <typename Load, typename Store>
 constexpr int kPackElements = 16 / (sizeof(typename Load::Input) > sizeof(typename Store::Output)
@@ -59,7 +62,7 @@ __device__ __forceinline__ void norm_forward_once(
   using Param = typename Form::Param;
   using A = Accumulator<X>;
   constexpr int N = kPackElements<Load, Store>;
-  using Reader = SliceReader<X, N, kRegular, kPacks>;
+  constexpr bool kPacked = kPacks * N > values_held(Load::kThreads, kRms, kRegular);
   using Writer = SliceWriter<typename Store::Output, N, kRegular, kPacks>;
 
   const RowGroup<Barrier::kBlock, (kPacks > 1)> group;
@@ -78,37 +81,24 @@ __device__ __forceinline__ void norm_forward_once(
   const int64_t stride = int64_t{gridDim.x / blocks_per_row} * (group.groups() * kRows);
   int64_t first = int64_t{blockIdx.x / blocks_per_row} * (group.groups() * kRows);
   int64_t row = first + group.index();
-  RowCursor<const X> from(load.x, load.layout, min(row, load.rows - 1), stride, col);
-  Reader reader[kRows];
-  typename Reader::Loaded loaded[kRows];
-  auto fetch = [&] {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int ahead = r * group.groups();
-      if (row + ahead >= load.rows) continue;
-      const bool follow =
-          kRegular || rows_follow(load.layout, row + ahead, load.rows, load.cols, N);
-      reader[r].fetch(from.at(row, ahead), left, follow, group, loaded[r]);
-    }
-  };
+  typename Load::template Slices<N, kRegular, kPacks, kRows> from(load, row, stride, col);
   typename Store::Output* y = store.y + row * store.cols + col;
   if (spread) cluster.arrive();
   meet_previous_kernel();
-  if (kRegular) fetch();
+  if (kRegular) from.fetch(row, group);
   if (spread) cluster.wait();
   for (; first < load.rows; first += stride) {
-    SliceValues<X, N, kPacks, (kPacks * N > values_held(kRms, kRegular))> values[kRows];
-    if (!kRegular) fetch();
+    SliceValues<X, N, kPacks, kPacked> values[kRows];
+    if (!kRegular) from.fetch(row, group);
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      reader[r].extract(loaded[r], left, group,
-                        [&](int p, const Pack<X, N>& pack) { values[r].put(p, pack); });
+      from.extract(r, row, group, [&](int p, const auto& pack) { values[r].put(p, pack); });
     }
     const int64_t these = row;
     row += stride;
     if (row < load.rows) {
       from.step(row);
-      if (kRegular) fetch();
+      if (kRegular) from.fetch(row, group);
     }
 
     PartStatistics<A> statistics[kRows];
@@ -200,7 +190,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
 }
 
 template <typename Load, typename Store, bool kRms, int kPacks>
-__global__ void __launch_bounds__(1024)
+__global__ void __launch_bounds__(Load::kThreads)
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const StatisticsOf<Load, Store> out, bool regular) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;

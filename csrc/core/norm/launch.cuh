@@ -15,39 +15,45 @@ namespace fused_norm {
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormPlan& plan,
                             cudaStream_t stream);
+// With an addend: add.cu.
+cudaError_t norm_add_forward(const NormForwardParams& params, const NormPlan& plan,
+                             cudaStream_t stream);
 template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream);
 
-template <typename X, typename Y>
-cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& plan,
-                            cudaStream_t stream) {
+template <typename T>
+constexpr bool kAdds = false;
+template <typename X, typename Addend>
+constexpr bool kAdds<AddLoad<X, Addend>> = true;
+
+// `reads_regular`: what the policy reads and writes by itself is regular.
+template <typename Y, typename Load>
+cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormForwardParams& params,
+                              const NormPlan& plan, cudaStream_t stream) {
+  using X = typename Load::Input;
   using A = Accumulator<X>;
-  const InputLoad<X> load{static_cast<const X*>(params.x), params.x_layout, params.rows,
-                          params.cols};
-  const AffineStore<Y> store{static_cast<Y*>(params.y),
-                             params.rows,
-                             params.cols,
-                             params.weight,
-                             params.bias,
-                             static_cast<Accumulator<Y>>(params.weight_offset)};
-  const StatisticsOf<InputLoad<X>, AffineStore<Y>> out{
-      static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
-      static_cast<A>(params.cols), A(1) / params.cols};
+  using Store = AffineStore<Y>;
+  const Store store{static_cast<Y*>(params.y),
+                    params.rows,
+                    params.cols,
+                    params.weight,
+                    params.bias,
+                    static_cast<Accumulator<Y>>(params.weight_offset)};
+  const StatisticsOf<Load, Store> out{static_cast<A*>(params.mean), static_cast<A*>(params.rstd),
+                                      static_cast<A>(params.eps), static_cast<A>(params.cols),
+                                      A(1) / params.cols};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  const bool regular =
-      is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
-      is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
+  const bool regular = reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
+                                                   plan.pack, params.y_dtype);
   auto run = [&](auto kernel, auto... flags) {
     return detail::launch(kernel, plan.blocks, threads, {0, plan.cluster_blocks, plan.overlaps},
                           stream, load, store, out, flags...);
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
-    using Load = InputLoad<X>;
-    using Store = AffineStore<Y>;
-    if (plan.tier == Tier::kStreaming) {
-      return run(norm_forward_streaming<Load, Store, kRms>);
+    if constexpr (!kAdds<Load>) {
+      if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store, kRms>);
     }
     if constexpr (!std::is_same_v<X, double>) {
       switch (plan.packs) {
@@ -56,7 +62,9 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
         case 2:
           return run(norm_forward_registers<Load, Store, kRms, 2>, regular);
         case 3:
-          return run(norm_forward_registers<Load, Store, kRms, 3>, regular);
+          if constexpr (!kAdds<Load>)
+            return run(norm_forward_registers<Load, Store, kRms, 3>, regular);
+          return cudaErrorInvalidValue;
         default:
           return run(norm_forward_registers<Load, Store, kRms, 4>, regular);
       }
@@ -64,6 +72,35 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
     return cudaErrorInvalidValue;
   };
   return params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
+}
+
+template <typename X>
+InputLoad<X> input_load(const void* x, const RowLayout& layout, const NormForwardParams& params) {
+  return {static_cast<const X*>(x), layout, params.rows, params.cols};
+}
+
+template <typename X, typename Y>
+cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& plan,
+                            cudaStream_t stream) {
+  const bool regular =
+      is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype);
+  return norm_forward_from<Y>(input_load<X>(params.x, params.x_layout, params), regular, params,
+                              plan, stream);
+}
+
+template <typename X, typename Y>
+cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormPlan& plan,
+                                cudaStream_t stream) {
+  const AddLoad<X, Y> load{input_load<X>(params.x, params.x_layout, params),
+                           input_load<Y>(params.addend, params.addend_layout, params),
+                           static_cast<X*>(params.sum), params.rows, params.cols};
+  auto all_regular = [&](const void* data, const RowLayout& layout, DType dtype) {
+    return is_regular(data, layout, params.cols, plan.pack, dtype);
+  };
+  const bool regular = all_regular(params.x, params.x_layout, params.x_dtype) &&
+                       all_regular(params.addend, params.addend_layout, params.y_dtype) &&
+                       all_regular(params.sum, one_stride(params.cols), params.x_dtype);
+  return norm_forward_from<Y>(load, regular, params, plan, stream);
 }
 
 template <typename X, typename Y, Saved kSaved>
@@ -90,7 +127,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   A* const partials = static_cast<A*>(params.workspace);
   const int64_t partial_size = int64_t{plan.partials} * params.cols;
   const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,
-                                 params.dbias ? partials + partial_size : nullptr};
+                                 params.dbias ? partials + partial_size : nullptr,
+                                 static_cast<const X*>(params.dresidual)};
 
   cudaError_t error = cudaErrorInvalidValue;
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
@@ -109,7 +147,9 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     const bool regular =
         is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
         is_regular(params.saved, params.saved_layout, params.cols, plan.pack, kDTypeOf<S>) &&
-        is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype);
+        is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
+        is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
+                   params.x_dtype);
     auto run = [&](auto kernel) {
       return detail::launch(kernel, plan.blocks, threads,
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,

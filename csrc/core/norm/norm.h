@@ -23,12 +23,20 @@ struct NormForwardParams {
   double eps, weight_offset;
   const void* x;
   RowLayout x_layout;
+  // If not null, x + addend is normalized in place of x, as rounded to x's dtype, in which it is
+  // written to `sum`. Only where norm_forward_adds().
+  const void* addend;  // has y's dtype
+  RowLayout addend_layout;
+  void* sum;  // rows x cols, contiguous
   ParamVector weight, bias;
   void* y;          // rows x cols, contiguous
   void* mean;       // rows, fp32 (fp64 for fp64 x); null when rms
   void* rstd;       // rows
   ColumnList list;  // with room 0 none are listed, and nothing is launched for it
 };
+
+// Whether there is a kernel that adds for rows of this length and these dtypes.
+bool norm_forward_adds(int32_t cols, DType x_dtype, DType y_dtype, const DeviceProperties& device);
 
 cudaError_t launch_norm_forward(const NormForwardParams& params, const DeviceProperties& device,
                                 cudaStream_t stream);
@@ -49,6 +57,8 @@ struct NormBackwardParams {
   ParamVector weight, bias;
   ColumnList list;    // the forward call's; only from_output
   ColumnWatch watch;  // takes a look at the parameters on the way
+  // Added to dx if not null: x's gradient from elsewhere. rows x cols in x's dtype, contiguous.
+  const void* dresidual;
   // Gradients; null when not asked for. dx is contiguous, dweight and dbias have the parameter's
   // dtype.
   void* dx;

@@ -28,17 +28,17 @@ constexpr int kStaticShared = 5 * 1024;
 
 }  // namespace
 
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
+NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
                            const DeviceProperties& device) {
-  // 64 registers a thread: 1024 threads are resident on a multiprocessor, as many small blocks or
-  // as one. One block, whose loads of the next row hide behind its work, beats a cluster of two.
-  constexpr int kResidentThreads = 1024;
+  // One block, whose loads of the next row hide behind its work, beats a cluster of two.
+  const int resident_threads = forward_threads(adds);
   // Four warps keep the number of blocks low where rows are short.
   constexpr int kBlockThreads = 128;
   // Packs a thread: four fit, but 16 values are held in registers as fp32, which LayerNorm takes
-  // apart three times otherwise.
+  // apart three times otherwise. Kernels that add have none for 3, to keep their number low.
   constexpr int kMaxPacks = 4;
   constexpr int kHeldValues = 16;
+  const int warp_packs = adds ? 2 : 3;
 
   NormPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;  // both came with compute capability 9.0
@@ -46,11 +46,11 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
   const int64_t row_packs = ceil_div(cols, plan.pack);
   plan.cluster_blocks = 1;
   while (plan.cluster_blocks < device.max_cluster_blocks &&
-         row_packs > int64_t{kMaxPacks} * kResidentThreads * plan.cluster_blocks) {
+         row_packs > int64_t{kMaxPacks} * resident_threads * plan.cluster_blocks) {
     plan.cluster_blocks *= 2;
   }
   const int64_t block_packs = ceil_div(row_packs, plan.cluster_blocks);
-  if (x == DType::kFloat64 || block_packs > kMaxPacks * kResidentThreads) {
+  if (x == DType::kFloat64 || block_packs > kMaxPacks * resident_threads) {
     constexpr int kMaxThreads = 512;
     plan.tier = Tier::kStreaming;
     plan.cluster_blocks = 1;
@@ -62,19 +62,19 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
   }
 
   plan.tier = Tier::kRegisters;
-  if (block_packs <= 3 * kWarp) {
+  if (block_packs <= warp_packs * kWarp) {
     // One warp, which never waits, with as few packs a lane as hold the row.
     plan.packs = static_cast<int>(ceil_div(block_packs, kWarp));
   } else {
     plan.packs = kHeldValues / plan.pack;
-    while (threads_for(block_packs, plan.packs) > kResidentThreads) ++plan.packs;
+    while (threads_for(block_packs, plan.packs) > resident_threads) plan.packs += adds ? 2 : 1;
   }
   if (plan.cluster_blocks > 1) plan.packs = kMaxPacks;
   plan.threads_per_row = threads_for(block_packs, plan.packs);
   plan.rows_per_block = plan.threads_per_row > kWarp ? 1 : kBlockThreads / plan.threads_per_row;
   // Persistent: as many blocks as are resident at once, and no more than there is work for. Rows of
   // one pack a thread come in twos.
-  const int resident = kResidentThreads / (plan.threads_per_row * plan.rows_per_block);
+  const int resident = resident_threads / (plan.threads_per_row * plan.rows_per_block);
   const int clusters =
       device.cluster_multiprocessors(plan.cluster_blocks) * resident / plan.cluster_blocks;
   const int64_t wanted = ceil_div(rows, plan.rows_per_block);

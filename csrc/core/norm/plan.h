@@ -30,7 +30,12 @@ struct NormPlan {
   bool overlaps;     // programmatic dependent launch, of the forward kernel or of stage 2
 };
 
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
+// Threads of a forward kernel on a multiprocessor, in one block or several: 64 registers each, or
+// 128 where a second tensor is read and added on the way.
+constexpr int forward_threads(bool adds) { return adds ? 512 : 1024; }
+
+// The kernels that add have no streaming tier: where the plan says so, x is added up before.
+NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
                            const DeviceProperties& device);
 
 // kRegisters: one kernel gives dx and a partial row of dweight and dbias per block. kStreaming: a

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "core/common/row_slice.cuh"
+#include "core/norm/plan.h"
 
 namespace fused_norm {
 
@@ -20,6 +21,7 @@ struct RowForm {
 template <typename T>
 struct InputLoad {
   using Input = T;
+  static constexpr int kThreads = forward_threads(false);
   const T* x;
   RowLayout layout;
   int64_t rows;
@@ -31,6 +33,111 @@ struct InputLoad {
     return {row_start(x, layout, row), row < rows ? cols : 0,
             kRegular || rows_follow(layout, row, rows, cols, N), group.lane(), group.lanes()};
   }
+
+  // A thread's slices of kRows rows, groups() apart, and then of those `stride` rows further on.
+  template <int N, bool kRegular, int kPacks, int kRows>
+  class Slices {
+   public:
+    __device__ Slices(const InputLoad& load, int64_t row, int64_t stride, int col)
+        : load_(load),
+          at_(load.x, load.layout, min(row, load.rows - 1), stride, col),
+          left_(load.cols - col) {}
+
+    // Loads those of `row` and the ones with it, as far as they exist.
+    template <typename Group>
+    __device__ __forceinline__ void fetch(int64_t row, const Group& group) {
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int ahead = r * group.groups();
+        if (row + ahead >= load_.rows) continue;
+        const bool follow =
+            kRegular || rows_follow(load_.layout, row + ahead, load_.rows, load_.cols, N);
+        reader_[r].fetch(at_.at(row, ahead), left_, follow, group, loaded_[r]);
+      }
+    }
+
+    // Calls put(p, pack) with row r's of those that were loaded last, the first of which is `row`.
+    template <typename Group, typename Put>
+    __device__ __forceinline__ void extract(int r, int64_t row, const Group& group, Put put) const {
+      reader_[r].extract(loaded_[r], left_, group, put);
+    }
+
+    // To `row`, the next.
+    __device__ __forceinline__ void step(int64_t row) { at_.step(row); }
+
+   private:
+    using Reader = SliceReader<T, N, kRegular, kPacks>;
+    const InputLoad& load_;
+    RowCursor<const T> at_;
+    int left_;
+    Reader reader_[kRows];
+    typename Reader::Loaded loaded_[kRows];
+  };
+};
+
+// x + addend, rounded to x's type, which is normalized and written to `sum` on the way: one more
+// tensor read and one written, and the registers of a second row in flight.
+template <typename T, typename Addend>
+struct AddLoad {
+  using Input = T;
+  static constexpr int kThreads = forward_threads(true);
+  InputLoad<T> x;
+  InputLoad<Addend> addend;
+  T* sum;  // rows x cols, contiguous
+  int64_t rows;
+  int cols;
+
+  template <int N, bool kRegular, int kPacks, int kRows>
+  class Slices {
+   public:
+    __device__ Slices(const AddLoad& load, int64_t row, int64_t stride, int col)
+        : x_(load.x, row, stride, col),
+          addend_(load.addend, row, stride, col),
+          load_(load),
+          sum_(load.sum + row * load.cols + col),
+          step_(stride * load.cols),
+          left_(load.cols - col) {}
+
+    template <typename Group>
+    __device__ __forceinline__ void fetch(int64_t row, const Group& group) {
+      x_.fetch(row, group);
+      addend_.fetch(row, group);
+    }
+
+    template <typename Group, typename Put>
+    __device__ __forceinline__ void extract(int r, int64_t row, const Group& group, Put put) const {
+      Pack<T, N> sums[kPacks];
+      x_.extract(r, row, group, [&](int p, const Pack<T, N>& pack) { sums[p] = pack; });
+      addend_.extract(r, row, group, [&](int p, const Pack<Addend, N>& pack) {
+        Accumulator<T> value[N], added[N];
+        unpack(sums[p], value);
+        unpack(pack, added);
+#pragma unroll
+        for (int i = 0; i < N; ++i) value[i] += added[i];
+        round_to(sums[p], value);
+        put(p, sums[p]);
+      });
+      const int ahead = r * group.groups();
+      SliceWriter<T, N, kRegular, kPacks> writer;
+      writer.open(sum_ + int64_t{ahead} * load_.cols, row + ahead < load_.rows ? left_ : 0);
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) writer.store(p, sums[p], group);
+    }
+
+    __device__ __forceinline__ void step(int64_t row) {
+      x_.step(row);
+      addend_.step(row);
+      sum_ += step_;
+    }
+
+   private:
+    typename InputLoad<T>::template Slices<N, kRegular, kPacks, kRows> x_;
+    typename InputLoad<Addend>::template Slices<N, kRegular, kPacks, kRows> addend_;
+    const AddLoad& load_;
+    T* sum_;
+    int64_t step_;
+    int left_;
+  };
 };
 
 // y = xhat * (weight + offset) + bias, rounded once. The parameters come from L1: every row uses
