@@ -37,26 +37,36 @@ class SliceValues {
       unpack(pack, values_[p]);
     }
   }
-  // As they were put, or after centre().
+  // As they were put, or after centre() and recentre().
   __device__ __forceinline__ void get(int p, int left, A (&x)[N]) const {
     if constexpr (kPacked) {
       unpack(packs_[p], x);
       const int count = left - p * kSliceStep<N>;
-      if (times_ > 0) subtract(x, means_[0], count);
-      if (times_ > 1) subtract(x, means_[1], count);
+      if (centred_) subtract(x, mean_, count);
+      if (recentred_) subtract(x, further_, count);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] = values_[p][i];
     }
   }
-  // Makes them differences from `mean`, and a second time these from another one; `left` columns of
-  // the row remain from the first on. Packed or not, the same bits come out.
+  // Makes them differences from `mean`, and these from `further`; `left` columns of the row remain
+  // from the first on. Packed or not, the same bits come out.
   __device__ __forceinline__ void centre(A mean, int left) {
     if constexpr (kPacked) {
-      means_[times_++] = mean;
+      mean_ = mean;
+      centred_ = true;
     } else {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) subtract(values_[p], mean, left - p * kSliceStep<N>);
+    }
+  }
+
+  __device__ __forceinline__ void recentre(A further, int left) {
+    if constexpr (kPacked) {
+      further_ = further;
+      recentred_ = true;
+    } else {
+      centre(further, left);
     }
   }
 
@@ -76,8 +86,8 @@ class SliceValues {
  private:
   A values_[kPacked ? 1 : kPacks][N];
   Pack<T, N> packs_[kPacked ? kPacks : 1];
-  A means_[2];
-  int times_ = 0;
+  A mean_, further_;
+  bool centred_ = false, recentred_ = false;
 };
 
 // Calls visit(p, x) with each pack's values.

@@ -107,7 +107,7 @@ __device__ __forceinline__ void norm_forward_once(
       const A part_mean = statistics[0].mean;
       statistics[0] = merge_parts<kRms>(cluster.gather(statistics[0], shared.cluster_slots),
                                         blocks_per_row, part_cols, load.cols, out.per_cols);
-      if (!kRms && !kCorrectsMean<X>) values[0].centre(statistics[0].mean - part_mean, left);
+      if (!kRms && !kCorrectsMean<X>) values[0].recentre(statistics[0].mean - part_mean, left);
     }
     A rstd[kRows];
 #pragma unroll
