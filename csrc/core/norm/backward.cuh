@@ -244,7 +244,8 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         const float of_xhat = -row_rstd[r] * (sum_wx[r] * per_cols);
         const float constant = kRms ? 0.0f : -row_rstd[r] * (sum_w[r] * per_cols);
         const int ahead = r * group.groups();
-        X* const at = dx + int64_t{ahead} * in.cols;
+        SliceWriter<X, N, kRegular, kPacks> writer;
+        writer.open(dx + int64_t{ahead} * in.cols, row_left[r]);
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) {
           if (kRegular && p * kSliceStep<N> >= row_left[r]) break;
@@ -254,17 +255,11 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
                 kRms ? fmaf(xhat[r][p][i], of_xhat, w[r][p][i] * row_rstd[r])
                      : fmaf(xhat[r][p][i], of_xhat, fmaf(w[r][p][i], row_rstd[r], constant));
           }
-        }
-        if (out.dresidual != nullptr) {
-          const bool follow = kRegular || rows_follow(one_stride(in.cols), row - stride + ahead,
-                                                      in.rows, in.cols, N);
-          out.template add_residual<N, kRegular>(at, row_left[r], follow, group, w[r]);
-        }
-        SliceWriter<X, N, kRegular, kPacks> writer;
-        writer.open(at, row_left[r]);
-#pragma unroll
-        for (int p = 0; p < kPacks; ++p) {
-          if (kRegular && p * kSliceStep<N> >= row_left[r]) break;
+          if (out.dresidual != nullptr) {
+            const int64_t at = dx - out.dx + int64_t{ahead} * in.cols + p * kSliceStep<N>;
+            out.template add_residual<kRegular>(at, row_left[r] - p * kSliceStep<N>,
+                                                in.rows * in.cols, w[r][p]);
+          }
           Pack<X, N> pack;
           round_to(pack, w[r][p]);
           writer.store(p, pack, group);

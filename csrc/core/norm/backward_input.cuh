@@ -63,20 +63,29 @@ struct BackwardOutput {
     }
   }
 
-  // Adds to the slice of dx that starts at `at`; the arguments are those of SliceReader::fetch().
-  template <int N, bool kRegular, typename Group, int kPacks>
-  __device__ __forceinline__ void add_residual(const X* at, int left, bool rows_follow,
-                                               const Group& group, A (&slice)[kPacks][N]) const {
-    using Reader = SliceReader<X, N, kRegular, kPacks>;
-    Reader reader;
-    typename Reader::Loaded loaded;
-    reader.fetch(dresidual + (at - dx), left, rows_follow, group, loaded);
-    reader.extract(loaded, left, group, [&](int p, const Pack<X, N>& pack) {
-      A residual[N];
-      unpack(pack, residual);
+  // Adds to a pack of dx, which starts at element `at` of `size`; `left` columns of the row remain
+  // from there on. Values past the row's end get anything.
+  template <bool kRegular, int N>
+  __device__ __forceinline__ void add_residual(int64_t at, int left, int64_t size,
+                                               A (&gradient)[N]) const {
+    if (left <= 0) return;
+    constexpr int kBytes = sizeof(X) * N;
+    const char* const from = reinterpret_cast<const char*>(dresidual + at);
+    const int shift = kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(from) % kBytes);
+    Pack<X, N> residual;
+    if (shift == 0 && (kRegular || left >= N)) {
+      residual.words = detail::load_words<kBytes>(from);
+    } else if (size - at < 2 * N) {  // granules might reach past the tensor
+      residual.words = detail::load_elements<X, N>(from, left);
+    } else {
+      residual.words =
+          detail::shifted_bytes<kBytes>(detail::load_words<kBytes>(from - shift),
+                                        detail::load_words<kBytes>(from - shift + kBytes), shift);
+    }
+    A added[N];
+    unpack(residual, added);
 #pragma unroll
-      for (int i = 0; i < N; ++i) slice[p][i] += residual[i];
-    });
+    for (int i = 0; i < N; ++i) gradient[i] += added[i];
   }
 
   template <int N, bool kRegular, typename Group>
