@@ -276,6 +276,11 @@ def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
     return 0 if ndim in (0, 1, 3) else 1
 
 
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it, warning
+# included, and keeps no trace of it.
+_softmax_dim._dynamo_marked_constant = True
+
+
 def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
     """The output's dtype where the call does not name one: None for the input's, and fp32 for
     16-bit input under autocast on CUDA, where torch runs its softmaxes in fp32."""
