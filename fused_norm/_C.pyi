@@ -125,4 +125,34 @@ def take_overflow() -> tuple[int, str, int] | None:
     """The overflow that choose_room() found: address and description of a parameter, and how many
     columns had no room."""
 
+def check_norm_options(
+    input: torch.dtype,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    out: torch.dtype,
+    eps: float,
+    weight_offset: float,
+) -> None:
+    """Raises what :func:`norm_forward` raises for these dtypes and numbers, for where no kernel
+    runs. So do the next three."""
+
+def check_add_norm_options(
+    input: torch.dtype,
+    residual: torch.dtype,
+    residual_out: torch.dtype,
+    weight: torch.dtype | None,
+    bias: torch.dtype | None,
+    out: torch.dtype,
+    eps: float,
+    weight_offset: float,
+) -> None: ...
+def check_softmax_options(input: torch.dtype, out: torch.dtype, ndim: int, dim: int) -> None: ...
+def check_masked_softmax_options(
+    input: torch.dtype,
+    mask: torch.dtype | None,
+    out: torch.dtype,
+    ndim: int,
+    scale: float,
+    causal: bool,
+) -> None: ...
 def build_info() -> _BuildInfo: ...

@@ -310,8 +310,16 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     return _ops.call_below_autograd(_ops.norm_backward, *tensors, *args)
 
 
+def _after_optimizer_step(*_) -> None:
+    _ops._C.note_optimizer_step()
+
+
+# torch.compiler.disable, without loading the compiler: a compiled step calls it, and does not try
+# to trace it.
+_after_optimizer_step._torchdynamo_disable = True
+
 # So that other changes of parameters are known from an optimizer's (csrc/ops/column_watch.cpp).
-register_optimizer_step_post_hook(lambda *_: _ops._C.note_optimizer_step())
+register_optimizer_step_post_hook(_after_optimizer_step)
 
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")

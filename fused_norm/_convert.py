@@ -194,8 +194,6 @@ def _attributes(module: nn.Module) -> dict:
 
 def _why_not(module: nn.Module) -> str | None:
     """What makes any module unfit for a change of class."""
-    if isinstance(module, torch.jit.ScriptModule):
-        return "it is compiled by TorchScript"
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
@@ -250,15 +248,21 @@ def _qualified(cls: type) -> str:
 
 
 def _looks_like_a_norm(cls: type) -> bool:
-    """By the last words of its name: not a block that contains one, such as PreNormBlock."""
-    return re.search(r"(norm(alization)?(gated)?|norm[123]d)$", cls.__name__.lower()) is not None
+    """By its base class, or the last words of its name: not a block that contains one, such as
+    PreNormBlock."""
+    return issubclass(cls, (nn.LayerNorm, nn.RMSNorm)) or _is_name_of_a_norm(cls.__name__)
 
 
-def _first_leaf(module: nn.Module) -> nn.Module:
-    """What of an nn.Sequential sees its input."""
-    while isinstance(module, nn.Sequential) and len(module):
-        module = module[0]
-    return module
+def _is_name_of_a_norm(name: str) -> bool:
+    return re.search(r"(norm(alization)?(gated)?|norm[123]d)$", name.lower()) is not None
+
+
+def _leaves(module: nn.Module) -> list[nn.Module]:
+    """Of an nn.Sequential the modules that it calls one after the other, else the module; without
+    those that give back their input, or a view of it."""
+    if isinstance(module, nn.Sequential):
+        return [leaf for child in module for leaf in _leaves(child)]
+    return [] if isinstance(module, nn.Identity | nn.Flatten | nn.Unflatten) else [module]
 
 
 def _followed_by_in_place(model: nn.Module) -> dict[nn.Module, str]:
@@ -266,12 +270,14 @@ def _followed_by_in_place(model: nn.Module) -> dict[nn.Module, str]:
     children: the order of calls within nn.Sequential, and a guess elsewhere."""
     found = {}
     for parent_name, parent in model.named_modules():
-        children = [(name, child) for name, child in parent._modules.items() if child is not None]
-        for (_, child), (name, after) in zip(children, children[1:], strict=False):
-            if getattr(_first_leaf(after), "inplace", False) is True:
-                while isinstance(child, nn.Sequential) and len(child):
-                    child = child[-1]
-                found[child] = f"{parent_name}.{name}".lstrip(".")
+        before = None
+        for name, child in parent._modules.items():
+            leaves = [] if child is None else _leaves(child)
+            if not leaves:
+                continue
+            if before is not None and getattr(leaves[0], "inplace", False) is True:
+                found[before] = f"{parent_name}.{name}".lstrip(".")
+            before = leaves[-1]
     return found
 
 
@@ -286,8 +292,8 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
     shared between places stay as they are. Output dtypes do too, except that with
     ``memory_efficient`` under autocast the output has the autocast dtype.
 
-    Everything else that is called a norm is left alone and listed in ``report.skipped`` with the
-    reason.
+    Everything else that is called a norm, or is a subclass of one, is left alone and listed in
+    ``report.skipped`` with the reason.
 
     Args:
         model: any module, also a single norm. Convert before ``fully_shard``, DDP or
@@ -305,6 +311,12 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
     report = ConvertReport([], [])
     for name, module in list(model.named_modules()):
         cls = type(module)
+        if isinstance(module, torch.jit.ScriptModule):
+            original = getattr(module, "original_name", "")
+            if _is_name_of_a_norm(original):
+                reason = "it is compiled by TorchScript"
+                report.skipped.append(Skipped(name, f"torch.jit.{original}", reason))
+            continue
         known = cls in (nn.LayerNorm, nn.RMSNorm)
         foreign = cls.__module__.startswith("transformers.") and _looks_like_a_norm(cls)
         if isinstance(module, modules.LayerNorm | modules.RMSNorm):

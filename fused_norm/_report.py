@@ -79,14 +79,24 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
     flag as it is and with the flag on, and which have columns at risk (docs/memory_efficient.md).
 
     Runs ``model(*example_inputs, **keywords)`` twice with gradients enabled, and no backward pass.
-    Parameters, buffers, random states and flags are afterwards as they were.
+    Parameters, buffers, random states and flags are afterwards as they were. What ``torch.compile``
+    wraps is run eagerly, which saves the same.
 
     >>> model = torch.nn.Sequential(LayerNorm(8), torch.nn.Linear(8, 8))
     >>> report = memory_report(model, torch.ones(4, 8))
     >>> len(report), report.at_risk
     (1, ())
+
+    Raises:
+        TypeError: ``model`` is not a module.
+        RuntimeError: a norm is on the meta device, where nothing is saved.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
     norms = {name: m for name, m in model.named_modules() if isinstance(m, (LayerNorm, RMSNorm))}
+    for name, module in norms.items():
+        if any(parameter.is_meta for parameter in module.parameters()):
+            raise RuntimeError(f"{name or 'model'} is on the meta device, where nothing is saved")
     flags = {name: module.memory_efficient for name, module in norms.items()}
     as_it_is = _run(model, norms, example_inputs, keywords)
     try:
@@ -161,6 +171,7 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     try:
         with (
             _as_it_was(model),
+            torch.compiler.set_stance("force_eager"),  # a compiled model calls no hooks of norms
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
         ):

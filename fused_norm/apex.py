@@ -72,6 +72,10 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
 
 
 def _norm(input, weight, bias, normalized_shape, eps, memory_efficient, *, rms, mixed) -> Tensor:
+    if type(input) is not Tensor:
+        functional._check_tensor("input", input)
+    if mixed and weight is None:
+        functional._check_tensor("weight", weight)
     out_dtype = weight.dtype if mixed else input.dtype
     autocast = _autocast_dtype(input)
     if autocast is not None and out_dtype is not torch.float64:

@@ -12,6 +12,16 @@ from fused_norm import _autograd, _ops, _sharding, _tracing
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
+def _check_tensor(name: str, value) -> None:
+    """Of an argument that is no plain tensor, for what Python cannot pass on to the operator's own
+    checks."""
+    if not isinstance(value, Tensor):
+        kind = type(value).__name__
+        raise TypeError(f"{name} must be a tensor, but is {value!r:.80} of type {kind}")
+    if value.is_nested:
+        raise RuntimeError(f"{name} must be a dense strided tensor, but is nested")
+
+
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype
     with ``memory_efficient``, because a saved fp32 copy would undo the saving."""
@@ -31,6 +41,8 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
 def _rms_eps(input: Tensor, eps: float | None) -> float:
     if eps is not None:
         return eps
+    if type(input) is not Tensor:
+        _check_tensor("input", input)
     return torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
 
 
@@ -46,6 +58,8 @@ def _norm(
     *,
     out_dtype=None,
 ) -> Tensor:
+    if type(input) is not Tensor:
+        _check_tensor("input", input)
     if isinstance(normalized_shape, numbers.Integral):
         normalized_shape = (int(normalized_shape),)
     args = (
@@ -158,6 +172,9 @@ def _add_norm(
     memory_efficient,
     residual_dtype,
 ) -> tuple[Tensor, Tensor]:
+    if type(input) is not Tensor or type(residual) is not Tensor:
+        _check_tensor("input", input)
+        _check_tensor("residual", residual)
     if isinstance(normalized_shape, numbers.Integral):
         normalized_shape = (int(normalized_shape),)
     dtypes = (residual_dtype or residual.dtype, _out_dtype(input, rms, memory_efficient))
@@ -276,6 +293,11 @@ def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
     return 0 if ndim in (0, 1, 3) else 1
 
 
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it, warning
+# included, and keeps no trace of it.
+_softmax_dim._dynamo_marked_constant = True
+
+
 def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
     """The output's dtype where the call does not name one: None for the input's, and fp32 for
     16-bit input under autocast on CUDA, where torch runs its softmaxes in fp32."""
@@ -289,6 +311,9 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
+    if type(input) is not Tensor:
+        _check_tensor("input", input)
+        _sharding.register_where_loaded()  # it may be the first DTensor
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
     if dtype is None:
@@ -296,8 +321,6 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if type(input) is not Tensor:  # a DTensor, perhaps the first
-        _sharding.register_where_loaded()
     return _ops.softmax_forward(input, dim, log, dtype)
 
 
@@ -367,6 +390,7 @@ def scaled_masked_softmax(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it. Also where ``mask`` requires grad.
     """
-    if type(input) is not Tensor:  # a DTensor, perhaps the first
-        _sharding.register_where_loaded()
+    if type(input) is not Tensor:
+        _check_tensor("input", input)
+        _sharding.register_where_loaded()  # it may be the first DTensor
     return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))

@@ -1,5 +1,6 @@
 """What was built: build_info, the size of the extension, the number of kernels in the binary."""
 
+import ast
 import importlib.util
 import re
 import shutil
@@ -32,6 +33,18 @@ def test_build_info():
         assert INFO["cuda"].split(".")[0] == torch.version.cuda.split(".")[0]
         assert INFO["arch_list"]
         assert all(re.fullmatch(r"\d+\.\d+[af]?(\+PTX)?", arch) for arch in INFO["arch_list"])
+
+
+def test_stub_describes_the_extension():
+    """_C.pyi has every function, and the argument names where they can be passed by name."""
+    tree = ast.parse(Path(fused_norm.__file__).with_name("_C.pyi").read_text())
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    stub = {node.name: [argument.arg for argument in node.args.args] for node in functions}
+    assert set(stub) == {name for name in dir(_C) if not name.startswith("_")}
+    for name, arguments in stub.items():
+        signature = re.match(r"\w+\((.*)\) -> ", getattr(_C, name).__doc__).group(1)
+        of_extension = re.findall(r"(\w+): ", signature)
+        assert of_extension == arguments or "arg0" in of_extension, name
 
 
 @pytest.mark.parametrize(

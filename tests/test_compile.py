@@ -346,6 +346,24 @@ def test_reduce_overhead(kind, memory_efficient, seed):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+def test_compiled_optimizer_step(device, generator, recwarn):
+    """As without this library, which is told of optimizers' steps: the compiler has no complaint,
+    and steps are those of eager code."""
+    torch._dynamo.utils.warn_once_cache.clear()
+    x = randn(generator, 6, 16)
+    weights = []
+    for compiles in (False, True):
+        module = fused_norm.LayerNorm(16, device=device, memory_efficient=True)
+        optimizer = torch.optim.SGD(module.parameters(), 0.1)
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for _ in range(3):
+            module(x).sin().sum().backward()
+            step()
+        weights.append(module.weight.detach())
+    torch.testing.assert_close(*weights)
+    assert not [w for w in recwarn.list if "note_optimizer_step" in str(w.message)]
+
+
 @pytest.mark.cuda
 @each_flag
 @each_kind

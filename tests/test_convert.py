@@ -104,6 +104,10 @@ class OwnLayerNorm(nn.LayerNorm):
     pass
 
 
+class Scaled(nn.RMSNorm):
+    pass
+
+
 class PreNormBlock(nn.Module):
     """Not a norm, whatever its name holds."""
 
@@ -118,12 +122,15 @@ def test_unknown_norms_are_listed_and_left_alone():
         PreNormBlock(),
         fused_norm.LayerNorm(4),
         nn.LayerNorm(4),
+        Scaled(4),
     )
     types = [type(m) for m in model]
     report = convert(model)
-    assert [s.name for s in report.skipped] == ["0", "1", "2", "3", "6"]
+    assert [s.name for s in report.skipped] == ["0", "1", "2", "3", "6", "8"]
     assert all(s.reason for s in report.skipped)
-    assert [type(m) for m in model][:-1] == types[:-1] and len(report) == 1
+    assert [r.name for r in report.replaced] == ["7"]
+    types[7] = fused_norm.LayerNorm
+    assert [type(m) for m in model] == types
 
 
 def test_norms_that_are_not_what_their_class_says_are_left_alone():
@@ -136,7 +143,8 @@ def test_norms_that_are_not_what_their_class_says_are_left_alone():
     types = [type(m) for m in model]
     report = convert(model)
     assert not len(report) and [type(m) for m in model] == types
-    assert [s.name for s in report.skipped][:2] == ["0", "1"]
+    assert [s.name for s in report.skipped] == ["0", "1", "2"]
+    assert "TorchScript" in report.skipped[2].reason
 
 
 def test_a_second_call_changes_nothing():
@@ -165,6 +173,8 @@ def test_report_names_what_happened():
         lambda: nn.Sequential(nn.LayerNorm(4), nn.ReLU(inplace=True)),
         lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.SiLU(True)),
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Dropout(0.5, True))),
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.Identity(), nn.Flatten(), nn.ELU(inplace=True)),
+        lambda: nn.Sequential(nn.Sequential(nn.LayerNorm(4), nn.Identity()), nn.ReLU(inplace=True)),
     ],
 )
 def test_in_place_activation_after_a_norm(net):

@@ -310,11 +310,61 @@ def test_residual_on_another_device(of_input, of_residual):
     check_raises(lambda: fn.add_rms_norm(x, residual, [4]), ["residual", of_input, of_residual])
 
 
-@pytest.mark.parametrize("function", [fn.layer_norm, fn.rms_norm])
-@pytest.mark.parametrize("arguments", [(None, [4]), ([[1.0]], [1])], ids=["None", "list"])
-def test_input_that_is_no_tensor(function, arguments):
-    with pytest.raises((*ERRORS, AttributeError)):
-        function(*arguments)
+@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("argument", [None, [[1.0]]], ids=["None", "list"])
+def test_argument_that_is_no_tensor(argument, grad_mode):
+    kind = type(argument).__name__
+    x = torch.ones(1, 1)
+    with grad_mode():
+        for call in (fn.layer_norm, fn.rms_norm, fused_norm.apex.fused_rms_norm):
+            check_raises(lambda call=call: call(argument, [1]), [r"\binput\b", kind])
+        for call in (fn.add_layer_norm, fn.add_rms_norm):
+            check_raises(lambda call=call: call(argument, x, [1]), ["input", kind])
+            check_raises(lambda call=call: call(x, argument, [1]), ["residual", kind])
+        for module in (fused_norm.LayerNorm(1), fused_norm.RMSNorm(1)):
+            check_raises(lambda module=module: module(argument), ["input", kind])
+
+
+def test_mixed_forms_need_a_weight():
+    x = torch.ones(2, 4)
+    for call in (
+        lambda: fused_norm.apex.mixed_dtype_fused_rms_norm_affine(x, None, [4]),
+        lambda: fused_norm.apex.mixed_dtype_fused_layer_norm_affine(x, None, None, [4]),
+    ):
+        check_raises(call, ["weight must be a tensor", "None"])
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("grad", [False, True], ids=["", "with grad"])
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided], ids=str)
+def test_nested_tensors(layout, grad):
+    x = nested(layout).requires_grad_(grad)
+    weight = torch.ones(4, requires_grad=grad)
+    for call in (
+        lambda: fn.layer_norm(x, [4], weight, weight),
+        lambda: fn.rms_norm(x, [4], weight, memory_efficient=True),
+        lambda: fn.add_rms_norm(x, x, [4], weight),
+        lambda: fn.softmax(x, -1),
+        lambda: fn.log_softmax(x, -1),
+        lambda: fn.scaled_masked_softmax(x),
+    ):
+        check_raises(call, ["input", "nested"])
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*")
+def test_quantized_tensors():
+    x = torch.quantize_per_tensor(torch.ones(2, 4), 0.1, 0, torch.quint8)
+    for call in (
+        lambda: fn.layer_norm(x, [4]),
+        lambda: fn.rms_norm(x, [4]),
+        lambda: fn.softmax(x, -1),
+        lambda: fn.scaled_masked_softmax(x),
+    ):
+        check_raises(call, ["input", "QUInt8"])
 
 
 # The operators can be called directly, so they check what their caller might get wrong.

@@ -1,5 +1,6 @@
 """examples/train_gpt.py as its user runs it: a few steps on the CPU, and every bad option."""
 
+import math
 import os
 import runpy
 import subprocess
@@ -88,3 +89,34 @@ def test_exit_code_of_a_bad_option(tmp_path):
     done = train_gpt("--text", tmp_path / "none")
     assert done.returncode == 2
     assert done.stderr == f"train_gpt.py: --text {tmp_path / 'none'} does not exist.\n"
+
+
+WRONG = {
+    "a loss": ("fused_norm", {"losses": [3.0, 2.0002]}, "fused_norm: a loss is 2.0e-04 off"),
+    "a NaN": ("memory_efficient", {"losses": [3.0, math.nan]}, "a loss is nan off torch's"),
+    "bytes": ("memory_efficient", {"saved_bytes": 1}, "frees 9,999,999 bytes, but"),
+}
+
+
+@pytest.mark.parametrize("case", [None, *WRONG])
+def test_exit_code_of_runs_that_disagree(case, tmp_path, capsys):
+    """The three runs are judged on a CPU in fp32: here they are not run but given."""
+    main = runpy.run_path(str(SCRIPT))["main"]
+    script = main.__globals__
+    predicted = script["predicted_saving"](script["PRESETS"]["tiny"], "rms")
+
+    def train(name, *_):
+        values = {"losses": [3.0, 2.0], "saved_bytes": 10_000_000}
+        if name == "memory_efficient":
+            values["saved_bytes"] -= predicted
+        if case is not None and name == WRONG[case][0]:
+            values |= WRONG[case][1]
+        return script["Result"](tokens_per_second=1.0, peak_bytes=None, **values)
+
+    script["train"] = train
+    code = main(["--device", "cpu", "--out", str(tmp_path)])
+    errors = capsys.readouterr().err
+    if case is None:
+        assert code == 0 and errors == ""
+    else:
+        assert code == 1 and errors.startswith("FAILED: ") and WRONG[case][2] in errors

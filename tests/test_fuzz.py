@@ -1,11 +1,13 @@
-"""Random calls of the norms against fp64: shapes, strides, dtypes, normalized dimensions, options.
+"""Random calls of the norms and the softmaxes against fp64: shapes, strides, dtypes, dimensions,
+masks, options.
 
-A small profile for CPUs; 2000 cases on a GPU. `--hypothesis-seed` chooses other ones.
+A small profile for CPUs; on a GPU 2000 cases of each family. `--hypothesis-seed` chooses others.
 """
 
 import math
 
 import pytest
+import softmax_harness as softmax
 import torch
 from harness import OUTPUTS, PARAMETERS, Form, Verdict, apply, check_call, randn
 from hypothesis import HealthCheck, given, note, settings
@@ -127,7 +129,82 @@ def check(case, device):
     verdict.check()
 
 
-def fuzz(device):
+@st.composite
+def softmax_cases(draw, device):
+    x_dtype, y_dtype = draw(st.sampled_from(softmax.PAIRS))
+    masked = draw(st.booleans())
+    cols = min(draw(st.sampled_from(COLS) | st.integers(1, 600)), MOST_ELEMENTS[device])
+    others = draw(st.lists(st.integers(1, 9), max_size=3))
+    while math.prod(others) * cols > MOST_ELEMENTS[device]:
+        others.pop()
+    most = MOST_ELEMENTS[device] // (math.prod(others) * cols)
+    others = draw(st.permutations([*others, draw(st.integers(1, most))]))
+    others = others[draw(st.integers(0, len(others))) :]  # perhaps a single row
+    dim = len(others) if masked else draw(st.integers(0, len(others)))
+    shape = [*others[:dim], cols, *others[dim:]]
+    form = softmax.Form(
+        x_dtype,
+        y_dtype,
+        log=not masked and draw(st.booleans()),
+        dim=-1 if masked else dim - draw(st.sampled_from([0, len(shape)])),
+        masked=masked,
+        scale=draw(st.sampled_from([1.0, 0.125, 3.0, -2.0, 0.0])) if masked else 1.0,
+        causal=masked and len(shape) > 1 and draw(st.booleans()),
+    )
+    mask_dtype = mask_shape = None
+    if masked and draw(st.booleans()):
+        # An fp64 mask of a smaller input is rounded to fp32 first.
+        dtypes = [torch.bool, torch.float16, torch.bfloat16, torch.float32]
+        mask_dtype = draw(st.sampled_from(dtypes + [torch.float64] * (x_dtype == torch.float64)))
+        mask_shape = [draw(st.sampled_from([1, size])) for size in shape]
+        mask_shape = mask_shape[draw(st.integers(0, len(shape))) :]
+    return {
+        "form": form,
+        "shape": shape,
+        "x_layout": draw(st.sampled_from(LAYOUTS)),
+        "dy_layout": draw(st.sampled_from(LAYOUTS)),
+        "mask_dtype": mask_dtype,
+        "mask_shape": mask_shape,
+        "mask_layout": draw(st.sampled_from(LAYOUTS)),
+        "share_masked": draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0])),
+        "offset": draw(st.integers(1, 17)),
+        "scale": draw(st.sampled_from([1.0, 0.01, 30.0])),
+        "shift": draw(st.sampled_from([0.0, 1.0, 100.0])),
+        "seed": draw(st.integers(0, 2**32 - 1)),
+    }
+
+
+def check_softmax(case, device):
+    form, shape, offset = case["form"], case["shape"], case["offset"]
+    generator = torch.Generator(device).manual_seed(case["seed"])
+    x = laid_out(generator, shape, case["x_layout"], form.x, offset)
+    base = x if x._base is None else x._base
+    base.mul_(case["scale"]).add_(case["scale"] * case["shift"])
+    dy = laid_out(generator, shape, case["dy_layout"], form.y, offset)
+    mask = None
+    if case["mask_shape"] is not None:
+        sizes, layout = case["mask_shape"], case["mask_layout"] if case["mask_shape"] else None
+        number = laid_out(generator, sizes, layout, torch.float32, offset)
+        # The share of normal numbers that lies below; 1.0: all.
+        is_hidden = torch.special.ndtr(number) < case["share_masked"]
+        mask = is_hidden if case["mask_dtype"] == torch.bool else number.to(case["mask_dtype"])
+        if mask is not is_hidden:
+            mask = mask.masked_fill(is_hidden, -math.inf)
+        if layout == "strided":  # comparisons and conversions give dense tensors
+            wide = mask.new_zeros(*mask.shape, 2)
+            wide[..., 0] = mask
+            mask = wide[..., 0]
+    verdict = Verdict()
+    verdict.add(str(form), softmax.check_call(form, x, dy, mask))
+    verdict.check()
+
+
+FAMILIES = {"norms": (cases, check), "softmaxes": (softmax_cases, check_softmax)}
+
+
+def fuzz(family, device):
+    draw, check_case = FAMILIES[family]
+
     @settings(
         max_examples=CASES[device],
         deadline=None,
@@ -135,21 +212,23 @@ def fuzz(device):
         print_blob=True,
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=cases(device))
+    @given(case=draw(device))
     def run(case):
         note(str(case))
-        check(case, device)
+        check_case(case, device)
 
     return run
 
 
-def test_cpu():
-    fuzz("cpu")()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cpu(family):
+    fuzz(family, "cpu")()
 
 
 @pytest.mark.cuda
-def test_cuda():
-    fuzz("cuda")()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cuda(family):
+    fuzz(family, "cuda")()
     torch.cuda.synchronize()
 
 

@@ -400,6 +400,37 @@ def test_fp32_weight_too_small_or_large_for_a_16_bit_output(device):
 
 
 @each_kind
+def test_an_output_that_overflows_gives_no_plausible_gradient(kind, device, generator):
+    """fp16: the row's dx and the column's dweight are not finite, everything else is right."""
+    x = randn(generator, 6, 16, dtype=FP16) * 0.25
+    x[:, 5] = 0
+    x[2, 5] = 2.0  # the one xhat above 65504 / 40000
+    dy = randn(generator, 6, 16, dtype=FP16) * 2**-10
+    grads = []
+    for flag in (False, True):
+        leaf = x.clone().requires_grad_()
+        weight = torch.full((16,), 2.0, device=device, dtype=FP16)
+        weight[5] = 40000.0
+        weight.requires_grad_()
+        call = functional.layer_norm if kind == "layer" else functional.rms_norm
+        y = call(leaf, [16], weight, memory_efficient=flag)
+        assert y.isinf().nonzero().tolist() == [[2, 5]]
+        y.backward(dy)
+        grads.append([leaf.grad.double(), weight.grad.double()])
+    (dx, dweight), (efficient_dx, efficient_dweight) = grads
+    assert dx.isfinite().all() and dweight.isfinite().all()
+    rows, columns = torch.arange(6) != 2, torch.arange(16) != 5
+    assert not efficient_dx[2].isfinite().any() and not efficient_dweight[5].isfinite()
+    # Sums of roundings of the output and of the gradients, relative to the largest.
+    for ours, expected in (
+        (efficient_dx[rows], dx[rows]),
+        (efficient_dweight[columns], dweight[columns]),
+    ):
+        limit = 8 * 2**-11 * expected.abs().max().item()
+        torch.testing.assert_close(ours, expected, rtol=0, atol=limit)
+
+
+@each_kind
 def test_compiled_gradients_follow_weights_that_become_zero(kind, device, generator):
     """No decision is baked into the compiled graph."""
     make = fn.LayerNorm if kind == "layer" else fn.RMSNorm

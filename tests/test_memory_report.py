@@ -78,3 +78,25 @@ def test_keyword_arguments_and_a_model_without_norms(device):
     model = Model(4, 4).to(device)
     report = fn.memory_report(model, torch.ones(2, 4, device=device), scale=2)
     assert len(report) == 0 and report.saved_bytes == 0 and report.at_risk == ()
+
+
+@pytest.mark.parametrize("compiles", [torch.compile, nn.Module.compile], ids=["", "in place"])
+def test_compiled_models(compiles, device, generator):
+    """Their norms are called from compiled code, which runs no hooks and saves for all at once."""
+    model = chain(device)
+    x = torch.randn(ROWS, COLS, generator=generator, device=device)
+    expected = fn.memory_report(model, x)
+    compiled = compiles(model, backend="aot_eager") or model
+    compiled(x)
+    report = fn.memory_report(compiled, x)
+    assert [(n.saved_bytes, n.efficient_bytes) for n in report] == [
+        (n.saved_bytes, n.efficient_bytes) for n in expected
+    ]
+
+
+def test_bad_models():
+    with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is function"):
+        fn.memory_report(lambda x: x, torch.ones(2, 4))
+    model = chain("meta")
+    with pytest.raises(RuntimeError, match="0 is on the meta device"):
+        fn.memory_report(model, torch.ones(2, COLS, device="meta"))

@@ -94,6 +94,10 @@ TORCH_LIBRARY_IMPL(fused_norm, SparseCUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, SparseCsrCPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, SparseCsrCUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, MkldnnCPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, QuantizedCPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, QuantizedCUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, NestedTensorCPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, NestedTensorCUDA, m) { register_kernels(m); }
 
 // _C bypasses the dispatcher and with it autograd, so a call that should be differentiated must not
 // pass.

@@ -5,6 +5,7 @@ namespace fused_norm::ops {
 bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
 void check_layout(const at::Tensor& tensor, const char* name) {
+  TORCH_CHECK(!tensor.is_nested(), name, " must be a dense strided tensor, but is nested");
   TORCH_CHECK(tensor.layout() == at::kStrided, name,
               " must be a dense strided tensor, but has layout ", tensor.layout());
 }

@@ -8,6 +8,7 @@
 
 #include <optional>
 
+#include "ops/checks.h"
 #include "ops/softmax_decomposition.h"
 
 namespace fused_norm::ops {
@@ -144,7 +145,10 @@ Tensor forward_autograd(const Tensor& input, int64_t dim, bool log,
   if (is_transformed() || has_tangent(input)) {
     return decomposed::softmax_forward(input, dim, log, out_dtype);
   }
-  if (needs_grad(input)) return SoftmaxFunction::apply(input, dim, log, out_dtype);
+  if (needs_grad(input)) {
+    check_layout(input, "input");  // Function asks for sizes, which not every tensor has
+    return SoftmaxFunction::apply(input, dim, log, out_dtype);
+  }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   return forward_op().call(input, dim, log, out_dtype);
 }
@@ -158,6 +162,7 @@ Tensor masked_autograd(const Tensor& input, const std::optional<Tensor>& mask, d
     return decomposed::scaled_masked_softmax(input, mask, scale, causal, out_dtype);
   }
   if (needs_grad(input)) {
+    check_layout(input, "input");
     return ScaledMaskedSoftmaxFunction::apply(input, mask, scale, causal, out_dtype);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
