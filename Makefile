@@ -22,6 +22,10 @@ ifeq ($(PYTHON_VERSION),)
 $(error $(or $(PYTHON:%=% does not run),No Python 3.10 to 3.13 with venv and pip was found); \
     name one with PYTHON=/path/to/python)
 endif
+ifneq ($(filter 2.% 3.0 3.1 3.2 3.3 3.4 3.5 3.6 3.7 3.8 3.9,$(PYTHON_VERSION)),)
+$(error $(PYTHON) is Python $(PYTHON_VERSION), but 3.10 or later is needed; \
+    name one with PYTHON=/path/to/python)
+endif
 
 BIN := .venv/bin
 ENV := .venv/.python-$(PYTHON_VERSION)-torch-$(TORCH)
