@@ -29,6 +29,14 @@ endif
 
 BIN := .venv/bin
 ENV := .venv/.python-$(PYTHON_VERSION)-torch-$(TORCH)
+# An environment holds its own path: one that came along with a moved tree is made anew.
+MADE_IN := $(shell cat .venv/.made-by-make 2>&-)
+ifneq ($(MADE_IN),)
+ifneq ($(MADE_IN),$(CURDIR))
+MOVED := yes
+.PHONY: $(ENV)
+endif
+endif
 IN_CI := $(filter true 1,$(CI))
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),\
     $(wildcard /usr/local/cuda/bin/nvcc))
@@ -50,14 +58,16 @@ endef
 export CHECK_ENV
 
 $(ENV): pyproject.toml
-	@if [ -e .venv ] && ! $(BIN)/python -c "$$CHECK_ENV" 2>/dev/null; then \
+	@if [ -e .venv ] && { [ -n "$(MOVED)" ] || ! $(BIN)/python -c "$$CHECK_ENV" 2>/dev/null; }; then \
 	    if [ ! -e .venv/.made-by-make ]; then \
 	        echo ".venv is not of this Makefile and has other versions than Python $(PYTHON_VERSION)" \
 	            "and torch $(TORCH): remove it, or pass its PYTHON= and TORCH=" >&2; exit 1; \
 	    fi; \
 	    rm -rf .venv build; \
 	fi
-	@if [ ! -e .venv ]; then mkdir .venv; touch .venv/.made-by-make; $(PYTHON) -m venv .venv; fi
+	@if [ ! -e .venv ]; then \
+	    mkdir .venv; echo '$(CURDIR)' > .venv/.made-by-make; $(PYTHON) -m venv .venv; \
+	fi
 	$(BIN)/python -m pip install --disable-pip-version-check \
 	    'torch==$(TORCH)' 'setuptools>=77' wheel ninja
 	$(BIN)/python -c 'from setuptools.config.pyprojecttoml import read_configuration as read; \
