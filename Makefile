@@ -91,14 +91,14 @@ test: host-tests $(CI_KERNELS) build
 
 # Unit tests of the host logic of csrc/core; they need neither torch nor nvcc.
 host-tests: $(ENV)
-	$(BIN)/cmake -S . -B build/host -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	$(BIN)/cmake -S . -B build/host -G Ninja '-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja' \
 	    -DFUSED_NORM_CUDA=OFF -DFUSED_NORM_TESTS=$(if $(IN_CI),ON,AUTO)
 	$(BIN)/cmake --build build/host
 	$(BIN)/ctest --test-dir build/host --output-on-failure $(if $(IN_CI),--no-tests=error)
 
 # The oldest and the newest supported chip of a data centre, compiled without torch.
 core: $(ENV)
-	CUDACXX='$(NVCC)' $(BIN)/cmake -S . -B build/core -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	CUDACXX='$(NVCC)' $(BIN)/cmake -S . -B build/core -G Ninja '-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja' \
 	    -DFUSED_NORM_CUDA=ON -DFUSED_NORM_TESTS=OFF \
 	    '-DFUSED_NORM_CUDA_ARCHITECTURES=80-real;100-real'
 	$(BIN)/cmake --build build/core --target all backward_ladder
