@@ -22,9 +22,21 @@ ifeq ($(PYTHON_VERSION),)
 $(error $(or $(PYTHON:%=% does not run),No Python 3.10 to 3.13 with venv and pip was found); \
     name one with PYTHON=/path/to/python)
 endif
+ifneq ($(filter 2.% 3.0 3.1 3.2 3.3 3.4 3.5 3.6 3.7 3.8 3.9,$(PYTHON_VERSION)),)
+$(error $(PYTHON) is Python $(PYTHON_VERSION), but 3.10 or later is needed; \
+    name one with PYTHON=/path/to/python)
+endif
 
 BIN := .venv/bin
 ENV := .venv/.python-$(PYTHON_VERSION)-torch-$(TORCH)
+# An environment holds its own path: one that came along with a moved tree is made anew.
+MADE_IN := $(shell cat .venv/.made-by-make 2>&-)
+ifneq ($(MADE_IN),)
+ifneq ($(MADE_IN),$(CURDIR))
+MOVED := yes
+.PHONY: $(ENV)
+endif
+endif
 IN_CI := $(filter true 1,$(CI))
 NVCC := $(or $(wildcard $(CUDA_HOME)/bin/nvcc),$(shell command -v nvcc),\
     $(wildcard /usr/local/cuda/bin/nvcc))
@@ -46,14 +58,16 @@ endef
 export CHECK_ENV
 
 $(ENV): pyproject.toml
-	@if [ -e .venv ] && ! $(BIN)/python -c "$$CHECK_ENV" 2>/dev/null; then \
+	@if [ -e .venv ] && { [ -n "$(MOVED)" ] || ! $(BIN)/python -c "$$CHECK_ENV" 2>/dev/null; }; then \
 	    if [ ! -e .venv/.made-by-make ]; then \
 	        echo ".venv is not of this Makefile and has other versions than Python $(PYTHON_VERSION)" \
 	            "and torch $(TORCH): remove it, or pass its PYTHON= and TORCH=" >&2; exit 1; \
 	    fi; \
 	    rm -rf .venv build; \
 	fi
-	@if [ ! -e .venv ]; then mkdir .venv; touch .venv/.made-by-make; $(PYTHON) -m venv .venv; fi
+	@if [ ! -e .venv ]; then \
+	    mkdir .venv; echo '$(CURDIR)' > .venv/.made-by-make; $(PYTHON) -m venv .venv; \
+	fi
 	$(BIN)/python -m pip install --disable-pip-version-check \
 	    'torch==$(TORCH)' 'setuptools>=77' wheel ninja
 	$(BIN)/python -c 'from setuptools.config.pyprojecttoml import read_configuration as read; \
@@ -77,14 +91,14 @@ test: host-tests $(CI_KERNELS) build
 
 # Unit tests of the host logic of csrc/core; they need neither torch nor nvcc.
 host-tests: $(ENV)
-	$(BIN)/cmake -S . -B build/host -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	$(BIN)/cmake -S . -B build/host -G Ninja '-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja' \
 	    -DFUSED_NORM_CUDA=OFF -DFUSED_NORM_TESTS=$(if $(IN_CI),ON,AUTO)
 	$(BIN)/cmake --build build/host
 	$(BIN)/ctest --test-dir build/host --output-on-failure $(if $(IN_CI),--no-tests=error)
 
 # The oldest and the newest supported chip of a data centre, compiled without torch.
 core: $(ENV)
-	CUDACXX='$(NVCC)' $(BIN)/cmake -S . -B build/core -G Ninja -DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja \
+	CUDACXX='$(NVCC)' $(BIN)/cmake -S . -B build/core -G Ninja '-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja' \
 	    -DFUSED_NORM_CUDA=ON -DFUSED_NORM_TESTS=OFF \
 	    '-DFUSED_NORM_CUDA_ARCHITECTURES=80-real;100-real'
 	$(BIN)/cmake --build build/core --target all backward_ladder

@@ -52,7 +52,8 @@ def parse(arguments):
     parser = Parser(prog="python -m benchmarks", description=benchmarks.__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
-        command = commands.add_parser(name, help=module.__doc__.partition("\n")[0])
+        summary = module.__doc__.partition("\n")[0].replace("%", "%%")
+        command = commands.add_parser(name, help=summary)
         module.add_arguments(command)
         if getattr(module, "writes", True):
             command.add_argument(

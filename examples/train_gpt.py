@@ -388,6 +388,8 @@ def parse_options(arguments):
         options.steps = PRESETS[options.preset].steps
     if options.steps < 1:
         parser.error(f"--steps {options.steps} is too few; give at least 1.")
+    if not -(2**63) <= options.seed < 2**64:
+        parser.error(f"--seed {options.seed} does not fit into 64 bits.")
     if options.text is not None and not options.text.exists():
         parser.error(f"--text {options.text} does not exist.")
     return options

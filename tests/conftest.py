@@ -1,7 +1,12 @@
 """Marks, the seeded generator, and the skipping of tests that need hardware this machine lacks."""
 
 import functools
+import os
 import zlib
+
+# Read when torch loads, here and in the processes that tests start. Threads that spin while they
+# wait make a test run several times slower where other programs use the same cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import pytest
 import torch

@@ -19,6 +19,7 @@ backward_ladder = pytest.importorskip("benchmarks.backward_ladder")
 
 from benchmark_harness import measured, result  # noqa: E402
 
+from benchmarks import __main__ as entry_point  # noqa: E402
 from benchmarks import environment, report, results, targets  # noqa: E402
 from benchmarks.peers import eager, ours  # noqa: E402
 
@@ -328,6 +329,14 @@ def test_ladder_program_says_what_it_cannot_do(arguments, words):
     assert done.returncode == 2
     assert words in done.stderr and len(done.stderr.splitlines()) == 1
     assert LADDER_COLUMNS.encode() in program.read_bytes()
+
+
+@pytest.mark.parametrize("command", [None, *entry_point.COMMANDS])
+def test_help(command, capsys):
+    with pytest.raises(SystemExit) as stop:
+        entry_point.main([*([command] if command else []), "--help"])
+    assert stop.value.code == 0
+    assert "usage: python -m benchmarks" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ BAD_OPTIONS = {
     "norm": ("--norm batch", "invalid choice: 'batch'"),
     "no step": ("--steps 0", "--steps 0 is too few"),
     "no number": ("--steps many", "invalid int value: 'many'"),
+    "large seed": (f"--seed {2**64}", f"--seed {2**64} does not fit into 64 bits"),
     "no device": ("--device toaster", "--device toaster is not a device"),
     "other device": ("--device meta", "--device meta is not supported"),
     "no such GPU": ("--device cuda:99", "--device cuda:99"),

@@ -60,10 +60,6 @@ int64_t most_listed(const NormColumns& norm) {
 
 int64_t round_room(int64_t columns, int64_t cols) { return std::min((columns + 3) / 4 * 4, cols); }
 
-int64_t room_for(int64_t columns, const NormColumns& norm) {
-  return columns > most_listed(norm) ? kSaveInput : round_room(columns, norm.cols);
-}
-
 std::string describe(const NormColumns& norm) {
   std::ostringstream text;
   const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
@@ -76,6 +72,10 @@ std::string describe(const NormColumns& norm) {
 
 constexpr int kPossibleLooks = 8;  // at parameters that move without their version counters
 constexpr int kStrangeSwaps = 2;
+
+int64_t room_for(int64_t columns, const NormColumns& norm) {
+  return columns > most_listed(norm) ? kSaveInput : round_room(columns, norm.cols);
+}
 
 // Mapped host memory that kernels write. Never given back: a captured graph may write it at any
 // time. Slot 0 holds the overflow signal, and the reports of norms without a watch.
