@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_norm import functional, modules
 
@@ -136,11 +137,16 @@ def _probe(cls: type) -> _RMSForm | str:
         inspect.Parameter.POSITIONAL_OR_KEYWORD,
     ):
         return "its forward takes more than the input"
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        try:
-            instance = cls(PROBE_SIZE)
-        except Exception as error:  # whatever a foreign constructor raises
-            return f"it cannot be made from a size alone ({type(error).__name__})"
+    # Outside of modes such as FakeTensorMode, which run nothing.
+    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        return _probe_instances(cls)
+
+
+def _probe_instances(cls: type) -> _RMSForm | str:
+    try:
+        instance = cls(PROBE_SIZE)
+    except Exception as error:  # whatever a foreign constructor raises
+        return f"it cannot be made from a size alone ({type(error).__name__})"
     if not _has_only_a_weight(instance) or instance.weight.shape != (PROBE_SIZE,):
         return "it has other parameters or buffers than one weight a column"
     eps_names = [n for n in ("variance_epsilon", "eps", "epsilon") if n in vars(instance)]

@@ -112,6 +112,9 @@ def fused_layer_norm_affine(
     )
 
 
+torch.fx.wrap("_norm")  # a single node in the graphs of torch.fx.symbolic_trace
+
+
 def fused_layer_norm(
     input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:

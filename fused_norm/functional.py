@@ -11,6 +11,20 @@ from fused_norm import _autograd, _ops, _sharding, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
+# Each a single node in the graphs of torch.fx.symbolic_trace; the last two are called by modules.
+for _name in (
+    "layer_norm",
+    "rms_norm",
+    "add_layer_norm",
+    "add_rms_norm",
+    "softmax",
+    "log_softmax",
+    "scaled_masked_softmax",
+    "_norm",
+    "_softmax",
+):
+    torch.fx.wrap(_name)
+
 
 def _check_tensor(name: str, value) -> None:
     """Of an argument that is no plain tensor, for what Python cannot pass on to the operator's own
@@ -20,6 +34,24 @@ def _check_tensor(name: str, value) -> None:
         raise TypeError(f"{name} must be a tensor, but is {value!r:.80} of type {kind}")
     if value.is_nested:
         raise RuntimeError(f"{name} must be a dense strided tensor, but is nested")
+
+
+def _wants_grad(input, residual, weight, bias) -> bool:
+    """Whether autograd records a call; input and residual are known to be tensors."""
+    if not torch.is_grad_enabled():
+        return False
+    try:
+        return (
+            input.requires_grad
+            or (residual is not None and residual.requires_grad)
+            or (weight is not None and weight.requires_grad)
+            or (bias is not None and bias.requires_grad)
+        )
+    except AttributeError:
+        for name, value in (("weight", weight), ("bias", bias)):
+            if value is not None:
+                _check_tensor(name, value)
+        raise
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
@@ -76,11 +108,7 @@ def _norm(
         return _tracing.norm_forward(*args, memory_efficient)
     if _autograd.is_transformed():  # the operator's Autograd kernel differentiates
         return _ops.norm_forward(*args)[0]
-    if torch.is_grad_enabled() and (
-        input.requires_grad
-        or (weight is not None and weight.requires_grad)
-        or (bias is not None and bias.requires_grad)
-    ):
+    if _wants_grad(input, None, weight, bias):
         room = _autograd.SAVE_INPUT
         if memory_efficient:
             room = _autograd.choose_room(
@@ -183,9 +211,7 @@ def _add_norm(
         return _tracing.add_norm_forward(*args, memory_efficient)
     if _autograd.is_transformed():
         return _ops.add_norm_forward(*args)[:2]
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in args[:4]
-    ):
+    if _wants_grad(input, residual, weight, bias):
         room = _autograd.SAVE_INPUT
         if memory_efficient:
             room = _autograd.choose_room(

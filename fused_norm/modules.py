@@ -17,7 +17,6 @@ class LayerNorm(torch.nn.LayerNorm):
     :func:`fused_norm.functional.layer_norm`.
     """
 
-    __constants__ = [*torch.nn.LayerNorm.__constants__, "memory_efficient"]
     memory_efficient: bool
 
     def __init__(
@@ -61,7 +60,6 @@ class RMSNorm(torch.nn.RMSNorm):
     :func:`fused_norm.functional.rms_norm`.
     """
 
-    __constants__ = [*torch.nn.RMSNorm.__constants__, "memory_efficient", "weight_offset"]
     memory_efficient: bool
     weight_offset: float
 

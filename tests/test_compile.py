@@ -267,6 +267,25 @@ def test_export(strict, device, generator, tmp_path):
     program.module()(x).sum().backward()  # an exported program trains
 
 
+class Softmaxes(nn.Module):
+    def forward(self, x):
+        return fn.softmax(x, 0) + fn.log_softmax(x, -1) + fn.scaled_masked_softmax(x, causal=True)
+
+
+def test_symbolic_trace(device, generator):
+    """A norm or softmax is one node, as torch's are."""
+    model = exported_model(device).append(fused_norm.Softmax(-1)).append(Softmaxes())
+    traced = torch.fx.symbolic_trace(model)
+    names = [getattr(node.target, "__name__", "") for node in traced.graph.nodes]
+    ours = [name for name in names if "norm" in name or "softmax" in name]
+    assert sorted(ours) == sorted(
+        ["layer_norm", "rms_norm", "add_rms_norm", "_norm"]
+        + ["_softmax", "softmax", "log_softmax", "scaled_masked_softmax"]
+    )
+    x = randn(generator, 5, 8)
+    assert same_bits(traced(x).detach(), model(x).detach())
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @each_kind
 def test_export_under_autocast(kind, dtype, device, generator):

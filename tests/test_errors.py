@@ -4,6 +4,7 @@ runs.
 Every case runs on the CPU, on the meta device, which has no kernels, and on CUDA.
 """
 
+import functools
 import re
 
 import pytest
@@ -323,6 +324,15 @@ def test_argument_that_is_no_tensor(argument, grad_mode):
             check_raises(lambda call=call: call(x, argument, [1]), ["residual", kind])
         for module in (fused_norm.LayerNorm(1), fused_norm.RMSNorm(1)):
             check_raises(lambda module=module: module(argument), ["input", kind])
+
+
+@pytest.mark.parametrize("grad_mode", [torch.enable_grad, torch.no_grad])
+def test_parameter_that_is_no_tensor(grad_mode):
+    x = torch.ones(2, 4)
+    with grad_mode():
+        for call in (fn.layer_norm, functools.partial(fn.add_layer_norm, x)):
+            check_raises(lambda call=call: call(x, [4], [1.0] * 4), ["weight", "list"])
+            check_raises(lambda call=call: call(x, [4], torch.ones(4), 0.5), ["bias", "float"])
 
 
 def test_mixed_forms_need_a_weight():
