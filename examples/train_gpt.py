@@ -23,9 +23,9 @@ import sysconfig
 import time
 from pathlib import Path
 
-# Read when torch loads. Threads that spin while they wait make a CPU run several times slower where
-# other programs use the same cores.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# How often OpenMP's threads look for work before they sleep; read when torch loads. By default they
+# spin so long that a CPU run is several times slower where other programs use the same cores.
+os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 import matplotlib
 import torch

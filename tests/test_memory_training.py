@@ -88,6 +88,13 @@ def assign_zeros(module):
     module.load_state_dict(state, assign=True)
 
 
+def move(module):
+    """To the CPU and back."""
+    device = module.weight.device
+    zero_some(module.cpu().weight)
+    module.to(device)
+
+
 EVENTS = {
     "zeroed in place": lambda m: zero_some(m.weight),
     "all zeroed": lambda m: torch.nn.init.zeros_(m.weight),
@@ -98,6 +105,7 @@ EVENTS = {
         m, "weight", torch.nn.Parameter(torch.zeros_like(m.weight))
     ),
     "half precision and back": lambda m: (zero_some(m.weight), m.half(), m.double()),
+    "moved between devices": move,
     "nothing": lambda m: None,
 }
 
