@@ -117,9 +117,7 @@ def train(name, make_norm, dtype, device, perturbed=None):
 def test_losses(name, kind, dtype, device):
     """The flag moves the losses no more than twice what a rounding of the embedding does, and
     leaves no weight where it was."""
-    theirs, ours = (
-        (nn.RMSNorm, fn.RMSNorm) if kind == "rms" else (nn.LayerNorm, fn.LayerNorm)
-    )
+    theirs, ours = (nn.RMSNorm, fn.RMSNorm) if kind == "rms" else (nn.LayerNorm, fn.LayerNorm)
     reference = train(name, theirs, dtype, device)[0]
     efficient = functools.partial(ours, memory_efficient=True)
     losses, model = train(name, efficient, dtype, device)
