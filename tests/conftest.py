@@ -8,6 +8,8 @@ import zlib
 # processes that tests start. By default they spin so long that a test run is several times slower
 # where other programs use the same cores; without spinning it is twice as slow where none do.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# Inductor compiles within the test process: its pool of processes has been seen to hang at exit.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
