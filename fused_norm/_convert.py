@@ -75,29 +75,42 @@ class ConvertedRMSNorm(modules.RMSNorm):
     output_rule: str
 
     def forward(self, input: Tensor) -> Tensor:
-        saves_autocast = self.memory_efficient and _is_autocast(input)
-        return functional._norm(
+        return _rms_norm(
             input,
             self.weight,
-            None,
             self.normalized_shape,
-            functional._rms_eps(input, self.eps),
+            self.eps,
             self.weight_offset,
-            True,
             self.memory_efficient,
-            out_dtype=None if saves_autocast else _output_dtype(self.output_rule, input, self),
+            self.output_rule,
         )
 
 
-def _is_autocast(input: Tensor) -> bool:
-    return torch.is_autocast_enabled(input.device.type)
+torch.fx.wrap("_rms_norm")  # a single node in the graphs of torch.fx.symbolic_trace
 
 
-def _output_dtype(rule: str, input: Tensor, module: nn.Module) -> torch.dtype:
+def _rms_norm(
+    input, weight, normalized_shape, eps, weight_offset, memory_efficient, output_rule
+) -> Tensor:
+    saves_autocast = memory_efficient and torch.is_autocast_enabled(input.device.type)
+    return functional._norm(
+        input,
+        weight,
+        None,
+        normalized_shape,
+        functional._rms_eps(input, eps),
+        weight_offset,
+        True,
+        memory_efficient,
+        out_dtype=None if saves_autocast else _output_dtype(output_rule, input, weight),
+    )
+
+
+def _output_dtype(rule: str, input: Tensor, weight: Tensor) -> torch.dtype:
     if rule == "weight":
-        return module.weight.dtype
+        return weight.dtype
     if rule == "promote":
-        return torch.promote_types(input.dtype, module.weight.dtype)
+        return torch.promote_types(input.dtype, weight.dtype)
     return input.dtype
 
 
@@ -139,10 +152,10 @@ def _probe(cls: type) -> _RMSForm | str:
         return "its forward takes more than the input"
     # Outside of modes such as FakeTensorMode, which run nothing.
     with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        return _probe_instances(cls)
+        return _probe_an_instance(cls)
 
 
-def _probe_instances(cls: type) -> _RMSForm | str:
+def _probe_an_instance(cls: type) -> _RMSForm | str:
     try:
         instance = cls(PROBE_SIZE)
     except Exception as error:  # whatever a foreign constructor raises
@@ -174,7 +187,7 @@ def _computes(instance: nn.Module, offset: float, rule: str) -> bool:
                 return False
             expected = torch.nn.functional.rms_norm(x.float(), (PROBE_SIZE,), eps=PROBE_EPS)
             expected *= instance.weight.float() + offset
-        if not isinstance(y, Tensor) or y.dtype != _output_dtype(rule, x, instance):
+        if not isinstance(y, Tensor) or y.dtype != _output_dtype(rule, x, instance.weight):
             return False
         if not torch.allclose(y.float(), expected, rtol=tolerance, atol=tolerance):
             return False

@@ -27,6 +27,8 @@ from torch import Tensor
 
 from fused_norm import functional, modules
 
+torch.fx.wrap("_norm")  # a single node in the graphs of torch.fx.symbolic_trace
+
 __all__ = [
     "FusedLayerNorm",
     "FusedLayerNormAffineFunction",
@@ -110,9 +112,6 @@ def fused_layer_norm_affine(
     return _norm(
         input, weight, bias, normalized_shape, eps, memory_efficient, rms=False, mixed=False
     )
-
-
-torch.fx.wrap("_norm")  # a single node in the graphs of torch.fx.symbolic_trace
 
 
 def fused_layer_norm(

@@ -11,7 +11,7 @@ from fused_norm import _autograd, _ops, _sharding, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
-# Each a single node in the graphs of torch.fx.symbolic_trace; the last two are called by modules.
+# Each a single node in the graphs of torch.fx.symbolic_trace; the last one is what modules call.
 for _name in (
     "layer_norm",
     "rms_norm",
@@ -20,7 +20,6 @@ for _name in (
     "softmax",
     "log_softmax",
     "scaled_masked_softmax",
-    "_norm",
     "_softmax",
 ):
     torch.fx.wrap(_name)

@@ -13,6 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import fused_norm
 import fused_norm.functional as fn
+from fused_norm import _convert
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -275,11 +276,14 @@ class Softmaxes(nn.Module):
 def test_symbolic_trace(device, generator):
     """A norm or softmax is one node, as torch's are."""
     model = exported_model(device).append(fused_norm.Softmax(-1)).append(Softmaxes())
+    converted = _convert.ConvertedRMSNorm(16, eps=1e-5, device=device, memory_efficient=True)
+    converted.output_rule = "promote"
+    model.append(converted)
     traced = torch.fx.symbolic_trace(model)
     names = [getattr(node.target, "__name__", "") for node in traced.graph.nodes]
     ours = [name for name in names if "norm" in name or "softmax" in name]
     assert sorted(ours) == sorted(
-        ["layer_norm", "rms_norm", "add_rms_norm", "_norm"]
+        ["layer_norm", "rms_norm", "add_rms_norm", "_norm", "_rms_norm"]
         + ["_softmax", "softmax", "log_softmax", "scaled_masked_softmax"]
     )
     x = randn(generator, 5, 8)

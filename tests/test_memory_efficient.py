@@ -421,7 +421,8 @@ def test_an_output_that_overflows_gives_no_plausible_gradient(kind, device, gene
     assert dx.isfinite().all() and dweight.isfinite().all()
     rows, columns = torch.arange(6) != 2, torch.arange(16) != 5
     assert not efficient_dx[2].isfinite().any() and not efficient_dweight[5].isfinite()
-    # Sums of roundings of the output and of the gradients, relative to the largest.
+    # Four roundings: of the output, which enters dx twice, and of both gradients; of terms that may
+    # be twice the largest gradient. 2**-11 is half a unit of fp16. Seen over 200 seeds: a quarter.
     for ours, expected in (
         (efficient_dx[rows], dx[rows]),
         (efficient_dweight[columns], dweight[columns]),
