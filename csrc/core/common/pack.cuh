@@ -211,6 +211,42 @@ __device__ __forceinline__ void store_streamed(char* address, const Words<kBytes
 
 }  // namespace detail
 
+// An element as bits: one access, through the read-only path and past the first-level cache.
+template <typename T>
+using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
+
+template <typename T>
+__device__ __forceinline__ Bits<T> load_bits_streamed(const T* from) {
+  Bits<T> bits;
+  if constexpr (sizeof(T) == 2) {
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(bits) : "l"(from));
+  } else {
+    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(bits) : "l"(from));
+  }
+  return bits;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Pack<T, N> pack_of(const Bits<T> (&bits)[N]) {
+  Pack<T, N> pack;
+#pragma unroll
+  for (int i = 0; i < N * static_cast<int>(sizeof(T)) / 4; ++i) {
+    if constexpr (sizeof(T) == 2) {
+      pack.words.at[i] = bits[2 * i] | static_cast<uint32_t>(bits[2 * i + 1]) << 16;
+    } else {
+      pack.words.at[i] = bits[i];
+    }
+  }
+  return pack;
+}
+
+template <typename T, int N>
+__device__ __forceinline__ Bits<T> bits_of(const Pack<T, N>& pack, int i) {
+  if constexpr (sizeof(T) == 4) return pack.words.at[i];
+  const uint32_t word = pack.words.at[i / 2];
+  return static_cast<Bits<T>>(i % 2 == 1 ? word >> 16 : word);
+}
+
 // Makes the compiler forget the elements that were unpacked, by an exclusive or with a zero that it
 // cannot know: to unpack 16-bit elements once more is cheaper than to keep each in a register of
 // its own, which it would do otherwise, up to spilling them. For kernels of two-dimensional blocks.

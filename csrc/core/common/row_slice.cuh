@@ -1,5 +1,8 @@
 // A thread's share of a row: kPacks packs, those of a warp next to each other in memory. Pack p of
 // lane l of warp w starts at column ((w * kPacks + p) * 32 + l) * N, whatever the row's alignment.
+// Rows that are not whole packs are dealt out element by element within those 32 * N columns: pack
+// p then holds column (w * kPacks + p) * 32 * N + l and those 32, 64, ... further on. (For 32 read
+// the group's lanes, where it is less than a warp.)
 #pragma once
 
 #include "core/common/row_access.cuh"
@@ -7,14 +10,25 @@
 
 namespace fused_norm {
 
-// First column of a thread's packs, and the distance from one to the next (groups of less than a
-// warp have one pack a thread).
-template <int N, int kPacks, typename Group>
+// How the rows of a launch lie. Kernels hold all forms and branch once.
+enum class RowsLie {
+  kRegular,   // each starts on a pack boundary and is a whole number of packs
+  kShifted,   // whole packs, which start anywhere
+  kElements,  // not whole packs
+};
+
+// First column of a thread's packs, and the distance from one to the next.
+template <int N, int kPacks, RowsLie kLie = RowsLie::kRegular, typename Group>
 __device__ __forceinline__ int slice_column(const Group& group) {
-  return (group.thread() / kWarpSize * kPacks * kWarpSize + group.lane()) * N;
+  const int of_warp = group.thread() / kWarpSize * kPacks * kWarpSize * N;
+  return of_warp + group.lane() * (kLie == RowsLie::kElements ? 1 : N);
 }
 template <int N>
 constexpr int kSliceStep = kWarpSize* N;
+template <int N, typename Group>
+__device__ __forceinline__ int slice_step(const Group& group) {
+  return group.lanes() * N;
+}
 
 // Walks over the rows of a tensor, `stride` rows a step: where a thread's slice starts, at column
 // `col`.
@@ -48,7 +62,6 @@ class RowCursor {
 template <typename T, int N, bool kRegular, int kPacks>
 class SliceReader {
   static constexpr int kBytes = sizeof(T) * N;
-  static constexpr int kStep = kSliceStep<N>;
 
  public:
   // A slice as it is loaded; must start as zeros. In regular rows what lies past the row's end is
@@ -65,9 +78,10 @@ class SliceReader {
                                         Loaded& loaded) {
     const char* const start = reinterpret_cast<const char*>(at);
     if constexpr (kRegular) {
+      const int step = slice_step<N>(group);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        if (p * kStep < left) loaded.granules[p] = load(start + p * kStep * sizeof(T));
+        if (p * step < left) loaded.granules[p] = load(start + p * step * sizeof(T));
       }
     } else {
       shift_ = static_cast<int>(reinterpret_cast<uintptr_t>(at) % kBytes);
@@ -84,6 +98,7 @@ class SliceReader {
   template <typename Group, typename Put>
   __device__ __forceinline__ void extract(const Loaded& loaded, int left, const Group& group,
                                           Put put) const {
+    const int step = slice_step<N>(group);
     Words<kBytes> above = loaded.edge;
 #pragma unroll
     for (int p = kPacks - 1; p >= 0; --p) {
@@ -98,26 +113,26 @@ class SliceReader {
           high.at[i] = group.lane() == group.lanes() - 1 ? above.at[i] : next;
           above.at[i] = next;
         }
-        put(p, cut(detail::shifted_bytes<kBytes>(low, high, shift_), left - p * kStep));
+        put(p, cut(detail::shifted_bytes<kBytes>(low, high, shift_), left - p * step));
       }
     }
   }
 
  private:
-  // Short rows leave the first-level cache to the parameters (measured on an H200: 2 % faster at
-  // one pack a thread, 3 % slower at two).
+  // The first-level cache is left to the parameters.
   __device__ __forceinline__ static Words<kBytes> load(const char* from) {
-    return kPacks == 1 ? detail::load_streamed<kBytes>(from) : detail::load_words<kBytes>(from);
+    return detail::load_streamed<kBytes>(from);
   }
 
   template <bool kGuarded, typename Group>
   __device__ __forceinline__ void fetch_granules(const char* start, int left, const Group& group,
                                                  Loaded& loaded) const {
+    const int step = slice_step<N>(group);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
-      fetch_granule<kGuarded>(start, left, p * kStep, loaded.granules[p]);
+      fetch_granule<kGuarded>(start, left, p * step, loaded.granules[p]);
     if (group.lane() == group.lanes() - 1)
-      fetch_granule<kGuarded>(start, left, (kPacks - 1) * kStep + N, loaded.edge);
+      fetch_granule<kGuarded>(start, left, (kPacks - 1) * step + N, loaded.edge);
   }
 
   // The granule in which the pack at `col` (from this thread's first) starts, if the row reaches
@@ -157,7 +172,6 @@ class SliceReader {
 template <typename T, int N, bool kRegular, int kPacks>
 class SliceWriter {
   static constexpr int kBytes = sizeof(T) * N;
-  static constexpr int kStep = kSliceStep<N>;
 
  public:
   // The slice starts at `at`; `left` columns remain of the row from there on, 0 for no row.
@@ -169,8 +183,9 @@ class SliceWriter {
 
   template <typename Group>
   __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) {
-    const int count = end_ - p * kStep;  // N or more: a whole pack; 0 or less: nothing
-    char* const own = start_ + int64_t{p} * kStep * sizeof(T);
+    const int step = slice_step<N>(group);
+    const int count = end_ - p * step;  // N or more: a whole pack; 0 or less: nothing
+    char* const own = start_ + int64_t{p} * step * sizeof(T);
     if (kRegular || shift_ == 0) {
       if (kRegular ? count > 0 : count >= N) {
         detail::store_streamed<kBytes>(own, pack.words);
@@ -225,5 +240,107 @@ class SliceWriter {
   int end_, shift_;
   Words<kBytes> carried_ = {};
 };
+
+// Calls visit(i, inside) for the elements of a pack of a row that is not whole packs, of which `left`
+// columns remain from the thread's first element on. Where the row ends within the group's pack,
+// only as far as that, with `inside` for whether this thread's element lies in the row.
+template <int N, typename Group, typename Visit>
+__device__ __forceinline__ void visit_elements(const Group& group, int left, Visit visit) {
+  const int lanes = group.lanes(), left_of_all = left + group.lane();
+  if (left_of_all >= N * lanes) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) visit(i, true);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i * lanes >= left_of_all) break;
+      visit(i, i * lanes < left);
+    }
+  }
+}
+
+// Reads slices of such rows. Each access of a warp is of neighbours.
+template <typename T, int N, int kPacks>
+class ElementReader {
+ public:
+  struct Loaded {
+    Pack<T, N> packs[kPacks];
+  };
+
+  template <typename Group>
+  __device__ __forceinline__ void fetch(const T* at, int left, bool, const Group& group,
+                                        Loaded& loaded) const {
+    const int step = slice_step<N>(group);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      Bits<T> bits[N] = {};
+      visit_elements<N>(group, left - p * step, [&](int i, bool inside) {
+        if (inside) bits[i] = load_bits_streamed(at + p * step + i * group.lanes());
+      });
+      loaded.packs[p] = pack_of<T>(bits);
+    }
+  }
+
+  template <typename Group, typename Put>
+  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&, Put put) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) put(p, loaded.packs[p]);
+  }
+};
+
+// Writes them.
+template <typename T, int N, int kPacks>
+class ElementWriter {
+ public:
+  __device__ __forceinline__ void open(T* at, int left) {
+    at_ = at;
+    left_ = left;
+  }
+
+  template <typename Group>
+  __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) const {
+    const int step = slice_step<N>(group);
+    visit_elements<N>(group, left_ - p * step, [&](int i, bool inside) {
+      if (inside)
+        __stcs(reinterpret_cast<Bits<T>*>(at_ + p * step + i * group.lanes()), bits_of(pack, i));
+    });
+  }
+
+ private:
+  T* at_;
+  int left_;
+};
+
+// Parameters of a pack's columns in such rows, from `col` on, in the accumulator's precision.
+template <typename T, int N, typename Group, typename A>
+__device__ __forceinline__ void load_params_apart(const void* data, int col, int cols,
+                                                  const Group& group, A (&out)[N]) {
+  const T* const from = static_cast<const T*>(data) + col;
+  T values[N] = {};
+  // Outside of the row the group's first, so that no load waits for a condition.
+  visit_elements<N>(group, cols - col, [&](int i, bool inside) {
+    values[i] = __ldg(from + (inside ? i * group.lanes() : -group.lane()));
+  });
+#pragma unroll
+  for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
+}
+template <int N, typename Group, typename A>
+__device__ __forceinline__ void load_params_apart(const ParamVector& params, int col, int cols,
+                                                  const Group& group, A (&out)[N]) {
+  if (params.dtype == DType::kBFloat16) {
+    load_params_apart<__nv_bfloat16>(params.data, col, cols, group, out);
+  } else if (params.dtype == DType::kFloat32) {
+    load_params_apart<float>(params.data, col, cols, group, out);
+  } else {
+    load_params_apart<__half>(params.data, col, cols, group, out);
+  }
+}
+
+template <typename T, int N, RowsLie kLie, int kPacks>
+using ReaderOf = std::conditional_t<kLie == RowsLie::kElements, ElementReader<T, N, kPacks>,
+                                    SliceReader<T, N, kLie == RowsLie::kRegular, kPacks>>;
+template <typename T, int N, RowsLie kLie, int kPacks>
+using WriterOf = std::conditional_t<kLie == RowsLie::kElements, ElementWriter<T, N, kPacks>,
+                                    SliceWriter<T, N, kLie == RowsLie::kRegular, kPacks>>;
 
 }  // namespace fused_norm

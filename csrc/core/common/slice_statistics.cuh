@@ -23,6 +23,59 @@ struct PartStatistics {
   A mean, squares;
 };
 
+// Where a thread's packs are: `left` columns of the row remain from the first on.
+template <int N, RowsLie kLie, typename Group>
+class SliceBounds {
+ public:
+  __device__ SliceBounds(const Group& group, int left) : group_(group), left_(left) {}
+
+  // Whether the row reaches pack p.
+  __device__ __forceinline__ bool reach(int p) const { return left(p) > 0; }
+
+  // Calls visit(i, inside) for the elements of pack p.
+  template <typename Visit>
+  __device__ __forceinline__ void visit(int p, Visit visit) const {
+    if constexpr (kLie == RowsLie::kElements) {
+      visit_elements<N>(group_, left(p), visit);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) visit(i, true);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int left(int p) const { return left_ - p * slice_step<N>(group_); }
+
+  const Group& group_;
+  int left_;
+};
+
+// Two sums at once.
+template <typename A>
+struct Sums {
+  A a, b;
+  __device__ static Sums merge(const Sums& x, const Sums& y) { return {x.a + y.a, x.b + y.b}; }
+};
+
+// Shared memory for the sums of a row.
+template <typename A>
+struct SumSlots {
+  A one[2][kMaxWarps];
+  Sums<A> two[2][kMaxWarps];
+};
+
+// The sum over a group: every thread gets the same bits.
+template <typename Group, typename A>
+__device__ __forceinline__ A group_sum(Group& group, A of_thread, SumSlots<A>& slots) {
+  auto add = [](A x, A y) { return x + y; };
+  return group.reduce_warps(group.reduce_lanes(of_thread, add), A(0), slots.one, add);
+}
+template <typename Group, typename A>
+__device__ __forceinline__ Sums<A> group_sum(Group& group, Sums<A> of_thread, SumSlots<A>& slots) {
+  return group.reduce_warps(group.reduce_lanes(of_thread, Sums<A>::merge), Sums<A>{}, slots.two,
+                            Sums<A>::merge);
+}
+
 // A thread's values of a row, zero past its end: in registers as they are reckoned with, or, where
 // these do not suffice, as packs (kPacked) that are taken apart each time.
 template <typename T, int N, int kPacks, bool kPacked>
@@ -38,49 +91,50 @@ class SliceValues {
     }
   }
   // As they were put, or after centre() and recentre().
-  __device__ __forceinline__ void get(int p, int left, A (&x)[N]) const {
+  template <typename Bounds>
+  __device__ __forceinline__ void get(int p, const Bounds& bounds, A (&x)[N]) const {
     if constexpr (kPacked) {
       unpack(packs_[p], x);
-      const int count = left - p * kSliceStep<N>;
-      if (centred_) subtract(x, mean_, count);
-      if (recentred_) subtract(x, further_, count);
+      if (centred_) subtract(x, mean_, p, bounds);
+      if (recentred_) subtract(x, further_, p, bounds);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] = values_[p][i];
     }
   }
-  // Makes them differences from `mean`, and these from `further`; `left` columns of the row remain
-  // from the first on. Packed or not, the same bits come out.
-  __device__ __forceinline__ void centre(A mean, int left) {
+  // Makes them differences from `mean`, and these from `further`. Packed or not, the same bits come
+  // out.
+  template <typename Bounds>
+  __device__ __forceinline__ void centre(A mean, const Bounds& bounds) {
     if constexpr (kPacked) {
       mean_ = mean;
       centred_ = true;
     } else {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) subtract(values_[p], mean, left - p * kSliceStep<N>);
+      for (int p = 0; p < kPacks; ++p) subtract(values_[p], mean, p, bounds);
     }
   }
-
-  __device__ __forceinline__ void recentre(A further, int left) {
+  template <typename Bounds>
+  __device__ __forceinline__ void recentre(A further, const Bounds& bounds) {
     if constexpr (kPacked) {
       further_ = further;
       recentred_ = true;
     } else {
-      centre(further, left);
+      centre(further, bounds);
     }
   }
 
-  // x - mean for the first `count` values.
-  __device__ __forceinline__ static void subtract(A (&x)[N], A mean, int count) {
-    if (count >= N) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] -= mean;
-    } else if (count > 0) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (i < count) x[i] -= mean;
-      }
-    }
+  // Makes the compiler take packs apart once more, rather than keep what it had.
+  __device__ __forceinline__ void forget() {
+    if constexpr (kPacked) forget_elements(packs_);
+  }
+
+  // x - mean for the values of pack p that lie in the row.
+  template <typename Bounds>
+  __device__ __forceinline__ static void subtract(A (&x)[N], A mean, int p, const Bounds& bounds) {
+    bounds.visit(p, [&](int i, bool inside) {
+      if (inside) x[i] -= mean;
+    });
   }
 
  private:
@@ -91,14 +145,14 @@ class SliceValues {
 };
 
 // Calls visit(p, x) with each pack's values.
-template <typename T, int N, int kPacks, bool kPacked, typename Visit>
+template <typename T, int N, int kPacks, bool kPacked, typename Bounds, typename Visit>
 __device__ __forceinline__ void visit_packs(const SliceValues<T, N, kPacks, kPacked>& values,
-                                            int left, Visit visit) {
+                                            const Bounds& bounds, Visit visit) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
+    if (!bounds.reach(p)) break;
     Accumulator<T> x[N];
-    values.get(p, left, x);
+    values.get(p, bounds, x);
     visit(p, x);
   }
 }
@@ -118,62 +172,44 @@ __device__ __forceinline__ A tree_of_squares(const A (&x)[N]) {
 template <typename T>
 constexpr bool kCorrectsMean = !std::is_same_v<T, __nv_bfloat16>;
 
-// Statistics of kRows rows at once. LayerNorm centres the values about the mean, but where that is
+// The statistics of a row. LayerNorm centres the values about the mean, but where that is
 // corrected: then the caller does, so that they are rounded once. `cols` are those of the whole
-// group, `per_cols` their reciprocal; `left` remain from this thread's first on.
-template <bool kRms, typename Group, typename T, int N, int kPacks, bool kPacked, int kRows,
+// group, `per_cols` their reciprocal.
+template <bool kRms, typename Group, typename T, int N, int kPacks, bool kPacked, typename Bounds,
           typename A>
-__device__ __forceinline__ void part_statistics(const Group& group,
-                                                SliceValues<T, N, kPacks, kPacked> (&values)[kRows],
-                                                int left, A cols, A per_cols,
-                                                RowSums<A, Barrier::kBlock>& sums,
-                                                PartStatistics<A> (&out)[kRows]) {
+__device__ __forceinline__ PartStatistics<A> part_statistics(
+    Group& group, SliceValues<T, N, kPacks, kPacked>& values, const Bounds& bounds, A cols,
+    A per_cols, SumSlots<A>& slots) {
   constexpr bool kCorrected = !kRms && kCorrectsMean<T>;
-  A sum[kRows], squares[kRows];
+  PartStatistics<A> out{};
   if constexpr (!kRms) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      A of_pack[kPacks] = {};
-      visit_packs(values[r], left, [&](int p, const A(&x)[N]) { of_pack[p] = tree_sum<N>(x); });
-      sum[r] = tree_sum<kPacks>(of_pack);
-    }
-    sums.add_up(group, sum);
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      // The quotient is rounded but once, so that the mean of equal values is that value.
-      const A quotient = sum[r] * per_cols;
-      out[r].mean = fma(fma(-quotient, cols, sum[r]), per_cols, quotient);
-      if (!kCorrected) values[r].centre(out[r].mean, left);
-    }
+    A of_pack[kPacks] = {};
+    visit_packs(values, bounds, [&](int p, const A(&x)[N]) { of_pack[p] = tree_sum<N>(x); });
+    const A sum = group_sum(group, tree_sum<kPacks>(of_pack), slots);
+    // The quotient is rounded but once, so that the mean of equal values is that value.
+    const A quotient = sum * per_cols;
+    out.mean = fma(fma(-quotient, cols, sum), per_cols, quotient);
+    if (!kCorrected) values.centre(out.mean, bounds);
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    A of_pack[kPacks] = {}, squares_of_pack[kPacks] = {};
-    visit_packs(values[r], left, [&](int p, A(&x)[N]) {
-      if (kCorrected) {
-        values[r].subtract(x, out[r].mean, left - p * kSliceStep<N>);
-        of_pack[p] = tree_sum<N>(x);
-      }
-      squares_of_pack[p] = tree_of_squares(x);
-    });
-    sum[r] = tree_sum<kPacks>(of_pack);
-    squares[r] = tree_sum<kPacks>(squares_of_pack);
-  }
-  if constexpr (kCorrected) {
-    sums.add_up(group, sum, squares);
+  A of_pack[kPacks] = {}, squares_of_pack[kPacks] = {};
+  visit_packs(values, bounds, [&](int p, A(&x)[N]) {
+    if (kCorrected) {
+      values.subtract(x, out.mean, p, bounds);
+      of_pack[p] = tree_sum<N>(x);
+    }
+    squares_of_pack[p] = tree_of_squares(x);
+  });
+  if constexpr (!kCorrected) {
+    out.squares = group_sum(group, tree_sum<kPacks>(squares_of_pack), slots);
   } else {
-    sums.add_up(group, squares);
+    const Sums<A> sums = group_sum(
+        group, Sums<A>{tree_sum<kPacks>(of_pack), tree_sum<kPacks>(squares_of_pack)}, slots);
+    const A correction = sums.a * per_cols;
+    const A about_mean = fma(-sums.a, correction, sums.b);
+    out.squares = about_mean < A(0) ? A(0) : about_mean;
+    out.mean += correction;
   }
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) {
-    out[r].squares = squares[r];
-    if constexpr (kCorrected) {
-      const A correction = sum[r] * per_cols;
-      const A about_mean = fma(-sum[r], correction, squares[r]);
-      out[r].squares = about_mean < A(0) ? A(0) : about_mean;
-      out[r].mean += correction;
-    }
-  }
+  return out;
 }
 
 // The statistics of a row from those of its parts, part_cols columns each but for the last: Chan,

@@ -22,11 +22,6 @@ template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream);
 
-template <typename T>
-constexpr bool kAdds = false;
-template <typename X, typename Addend>
-constexpr bool kAdds<AddLoad<X, Addend>> = true;
-
 // `reads_regular`: what the policy reads and writes by itself is regular.
 template <typename Y, typename Load>
 cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormForwardParams& params,
@@ -44,29 +39,32 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                                       static_cast<A>(params.eps), static_cast<A>(params.cols),
                                       A(1) / params.cols};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  const bool regular = reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
-                                                   plan.pack, params.y_dtype);
+  const RowsLie lie = params.cols % plan.pack != 0 ? RowsLie::kElements
+                      : reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
+                                                    plan.pack, params.y_dtype)
+                          ? RowsLie::kRegular
+                          : RowsLie::kShifted;
   auto run = [&](auto kernel, auto... flags) {
     return detail::launch(kernel, plan.blocks, threads, {0, plan.cluster_blocks, plan.overlaps},
                           stream, load, store, out, flags...);
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
-    if constexpr (!kAdds<Load>) {
+    if constexpr (!Load::kAdds) {
       if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store, kRms>);
     }
     if constexpr (!std::is_same_v<X, double>) {
       switch (plan.packs) {
-        case 1:
-          return run(norm_forward_registers<Load, Store, kRms, 1>, regular);
         case 2:
-          return run(norm_forward_registers<Load, Store, kRms, 2>, regular);
+          return run(norm_forward_registers<Load, Store, kRms, 2>, lie);
         case 3:
-          if constexpr (!kAdds<Load>)
-            return run(norm_forward_registers<Load, Store, kRms, 3>, regular);
+          if constexpr (!Load::kAdds)
+            return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
           return cudaErrorInvalidValue;
+        case 4:
+          return run(norm_forward_registers<Load, Store, kRms, 4>, lie);
         default:
-          return run(norm_forward_registers<Load, Store, kRms, 4>, regular);
+          return run(norm_forward_registers<Load, Store, kRms, kMostPacks>, lie);
       }
     }
     return cudaErrorInvalidValue;

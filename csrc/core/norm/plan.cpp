@@ -21,6 +21,19 @@ int threads_for(int64_t row_packs, int packs) {
   return lanes;
 }
 
+// Packs a thread in a forward kernel: as many as keep few threads idle. The more, the fewer threads
+// take part in the row's sums; kernels that add have none for 3, to keep their number low.
+int forward_packs(int64_t block_packs, bool adds, int cluster_blocks) {
+  if (cluster_blocks > 1 || block_packs > 4 * kMaxForwardThreads) return kMostPacks;
+  int best = 2;
+  for (int packs = adds ? 4 : 3; packs <= 4; ++packs) {
+    const int threads = threads_for(block_packs, packs);
+    if (packs > kMaxShortPacks && threads < kWarp) break;
+    if (8 * packs * threads <= 9 * best * threads_for(block_packs, best)) best = packs;
+  }
+  return best;
+}
+
 int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
 
 // Static shared memory of the kernels, rounded up.
@@ -30,55 +43,32 @@ constexpr int kStaticShared = 5 * 1024;
 
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
                            const DeviceProperties& device) {
-  // One block, whose loads of the next row hide behind its work, beats a cluster of two.
-  const int resident_threads = forward_threads(adds);
   // Four warps keep the number of blocks low where rows are short.
   constexpr int kBlockThreads = 128;
-  // Packs a thread: four fit, but 16 values are held in registers as fp32, which LayerNorm takes
-  // apart three times otherwise. Kernels that add have none for 3, to keep their number low.
-  constexpr int kMaxPacks = 4;
-  constexpr int kHeldValues = 16;
-  const int warp_packs = adds ? 2 : 3;
 
   NormPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;  // both came with compute capability 9.0
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
+  constexpr int kMaxBlockPacks = kMostPacks * kMaxForwardThreads;
   plan.cluster_blocks = 1;
   while (plan.cluster_blocks < device.max_cluster_blocks &&
-         row_packs > int64_t{kMaxPacks} * resident_threads * plan.cluster_blocks) {
+         row_packs > int64_t{kMaxBlockPacks} * plan.cluster_blocks) {
     plan.cluster_blocks *= 2;
   }
   const int64_t block_packs = ceil_div(row_packs, plan.cluster_blocks);
-  if (x == DType::kFloat64 || block_packs > kMaxPacks * resident_threads) {
-    constexpr int kMaxThreads = 512;
+  if (x == DType::kFloat64 || block_packs > kMaxBlockPacks) {
     plan.tier = Tier::kStreaming;
     plan.cluster_blocks = 1;
-    plan.packs = kMaxPacks;
-    plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kMaxThreads);
-    plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
-    plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
-    return plan;
-  }
-
-  plan.tier = Tier::kRegisters;
-  if (block_packs <= warp_packs * kWarp) {
-    // One warp, which never waits, with as few packs a lane as hold the row.
-    plan.packs = static_cast<int>(ceil_div(block_packs, kWarp));
+    plan.packs = 4;
+    plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kMaxForwardThreads);
   } else {
-    plan.packs = kHeldValues / plan.pack;
-    while (threads_for(block_packs, plan.packs) > resident_threads) plan.packs += adds ? 2 : 1;
+    plan.tier = Tier::kRegisters;
+    plan.packs = forward_packs(block_packs, adds, plan.cluster_blocks);
+    plan.threads_per_row = threads_for(block_packs, plan.packs);
   }
-  if (plan.cluster_blocks > 1) plan.packs = kMaxPacks;
-  plan.threads_per_row = threads_for(block_packs, plan.packs);
-  plan.rows_per_block = plan.threads_per_row > kWarp ? 1 : kBlockThreads / plan.threads_per_row;
-  // Persistent: as many blocks as are resident at once, and no more than there is work for. Rows of
-  // one pack a thread come in twos.
-  const int resident = resident_threads / (plan.threads_per_row * plan.rows_per_block);
-  const int clusters =
-      device.cluster_multiprocessors(plan.cluster_blocks) * resident / plan.cluster_blocks;
-  const int64_t wanted = ceil_div(rows, plan.rows_per_block);
-  plan.blocks = static_cast<int>(std::min<int64_t>(wanted, clusters)) * plan.cluster_blocks;
+  plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
+  plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
   return plan;
 }
 

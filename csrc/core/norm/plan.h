@@ -30,9 +30,19 @@ struct NormPlan {
   bool overlaps;     // programmatic dependent launch, of the forward kernel or of stage 2
 };
 
-// Threads of a forward kernel on a multiprocessor, in one block or several: 64 registers each, or
-// 128 where a second tensor is read and added on the way.
-constexpr int forward_threads(bool adds) { return adds ? 512 : 1024; }
+// Forward: short rows have up to kMaxShortPacks packs in each of some lanes of a warp, or of all;
+// longer ones four a thread in whole warps, and the longest kMostPacks in kMaxForwardThreads, which
+// blocks of a cluster may share.
+constexpr int kMaxShortPacks = 3;
+constexpr int kMostPacks = 8;
+constexpr int kMaxForwardThreads = 512;
+
+// What bounds a forward kernel's registers: so many threads in so many blocks. Twice 576 threads
+// leave 56 registers each, and so have three blocks of 384 or nine of 128 resident.
+constexpr int forward_threads(bool adds, int packs) {
+  return adds || packs == kMostPacks ? kMaxForwardThreads : 576;
+}
+constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
 // The kernels that add have no streaming tier: where the plan says so, x is added up before.
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,

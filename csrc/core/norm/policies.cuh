@@ -9,11 +9,10 @@
 
 namespace fused_norm {
 
-// How the rows of a launch lie (common/pack.cuh), and the type of its parameters if it is known at
-// compile time.
-template <bool kIsRegular, typename ParamType>
+// How the rows of a launch lie, and the type of its parameters if it is known at compile time.
+template <RowsLie kRowsLie, typename ParamType>
 struct RowForm {
-  static constexpr bool kRegular = kIsRegular;
+  static constexpr RowsLie kLie = kRowsLie;
   using Param = ParamType;
 };
 
@@ -21,7 +20,7 @@ struct RowForm {
 template <typename T>
 struct InputLoad {
   using Input = T;
-  static constexpr int kThreads = forward_threads(false);
+  static constexpr bool kAdds = false;
   const T* x;
   RowLayout layout;
   int64_t rows;
@@ -34,44 +33,34 @@ struct InputLoad {
             kRegular || rows_follow(layout, row, rows, cols, N), group.lane(), group.lanes()};
   }
 
-  // A thread's slices of kRows rows, groups() apart, and then of those `stride` rows further on.
-  template <int N, bool kRegular, int kPacks, int kRows>
-  class Slices {
+  // A thread's slice of a row, from column `col` on.
+  template <int N, RowsLie kLie, int kPacks>
+  class Slice {
    public:
-    __device__ Slices(const InputLoad& load, int64_t row, int64_t stride, int col)
-        : load_(load),
-          at_(load.x, load.layout, min(row, load.rows - 1), stride, col),
-          left_(load.cols - col) {}
+    __device__ Slice(const InputLoad& load, int64_t row, int col)
+        : at_(row_start(load.x + col, load.layout, min(row, load.rows - 1))),
+          left_(row < load.rows ? load.cols - col : 0),
+          rows_follow_(kLie == RowsLie::kShifted &&
+                       rows_follow(load.layout, row, load.rows, load.cols, N)) {}
 
-    // Loads those of `row` and the ones with it, as far as they exist.
     template <typename Group>
-    __device__ __forceinline__ void fetch(int64_t row, const Group& group) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        const int ahead = r * group.groups();
-        if (row + ahead >= load_.rows) continue;
-        const bool follow =
-            kRegular || rows_follow(load_.layout, row + ahead, load_.rows, load_.cols, N);
-        reader_[r].fetch(at_.at(row, ahead), left_, follow, group, loaded_[r]);
-      }
+    __device__ __forceinline__ void fetch(const Group& group) {
+      reader_.fetch(at_, left_, rows_follow_, group, loaded_);
     }
 
-    // Calls put(p, pack) with row r's of those that were loaded last, the first of which is `row`.
+    // Calls put(p, pack) with what was fetched. All lanes of a warp take part.
     template <typename Group, typename Put>
-    __device__ __forceinline__ void extract(int r, int64_t row, const Group& group, Put put) const {
-      reader_[r].extract(loaded_[r], left_, group, put);
+    __device__ __forceinline__ void extract(const Group& group, Put put) const {
+      reader_.extract(loaded_, left_, group, put);
     }
-
-    // To `row`, the next.
-    __device__ __forceinline__ void step(int64_t row) { at_.step(row); }
 
    private:
-    using Reader = SliceReader<T, N, kRegular, kPacks>;
-    const InputLoad& load_;
-    RowCursor<const T> at_;
+    using Reader = ReaderOf<T, N, kLie, kPacks>;
+    const T* at_;
     int left_;
-    Reader reader_[kRows];
-    typename Reader::Loaded loaded_[kRows];
+    bool rows_follow_;
+    Reader reader_;
+    typename Reader::Loaded loaded_;
   };
 };
 
@@ -80,35 +69,32 @@ struct InputLoad {
 template <typename T, typename Addend>
 struct AddLoad {
   using Input = T;
-  static constexpr int kThreads = forward_threads(true);
+  static constexpr bool kAdds = true;
   InputLoad<T> x;
   InputLoad<Addend> addend;
   T* sum;  // rows x cols, contiguous
   int64_t rows;
   int cols;
 
-  template <int N, bool kRegular, int kPacks, int kRows>
-  class Slices {
+  template <int N, RowsLie kLie, int kPacks>
+  class Slice {
    public:
-    __device__ Slices(const AddLoad& load, int64_t row, int64_t stride, int col)
-        : x_(load.x, row, stride, col),
-          addend_(load.addend, row, stride, col),
-          load_(load),
-          sum_(load.sum + row * load.cols + col),
-          step_(stride * load.cols),
-          left_(load.cols - col) {}
+    __device__ Slice(const AddLoad& load, int64_t row, int col)
+        : x_(load.x, row, col), addend_(load.addend, row, col) {
+      sum_.open(load.sum + row * load.cols + col, row < load.rows ? load.cols - col : 0);
+    }
 
     template <typename Group>
-    __device__ __forceinline__ void fetch(int64_t row, const Group& group) {
-      x_.fetch(row, group);
-      addend_.fetch(row, group);
+    __device__ __forceinline__ void fetch(const Group& group) {
+      x_.fetch(group);
+      addend_.fetch(group);
     }
 
     template <typename Group, typename Put>
-    __device__ __forceinline__ void extract(int r, int64_t row, const Group& group, Put put) const {
+    __device__ __forceinline__ void extract(const Group& group, Put put) {
       Pack<T, N> sums[kPacks];
-      x_.extract(r, row, group, [&](int p, const Pack<T, N>& pack) { sums[p] = pack; });
-      addend_.extract(r, row, group, [&](int p, const Pack<Addend, N>& pack) {
+      x_.extract(group, [&](int p, const Pack<T, N>& pack) { sums[p] = pack; });
+      addend_.extract(group, [&](int p, const Pack<Addend, N>& pack) {
         Accumulator<T> value[N], added[N];
         unpack(sums[p], value);
         unpack(pack, added);
@@ -117,26 +103,14 @@ struct AddLoad {
         round_to(sums[p], value);
         put(p, sums[p]);
       });
-      const int ahead = r * group.groups();
-      SliceWriter<T, N, kRegular, kPacks> writer;
-      writer.open(sum_ + int64_t{ahead} * load_.cols, row + ahead < load_.rows ? left_ : 0);
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) writer.store(p, sums[p], group);
-    }
-
-    __device__ __forceinline__ void step(int64_t row) {
-      x_.step(row);
-      addend_.step(row);
-      sum_ += step_;
+      for (int p = 0; p < kPacks; ++p) sum_.store(p, sums[p], group);
     }
 
    private:
-    typename InputLoad<T>::template Slices<N, kRegular, kPacks, kRows> x_;
-    typename InputLoad<Addend>::template Slices<N, kRegular, kPacks, kRows> addend_;
-    const AddLoad& load_;
-    T* sum_;
-    int64_t step_;
-    int left_;
+    typename InputLoad<T>::template Slice<N, kLie, kPacks> x_;
+    typename InputLoad<Addend>::template Slice<N, kLie, kPacks> addend_;
+    WriterOf<T, N, kLie, kPacks> sum_;
   };
 };
 
@@ -156,26 +130,40 @@ struct AffineStore {
     return {y + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
 
-  // Weight and bias of the columns from `col` on; Param is their type where both are there and the
-  // offset is zero, or void: found out here.
-  template <typename Param, bool kBias, bool kRegular, int N, typename A>
-  __device__ __forceinline__ void load(int col, A (&g)[N], A (&b)[N]) const {
+  // Weight and bias of a pack's columns from `col` on; Param is their type where
+  // both are there and the offset is zero, or void: found out here.
+  // kWhole: the packs are whole.
+  template <typename Form, bool kBias, bool kWhole, int N, typename Group, typename A>
+  __device__ __forceinline__ void load(int col, const Group& group, A (&g)[N], A (&b)[N]) const {
+    using Param = typename Form::Param;
+    auto get = [&](const ParamVector& params, A(&out)[N]) {
+      if constexpr (Form::kLie == RowsLie::kElements) {
+        if constexpr (std::is_void_v<Param>) {
+          load_params_apart(params, col, cols, group, out);
+        } else {
+          load_params_apart<Param>(params.data, col, cols, group, out);
+        }
+      } else if constexpr (std::is_void_v<Param>) {
+        load_params<kWhole>(params, col, cols, out);
+      } else {
+        load_params_of<Param, kWhole>(params.data, col, cols, out);
+      }
+    };
     if constexpr (!std::is_void_v<Param>) {
-      load_params_of<Param, kRegular>(weight.data, col, cols, g);
-      if constexpr (kBias) load_params_of<Param, kRegular>(bias.data, col, cols, b);
+      get(weight, g);
+      if constexpr (kBias) get(bias, b);
     } else {
-      const bool inside = kRegular || col < cols;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         g[i] = A(1);
         b[i] = A(0);
       }
-      if (weight.data && inside) {
-        load_params<kRegular>(weight, col, cols, g);
+      if (weight.data) {
+        get(weight, g);
 #pragma unroll
         for (int i = 0; i < N; ++i) g[i] += static_cast<A>(weight_offset);
       }
-      if (bias.data && inside) load_params<kRegular>(bias, col, cols, b);
+      if (bias.data) get(bias, b);
     }
   }
 
@@ -192,22 +180,27 @@ struct AffineStore {
     return out;
   }
 
-  // Calls run(form) with the row form that fits best: RowForm<regular, Param>. Chosen once, at the
-  // top of a kernel.
+  // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel.
   template <typename X, bool kBias, typename Run>
-  __device__ __forceinline__ void with_form(bool regular, Run run) const {
+  __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
     auto all_of = [&](DType dtype) {
-      return regular && weight_offset == 0 && weight.data && weight.dtype == dtype &&
+      return weight_offset == 0 && weight.data && weight.dtype == dtype &&
              (!kBias || (bias.data && bias.dtype == dtype));
     };
-    if (all_of(kDTypeOf<X>)) {
-      run(RowForm<true, X>());
+    if (lie == RowsLie::kShifted) {
+      run(RowForm<RowsLie::kShifted, void>());
+    } else if (lie == RowsLie::kElements) {
+      if (all_of(kDTypeOf<X>)) {
+        run(RowForm<RowsLie::kElements, X>());
+      } else {
+        run(RowForm<RowsLie::kElements, void>());
+      }
+    } else if (all_of(kDTypeOf<X>)) {
+      run(RowForm<RowsLie::kRegular, X>());
     } else if (!std::is_same_v<X, float> && all_of(DType::kFloat32)) {
-      run(RowForm<true, float>());
-    } else if (regular) {
-      run(RowForm<true, void>());
+      run(RowForm<RowsLie::kRegular, float>());
     } else {
-      run(RowForm<false, void>());
+      run(RowForm<RowsLie::kRegular, void>());
     }
   }
 };
