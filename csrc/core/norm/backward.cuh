@@ -5,101 +5,13 @@
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/backward_input.cuh"
 #include "core/norm/partial_sums.cuh"
+#include "core/norm/staged_params.cuh"
 
 namespace fused_norm {
 
-// The column parameters of a block's threads in shared memory, as fp32. Thread t finds 4 columns of
-// pack p at float4 index [kind][p][quarter][t], so that a warp's accesses are consecutive and free
-// of bank conflicts.
-enum ParamKind { kWeight, kShift, kScale };
-
-template <int kPacks, int N>
-class StagedParams {
- public:
-  __device__ StagedParams(float* staged, int threads)
-      : staged_(reinterpret_cast<float4*>(staged)), threads_(threads) {}
-
-  template <bool kFromOutput, bool kListed, typename In>
-  __device__ void stage(const In& in, int p, int thread, int col) const {
-    const auto params = ColumnParams<float, N>::template load<kFromOutput, kListed>(in, col);
-    put(kWeight, p, thread, params.weight);
-    if (!in.from_output) return;
-    put(kShift, p, thread, params.shift);
-    put(kScale, p, thread, params.scale);
-  }
-
-  __device__ __forceinline__ void get(ParamKind kind, int p, int thread, float (&out)[N]) const {
-#pragma unroll
-    for (int q = 0; q < N / 4; ++q) memcpy(out + 4 * q, &at(kind, p, q, thread), sizeof(float4));
-  }
-
-  // The listed columns of a thread, a bit for each; pack p from bit p * N on. `left`: columns of
-  // the row from this thread's first on.
-  __device__ uint32_t listed(int thread, int left) const {
-    static_assert(kPacks * N <= 32);
-    uint32_t bits = 0;
-    for (int p = 0; p < kPacks; ++p) {
-      float scale[N];
-      get(kScale, p, thread, scale);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        const bool inside = p * kSliceStep<N> + i < left;
-        bits |= static_cast<uint32_t>(inside && scale[i] == 0.0f) << (p * N + i);
-      }
-    }
-    return bits;
-  }
-
-  // Puts those of pack p, `bits`, in a row's xhat.
-  __device__ __forceinline__ void take_listed(const ListedColumns<float>& list, uint32_t bits,
-                                              int p, int thread, int64_t row,
-                                              float (&xhat)[N]) const {
-    if ((bits >> p * N & ((1u << N) - 1)) == 0) return;
-    float place[N];
-    get(kShift, p, thread, place);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (bits >> (p * N + i) & 1) xhat[i] = list.xhat(row, static_cast<int>(place[i]));
-    }
-  }
-
-  // xhat of a pack of the output.
-  template <int kCount>
-  __device__ __forceinline__ void take_back(int p, int thread, float (&y)[kCount]) const {
-    float param[kCount];
-    get(kShift, p, thread, param);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) y[i] -= param[i];
-    get(kScale, p, thread, param);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) y[i] *= param[i];
-  }
-
- private:
-  __device__ void put(ParamKind kind, int p, int thread, const float (&values)[N]) const {
-#pragma unroll
-    for (int q = 0; q < N / 4; ++q) memcpy(&at(kind, p, q, thread), values + 4 * q, sizeof(float4));
-  }
-  __device__ __forceinline__ float4& at(ParamKind kind, int p, int q, int thread) const {
-    return staged_[((kind * kPacks + p) * (N / 4) + q) * threads_ + thread];
-  }
-
-  float4* staged_;
-  int threads_;
-};
-
 // A block of 512 threads has at most 8 groups of several warps.
 constexpr int kMaxGroups = 8;
-
-// What forward kept: the input, the output, or that and the list of columns that it does not hold.
-enum class Saved { kInput, kOutput, kOutputAndList };
-
-// A block's shared memory beside the staged parameters.
-template <bool kRms>
-struct BackwardShared {
-  RowSums<float, Barrier::kNamed>::Slots slots[kMaxGroups];
-  GradientSums<float, kRms> cluster_slots[2][kMaxClusterBlocks];
-};
+using GroupSums = RowSums<float, Barrier::kNamed>;
 
 // Persistent blocks walk over the rows, kRows at a time a group, which keeps its columns' sums and
 // the packs of its next rows in registers. Column parameters are staged once in shared memory, as
@@ -108,7 +20,7 @@ template <bool kRegular, bool kRms, Saved kSaved, int kPacks, int kRows, typenam
           typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out,
-                                                   BackwardShared<kRms>& shared) {
+                                                   GroupSums::Slots (&slots)[kMaxGroups]) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
   using SavedReader = SliceReader<S, N, kRegular, kPacks>;
@@ -116,25 +28,18 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   extern __shared__ __align__(16) float staged[];
 
   const RowGroup<Barrier::kNamed, (kPacks > 1)> group;
-  RowSums<float, Barrier::kNamed> sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
-  RowCluster cluster;
-  // Whether the row lies in the blocks of a cluster, this one's from slice_first on. Short rows
-  // never do.
-  const bool spread = kPacks * N >= 16 && cluster.blocks() > 1;
-  const int blocks_per_row = spread ? cluster.blocks() : 1;
-  const int slice_cols = group.threads() * kPacks * N;
-  const int slice_first = spread ? cluster.rank() * slice_cols : 0;
-  const int col = slice_first + slice_column<N, kPacks>(group);
+  GroupSums sums(group, slots[group.warps() > 1 ? group.index() : 0]);
+  const int col = slice_column<N, kPacks>(group);
   const int left = in.cols - col;
   wait_for_prerequisites();
-  const StagedParams<kPacks, N> params(staged, group.threads());
+  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
   for (int p = group.index(); p < kPacks; p += group.groups())
-    params.template stage<kFromOutput, kListed>(in, p, group.thread(), col + p * kSliceStep<N>);
+    params.stage(in, p, col + p * kSliceStep<N>);
   __syncthreads();
-  const uint32_t listed = kListed ? params.listed(group.thread(), left) : 0;
+  const uint32_t listed = kListed ? params.listed(left) : 0;
 
-  const int64_t stride = int64_t{gridDim.x / blocks_per_row} * (group.groups() * kRows);
-  int64_t first = int64_t{blockIdx.x / blocks_per_row} * (group.groups() * kRows);
+  const int64_t stride = int64_t{gridDim.x} * (group.groups() * kRows);
+  int64_t first = int64_t{blockIdx.x} * (group.groups() * kRows);
   int64_t row = first + group.index();
   RowCursor<const S> saved_at(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col);
   RowCursor<const Y> dy_at(in.dy, in.dy_layout, min(row, in.rows - 1), stride, col);
@@ -165,9 +70,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   const float per_cols = 1.0f / in.cols;
   X* dx = out.dx + row * in.cols + col;
-  if (spread) cluster.arrive();
   fetch();
-  if (spread) cluster.wait();
   for (; first < in.rows; first += stride) {
     float xhat[kRows][kPacks][N], w[kRows][kPacks][N], row_mean[kRows], row_rstd[kRows];
 #pragma unroll
@@ -195,15 +98,14 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     for (int p = 0; p < kPacks; ++p) {
       if (p * kSliceStep<N> >= row_left[0]) break;
       float g[N];
-      params.get(kWeight, p, group.thread(), g);
+      params.get(kWeight, p, g);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         if (r > 0 && row_left[r] <= 0) break;
         if constexpr (kFromOutput) {
-          params.take_back(p, group.thread(), xhat[r][p]);
+          params.take_back(p, xhat[r][p]);
           if (kListed) {
-            params.take_listed(in.list, listed, p, group.thread(),
-                               row - stride + r * group.groups(), xhat[r][p]);
+            params.take_listed(in.list, listed, p, row - stride + r * group.groups(), xhat[r][p]);
           }
         } else {
 #pragma unroll
@@ -228,14 +130,6 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
       sums.add_up(group, sum_wx);
     } else {
       sums.add_up(group, sum_w, sum_wx);
-    }
-    if (spread) {
-      GradientSums<float, kRms> of_row;
-      if constexpr (!kRms) of_row.w = sum_w[0];
-      of_row.wx = sum_wx[0];
-      of_row = cluster.reduce(of_row, shared.cluster_slots, GradientSums<float, kRms>::merge);
-      if constexpr (!kRms) sum_w[0] = of_row.w;
-      sum_wx[0] = of_row.wx;
     }
     if (out.dx != nullptr) {
 #pragma unroll
@@ -269,22 +163,21 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     }
   }
   launch_dependents();
-  const int own_cols = min(slice_cols, in.cols - slice_first);
-  const int64_t partial = int64_t{blockIdx.x / blocks_per_row} * in.cols + slice_first;
-  auto at_slice = [&](float* partials) { return partials ? partials + partial : nullptr; };
-  write_partials<!kRms>(group, dweight, dbias, staged, own_cols, at_slice(out.dweight_partials),
-                        at_slice(out.dbias_partials));
+  const int64_t partial = int64_t{blockIdx.x} * in.cols;
+  auto of_block = [&](float* partials) { return partials ? partials + partial : nullptr; };
+  write_partials<!kRms>(group, dweight, dbias, staged, in.cols, of_block(out.dweight_partials),
+                        of_block(out.dbias_partials));
 }
 
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(512)
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, bool regular) {
-  __shared__ BackwardShared<kRms> shared;
+  __shared__ GroupSums::Slots slots[kMaxGroups];
   if (regular) {
-    norm_backward_once<true, kRms, kSaved, kPacks, kPacks == 1 ? 2 : 1>(in, out, shared);
+    norm_backward_once<true, kRms, kSaved, kPacks, kPacks == 1 ? 2 : 1>(in, out, slots);
   } else {
-    norm_backward_once<false, kRms, kSaved, kPacks, 1>(in, out, shared);
+    norm_backward_once<false, kRms, kSaved, kPacks, 1>(in, out, slots);
   }
 }
 

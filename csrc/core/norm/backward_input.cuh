@@ -110,19 +110,18 @@ struct ColumnParams {
   A weight[N], shift[N], scale[N];
   uint32_t listed;  // a bit for each column
 
-  // Parameters of the columns from `col` on; zero past the end, so that such columns add nothing
-  // anywhere. kFromOutput: they may be from_output; kListed: some columns may be listed.
+  // Parameters of the columns col, col + step, ...; zero past the end, so that such columns add
+  // nothing anywhere. kFromOutput: they may be from_output; kListed: some columns may be listed.
   template <bool kFromOutput, bool kListed, typename In>
-  __device__ static ColumnParams load(const In& in, int col) {
+  __device__ static ColumnParams load(const In& in, int col, int step = 1) {
     ColumnParams params;
     params.listed = 0;
     A weights[N], biases[N];
-    if (in.weight.data && col < in.cols) load_params<false>(in.weight, col, in.cols, weights);
-    if (in.from_output && in.bias.data && col < in.cols)
-      load_params<false>(in.bias, col, in.cols, biases);
+    if (in.weight.data) load_vector(in.weight, col, step, in.cols, weights);
+    if (in.from_output && in.bias.data) load_vector(in.bias, col, step, in.cols, biases);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const bool inside = col + i < in.cols;
+      const bool inside = col + i * step < in.cols;
       const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
       params.weight[i] = inside ? g : A(0);
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
@@ -131,7 +130,7 @@ struct ColumnParams {
       if (!kFromOutput || !inside || !in.from_output) continue;
       if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);
       if (kListed && !meets(in.list.precise, g, bias)) {
-        const int place = in.list.find(col + i);
+        const int place = in.list.find(col + i * step);
         if (place >= 0) {
           params.shift[i] = static_cast<A>(place);
           params.scale[i] = A(0);
@@ -149,6 +148,18 @@ struct ColumnParams {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (listed >> i & 1) xhat[i] = list.xhat(row, static_cast<int>(shift[i]));
+    }
+  }
+
+ private:
+  __device__ static void load_vector(const ParamVector& params, int col, int step, int cols,
+                                     A (&out)[N]) {
+    if (step == 1) {
+      if (col < cols) load_params<false>(params, col, cols, out);
+      return;
+    }
+    for (int i = 0; i < N; ++i) {
+      if (col + i * step < cols) out[i] = load_param<A>(params, col + i * step);
     }
   }
 };

@@ -4,6 +4,7 @@
 
 #include "core/common/launch.cuh"
 #include "core/norm/backward.cuh"
+#include "core/norm/backward_ring.cuh"
 #include "core/norm/backward_streaming.cuh"
 #include "core/norm/forward.cuh"
 #include "core/norm/norm.h"
@@ -141,31 +142,25 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     error = detail::launch(norm_backward_columns<X, Y, S, A, kListed>, grid, kTileThreads, {},
                            stream, in, out, static_cast<const A*>(means), params.rms);
   } else if constexpr (!std::is_same_v<X, double>) {
-    constexpr int N = 16 / std::max(sizeof(X), sizeof(Y));
     const bool regular =
         is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
         is_regular(params.saved, params.saved_layout, params.cols, plan.pack, kDTypeOf<S>) &&
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
-    auto run = [&](auto kernel) {
+    auto run = [&](auto kernel, auto... flags) {
       return detail::launch(kernel, plan.blocks, threads,
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
-                            out, regular);
+                            out, flags...);
     };
-    auto run_packs = [&](auto rms) {
+    auto run_tier = [&](auto rms) {
       constexpr bool kRms = decltype(rms)::value;
-      switch (plan.packs) {
-        case 1:
-          return run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>);
-        case 2:
-          return run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>);
-        default:
-          if constexpr (N == 4) return run(norm_backward_registers<X, Y, S, kRms, kSaved, 4>);
-          return cudaErrorInvalidValue;
-      }
+      if (plan.tier == Tier::kRing)
+        return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages);
+      return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, regular)
+                             : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, regular);
     };
-    error = params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
+    error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
   }
   if (error != cudaSuccess) return error;
   const ColumnLook<A> look{params.cols,

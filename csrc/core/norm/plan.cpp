@@ -39,6 +39,46 @@ int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blo
 // Static shared memory of the kernels, rounded up.
 constexpr int kStaticShared = 5 * 1024;
 
+// Long rows where there are bulk copies, which came with clusters: fills in the plan if they fit.
+//
+// A thread has 16 columns, in 80 registers, so that a block of 768 has all of a multiprocessor's.
+// Smaller blocks share it, two at least, which hide each other's barriers, and up to 12 warps; more
+// would make more partial rows. Three stages hold the row at work, the one before, of which dx is
+// still to be written, and the next; a fourth keeps more loads in flight.
+bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors,
+               const DeviceProperties& device, NormBackwardPlan& plan) {
+  constexpr int kCols = 16, kMaxThreads = 768, kEnoughThreads = 384, kMinStages = 3;
+  constexpr int kStatic = 1024, kReservedPerBlock = 1024;
+  for (int spread = 1; spread <= device.max_cluster_blocks; spread *= 2) {
+    const int64_t block_packs = ceil_div(ceil_div(cols, plan.pack), spread);
+    if (block_packs * plan.pack > kMaxThreads * kCols) continue;
+    const int threads = threads_for(block_packs, kCols / plan.pack);
+    const int block_cols = std::min(cols, threads * kCols);
+    const int params = column_vectors * threads * kCols * 4;
+    const int stage = ring_slot(block_cols * saved_size) + ring_slot(block_cols * dy_size);
+    const int wanted = std::max<int>(2, ceil_div(kEnoughThreads, threads));
+    for (int blocks = spread > 1 ? 1 : std::min(wanted, kMaxThreads / threads); blocks > 0;
+         --blocks) {
+      const int shared = (device.shared_bytes_per_block + kReservedPerBlock) / blocks -
+                         kReservedPerBlock - kStatic - params;
+      plan.stages = std::min(shared / stage, kMaxRingStages);
+      if (plan.stages < kMinStages) continue;
+      plan.tier = Tier::kRing;
+      plan.packs = kCols / plan.pack;
+      plan.threads_per_row = threads;
+      plan.rows_per_block = 1;
+      plan.cluster_blocks = spread;
+      plan.shared_bytes = params + plan.stages * stage;
+      const int resident = device.cluster_multiprocessors(spread) * blocks / spread;
+      plan.partials = static_cast<int>(std::min<int64_t>(rows, std::max(1, resident)));
+      plan.blocks = plan.partials * spread;
+      return true;
+    }
+  }
+  plan.stages = 0;
+  return false;
+}
+
 }  // namespace
 
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
@@ -74,43 +114,43 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
                                     const DeviceProperties& device) {
-  // dweight and dbias take two fp32 accumulators a column, in registers: 16 columns a thread leave
-  // 128 registers to each of 512 threads, and so bound a block's columns at 8192. Longer rows are
-  // spread over a cluster.
+  // dweight and dbias take two fp32 accumulators a column, in registers, of which 512 threads have
+  // 128 each.
   constexpr int kBlockThreads = 512;
-  constexpr int kMaxColsPerThread = 16;
 
   NormBackwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
+  // Rows that fit a warp or some go through registers, several at a time in a block. Past 512 packs
+  // the ring is faster (on an H200); for rows that end within a pack much sooner, as it takes them
+  // apart in shared memory and not by shifts.
+  constexpr int kRingPacks = 512, kRingOddCols = 1024;
+  const bool by_ring = x != DType::kFloat64 && device.max_cluster_blocks > 1 &&
+                       (row_packs > kRingPacks || (cols % plan.pack != 0 && cols >= kRingOddCols));
+  if (by_ring && plan_ring(rows, cols, size_of(from_output ? y : x), size_of(y),
+                           from_output ? 3 : 1, device, plan)) {
+    return plan;
+  }
+
   // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
   // dbias.
   const int column_vectors = from_output ? 3 : 2;
-
-  const int max_packs = kMaxColsPerThread / plan.pack;
+  const int packs = row_packs <= kWarp ? 1 : 2;
+  const int64_t threads = threads_for(row_packs, packs);
+  const int64_t staged = std::max<int64_t>(threads, kWarp) * packs * plan.pack * column_vectors * 4;
   plan.cluster_blocks = 1;
-  while (plan.cluster_blocks < device.max_cluster_blocks &&
-         ceil_div(row_packs, plan.cluster_blocks) > int64_t{kBlockThreads} * max_packs) {
-    plan.cluster_blocks *= 2;
-  }
-  const int64_t block_packs = ceil_div(row_packs, plan.cluster_blocks);
-  int packs = block_packs <= kWarp ? 1 : 2;
-  while (packs < max_packs && threads_for(block_packs, packs) > kBlockThreads / 2) packs *= 2;
-  const int threads = threads_for(block_packs, packs);
-  const int64_t staged = int64_t{threads} * packs * plan.pack * column_vectors * 4;
-  if (x != DType::kFloat64 && threads <= kBlockThreads &&
+  if (!by_ring && x != DType::kFloat64 && threads <= kBlockThreads &&
       staged + kStaticShared <= device.shared_bytes_per_block) {
     plan.tier = Tier::kRegisters;
     plan.packs = packs;
-    plan.threads_per_row = threads;
-    plan.rows_per_block = plan.cluster_blocks > 1 ? 1 : kBlockThreads / threads;
+    plan.threads_per_row = static_cast<int>(threads);
+    plan.rows_per_block = kBlockThreads / plan.threads_per_row;
     plan.shared_bytes = static_cast<int>(staged);
     // Persistent: as many blocks as are resident at once, and no more than there is work for.
-    const int usable = device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
-    plan.partials =
-        clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block), std::max(1, usable)));
-    plan.blocks = plan.partials * plan.cluster_blocks;
+    plan.partials = clamp_grid(
+        std::min<int64_t>(ceil_div(rows, plan.rows_per_block), std::max(1, device.sm_count)));
+    plan.blocks = plan.partials;
     return plan;
   }
 

@@ -14,6 +14,7 @@ namespace fused_norm {
 
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
+  kRing,       // backward: rows pass through shared memory by bulk copies, read once
   kStreaming,  // any length: the row is read twice, from shared memory the second time where it
                // fits
 };
@@ -24,7 +25,7 @@ struct NormPlan {
   int packs;            // packs a thread (kStreaming: at a time)
   int threads_per_row;  // 1..16 lanes, or whole warps
   int rows_per_block;
-  int cluster_blocks;  // kRegisters: blocks that share a row
+  int cluster_blocks;  // kRegisters and kRing: blocks that share a row
   int blocks;
   int shared_bytes;  // dynamic
   bool overlaps;     // programmatic dependent launch, of the forward kernel or of stage 2
@@ -48,12 +49,19 @@ constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
                            const DeviceProperties& device);
 
-// kRegisters: one kernel gives dx and a partial row of dweight and dbias per block. kStreaming: a
-// kernel for the sums of each row (planned by threads_per_row), then one over column tiles.
+// kRegisters, kRing: one kernel gives dx and a partial row of dweight and dbias per block (or
+// cluster). kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one
+// over column tiles.
 struct NormBackwardPlan : NormPlan {
   int partials;  // rows of fp32 (fp64) partial sums: blocks, or row chunks of the column tiles
   int tiles;     // kStreaming: column tiles of kTileThreads packs
+  int stages;    // kRing: rows in shared memory at once
 };
+
+constexpr int kMaxRingStages = 4;
+
+// Bytes of shared memory for so many of a row: copies start and end at multiples of 16.
+constexpr int ring_slot(int bytes) { return (bytes + 15) / 16 * 16 + 16; }
 
 constexpr int kTileThreads = 128;
 

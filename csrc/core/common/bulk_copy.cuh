@@ -1,0 +1,113 @@
+// Bulk copies from global to shared memory, which one thread starts and the chip does on the side,
+// and small ones to the shared memory of other blocks of a cluster. Compute capability 9.0 on; on
+// older chips these functions do nothing, and no plan needs them.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace fused_norm {
+
+// Says when copies into shared memory have arrived; lies there itself. It goes through phases, each
+// begun by the one thread that starts the copies.
+class CopyBarrier {
+ public:
+  // By that thread. A barrier of the block follows before the others wait.
+  __device__ void init() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(this)) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  }
+
+  // Begins a phase, which ends when `bytes` have been copied. Those who waited for its end also see
+  // what the thread wrote before.
+  __device__ __forceinline__ void expect(int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(this)),
+                 "r"(bytes)
+                 : "memory");
+#endif
+  }
+
+  // Starts a copy of a multiple of 16 bytes, between multiples of 16.
+  __device__ __forceinline__ void copy(char* to, const char* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(address(to)),
+        "l"(from), "r"(bytes), "r"(address(this))
+        : "memory");
+#endif
+  }
+
+  // Writes `value`, 4 or 8 bytes, to `to` in the shared memory of a block of the cluster; part of
+  // what this barrier expects there. That block has begun, and will wait for it.
+  template <typename V>
+  __device__ __forceinline__ void send(const V& value, V* to, int rank) const {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (sizeof(V) == 8) {
+      uint64_t bits;
+      memcpy(&bits, &value, sizeof(bits));
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.u64 [%0], %1, [%2];" ::"r"(
+              of_block(to, rank)),
+          "l"(bits), "r"(of_block(this, rank))
+          : "memory");
+    } else {
+      static_assert(sizeof(V) == 4);
+      uint32_t bits;
+      memcpy(&bits, &value, sizeof(bits));
+      asm volatile(
+          "st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+              of_block(to, rank)),
+          "r"(bits), "r"(of_block(this, rank))
+          : "memory");
+    }
+#endif
+  }
+
+  // Until the end of a phase. The first has parity 0, the next 1, and so on in turn.
+  __device__ __forceinline__ void wait(uint32_t parity) const {
+#if __CUDA_ARCH__ >= 900
+    uint32_t done;
+    do {
+      asm volatile(
+          "{\n"
+          ".reg .pred done;\n"
+          "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, done;\n"
+          "}"
+          : "=r"(done)
+          : "r"(address(this)), "r"(parity)
+          : "memory");
+    } while (!done);
+#endif
+  }
+
+  // Puts what the thread wrote to shared memory before the copies that it starts from now on.
+  __device__ __forceinline__ static void order_writes() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+  }
+
+ private:
+  __device__ __forceinline__ static uint32_t address(const void* shared) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  }
+  __device__ __forceinline__ static uint32_t of_block(const void* shared, int rank) {
+    uint32_t there = 0;
+#if __CUDA_ARCH__ >= 900
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(rank));
+#endif
+    return there;
+  }
+
+  uint64_t word_;
+};
+
+}  // namespace fused_norm

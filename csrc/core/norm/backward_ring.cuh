@@ -1,0 +1,203 @@
+// Backward for long rows: they pass through a ring in shared memory, where they are read twice, and
+// nobody waits for a row's sums, which are used one row late.
+#pragma once
+
+#include "core/common/overlap.cuh"
+#include "core/norm/ring_slice.cuh"
+#include "core/norm/row_ring.cuh"
+
+namespace fused_norm {
+
+// A row's sums over a block, or over the blocks of a cluster, in steps between which other work
+// fits. Two sets of slots are used in turn. The tree depends on the number of threads and blocks
+// alone.
+template <bool kRms>
+class LateSums {
+ public:
+  using Sums = GradientSums<float, kRms>;
+  // In shared memory. Of each block of a cluster `parts` holds the sums: nobody sends those of a
+  // row before it has got those of the row before from all, who then are done with the ones before
+  // that.
+  struct Slots {
+    float of_warp[2][kRms ? 1 : 2][kWarpSize];
+    Sums parts[2][kMaxClusterBlocks];
+    CopyBarrier arrived[2];
+  };
+  // All threads of the block; a barrier of the cluster's follows.
+  __device__ LateSums(Slots& slots, const RowCluster& cluster)
+      : slots_(slots), blocks_(cluster.blocks()), rank_(cluster.rank()) {
+    float* const all = &slots.of_warp[0][0][0];
+    constexpr int kAll = sizeof(slots.of_warp) / sizeof(float);
+    for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
+    if (threadIdx.x < 2) slots.arrived[threadIdx.x].init();
+  }
+
+  // What the threads hold of row `turn`. In LayerNorm one half of a warp's lanes adds up w, the
+  // other w * xhat. A barrier of the block's follows.
+  __device__ __forceinline__ void put(int turn, const Sums& sums) {
+    const int warp = threadIdx.x / kWarpSize;
+    if constexpr (kRms) {
+      const float of_warp = over_lanes<kWarpSize>(sums.wx);
+      if (lane() == 0) slots_.of_warp[turn & 1][0][warp] = of_warp;
+    } else {
+      const bool upper = lane() >= kHalf;
+      const float other = __shfl_xor_sync(kFullMask, upper ? sums.w : sums.wx, kHalf);
+      const float of_warp = over_lanes<kHalf>((upper ? sums.wx : sums.w) + other);
+      if (lane() % kHalf == 0) slots_.of_warp[turn & 1][upper][warp] = of_warp;
+    }
+  }
+
+  // Sends the block's sums to all blocks of the cluster, if there are several.
+  __device__ __forceinline__ void share(int turn) {
+    if (blocks_ == 1 || threadIdx.x >= kWarpSize) return;
+    const Sums part = of_block(turn);
+    CopyBarrier& arrived = slots_.arrived[turn & 1];
+    if (lane() == 0) arrived.expect(blocks_ * sizeof(Sums));
+    if (lane() < blocks_) arrived.send(part, &slots_.parts[turn & 1][rank_], lane());
+  }
+
+  // The row's sums, in all threads the same.
+  __device__ __forceinline__ Sums total(int turn) const {
+    if (blocks_ == 1) return of_block(turn);
+    slots_.arrived[turn & 1].wait(turn >> 1 & 1);
+    const Sums* const parts = slots_.parts[turn & 1];
+    Sums sum = parts[0];
+#pragma unroll 1
+    for (int b = 1; b < blocks_; ++b) sum = Sums::merge(sum, parts[b]);
+    return sum;
+  }
+
+ private:
+  static constexpr int kHalf = kWarpSize / 2;
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
+
+  __device__ __forceinline__ Sums of_block(int turn) const {
+    const bool upper = !kRms && lane() >= kHalf;
+    const float* const from = slots_.of_warp[turn & 1][upper] + lane() % kHalf;
+    const float sum = over_lanes<kHalf>(from[0] + from[kHalf]);
+    if constexpr (kRms) {
+      return {sum};
+    } else {
+      const float other = __shfl_xor_sync(kFullMask, sum, kHalf);
+      return {upper ? other : sum, upper ? sum : other};
+    }
+  }
+  template <int kLanes>
+  __device__ __forceinline__ static float over_lanes(float value) {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+      value += __shfl_xor_sync(kFullMask, value, offset);
+    return value;
+  }
+
+  Slots& slots_;
+  int blocks_, rank_;
+};
+
+// A block's shared memory beside the staged parameters and the ring.
+template <bool kRms>
+struct RingShared {
+  RingStages stages;
+  typename LateSums<kRms>::Slots slots;
+};
+
+// Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
+// an iteration they add up a row, write the dx of the row before, and meet at one barrier; then one
+// thread fills the stage of the row before with one yet to come.
+template <bool kRegular, bool kRms, Saved kSaved, typename X, typename Y, typename S>
+__device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
+                                                   const BackwardOutput<X, float>& out, int stages,
+                                                   RingShared<kRms>& shared) {
+  using Slice = RingSlice<kRegular, kRms, kSaved, X, Y, S>;
+  constexpr int N = Slice::N, kCols = Slice::kPacks * N;
+  constexpr bool kReadsMean = !kRms && kSaved == Saved::kInput;
+  extern __shared__ __align__(16) float staged[];
+
+  const int threads = blockDim.x, thread = threadIdx.x;
+  const RowCluster cluster;
+  const int blocks = cluster.blocks();
+  const int block_first = cluster.rank() * threads * kCols;
+  const int block_cols = max(0, min(threads * kCols, in.cols - block_first));
+  const int step = kRegular || in.cols % N == 0 ? 1 : kWarpSize;
+  const int lane = thread % kWarpSize;
+  const int own = (thread - lane) * kCols + (step == 1 ? lane * N : lane);
+  const int64_t stride = gridDim.x / blocks, first = blockIdx.x / blocks;
+
+  wait_for_prerequisites();
+  auto tensor = [&](auto* base, const RowLayout& layout) {
+    using T = std::remove_const_t<std::remove_pointer_t<decltype(base)>>;
+    const T* const end = row_start(base, layout, in.rows - 1) + in.cols;
+    return RingTensor<T>{base + block_first, layout, block_cols,
+                         reinterpret_cast<const char*>(end)};
+  };
+  RowRing<S, Y, kRegular && N * sizeof(S) == 16, kRegular && N * sizeof(Y) == 16> ring(
+      reinterpret_cast<char*>(staged + param_kinds(kSaved) * threads * kCols), shared.stages,
+      tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout));
+  const bool fills = thread == threads - kWarpSize;  // in the warp with the fewest columns
+  if (fills) {
+    ring.init(stages);
+    for (int s = 0; s < stages && first + s * stride < in.rows; ++s)
+      ring.fill(s, first + s * stride);
+  }
+  LateSums<kRms> sums(shared.slots, cluster);
+  Slice slice(in, out, typename Slice::Params(staged, thread), block_first + own, step);
+  cluster.arrive();  // nobody sends to a block that has not begun
+  __syncthreads();
+  cluster.wait();
+
+  auto mean_of = [&](int64_t row) { return kReadsMean ? __ldg(in.mean + row) : 0.0f; };
+  float next_mean = mean_of(first), next_rstd = __ldg(in.rstd + first);
+  auto row_at = [&](int64_t row, int stage, float mean, float rstd) {
+    return typename Slice::Row{row, ring.first(stage, own), ring.second(stage, own), mean, rstd};
+  };
+  int stage = 0, turn = 0;
+  uint32_t parity = 0;
+  for (int64_t row = first;; row += stride, ++turn) {
+    const bool more = row < in.rows;
+    if (more) {
+      const float mean = next_mean, rstd = next_rstd;
+      slice.prefetch_residual(row);
+      if (row + stride < in.rows) {
+        next_mean = mean_of(row + stride);
+        next_rstd = __ldg(in.rstd + row + stride);
+      }
+      ring.wait(stage, parity);
+      sums.put(turn, slice.add_up(row_at(row, stage, mean, rstd)));
+    }
+    const int stage_before = (stage == 0 ? stages : stage) - 1;
+    if (row != first) {
+      const float mean = mean_of(row - stride), rstd = __ldg(in.rstd + row - stride);  // from L1
+      const auto of_row = sums.total(turn - 1);
+      if (out.dx != nullptr) slice.write_dx(row_at(row - stride, stage_before, mean, rstd), of_row);
+    }
+    if (!more) break;
+    __syncthreads();
+    sums.share(turn);
+    const int64_t next = row + (stages - 1) * stride;
+    if (fills && row != first && next < in.rows) ring.fill(stage_before, next);
+    if (++stage == stages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  launch_dependents();
+  slice.write_partials(first);
+}
+
+// 768 threads of 80 registers: 16 columns each, with two accumulators a column.
+template <typename X, typename Y, typename S, bool kRms, Saved kSaved>
+__global__ void __launch_bounds__(768, 1)
+    norm_backward_ring(const __grid_constant__ BackwardInput<Y, S, float> in,
+                       const __grid_constant__ BackwardOutput<X, float> out, bool regular,
+                       int stages) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ RingShared<kRms> shared;
+  if (regular) {
+    norm_backward_late<true, kRms, kSaved>(in, out, stages, shared);
+  } else {
+    norm_backward_late<false, kRms, kSaved>(in, out, stages, shared);
+  }
+#endif
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,106 @@
+// Rows on their way through shared memory: a ring of stages, filled by bulk copies.
+#pragma once
+
+#include "core/common/bulk_copy.cuh"
+#include "core/common/row_access.cuh"
+#include "core/norm/plan.h"
+
+namespace fused_norm {
+
+// The part of a tensor's rows that a block works on: `cols` columns, from `base` on in row 0. It
+// may be empty in the last blocks of a cluster.
+template <typename T>
+struct RingTensor {
+  const T* base;
+  const RowLayout& layout;
+  int cols;
+  const char* end;  // of the tensor's memory: that of its last row
+
+  // The whole 16-byte granules in which a row's part lies, as far as they lie in the tensor, and
+  // where the part starts in them. kWhole: it is whole granules.
+  struct Span {
+    const char* start;
+    int shift, bytes;
+  };
+  template <bool kWhole>
+  __device__ __forceinline__ Span span(int64_t row) const {
+    const char* const from = reinterpret_cast<const char*>(row_start(base, layout, row));
+    if (kWhole) return {from, 0, used()};
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
+    int bytes = cols > 0 ? (shift + used() + 15) / 16 * 16 : 0;
+    if (bytes > 0 && from - shift + bytes > end) bytes -= 16;
+    return {from - shift, shift, bytes};
+  }
+  // Copies what a span left out of a row, less than 16 bytes at the tensor's end.
+  __device__ __forceinline__ void copy_end(const Span& span, char* to) const {
+    if (cols == 0 || span.bytes >= span.shift + used()) return;
+#pragma unroll 1
+    for (int at = span.bytes; at < span.shift + used(); at += sizeof(T))
+      *reinterpret_cast<T*>(to + at) = *reinterpret_cast<const T*>(span.start + at);
+    CopyBarrier::order_writes();
+  }
+  __device__ __forceinline__ int used() const { return cols * static_cast<int>(sizeof(T)); }
+};
+
+// Of each stage: its barrier, and where in its slots the parts of both rows start.
+struct RingStages {
+  CopyBarrier filled[kMaxRingStages];
+  int2 shift[kMaxRingStages];
+};
+
+// Each stage holds a row of two tensors. One thread fills it, all read it. kWholeT, kWholeU: the
+// block's part of a row is whole 16-byte granules of memory.
+template <typename T, typename U, bool kWholeT, bool kWholeU>
+class RowRing {
+ public:
+  __device__ RowRing(char* memory, RingStages& stages, const RingTensor<T>& first,
+                     const RingTensor<U>& second)
+      : memory_(memory), stages_(stages), first_(first), second_(second) {}
+
+  // All of this by the thread that fills the stages.
+  __device__ __forceinline__ void init(int stages) {
+    for (int s = 0; s < stages; ++s) stages_.filled[s].init();
+  }
+  // Nobody reads the stage any more.
+  __device__ __forceinline__ void fill(int stage, int64_t row) {
+    CopyBarrier& filled = stages_.filled[stage];
+    char *const first = slot_of_first(stage), *const second = slot_of_second(stage);
+    const auto a = first_.template span<kWholeT>(row);
+    const auto b = second_.template span<kWholeU>(row);
+    if (!kWholeT) first_.copy_end(a, first);
+    if (!kWholeU) second_.copy_end(b, second);
+    if (!kWholeT || !kWholeU) stages_.shift[stage] = {a.shift, b.shift};
+    filled.expect(a.bytes + b.bytes);
+    if (a.bytes > 0) filled.copy(first, a.start, a.bytes);
+    if (b.bytes > 0) filled.copy(second, b.start, b.bytes);
+  }
+
+  // Until the stage is filled; `parity` counts its rows.
+  __device__ __forceinline__ void wait(int stage, uint32_t parity) const {
+    stages_.filled[stage].wait(parity);
+  }
+  // Column `col` of the block in a stage.
+  __device__ __forceinline__ const T* first(int stage, int col) const {
+    const char* const start = slot_of_first(stage) + (kWholeT ? 0 : stages_.shift[stage].x);
+    return reinterpret_cast<const T*>(start) + col;
+  }
+  __device__ __forceinline__ const U* second(int stage, int col) const {
+    const char* const start = slot_of_second(stage) + (kWholeU ? 0 : stages_.shift[stage].y);
+    return reinterpret_cast<const U*>(start) + col;
+  }
+
+ private:
+  __device__ __forceinline__ char* slot_of_first(int stage) const {
+    return memory_ + stage * (ring_slot(first_.used()) + ring_slot(second_.used()));
+  }
+  __device__ __forceinline__ char* slot_of_second(int stage) const {
+    return slot_of_first(stage) + ring_slot(first_.used());
+  }
+
+  char* memory_;
+  RingStages& stages_;
+  RingTensor<T> first_;
+  RingTensor<U> second_;
+};
+
+}  // namespace fused_norm

@@ -1,0 +1,96 @@
+// Column parameters in shared memory, for backward kernels whose threads keep their columns.
+#pragma once
+
+#include "core/norm/backward_input.cuh"
+
+namespace fused_norm {
+
+// What forward kept: the input, the output, or that and the list of columns that it does not hold.
+enum class Saved { kInput, kOutput, kOutputAndList };
+
+// The column parameters of a thread in shared memory, as fp32; each thread has its own. Of a warp's
+// part, lane l finds 4 columns of pack p at float4 index [kind][p][quarter][l], so that a warp's
+// accesses are consecutive and free of bank conflicts.
+enum ParamKind { kWeight, kShift, kScale };
+constexpr int param_kinds(Saved saved) { return saved == Saved::kInput ? 1 : 3; }
+
+template <int kPacks, int N, Saved kSaved>
+class StagedParams {
+ public:
+  // `staged`: room for whole warps.
+  __device__ StagedParams(float* staged, int thread)
+      : own_(reinterpret_cast<float4*>(staged) +
+             thread / kWarpSize * (kKinds * kPacks * N / 4 * kWarpSize) + thread % kWarpSize) {}
+
+  // The columns of pack p are col, col + step, ...
+  template <typename In>
+  __device__ void stage(const In& in, int p, int col, int step = 1) const {
+    const auto params =
+        ColumnParams<float, N>::template load<kSaved != Saved::kInput,
+                                              kSaved == Saved::kOutputAndList>(in, col, step);
+    put(kWeight, p, params.weight);
+    if (kSaved == Saved::kInput) return;
+    put(kShift, p, params.shift);
+    put(kScale, p, params.scale);
+  }
+
+  __device__ __forceinline__ void get(ParamKind kind, int p, float (&out)[N]) const {
+#pragma unroll
+    for (int q = 0; q < N / 4; ++q) memcpy(out + 4 * q, &at(kind, p, q), sizeof(float4));
+  }
+
+  // The listed columns of a thread, a bit for each; pack p from bit p * N on. `left`: columns of
+  // the row from this thread's first on.
+  __device__ uint32_t listed(int left, int step = 1) const {
+    static_assert(kPacks * N <= 32);
+    uint32_t bits = 0;
+    for (int p = 0; p < kPacks; ++p) {
+      float scale[N];
+      get(kScale, p, scale);
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        const bool inside = p * kSliceStep<N> + i * step < left;
+        bits |= static_cast<uint32_t>(inside && scale[i] == 0.0f) << (p * N + i);
+      }
+    }
+    return bits;
+  }
+
+  // Puts those of pack p, `bits`, in a row's xhat.
+  __device__ __forceinline__ void take_listed(const ListedColumns<float>& list, uint32_t bits,
+                                              int p, int64_t row, float (&xhat)[N]) const {
+    if ((bits >> p * N & ((1u << N) - 1)) == 0) return;
+    float place[N];
+    get(kShift, p, place);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (bits >> (p * N + i) & 1) xhat[i] = list.xhat(row, static_cast<int>(place[i]));
+    }
+  }
+
+  // xhat of a pack of the output.
+  __device__ __forceinline__ void take_back(int p, float (&y)[N]) const {
+    float param[N];
+    get(kShift, p, param);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] -= param[i];
+    get(kScale, p, param);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] *= param[i];
+  }
+
+ private:
+  static constexpr int kKinds = param_kinds(kSaved);
+
+  __device__ void put(ParamKind kind, int p, const float (&values)[N]) const {
+#pragma unroll
+    for (int q = 0; q < N / 4; ++q) memcpy(&at(kind, p, q), values + 4 * q, sizeof(float4));
+  }
+  __device__ __forceinline__ float4& at(ParamKind kind, int p, int q) const {
+    return own_[((kind * kPacks + p) * (N / 4) + q) * kWarpSize];
+  }
+
+  float4* own_;
+};
+
+}  // namespace fused_norm
