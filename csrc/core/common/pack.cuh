@@ -211,15 +211,16 @@ __device__ __forceinline__ void store_streamed(char* address, const Words<kBytes
 
 }  // namespace detail
 
-// An element as bits: one access, through the read-only path and past the first-level cache.
+// The bits of an element, and how memory holds them.
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
 
+// Those of an element that is read once, through the read-only path and past the first-level cache.
 template <typename T>
-__device__ __forceinline__ Bits<T> load_bits_streamed(const T* from) {
-  Bits<T> bits;
+__device__ __forceinline__ uint32_t load_bits_streamed(const T* from) {
+  uint32_t bits;
   if constexpr (sizeof(T) == 2) {
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(bits) : "l"(from));
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(bits) : "l"(from));
   } else {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(bits) : "l"(from));
   }
@@ -227,12 +228,12 @@ __device__ __forceinline__ Bits<T> load_bits_streamed(const T* from) {
 }
 
 template <typename T, int N>
-__device__ __forceinline__ Pack<T, N> pack_of(const Bits<T> (&bits)[N]) {
+__device__ __forceinline__ Pack<T, N> pack_of(const uint32_t (&bits)[N]) {
   Pack<T, N> pack;
 #pragma unroll
   for (int i = 0; i < N * static_cast<int>(sizeof(T)) / 4; ++i) {
     if constexpr (sizeof(T) == 2) {
-      pack.words.at[i] = bits[2 * i] | static_cast<uint32_t>(bits[2 * i + 1]) << 16;
+      pack.words.at[i] = bits[2 * i] | bits[2 * i + 1] << 16;
     } else {
       pack.words.at[i] = bits[i];
     }

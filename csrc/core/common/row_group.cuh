@@ -131,32 +131,28 @@ class RowSums {
     read_ = slots.at[0][upper_] + (group.lane() % kHalf) * 2;
   }
 
-  // The sums of kRows values, one of each of as many rows (one, where the group has several warps).
-  template <typename Group, int kRows>
-  __device__ __forceinline__ void add_up(const Group& group, A (&a)[kRows]) {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) a[r] = over_lanes(group, a[r]);
-    if (kRows > 1 || !several_) return;
-    if (writes_ && !upper_) *write_ = a[0];
+  // Makes `a` the sum of the group's.
+  template <typename Group>
+  __device__ __forceinline__ void add_up(const Group& group, A& a) {
+    a = over_lanes(group, a);
+    if (!several_) return;
+    if (writes_ && !upper_) *write_ = a;
     meet(group);
     // Both halves read the first half's slots.
     const A* const from = read_ - (upper_ ? kMaxWarps : 0);
-    a[0] = half_sum(from[0] + from[1]);
+    a = half_sum(from[0] + from[1]);
     turn();
   }
 
-  // The same for two values a row. In a full warp one half of the lanes adds up a, the other b.
-  template <typename Group, int kRows>
-  __device__ __forceinline__ void add_up(const Group& group, A (&a)[kRows], A (&b)[kRows]) {
-    if (kRows > 1 || group.lanes() < kWarpSize) {
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        a[r] = over_lanes(group, a[r]);
-        b[r] = over_lanes(group, b[r]);
-      }
+  // The same for two values. In a full warp one half of the lanes adds up a, the other b.
+  template <typename Group>
+  __device__ __forceinline__ void add_up(const Group& group, A& a, A& b) {
+    if (group.lanes() < kWarpSize) {
+      a = over_lanes(group, a);
+      b = over_lanes(group, b);
       return;
     }
-    A sum = (upper_ ? b[0] : a[0]) + __shfl_xor_sync(kFullMask, upper_ ? a[0] : b[0], kHalf);
+    A sum = (upper_ ? b : a) + __shfl_xor_sync(kFullMask, upper_ ? a : b, kHalf);
     sum = half_sum(sum);
     if (several_) {
       if (writes_) *write_ = sum;
@@ -165,8 +161,8 @@ class RowSums {
       turn();
     }
     const A other = __shfl_xor_sync(kFullMask, sum, kHalf);
-    a[0] = upper_ ? other : sum;
-    b[0] = upper_ ? sum : other;
+    a = upper_ ? other : sum;
+    b = upper_ ? sum : other;
   }
 
  private:

@@ -38,12 +38,7 @@ class RowCursor {
   __device__ RowCursor(T* base, const RowLayout& layout, int64_t row, int64_t stride, int col)
       : base_(base + col), layout_(layout), at_(row_start(base_, layout, row)), stride_(stride) {}
 
-  // `ahead` rows after the cursor's, which is `row`.
-  __device__ __forceinline__ T* at(int64_t row, int ahead) const {
-    if (ahead == 0) return at_;
-    return layout_.inner == 0 ? at_ + ahead * layout_.stride
-                              : row_start(base_, layout_, row + ahead);
-  }
+  __device__ __forceinline__ T* at() const { return at_; }
   // To `row`, the next.
   __device__ __forceinline__ void step(int64_t row) {
     at_ = layout_.inner == 0 ? at_ + stride_ * layout_.stride : row_start(base_, layout_, row);
@@ -263,8 +258,9 @@ __device__ __forceinline__ void visit_elements(const Group& group, int left, Vis
 template <typename T, int N, int kPacks>
 class ElementReader {
  public:
+  // Elements stay apart until all are asked for: to put them together waits for them.
   struct Loaded {
-    Pack<T, N> packs[kPacks];
+    uint32_t bits[kPacks][N] = {};
   };
 
   template <typename Group>
@@ -273,18 +269,16 @@ class ElementReader {
     const int step = slice_step<N>(group);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      Bits<T> bits[N] = {};
       visit_elements<N>(group, left - p * step, [&](int i, bool inside) {
-        if (inside) bits[i] = load_bits_streamed(at + p * step + i * group.lanes());
+        if (inside) loaded.bits[p][i] = load_bits_streamed(at + p * step + i * group.lanes());
       });
-      loaded.packs[p] = pack_of<T>(bits);
     }
   }
 
   template <typename Group, typename Put>
   __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&, Put put) const {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) put(p, loaded.packs[p]);
+    for (int p = 0; p < kPacks; ++p) put(p, pack_of<T>(loaded.bits[p]));
   }
 };
 

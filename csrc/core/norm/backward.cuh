@@ -13,11 +13,9 @@ namespace fused_norm {
 constexpr int kMaxGroups = 8;
 using GroupSums = RowSums<float, Barrier::kNamed>;
 
-// Persistent blocks walk over the rows, kRows at a time a group, which keeps its columns' sums and
-// the packs of its next rows in registers. Column parameters are staged once in shared memory, as
-// fp32.
-template <bool kRegular, bool kRms, Saved kSaved, int kPacks, int kRows, typename X, typename Y,
-          typename S>
+// Persistent blocks walk over the rows. A group of threads keeps its columns' sums and the packs of
+// its next row in registers. Column parameters are staged once in shared memory, as fp32.
+template <bool kRegular, bool kRms, Saved kSaved, int kPacks, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out,
                                                    GroupSums::Slots (&slots)[kMaxGroups]) {
@@ -38,54 +36,42 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   __syncthreads();
   const uint32_t listed = kListed ? params.listed(left) : 0;
 
-  const int64_t stride = int64_t{gridDim.x} * (group.groups() * kRows);
-  int64_t first = int64_t{blockIdx.x} * (group.groups() * kRows);
+  const int64_t stride = int64_t{gridDim.x} * group.groups();
+  int64_t first = int64_t{blockIdx.x} * group.groups();
   int64_t row = first + group.index();
   RowCursor<const S> saved_at(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col);
   RowCursor<const Y> dy_at(in.dy, in.dy_layout, min(row, in.rows - 1), stride, col);
-  SavedReader saved[kRows];
-  GradientReader dy[kRows];
-  typename SavedReader::Loaded saved_loaded[kRows];
-  typename GradientReader::Loaded dy_loaded[kRows];
-  float mean[kRows] = {}, rstd[kRows] = {};
+  SavedReader saved;
+  GradientReader dy;
+  typename SavedReader::Loaded saved_loaded;
+  typename GradientReader::Loaded dy_loaded;
+  float next_mean = 0, next_rstd = 0;
   auto fetch = [&] {
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      const int ahead = r * group.groups();
-      const int64_t at = row + ahead;
-      if (at >= in.rows) continue;
-      saved[r].fetch(saved_at.at(row, ahead), left,
-                     kRegular || rows_follow(in.saved_layout, at, in.rows, in.cols, N), group,
-                     saved_loaded[r]);
-      dy[r].fetch(dy_at.at(row, ahead), left,
-                  kRegular || rows_follow(in.dy_layout, at, in.rows, in.cols, N), group,
-                  dy_loaded[r]);
-      if (out.dresidual != nullptr)
-        out.template prefetch_residual<N, kPacks>(at * in.cols + col, left);
-      if (!kRms && !kFromOutput) mean[r] = __ldg(in.mean + at);
-      rstd[r] = __ldg(in.rstd + at);
-    }
+    if (row >= in.rows) return;
+    saved.fetch(saved_at.at(), left,
+                kRegular || rows_follow(in.saved_layout, row, in.rows, in.cols, N), group,
+                saved_loaded);
+    dy.fetch(dy_at.at(), left, kRegular || rows_follow(in.dy_layout, row, in.rows, in.cols, N),
+             group, dy_loaded);
+    if (out.dresidual != nullptr)
+      out.template prefetch_residual<N, kPacks>(row * in.cols + col, left);
+    if (!kRms && !kFromOutput) next_mean = __ldg(in.mean + row);
+    next_rstd = __ldg(in.rstd + row);
   };
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   const float per_cols = 1.0f / in.cols;
   X* dx = out.dx + row * in.cols + col;
   fetch();
+  // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
-    float xhat[kRows][kPacks][N], w[kRows][kPacks][N], row_mean[kRows], row_rstd[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) {
-      saved[r].extract(saved_loaded[r], left, group,
-                       [&](int p, const Pack<S, N>& pack) { unpack(pack, xhat[r][p]); });
-      dy[r].extract(dy_loaded[r], left, group,
-                    [&](int p, const Pack<Y, N>& pack) { unpack(pack, w[r][p]); });
-      row_mean[r] = mean[r];
-      row_rstd[r] = rstd[r];
-    }
-    // What is left of the rows, nothing of those past the end: what their registers hold is stale.
-    int row_left[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) row_left[r] = row + r * group.groups() < in.rows ? left : 0;
+    float xhat[kPacks][N], w[kPacks][N];
+    saved.extract(saved_loaded, left, group,
+                  [&](int p, const Pack<S, N>& pack) { unpack(pack, xhat[p]); });
+    dy.extract(dy_loaded, left, group, [&](int p, const Pack<Y, N>& pack) { unpack(pack, w[p]); });
+    const float mean = next_mean, rstd = next_rstd;
+    // What is left of the row, nothing of one past the end: what its registers hold is stale.
+    const int row_left = row < in.rows ? left : 0;
     row += stride;
     if (row < in.rows) {
       saved_at.step(row);
@@ -93,38 +79,30 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
       fetch();
     }
 
-    float sum_w[kRows] = {}, sum_wx[kRows] = {};
+    float sum_w = 0, sum_wx = 0;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kSliceStep<N> >= row_left[0]) break;
-      float g[N];
+      if (p * kSliceStep<N> >= row_left) break;
+      if constexpr (kFromOutput) {
+        params.take_back(p, xhat[p]);
+        if (kListed) params.take_listed(in.list, listed, p, row - stride, xhat[p]);
+      } else {
+#pragma unroll
+        for (int i = 0; i < N; ++i)
+          xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
+      }
+      float g[N], of_w[N], of_wx[N];
       params.get(kWeight, p, g);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        if (r > 0 && row_left[r] <= 0) break;
-        if constexpr (kFromOutput) {
-          params.take_back(p, xhat[r][p]);
-          if (kListed) {
-            params.take_listed(in.list, listed, p, row - stride + r * group.groups(), xhat[r][p]);
-          }
-        } else {
-#pragma unroll
-          for (int i = 0; i < N; ++i)
-            xhat[r][p][i] =
-                kRms ? xhat[r][p][i] * row_rstd[r] : (xhat[r][p][i] - row_mean[r]) * row_rstd[r];
-        }
-        float of_w[N], of_wx[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          const float d = w[r][p][i];
-          dweight[p][i] += d * xhat[r][p][i];
-          if (!kRms) dbias[p][i] += d;
-          of_w[i] = w[r][p][i] = d * g[i];
-          of_wx[i] = of_w[i] * xhat[r][p][i];
-        }
-        if (!kRms) sum_w[r] += tree_sum<N>(of_w);
-        sum_wx[r] += tree_sum<N>(of_wx);
+      for (int i = 0; i < N; ++i) {
+        const float d = w[p][i];
+        dweight[p][i] += d * xhat[p][i];
+        if (!kRms) dbias[p][i] += d;
+        of_w[i] = w[p][i] = d * g[i];
+        of_wx[i] = of_w[i] * xhat[p][i];
       }
+      if (!kRms) sum_w += tree_sum<N>(of_w);
+      sum_wx += tree_sum<N>(of_wx);
     }
     if constexpr (kRms) {
       sums.add_up(group, sum_wx);
@@ -132,32 +110,27 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
       sums.add_up(group, sum_w, sum_wx);
     }
     if (out.dx != nullptr) {
+      // dx = rstd * (w - mean(w) - xhat * mean(w * xhat))
+      const float of_xhat = -rstd * (sum_wx * per_cols);
+      const float constant = kRms ? 0.0f : -rstd * (sum_w * per_cols);
+      SliceWriter<X, N, kRegular, kPacks> writer;
+      writer.open(dx, row_left);
 #pragma unroll
-      for (int r = 0; r < kRows; ++r) {
-        // dx = rstd * (w - mean(w) - xhat * mean(w * xhat))
-        const float of_xhat = -row_rstd[r] * (sum_wx[r] * per_cols);
-        const float constant = kRms ? 0.0f : -row_rstd[r] * (sum_w[r] * per_cols);
-        const int ahead = r * group.groups();
-        SliceWriter<X, N, kRegular, kPacks> writer;
-        writer.open(dx + int64_t{ahead} * in.cols, row_left[r]);
+      for (int p = 0; p < kPacks; ++p) {
+        if (kRegular && p * kSliceStep<N> >= row_left) break;
 #pragma unroll
-        for (int p = 0; p < kPacks; ++p) {
-          if (kRegular && p * kSliceStep<N> >= row_left[r]) break;
-#pragma unroll
-          for (int i = 0; i < N; ++i) {
-            w[r][p][i] =
-                kRms ? fmaf(xhat[r][p][i], of_xhat, w[r][p][i] * row_rstd[r])
-                     : fmaf(xhat[r][p][i], of_xhat, fmaf(w[r][p][i], row_rstd[r], constant));
-          }
-          if (out.dresidual != nullptr) {
-            const int64_t at = dx - out.dx + int64_t{ahead} * in.cols + p * kSliceStep<N>;
-            out.template add_residual<kRegular>(at, row_left[r] - p * kSliceStep<N>,
-                                                in.rows * in.cols, w[r][p]);
-          }
-          Pack<X, N> pack;
-          round_to(pack, w[r][p]);
-          writer.store(p, pack, group);
+        for (int i = 0; i < N; ++i) {
+          w[p][i] = kRms ? fmaf(xhat[p][i], of_xhat, w[p][i] * rstd)
+                         : fmaf(xhat[p][i], of_xhat, fmaf(w[p][i], rstd, constant));
         }
+        if (out.dresidual != nullptr) {
+          out.template add_residual<kRegular>(dx - out.dx + p * kSliceStep<N>,
+                                              row_left - p * kSliceStep<N>, in.rows * in.cols,
+                                              w[p]);
+        }
+        Pack<X, N> pack;
+        round_to(pack, w[p]);
+        writer.store(p, pack, group);
       }
       dx += stride * in.cols;
     }
@@ -170,14 +143,14 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 }
 
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, bool regular) {
   __shared__ GroupSums::Slots slots[kMaxGroups];
   if (regular) {
-    norm_backward_once<true, kRms, kSaved, kPacks, kPacks == 1 ? 2 : 1>(in, out, slots);
+    norm_backward_once<true, kRms, kSaved, kPacks>(in, out, slots);
   } else {
-    norm_backward_once<false, kRms, kSaved, kPacks, 1>(in, out, slots);
+    norm_backward_once<false, kRms, kSaved, kPacks>(in, out, slots);
   }
 }
 

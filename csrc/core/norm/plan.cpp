@@ -36,6 +36,9 @@ int forward_packs(int64_t block_packs, bool adds, int cluster_blocks) {
 
 int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
 
+// Packs of a row of backward's that has one a thread, in registers.
+constexpr int64_t kMaxSinglePacks = 128;
+
 // Static shared memory of the kernels, rounded up.
 constexpr int kStaticShared = 5 * 1024;
 
@@ -114,20 +117,22 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
                                     const DeviceProperties& device) {
-  // dweight and dbias take two fp32 accumulators a column, in registers, of which 512 threads have
-  // 128 each.
-  constexpr int kBlockThreads = 512;
-
   NormBackwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
-  // Rows that fit a warp or some go through registers, several at a time in a block. Past 512 packs
-  // the ring is faster (on an H200); for rows that end within a pack much sooner, as it takes them
-  // apart in shared memory and not by shifts.
-  constexpr int kRingPacks = 512, kRingOddCols = 1024;
+  // One pack a thread leaves more threads to a multiprocessor than two, but a row's sums then go
+  // over more warps.
+  const int packs = row_packs <= kMaxSinglePacks ? 1 : 2;
+  const int threads = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
+  const int block_threads = backward_threads(packs);
+  // Long rows pass through shared memory, which leaves registers to more threads; shorter ones too,
+  // where they would fill but a part of a block's threads. Rows that are taken apart element by
+  // element, or by the parameters of each column, read too much there.
+  const bool fills = threads <= block_threads / 2 || threads > block_threads * 7 / 8;
+  const bool simple = cols % plan.pack == 0 && !from_output;
   const bool by_ring = x != DType::kFloat64 && device.max_cluster_blocks > 1 &&
-                       (row_packs > kRingPacks || (cols % plan.pack != 0 && cols >= kRingOddCols));
+                       (threads > block_threads || (!fills && packs == 2 && simple));
   if (by_ring && plan_ring(rows, cols, size_of(from_output ? y : x), size_of(y),
                            from_output ? 3 : 1, device, plan)) {
     return plan;
@@ -136,20 +141,20 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
   // dbias.
   const int column_vectors = from_output ? 3 : 2;
-  const int packs = row_packs <= kWarp ? 1 : 2;
-  const int64_t threads = threads_for(row_packs, packs);
-  const int64_t staged = std::max<int64_t>(threads, kWarp) * packs * plan.pack * column_vectors * 4;
+  const int64_t staged =
+      int64_t{std::max(threads, kWarp)} * packs * plan.pack * column_vectors * 4;
   plan.cluster_blocks = 1;
-  if (!by_ring && x != DType::kFloat64 && threads <= kBlockThreads &&
+  if (x != DType::kFloat64 && threads <= block_threads &&
       staged + kStaticShared <= device.shared_bytes_per_block) {
     plan.tier = Tier::kRegisters;
     plan.packs = packs;
-    plan.threads_per_row = static_cast<int>(threads);
-    plan.rows_per_block = kBlockThreads / plan.threads_per_row;
+    plan.threads_per_row = threads;
+    plan.rows_per_block = block_threads / threads;
     plan.shared_bytes = static_cast<int>(staged);
     // Persistent: as many blocks as are resident at once, and no more than there is work for.
-    plan.partials = clamp_grid(
-        std::min<int64_t>(ceil_div(rows, plan.rows_per_block), std::max(1, device.sm_count)));
+    const int resident = backward_blocks(packs) * block_threads / (threads * plan.rows_per_block);
+    plan.partials = clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block),
+                                                 int64_t{resident} * device.sm_count));
     plan.blocks = plan.partials;
     return plan;
   }
@@ -157,7 +162,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.tier = Tier::kStreaming;
   plan.cluster_blocks = 1;
   plan.packs = 4;
-  plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kBlockThreads);
+  plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), 512);
   plan.rows_per_block = std::max(1, 128 / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
   plan.tiles = static_cast<int>(ceil_div(row_packs, kTileThreads));

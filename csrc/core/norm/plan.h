@@ -58,7 +58,12 @@ struct NormBackwardPlan : NormPlan {
   int stages;    // kRing: rows in shared memory at once
 };
 
-constexpr int kMaxRingStages = 4;
+constexpr int kMaxRingStages = 6;
+
+// Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
+// thread suffice for one pack's columns, two packs' take 128.
+constexpr int backward_threads(int packs) { return packs == 1 ? 256 : 512; }
+constexpr int backward_blocks(int packs) { return packs == 1 ? 3 : 1; }
 
 // Bytes of shared memory for so many of a row: copies start and end at multiples of 16.
 constexpr int ring_slot(int bytes) { return (bytes + 15) / 16 * 16 + 16; }
