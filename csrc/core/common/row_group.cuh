@@ -51,6 +51,15 @@ class RowGroup {
     return butterfly(value, lanes(), combine);
   }
 
+  // The same over kLanes neighbours.
+  template <int kLanes, typename V, typename Combine>
+  __device__ __forceinline__ V reduce_over(V value, Combine combine) const {
+#pragma unroll
+    for (int offset = kLanes / 2; offset > 0; offset /= 2)
+      value = combine(value, shuffle_xor(value, offset));
+    return value;
+  }
+
   // Combines what the group's warps hold, each the same in all lanes. `slots` is shared memory, two
   // sets used in turn: the barrier of one reduction also says that everybody has read the slots of
   // the one before. The tree depends on the number of threads alone.

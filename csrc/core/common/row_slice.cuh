@@ -114,9 +114,11 @@ class SliceReader {
   }
 
  private:
-  // The first-level cache is left to the parameters.
+  // The shortest and the longest rows leave the first-level cache to the parameters (measured on an
+  // H200: backward 2 % faster at one pack a thread, 3 % slower at two; forward 4 % faster at eight).
   __device__ __forceinline__ static Words<kBytes> load(const char* from) {
-    return detail::load_streamed<kBytes>(from);
+    constexpr bool kPast = kPacks == 1 || kPacks > 4;
+    return kPast ? detail::load_streamed<kBytes>(from) : detail::load_words<kBytes>(from);
   }
 
   template <bool kGuarded, typename Group>

@@ -57,23 +57,24 @@ struct Sums {
   __device__ static Sums merge(const Sums& x, const Sums& y) { return {x.a + y.a, x.b + y.b}; }
 };
 
-// Shared memory for the sums of a row.
+// Shared memory for two sums over a row, one after the other.
 template <typename A>
 struct SumSlots {
-  A one[2][kMaxWarps];
-  Sums<A> two[2][kMaxWarps];
+  A first[16], other[16];
+  Sums<A> second[16];
 };
 
-// The sum over a group: every thread gets the same bits.
-template <typename Group, typename A>
-__device__ __forceinline__ A group_sum(Group& group, A of_thread, SumSlots<A>& slots) {
-  auto add = [](A x, A y) { return x + y; };
-  return group.reduce_warps(group.reduce_lanes(of_thread, add), A(0), slots.one, add);
-}
-template <typename Group, typename A>
-__device__ __forceinline__ Sums<A> group_sum(Group& group, Sums<A> of_thread, SumSlots<A>& slots) {
-  return group.reduce_warps(group.reduce_lanes(of_thread, Sums<A>::merge), Sums<A>{}, slots.two,
-                            Sums<A>::merge);
+// The sum over a group, of up to 16 warps: every thread gets the same bits. `slots` for this sum
+// alone.
+template <typename Group, typename V, typename Add>
+__device__ __forceinline__ V group_sum(const Group& group, V value, V (&slots)[16], Add add) {
+  value = group.reduce_lanes(value, add);
+  if (group.threads() <= kWarpSize) return value;
+  V* const own = slots + group.index() * group.warps();
+  if (group.lane() == 0) own[group.thread() / kWarpSize] = value;
+  __syncthreads();
+  const int warp = group.lane() % 16;
+  return group.template reduce_over<16>(warp < group.warps() ? own[warp] : V{}, add);
 }
 
 // A thread's values of a row, zero past its end: in registers as they are reckoned with, or, where
@@ -178,14 +179,15 @@ constexpr bool kCorrectsMean = !std::is_same_v<T, __nv_bfloat16>;
 template <bool kRms, typename Group, typename T, int N, int kPacks, bool kPacked, typename Bounds,
           typename A>
 __device__ __forceinline__ PartStatistics<A> part_statistics(
-    Group& group, SliceValues<T, N, kPacks, kPacked>& values, const Bounds& bounds, A cols,
+    const Group& group, SliceValues<T, N, kPacks, kPacked>& values, const Bounds& bounds, A cols,
     A per_cols, SumSlots<A>& slots) {
   constexpr bool kCorrected = !kRms && kCorrectsMean<T>;
+  auto add = [](A x, A y) { return x + y; };
   PartStatistics<A> out{};
   if constexpr (!kRms) {
     A of_pack[kPacks] = {};
     visit_packs(values, bounds, [&](int p, const A(&x)[N]) { of_pack[p] = tree_sum<N>(x); });
-    const A sum = group_sum(group, tree_sum<kPacks>(of_pack), slots);
+    const A sum = group_sum(group, tree_sum<kPacks>(of_pack), slots.first, add);
     // The quotient is rounded but once, so that the mean of equal values is that value.
     const A quotient = sum * per_cols;
     out.mean = fma(fma(-quotient, cols, sum), per_cols, quotient);
@@ -200,10 +202,11 @@ __device__ __forceinline__ PartStatistics<A> part_statistics(
     squares_of_pack[p] = tree_of_squares(x);
   });
   if constexpr (!kCorrected) {
-    out.squares = group_sum(group, tree_sum<kPacks>(squares_of_pack), slots);
+    out.squares = group_sum(group, tree_sum<kPacks>(squares_of_pack), slots.other, add);
   } else {
-    const Sums<A> sums = group_sum(
-        group, Sums<A>{tree_sum<kPacks>(of_pack), tree_sum<kPacks>(squares_of_pack)}, slots);
+    const Sums<A> sums =
+        group_sum(group, Sums<A>{tree_sum<kPacks>(of_pack), tree_sum<kPacks>(squares_of_pack)},
+                  slots.second, Sums<A>::merge);
     const A correction = sums.a * per_cols;
     const A about_mean = fma(-sums.a, correction, sums.b);
     out.squares = about_mean < A(0) ? A(0) : about_mean;

@@ -33,8 +33,9 @@ constexpr int kPackElements = 16 / (sizeof(typename Load::Input) > sizeof(typena
                                         ? sizeof(typename Load::Input)
                                         : sizeof(typename Store::Output));
 
-// How many values of a row a thread holds as fp32.
-constexpr int kHeldValues = 16;
+// How many values of a row a thread holds as fp32. Rows that are not regular need registers to be put
+// together.
+constexpr int held_values(RowsLie lie) { return lie == RowsLie::kRegular ? 32 : 16; }
 
 template <typename A>
 struct ForwardShared {
@@ -53,9 +54,9 @@ __device__ __forceinline__ void norm_forward_once(
   using X = typename Load::Input;
   using A = Accumulator<X>;
   constexpr int N = kPackElements<Load, Store>;
-  constexpr bool kPacked = kPacks * N > kHeldValues;
+  constexpr bool kPacked = kPacks * N > held_values(kLie);
 
-  RowGroup<Barrier::kBlock, (kPacks > kMaxShortPacks)> group;
+  const RowGroup<Barrier::kBlock, (kPacks > kMaxShortPacks)> group;
   RowCluster cluster;
   const bool spread = kPacks == kMostPacks && cluster.blocks() > 1;
   const int blocks_per_row = spread ? cluster.blocks() : 1;

@@ -36,9 +36,6 @@ int forward_packs(int64_t block_packs, bool adds, int cluster_blocks) {
 
 int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
 
-// Packs of a row of backward's that has one a thread, in registers.
-constexpr int64_t kMaxSinglePacks = 128;
-
 // Static shared memory of the kernels, rounded up.
 constexpr int kStaticShared = 5 * 1024;
 
@@ -121,16 +118,19 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
-  // One pack a thread leaves more threads to a multiprocessor than two, but a row's sums then go
-  // over more warps.
-  const int packs = row_packs <= kMaxSinglePacks ? 1 : 2;
+  // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
+  // go over more warps, and in one warp nobody waits. To shift packs takes registers.
+  const bool whole_packs = cols % plan.pack == 0;
+  const bool single = row_packs <= kWarp ||
+                      (whole_packs && row_packs > 2 * kWarp && row_packs <= 4 * kWarp);
+  const int packs = single ? 1 : 2;
   const int threads = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   const int block_threads = backward_threads(packs);
   // Long rows pass through shared memory, which leaves registers to more threads; shorter ones too,
   // where they would fill but a part of a block's threads. Rows that are taken apart element by
   // element, or by the parameters of each column, read too much there.
   const bool fills = threads <= block_threads / 2 || threads > block_threads * 7 / 8;
-  const bool simple = cols % plan.pack == 0 && !from_output;
+  const bool simple = whole_packs && !from_output;
   const bool by_ring = x != DType::kFloat64 && device.max_cluster_blocks > 1 &&
                        (threads > block_threads || (!fills && packs == 2 && simple));
   if (by_ring && plan_ring(rows, cols, size_of(from_output ? y : x), size_of(y),
