@@ -24,7 +24,9 @@ from harness import OUTPUTS, SHORT, SUMS
 # Columns, and rows for forward and for backward. The columns lie in each tier of each pack size:
 # from one lane a row to a cluster of eight blocks and to streaming. Where a row needs a barrier,
 # the rows are as many as give a persistent block three rounds on a chip of 132 multiprocessors: the
-# slots of two rounds alternate. No rows for backward: it has no other tier there.
+# slots of two rounds alternate. Where backward's rows pass through a ring of up to four stages, six
+# rounds, so that stages are filled again and read. No rows for backward: it has no other tier
+# there.
 SHAPES = [
     (1, 1, 1),
     (3, 7, 7),
@@ -34,14 +36,14 @@ SHAPES = [
     (301, 64, 64),
     (597, 37, 37),
     (997, 37, 37),
-    (1025, 2700, 1330),
-    (3001, 1330, 530),
-    (4097, 800, 270),
-    (9001, 270, 140),
-    (17001, 270, 64),
+    (1025, 2700, 3200),
+    (3001, 1330, 1600),
+    (4097, 800, 1600),
+    (9001, 270, 800),
+    (17001, 270, 400),
     (28001, 270, None),
-    (33001, 140, 32),
-    (66001, 64, 34),
+    (33001, 140, 200),
+    (66001, 64, 100),
     (131081, 32, None),
     (262153, 2, None),
 ]

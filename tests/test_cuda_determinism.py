@@ -117,6 +117,37 @@ def test_a_row_at_any_alignment(kind, dtype, memory_efficient, generator):
             check(f"row pitch {cols + offset}", pitch, weight, bias, dy)
 
 
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_many_rows_at_any_alignment(kind, dtype, memory_efficient, generator):
+    """Rows so many that a block's stages in shared memory are filled again and again; dweight and
+    dbias are the same too, as the grid is."""
+    form = full_form(kind, dtype, memory_efficient)
+    for rows, cols in [(3300, 1025), (1700, 3333), (3000, 5120), (1700, 12288), (700, 20000)]:
+        weight, bias = random_parameters(generator, form, [cols], recoverable=True)
+        x, dy = (
+            random_input(generator, rows, cols, dtype),
+            randn(generator, rows, cols, dtype=dtype),
+        )
+        y, grads = forward_backward(apply, form, x, [cols], weight, bias, dy)
+        for offset in (1, 4, 6):
+            moved = place(x, offset), place(dy, offset)
+            pitch = torch.empty(rows, cols + offset, dtype=dtype, device="cuda")[:, offset:]
+            for label, *tensors in [
+                ("both", *moved),
+                ("dy", x, moved[1]),
+                ("row pitch", pitch.copy_(x), dy),
+            ]:
+                other, other_grads = forward_backward(
+                    apply, form, tensors[0], [cols], weight, bias, tensors[1]
+                )
+                where = f"{form}, {rows} x {cols}, {label} at {offset}"
+                assert same_bits(other, y), f"{where}: y"
+                for name, grad in grads.items():
+                    assert same_bits(other_grads[name], grad), f"{where}: d{name}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_calls_on_two_streams(kind, generator):
     """Calls that overlap share no scratch memory."""

@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -15,7 +16,9 @@ constexpr int kKilobyte = 1024;
 const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 120, 120}};
 const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108, 108, 108, 108}};
 const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72, 72, 72, 72}};
-const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10};
+// Clusters beside little shared memory: compute capability 12.0.
+const DeviceProperties kRtx{170, 99 * kKilobyte, 8, {170, 170, 168, 168}};
+const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10, kRtx};
 
 struct Dtypes {
   DType x, y;
@@ -25,10 +28,10 @@ const std::vector<Dtypes> kDtypes = {{DType::kBFloat16, DType::kBFloat16},
                                      {DType::kFloat32, DType::kBFloat16},
                                      {DType::kFloat32, DType::kFloat32},
                                      {DType::kFloat64, DType::kFloat64}};
-const std::vector<int> kCols = {1,     2,     7,     8,      9,      255,     256,
-                                257,   768,   1023,  1024,   1025,   4096,    8191,
-                                8192,  8193,  12288, 16384,  16385,  32768,   32769,
-                                50257, 65536, 65537, 131072, 131073, 1000003, 1 << 30};
+const std::vector<int> kCols = {
+    1,     2,     7,     8,     9,     255,   256,   257,   768,    1023,   1024,    1025,   2048,
+    2052,  3333,  4096,  4104,  5120,  6144,  8191,  8192,  8193,   10242,  12288,   12289,  16384,
+    16385, 32768, 32769, 50257, 65536, 65537, 98304, 98305, 131072, 131073, 1000003, 1 << 30};
 const std::vector<int64_t> kRows = {1, 7, 512, 4097, 1 << 20, int64_t{1} << 33};
 
 bool is_lane_count(int threads) {
@@ -91,6 +94,43 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
   });
 }
 
+void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip) {
+  EXPECT_TRUE(is_lane_count(plan.threads_per_row));
+  EXPECT_LE(plan.threads_per_row * plan.rows_per_block, 512);
+  EXPECT_EQ(plan.threads_per_row * plan.rows_per_block % 32, 0);
+  EXPECT_EQ(plan.cluster_blocks, 1);
+  EXPECT_LE(plan.packs, 2);  // of which there are kernels
+  EXPECT_LE(plan.shared_bytes + 5 * kKilobyte, chip.shared_bytes_per_block);
+  EXPECT_LE(plan.blocks, chip.sm_count);  // persistent: all resident at once
+  // Groups of several warps have a named barrier and a set of slots each.
+  EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
+}
+
+void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int cols,
+                int saved_size, int dy_size, int column_vectors) {
+  EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
+  EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
+  EXPECT_EQ(plan.rows_per_block, 1);
+  EXPECT_EQ(plan.threads_per_row % 32, 0);
+  EXPECT_GE(plan.threads_per_row, 64);
+  EXPECT_LE(plan.threads_per_row, 768);
+  EXPECT_EQ(plan.packs * plan.pack, 16);
+  // A row being added up, one whose dx is written, and one on its way.
+  EXPECT_GE(plan.stages, 3);
+  EXPECT_LE(plan.stages, kMaxRingStages);
+  const int block_cols = std::min(cols, plan.threads_per_row * 16);
+  EXPECT_GE(plan.shared_bytes, plan.threads_per_row * 16 * 4 * column_vectors +
+                                   plan.stages * (ring_slot(block_cols * saved_size) +
+                                                  ring_slot(block_cols * dy_size)));
+  // Persistent: all resident at once, in shared memory and with 80 registers a thread.
+  const int a_chip = chip.cluster_multiprocessors(plan.cluster_blocks);
+  const int a_multiprocessor = (plan.blocks + a_chip - 1) / a_chip;
+  EXPECT_LE(a_multiprocessor * (plan.shared_bytes + 2 * kKilobyte),
+            chip.shared_bytes_per_block + kKilobyte);
+  EXPECT_LE(a_multiprocessor * plan.threads_per_row * 80, 65536);
+  EXPECT_TRUE(plan.cluster_blocks == 1 || a_multiprocessor == 1);
+}
+
 TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
     for (int64_t rows : kRows) {
@@ -98,25 +138,24 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         SCOPED_TRACE(testing::Message() << rows << " x " << cols << " from_output " << from_output);
         const NormBackwardPlan plan =
             plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
-        EXPECT_TRUE(is_lane_count(plan.threads_per_row));
-        EXPECT_LE(plan.threads_per_row * plan.rows_per_block, 512);
-        EXPECT_EQ(plan.threads_per_row * plan.rows_per_block % 32, 0);
         EXPECT_GE(plan.partials, 1);
         EXPECT_LE(plan.partials, 65535);  // gridDim.y of the column tiles
         if (plan.tier == Tier::kStreaming) {
+          EXPECT_EQ(plan.cluster_blocks, 1);
+          EXPECT_LE(plan.threads_per_row * plan.rows_per_block, 512);
           EXPECT_GE(int64_t{plan.tiles} * kTileThreads * plan.pack, cols);
           continue;
         }
         EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack,
                   cols);
-        EXPECT_LE(plan.packs * plan.pack,
-                  16);  // columns a thread: two accumulators each, in registers
-        EXPECT_LE(plan.shared_bytes + 5 * kKilobyte, chip.shared_bytes_per_block);
         EXPECT_EQ(plan.blocks, plan.partials * plan.cluster_blocks);
-        EXPECT_LE(plan.blocks, chip.sm_count);  // persistent: all resident at once
-        EXPECT_TRUE(plan.cluster_blocks == 1 || plan.rows_per_block == 1);
-        // Groups of several warps have a named barrier and a set of slots each.
-        EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
+        EXPECT_LE(plan.partials, rows);
+        if (plan.tier == Tier::kRegisters) {
+          check_registers(plan, chip);
+        } else {
+          check_ring(plan, chip, cols, size_of(from_output ? dtypes.y : dtypes.x),
+                     size_of(dtypes.y), from_output ? 3 : 1);
+        }
       }
     }
   });
@@ -124,26 +163,37 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
 
 TEST(BackwardPlan, RowsDoNotShapeTheReduction) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    const NormBackwardPlan one = plan_norm_backward(1, cols, dtypes.x, dtypes.y, false, chip);
-    for (int64_t rows : kRows) {
-      const NormBackwardPlan plan = plan_norm_backward(rows, cols, dtypes.x, dtypes.y, false, chip);
-      EXPECT_EQ(plan.tier, one.tier);
-      EXPECT_EQ(plan.packs, one.packs);
-      EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
-      EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+    for (bool from_output : {false, true}) {
+      const auto plan_for = [&](int64_t rows) {
+        return plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
+      };
+      const NormBackwardPlan one = plan_for(1);
+      for (int64_t rows : kRows) {
+        const NormBackwardPlan plan = plan_for(rows);
+        EXPECT_EQ(plan.tier, one.tier);
+        EXPECT_EQ(plan.packs, one.packs);
+        EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
+        EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+      }
     }
   });
 }
 
-TEST(BackwardPlan, LongRowsUseClustersOnlyWhereTheChipHasThem) {
-  EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, kH200)
-                .cluster_blocks,
-            2);
-  EXPECT_EQ(plan_norm_backward(4096, 65536, DType::kBFloat16, DType::kBFloat16, false, kH200)
-                .cluster_blocks,
-            8);
-  EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, kA100).tier,
-            Tier::kStreaming);
+TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
+  const auto plan_for = [](int cols, bool from_output, const DeviceProperties& chip) {
+    return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, from_output, chip);
+  };
+  EXPECT_EQ(plan_for(4096, false, kH200).tier, Tier::kRegisters);
+  EXPECT_EQ(plan_for(1000, false, kH200).tier, Tier::kRegisters);
+  EXPECT_EQ(plan_for(1025, false, kH200).tier, Tier::kRing);  // ends within a pack
+  EXPECT_EQ(plan_for(1025, false, kA100).tier, Tier::kRegisters);
+  EXPECT_EQ(plan_for(5120, false, kH200).blocks, 2 * 132);
+  EXPECT_EQ(plan_for(12288, false, kH200).cluster_blocks, 1);
+  EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // bias and 1 / weight take room
+  EXPECT_EQ(plan_for(65536, false, kH200).cluster_blocks, 8);
+  EXPECT_EQ(plan_for(131072, false, kH200).tier, Tier::kStreaming);
+  EXPECT_EQ(plan_for(8192, false, kA100).tier, Tier::kRegisters);
+  EXPECT_EQ(plan_for(12288, false, kA100).tier, Tier::kStreaming);
 }
 
 TEST(RowLayout, DividesByMultiplication) {

@@ -87,6 +87,23 @@ class CopyBarrier {
     } while (!done);
 #endif
   }
+  // The same where other blocks of the cluster sent something.
+  __device__ __forceinline__ void wait_for_cluster(uint32_t parity) const {
+#if __CUDA_ARCH__ >= 900
+    uint32_t done;
+    do {
+      asm volatile(
+          "{\n"
+          ".reg .pred done;\n"
+          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
+          "selp.u32 %0, 1, 0, done;\n"
+          "}"
+          : "=r"(done)
+          : "r"(address(this)), "r"(parity)
+          : "memory");
+    } while (!done);
+#endif
+  }
 
   // Puts what the thread wrote to shared memory before the copies that it starts from now on.
   __device__ __forceinline__ static void order_writes() {

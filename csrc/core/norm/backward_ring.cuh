@@ -59,7 +59,7 @@ class LateSums {
   // The row's sums, in all threads the same.
   __device__ __forceinline__ Sums total(int turn) const {
     if (blocks_ == 1) return of_block(turn);
-    slots_.arrived[turn & 1].wait(turn >> 1 & 1);
+    slots_.arrived[turn & 1].wait_for_cluster(turn >> 1 & 1);
     const Sums* const parts = slots_.parts[turn & 1];
     Sums sum = parts[0];
 #pragma unroll 1
@@ -99,16 +99,17 @@ template <bool kRms>
 struct RingShared {
   RingStages stages;
   typename LateSums<kRms>::Slots slots;
+  float2 statistics[2];  // mean and rstd of the row at hand and of the one before
 };
 
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
 // an iteration they add up a row, write the dx of the row before, and meet at one barrier; then one
 // thread fills the stage of the row before with one yet to come.
-template <bool kRegular, bool kRms, Saved kSaved, typename X, typename Y, typename S>
+template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out, int stages,
                                                    RingShared<kRms>& shared) {
-  using Slice = RingSlice<kRegular, kRms, kSaved, X, Y, S>;
+  using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
   constexpr bool kReadsMean = !kRms && kSaved == Saved::kInput;
   extern __shared__ __align__(16) float staged[];
@@ -118,9 +119,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   const int blocks = cluster.blocks();
   const int block_first = cluster.rank() * threads * kCols;
   const int block_cols = max(0, min(threads * kCols, in.cols - block_first));
-  const int step = kRegular || in.cols % N == 0 ? 1 : kWarpSize;
   const int lane = thread % kWarpSize;
-  const int own = (thread - lane) * kCols + (step == 1 ? lane * N : lane);
+  const int own = (thread - lane) * kCols + lane * (Slice::kApart == 1 ? N : 1);
   const int64_t stride = gridDim.x / blocks, first = blockIdx.x / blocks;
 
   wait_for_prerequisites();
@@ -130,9 +130,9 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
     return RingTensor<T>{base + block_first, layout, block_cols,
                          reinterpret_cast<const char*>(end)};
   };
-  RowRing<S, Y, kRegular && N * sizeof(S) == 16, kRegular && N * sizeof(Y) == 16> ring(
-      reinterpret_cast<char*>(staged + param_kinds(kSaved) * threads * kCols), shared.stages,
-      tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout));
+  RowRing<S, Y, Slice::kRegular && N * sizeof(S) == 16, Slice::kRegular && N * sizeof(Y) == 16>
+      ring(reinterpret_cast<char*>(staged + param_kinds(kSaved) * threads * kCols), shared.stages,
+           tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout));
   const bool fills = thread == threads - kWarpSize;  // in the warp with the fewest columns
   if (fills) {
     ring.init(stages);
@@ -140,7 +140,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.fill(s, first + s * stride);
   }
   LateSums<kRms> sums(shared.slots, cluster);
-  Slice slice(in, out, typename Slice::Params(staged, thread), block_first + own, step);
+  Slice slice(in, out, typename Slice::Params(staged, thread), block_first + own);
   cluster.arrive();  // nobody sends to a block that has not begun
   __syncthreads();
   cluster.wait();
@@ -161,12 +161,13 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
         next_mean = mean_of(row + stride);
         next_rstd = __ldg(in.rstd + row + stride);
       }
+      if (thread == 0) shared.statistics[turn & 1] = {mean, rstd};
       ring.wait(stage, parity);
       sums.put(turn, slice.add_up(row_at(row, stage, mean, rstd)));
     }
     const int stage_before = (stage == 0 ? stages : stage) - 1;
     if (row != first) {
-      const float mean = mean_of(row - stride), rstd = __ldg(in.rstd + row - stride);  // from L1
+      const auto [mean, rstd] = shared.statistics[turn - 1 & 1];
       const auto of_row = sums.total(turn - 1);
       if (out.dx != nullptr) slice.write_dx(row_at(row - stride, stage_before, mean, rstd), of_row);
     }
@@ -192,10 +193,13 @@ __global__ void __launch_bounds__(768, 1)
                        int stages) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
+  constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   if (regular) {
-    norm_backward_late<true, kRms, kSaved>(in, out, stages, shared);
+    norm_backward_late<RowsLie::kRegular, kRms, kSaved>(in, out, stages, shared);
+  } else if (in.cols % N == 0) {
+    norm_backward_late<RowsLie::kShifted, kRms, kSaved>(in, out, stages, shared);
   } else {
-    norm_backward_late<false, kRms, kSaved>(in, out, stages, shared);
+    norm_backward_late<RowsLie::kRagged, kRms, kSaved>(in, out, stages, shared);
   }
 #endif
 }

@@ -16,43 +16,45 @@ struct RingRow {
   float mean, rstd;
 };
 
+// How rows lie: packs of a regular row are aligned; a shifted row is whole packs at any address,
+// whose elements are read one by one; a ragged row ends within a pack.
+enum class RowsLie { kRegular, kShifted, kRagged };
+
 // A thread's columns, the same in every row: kPacks packs, the columns of pack p being
-// first + p * kSliceStep<N> + i * step. In regular rows, and in others of whole packs, step is 1,
-// as in row_slice.cuh. Rows that end within a pack are read, and dx is written, an element at a
-// time: then the columns of a pack are a warp apart, so that those of its lanes are neighbours.
-template <bool kRegular, bool kRms, Saved kSaved, typename X, typename Y, typename S>
+// first + p * kSliceStep<N> + i * kApart, side by side as in row_slice.cuh. dx of ragged rows is
+// written an element at a time: there a pack's columns are a warp apart, so that those of its lanes
+// are neighbours.
+template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 class RingSlice {
  public:
   static constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   static constexpr int kPacks = 16 / N;
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kListed = kSaved == Saved::kOutputAndList;
+  static constexpr bool kRegular = kLie == RowsLie::kRegular;
+  static constexpr int kApart = kLie == RowsLie::kRagged ? kWarpSize : 1;
   using Params = StagedParams<kPacks, N, kSaved>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 
   __device__ RingSlice(const BackwardInput<Y, S, float>& in, const BackwardOutput<X, float>& out,
-                       const Params& params, int first, int step)
-      : in_(in),
-        out_(out),
-        params_(params),
-        first_(first),
-        left_(in.cols - first),
-        step_(kRegular ? 1 : step),
-        whole_packs_(step == 1 && reinterpret_cast<uintptr_t>(out.dx) % (N * sizeof(X)) == 0) {
-    for (int p = 0; p < kPacks; ++p) params.stage(in, p, first + p * kStep, step_);
+                       const Params& params, int first)
+      : in_(in), out_(out), params_(params), first_(first), left_(in.cols - first) {
+    for (int p = 0; p < kPacks; ++p) params.stage(in, p, first + p * kStep, kApart);
     // A thread reads but its own parameters.
-    if (kListed) listed_ = params.listed(left_, step_);
+    if (kListed) listed_ = params.listed(left_, kApart);
   }
 
   // Adds a row to the columns' sums; returns what the thread has of the row's.
   __device__ __forceinline__ Sums add_up(const Row& row) {
     Sums sums{};
+    int left = left_;
+    forget(left);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kStep >= left_) break;
+      if (p * kStep >= left) break;
       float xhat[N], w[N], g[N], wx[N];
-      load(row, p, xhat, w);
+      load(row, left, p, xhat, w);
       params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -70,7 +72,7 @@ class RingSlice {
   // Brings near what write_dx() will add to a row of dx.
   __device__ __forceinline__ void prefetch_residual(int64_t row) const {
     if (out_.dresidual == nullptr) return;
-    const int near = step_ == 1 ? 0 : static_cast<int>(threadIdx.x) % kWarpSize * (N - 1);
+    const int near = kApart == 1 ? 0 : static_cast<int>(threadIdx.x) % kWarpSize * (N - 1);
     out_.template prefetch_residual<N, kPacks>(row * in_.cols + first_ + near, left_ - near);
   }
 
@@ -80,20 +82,23 @@ class RingSlice {
     const float of_xhat = -row.rstd * (sums.wx * per_cols);
     float constant = 0;
     if constexpr (!kRms) constant = -row.rstd * (sums.w * per_cols);
-    const int64_t at = row.index * in_.cols + first_;
+    int64_t at = row.index * in_.cols + first_;
+    int left = left_;
+    forget(at);
+    forget(left);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kStep >= left_) break;
+      if (p * kStep >= left) break;
       float xhat[N], w[N], g[N];
-      load(row, p, xhat, w);
+      load(row, left, p, xhat, w);
       params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         w[i] *= g[i];
         w[i] = fmaf(xhat[i], of_xhat, kRms ? w[i] * row.rstd : fmaf(w[i], row.rstd, constant));
       }
-      if (out_.dresidual != nullptr) add_residual(at, p, w);
-      store(at, p, w);
+      if (out_.dresidual != nullptr) add_residual(at, left, p, w);
+      store(at, left, p, w);
     }
   }
 
@@ -107,26 +112,35 @@ class RingSlice {
  private:
   static constexpr int kStep = kSliceStep<N>;
 
-  __device__ __forceinline__ bool inside(int p, int i) const {
-    return kRegular || p * kStep + i * step_ < left_;
+  // Whether column i of pack p is one of the `left` that remain from this thread's first on.
+  __device__ __forceinline__ static bool inside(int left, int p, int i) {
+    return kApart == 1 || p * kStep + i * kApart < left;
+  }
+  // The compiler no longer knows what a ragged row's value is made of: from what is the same in
+  // every row it would make something for each column, keep all that in registers, and spill.
+  __device__ __forceinline__ static void forget(int& value) {
+    if (kApart > 1) asm volatile("" : "+r"(value));
+  }
+  __device__ __forceinline__ static void forget(int64_t& value) {
+    if (kApart > 1) asm volatile("" : "+l"(value));
   }
 
   template <typename T>
-  __device__ __forceinline__ void read(const T* slice, int p, float (&out)[N]) const {
+  __device__ __forceinline__ void read(const T* slice, int left, int p, float (&out)[N]) const {
     if constexpr (kRegular) {
       unpack(reinterpret_cast<const AlignedPack<T, N>*>(slice)[p * kWarpSize].pack, out);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        out[i] = inside(p, i) ? static_cast<float>(slice[p * kStep + i * step_]) : 0.0f;
+        out[i] = inside(left, p, i) ? static_cast<float>(slice[p * kStep + i * kApart]) : 0.0f;
     }
   }
 
   // xhat and dy of a pack.
-  __device__ __forceinline__ void load(const Row& row, int p, float (&xhat)[N],
+  __device__ __forceinline__ void load(const Row& row, int left, int p, float (&xhat)[N],
                                        float (&dy)[N]) const {
-    read(row.saved, p, xhat);
-    read(row.dy, p, dy);
+    read(row.saved, left, p, xhat);
+    read(row.dy, left, p, dy);
     if constexpr (kFromOutput) {
       params_.take_back(p, xhat);
       if (kListed) params_.take_listed(in_.list, listed_, p, row.index, xhat);
@@ -137,36 +151,39 @@ class RingSlice {
     }
   }
 
-  __device__ __forceinline__ void add_residual(int64_t at, int p, float (&gradient)[N]) const {
+  __device__ __forceinline__ void add_residual(int64_t at, int left, int p,
+                                               float (&gradient)[N]) const {
     if constexpr (kRegular) {
       out_.template add_residual<true>(at + p * kStep, N, 0, gradient);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (!inside(p, i)) continue;
+        if (!inside(left, p, i)) continue;
         float added[1];
         unpack(Pack<X, 1>{detail::load_words<sizeof(X)>(
-                   reinterpret_cast<const char*>(out_.dresidual + at + p * kStep + i * step_))},
+                   reinterpret_cast<const char*>(out_.dresidual + at + p * kStep + i * kApart))},
                added);
         gradient[i] += added[0];
       }
     }
   }
 
-  __device__ __forceinline__ void store(int64_t at, int p, const float (&gradient)[N]) const {
+  __device__ __forceinline__ void store(int64_t at, int left, int p,
+                                        const float (&gradient)[N]) const {
     X* const to = out_.dx + at + p * kStep;
-    if (kRegular || whole_packs_) {
+    if (kRegular ||
+        (kApart == 1 && reinterpret_cast<uintptr_t>(out_.dx) % sizeof(Pack<X, N>) == 0)) {
       Pack<X, N> pack;
       round_to(pack, gradient);
       detail::store_streamed<sizeof(pack)>(reinterpret_cast<char*>(to), pack.words);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (!inside(p, i)) continue;
+        if (!inside(left, p, i)) continue;
         Pack<X, 1> element;
         const float value[1] = {gradient[i]};
         round_to(element, value);
-        detail::store_words<sizeof(X)>(reinterpret_cast<char*>(to + i * step_), element.words);
+        detail::store_words<sizeof(X)>(reinterpret_cast<char*>(to + i * kApart), element.words);
       }
     }
   }
@@ -184,7 +201,7 @@ class RingSlice {
       } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if (inside(p, i)) to[p * kStep + i * step_] = sums[p][i];
+          if (inside(left_, p, i)) to[p * kStep + i * kApart] = sums[p][i];
         }
       }
     }
@@ -193,8 +210,7 @@ class RingSlice {
   const BackwardInput<Y, S, float>& in_;
   const BackwardOutput<X, float>& out_;
   const Params params_;
-  int first_, left_, step_;
-  bool whole_packs_;  // dx is written in packs though rows are irregular
+  int first_, left_;
   uint32_t listed_ = 0;
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};
 };
