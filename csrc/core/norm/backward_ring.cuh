@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(768, 1)
   } else if (in.cols % N == 0) {
     norm_backward_late<RowsLie::kShifted, kRms, kSaved>(in, out, stages, shared);
   } else {
-    norm_backward_late<RowsLie::kRagged, kRms, kSaved>(in, out, stages, shared);
+    norm_backward_late<RowsLie::kElements, kRms, kSaved>(in, out, stages, shared);
   }
 #endif
 }

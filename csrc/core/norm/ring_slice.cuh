@@ -16,14 +16,9 @@ struct RingRow {
   float mean, rstd;
 };
 
-// How rows lie: packs of a regular row are aligned; a shifted row is whole packs at any address,
-// whose elements are read one by one; a ragged row ends within a pack.
-enum class RowsLie { kRegular, kShifted, kRagged };
-
 // A thread's columns, the same in every row: kPacks packs, the columns of pack p being
-// first + p * kSliceStep<N> + i * kApart, side by side as in row_slice.cuh. dx of ragged rows is
-// written an element at a time: there a pack's columns are a warp apart, so that those of its lanes
-// are neighbours.
+// first + p * kSliceStep<N> + i * kApart, as in row_slice.cuh. Rows that are not regular are read
+// from shared memory element by element.
 template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 class RingSlice {
  public:
@@ -32,7 +27,7 @@ class RingSlice {
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kListed = kSaved == Saved::kOutputAndList;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
-  static constexpr int kApart = kLie == RowsLie::kRagged ? kWarpSize : 1;
+  static constexpr int kApart = kLie == RowsLie::kElements ? kWarpSize : 1;
   using Params = StagedParams<kPacks, N, kSaved>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
@@ -116,7 +111,7 @@ class RingSlice {
   __device__ __forceinline__ static bool inside(int left, int p, int i) {
     return kApart == 1 || p * kStep + i * kApart < left;
   }
-  // The compiler no longer knows what a ragged row's value is made of: from what is the same in
+  // The compiler no longer knows what such a row's value is made of: from what is the same in
   // every row it would make something for each column, keep all that in registers, and spill.
   __device__ __forceinline__ static void forget(int& value) {
     if (kApart > 1) asm volatile("" : "+r"(value));
