@@ -167,7 +167,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
     }
     const int stage_before = (stage == 0 ? stages : stage) - 1;
     if (row != first) {
-      const auto [mean, rstd] = shared.statistics[turn - 1 & 1];
+      const auto [mean, rstd] = shared.statistics[(turn - 1) & 1];
       const auto of_row = sums.total(turn - 1);
       if (out.dx != nullptr) slice.write_dx(row_at(row - stride, stage_before, mean, rstd), of_row);
     }
