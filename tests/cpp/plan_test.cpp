@@ -65,10 +65,9 @@ void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols, b
     EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack, cols);
     EXPECT_TRUE(plan.cluster_blocks == 1 ||
                 (plan.rows_per_block == 1 && plan.packs == kMostPacks));
-    EXPECT_TRUE(plan.threads_per_row >= 32 || plan.packs <= kMaxShortPacks);
+    EXPECT_TRUE(plan.threads_per_row >= 32 || !whole_warps(plan.packs));
     // The kernels that there are.
-    EXPECT_TRUE(plan.packs == 2 || (plan.packs == 3 && !adds) || plan.packs == 4 ||
-                plan.packs == kMostPacks);
+    EXPECT_TRUE((plan.packs >= 2 && plan.packs <= 4) || plan.packs == kMostPacks);
   }
 }
 
@@ -189,8 +188,9 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   };
   EXPECT_EQ(plan_for(4096, false, kH200).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(1000, false, kH200).tier, Tier::kRegisters);
-  EXPECT_EQ(plan_for(1025, false, kH200).tier, Tier::kRing);  // ends within a pack
-  EXPECT_EQ(plan_for(1025, false, kA100).tier, Tier::kRegisters);
+  EXPECT_EQ(plan_for(5121, false, kH200).tier, Tier::kRegisters);  // ends within a pack
+  EXPECT_EQ(plan_for(8192, false, kH200).tier, Tier::kRegisters);  // fills a block's threads
+  EXPECT_EQ(plan_for(5120, true, kH200).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(5120, false, kH200).blocks, 2 * 132);
   EXPECT_EQ(plan_for(12288, false, kH200).cluster_blocks, 1);
   EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // bias and 1 / weight take room

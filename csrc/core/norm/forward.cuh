@@ -56,7 +56,7 @@ __device__ __forceinline__ void norm_forward_once(
   constexpr int N = kPackElements<Load, Store>;
   constexpr bool kPacked = kPacks * N > held_values(kLie);
 
-  const RowGroup<Barrier::kBlock, (kPacks > kMaxShortPacks)> group;
+  const RowGroup<Barrier::kBlock, whole_warps(kPacks)> group;
   RowCluster cluster;
   const bool spread = kPacks == kMostPacks && cluster.blocks() > 1;
   const int blocks_per_row = spread ? cluster.blocks() : 1;

@@ -59,9 +59,7 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
         case 2:
           return run(norm_forward_registers<Load, Store, kRms, 2>, lie);
         case 3:
-          if constexpr (!Load::kAdds)
-            return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
-          return cudaErrorInvalidValue;
+          return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
         case 4:
           return run(norm_forward_registers<Load, Store, kRms, 4>, lie);
         default:

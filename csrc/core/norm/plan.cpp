@@ -22,14 +22,15 @@ int threads_for(int64_t row_packs, int packs) {
 }
 
 // Packs a thread in a forward kernel: as many as keep few threads idle. The more, the fewer threads
-// take part in the row's sums; kernels that add have none for 3, to keep their number low.
-int forward_packs(int64_t block_packs, bool adds, int cluster_blocks) {
+// take part in the row's sums. In one warp those that a row does not reach cost nothing.
+int forward_packs(int64_t block_packs, int cluster_blocks) {
   if (cluster_blocks > 1 || block_packs > 4 * kMaxForwardThreads) return kMostPacks;
+  if (block_packs <= 3 * kWarp / 2) return 3;
+  if (block_packs <= 4 * kWarp) return block_packs <= 2 * kWarp ? 2 : 4;
   int best = 2;
-  for (int packs = adds ? 4 : 3; packs <= 4; ++packs) {
-    const int threads = threads_for(block_packs, packs);
-    if (packs > kMaxShortPacks && threads < kWarp) break;
-    if (8 * packs * threads <= 9 * best * threads_for(block_packs, best)) best = packs;
+  for (int packs : {3, 4}) {
+    if (8 * packs * threads_for(block_packs, packs) <= 9 * best * threads_for(block_packs, best))
+      best = packs;
   }
   return best;
 }
@@ -104,7 +105,7 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
     plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kMaxForwardThreads);
   } else {
     plan.tier = Tier::kRegisters;
-    plan.packs = forward_packs(block_packs, adds, plan.cluster_blocks);
+    plan.packs = forward_packs(block_packs, plan.cluster_blocks);
     plan.threads_per_row = threads_for(block_packs, plan.packs);
   }
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
@@ -122,7 +123,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // go over more warps, and in one warp nobody waits. To shift packs takes registers.
   const bool whole_packs = cols % plan.pack == 0;
   const bool single = row_packs <= kWarp ||
-                      (whole_packs && row_packs > 2 * kWarp && row_packs <= 4 * kWarp);
+                      (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
   const int packs = single ? 1 : 2;
   const int threads = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   const int block_threads = backward_threads(packs);

@@ -31,10 +31,10 @@ struct NormPlan {
   bool overlaps;     // programmatic dependent launch, of the forward kernel or of stage 2
 };
 
-// Forward: short rows have up to kMaxShortPacks packs in each of some lanes of a warp, or of all;
-// longer ones four a thread in whole warps, and the longest kMostPacks in kMaxForwardThreads, which
-// blocks of a cluster may share.
-constexpr int kMaxShortPacks = 3;
+// Forward: a row of less than a warp's share has up to three packs in each of some lanes, others two
+// to four in each thread of whole warps, and the longest kMostPacks in kMaxForwardThreads, which
+// blocks of a cluster may share. The lanes are known at compile time but for three packs.
+constexpr bool whole_warps(int packs) { return packs != 3; }
 constexpr int kMostPacks = 8;
 constexpr int kMaxForwardThreads = 512;
 
