@@ -63,8 +63,7 @@ void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols, b
     if (plan.tier == Tier::kStreaming) continue;
     EXPECT_LE(threads, forward_threads(adds, plan.packs));
     EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack, cols);
-    EXPECT_TRUE(plan.cluster_blocks == 1 ||
-                (plan.rows_per_block == 1 && plan.packs == kMostPacks));
+    EXPECT_TRUE(plan.cluster_blocks == 1 || (plan.rows_per_block == 1 && plan.packs == kMostPacks));
     EXPECT_TRUE(plan.threads_per_row >= 32 || !whole_warps(plan.packs));
     // The kernels that there are.
     EXPECT_TRUE((plan.packs >= 2 && plan.packs <= 4) || plan.packs == kMostPacks);
@@ -151,7 +150,8 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         }
         EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack,
                   cols);
-        EXPECT_EQ(plan.blocks, plan.partials * plan.cluster_blocks);
+        const int sets = plan.tier == Tier::kRing ? plan.partial_sets : 1;
+        EXPECT_EQ(plan.blocks * sets, plan.partials * plan.cluster_blocks);
         EXPECT_LE(plan.partials, rows);
         if (plan.tier == Tier::kRegisters) {
           check_registers(plan, chip);

@@ -115,7 +115,8 @@ class SliceReader {
 
  private:
   // The shortest and the longest rows leave the first-level cache to the parameters (measured on an
-  // H200: backward 2 % faster at one pack a thread, 3 % slower at two; forward 4 % faster at eight).
+  // H200: backward 2 % faster at one pack a thread, 3 % slower at two; forward 4 % faster at
+  // eight).
   __device__ __forceinline__ static Words<kBytes> load(const char* from) {
     constexpr bool kPast = kPacks == 1 || kPacks > 4;
     return kPast ? detail::load_streamed<kBytes>(from) : detail::load_words<kBytes>(from);
@@ -238,9 +239,9 @@ class SliceWriter {
   Words<kBytes> carried_ = {};
 };
 
-// Calls visit(i, inside) for the elements of a pack of a row that is not whole packs, of which `left`
-// columns remain from the thread's first element on. Where the row ends within the group's pack,
-// only as far as that, with `inside` for whether this thread's element lies in the row.
+// Calls visit(i, inside) for the elements of a pack of a row that is not whole packs, of which
+// `left` columns remain from the thread's first element on. Where the row ends within the group's
+// pack, only as far as that, with `inside` for whether this thread's element lies in the row.
 template <int N, typename Group, typename Visit>
 __device__ __forceinline__ void visit_elements(const Group& group, int left, Visit visit) {
   const int lanes = group.lanes(), left_of_all = left + group.lane();

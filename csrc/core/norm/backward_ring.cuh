@@ -108,6 +108,7 @@ struct RingShared {
 template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out, int stages,
+                                                   int partial_sets, int rows_in_sequence,
                                                    RingShared<kRms>& shared) {
   using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
@@ -150,8 +151,9 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   auto row_at = [&](int64_t row, int stage, float mean, float rstd) {
     return typename Slice::Row{row, ring.first(stage, own), ring.second(stage, own), mean, rstd};
   };
-  int stage = 0, turn = 0;
+  int stage = 0, turn = 0, partial_set = 0, rows_summed = 0;
   uint32_t parity = 0;
+  auto write_partials = [&] { slice.write_partials(first + partial_set++ * stride); };
   for (int64_t row = first;; row += stride, ++turn) {
     const bool more = row < in.rows;
     if (more) {
@@ -164,6 +166,10 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       if (thread == 0) shared.statistics[turn & 1] = {mean, rstd};
       ring.wait(stage, parity);
       sums.put(turn, slice.add_up(row_at(row, stage, mean, rstd)));
+      if (++rows_summed == rows_in_sequence) {
+        write_partials();
+        rows_summed = 0;
+      }
     }
     const int stage_before = (stage == 0 ? stages : stage) - 1;
     if (row != first) {
@@ -182,7 +188,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
     }
   }
   launch_dependents();
-  slice.write_partials(first);
+  while (partial_set < partial_sets) write_partials();
 }
 
 // 768 threads of 80 registers: 16 columns each, with two accumulators a column.
@@ -190,16 +196,19 @@ template <typename X, typename Y, typename S, bool kRms, Saved kSaved>
 __global__ void __launch_bounds__(768, 1)
     norm_backward_ring(const __grid_constant__ BackwardInput<Y, S, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, bool regular,
-                       int stages) {
+                       int stages, int partial_sets, int rows_in_sequence) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   if (regular) {
-    norm_backward_late<RowsLie::kRegular, kRms, kSaved>(in, out, stages, shared);
+    norm_backward_late<RowsLie::kRegular, kRms, kSaved>(in, out, stages, partial_sets,
+                                                        rows_in_sequence, shared);
   } else if (in.cols % N == 0) {
-    norm_backward_late<RowsLie::kShifted, kRms, kSaved>(in, out, stages, shared);
+    norm_backward_late<RowsLie::kShifted, kRms, kSaved>(in, out, stages, partial_sets,
+                                                        rows_in_sequence, shared);
   } else {
-    norm_backward_late<RowsLie::kElements, kRms, kSaved>(in, out, stages, shared);
+    norm_backward_late<RowsLie::kElements, kRms, kSaved>(in, out, stages, partial_sets,
+                                                         rows_in_sequence, shared);
   }
 #endif
 }

@@ -33,8 +33,8 @@ constexpr int kPackElements = 16 / (sizeof(typename Load::Input) > sizeof(typena
                                         ? sizeof(typename Load::Input)
                                         : sizeof(typename Store::Output));
 
-// How many values of a row a thread holds as fp32. Rows that are not regular need registers to be put
-// together.
+// How many values of a row a thread holds as fp32. Rows that are not regular need registers to be
+// put together.
 constexpr int held_values(RowsLie lie) { return lie == RowsLie::kRegular ? 32 : 16; }
 
 template <typename A>
@@ -63,8 +63,7 @@ __device__ __forceinline__ void norm_forward_once(
   const int part_cols = group.threads() * kPacks * N;
   const int part_first = spread ? cluster.rank() * part_cols : 0;
   const int col = part_first + slice_column<N, kPacks, kLie>(group);
-  const int64_t row =
-      int64_t{blockIdx.x / blocks_per_row} * group.groups() + group.index();
+  const int64_t row = int64_t{blockIdx.x / blocks_per_row} * group.groups() + group.index();
   const int left = row < load.rows ? load.cols - col : 0;
   const SliceBounds<N, kLie, decltype(group)> bounds(group, left);
   if (spread) cluster.arrive();
@@ -77,13 +76,12 @@ __device__ __forceinline__ void norm_forward_once(
 
   const A own_cols = static_cast<A>(spread ? min(part_cols, load.cols - part_first) : load.cols);
   const A per_own = spread ? reciprocal(own_cols) : out.per_cols;
-  auto statistics =
-      part_statistics<kRms>(group, values, bounds, own_cols, per_own, shared.slots);
+  auto statistics = part_statistics<kRms>(group, values, bounds, own_cols, per_own, shared.slots);
   if (spread) {
     cluster.wait();
     const A part_mean = statistics.mean;
-    statistics = merge_parts<kRms>(cluster.gather(statistics, shared.cluster_slots),
-                                   blocks_per_row, part_cols, load.cols, out.per_cols);
+    statistics = merge_parts<kRms>(cluster.gather(statistics, shared.cluster_slots), blocks_per_row,
+                                   part_cols, load.cols, out.per_cols);
     if (!kRms && !kCorrectsMean<X>) values.recentre(statistics.mean - part_mean, bounds);
   }
   if (!kRms && kCorrectsMean<X>) values.centre(statistics.mean, bounds);
@@ -149,15 +147,15 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
       unpack(packs[p], x);
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] = (x[i] - mean) * rstd;
-      if (col + p * step < load.cols) store.template load<AnyForm, !kRms, false>(col + p * step, group, g, b);
+      if (col + p * step < load.cols)
+        store.template load<AnyForm, !kRms, false>(col + p * step, group, g, b);
       writer.store(col + p * step, store.template apply<void, !kRms>(x, g, b));
     }
   }
 }
 
 template <typename Load, typename Store, bool kRms, int kPacks>
-__global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks),
-                                  forward_blocks(Load::kAdds))
+__global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const StatisticsOf<Load, Store> out, RowsLie lie) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;

@@ -154,7 +154,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     auto run_tier = [&](auto rms) {
       constexpr bool kRms = decltype(rms)::value;
       if (plan.tier == Tier::kRing)
-        return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages);
+        return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages,
+                   plan.partial_sets, plan.rows_in_sequence);
       return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, regular)
                              : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, regular);
     };

@@ -37,6 +37,9 @@ int forward_packs(int64_t block_packs, int cluster_blocks) {
 
 int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
 
+// Partial rows: gridDim.y of the column tiles.
+constexpr int64_t kMaxPartials = 65535;
+
 // Static shared memory of the kernels, rounded up.
 constexpr int kStaticShared = 5 * 1024;
 
@@ -50,6 +53,9 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
                const DeviceProperties& device, NormBackwardPlan& plan) {
   constexpr int kCols = 16, kMaxThreads = 768, kEnoughThreads = 384, kMinStages = 3;
   constexpr int kStatic = 1024, kReservedPerBlock = 1024;
+  // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
+  // tree.
+  constexpr int kMaxRowsInSequence = 128;
   for (int spread = 1; spread <= device.max_cluster_blocks; spread *= 2) {
     const int64_t block_packs = ceil_div(ceil_div(cols, plan.pack), spread);
     if (block_packs * plan.pack > kMaxThreads * kCols) continue;
@@ -71,8 +77,13 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
       plan.cluster_blocks = spread;
       plan.shared_bytes = params + plan.stages * stage;
       const int resident = device.cluster_multiprocessors(spread) * blocks / spread;
-      plan.partials = static_cast<int>(std::min<int64_t>(rows, std::max(1, resident)));
-      plan.blocks = plan.partials * spread;
+      const int64_t clusters = std::min<int64_t>(rows, std::max(1, resident));
+      const int64_t rounds = ceil_div(rows, clusters);
+      const int64_t sets = std::min(ceil_div(rounds, kMaxRowsInSequence), kMaxPartials / clusters);
+      plan.blocks = static_cast<int>(clusters * spread);
+      plan.partial_sets = static_cast<int>(sets);
+      plan.rows_in_sequence = static_cast<int>(std::min<int64_t>(ceil_div(rounds, sets), INT_MAX));
+      plan.partials = static_cast<int>(clusters * sets);
       return true;
     }
   }
@@ -122,8 +133,8 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
   // go over more warps, and in one warp nobody waits. To shift packs takes registers.
   const bool whole_packs = cols % plan.pack == 0;
-  const bool single = row_packs <= kWarp ||
-                      (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
+  const bool single =
+      row_packs <= kWarp || (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
   const int packs = single ? 1 : 2;
   const int threads = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   const int block_threads = backward_threads(packs);
@@ -142,8 +153,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
   // dbias.
   const int column_vectors = from_output ? 3 : 2;
-  const int64_t staged =
-      int64_t{std::max(threads, kWarp)} * packs * plan.pack * column_vectors * 4;
+  const int64_t staged = int64_t{std::max(threads, kWarp)} * packs * plan.pack * column_vectors * 4;
   plan.cluster_blocks = 1;
   if (x != DType::kFloat64 && threads <= block_threads &&
       staged + kStaticShared <= device.shared_bytes_per_block) {
@@ -173,7 +183,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   constexpr int kMaxRowsInSequence = 64;
   const int64_t wanted = std::max(ceil_div(int64_t{8} * device.sm_count, plan.tiles),
                                   ceil_div(rows, kMaxRowsInSequence));
-  plan.partials = static_cast<int>(std::min({wanted, rows, int64_t{65535}}));
+  plan.partials = static_cast<int>(std::min({wanted, rows, kMaxPartials}));
   return plan;
 }
 

@@ -31,9 +31,9 @@ struct NormPlan {
   bool overlaps;     // programmatic dependent launch, of the forward kernel or of stage 2
 };
 
-// Forward: a row of less than a warp's share has up to three packs in each of some lanes, others two
-// to four in each thread of whole warps, and the longest kMostPacks in kMaxForwardThreads, which
-// blocks of a cluster may share. The lanes are known at compile time but for three packs.
+// Forward: a row of less than a warp's share has up to three packs in each of some lanes, others
+// two to four in each thread of whole warps, and the longest kMostPacks in kMaxForwardThreads,
+// which blocks of a cluster may share. The lanes are known at compile time but for three packs.
 constexpr bool whole_warps(int packs) { return packs != 3; }
 constexpr int kMostPacks = 8;
 constexpr int kMaxForwardThreads = 512;
@@ -49,13 +49,15 @@ constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
                            const DeviceProperties& device);
 
-// kRegisters, kRing: one kernel gives dx and a partial row of dweight and dbias per block (or
-// cluster). kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one
+// kRegisters, kRing: one kernel gives dx and a partial row of dweight and dbias per block, or
+// some. kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one
 // over column tiles.
 struct NormBackwardPlan : NormPlan {
-  int partials;  // rows of fp32 (fp64) partial sums: blocks, or row chunks of the column tiles
+  int partials;  // rows of fp32 (fp64) partial sums: one or more a block, or row chunks of the
+                 // tiles
   int tiles;     // kStreaming: column tiles of kTileThreads packs
-  int stages;    // kRing: rows in shared memory at once
+  // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
+  int stages, partial_sets, rows_in_sequence;
 };
 
 constexpr int kMaxRingStages = 6;

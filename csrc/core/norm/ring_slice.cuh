@@ -97,11 +97,16 @@ class RingSlice {
     }
   }
 
-  // Writes the columns' sums to a partial row; null partials are left out.
-  __device__ __forceinline__ void write_partials(int64_t row) const {
+  // Writes the columns' sums to a partial row and begins anew; null partials are left out.
+  __device__ __forceinline__ void write_partials(int64_t row) {
     const int64_t at = row * in_.cols + first_;
     if (out_.dweight_partials) write_sums(out_.dweight_partials + at, dweight_);
     if (!kRms && out_.dbias_partials) write_sums(out_.dbias_partials + at, dbias_);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) dweight_[p][i] = dbias_[p][i] = 0;
+    }
   }
 
  private:
