@@ -166,7 +166,7 @@ def saved_by_kind(model, compute_loss):
         address = storage.data_ptr()
         if address not in skipped and (address not in owners or owners[address][0] == "norms"):
             owners[address] = (stack[-1], storage.nbytes())
-        return tensor
+        return tensor.detach()  # a node that kept its own output as it is would never be freed
 
     hooks = []
     for module in model.modules():

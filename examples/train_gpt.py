@@ -180,7 +180,7 @@ def bytes_saved_for_backward(model, compute_loss):
     def pack(tensor):
         storage = tensor.untyped_storage()
         storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # a node that kept its own output as it is would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = compute_loss()  # its graph keeps the storages alive: no address comes twice

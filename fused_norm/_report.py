@@ -143,6 +143,7 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     names = {module: name for name, module in norms.items()}
     calls = []  # [name, {storage address: bytes}, output dtype]
     inside = []
+    cells = []  # a node that held its own output, and not by way of these, would never be freed
     kept_by_others = {
         tensor.untyped_storage().data_ptr()
         for tensor in (*model.parameters(), *model.buffers(), *_tensors((inputs, keywords)))
@@ -155,7 +156,8 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
             calls[inside[-1]][1][storage.data_ptr()] = storage.nbytes()
         else:
             kept_by_others.add(storage.data_ptr())
-        return tensor
+        cells.append([tensor])
+        return cells[-1]
 
     def enter(module, _inputs):
         inside.append(len(calls))
@@ -173,12 +175,14 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
             _as_it_was(model),
             torch.compiler.set_stance("force_eager"),  # a compiled model calls no hooks of norms
             torch.enable_grad(),
-            torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda cell: cell[0]),
         ):
             output = model(*inputs, **keywords)  # keeps the storages alive: no address comes twice
     finally:
         for handle in handles:
             handle.remove()
+        for cell in cells:
+            cell.clear()
     del output
     counted = set(kept_by_others)
     result = []

@@ -1,5 +1,8 @@
 """fused_norm.memory_report: what each norm saves, and which columns are at risk."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -68,6 +71,17 @@ def test_leaves_the_model_as_it_was(device, generator):
     assert torch.equal(torch.random.get_rng_state(), state)
     assert all(p.grad is None for p in model.parameters())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("flag", [False, True], ids=["", "memory_efficient"])
+def test_frees_what_it_ran(flag, device, generator):
+    """Nodes that keep their own output are no cycle with what the report looked at."""
+    model = nn.Sequential(nn.Linear(COLS, COLS), nn.Tanh(), chain(device, memory_efficient=flag))
+    parameters = [weakref.ref(parameter) for parameter in model.to(device).parameters()]
+    fn.memory_report(model, torch.randn(ROWS, COLS, generator=generator, device=device))
+    del model
+    gc.collect()
+    assert not any(parameter() is not None for parameter in parameters)
 
 
 def test_keyword_arguments_and_a_model_without_norms(device):
