@@ -46,9 +46,12 @@ void for_all(Check check) {
         for (bool backward : {false, true}) {
           for (SoftmaxTier tier : kTiers) {
             if (!softmax_tier_holds(tier, backward, cols, dtypes.x, dtypes.y, chip)) continue;
-            SCOPED_TRACE(testing::Message() << cols << " columns, backward " << backward
-                                            << ", tier " << static_cast<int>(tier));
-            check(chip, dtypes, cols, backward, tier);
+            for (bool log : {false, true}) {
+              SCOPED_TRACE(testing::Message()
+                           << cols << " columns, backward " << backward << ", log " << log
+                           << ", tier " << static_cast<int>(tier));
+              check(chip, dtypes, cols, backward, log, tier);
+            }
           }
         }
       }
@@ -57,12 +60,13 @@ void for_all(Check check) {
 }
 
 TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
-  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward,
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward, bool log,
              SoftmaxTier tier) {
     for (int64_t rows : kRows) {
       if (rows > (int64_t{1} << 40) / cols) continue;  // more than any memory holds
       if (tier != SoftmaxTier::kAuto && rows >= 1 << 28) continue;
-      const SoftmaxPlan plan = plan_softmax(tier, backward, rows, cols, dtypes.x, dtypes.y, chip);
+      const SoftmaxPlan plan =
+          plan_softmax(tier, backward, log, rows, cols, dtypes.x, dtypes.y, chip);
       if (tier != SoftmaxTier::kAuto) {
         EXPECT_EQ(plan.tier, tier);
       }
@@ -98,11 +102,12 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
 }
 
 TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {
-  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward,
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward, bool log,
              SoftmaxTier tier) {
-    const SoftmaxPlan one = plan_softmax(tier, backward, 1, cols, dtypes.x, dtypes.y, chip);
+    const SoftmaxPlan one = plan_softmax(tier, backward, log, 1, cols, dtypes.x, dtypes.y, chip);
     for (int64_t rows : kRows) {
-      const SoftmaxPlan plan = plan_softmax(tier, backward, rows, cols, dtypes.x, dtypes.y, chip);
+      const SoftmaxPlan plan =
+          plan_softmax(tier, backward, log, rows, cols, dtypes.x, dtypes.y, chip);
       EXPECT_EQ(plan.tier, one.tier);
       EXPECT_EQ(plan.place, one.place);
       EXPECT_EQ(plan.packs, one.packs);
@@ -116,7 +121,7 @@ TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {
 TEST(SoftmaxPlan, EveryTierServesTheRowsItIsFor) {
   const DType bf16 = DType::kBFloat16, f64 = DType::kFloat64;
   auto tier_of = [](int cols, DType dtype, const DeviceProperties& chip) {
-    return plan_softmax(SoftmaxTier::kAuto, false, 4096, cols, dtype, dtype, chip).tier;
+    return plan_softmax(SoftmaxTier::kAuto, false, false, 4096, cols, dtype, dtype, chip).tier;
   };
   for (const DeviceProperties& chip : kChips) {
     EXPECT_EQ(tier_of(1, bf16, chip), SoftmaxTier::kWarp);

@@ -82,15 +82,17 @@ RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
           slice * pack_bytes * (backward ? 2 : 1)};
 }
 
-// A block reads a few chunks at least before it meets the others of its cluster.
-RowShape uncached_shape(bool backward, int64_t row_packs, const DeviceProperties& device) {
+// A block reads a few chunks at least before it meets the others of its cluster; for log_softmax's
+// gradient, whose sum is of dy alone, twice as many.
+RowShape uncached_shape(bool backward, bool log, int64_t row_packs,
+                        const DeviceProperties& device) {
   const int packs = backward ? 2 : 4;
   const int64_t wanted = ceil_div(row_packs, packs);
   const int threads =
       wanted <= kWarp ? power_of_two_from(wanted) : std::min(whole_warps(wanted), kBlockThreads);
-  constexpr int kChunks = 4;
+  const int chunks = backward && log ? 8 : 4;
   const int chunk = packs * threads;
-  const int cluster_blocks = cluster_for(row_packs, kChunks * chunk, device);
+  const int cluster_blocks = cluster_for(row_packs, chunks * chunk, device);
   return {RowPlace::kRegisters,
           packs,
           threads,
@@ -104,14 +106,14 @@ int pack_bytes_of(bool backward, DType x, DType y) {
   return softmax_pack(x, y) * size_of(backward ? y : x);
 }
 
-RowShape shape_in(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
+RowShape shape_in(SoftmaxTier tier, bool backward, bool log, int cols, DType x, DType y,
                   const DeviceProperties& device) {
   const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
   if (tier == SoftmaxTier::kWarp) return warp_shape(row_packs);
   if (tier == SoftmaxTier::kBlock) {
     return block_shape(backward, row_packs, pack_bytes_of(backward, x, y), device);
   }
-  return uncached_shape(backward, row_packs, device);
+  return uncached_shape(backward, log, row_packs, device);
 }
 
 bool tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
@@ -119,7 +121,7 @@ bool tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
   if (tier == SoftmaxTier::kUncached) return true;
   if (x == DType::kFloat64) return false;
   if (tier == SoftmaxTier::kWarp) return ceil_div(cols, softmax_pack(x, y)) <= kMaxWarpPacks;
-  return shape_in(tier, backward, cols, x, y, device).shared_bytes + kStaticShared <=
+  return shape_in(tier, backward, false, cols, x, y, device).shared_bytes + kStaticShared <=
          device.shared_bytes_per_block;
 }
 
@@ -131,7 +133,7 @@ SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceP
   // What no cluster holds in registers is read again from the L2 cache: with a cluster to a row few
   // rows are under way, and most of that is there. Without clusters more are, and shared memory is
   // the place.
-  const RowShape block = shape_in(SoftmaxTier::kBlock, backward, cols, x, y, device);
+  const RowShape block = shape_in(SoftmaxTier::kBlock, backward, false, cols, x, y, device);
   const bool has_clusters = device.max_cluster_blocks > 1;
   return block.place == RowPlace::kShared && has_clusters ? SoftmaxTier::kUncached
                                                           : SoftmaxTier::kBlock;
@@ -146,10 +148,10 @@ bool softmax_tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DTyp
   return tier == SoftmaxTier::kAuto || tier_holds(tier, backward, cols, x, y, device);
 }
 
-SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols, DType x, DType y,
-                         const DeviceProperties& device) {
+SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows, int cols, DType x,
+                         DType y, const DeviceProperties& device) {
   if (tier == SoftmaxTier::kAuto) tier = choose_tier(backward, cols, x, y, device);
-  const RowShape shape = shape_in(tier, backward, cols, x, y, device);
+  const RowShape shape = shape_in(tier, backward, log, cols, x, y, device);
   SoftmaxPlan plan{};
   plan.tier = tier;
   plan.place = shape.place;

@@ -32,8 +32,8 @@ struct SoftmaxPlan {
   bool overlap;      // programmatic dependent launch, from Hopper on
 };
 
-SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, int64_t rows, int cols, DType x, DType y,
-                         const DeviceProperties& device);
+SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows, int cols, DType x,
+                         DType y, const DeviceProperties& device);
 
 // Over another dimension than the last (columns.cuh): `splits` threads share the columns of a pack
 // of neighbours, and a block holds `lanes` such packs.

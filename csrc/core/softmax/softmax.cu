@@ -12,7 +12,7 @@ cudaError_t run(const Params& params, const Plan& plan, cudaStream_t stream) {
 
 template <typename Params>
 SoftmaxPlan plan_of(const Params& params, bool backward, const DeviceProperties& device) {
-  return plan_softmax(params.tier, backward, params.rows, params.cols, params.x_dtype,
+  return plan_softmax(params.tier, backward, params.log, params.rows, params.cols, params.x_dtype,
                       params.y_dtype, device);
 }
 
