@@ -93,7 +93,7 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
 
 }  // namespace
 
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
+NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
                            const DeviceProperties& device) {
   // Four warps keep the number of blocks low where rows are short.
   constexpr int kBlockThreads = 128;

@@ -46,7 +46,7 @@ constexpr int forward_threads(bool adds, int packs) {
 constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
 // The kernels that add have no streaming tier: where the plan says so, x is added up before.
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool adds,
+NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
                            const DeviceProperties& device);
 
 // kRegisters, kRing: one kernel gives dx and a partial row of dweight and dbias per block, or
