@@ -21,32 +21,32 @@ import softmax_harness as softmax
 import torch
 from harness import OUTPUTS, SHORT, SUMS
 
-# Columns, and rows for forward and for backward. The columns lie in each tier of each pack size:
-# from one lane a row to a cluster of eight blocks and to streaming. Where a row needs a barrier,
-# the rows are as many as give a persistent block three rounds on a chip of 132 multiprocessors: the
-# slots of two rounds alternate. Where backward's rows pass through a ring of up to four stages, six
-# rounds, so that stages are filled again and read. No rows for backward: it has no other tier
-# there.
+# Columns, and rows for backward. The columns lie in each tier of each pack size: from one lane a
+# row to a cluster of eight blocks and to streaming. Where backward's rows need a barrier, they are
+# as many as give a persistent block three rounds on a chip of 132 multiprocessors: the slots of two
+# rounds alternate. Where they pass through a ring of up to six stages, more, so that stages are
+# filled again and read. None: backward has no other tier there.
 SHAPES = [
-    (1, 1, 1),
-    (3, 7, 7),
-    (33, 70000, 34000),
-    (91, 37, 37),
-    (250, 150, 150),
-    (301, 64, 64),
-    (597, 37, 37),
-    (997, 37, 37),
-    (1025, 2700, 3200),
-    (3001, 1330, 1600),
-    (4097, 800, 1600),
-    (9001, 270, 800),
-    (17001, 270, 400),
-    (28001, 270, None),
-    (33001, 140, 200),
-    (66001, 64, 100),
-    (131081, 32, None),
-    (262153, 2, None),
+    (1, 1),
+    (3, 7),
+    (33, 34000),
+    (91, 37),
+    (250, 150),
+    (301, 64),
+    (597, 3200),
+    (997, 2000),
+    (1025, 2000),
+    (3001, 800),
+    (4097, 2200),
+    (9001, 1200),
+    (17001, 600),
+    (28001, None),
+    (33001, 300),
+    (66001, 150),
+    (131081, None),
+    (262153, None),
 ]
+FORWARD_ROWS = 150, 5  # short rows, of which a block takes up to 128 at once, and longer ones
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
 ALL = (True, True, True)
 MASKS = [(True, False, False), (False, True, True), (True, True, False), (True, False, True)]
@@ -70,19 +70,19 @@ def calls(x_dtype, turn):
     others = [(x_dtype, None, 0.0), (None, None, 0.0), (torch.float32, x_dtype, 1.0),
               (None, x_dtype, 0.0), (x_dtype, x_dtype, 0.0)]  # fmt: skip
     numbers = itertools.count(turn)
-    for cols, forward_rows, backward_rows in SHAPES:
+    for cols, backward_rows in SHAPES:
         even = -(-cols // 8) * 8
+        forward_rows = FORWARD_ROWS[cols > 1100]
         yield Call(forward_rows, even, "regular", torch.float32, torch.float32, 0.0, None)
         yield Call(forward_rows, cols, "odd", *others[next(numbers) % len(others)], None)
         rows, mask = (backward_rows, ALL) if backward_rows else (FEW_ROWS, None)
         yield Call(rows, even, "regular", x_dtype, x_dtype, 0.0, mask)
         if backward_rows:
             yield Call(rows, cols, "odd", *others[next(numbers) % len(others)], mask)
-        for layout in ("regular", "offset"):
+        for layout, columns in (("regular", even), ("offset", cols), ("offset", even)):
             number = next(numbers)
             parameters = others[number % len(others)]
             mask = MASKS[number % len(MASKS)] if backward_rows else None
-            columns = even if layout == "regular" else cols
             yield Call(min(rows, FEW_ROWS), columns, layout, *parameters, mask)
 
 
