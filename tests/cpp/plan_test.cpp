@@ -102,7 +102,7 @@ void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip)
   EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
 }
 
-void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int cols,
+void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int saved_size, int dy_size, int column_vectors) {
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
   EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
@@ -125,6 +125,11 @@ void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int 
             chip.shared_bytes_per_block + kKilobyte);
   EXPECT_LE(a_multiprocessor * plan.threads_per_row * 80, 65536);
   EXPECT_TRUE(plan.cluster_blocks == 1 || a_multiprocessor == 1);
+  // The partial rows of a cluster hold all of its rows, few in each, unless partial rows run out.
+  const int64_t clusters = plan.blocks / plan.cluster_blocks;
+  const int64_t rounds = (rows + clusters - 1) / clusters;
+  EXPECT_GE(int64_t{plan.partial_sets} * plan.rows_in_sequence, rounds);
+  EXPECT_TRUE(plan.rows_in_sequence <= 128 || plan.partials + clusters > 65535);
 }
 
 TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
@@ -150,7 +155,7 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         if (plan.tier == Tier::kRegisters) {
           check_registers(plan, chip);
         } else {
-          check_ring(plan, chip, cols, size_of(from_output ? dtypes.y : dtypes.x),
+          check_ring(plan, chip, rows, cols, size_of(from_output ? dtypes.y : dtypes.x),
                      size_of(dtypes.y), from_output ? 3 : 1);
         }
       }

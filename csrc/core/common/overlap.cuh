@@ -22,7 +22,7 @@ __device__ __forceinline__ void wait_for_prerequisites() {
 #endif
 }
 
-// Both, at the top of a kernel whose blocks are all resident soon.
+// Both, at the top of a kernel. The next one is launched when the last block has begun.
 __device__ __forceinline__ void meet_previous_kernel() {
   wait_for_prerequisites();
   launch_dependents();

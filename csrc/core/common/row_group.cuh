@@ -111,8 +111,8 @@ class RowGroup {
 };
 
 // Sums over the threads of a row group: every thread gets the same bits. The tree depends on the
-// number of threads alone.
-template <typename A, Barrier kBarrier>
+// number of threads alone. Each group of several warps has a named barrier.
+template <typename A>
 class RowSums {
  public:
   static constexpr int kHalf = kWarpSize / 2;
@@ -192,11 +192,7 @@ class RowSums {
   }
   template <typename Group>
   __device__ __forceinline__ static void meet(const Group& group) {
-    if constexpr (kBarrier == Barrier::kBlock) {
-      __syncthreads();
-    } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(group.index() + 1), "r"(group.threads()) : "memory");
-    }
+    asm volatile("bar.sync %0, %1;" ::"r"(group.index() + 1), "r"(group.threads()) : "memory");
   }
   __device__ __forceinline__ void turn() {
     const int other = set_ ? -2 * kMaxWarps : 2 * kMaxWarps;

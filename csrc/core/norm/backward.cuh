@@ -11,7 +11,7 @@ namespace fused_norm {
 
 // A block of 512 threads has at most 8 groups of several warps.
 constexpr int kMaxGroups = 8;
-using GroupSums = RowSums<float, Barrier::kNamed>;
+using GroupSums = RowSums<float>;
 
 // Persistent blocks walk over the rows. A group of threads keeps its columns' sums and the packs of
 // its next row in registers. Column parameters are staged once in shared memory, as fp32.

@@ -15,8 +15,7 @@ namespace fused_norm {
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
   kRing,       // backward: rows pass through shared memory by bulk copies, read once
-  kStreaming,  // any length: the row is read twice, from shared memory the second time where it
-               // fits
+  kStreaming,  // any length: the row is read twice
 };
 
 struct NormPlan {
@@ -28,7 +27,7 @@ struct NormPlan {
   int cluster_blocks;  // kRegisters and kRing: blocks that share a row
   int blocks;
   int shared_bytes;  // dynamic
-  bool overlaps;     // programmatic dependent launch, of the forward kernel or of stage 2
+  bool overlaps;     // programmatic dependent launch, of all kernels but kStreaming's of backward
 };
 
 // Forward: a row of less than a warp's share has up to three packs in each of some lanes, others
