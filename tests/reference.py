@@ -289,15 +289,16 @@ class NormCheck:
         error = gradient.reshape(-1).double() - ref
         # A column sums M products. Each carries a few u of itself, with random sign: 4u sqrt(sum
         # p^2). A block that adds L rows one after the other also rounds its growing sum L times:
-        # 0.4 u sqrt(L) sqrt(sum p^2) as a random walk. At least 128 blocks share the rows of a
-        # large tensor, and what a drift of the sum costs is u |sum|.
+        # 0.4 u sqrt(L) sqrt(sum p^2) as a random walk. The limit is that of 128 blocks which share
+        # the rows; where fewer do, in clusters, no sequence is longer than 128, and they are held
+        # to it all the same. What a drift of the sum costs is u |sum|.
         chain = math.sqrt(self.total_rows / 128)
         arithmetic = self.u * ((4 + 0.5 * chain) * root + 4 * ref.abs())
         if name == "dbias" and self.dy_repeats:
             # A thread that adds one number again and again rounds alike while its sum stays within
             # a power of two, and other threads do the same: nothing averages out. What holds for
             # any numbers is u h sum |p|, with h the additions on the longest way to the result:
-            # the rows of a block, and at most 16 warps, 5 partial rows a warp and 10 levels of
+            # the rows of a block, and 32 for up to 17 partial rows a warp of stage 2 and 10 levels of
             # trees. In practice 0.15 u L of the sum for a sequence of L. The products of dweight
             # differ, as xhat does.
             additions = 32 + self.total_rows / 128
