@@ -298,8 +298,8 @@ class NormCheck:
             # A thread that adds one number again and again rounds alike while its sum stays within
             # a power of two, and other threads do the same: nothing averages out. What holds for
             # any numbers is u h sum |p|, with h the additions on the longest way to the result:
-            # the rows of a block, and 32 for up to 17 partial rows a warp of stage 2 and 10 levels of
-            # trees. In practice 0.15 u L of the sum for a sequence of L. The products of dweight
+            # the rows of a block, and 32 for up to 17 partial rows a warp of stage 2 and 10 levels
+            # of trees. In practice 0.15 u L of the sum for a sequence of L. The products of dweight
             # differ, as xhat does.
             additions = 32 + self.total_rows / 128
             arithmetic = arithmetic + self.u * additions * self.sums.pop("dbias magnitudes")

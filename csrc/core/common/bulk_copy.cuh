@@ -70,38 +70,31 @@ class CopyBarrier {
 #endif
   }
 
-  // Until the end of a phase. The first has parity 0, the next 1, and so on in turn.
+  // Until the end of a phase. The first has parity 0, the next 1, and so on in turn. kFromCluster:
+  // other blocks of the cluster sent something.
+  template <bool kFromCluster = false>
   __device__ __forceinline__ void wait(uint32_t parity) const {
 #if __CUDA_ARCH__ >= 900
+#define FUSED_NORM_TRY_WAIT(semantics)     \
+  asm volatile(                            \
+      "{\n"                                \
+      ".reg .pred done;\n"                 \
+      "mbarrier.try_wait.parity" semantics \
+      ".shared::cta.b64 done, [%1], %2;\n" \
+      "selp.u32 %0, 1, 0, done;\n"         \
+      "}"                                  \
+      : "=r"(done)                         \
+      : "r"(address(this)), "r"(parity)    \
+      : "memory")
     uint32_t done;
     do {
-      asm volatile(
-          "{\n"
-          ".reg .pred done;\n"
-          "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, done;\n"
-          "}"
-          : "=r"(done)
-          : "r"(address(this)), "r"(parity)
-          : "memory");
+      if constexpr (kFromCluster) {
+        FUSED_NORM_TRY_WAIT(".acquire.cluster");
+      } else {
+        FUSED_NORM_TRY_WAIT("");
+      }
     } while (!done);
-#endif
-  }
-  // The same where other blocks of the cluster sent something.
-  __device__ __forceinline__ void wait_for_cluster(uint32_t parity) const {
-#if __CUDA_ARCH__ >= 900
-    uint32_t done;
-    do {
-      asm volatile(
-          "{\n"
-          ".reg .pred done;\n"
-          "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%1], %2;\n"
-          "selp.u32 %0, 1, 0, done;\n"
-          "}"
-          : "=r"(done)
-          : "r"(address(this)), "r"(parity)
-          : "memory");
-    } while (!done);
+#undef FUSED_NORM_TRY_WAIT
 #endif
   }
 

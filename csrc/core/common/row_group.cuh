@@ -54,10 +54,7 @@ class RowGroup {
   // The same over kLanes neighbours.
   template <int kLanes, typename V, typename Combine>
   __device__ __forceinline__ V reduce_over(V value, Combine combine) const {
-#pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2)
-      value = combine(value, shuffle_xor(value, offset));
-    return value;
+    return butterfly(value, kLanes, combine);
   }
 
   // Combines what the group's warps hold, each the same in all lanes. `slots` is shared memory, two
@@ -110,6 +107,15 @@ class RowGroup {
   int turn_ = 0;
 };
 
+// The sum over kLanes neighbours, in all of them.
+template <int kLanes, typename A>
+__device__ __forceinline__ A lane_sum(A value) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2)
+    value += __shfl_xor_sync(kFullMask, value, offset);
+  return value;
+}
+
 // Sums over the threads of a row group: every thread gets the same bits. The tree depends on the
 // number of threads alone. Each group of several warps has a named barrier.
 template <typename A>
@@ -149,7 +155,7 @@ class RowSums {
     meet(group);
     // Both halves read the first half's slots.
     const A* const from = read_ - (upper_ ? kMaxWarps : 0);
-    a = half_sum(from[0] + from[1]);
+    a = lane_sum<kHalf>(from[0] + from[1]);
     turn();
   }
 
@@ -162,11 +168,11 @@ class RowSums {
       return;
     }
     A sum = (upper_ ? b : a) + __shfl_xor_sync(kFullMask, upper_ ? a : b, kHalf);
-    sum = half_sum(sum);
+    sum = lane_sum<kHalf>(sum);
     if (several_) {
       if (writes_) *write_ = sum;
       meet(group);
-      sum = half_sum(read_[0] + read_[1]);
+      sum = lane_sum<kHalf>(read_[0] + read_[1]);
       turn();
     }
     const A other = __shfl_xor_sync(kFullMask, sum, kHalf);
@@ -175,13 +181,6 @@ class RowSums {
   }
 
  private:
-  __device__ __forceinline__ static A half_sum(A value) {
-#pragma unroll
-    for (int offset = kHalf / 2; offset > 0; offset /= 2) {
-      value += __shfl_xor_sync(kFullMask, value, offset);
-    }
-    return value;
-  }
   template <typename Group>
   __device__ __forceinline__ static A over_lanes(const Group& group, A value) {
 #pragma unroll

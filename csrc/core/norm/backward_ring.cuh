@@ -37,12 +37,12 @@ class LateSums {
   __device__ __forceinline__ void put(int turn, const Sums& sums) {
     const int warp = threadIdx.x / kWarpSize;
     if constexpr (kRms) {
-      const float of_warp = over_lanes<kWarpSize>(sums.wx);
+      const float of_warp = lane_sum<kWarpSize>(sums.wx);
       if (lane() == 0) slots_.of_warp[turn & 1][0][warp] = of_warp;
     } else {
       const bool upper = lane() >= kHalf;
       const float other = __shfl_xor_sync(kFullMask, upper ? sums.w : sums.wx, kHalf);
-      const float of_warp = over_lanes<kHalf>((upper ? sums.wx : sums.w) + other);
+      const float of_warp = lane_sum<kHalf>((upper ? sums.wx : sums.w) + other);
       if (lane() % kHalf == 0) slots_.of_warp[turn & 1][upper][warp] = of_warp;
     }
   }
@@ -59,7 +59,7 @@ class LateSums {
   // The row's sums, in all threads the same.
   __device__ __forceinline__ Sums total(int turn) const {
     if (blocks_ == 1) return of_block(turn);
-    slots_.arrived[turn & 1].wait_for_cluster(turn >> 1 & 1);
+    slots_.arrived[turn & 1].template wait<true>(turn >> 1 & 1);
     const Sums* const parts = slots_.parts[turn & 1];
     Sums sum = parts[0];
 #pragma unroll 1
@@ -74,7 +74,7 @@ class LateSums {
   __device__ __forceinline__ Sums of_block(int turn) const {
     const bool upper = !kRms && lane() >= kHalf;
     const float* const from = slots_.of_warp[turn & 1][upper] + lane() % kHalf;
-    const float sum = over_lanes<kHalf>(from[0] + from[kHalf]);
+    const float sum = lane_sum<kHalf>(from[0] + from[kHalf]);
     if constexpr (kRms) {
       return {sum};
     } else {
@@ -82,14 +82,6 @@ class LateSums {
       return {upper ? other : sum, upper ? sum : other};
     }
   }
-  template <int kLanes>
-  __device__ __forceinline__ static float over_lanes(float value) {
-#pragma unroll
-    for (int offset = kLanes / 2; offset > 0; offset /= 2)
-      value += __shfl_xor_sync(kFullMask, value, offset);
-    return value;
-  }
-
   Slots& slots_;
   int blocks_, rank_;
 };
