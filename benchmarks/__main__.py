@@ -21,6 +21,7 @@ from benchmarks import (
     norm,
     overhead,
     softmax,
+    step,
     sweep,
 )
 
@@ -33,6 +34,7 @@ COMMANDS = {
     "merge": merge,
     "compare": compare,
     "memory": memory,
+    "step": step,
     "ladder": backward_ladder,
 }
 

@@ -3,12 +3,13 @@ regular and irregular rows and every kind of parameters, at the smallest sizes t
 go round.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
-    [norm] [add] [softmax]
+    [norm] [add] [softmax] [K/N]
 
-Without torch's caching allocator every tensor is an allocation of its own, so that a read or write
-past its end is seen. The tools racecheck, initcheck and synccheck take the same command. Inputs are
-drawn on the CPU, so that hardly a kernel runs but the library's own. Where fused_norm is compiled
-in the tree and not installed, PYTHONPATH must hold the repository's root.
+K/N takes every N-th pair of dtypes and kind, from the K-th on. Without torch's caching allocator
+every tensor is an allocation of its own, so that a read or write past its end is seen. The tools
+racecheck, initcheck and synccheck take the same command. Inputs are drawn on the CPU, so that
+hardly a kernel runs but the library's own. Where fused_norm is compiled in the tree and not
+installed, PYTHONPATH must hold the repository's root.
 """
 
 import dataclasses
@@ -186,23 +187,23 @@ def softmax_calls(pools, pair):
             yield softmax.Form(*pair, log=log, dim=1), x, dy, None
 
 
-def run_softmax(pools, report):
-    for number, pair in enumerate(softmax.PAIRS):
+def run_softmax(pools, chosen, report):
+    for number, pair in chosen(softmax.PAIRS):
         for form, *tensors in softmax_calls(pools, pair):
             softmax.forward_backward(form, *tensors)
         report(f"softmax {number + 1}/{len(softmax.PAIRS)}", pair)
 
 
-def run_norm(pools, report):
+def run_norm(pools, chosen, report):
     pairs = [(x, y) for x, outputs in OUTPUTS.items() for y in outputs]
-    for turn, ((x, y), rms) in enumerate(itertools.product(pairs, (False, True))):
+    for turn, ((x, y), rms) in chosen(itertools.product(pairs, (False, True))):
         for call in calls(x, turn):
             run(call, pools, x, y, rms)
         report(f"norm {turn + 1}/{2 * len(pairs)} {'rms' if rms else 'layer'}", (x, y))
 
 
-def run_adds(pools, report):
-    for turn, ((x, y), rms) in enumerate(itertools.product(SUMS, (False, True))):
+def run_adds(pools, chosen, report):
+    for turn, ((x, y), rms) in chosen(itertools.product(SUMS, (False, True))):
         for call in calls(x, turn):
             run_add(call, pools, x, y, rms)
         report(f"add {turn + 1}/{2 * len(SUMS)} {'rms' if rms else 'layer'}", (x, y))
@@ -219,8 +220,14 @@ def main():
         print(f"{what} {dtypes}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
     families = {"norm": run_norm, "add": run_adds, "softmax": run_softmax}
-    for name in sys.argv[1:] or families:
-        families[name](pools, report)
+    parts = [argument for argument in sys.argv[1:] if "/" in argument]
+    first, step = (int(number) for number in (parts or ["1/1"])[0].split("/"))
+
+    def chosen(forms):
+        return itertools.islice(enumerate(forms), first - 1, None, step)
+
+    for name in [argument for argument in sys.argv[1:] if argument not in parts] or families:
+        families[name](pools, chosen, report)
 
 
 if __name__ == "__main__":

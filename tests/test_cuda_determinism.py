@@ -4,6 +4,8 @@ import pytest
 import torch
 from harness import Form, apply, forward_backward, randn, random_input, random_parameters, same_bits
 
+import fused_norm as fn
+
 pytestmark = pytest.mark.cuda
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -115,6 +117,18 @@ def test_a_row_at_any_alignment(kind, dtype, memory_efficient, generator):
             check(f"weight at {offset}", x, moved[1], bias, dy)
             pitch = torch.empty(5, cols + offset, dtype=dtype, device="cuda")[:, offset:].copy_(x)
             check(f"row pitch {cols + offset}", pitch, weight, bias, dy)
+
+
+def test_the_sign_of_zero_at_any_alignment(generator):
+    """-0 stays -0 in RMSNorm, as in torch, wherever a row lies."""
+    for cols in (64, 1000, 1001, 4096):
+        x = randn(generator, 3, cols, dtype=BF16)
+        x[:, ::3] = -0.0
+        for weight in (None, randn(generator, cols, dtype=BF16).abs() + 0.5):
+            y = fn.functional.rms_norm(x, (cols,), weight)
+            assert y[:, ::3].signbit().all() and (y[:, ::3] == 0).all()
+            for offset in OFFSETS:
+                assert same_bits(fn.functional.rms_norm(place(x, offset), (cols,), weight), y)
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])

@@ -102,7 +102,7 @@ __device__ __forceinline__ void norm_forward_once(
     values.get(p, bounds, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] *= rstd;
-    writer.store(p, store.template apply<typename Form::Param, !kRms>(x, g, b), group);
+    writer.store(p, store.template apply<!kRms>(x, g, b), group);
   }
 }
 
@@ -149,7 +149,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
       for (int i = 0; i < N; ++i) x[i] = (x[i] - mean) * rstd;
       if (col + p * step < load.cols)
         store.template load<AnyForm, !kRms, false>(col + p * step, group, g, b);
-      writer.store(col + p * step, store.template apply<void, !kRms>(x, g, b));
+      writer.store(col + p * step, store.template apply<!kRms>(x, g, b));
     }
   }
 }

@@ -130,9 +130,8 @@ struct AffineStore {
     return {y + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
 
-  // Weight and bias of a pack's columns from `col` on; Param is their type where
-  // both are there and the offset is zero, or void: found out here.
-  // kWhole: the packs are whole.
+  // Weight and (kBias) bias of a pack's columns from `col` on; Param is their type where they are
+  // there and the offset is zero, or void: found out here. kWhole: the packs are whole.
   template <typename Form, bool kBias, bool kWhole, int N, typename Group, typename A>
   __device__ __forceinline__ void load(int col, const Group& group, A (&g)[N], A (&b)[N]) const {
     using Param = typename Form::Param;
@@ -163,18 +162,17 @@ struct AffineStore {
 #pragma unroll
         for (int i = 0; i < N; ++i) g[i] += static_cast<A>(weight_offset);
       }
-      if (bias.data) get(bias, b);
+      if (kBias && bias.data) get(bias, b);
     }
   }
 
-  template <typename Param, bool kBias, int N, typename A>
+  // Without a bias nothing is added, whatever the form: not even zero, to which -0 would give way.
+  template <bool kBias, int N, typename A>
   __device__ __forceinline__ Pack<T, N> apply(const A (&xhat)[N], const A (&g)[N],
                                               const A (&b)[N]) const {
     A y[N];
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      y[i] = kBias || std::is_void_v<Param> ? fma(xhat[i], g[i], b[i]) : xhat[i] * g[i];
-    }
+    for (int i = 0; i < N; ++i) y[i] = kBias ? fma(xhat[i], g[i], b[i]) : xhat[i] * g[i];
     Pack<T, N> out;
     round_to(out, y);
     return out;
