@@ -107,6 +107,9 @@ class RowGroup {
   int turn_ = 0;
 };
 
+// Keeps a value in its register: what is made of few instructions would be made anew at each use.
+__device__ __forceinline__ void keep(int& value) { asm volatile("" : "+r"(value)); }
+
 // The sum over kLanes neighbours, in all of them.
 template <int kLanes, typename A>
 __device__ __forceinline__ A lane_sum(A value) {

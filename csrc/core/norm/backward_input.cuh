@@ -20,6 +20,7 @@ template <typename Y, typename S, typename A>
 struct BackwardInput {
   int64_t rows;
   int cols;
+  A per_cols;  // 1 / cols
   bool from_output;
   const Y* dy;
   RowLayout dy_layout;

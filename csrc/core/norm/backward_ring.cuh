@@ -91,7 +91,7 @@ template <bool kRms>
 struct RingShared {
   RingStages stages;
   typename LateSums<kRms>::Slots slots;
-  float2 statistics[2];  // mean and rstd of the row at hand and of the one before
+  float2 statistics[4];  // mean and rstd of the row before, the one at hand, and the next
 };
 
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
@@ -125,62 +125,69 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   };
   RowRing<S, Y, Slice::kRegular && N * sizeof(S) == 16, Slice::kRegular && N * sizeof(Y) == 16>
       ring(reinterpret_cast<char*>(staged + param_kinds(kSaved) * threads * kCols), shared.stages,
-           tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout));
+           tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout), stages);
   const bool fills = thread == threads - kWarpSize;  // in the warp with the fewest columns
   if (fills) {
-    ring.init(stages);
-    for (int s = 0; s < stages && first + s * stride < in.rows; ++s)
-      ring.fill(s, first + s * stride);
+    ring.init();
+    RingStage stage;
+    for (int s = 0; s < stages && first + s * stride < in.rows; ++s, stage = ring.after(stage))
+      ring.fill(stage, first + s * stride);
   }
   LateSums<kRms> sums(shared.slots, cluster);
-  Slice slice(in, out, typename Slice::Params(staged, thread), block_first + own);
+  Slice slice(in, out, typename Slice::Params(staged, thread), own, block_first, first, stride);
+
+  // One thread reads the rows' statistics, two rows ahead.
+  const int rounds = static_cast<int>((in.rows - first + stride - 1) / stride);
+  float2 next_statistics{};
+  auto read_statistics = [&](int turn) {
+    if (turn >= rounds) return;
+    const int64_t row = first + turn * stride;
+    next_statistics = {kReadsMean ? __ldg(in.mean + row) : 0.0f, __ldg(in.rstd + row)};
+  };
+  auto put_statistics = [&](int turn) { shared.statistics[turn & 3] = next_statistics; };
+  if (thread == 0) {
+    read_statistics(0);
+    put_statistics(0);
+    read_statistics(1);
+  }
   cluster.arrive();  // nobody sends to a block that has not begun
   __syncthreads();
   cluster.wait();
 
-  auto mean_of = [&](int64_t row) { return kReadsMean ? __ldg(in.mean + row) : 0.0f; };
-  float next_mean = mean_of(first), next_rstd = __ldg(in.rstd + first);
-  auto row_at = [&](int64_t row, int stage, float mean, float rstd) {
-    return typename Slice::Row{row, ring.first(stage, own), ring.second(stage, own), mean, rstd};
+  int turn = 0;
+  RingStage stage, stage_before;
+  auto row_at = [&](int turn, const RingStage& stage) {
+    const auto [mean, rstd] = shared.statistics[turn & 3];
+    return typename Slice::Row{first + turn * stride, ring.first(stage), ring.second(stage),
+                               mean, rstd};
   };
-  int stage = 0, turn = 0, partial_set = 0, rows_summed = 0;
-  uint32_t parity = 0;
-  auto write_partials = [&] { slice.write_partials(first + partial_set++ * stride); };
-  for (int64_t row = first;; row += stride, ++turn) {
-    const bool more = row < in.rows;
-    if (more) {
-      const float mean = next_mean, rstd = next_rstd;
-      slice.prefetch_residual(row);
-      if (row + stride < in.rows) {
-        next_mean = mean_of(row + stride);
-        next_rstd = __ldg(in.rstd + row + stride);
+  auto write_row_before = [&] {
+    const auto of_row = sums.total(turn - 1);
+    slice.write_dx(row_at(turn - 1, stage_before), of_row);
+  };
+  int end = 0;
+  for (int set = 0; set < partial_sets; ++set) {
+    end = static_cast<int>(min(int64_t{rounds}, int64_t{end} + rows_in_sequence));
+    for (; turn < end; ++turn) {
+      slice.prefetch_residual(first + turn * stride);
+      if (thread == 0) {
+        put_statistics(turn + 1);
+        read_statistics(turn + 2);
       }
-      if (thread == 0) shared.statistics[turn & 1] = {mean, rstd};
-      ring.wait(stage, parity);
-      sums.put(turn, slice.add_up(row_at(row, stage, mean, rstd)));
-      if (++rows_summed == rows_in_sequence) {
-        write_partials();
-        rows_summed = 0;
-      }
+      ring.wait(stage);
+      sums.put(turn, slice.add_up(row_at(turn, stage)));
+      if (turn > 0) write_row_before();
+      __syncthreads();
+      sums.share(turn);
+      if (fills && turn > 0 && turn + stages - 1 < rounds)
+        ring.fill(stage_before, first + (turn + stages - 1) * stride);
+      stage_before = stage;
+      stage = ring.after(stage);
     }
-    const int stage_before = (stage == 0 ? stages : stage) - 1;
-    if (row != first) {
-      const auto [mean, rstd] = shared.statistics[(turn - 1) & 1];
-      const auto of_row = sums.total(turn - 1);
-      if (out.dx != nullptr) slice.write_dx(row_at(row - stride, stage_before, mean, rstd), of_row);
-    }
-    if (!more) break;
-    __syncthreads();
-    sums.share(turn);
-    const int64_t next = row + (stages - 1) * stride;
-    if (fills && row != first && next < in.rows) ring.fill(stage_before, next);
-    if (++stage == stages) {
-      stage = 0;
-      parity ^= 1;
-    }
+    if (turn == rounds) launch_dependents();
+    slice.write_partials(first + set * stride);
   }
-  launch_dependents();
-  while (partial_set < partial_sets) write_partials();
+  write_row_before();
 }
 
 // 768 threads of 80 registers: 16 columns each, with two accumulators a column.

@@ -109,6 +109,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   const BackwardInput<Y, S, A> in{
       params.rows,
       params.cols,
+      A(1) / params.cols,
       params.from_output,
       static_cast<const Y*>(params.dy),
       params.dy_layout,

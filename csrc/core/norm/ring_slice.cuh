@@ -7,7 +7,7 @@
 
 namespace fused_norm {
 
-// A row in the ring: where this thread's columns start in its stage, and the row's statistics.
+// A row in the ring: which it is, where the block's columns start in its stage, and its statistics.
 template <typename Y, typename S>
 struct RingRow {
   int64_t index;
@@ -32,10 +32,14 @@ class RingSlice {
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 
+  // `own`: this thread's first of the block's columns, which start at column `first`.
   __device__ RingSlice(const BackwardInput<Y, S, float>& in, const BackwardOutput<X, float>& out,
-                       const Params& params, int first)
-      : in_(in), out_(out), params_(params), first_(first), left_(in.cols - first) {
-    for (int p = 0; p < kPacks; ++p) params.stage(in, p, first + p * kStep, kApart);
+                       const Params& params, int own, int first, int64_t row, int64_t stride)
+      : in_(in), out_(out), params_(params), first_(own + first), left_(in.cols - first_), dx_(out.dx + row * in.cols + first_), dx_step_(stride * in.cols) {
+    for (int p = 0; p < kPacks; ++p) {
+      params.stage(in, p, first_ + p * kStep, kApart);
+      at_[p] = kApart > 1 || inside(p) ? own + p * kStep : 0;
+    }
     // A thread reads but its own parameters.
     if (kListed) listed_ = params.listed(left_, kApart);
   }
@@ -43,13 +47,10 @@ class RingSlice {
   // Adds a row to the columns' sums; returns what the thread has of the row's.
   __device__ __forceinline__ Sums add_up(const Row& row) {
     Sums sums{};
-    int left = left_;
-    forget(left);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kStep >= left) break;
       float xhat[N], w[N], g[N], wx[N];
-      load(row, left, p, xhat, w);
+      load(row, p, xhat, w);
       params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -58,8 +59,8 @@ class RingSlice {
         w[i] *= g[i];
         wx[i] = w[i] * xhat[i];
       }
-      if constexpr (!kRms) sums.w += tree_sum<N>(w);
-      sums.wx += tree_sum<N>(wx);
+      if constexpr (!kRms) sums.w += in_row(p, tree_sum<N>(w));
+      sums.wx += in_row(p, tree_sum<N>(wx));
     }
     return sums;
   }
@@ -71,30 +72,28 @@ class RingSlice {
     out_.template prefetch_residual<N, kPacks>(row * in_.cols + first_ + near, left_ - near);
   }
 
-  // dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums.
-  __device__ __forceinline__ void write_dx(const Row& row, const Sums& sums) const {
-    const float per_cols = 1.0f / in_.cols;
-    const float of_xhat = -row.rstd * (sums.wx * per_cols);
+  // dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums; of one after the
+  // other.
+  __device__ __forceinline__ void write_dx(const Row& row, const Sums& sums) {
+    if (out_.dx == nullptr) return;
+    const float of_xhat = -row.rstd * (sums.wx * in_.per_cols);
     float constant = 0;
-    if constexpr (!kRms) constant = -row.rstd * (sums.w * per_cols);
-    int64_t at = row.index * in_.cols + first_;
-    int left = left_;
-    forget(at);
-    forget(left);
+    if constexpr (!kRms) constant = -row.rstd * (sums.w * in_.per_cols);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kStep >= left) break;
       float xhat[N], w[N], g[N];
-      load(row, left, p, xhat, w);
+      load(row, p, xhat, w);
       params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         w[i] *= g[i];
         w[i] = fmaf(xhat[i], of_xhat, kRms ? w[i] * row.rstd : fmaf(w[i], row.rstd, constant));
       }
-      if (out_.dresidual != nullptr) add_residual(at, left, p, w);
-      store(at, left, p, w);
+      if (!inside(p)) continue;
+      if (out_.dresidual != nullptr) add_residual(dx_ - out_.dx, p, w);
+      store(p, w);
     }
+    dx_ += dx_step_;
   }
 
   // Writes the columns' sums to a partial row and begins anew; null partials are left out.
@@ -112,35 +111,33 @@ class RingSlice {
  private:
   static constexpr int kStep = kSliceStep<N>;
 
-  // Whether column i of pack p is one of the `left` that remain from this thread's first on.
-  __device__ __forceinline__ static bool inside(int left, int p, int i) {
-    return kApart == 1 || p * kStep + i * kApart < left;
+  // Whether pack p, and its column i, is in the row. What pads a row is read from pack 0, or is
+  // zero, and left out of the sums.
+  __device__ __forceinline__ bool inside(int p, int i = 0) const {
+    return p * kStep + i * kApart < left_;
   }
-  // The compiler no longer knows what such a row's value is made of: from what is the same in
-  // every row it would make something for each column, keep all that in registers, and spill.
-  __device__ __forceinline__ static void forget(int& value) {
-    if (kApart > 1) asm volatile("" : "+r"(value));
-  }
-  __device__ __forceinline__ static void forget(int64_t& value) {
-    if (kApart > 1) asm volatile("" : "+l"(value));
+
+  __device__ __forceinline__ float in_row(int p, float sum) const {
+    return kApart > 1 || inside(p) ? sum : 0.0f;
   }
 
   template <typename T>
-  __device__ __forceinline__ void read(const T* slice, int left, int p, float (&out)[N]) const {
+  __device__ __forceinline__ void read(const T* row, int p, float (&out)[N]) const {
+    const T* const from = row + at_[p];
     if constexpr (kRegular) {
-      unpack(reinterpret_cast<const AlignedPack<T, N>*>(slice)[p * kWarpSize].pack, out);
+      unpack(reinterpret_cast<const AlignedPack<T, N>*>(from)->pack, out);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        out[i] = inside(left, p, i) ? static_cast<float>(slice[p * kStep + i * kApart]) : 0.0f;
+        out[i] = kApart == 1 || inside(p, i) ? static_cast<float>(from[i * kApart]) : 0.0f;
     }
   }
 
   // xhat and dy of a pack.
-  __device__ __forceinline__ void load(const Row& row, int left, int p, float (&xhat)[N],
+  __device__ __forceinline__ void load(const Row& row, int p, float (&xhat)[N],
                                        float (&dy)[N]) const {
-    read(row.saved, left, p, xhat);
-    read(row.dy, left, p, dy);
+    read(row.saved, p, xhat);
+    read(row.dy, p, dy);
     if constexpr (kFromOutput) {
       params_.take_back(p, xhat);
       if (kListed) params_.take_listed(in_.list, listed_, p, row.index, xhat);
@@ -151,14 +148,13 @@ class RingSlice {
     }
   }
 
-  __device__ __forceinline__ void add_residual(int64_t at, int left, int p,
-                                               float (&gradient)[N]) const {
+  __device__ __forceinline__ void add_residual(int64_t at, int p, float (&gradient)[N]) const {
     if constexpr (kRegular) {
       out_.template add_residual<true>(at + p * kStep, N, 0, gradient);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (!inside(left, p, i)) continue;
+        if (!inside(p, i)) continue;
         float added[1];
         unpack(Pack<X, 1>{detail::load_words<sizeof(X)>(
                    reinterpret_cast<const char*>(out_.dresidual + at + p * kStep + i * kApart))},
@@ -168,9 +164,8 @@ class RingSlice {
     }
   }
 
-  __device__ __forceinline__ void store(int64_t at, int left, int p,
-                                        const float (&gradient)[N]) const {
-    X* const to = out_.dx + at + p * kStep;
+  __device__ __forceinline__ void store(int p, const float (&gradient)[N]) const {
+    X* const to = dx_ + p * kStep;
     if (kRegular ||
         (kApart == 1 && reinterpret_cast<uintptr_t>(out_.dx) % sizeof(Pack<X, N>) == 0)) {
       Pack<X, N> pack;
@@ -179,7 +174,7 @@ class RingSlice {
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (!inside(left, p, i)) continue;
+        if (!inside(p, i)) continue;
         Pack<X, 1> element;
         const float value[1] = {gradient[i]};
         round_to(element, value);
@@ -192,7 +187,7 @@ class RingSlice {
   __device__ __forceinline__ void write_sums(float* to, const float (&sums)[kPacks][N]) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kStep >= left_) break;
+      if (!inside(p)) break;
       if constexpr (kRegular) {
 #pragma unroll
         for (int i = 0; i < N; i += 4)
@@ -201,7 +196,7 @@ class RingSlice {
       } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if (inside(left_, p, i)) to[p * kStep + i * kApart] = sums[p][i];
+          if (inside(p, i)) to[p * kStep + i * kApart] = sums[p][i];
         }
       }
     }
@@ -211,6 +206,9 @@ class RingSlice {
   const BackwardOutput<X, float>& out_;
   const Params params_;
   int first_, left_;
+  X* dx_;
+  int64_t dx_step_;
+  int at_[kPacks];  // of the block's columns
   uint32_t listed_ = 0;
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};
 };

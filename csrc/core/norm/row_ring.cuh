@@ -48,59 +48,75 @@ struct RingStages {
   int2 shift[kMaxRingStages];
 };
 
+// A stage that is in use: its number, where in the ring it starts, and the parity of its barrier's
+// phase.
+struct RingStage {
+  int number = 0, at = 0;
+  uint32_t parity = 0;
+};
+
 // Each stage holds a row of two tensors. One thread fills it, all read it. kWholeT, kWholeU: the
 // block's part of a row is whole 16-byte granules of memory.
 template <typename T, typename U, bool kWholeT, bool kWholeU>
 class RowRing {
  public:
   __device__ RowRing(char* memory, RingStages& stages, const RingTensor<T>& first,
-                     const RingTensor<U>& second)
-      : memory_(memory), stages_(stages), first_(first), second_(second) {}
-
-  // All of this by the thread that fills the stages.
-  __device__ __forceinline__ void init(int stages) {
-    for (int s = 0; s < stages; ++s) stages_.filled[s].init();
+                     const RingTensor<U>& second, int count)
+      : memory_(memory),
+        stages_(stages),
+        first_(first),
+        second_(second),
+        second_at_(ring_slot(first.used())),
+        size_(second_at_ + ring_slot(second.used())),
+        count_(count) {
+    keep(second_at_);
+    keep(size_);
   }
-  // Nobody reads the stage any more.
-  __device__ __forceinline__ void fill(int stage, int64_t row) {
-    CopyBarrier& filled = stages_.filled[stage];
-    char *const first = slot_of_first(stage), *const second = slot_of_second(stage);
+
+  __device__ __forceinline__ RingStage after(const RingStage& stage) const {
+    if (stage.number + 1 == count_) return {0, 0, stage.parity ^ 1};
+    return {stage.number + 1, stage.at + size_, stage.parity};
+  }
+
+  // By the thread that fills the stages.
+  __device__ __forceinline__ void init() {
+    for (int s = 0; s < count_; ++s) stages_.filled[s].init();
+  }
+  // Likewise. Nobody reads the stage any more.
+  __device__ __forceinline__ void fill(const RingStage& stage, int64_t row) {
+    CopyBarrier& filled = stages_.filled[stage.number];
+    char *const first = memory_ + stage.at, *const second = first + second_at_;
     const auto a = first_.template span<kWholeT>(row);
     const auto b = second_.template span<kWholeU>(row);
     if (!kWholeT) first_.copy_end(a, first);
     if (!kWholeU) second_.copy_end(b, second);
-    if (!kWholeT || !kWholeU) stages_.shift[stage] = {a.shift, b.shift};
+    if (!kWholeT || !kWholeU) stages_.shift[stage.number] = {a.shift, b.shift};
     filled.expect(a.bytes + b.bytes);
     if (a.bytes > 0) filled.copy(first, a.start, a.bytes);
     if (b.bytes > 0) filled.copy(second, b.start, b.bytes);
   }
 
-  // Until the stage is filled; `parity` counts its rows.
-  __device__ __forceinline__ void wait(int stage, uint32_t parity) const {
-    stages_.filled[stage].wait(parity);
+  // Until the stage is filled.
+  __device__ __forceinline__ void wait(const RingStage& stage) const {
+    stages_.filled[stage.number].wait(stage.parity);
   }
-  // Column `col` of the block in a stage.
-  __device__ __forceinline__ const T* first(int stage, int col) const {
-    const char* const start = slot_of_first(stage) + (kWholeT ? 0 : stages_.shift[stage].x);
-    return reinterpret_cast<const T*>(start) + col;
+  // Where the block's columns start in a stage.
+  __device__ __forceinline__ const T* first(const RingStage& stage) const {
+    const char* const start = memory_ + stage.at;
+    return reinterpret_cast<const T*>(start + (kWholeT ? 0 : stages_.shift[stage.number].x));
   }
-  __device__ __forceinline__ const U* second(int stage, int col) const {
-    const char* const start = slot_of_second(stage) + (kWholeU ? 0 : stages_.shift[stage].y);
-    return reinterpret_cast<const U*>(start) + col;
+  __device__ __forceinline__ const U* second(const RingStage& stage) const {
+    const char* const start = memory_ + stage.at + second_at_;
+    return reinterpret_cast<const U*>(start + (kWholeU ? 0 : stages_.shift[stage.number].y));
   }
 
  private:
-  __device__ __forceinline__ char* slot_of_first(int stage) const {
-    return memory_ + stage * (ring_slot(first_.used()) + ring_slot(second_.used()));
-  }
-  __device__ __forceinline__ char* slot_of_second(int stage) const {
-    return slot_of_first(stage) + ring_slot(first_.used());
-  }
-
   char* memory_;
   RingStages& stages_;
   RingTensor<T> first_;
   RingTensor<U> second_;
+  int second_at_, size_;  // of a stage
+  int count_;
 };
 
 }  // namespace fused_norm
