@@ -30,21 +30,24 @@ class LateSums {
     constexpr int kAll = sizeof(slots.of_warp) / sizeof(float);
     for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
     if (threadIdx.x < 2) slots.arrived[threadIdx.x].init();
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const bool upper = !kRms && lane >= kHalf;
+    put_ = lane % (kRms ? kWarpSize : kHalf) == 0 ? upper * kWarpSize + warp : -1;
+    get_ = upper * kWarpSize + lane % kHalf;
+    keep(get_);
   }
 
   // What the threads hold of row `turn`. In LayerNorm one half of a warp's lanes adds up w, the
   // other w * xhat. A barrier of the block's follows.
   __device__ __forceinline__ void put(int turn, const Sums& sums) {
-    const int warp = threadIdx.x / kWarpSize;
+    float sum;
     if constexpr (kRms) {
-      const float of_warp = lane_sum<kWarpSize>(sums.wx);
-      if (lane() == 0) slots_.of_warp[turn & 1][0][warp] = of_warp;
+      sum = lane_sum<kWarpSize>(sums.wx);
     } else {
-      const bool upper = lane() >= kHalf;
-      const float other = __shfl_xor_sync(kFullMask, upper ? sums.w : sums.wx, kHalf);
-      const float of_warp = lane_sum<kHalf>((upper ? sums.wx : sums.w) + other);
-      if (lane() % kHalf == 0) slots_.of_warp[turn & 1][upper][warp] = of_warp;
+      const float other = __shfl_xor_sync(kFullMask, upper() ? sums.w : sums.wx, kHalf);
+      sum = lane_sum<kHalf>((upper() ? sums.wx : sums.w) + other);
     }
+    if (put_ >= 0) of_warp(turn)[put_] = sum;
   }
 
   // Sends the block's sums to all blocks of the cluster, if there are several.
@@ -70,20 +73,25 @@ class LateSums {
  private:
   static constexpr int kHalf = kWarpSize / 2;
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
+  __device__ __forceinline__ bool upper() const { return !kRms && (get_ & kWarpSize); }
+  __device__ __forceinline__ float* of_warp(int turn) const {
+    return &slots_.of_warp[turn & 1][0][0];
+  }
 
   __device__ __forceinline__ Sums of_block(int turn) const {
-    const bool upper = !kRms && lane() >= kHalf;
-    const float* const from = slots_.of_warp[turn & 1][upper] + lane() % kHalf;
+    const float* const from = of_warp(turn) + get_;
     const float sum = lane_sum<kHalf>(from[0] + from[kHalf]);
     if constexpr (kRms) {
       return {sum};
     } else {
       const float other = __shfl_xor_sync(kFullMask, sum, kHalf);
-      return {upper ? other : sum, upper ? sum : other};
+      return {upper() ? other : sum, upper() ? sum : other};
     }
   }
+
   Slots& slots_;
   int blocks_, rank_;
+  int put_, get_;  // where this thread puts its warp's sum, if it does, and what it reads first
 };
 
 // A block's shared memory beside the staged parameters and the ring.

@@ -35,11 +35,12 @@ class RingSlice {
   // `own`: this thread's first of the block's columns, which start at column `first`.
   __device__ RingSlice(const BackwardInput<Y, S, float>& in, const BackwardOutput<X, float>& out,
                        const Params& params, int own, int first, int64_t row, int64_t stride)
-      : in_(in), out_(out), params_(params), first_(own + first), left_(in.cols - first_), dx_(out.dx + row * in.cols + first_), dx_step_(stride * in.cols) {
-    for (int p = 0; p < kPacks; ++p) {
-      params.stage(in, p, first_ + p * kStep, kApart);
-      at_[p] = kApart > 1 || inside(p) ? own + p * kStep : 0;
-    }
+      : in_(in), out_(out), params_(params), first_(own + first), left_(in.cols - first_), dx_(out.dx + row * in.cols + first_), dx_step_(static_cast<int>(stride) * in.cols) {
+    if (out.dx == nullptr) writes_ = 0; else writes_ = left_;
+
+    for (int p = 0; p < kPacks; ++p) params.stage(in, p, first_ + p * kStep, kApart);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) at_[p] = kApart > 1 || inside(p) ? own + p * kStep : 0;
     // A thread reads but its own parameters.
     if (kListed) listed_ = params.listed(left_, kApart);
   }
@@ -49,6 +50,7 @@ class RingSlice {
     Sums sums{};
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
+      one_by_one();
       float xhat[N], w[N], g[N], wx[N];
       load(row, p, xhat, w);
       params_.get(kWeight, p, g);
@@ -75,12 +77,12 @@ class RingSlice {
   // dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums; of one after the
   // other.
   __device__ __forceinline__ void write_dx(const Row& row, const Sums& sums) {
-    if (out_.dx == nullptr) return;
     const float of_xhat = -row.rstd * (sums.wx * in_.per_cols);
     float constant = 0;
     if constexpr (!kRms) constant = -row.rstd * (sums.w * in_.per_cols);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
+      one_by_one();
       float xhat[N], w[N], g[N];
       load(row, p, xhat, w);
       params_.get(kWeight, p, g);
@@ -89,7 +91,7 @@ class RingSlice {
         w[i] *= g[i];
         w[i] = fmaf(xhat[i], of_xhat, kRms ? w[i] * row.rstd : fmaf(w[i], row.rstd, constant));
       }
-      if (!inside(p)) continue;
+      if (p * kStep >= writes_) continue;
       if (out_.dresidual != nullptr) add_residual(dx_ - out_.dx, p, w);
       store(p, w);
     }
@@ -121,15 +123,22 @@ class RingSlice {
     return kApart > 1 || inside(p) ? sum : 0.0f;
   }
 
+  // Keeps the compiler from reading the next pack early, where registers are few.
+  __device__ __forceinline__ static void one_by_one() {
+    if (kApart > 1) asm volatile("" ::: "memory");
+  }
+
   template <typename T>
   __device__ __forceinline__ void read(const T* row, int p, float (&out)[N]) const {
     const T* const from = row + at_[p];
     if constexpr (kRegular) {
       unpack(reinterpret_cast<const AlignedPack<T, N>*>(from)->pack, out);
     } else {
+      int left = left_ - p * kStep;
+      keep(left);  // or the compiler would keep a predicate for each column
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        out[i] = kApart == 1 || inside(p, i) ? static_cast<float>(from[i * kApart]) : 0.0f;
+        out[i] = kApart == 1 || i * kApart < left ? static_cast<float>(from[i * kApart]) : 0.0f;
     }
   }
 
@@ -207,7 +216,7 @@ class RingSlice {
   const Params params_;
   int first_, left_;
   X* dx_;
-  int64_t dx_step_;
+  int dx_step_, writes_;  // elements
   int at_[kPacks];  // of the block's columns
   uint32_t listed_ = 0;
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};

@@ -68,10 +68,7 @@ class RowRing {
         second_(second),
         second_at_(ring_slot(first.used())),
         size_(second_at_ + ring_slot(second.used())),
-        count_(count) {
-    keep(second_at_);
-    keep(size_);
-  }
+        count_(count) {}
 
   __device__ __forceinline__ RingStage after(const RingStage& stage) const {
     if (stage.number + 1 == count_) return {0, 0, stage.parity ^ 1};
