@@ -30,6 +30,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   const int col = slice_column<N, kPacks>(group);
   const int left = in.cols - col;
   wait_for_prerequisites();
+  out.clear_totals();
   const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
   for (int p = group.index(); p < kPacks; p += group.groups())
     params.stage(in, p, col + p * kSliceStep<N>);

@@ -125,6 +125,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   const int64_t stride = gridDim.x / blocks, first = blockIdx.x / blocks;
 
   wait_for_prerequisites();
+  out.clear_totals();
   auto tensor = [&](auto* base, const RowLayout& layout) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(base)>>;
     const T* const end = row_start(base, layout, in.rows - 1) + in.cols;

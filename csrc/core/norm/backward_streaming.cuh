@@ -75,6 +75,7 @@ __global__ void __launch_bounds__(128)
                           const __grid_constant__ BackwardOutput<X, A> out, const A* means,
                           bool rms) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+  out.clear_totals();
   const RowGroup<Barrier::kBlock> group;
   const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;
   const auto params = ColumnParams<A, N>::template load<true, kListed>(in, col);

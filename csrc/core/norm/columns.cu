@@ -121,7 +121,8 @@ cudaError_t launch_column_look(const ColumnLookParams& params, cudaStream_t stre
                              {recoverable_limits<A>(params.y_dtype),
                               precise_limits<A>(params.y_dtype), 0, nullptr, nullptr},
                              false,
-                             params.watch};
+                             params.watch,
+                             nullptr};
     return detail::launch(column_look<A>, 1, 1024, {}, stream, look);
   };
   return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);

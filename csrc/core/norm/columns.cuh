@@ -66,7 +66,18 @@ struct ColumnAffine {
   }
 };
 
-// What one block needs for a look at all columns.
+// What a look at the parameters counts.
+enum { kLost, kOverflow, kAtRisk, kLookCounts = kAtRisk + kHorizons };
+
+// Where the warps of several blocks add up what they found; zero before.
+struct LookTotals {
+  unsigned long long arrived;  // warps, and in the upper half those that found a column moved
+  int counts[kLookCounts];
+
+  __device__ void clear() { *this = {}; }
+};
+
+// A look at the columns of a norm.
 template <typename A>
 struct ColumnLook {
   int cols;
@@ -74,43 +85,37 @@ struct ColumnLook {
   ListedColumns<A> listed;
   bool from_output;  // the call needs every column to be recoverable or listed
   ColumnWatch watch;
+  LookTotals* totals;
+
+  struct Found {
+    int counts[kLookCounts] = {};
+    bool moved = false;
+  };
 
   // Whether a column's gradients are NaN.
   __device__ __forceinline__ bool spoils(int col) const {
     return from_output && !meets(listed.recoverable, affine.g(col), affine.b(col)) &&
            listed.find(col) < 0;
   }
-};
 
-// By all threads of a block of at most 1024, in one dimension or more.
-//
-// A column is at risk for k updates when it might not be precise after them, were each update
-// to move its g and bias twice as far as the last ones did, with a factor 2 to spare.
-template <typename A>
-__device__ void look_at_columns(const ColumnLook<A>& look) {
-  enum { kLost, kOverflow, kMoved, kAtRisk, kCounts = kAtRisk + kHorizons };
-  __shared__ int counts[kCounts];
-  const int thread = threadIdx.y * blockDim.x + threadIdx.x;
-  if (thread < kCounts) counts[thread] = 0;
-  __syncthreads();
-
-  int found[kCounts] = {};
-  A* const history = static_cast<A*>(look.watch.history);
-  const bool has_bias = look.affine.bias.data != nullptr;
-  const RecoverableLimits<A>& precise = look.listed.precise;
-  for (int col = thread; col < look.cols; col += blockDim.x * blockDim.y) {
-    const A g = look.affine.g(col), b = look.affine.b(col);
+  // A column is at risk for k updates when it might not be precise after them, were each update
+  // to move its g and bias twice as far as the last ones did, with a factor 2 to spare.
+  __device__ void look_at(int col, Found& found) const {
+    A* const history = static_cast<A*>(watch.history);
+    const bool has_bias = affine.bias.data != nullptr;
+    const RecoverableLimits<A>& precise = listed.precise;
+    const A g = affine.g(col), b = affine.b(col);
     const bool lost = !meets(precise, g, b);
-    found[kLost] += lost;
-    if (lost) found[kOverflow] += look.spoils(col);
-    if (!history) continue;
+    found.counts[kLost] += lost;
+    if (lost) found.counts[kOverflow] += spoils(col);
+    if (!history) return;
     A* const at = history + col;
-    const int64_t pitch = look.cols;
+    const int64_t pitch = cols;
     const bool first = isnan(at[0]) && isnan(at[pitch]);
     const A g_step = fabs(g - at[0]), b_step = has_bias ? fabs(b - at[2 * pitch]) : A(0);
     A g_speed = first ? A(0) : at[pitch], b_speed = first || !has_bias ? A(0) : at[3 * pitch];
     if (!first && (g_step > 0 || b_step > 0)) {
-      ++found[kMoved];
+      found.moved = true;
       g_speed = fmax(g_step, g_speed / 2);
       b_speed = fmax(b_step, b_speed / 2);
     }
@@ -124,35 +129,76 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
     for (int h = 0; h < kHorizons; ++h) {
       const A reach = 2 * horizon(h);
       const A nearest = fabs(g) - reach * g_speed, bias = fabs(b) + reach * b_speed;
-      found[kAtRisk + h] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
+      found.counts[kAtRisk + h] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
     }
   }
-#pragma unroll
-  for (int i = 0; i < kCounts; ++i) {
-    const int sum = __reduce_add_sync(kFullMask, found[i]);
-    if (thread % kWarpSize == 0 && sum > 0) atomicAdd(counts + i, sum);
-  }
-  __syncthreads();
-  if (thread != 0) return;
-  if (history) {
-    uint64_t report = uint64_t{1} << 62 | uint64_t{counts[kMoved] > 0} << 61 |
-                      uint64_t{look.watch.stamp} << 3 * kCountBits;
-    for (int h = 0; h < kHorizons; ++h) {
-      report |= uint64_t(min(counts[kAtRisk + h], (1 << kCountBits) - 1)) << h * kCountBits;
-    }
-    *static_cast<volatile uint32_t*>(&look.watch.report->lost) = counts[kLost];
-    *static_cast<volatile uint64_t*>(&look.watch.report->report) = report;
-  }
-  if (counts[kOverflow] > 0) {
-    *static_cast<volatile uint32_t*>(&look.watch.report->overflow) = counts[kOverflow];
-    __threadfence_system();
-    *static_cast<volatile uint32_t*>(look.watch.overflow_signal) = look.watch.signal;
-  }
-}
 
+  // By all lanes of one of so many warps, which share the columns. Whether it is the last, in lane
+  // 0, which then has what all have found.
+  __device__ bool add_up(int warps, Found& found) const {
+    bool any = false;
+    const bool moved = __any_sync(kFullMask, found.moved);
+    const bool adds = threadIdx.x % kWarpSize == 0;
+#pragma unroll
+    for (int i = 0; i < kLookCounts; ++i) {
+      const int sum = __reduce_add_sync(kFullMask, found.counts[i]);
+      if (!adds || sum == 0) continue;
+      atomicAdd(totals->counts + i, sum);
+      any = true;
+    }
+    if (!adds) return false;
+    if (any) __threadfence();
+    const unsigned long long before =
+        atomicAdd(&totals->arrived, 1ull | (moved ? 1ull << 32 : 0ull));
+    if (static_cast<uint32_t>(before) != static_cast<uint32_t>(warps - 1)) return false;
+    __threadfence();
+#pragma unroll
+    for (int i = 0; i < kLookCounts; ++i) {
+      found.counts[i] = *static_cast<volatile int*>(totals->counts + i);
+    }
+    found.moved = moved || before >> 32 != 0;
+    return true;
+  }
+
+  // By one thread that has what all have found.
+  __device__ void report(const Found& found) const {
+    if (watch.history) {
+      uint64_t report = uint64_t{1} << 62 | uint64_t{found.moved} << 61 |
+                        uint64_t{watch.stamp} << 3 * kCountBits;
+      for (int h = 0; h < kHorizons; ++h) {
+        report |= uint64_t(min(found.counts[kAtRisk + h], (1 << kCountBits) - 1))
+                  << h * kCountBits;
+      }
+      *static_cast<volatile uint32_t*>(&watch.report->lost) = found.counts[kLost];
+      *static_cast<volatile uint64_t*>(&watch.report->report) = report;
+    }
+    if (found.counts[kOverflow] > 0) {
+      *static_cast<volatile uint32_t*>(&watch.report->overflow) = found.counts[kOverflow];
+      __threadfence_system();
+      *static_cast<volatile uint32_t*>(watch.overflow_signal) = watch.signal;
+    }
+  }
+};
+
+// Outside of a backward call, or where it has no second stage. One block.
 template <typename A>
 __global__ void __launch_bounds__(1024) column_look(const __grid_constant__ ColumnLook<A> look) {
-  look_at_columns(look);
+  __shared__ int counts[kLookCounts + 1];
+  if (threadIdx.x <= kLookCounts) counts[threadIdx.x] = 0;
+  typename ColumnLook<A>::Found found;
+  for (int col = threadIdx.x; col < look.cols; col += blockDim.x) look.look_at(col, found);
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i <= kLookCounts; ++i) {
+    const int sum = __reduce_add_sync(kFullMask, i < kLookCounts ? found.counts[i] : found.moved);
+    if (threadIdx.x % kWarpSize == 0 && sum > 0) atomicAdd(counts + i, sum);
+  }
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int i = 0; i < kLookCounts; ++i) found.counts[i] = counts[i];
+  found.moved = counts[kLookCounts] > 0;
+  look.report(found);
 }
 
 }  // namespace fused_norm

@@ -100,6 +100,11 @@ cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormPlan&
   return norm_forward_from<Y>(load, regular, params, plan, stream);
 }
 
+// The workspace of a backward call begins with the totals of its look at the parameters; partial
+// sums follow, and kStreaming's row means.
+constexpr size_t kTotalsBytes = 64;
+static_assert(sizeof(LookTotals) <= kTotalsBytes);
+
 template <typename X, typename Y, Saved kSaved>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
@@ -122,11 +127,13 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       static_cast<A>(params.weight_offset),
       {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype), params.list.room,
        params.list.columns, static_cast<const A*>(params.list.side)}};
-  A* const partials = static_cast<A*>(params.workspace);
+  auto* const totals = static_cast<LookTotals*>(params.workspace);
+  A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
   const int64_t partial_size = int64_t{plan.partials} * params.cols;
   const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,
                                  params.dbias ? partials + partial_size : nullptr,
-                                 static_cast<const X*>(params.dresidual)};
+                                 static_cast<const X*>(params.dresidual),
+                                 params.watch.report ? totals : nullptr};
 
   cudaError_t error = cudaErrorInvalidValue;
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
@@ -167,7 +174,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                            {params.weight, params.bias, static_cast<A>(params.weight_offset)},
                            in.list,
                            params.from_output,
-                           params.watch};
+                           params.watch,
+                           totals};
   if (!params.dweight && !params.dbias) {
     if (!params.watch.report) return error;
     return detail::launch(column_look<A>, 1, 1024, {}, stream, look);
@@ -183,8 +191,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   };
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
-  const int watched = params.watch.report ? 1 : 0;
-  const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize + watched, count);
+  const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize, count);
   return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {0, 1, plan.overlaps}, stream,
                         sums, look, plan.partials);
 }

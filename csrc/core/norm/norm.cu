@@ -40,7 +40,7 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   const NormBackwardPlan plan = plan_of(params, device);
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
-  return element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);
+  return kTotalsBytes + element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);
 }
 
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,
