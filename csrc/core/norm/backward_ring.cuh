@@ -19,7 +19,7 @@ class LateSums {
   // row before it has got those of the row before from all, who then are done with the ones before
   // that.
   struct Slots {
-    float of_warp[2][kRms ? 1 : 2][kWarpSize];
+    alignas(16) float of_warp[2][kRms ? 1 : 2][kWarpSize];
     Sums parts[2][kMaxClusterBlocks];
     CopyBarrier arrived[2];
   };
@@ -33,7 +33,7 @@ class LateSums {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const bool upper = !kRms && lane >= kHalf;
     put_ = lane % (kRms ? kWarpSize : kHalf) == 0 ? upper * kWarpSize + warp : -1;
-    get_ = upper * kWarpSize + lane % kHalf;
+    get_ = upper * kWarpSize + lane % (kWarpSize / 4) * 4;
     keep(get_);
   }
 
@@ -79,8 +79,8 @@ class LateSums {
   }
 
   __device__ __forceinline__ Sums of_block(int turn) const {
-    const float* const from = of_warp(turn) + get_;
-    const float sum = lane_sum<kHalf>(from[0] + from[kHalf]);
+    const float4 four = *reinterpret_cast<const float4*>(of_warp(turn) + get_);
+    const float sum = lane_sum<kWarpSize / 4>((four.x + four.y) + (four.z + four.w));
     if constexpr (kRms) {
       return {sum};
     } else {

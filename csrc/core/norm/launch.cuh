@@ -191,9 +191,11 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   };
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
-  const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {0, 1, plan.overlaps}, stream,
-                        sums, look, plan.partials);
+  constexpr int kThreads = kWarpSize * kSumWarps;
+  const int look_blocks = params.watch.report ? (params.cols + kThreads - 1) / kThreads : 0;
+  const dim3 grid(look_blocks + (params.cols + kWarpSize - 1) / kWarpSize, count);
+  return detail::launch(sum_partials<A>, grid, kThreads, {0, 1, plan.overlaps}, stream, sums, look,
+                        look_blocks, plan.partials);
 }
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.

@@ -61,8 +61,8 @@ __device__ void write_partials(const Group& group, float (&dweight)[kPacks][N],
 }
 
 // Stage 2: out[c] = sum over p of partials[p][c], rounded once. blockIdx.y chooses dweight or
-// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row. One warp
-// looks at the columns' parameters meanwhile. A column that is not recoverable and not listed
+// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row. The first
+// `look_blocks` blocks in x look at the parameters meanwhile, a thread at one. A column that is not recoverable and not listed
 // gets NaN, its dbias too.
 constexpr int kSumWarps = 32;
 
@@ -76,22 +76,27 @@ struct PartialSums {
 template <typename A>
 __global__ void __launch_bounds__(kWarpSize* kSumWarps)
     sum_partials(const __grid_constant__ PartialSums<A> sums,
-                 const __grid_constant__ ColumnLook<A> look, int rows) {
+                 const __grid_constant__ ColumnLook<A> look, int look_blocks, int rows) {
   __shared__ A of_warp[kSumWarps][kWarpSize + 1];
   const int cols = look.cols;
+  // The parameters may be read before stage 1 is done, which waited for all before it.
+  if (blockIdx.x < look_blocks) {
+    if (blockIdx.y > 0) return;
+    typename ColumnLook<A>::Found found;
+    const int col = blockIdx.x * blockDim.x + threadIdx.x;
+    if (col < cols) look.look_at(col, found);
+    meet_previous_kernel();
+    if (look.add_up(look_blocks * kSumWarps, found)) look.report(found);
+    return;
+  }
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int first_col = blockIdx.x * kWarpSize;
+  const int first_col = (blockIdx.x - look_blocks) * kWarpSize;
   // A warp reads all of the block's columns of its rows, and in the end adds up one of them.
   const int read_col = first_col + lane, col = first_col + warp;
   const A* partials = sums.partials[blockIdx.y];
   A sum = 0;
-  // The parameters may be read before stage 1 is done, which waited for all before it.
   const bool spoiled = lane == 0 && col < cols && look.spoils(col);
-  const bool looks = warp == 0 && blockIdx.y == 0 && look.watch.report != nullptr;
-  typename ColumnLook<A>::Found found;
-  if (looks && read_col < cols) look.look_at(read_col, found);
   meet_previous_kernel();
-  const bool reports = looks && look.add_up(gridDim.x, found);
   if (read_col < cols) {
 #pragma unroll 8
     for (int row = warp; row < rows; row += kSumWarps)
@@ -104,7 +109,6 @@ __global__ void __launch_bounds__(kWarpSize* kSumWarps)
   for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
     sum += __shfl_xor_sync(kFullMask, sum, offset);
   if (lane != 0 || col >= cols) return;
-  if (reports) look.report(found);
   if (spoiled) sum = static_cast<A>(NAN);
   void* out = sums.out[blockIdx.y];
   switch (sums.dtype[blockIdx.y]) {

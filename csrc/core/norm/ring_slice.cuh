@@ -80,10 +80,8 @@ class RingSlice {
     const float of_xhat = -row.rstd * (sums.wx * in_.per_cols);
     float constant = 0;
     if constexpr (!kRms) constant = -row.rstd * (sums.w * in_.per_cols);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      one_by_one();
-      float xhat[N], w[N], g[N];
+    auto gradient = [&](int p, float (&w)[N]) {
+      float xhat[N], g[N];
       load(row, p, xhat, w);
       params_.get(kWeight, p, g);
 #pragma unroll
@@ -91,9 +89,30 @@ class RingSlice {
         w[i] *= g[i];
         w[i] = fmaf(xhat[i], of_xhat, kRms ? w[i] * row.rstd : fmaf(w[i], row.rstd, constant));
       }
-      if (p * kStep >= writes_) continue;
-      if (out_.dresidual != nullptr) add_residual(dx_ - out_.dx, p, w);
-      store(p, w);
+    };
+    if (kRms && kRegular && out_.dresidual == nullptr) {
+      // No branch between the packs, so that the reads of all overlap; LayerNorm lacks registers.
+      Pack<X, N> packs[kPacks];
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        float w[N];
+        gradient(p, w);
+        round_to(packs[p], w);
+      }
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        if (p * kStep < writes_) store_pack(p, packs[p]);
+      }
+    } else {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        one_by_one();
+        float w[N];
+        gradient(p, w);
+        if (p * kStep >= writes_) continue;
+        if (out_.dresidual != nullptr) add_residual(dx_ - out_.dx, p, w);
+        store(p, w);
+      }
     }
     dx_ += dx_step_;
   }
@@ -132,7 +151,8 @@ class RingSlice {
   __device__ __forceinline__ void read(const T* row, int p, float (&out)[N]) const {
     const T* const from = row + at_[p];
     if constexpr (kRegular) {
-      unpack(reinterpret_cast<const AlignedPack<T, N>*>(from)->pack, out);
+      const auto aligned = *reinterpret_cast<const AlignedPack<T, N>*>(from);
+      unpack(aligned.pack, out);
     } else {
       int left = left_ - p * kStep;
       keep(left);  // or the compiler would keep a predicate for each column
@@ -173,14 +193,17 @@ class RingSlice {
     }
   }
 
+  __device__ __forceinline__ void store_pack(int p, const Pack<X, N>& pack) const {
+    detail::store_streamed<sizeof(pack)>(reinterpret_cast<char*>(dx_ + p * kStep), pack.words);
+  }
   __device__ __forceinline__ void store(int p, const float (&gradient)[N]) const {
-    X* const to = dx_ + p * kStep;
     if (kRegular ||
         (kApart == 1 && reinterpret_cast<uintptr_t>(out_.dx) % sizeof(Pack<X, N>) == 0)) {
       Pack<X, N> pack;
       round_to(pack, gradient);
-      detail::store_streamed<sizeof(pack)>(reinterpret_cast<char*>(to), pack.words);
+      store_pack(p, pack);
     } else {
+      X* const to = dx_ + p * kStep;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         if (!inside(p, i)) continue;
