@@ -143,7 +143,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.fill(stage, first + s * stride);
   }
   LateSums<kRms> sums(shared.slots, cluster);
-  Slice slice(in, out, typename Slice::Params(staged, thread), own, block_first, first, stride);
+  Slice slice(in, out, typename Slice::Params(staged, thread), own, block_cols, block_first, first,
+              stride);
 
   // One thread reads the rows' statistics, two rows ahead.
   const int rounds = static_cast<int>((in.rows - first + stride - 1) / stride);

@@ -32,15 +32,15 @@ class RingSlice {
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 
-  // `own`: this thread's first of the block's columns, which start at column `first`.
+  // `own`: this thread's first of the block's columns, which start at column `first`. The first of
+  // the block's rows is `row`, and they are `stride` apart.
   __device__ RingSlice(const BackwardInput<Y, S, float>& in, const BackwardOutput<X, float>& out,
-                       const Params& params, int own, int first, int64_t row, int64_t stride)
-      : in_(in), out_(out), params_(params), first_(own + first), left_(in.cols - first_), dx_(out.dx + row * in.cols + first_), dx_step_(static_cast<int>(stride) * in.cols) {
+                       const Params& params, int own, int block_cols, int first, int64_t row,
+                       int64_t stride)
+      : in_(in), out_(out), params_(params), own_(own), last_(max(block_cols - N, 0)), first_(own + first), left_(in.cols - first_), dx_(out.dx + row * in.cols + first_), dx_step_(static_cast<int>(stride) * in.cols) {
     if (out.dx == nullptr) writes_ = 0; else writes_ = left_;
 
     for (int p = 0; p < kPacks; ++p) params.stage(in, p, first_ + p * kStep, kApart);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) at_[p] = kApart > 1 || inside(p) ? own + p * kStep : 0;
     // A thread reads but its own parameters.
     if (kListed) listed_ = params.listed(left_, kApart);
   }
@@ -132,8 +132,8 @@ class RingSlice {
  private:
   static constexpr int kStep = kSliceStep<N>;
 
-  // Whether pack p, and its column i, is in the row. What pads a row is read from pack 0, or is
-  // zero, and left out of the sums.
+  // Whether pack p, and its column i, is in the row. What pads a row is read as its last pack, or
+  // as zeros, and left out of the sums.
   __device__ __forceinline__ bool inside(int p, int i = 0) const {
     return p * kStep + i * kApart < left_;
   }
@@ -149,7 +149,7 @@ class RingSlice {
 
   template <typename T>
   __device__ __forceinline__ void read(const T* row, int p, float (&out)[N]) const {
-    const T* const from = row + at_[p];
+    const T* const from = row + (kApart == 1 ? min(own_ + p * kStep, last_) : own_ + p * kStep);
     if constexpr (kRegular) {
       const auto aligned = *reinterpret_cast<const AlignedPack<T, N>*>(from);
       unpack(aligned.pack, out);
@@ -237,10 +237,10 @@ class RingSlice {
   const BackwardInput<Y, S, float>& in_;
   const BackwardOutput<X, float>& out_;
   const Params params_;
+  int own_, last_;  // this thread's first of the block's columns, and the last pack's
   int first_, left_;
   X* dx_;
   int dx_step_, writes_;  // elements
-  int at_[kPacks];  // of the block's columns
   uint32_t listed_ = 0;
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};
 };
