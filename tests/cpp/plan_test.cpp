@@ -102,6 +102,20 @@ void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip)
   EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
 }
 
+// Rows that are dealt out element by element: to whole warps, two packs a thread through shared
+// memory, for which groups of several warps are needed.
+void check_elements(const NormBackwardPlan& plan, const DeviceProperties& chip, int cols,
+                    int saved_size, int dy_size, int param_vectors) {
+  EXPECT_NE(cols % plan.pack, 0);
+  EXPECT_EQ(plan.threads_per_row % 32, 0);
+  if (plan.packs == 1) return;
+  EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
+  EXPECT_GE(plan.threads_per_row, 64);
+  const int row = ring_slot(cols * saved_size) + ring_slot(cols * dy_size);
+  EXPECT_GE(plan.shared_bytes, plan.threads_per_row * 2 * plan.pack * 4 * param_vectors +
+                                   plan.rows_per_block * kRowStages * row);
+}
+
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int saved_size, int dy_size, int column_vectors) {
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
@@ -152,12 +166,15 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         const int sets = plan.tier == Tier::kRing ? plan.partial_sets : 1;
         EXPECT_EQ(plan.blocks * sets, plan.partials * plan.cluster_blocks);
         EXPECT_LE(plan.partials, rows);
-        if (plan.tier == Tier::kRegisters) {
-          check_registers(plan, chip);
-        } else {
-          check_ring(plan, chip, rows, cols, size_of(from_output ? dtypes.y : dtypes.x),
-                     size_of(dtypes.y), from_output ? 3 : 1);
+        const int saved_size = size_of(from_output ? dtypes.y : dtypes.x);
+        const int param_vectors = from_output ? 3 : 1;
+        if (plan.tier == Tier::kRing) {
+          check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), param_vectors);
+          continue;
         }
+        check_registers(plan, chip);
+        if (plan.elements)
+          check_elements(plan, chip, cols, saved_size, size_of(dtypes.y), param_vectors);
       }
     }
   });
@@ -179,6 +196,22 @@ TEST(BackwardPlan, RowsDoNotShapeTheReduction) {
       }
     }
   });
+}
+
+TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOutByElements) {
+  const auto plan_for = [](int cols, const DeviceProperties& chip) {
+    return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, chip);
+  };
+  EXPECT_FALSE(plan_for(37, kH200).elements);  // would leave most of a warp idle
+  EXPECT_FALSE(plan_for(1000, kH200).elements);
+  EXPECT_EQ(plan_for(91, kH200).threads_per_row, 32);
+  EXPECT_EQ(plan_for(777, kH200).packs, 1);
+  EXPECT_EQ(plan_for(777, kH200).rows_per_block, 2);
+  EXPECT_EQ(plan_for(3333, kH200).packs, 2);
+  EXPECT_EQ(plan_for(3333, kH200).rows_per_block, 2);
+  for (int cols : {91, 777, 3333, 8191}) EXPECT_TRUE(plan_for(cols, kH200).elements);
+  EXPECT_TRUE(plan_for(777, kA100).elements);
+  EXPECT_FALSE(plan_for(3333, kA100).elements);  // there are no bulk copies
 }
 
 TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {

@@ -10,21 +10,28 @@
 
 namespace fused_norm {
 
+#if __CUDA_ARCH__ >= 900
+constexpr bool kBulkCopies = true;
+#else
+constexpr bool kBulkCopies = false;
+#endif
+
 // Says when copies into shared memory have arrived; lies there itself. It goes through phases, each
-// begun by the one thread that starts the copies.
+// begun by the threads that start the copies, mostly one.
 class CopyBarrier {
  public:
-  // By that thread. A barrier of the block follows before the others wait.
-  __device__ void init() {
+  // By one of these `threads`. A barrier of the block follows before the others wait.
+  __device__ void init(int threads = 1) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(this)) : "memory");
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(this)), "r"(threads)
+                 : "memory");
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
   }
 
-  // Begins a phase, which ends when `bytes` have been copied. Those who waited for its end also see
-  // what the thread wrote before.
+  // Begins a phase, which ends when all these threads' `bytes` have been copied. Those who waited
+  // for its end also see what the thread wrote before.
   __device__ __forceinline__ void expect(int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(this)),

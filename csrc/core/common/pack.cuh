@@ -241,6 +241,16 @@ __device__ __forceinline__ Pack<T, N> pack_of(const uint32_t (&bits)[N]) {
   return pack;
 }
 
+// The value of an element.
+template <typename T>
+__device__ __forceinline__ float value_of(uint32_t bits) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half2float(__ushort_as_half(static_cast<uint16_t>(bits)));
+  } else {
+    return __uint_as_float(sizeof(T) == 2 ? bits << 16 : bits);
+  }
+}
+
 template <typename T, int N>
 __device__ __forceinline__ Bits<T> bits_of(const Pack<T, N>& pack, int i) {
   if constexpr (sizeof(T) == 4) return pack.words.at[i];

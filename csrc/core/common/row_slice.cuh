@@ -17,6 +17,9 @@ enum class RowsLie {
   kElements,  // not whole packs
 };
 
+// How far apart the columns of a pack are, where a group is whole warps.
+constexpr int columns_apart(RowsLie lie) { return lie == RowsLie::kElements ? kWarpSize : 1; }
+
 // First column of a thread's packs, and the distance from one to the next.
 template <int N, int kPacks, RowsLie kLie = RowsLie::kRegular, typename Group>
 __device__ __forceinline__ int slice_column(const Group& group) {
@@ -111,6 +114,13 @@ class SliceReader {
         put(p, cut(detail::shifted_bytes<kBytes>(low, high, shift_), left - p * step));
       }
     }
+  }
+
+  // The same, all of it, as values.
+  template <typename Group>
+  __device__ __forceinline__ void extract(const Loaded& loaded, int left, const Group& group,
+                                          float (&values)[kPacks][N]) const {
+    extract(loaded, left, group, [&](int p, const Pack<T, N>& pack) { unpack(pack, values[p]); });
   }
 
  private:
@@ -282,6 +292,15 @@ class ElementReader {
   __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&, Put put) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) put(p, pack_of<T>(loaded.bits[p]));
+  }
+  template <typename Group>
+  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&,
+                                          float (&values)[kPacks][N]) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int i = 0; i < N; ++i) values[p][i] = value_of<T>(loaded.bits[p][i]);
+    }
   }
 };
 

@@ -3,7 +3,7 @@
 
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
-#include "core/norm/backward_input.cuh"
+#include "core/norm/backward_rows.cuh"
 #include "core/norm/partial_sums.cuh"
 #include "core/norm/staged_params.cuh"
 
@@ -13,71 +13,77 @@ namespace fused_norm {
 constexpr int kMaxGroups = 8;
 using GroupSums = RowSums<float>;
 
+struct BackwardShared {
+  GroupSums::Slots slots[kMaxGroups];
+  RowStages stages[kMaxGroups];
+};
+
 // Persistent blocks walk over the rows. A group of threads keeps its columns' sums and the packs of
 // its next row in registers. Column parameters are staged once in shared memory, as fp32.
-template <bool kRegular, bool kRms, Saved kSaved, int kPacks, typename X, typename Y, typename S>
+template <RowsLie kLie, bool kRms, Saved kSaved, int kPacks, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out,
-                                                   GroupSums::Slots (&slots)[kMaxGroups]) {
+                                                   BackwardShared& shared) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
-  using SavedReader = SliceReader<S, N, kRegular, kPacks>;
-  using GradientReader = SliceReader<Y, N, kRegular, kPacks>;
+  constexpr bool kRegular = kLie == RowsLie::kRegular, kShifted = kLie == RowsLie::kShifted;
+  constexpr int kApart = columns_apart(kLie);
+  constexpr bool kInRing = kLie == RowsLie::kElements && kPacks > 1;
   extern __shared__ __align__(16) float staged[];
 
-  const RowGroup<Barrier::kNamed, (kPacks > 1)> group;
-  GroupSums sums(group, slots[group.warps() > 1 ? group.index() : 0]);
-  const int col = slice_column<N, kPacks>(group);
+  const RowGroup<Barrier::kNamed, (kPacks > 1 || kLie == RowsLie::kElements)> group;
+  GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
+  const int col = slice_column<N, kPacks, kLie>(group);
   const int left = in.cols - col;
-  wait_for_prerequisites();
-  out.clear_totals();
-  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
-  for (int p = group.index(); p < kPacks; p += group.groups())
-    params.stage(in, p, col + p * kSliceStep<N>);
-  __syncthreads();
-  const uint32_t listed = kListed ? params.listed(left) : 0;
-
   const int64_t stride = int64_t{gridDim.x} * group.groups();
   int64_t first = int64_t{blockIdx.x} * group.groups();
   int64_t row = first + group.index();
-  RowCursor<const S> saved_at(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col);
-  RowCursor<const Y> dy_at(in.dy, in.dy_layout, min(row, in.rows - 1), stride, col);
-  SavedReader saved;
-  GradientReader dy;
-  typename SavedReader::Loaded saved_loaded;
-  typename GradientReader::Loaded dy_loaded;
+
+  wait_for_prerequisites();
+  out.clear_totals();
+  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
+  auto open_rows = [&] {
+    using Group = std::remove_const_t<decltype(group)>;
+    if constexpr (kInRing) {
+      const int params_end = param_kinds(kSaved) * group.threads() * kPacks * N;
+      return RowsInRing<Y, S, N, kPacks, Group>(in, group, col, row, stride,
+                                                reinterpret_cast<char*>(staged + params_end),
+                                                shared.stages[group.index()]);
+    } else {
+      return RowsInRegisters<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride);
+    }
+  };
+  auto rows = open_rows();
+  for (int p = group.index(); p < kPacks; p += group.groups())
+    params.stage(in, p, col + p * kSliceStep<N>, kApart);
+  __syncthreads();
+  const uint32_t listed = kListed ? params.listed(left, kApart) : 0;
+
   float next_mean = 0, next_rstd = 0;
-  auto fetch = [&] {
-    if (row >= in.rows) return;
-    saved.fetch(saved_at.at(), left,
-                kRegular || rows_follow(in.saved_layout, row, in.rows, in.cols, N), group,
-                saved_loaded);
-    dy.fetch(dy_at.at(), left, kRegular || rows_follow(in.dy_layout, row, in.rows, in.cols, N),
-             group, dy_loaded);
+  auto look_ahead = [&] {
     if (out.dresidual != nullptr)
-      out.template prefetch_residual<N, kPacks>(row * in.cols + col, left);
+      out.template prefetch_residual<N, kPacks, kApart>(row * in.cols + col, left);
     if (!kRms && !kFromOutput) next_mean = __ldg(in.mean + row);
     next_rstd = __ldg(in.rstd + row);
   };
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
-  const float per_cols = 1.0f / in.cols;
   X* dx = out.dx + row * in.cols + col;
-  fetch();
+  if (row < in.rows) {
+    rows.ask_for_first(row);
+    look_ahead();
+  }
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
     float xhat[kPacks][N], w[kPacks][N];
-    saved.extract(saved_loaded, left, group,
-                  [&](int p, const Pack<S, N>& pack) { unpack(pack, xhat[p]); });
-    dy.extract(dy_loaded, left, group, [&](int p, const Pack<Y, N>& pack) { unpack(pack, w[p]); });
+    rows.take(row, xhat, w);
     const float mean = next_mean, rstd = next_rstd;
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
     const int row_left = row < in.rows ? left : 0;
     row += stride;
     if (row < in.rows) {
-      saved_at.step(row);
-      dy_at.step(row);
-      fetch();
+      rows.ask_for(row);
+      look_ahead();
     }
 
     float sum_w = 0, sum_wx = 0;
@@ -110,24 +116,30 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     } else {
       sums.add_up(group, sum_w, sum_wx);
     }
+    rows.drop(row);
     if (out.dx != nullptr) {
       // dx = rstd * (w - mean(w) - xhat * mean(w * xhat))
-      const float of_xhat = -rstd * (sum_wx * per_cols);
-      const float constant = kRms ? 0.0f : -rstd * (sum_w * per_cols);
-      SliceWriter<X, N, kRegular, kPacks> writer;
+      const float of_xhat = -rstd * (sum_wx * in.per_cols);
+      const float constant = kRms ? 0.0f : -rstd * (sum_w * in.per_cols);
+      WriterOf<X, N, kLie, kPacks> writer;
       writer.open(dx, row_left);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        if (kRegular && p * kSliceStep<N> >= row_left) break;
+        // The lanes of shifted rows exchange what they write.
+        if (!kShifted && p * kSliceStep<N> >= row_left) break;
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           w[p][i] = kRms ? fmaf(xhat[p][i], of_xhat, w[p][i] * rstd)
                          : fmaf(xhat[p][i], of_xhat, fmaf(w[p][i], rstd, constant));
         }
         if (out.dresidual != nullptr) {
-          out.template add_residual<kRegular>(dx - out.dx + p * kSliceStep<N>,
-                                              row_left - p * kSliceStep<N>, in.rows * in.cols,
-                                              w[p]);
+          const int64_t at = dx - out.dx + p * kSliceStep<N>;
+          const int left_of_pack = row_left - p * kSliceStep<N>;
+          if constexpr (kLie == RowsLie::kElements) {
+            out.template add_residual_apart<kApart>(at, left_of_pack, w[p]);
+          } else {
+            out.template add_residual<kRegular>(at, left_of_pack, in.rows * in.cols, w[p]);
+          }
         }
         Pack<X, N> pack;
         round_to(pack, w[p]);
@@ -139,19 +151,21 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   launch_dependents();
   const int64_t partial = int64_t{blockIdx.x} * in.cols;
   auto of_block = [&](float* partials) { return partials ? partials + partial : nullptr; };
-  write_partials<!kRms>(group, dweight, dbias, staged, in.cols, of_block(out.dweight_partials),
-                        of_block(out.dbias_partials));
+  write_partials<kLie, !kRms>(group, dweight, dbias, staged, in.cols,
+                              of_block(out.dweight_partials), of_block(out.dbias_partials));
 }
 
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
-                            const __grid_constant__ BackwardOutput<X, float> out, bool regular) {
-  __shared__ GroupSums::Slots slots[kMaxGroups];
-  if (regular) {
-    norm_backward_once<true, kRms, kSaved, kPacks>(in, out, slots);
-  } else {
-    norm_backward_once<false, kRms, kSaved, kPacks>(in, out, slots);
+                            const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
+  __shared__ BackwardShared shared;
+  if (lie == RowsLie::kRegular) {
+    norm_backward_once<RowsLie::kRegular, kRms, kSaved, kPacks>(in, out, shared);
+  } else if (lie == RowsLie::kShifted) {
+    norm_backward_once<RowsLie::kShifted, kRms, kSaved, kPacks>(in, out, shared);
+  } else if constexpr (kPacks == 1 || kBulkCopies) {
+    norm_backward_once<RowsLie::kElements, kRms, kSaved, kPacks>(in, out, shared);
   }
 }
 

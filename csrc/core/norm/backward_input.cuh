@@ -61,13 +61,17 @@ struct BackwardOutput {
       totals->clear();
   }
 
-  // Brings a slice, which starts at element `first`, near.
-  template <int N, int kPacks>
+  // Brings a slice, which starts at element `first`, near; kApart: how far apart the columns of a
+  // pack are.
+  template <int N, int kPacks, int kApart>
   __device__ __forceinline__ void prefetch_residual(int64_t first, int left) const {
+    // Each lane what would be its pack.
+    const int near = kApart == 1 ? 0 : static_cast<int>(threadIdx.x) % kWarpSize * (N - 1);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (p * kSliceStep<N> < left)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(dresidual + first + p * kSliceStep<N>));
+      if (near + p * kSliceStep<N> < left)
+        asm volatile(
+            "prefetch.global.L2 [%0];" ::"l"(dresidual + first + near + p * kSliceStep<N>));
     }
   }
 
@@ -94,6 +98,20 @@ struct BackwardOutput {
     unpack(residual, added);
 #pragma unroll
     for (int i = 0; i < N; ++i) gradient[i] += added[i];
+  }
+
+  // The same, element by element.
+  template <int kApart, int N>
+  __device__ __forceinline__ void add_residual_apart(int64_t at, int left, A (&gradient)[N]) const {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i * kApart >= left) break;
+      float added[1];
+      unpack(Pack<X, 1>{detail::load_words<sizeof(X)>(
+                 reinterpret_cast<const char*>(dresidual + at + i * kApart))},
+             added);
+      gradient[i] += added[0];
+    }
   }
 
   template <int N, bool kRegular, typename Group>
@@ -166,9 +184,26 @@ struct ColumnParams {
       if (col < cols) load_params<false>(params, col, cols, out);
       return;
     }
-    for (int i = 0; i < N; ++i) {
-      if (col + i * step < cols) out[i] = load_param<A>(params, col + i * step);
+    switch (params.dtype) {
+      case DType::kFloat16:
+        return load_apart<__half>(params.data, col, step, cols, out);
+      case DType::kBFloat16:
+        return load_apart<__nv_bfloat16>(params.data, col, step, cols, out);
+      case DType::kFloat32:
+        return load_apart<float>(params.data, col, step, cols, out);
+      case DType::kFloat64:
+        return load_apart<double>(params.data, col, step, cols, out);
     }
+  }
+  // No load waits for another; past the end, the last column's.
+  template <typename T>
+  __device__ static void load_apart(const void* data, int col, int step, int cols, A (&out)[N]) {
+    T values[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      values[i] = __ldg(static_cast<const T*>(data) + min(col + i * step, cols - 1));
+#pragma unroll
+    for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
   }
 };
 

@@ -154,6 +154,9 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
+    const RowsLie lie = plan.elements ? RowsLie::kElements
+                        : regular     ? RowsLie::kRegular
+                                      : RowsLie::kShifted;
     auto run = [&](auto kernel, auto... flags) {
       return detail::launch(kernel, plan.blocks, threads,
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
@@ -164,8 +167,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       if (plan.tier == Tier::kRing)
         return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages,
                    plan.partial_sets, plan.rows_in_sequence);
-      return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, regular)
-                             : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, regular);
+      return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, lie)
+                             : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, lie);
     };
     error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
   }

@@ -9,14 +9,17 @@ namespace fused_norm {
 
 // Adds the column sums of a group into `staged`, the block's in shared memory, from which the
 // caller's barriers keep the other groups away.
-template <int kPacks, int N, typename Group>
+template <RowsLie kLie, int kPacks, int N, typename Group>
 __device__ void stage_sums(const Group& group, const float (&sums)[kPacks][N], bool first,
                            float* staged) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    float* at = staged + slice_column<N, kPacks>(group) + p * kSliceStep<N>;
+    float* at = staged + slice_column<N, kPacks, kLie>(group) + p * kSliceStep<N>;
 #pragma unroll
-    for (int i = 0; i < N; ++i) at[i] = first ? sums[p][i] : at[i] + sums[p][i];
+    for (int i = 0; i < N; ++i) {
+      float& sum = at[i * columns_apart(kLie)];
+      sum = first ? sums[p][i] : sum + sums[p][i];
+    }
   }
 }
 
@@ -36,7 +39,7 @@ __device__ void add_within_warp(const Group& group, float (&sums)[kPacks][N]) {
 
 // Writes a block's partial rows. `staged` is shared memory for 2 * blockDim.x * kPacks * N values
 // that may still be in use; null partials are left out.
-template <bool kBias, int kPacks, int N, typename Group>
+template <RowsLie kLie, bool kBias, int kPacks, int N, typename Group>
 __device__ void write_partials(const Group& group, float (&dweight)[kPacks][N],
                                float (&dbias)[kPacks][N], float* staged, int cols,
                                float* dweight_partial, float* dbias_partial) {
@@ -49,8 +52,8 @@ __device__ void write_partials(const Group& group, float (&dweight)[kPacks][N],
   for (int turn = 0; turn < turns; ++turn) {
     __syncthreads();
     if (group.index() != turn * groups_a_turn) continue;
-    stage_sums(group, dweight, turn == 0, staged);
-    if (kBias) stage_sums(group, dbias, turn == 0, staged_bias);
+    stage_sums<kLie>(group, dweight, turn == 0, staged);
+    if (kBias) stage_sums<kLie>(group, dbias, turn == 0, staged_bias);
   }
   __syncthreads();
   const int threads = group.threads() * group.groups();

@@ -130,42 +130,59 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
+  const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
+  const int saved_size = size_of(from_output ? y : x);
+  // Rows that are not whole packs are dealt out element by element to whole warps. Longer ones come
+  // through shared memory, two packs to a thread, by bulk copies. The shortest would leave most of
+  // a warp idle, and are shifted.
+  constexpr int kFewPacks = kWarp / 4, kManyPacks = 5 * kWarp;
+  plan.elements = !whole_packs && row_packs > kFewPacks && (row_packs <= kManyPacks || bulk_copies);
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
   // go over more warps, and in one warp nobody waits. To shift packs takes registers.
-  const bool whole_packs = cols % plan.pack == 0;
-  const bool single =
-      row_packs <= kWarp || (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
+  const bool single = row_packs <= kWarp || (plan.elements && row_packs <= kManyPacks) ||
+                      (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
   const int packs = single ? 1 : 2;
-  const int threads = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
+  const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
+  const int threads = plan.elements ? std::max(needed, kWarp) : needed;
   const int block_threads = backward_threads(packs);
-  // Long rows pass through shared memory, which leaves registers to more threads; shorter ones too,
-  // where they would fill but a part of a block's threads. Rows that are taken apart element by
-  // element, or by the parameters of each column, read too much there.
-  const bool fills = threads <= block_threads / 2 || threads > block_threads * 7 / 8;
-  const bool simple = whole_packs && !from_output;
-  const bool by_ring = x != DType::kFloat64 && device.max_cluster_blocks > 1 &&
-                       (threads > block_threads || (!fills && packs == 2 && simple));
-  if (by_ring && plan_ring(rows, cols, size_of(from_output ? y : x), size_of(y),
-                           from_output ? 3 : 1, device, plan)) {
-    return plan;
-  }
 
   // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
   // dbias.
-  const int column_vectors = from_output ? 3 : 2;
-  const int64_t staged = int64_t{std::max(threads, kWarp)} * packs * plan.pack * column_vectors * 4;
+  const int64_t column_bytes = int64_t{std::max(threads, kWarp)} * packs * plan.pack * 4;
+  const int param_vectors = from_output ? 3 : 1;
+  auto shared_bytes = [&](int groups) {
+    const int64_t staged = column_bytes * std::max(param_vectors, 2);
+    if (!plan.elements || packs == 1) return staged;
+    const int64_t row = ring_slot(cols * saved_size) + ring_slot(cols * size_of(y));
+    return std::max(staged, column_bytes * param_vectors + groups * kRowStages * row);
+  };
+  int groups = block_threads / threads;
+  while (groups > 0 && shared_bytes(groups) + kStaticShared > device.shared_bytes_per_block)
+    --groups;
+
+  // Long rows pass through a ring in shared memory, which leaves registers to more threads; shorter
+  // ones too, where they would fill but a part of a block's threads. Rows that are taken apart
+  // element by element, or by the parameters of each column, read too much there.
+  const bool fills = threads <= block_threads / 2 || threads > block_threads * 7 / 8;
+  const bool simple = whole_packs && !from_output;
+  const bool by_ring =
+      x != DType::kFloat64 && bulk_copies && (groups == 0 || (!fills && packs == 2 && simple));
+  if (by_ring && plan_ring(rows, cols, saved_size, size_of(y), param_vectors, device, plan))
+    return plan;
+
   plan.cluster_blocks = 1;
-  if (x != DType::kFloat64 && threads <= block_threads &&
-      staged + kStaticShared <= device.shared_bytes_per_block) {
+  if (x != DType::kFloat64 && groups > 0) {
     plan.tier = Tier::kRegisters;
     plan.packs = packs;
     plan.threads_per_row = threads;
-    plan.rows_per_block = block_threads / threads;
-    plan.shared_bytes = static_cast<int>(staged);
+    plan.rows_per_block = groups;
+    plan.shared_bytes = static_cast<int>(shared_bytes(groups));
     // Persistent: as many blocks as are resident at once, and no more than there is work for.
-    const int resident = backward_blocks(packs) * block_threads / (threads * plan.rows_per_block);
-    plan.partials = clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block),
-                                                 int64_t{resident} * device.sm_count));
+    const int resident =
+        std::min(backward_blocks(packs) * block_threads / (threads * groups),
+                 device.shared_bytes_per_block / (plan.shared_bytes + kStaticShared));
+    plan.partials =
+        clamp_grid(std::min<int64_t>(ceil_div(rows, groups), int64_t{resident} * device.sm_count));
     plan.blocks = plan.partials;
     return plan;
   }

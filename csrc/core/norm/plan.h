@@ -57,9 +57,12 @@ struct NormBackwardPlan : NormPlan {
   int tiles;     // kStreaming: column tiles of kTileThreads packs
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
+  bool elements;  // kRegisters: rows are dealt out element by element, as they are not whole packs
 };
 
 constexpr int kMaxRingStages = 6;
+// kRegisters: rows of a group in shared memory at once, where they pass through that.
+constexpr int kRowStages = 3;
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
 // thread suffice for one pack's columns, two packs' take 128.

@@ -27,7 +27,7 @@ class RingSlice {
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kListed = kSaved == Saved::kOutputAndList;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
-  static constexpr int kApart = kLie == RowsLie::kElements ? kWarpSize : 1;
+  static constexpr int kApart = columns_apart(kLie);
   using Params = StagedParams<kPacks, N, kSaved>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
@@ -69,9 +69,8 @@ class RingSlice {
 
   // Brings near what write_dx() will add to a row of dx.
   __device__ __forceinline__ void prefetch_residual(int64_t row) const {
-    if (out_.dresidual == nullptr) return;
-    const int near = kApart == 1 ? 0 : static_cast<int>(threadIdx.x) % kWarpSize * (N - 1);
-    out_.template prefetch_residual<N, kPacks>(row * in_.cols + first_ + near, left_ - near);
+    if (out_.dresidual != nullptr)
+      out_.template prefetch_residual<N, kPacks, kApart>(row * in_.cols + first_, left_);
   }
 
   // dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums; of one after the
@@ -181,15 +180,7 @@ class RingSlice {
     if constexpr (kRegular) {
       out_.template add_residual<true>(at + p * kStep, N, 0, gradient);
     } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (!inside(p, i)) continue;
-        float added[1];
-        unpack(Pack<X, 1>{detail::load_words<sizeof(X)>(
-                   reinterpret_cast<const char*>(out_.dresidual + at + p * kStep + i * kApart))},
-               added);
-        gradient[i] += added[0];
-      }
+      out_.template add_residual_apart<kApart>(at + p * kStep, left_ - p * kStep, gradient);
     }
   }
 
