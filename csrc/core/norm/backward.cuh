@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/common/overlap.cuh"
+#include "core/common/slice_queue.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/backward_input.cuh"
 #include "core/norm/partial_sums.cuh"
@@ -9,12 +10,13 @@
 
 namespace fused_norm {
 
-// A block of 512 threads has at most 8 groups of several warps.
+// A block of kBackwardThreads has at most 8 groups of several warps.
 constexpr int kMaxGroups = 8;
 using GroupSums = RowSums<float>;
 
-// Persistent blocks walk over the rows. A group of threads keeps its columns' sums and the packs of
-// its next row in registers. Column parameters are staged once in shared memory, as fp32.
+// Persistent blocks walk over the rows. A group of threads keeps its columns' sums in registers;
+// its next row is on its way to shared memory, or to registers where rows are not regular. Column
+// parameters are staged once in shared memory, as fp32, while the first rows are under way.
 template <bool kRegular, bool kRms, Saved kSaved, int kPacks, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out,
@@ -30,31 +32,44 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   const int col = slice_column<N, kPacks>(group);
   const int left = in.cols - col;
   wait_for_prerequisites();
-  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
-  for (int p = group.index(); p < kPacks; p += group.groups())
-    params.stage(in, p, col + p * kSliceStep<N>);
-  __syncthreads();
-  const uint32_t listed = kListed ? params.listed(left) : 0;
 
   const int64_t stride = int64_t{gridDim.x} * group.groups();
   int64_t first = int64_t{blockIdx.x} * group.groups();
   int64_t row = first + group.index();
   RowCursor<const S> saved_at(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col);
   RowCursor<const Y> dy_at(in.dy, in.dy_layout, min(row, in.rows - 1), stride, col);
+  const int row_threads = max(group.threads(), kWarpSize);
+  SliceQueue<S, Y, N, kPacks> queue(
+      reinterpret_cast<char*>(staged + param_kinds(kSaved) * row_threads * kPacks * N),
+      group.index() * group.threads() + group.thread(), group.groups() * group.threads());
   SavedReader saved;
   GradientReader dy;
   typename SavedReader::Loaded saved_loaded;
   typename GradientReader::Loaded dy_loaded;
+  // Row `next`, at which the cursors are.
+  auto fetch = [&](int64_t next) {
+    const bool inside = next < in.rows;
+    if constexpr (kRegular) {
+      queue.put(saved_at.at(), dy_at.at(), inside ? left : 0, group);
+    } else if (inside) {
+      saved.fetch(saved_at.at(), left, rows_follow(in.saved_layout, next, in.rows, in.cols, N),
+                  group, saved_loaded);
+      dy.fetch(dy_at.at(), left, rows_follow(in.dy_layout, next, in.rows, in.cols, N), group,
+               dy_loaded);
+    }
+    if (inside && out.dresidual != nullptr)
+      out.template prefetch_residual<N, kPacks>(next * in.cols + col, left);
+  };
+  auto fetch_next = [&](int64_t next) {
+    if (next < in.rows) {
+      saved_at.step(next);
+      dy_at.step(next);
+    }
+    fetch(next);
+  };
   float next_mean = 0, next_rstd = 0;
-  auto fetch = [&] {
+  auto fetch_statistics = [&] {
     if (row >= in.rows) return;
-    saved.fetch(saved_at.at(), left,
-                kRegular || rows_follow(in.saved_layout, row, in.rows, in.cols, N), group,
-                saved_loaded);
-    dy.fetch(dy_at.at(), left, kRegular || rows_follow(in.dy_layout, row, in.rows, in.cols, N),
-             group, dy_loaded);
-    if (out.dresidual != nullptr)
-      out.template prefetch_residual<N, kPacks>(row * in.cols + col, left);
     if (!kRms && !kFromOutput) next_mean = __ldg(in.mean + row);
     next_rstd = __ldg(in.rstd + row);
   };
@@ -62,22 +77,35 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   const float per_cols = 1.0f / in.cols;
   X* dx = out.dx + row * in.cols + col;
-  fetch();
+  fetch(row);
+  fetch_statistics();
+  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
+  for (int p = group.index(); p < kPacks; p += group.groups())
+    params.stage(in, p, col + p * kSliceStep<N>);
+  __syncthreads();
+  const uint32_t listed = kListed ? params.listed(left) : 0;
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
     float xhat[kPacks][N], w[kPacks][N];
-    saved.extract(saved_loaded, left, group,
-                  [&](int p, const Pack<S, N>& pack) { unpack(pack, xhat[p]); });
-    dy.extract(dy_loaded, left, group, [&](int p, const Pack<Y, N>& pack) { unpack(pack, w[p]); });
+    if constexpr (kRegular) {
+      fetch_next(row + stride);
+      queue.wait();
+      queue.take([&](int p, const Pack<S, N>& of_saved, const Pack<Y, N>& of_dy) {
+        unpack(of_saved, xhat[p]);
+        unpack(of_dy, w[p]);
+      });
+    } else {
+      saved.extract(saved_loaded, left, group,
+                    [&](int p, const Pack<S, N>& pack) { unpack(pack, xhat[p]); });
+      dy.extract(dy_loaded, left, group,
+                 [&](int p, const Pack<Y, N>& pack) { unpack(pack, w[p]); });
+      fetch_next(row + stride);
+    }
     const float mean = next_mean, rstd = next_rstd;
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
     const int row_left = row < in.rows ? left : 0;
     row += stride;
-    if (row < in.rows) {
-      saved_at.step(row);
-      dy_at.step(row);
-      fetch();
-    }
+    fetch_statistics();
 
     float sum_w = 0, sum_wx = 0;
 #pragma unroll
@@ -143,7 +171,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 }
 
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
-__global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
+__global__ void __launch_bounds__(kBackwardThreads, backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, bool regular) {
   __shared__ GroupSums::Slots slots[kMaxGroups];

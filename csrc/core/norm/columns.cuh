@@ -98,33 +98,53 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
   A* const history = static_cast<A*>(look.watch.history);
   const bool has_bias = look.affine.bias.data != nullptr;
   const RecoverableLimits<A>& precise = look.listed.precise;
-  for (int col = thread; col < look.cols; col += blockDim.x * blockDim.y) {
-    const A g = look.affine.g(col), b = look.affine.b(col);
-    const bool lost = !meets(precise, g, b);
-    found[kLost] += lost;
-    if (lost) found[kOverflow] += look.spoils(col);
-    if (!history) continue;
-    A* const at = history + col;
-    const int64_t pitch = look.cols;
-    const bool first = isnan(at[0]) && isnan(at[pitch]);
-    const A g_step = fabs(g - at[0]), b_step = has_bias ? fabs(b - at[2 * pitch]) : A(0);
-    A g_speed = first ? A(0) : at[pitch], b_speed = first || !has_bias ? A(0) : at[3 * pitch];
-    if (!first && (g_step > 0 || b_step > 0)) {
-      ++found[kMoved];
-      g_speed = fmax(g_step, g_speed / 2);
-      b_speed = fmax(b_step, b_speed / 2);
-    }
-    at[0] = g;
-    at[pitch] = g_speed;
-    if (has_bias) {
-      at[2 * pitch] = b;
-      at[3 * pitch] = b_speed;
+  // Several columns at once, as their loads are far away.
+  constexpr int kBatch = 4;
+  const int threads = blockDim.x * blockDim.y;
+  const int64_t pitch = look.cols;
+  for (int first_col = thread; first_col < look.cols; first_col += kBatch * threads) {
+    A gs[kBatch], bs[kBatch], before[kBatch][4] = {};
+#pragma unroll
+    for (int k = 0; k < kBatch; ++k) {
+      const int col = min(first_col + k * threads, look.cols - 1);
+      gs[k] = look.affine.g(col);
+      bs[k] = look.affine.b(col);
+      if (!history) continue;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (i < 2 || has_bias) before[k][i] = history[i * pitch + col];
+      }
     }
 #pragma unroll
-    for (int h = 0; h < kHorizons; ++h) {
-      const A reach = 2 * horizon(h);
-      const A nearest = fabs(g) - reach * g_speed, bias = fabs(b) + reach * b_speed;
-      found[kAtRisk + h] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
+    for (int k = 0; k < kBatch; ++k) {
+      const int col = first_col + k * threads;
+      if (col >= look.cols) break;
+      const A g = gs[k], b = bs[k];
+      const A(&at)[4] = before[k];
+      const bool lost = !meets(precise, g, b);
+      found[kLost] += lost;
+      if (lost) found[kOverflow] += look.spoils(col);
+      if (!history) continue;
+      const bool first = isnan(at[0]) && isnan(at[1]);
+      const A g_step = fabs(g - at[0]), b_step = has_bias ? fabs(b - at[2]) : A(0);
+      A g_speed = first ? A(0) : at[1], b_speed = first || !has_bias ? A(0) : at[3];
+      if (!first && (g_step > 0 || b_step > 0)) {
+        ++found[kMoved];
+        g_speed = fmax(g_step, g_speed / 2);
+        b_speed = fmax(b_step, b_speed / 2);
+      }
+      history[col] = g;
+      history[pitch + col] = g_speed;
+      if (has_bias) {
+        history[2 * pitch + col] = b;
+        history[3 * pitch + col] = b_speed;
+      }
+#pragma unroll
+      for (int h = 0; h < kHorizons; ++h) {
+        const A reach = 2 * horizon(h);
+        const A nearest = fabs(g) - reach * g_speed, bias = fabs(b) + reach * b_speed;
+        found[kAtRisk + h] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
+      }
     }
   }
 #pragma unroll

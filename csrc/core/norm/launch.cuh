@@ -45,12 +45,19 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                                                     plan.pack, params.y_dtype)
                           ? RowsLie::kRegular
                           : RowsLie::kShifted;
+  int shared_bytes = 0;
   auto run = [&](auto kernel, auto... flags) {
-    return detail::launch(kernel, plan.blocks, threads, {0, plan.cluster_blocks, plan.overlaps},
-                          stream, load, store, out, flags...);
+    return detail::launch(kernel, plan.blocks, threads,
+                          {shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load, store,
+                          out, flags...);
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
+    if (plan.tier == Tier::kRegisters && lie == RowsLie::kRegular && params_ahead(plan.packs) &&
+        store.template all_of<!kRms>(kDTypeOf<X>)) {
+      shared_bytes =
+          plan.threads_per_row * plan.rows_per_block * params_ahead_bytes(plan.packs, !kRms);
+    }
     if constexpr (!Load::kAdds) {
       if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store, kRms>);
     }
@@ -184,8 +191,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   add(params.dbias, out.dbias_partials, params.bias.dtype);
   const int watched = params.watch.report ? 1 : 0;
   const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize + watched, count);
-  return detail::launch(sum_partials<A>, grid, kWarpSize * kSumWarps, {0, 1, plan.overlaps}, stream,
-                        sums, look, plan.partials);
+  return detail::launch(sum_partials<A>, grid, kSumThreads, {0, 1, plan.overlaps}, stream, sums,
+                        look, plan.partials);
 }
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.

@@ -131,13 +131,14 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
-  // go over more warps, and in one warp nobody waits. To shift packs takes registers.
+  // go over more warps, and in one warp nobody waits. To put packs together takes registers.
   const bool whole_packs = cols % plan.pack == 0;
   const bool single =
-      row_packs <= kWarp || (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
+      whole_packs && (row_packs <= kWarp || (row_packs > 2 * kWarp && row_packs <= 3 * kWarp));
   const int packs = single ? 1 : 2;
   const int threads = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
-  const int block_threads = backward_threads(packs);
+  // Where nobody waits for other warps, smaller blocks do better.
+  const int block_threads = packs == 1 && threads <= kWarp ? 256 : kBackwardThreads;
   // Long rows pass through shared memory, which leaves registers to more threads; shorter ones too,
   // where they would fill but a part of a block's threads. Rows that are taken apart element by
   // element, or by the parameters of each column, read too much there.
@@ -145,33 +146,36 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const bool simple = whole_packs && !from_output;
   const bool by_ring = x != DType::kFloat64 && device.max_cluster_blocks > 1 &&
                        (threads > block_threads || (!fills && packs == 2 && simple));
-  if (by_ring && plan_ring(rows, cols, size_of(from_output ? y : x), size_of(y),
-                           from_output ? 3 : 1, device, plan)) {
+  const int saved_size = size_of(from_output ? y : x), column_vectors = from_output ? 3 : 1;
+  if (by_ring && plan_ring(rows, cols, saved_size, size_of(y), column_vectors, device, plan)) {
     return plan;
   }
 
-  // Staged as fp32: the weight, and bias and 1 / weight; in the end the block's sums of dweight and
-  // dbias.
-  const int column_vectors = from_output ? 3 : 2;
-  const int64_t staged = int64_t{std::max(threads, kWarp)} * packs * plan.pack * column_vectors * 4;
   plan.cluster_blocks = 1;
-  if (x != DType::kFloat64 && threads <= block_threads &&
-      staged + kStaticShared <= device.shared_bytes_per_block) {
+  if (x != DType::kFloat64 && threads <= block_threads) {
+    // Staged as fp32: the weight, and bias and 1 / weight.
+    const int staged = std::max(threads, kWarp) * packs * plan.pack * column_vectors * 4;
+    const int of_row = threads * slice_queue_bytes(packs, plan.pack, saved_size, size_of(y));
+    const int room = device.shared_bytes_per_block - kStaticShared - staged;
     plan.tier = Tier::kRegisters;
     plan.packs = packs;
     plan.threads_per_row = threads;
-    plan.rows_per_block = block_threads / threads;
-    plan.shared_bytes = static_cast<int>(staged);
-    // Persistent: as many blocks as are resident at once, and no more than there is work for.
-    const int resident = backward_blocks(packs) * block_threads / (threads * plan.rows_per_block);
-    plan.partials = clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block),
-                                                 int64_t{resident} * device.sm_count));
-    plan.blocks = plan.partials;
-    return plan;
+    plan.rows_per_block = std::min(block_threads / threads, room / of_row);
+    plan.shared_bytes = staged + plan.rows_per_block * of_row;
+    if (plan.rows_per_block > 0) {
+      // Persistent: as many blocks as are resident at once, and no more than there is work for.
+      const int resident =
+          std::min(backward_blocks(packs) * kBackwardThreads / (threads * plan.rows_per_block),
+                   device.shared_bytes_per_block / (plan.shared_bytes + kStaticShared));
+      plan.partials = clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block),
+                                                   int64_t{resident} * device.sm_count));
+      plan.blocks = plan.partials;
+      return plan;
+    }
   }
 
   plan.tier = Tier::kStreaming;
-  plan.cluster_blocks = 1;
+  plan.shared_bytes = 0;
   plan.packs = 4;
   plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), 512);
   plan.rows_per_block = std::max(1, 128 / plan.threads_per_row);
