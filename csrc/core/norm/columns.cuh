@@ -52,6 +52,32 @@ __device__ __forceinline__ A load_param(const ParamVector& params, int col) {
   }
 }
 
+// kCount parameters, at col, col + step, ... but no further than `last`: loads that are all under
+// way before the first is waited for.
+template <int kCount, typename A>
+__device__ __forceinline__ void load_params_at(const ParamVector& params, int col, int step,
+                                               int last, A (&out)[kCount]) {
+  auto load = [&](auto type) {
+    using T = decltype(type);
+    T values[kCount];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k)
+      values[k] = static_cast<const T*>(params.data)[min(col + k * step, last)];
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) out[k] = static_cast<A>(values[k]);
+  };
+  switch (params.dtype) {
+    case DType::kFloat16:
+      return load(__half());
+    case DType::kBFloat16:
+      return load(__nv_bfloat16());
+    case DType::kFloat32:
+      return load(float());
+    default:
+      return load(double());
+  }
+}
+
 // The parameters of a norm, a column at a time.
 template <typename A>
 struct ColumnAffine {
@@ -63,6 +89,21 @@ struct ColumnAffine {
   }
   __device__ __forceinline__ A b(int col) const {
     return bias.data ? load_param<A>(bias, col) : A(0);
+  }
+  // Those of kCount columns, `step` apart, and no further than `last`.
+  template <int kCount>
+  __device__ __forceinline__ void load(int col, int step, int last, A (&gs)[kCount],
+                                       A (&bs)[kCount]) const {
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) {
+      gs[k] = A(1);
+      bs[k] = A(0);
+    }
+    if (bias.data) load_params_at(bias, col, step, last, bs);
+    if (!weight.data) return;
+    load_params_at(weight, col, step, last, gs);
+#pragma unroll
+    for (int k = 0; k < kCount; ++k) gs[k] += weight_offset;
   }
 };
 
@@ -104,17 +145,18 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
   const int64_t pitch = look.cols;
   for (int first_col = thread; first_col < look.cols; first_col += kBatch * threads) {
     A gs[kBatch], bs[kBatch], before[kBatch][4] = {};
+    const int last = look.cols - 1;
+    if (history) {
 #pragma unroll
-    for (int k = 0; k < kBatch; ++k) {
-      const int col = min(first_col + k * threads, look.cols - 1);
-      gs[k] = look.affine.g(col);
-      bs[k] = look.affine.b(col);
-      if (!history) continue;
+      for (int k = 0; k < kBatch; ++k) {
+        const A* const at = history + min(first_col + k * threads, last);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (i < 2 || has_bias) before[k][i] = history[i * pitch + col];
+        for (int i = 0; i < 4; ++i) {
+          if (i < 2 || has_bias) before[k][i] = at[i * pitch];
+        }
       }
     }
+    look.affine.template load<kBatch>(first_col, threads, last, gs, bs);
 #pragma unroll
     for (int k = 0; k < kBatch; ++k) {
       const int col = first_col + k * threads;
