@@ -4,6 +4,7 @@
 
 #include "core/common/launch.cuh"
 #include "core/norm/backward.cuh"
+#include "core/norm/backward_few.cuh"
 #include "core/norm/backward_ring.cuh"
 #include "core/norm/backward_streaming.cuh"
 #include "core/norm/forward.cuh"
@@ -107,6 +108,27 @@ cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormPlan&
   return norm_forward_from<Y>(load, regular, params, plan, stream);
 }
 
+template <typename X>
+cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
+                                   const BackwardOutput<X, float>& out,
+                                   const ColumnLook<float>& look, const NormBackwardParams& params,
+                                   const NormBackwardPlan& plan, bool regular,
+                                   cudaStream_t stream) {
+  const ColumnGradients gradients{{params.dweight, params.dbias},
+                                  {params.weight.dtype, params.bias.dtype}};
+  const int tiles =
+      params.dweight || params.dbias ? (params.cols + kFewColumns - 1) / kFewColumns : 0;
+  const int64_t rows = params.dx ? params.rows : 0;
+  const int splits = plan.few_splits;
+  const int64_t clusters = (look.watch.report ? 1 : 0) + tiles + (rows + splits - 1) / splits;
+  if (clusters == 0) return cudaSuccess;
+  const int vectors = params.from_output ? 3 : 1;
+  const int shared_bytes = plan.threads_per_row * plan.packs * plan.pack * vectors * 4;
+  return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
+                        plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
+                        out, gradients, look, params.rms, regular, tiles, splits);
+}
+
 template <typename X, typename Y, Saved kSaved>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
@@ -134,6 +156,12 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                                  params.dbias ? partials + partial_size : nullptr,
                                  static_cast<const X*>(params.dresidual)};
 
+  const ColumnLook<A> look{params.cols,
+                           {params.weight, params.bias, static_cast<A>(params.weight_offset)},
+                           in.list,
+                           params.from_output,
+                           params.watch};
+
   cudaError_t error = cudaErrorInvalidValue;
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   if (plan.tier == Tier::kStreaming) {
@@ -153,6 +181,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
+    if constexpr (std::is_same_v<X, Y> && !kListed) {
+      if (plan.few_splits > 0)
+        return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
+    }
     auto run = [&](auto kernel, auto... flags) {
       return detail::launch(kernel, plan.blocks, threads,
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
@@ -169,11 +201,6 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
   }
   if (error != cudaSuccess) return error;
-  const ColumnLook<A> look{params.cols,
-                           {params.weight, params.bias, static_cast<A>(params.weight_offset)},
-                           in.list,
-                           params.from_output,
-                           params.watch};
   if (!params.dweight && !params.dbias) {
     if (!params.watch.report) return error;
     return detail::launch(column_look<A>, 1, 1024, {}, stream, look);

@@ -30,14 +30,17 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
 namespace {
 
 NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
-  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
-                            params.from_output, device);
+  NormBackwardPlan plan = plan_norm_backward(params.rows, params.cols, params.x_dtype,
+                                             params.y_dtype, params.from_output, device);
+  if (params.list.room > 0) plan.few_splits = 0;
+  return plan;
 }
 
 }  // namespace
 
 size_t norm_backward_workspace(const NormBackwardParams& params, const DeviceProperties& device) {
   const NormBackwardPlan plan = plan_of(params, device);
+  if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
   return element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);

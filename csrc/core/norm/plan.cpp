@@ -91,6 +91,20 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
   return false;
 }
 
+// Blocks for each tile of columns, or 0 where there are too many rows for rows and columns apart: a
+// thread then adds up no more than kRows of the rows that its block takes `rows_at_once` of.
+// Measured on an H200: at 1024 x 4096 (bf16) 11.8 in place of 12.6 microseconds, at 2048 x 4096
+// 20.4 in place of 19.1; at 1024 x 1024 as good as the other way.
+int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties& device) {
+  constexpr int64_t kRows = 8, kMostElements = int64_t{1} << 22;
+  constexpr int kMinRowsAtOnce = 16;  // shorter rows leave a block too few threads
+  if (rows > kMostElements / cols || rows_at_once < kMinRowsAtOnce) return 0;
+  const int most = std::min(device.max_cluster_blocks, kMaxFewSplits);
+  int splits = 1;
+  while (splits < most && rows > kRows * rows_at_once * splits) splits *= 2;
+  return rows <= kRows * rows_at_once * splits ? splits : 0;
+}
+
 }  // namespace
 
 NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
@@ -170,6 +184,8 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
       plan.partials = clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block),
                                                    int64_t{resident} * device.sm_count));
       plan.blocks = plan.partials;
+      if (packs == 2 && x == y && whole_packs)
+        plan.few_splits = few_splits(rows, cols, threads * plan.pack / kFewColumns, device);
       return plan;
     }
   }

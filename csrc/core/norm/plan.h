@@ -55,9 +55,15 @@ struct NormBackwardPlan : NormPlan {
   int partials;  // rows of fp32 (fp64) partial sums: one or more a block, or row chunks of the
                  // tiles
   int tiles;     // kStreaming: column tiles of kTileThreads packs
+  // kRegisters, few rows: blocks for each tile of kFewColumns columns in the one kernel that then
+  // does all, without partial sums, or 0.
+  int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
 };
+
+constexpr int kFewColumns = 32;
+constexpr int kMaxFewSplits = 4;
 
 constexpr int kMaxRingStages = 6;
 
