@@ -181,6 +181,22 @@ TEST(BackwardPlan, RowsDoNotShapeTheReduction) {
   });
 }
 
+TEST(BackwardPlan, FewRowsAreOneKernel) {
+  const auto splits = [](int64_t rows, int cols, const DeviceProperties& chip) {
+    return plan_norm_backward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, chip)
+        .few_splits;
+  };
+  EXPECT_EQ(splits(512, 4096, kH200), 1);  // a tile of columns for almost every multiprocessor
+  EXPECT_EQ(splits(1024, 2048, kH200), 4);
+  EXPECT_EQ(splits(64, 1024, kH200), 1);
+  EXPECT_EQ(splits(2048, 4096, kH200), 0);  // rows are too many to be read twice
+  EXPECT_EQ(splits(1024, 1024, kH200), 0);  // and here for each thread of a tile
+  EXPECT_EQ(splits(64, 256, kH200), 0);     // a row is a warp's
+  EXPECT_EQ(splits(64, 1001, kH200), 0);    // not whole packs
+  EXPECT_EQ(splits(1024, 2048, kA100), 0);  // no clusters
+  EXPECT_EQ(splits(256, 2048, kA100), 1);
+}
+
 TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   const auto plan_for = [](int cols, bool from_output, const DeviceProperties& chip) {
     return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, from_output, chip);

@@ -1,6 +1,6 @@
-// Backward for few rows, in one kernel: some blocks make dx, a row each, as backward.cuh does, and
-// others the sums over rows, a tile of columns each. Rows are so read twice, once from the L2
-// cache, but no partial sums are written, and no second kernel waits for them.
+// Backward for few rows from the input, in one kernel: some blocks make dx, a row each, as
+// backward.cuh does, and others the sums over rows, a tile of columns each. Rows are so read twice,
+// once from the L2 cache, but no partial sums are written, and no second kernel waits for them.
 #pragma once
 
 #include "core/common/overlap.cuh"
@@ -27,12 +27,11 @@ struct FewShared {
 };
 
 // The dx of a row.
-template <bool kRegular, bool kRms, Saved kSaved, typename X>
+template <bool kRegular, bool kRms, typename X>
 __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
                                          const BackwardOutput<X, float>& out, int64_t row,
                                          FewRowSums::Slots& slots) {
   constexpr int N = 16 / sizeof(X), kPacks = 2;
-  constexpr bool kFromOutput = kSaved != Saved::kInput;
   extern __shared__ __align__(16) float staged[];
 
   const RowGroup<Barrier::kBlock, true> group;
@@ -48,10 +47,10 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, follow(in.dy_layout), group, dy_loaded);
   if (out.dresidual != nullptr)
     out.template prefetch_residual<N, kPacks>(row * in.cols + col, left);
-  const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
+  const float mean = !kRms ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   // Each thread stages its own, which it need not hold in registers while the row is under way.
-  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
+  const StagedParams<kPacks, N, Saved::kInput> params(staged, group.thread());
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
   FewRowSums sums(group, slots);
@@ -64,12 +63,11 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if (p * kSliceStep<N> >= left) break;
-    if (kFromOutput) params.take_back(p, xhat[p]);
     float g[N], of_w[N], of_wx[N];
     params.get(kWeight, p, g);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (!kFromOutput) xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
+      xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
       of_w[i] = w[p][i] = w[p][i] * g[i];
       of_wx[i] = of_w[i] * xhat[p][i];
     }
@@ -106,13 +104,11 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
 
 // The sums over the rows split, split + splits, ... of a tile of columns, and over its blocks,
 // which are a cluster. A thread takes one pack of some rows.
-template <bool kRegular, bool kRms, Saved kSaved, typename X>
+template <bool kRegular, bool kRms, typename X>
 __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in,
-                                            const ColumnGradients& gradients,
-                                            const ColumnLook<float>& look, int tile, int split,
+                                            const ColumnGradients& gradients, int tile, int split,
                                             int splits, FewShared& shared) {
   constexpr int N = 16 / sizeof(X), kLanes = kFewColumns / N, kRows = 3;
-  constexpr bool kFromOutput = kSaved != Saved::kInput;
   const int thread = threadIdx.x, lane = thread % kLanes;
   const int first_col = tile * kFewColumns, col = first_col + lane * N;
   const int64_t step = int64_t{blockDim.x} / kLanes * splits;
@@ -132,8 +128,6 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
       }
       return pack;
     };
-    ColumnParams<float, N> params;
-    if (kFromOutput) params = ColumnParams<float, N>::template load<true, false>(in, col);
     for (int64_t row = int64_t{thread / kLanes} * splits + split; row < in.rows;
          row += kRows * step) {
       Pack<X, N> saved[kRows], dy[kRows];
@@ -143,8 +137,8 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
         const int64_t at = min(row + r * step, in.rows - 1);
         saved[r] = load(in.saved, in.saved_layout, at);
         dy[r] = load(in.dy, in.dy_layout, at);
-        mean[r] = !kRms && !kFromOutput ? __ldg(in.mean + at) : 0.0f;
-        rstd[r] = kFromOutput ? 0.0f : __ldg(in.rstd + at);
+        mean[r] = !kRms ? __ldg(in.mean + at) : 0.0f;
+        rstd[r] = __ldg(in.rstd + at);
       }
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
@@ -154,9 +148,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
         unpack(dy[r], d);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          xhat[i] = kFromOutput ? (xhat[i] - params.shift[i]) * params.scale[i]
-                    : kRms      ? xhat[i] * rstd[r]
-                                : (xhat[i] - mean[r]) * rstd[r];
+          xhat[i] = kRms ? xhat[i] * rstd[r] : (xhat[i] - mean[r]) * rstd[r];
           sums[0][i] = fmaf(d[i], xhat[i], sums[0][i]);
           if (!kRms) sums[1][i] += d[i];
         }
@@ -193,7 +185,6 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 #endif
   const int at = first_col + of_col;
   if (!sums_up || at >= in.cols || gradients.out[kind] == nullptr) return;
-  if (kFromOutput && look.spoils(at)) sum = NAN;
   store_as(gradients.dtype[kind], gradients.out[kind], at, sum);
 }
 
@@ -218,16 +209,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
   }
   const int64_t row = block - tiles * splits;
   if (row >= in.rows) return;
-  auto run_as = [&](auto regular, auto rms, auto from_output) {
-    constexpr bool kRegular = decltype(regular)::value, kRms = decltype(rms)::value;
-    constexpr Saved kSaved = decltype(from_output)::value ? Saved::kOutput : Saved::kInput;
-    if (row < 0) {
-      few_columns<kRegular, kRms, kSaved>(in, gradients, look, block / splits, block % splits,
-                                          splits, shared);
-    } else {
-      few_rows<kRegular, kRms, kSaved>(in, out, row, shared.slots);
-    }
-  };
   auto choose = [](bool value, auto run) {
     if (value) {
       run(std::true_type());
@@ -235,9 +216,14 @@ __global__ void __launch_bounds__(kBackwardThreads, 2)
       run(std::false_type());
     }
   };
-  choose(regular, [&](auto regular) {
-    choose(rms, [&](auto rms) {
-      choose(in.from_output, [&](auto from_output) { run_as(regular, rms, from_output); });
+  choose(regular, [&](auto is_regular) {
+    choose(rms, [&](auto is_rms) {
+      constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
+      if (row < 0) {
+        few_columns<kRegular, kRms>(in, gradients, block / splits, block % splits, splits, shared);
+      } else {
+        few_rows<kRegular, kRms>(in, out, row, shared.slots);
+      }
     });
   });
 }

@@ -122,8 +122,7 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   const int splits = plan.few_splits;
   const int64_t clusters = (look.watch.report ? 1 : 0) + tiles + (rows + splits - 1) / splits;
   if (clusters == 0) return cudaSuccess;
-  const int vectors = params.from_output ? 3 : 1;
-  const int shared_bytes = plan.threads_per_row * plan.packs * plan.pack * vectors * 4;
+  const int shared_bytes = plan.threads_per_row * plan.packs * plan.pack * 4;  // the weight
   return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
                         plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
                         out, gradients, look, params.rms, regular, tiles, splits);
@@ -181,7 +180,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
-    if constexpr (std::is_same_v<X, Y> && !kListed) {
+    if constexpr (std::is_same_v<X, Y> && kSaved == Saved::kInput) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
     }

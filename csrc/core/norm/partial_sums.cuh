@@ -97,7 +97,7 @@ __device__ __forceinline__ void store_as(DType dtype, void* out, int col, A valu
 }
 
 template <typename A>
-__global__ void __launch_bounds__(kSumThreads, 3)
+__global__ void __launch_bounds__(kSumThreads, 2)
     sum_partials(const __grid_constant__ PartialSums<A> sums,
                  const __grid_constant__ ColumnLook<A> look, int rows) {
   constexpr int kCols = 4, kRowThreads = kWarpSize / kCols, kStep = kSumThreads / kRowThreads;

@@ -148,7 +148,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // go over more warps, and in one warp nobody waits. To put packs together takes registers.
   const bool whole_packs = cols % plan.pack == 0;
   const bool single =
-      whole_packs && (row_packs <= kWarp || (row_packs > 2 * kWarp && row_packs <= 3 * kWarp));
+      row_packs <= kWarp || (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
   const int packs = single ? 1 : 2;
   const int threads = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   // Where nobody waits for other warps, smaller blocks do better.
@@ -184,7 +184,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
       plan.partials = clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block),
                                                    int64_t{resident} * device.sm_count));
       plan.blocks = plan.partials;
-      if (packs == 2 && x == y && whole_packs)
+      if (packs == 2 && x == y && whole_packs && !from_output)
         plan.few_splits = few_splits(rows, cols, threads * plan.pack / kFewColumns, device);
       return plan;
     }
