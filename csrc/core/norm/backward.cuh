@@ -19,7 +19,7 @@ using GroupSums = RowSums<float>;
 // parameters are staged once in shared memory, as fp32, while the first rows are under way.
 template <bool kRegular, bool kRms, Saved kSaved, int kPacks, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
-                                                   const BackwardOutput<X, float>& out,
+                                                   const BackwardOutput<X, float>& out, int blocks,
                                                    GroupSums::Slots (&slots)[kMaxGroups]) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
@@ -33,7 +33,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   const int left = in.cols - col;
   wait_for_prerequisites();
 
-  const int64_t stride = int64_t{gridDim.x} * group.groups();
+  const int64_t stride = int64_t{blocks} * group.groups();
   int64_t first = int64_t{blockIdx.x} * group.groups();
   int64_t row = first + group.index();
   RowCursor<const S> saved_at(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col);
@@ -170,15 +170,20 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
                         of_block(out.dbias_partials));
 }
 
+// From the output one more block than the `blocks` that take rows may look at the parameters.
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(kBackwardThreads, backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
-                            const __grid_constant__ BackwardOutput<X, float> out, bool regular) {
+                            const __grid_constant__ BackwardOutput<X, float> out, bool regular,
+                            const __grid_constant__ ColumnLook<float> look, int blocks) {
   __shared__ GroupSums::Slots slots[kMaxGroups];
-  if (regular) {
-    norm_backward_once<true, kRms, kSaved, kPacks>(in, out, slots);
+  if (kSaved != Saved::kInput && static_cast<int>(blockIdx.x) == blocks) {
+    wait_for_prerequisites();
+    look_at_columns(look);
+  } else if (regular) {
+    norm_backward_once<true, kRms, kSaved, kPacks>(in, out, blocks, slots);
   } else {
-    norm_backward_once<false, kRms, kSaved, kPacks>(in, out, slots);
+    norm_backward_once<false, kRms, kSaved, kPacks>(in, out, blocks, slots);
   }
 }
 

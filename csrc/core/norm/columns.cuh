@@ -128,7 +128,7 @@ struct ColumnLook {
 // A column is at risk for k updates when it might not be precise after them, were each update
 // to move its g and bias twice as far as the last ones did, with a factor 2 to spare.
 template <typename A>
-__device__ void look_at_columns(const ColumnLook<A>& look) {
+__device__ __noinline__ void look_at_columns(const ColumnLook<A>& look) {
   enum { kLost, kOverflow, kMoved, kAtRisk, kCounts = kAtRisk + kHorizons };
   __shared__ int counts[kCounts];
   const int thread = threadIdx.y * blockDim.x + threadIdx.x;

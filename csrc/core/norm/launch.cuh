@@ -161,6 +161,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                            params.from_output,
                            params.watch};
 
+  // Stage 1 looks at the parameters where it can, as that may take longer than stage 2.
+  const bool watched = params.watch.report != nullptr;
+  const bool looks_early = watched && kSaved != Saved::kInput && plan.tier == Tier::kRegisters;
+
   cudaError_t error = cudaErrorInvalidValue;
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   if (plan.tier == Tier::kStreaming) {
@@ -185,23 +189,24 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
     }
     auto run = [&](auto kernel, auto... flags) {
-      return detail::launch(kernel, plan.blocks, threads,
+      return detail::launch(kernel, plan.blocks + looks_early, threads,
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
-                            out, flags...);
+                            out, regular, flags...);
     };
     auto run_tier = [&](auto rms) {
       constexpr bool kRms = decltype(rms)::value;
       if (plan.tier == Tier::kRing)
-        return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages,
-                   plan.partial_sets, plan.rows_in_sequence);
-      return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, regular)
-                             : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, regular);
+        return run(norm_backward_ring<X, Y, S, kRms, kSaved>, plan.stages, plan.partial_sets,
+                   plan.rows_in_sequence);
+      return plan.packs == 1
+                 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, look, plan.blocks)
+                 : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, look, plan.blocks);
     };
     error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
   }
   if (error != cudaSuccess) return error;
   if (!params.dweight && !params.dbias) {
-    if (!params.watch.report) return error;
+    if (!watched || looks_early) return error;
     return detail::launch(column_look<A>, 1, 1024, {}, stream, look);
   }
 
@@ -215,8 +220,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   };
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
-  const int watched = params.watch.report ? 1 : 0;
-  const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize + watched, count);
+  const int looks = watched && !looks_early ? 1 : 0;
+  const dim3 grid((params.cols + kWarpSize - 1) / kWarpSize + looks, count);
   return detail::launch(sum_partials<A>, grid, kSumThreads, {0, 1, plan.overlaps}, stream, sums,
                         look, plan.partials);
 }

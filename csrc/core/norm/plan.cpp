@@ -178,11 +178,12 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     plan.shared_bytes = staged + plan.rows_per_block * of_row;
     if (plan.rows_per_block > 0) {
       // Persistent: as many blocks as are resident at once, and no more than there is work for.
+      // From the output one more looks at the parameters.
       const int resident =
           std::min(backward_blocks(packs) * kBackwardThreads / (threads * plan.rows_per_block),
                    device.shared_bytes_per_block / (plan.shared_bytes + kStaticShared));
-      plan.partials = clamp_grid(std::min<int64_t>(ceil_div(rows, plan.rows_per_block),
-                                                   int64_t{resident} * device.sm_count));
+      plan.partials = clamp_grid(std::min<int64_t>(
+          ceil_div(rows, plan.rows_per_block), int64_t{resident} * device.sm_count - from_output));
       plan.blocks = plan.partials;
       if (packs == 2 && x == y && whole_packs && !from_output)
         plan.few_splits = few_splits(rows, cols, threads * plan.pack / kFewColumns, device);
