@@ -189,7 +189,7 @@ TEST(BackwardPlan, FewRowsAreOneKernel) {
   EXPECT_EQ(splits(512, 4096, kH200), 1);  // a tile of columns for almost every multiprocessor
   EXPECT_EQ(splits(1024, 2048, kH200), 4);
   EXPECT_EQ(splits(64, 1024, kH200), 1);
-  EXPECT_EQ(splits(2048, 4096, kH200), 0);  // rows are too many to be read twice
+  EXPECT_EQ(splits(1024, 4096, kH200), 0);  // rows are too many to be read twice
   EXPECT_EQ(splits(1024, 1024, kH200), 0);  // and here for each thread of a tile
   EXPECT_EQ(splits(64, 256, kH200), 0);     // a row is a warp's
   EXPECT_EQ(splits(64, 1001, kH200), 0);    // not whole packs
