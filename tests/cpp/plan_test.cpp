@@ -89,14 +89,14 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
 void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip) {
   EXPECT_TRUE(is_lane_count(plan.threads_per_row));
   const int threads = plan.threads_per_row * plan.rows_per_block;
-  EXPECT_LE(threads, backward_threads(plan.packs));
+  EXPECT_LE(threads, kBackwardThreads);
   EXPECT_EQ(threads % 32, 0);
   EXPECT_EQ(plan.cluster_blocks, 1);
   EXPECT_LE(plan.packs, 2);  // of which there are kernels
   // Persistent: all resident at once. Named barriers let no more than four blocks be.
   const int blocks = (plan.blocks + chip.sm_count - 1) / chip.sm_count;
   EXPECT_LE(blocks, 4);
-  EXPECT_LE(blocks * threads, backward_blocks(plan.packs) * backward_threads(plan.packs));
+  EXPECT_LE(blocks * threads, backward_blocks(plan.packs) * kBackwardThreads);
   EXPECT_LE(blocks * (plan.shared_bytes + 5 * kKilobyte), chip.shared_bytes_per_block);
   // Groups of several warps have a named barrier and a set of slots each.
   EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
@@ -212,6 +212,22 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOutByElements) {
   for (int cols : {91, 777, 3333, 8191}) EXPECT_TRUE(plan_for(cols, kH200).elements);
   EXPECT_TRUE(plan_for(777, kA100).elements);
   EXPECT_FALSE(plan_for(3333, kA100).elements);  // there are no bulk copies
+}
+
+TEST(BackwardPlan, FewRowsAreOneKernel) {
+  const auto splits = [](int64_t rows, int cols, const DeviceProperties& chip) {
+    return plan_norm_backward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, chip)
+        .few_splits;
+  };
+  EXPECT_EQ(splits(512, 4096, kH200), 1);  // a tile of columns for almost every multiprocessor
+  EXPECT_EQ(splits(1024, 2048, kH200), 4);
+  EXPECT_EQ(splits(64, 1024, kH200), 1);
+  EXPECT_EQ(splits(1024, 4096, kH200), 0);  // rows are too many to be read twice
+  EXPECT_EQ(splits(1024, 1024, kH200), 0);  // and here for each thread of a tile
+  EXPECT_EQ(splits(64, 256, kH200), 0);     // a row is a warp's
+  EXPECT_EQ(splits(64, 1001, kH200), 0);    // not whole packs
+  EXPECT_EQ(splits(1024, 2048, kA100), 0);  // no clusters
+  EXPECT_EQ(splits(256, 2048, kA100), 1);
 }
 
 TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {

@@ -209,6 +209,24 @@ __device__ __forceinline__ void store_streamed(char* address, const Words<kBytes
   }
 }
 
+// Starts a copy of 4, 8 or 16 bytes to shared memory, which only this thread sees unless there is a
+// barrier.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(void* to, const void* from) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes)
+               : "memory");
+}
+// Ends a group of copies.
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+// Until no more than the thread's last `kGroups` groups of copies are under way.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
 }  // namespace detail
 
 // The bits of an element, and how memory holds them.

@@ -120,8 +120,9 @@ __device__ __forceinline__ A lane_sum(A value) {
 }
 
 // Sums over the threads of a row group: every thread gets the same bits. The tree depends on the
-// number of threads alone. Each group of several warps has a named barrier.
-template <typename A>
+// number of threads alone. Each group of several warps has a named barrier; with Barrier::kBlock
+// there is one group.
+template <typename A, Barrier kBarrier = Barrier::kNamed>
 class RowSums {
  public:
   static constexpr int kHalf = kWarpSize / 2;
@@ -194,7 +195,11 @@ class RowSums {
   }
   template <typename Group>
   __device__ __forceinline__ static void meet(const Group& group) {
-    asm volatile("bar.sync %0, %1;" ::"r"(group.index() + 1), "r"(group.threads()) : "memory");
+    if constexpr (kBarrier == Barrier::kBlock) {
+      __syncthreads();
+    } else {
+      asm volatile("bar.sync %0, %1;" ::"r"(group.index() + 1), "r"(group.threads()) : "memory");
+    }
   }
   __device__ __forceinline__ void turn() {
     const int other = set_ ? -2 * kMaxWarps : 2 * kMaxWarps;

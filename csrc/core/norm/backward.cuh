@@ -9,7 +9,7 @@
 
 namespace fused_norm {
 
-// A block of 512 threads has at most 8 groups of several warps.
+// A block of kBackwardThreads has at most 8 groups of several warps.
 constexpr int kMaxGroups = 8;
 using GroupSums = RowSums<float>;
 
@@ -18,8 +18,9 @@ struct BackwardShared {
   RowStages stages[kMaxGroups];
 };
 
-// Persistent blocks walk over the rows. A group of threads keeps its columns' sums and the packs of
-// its next row in registers. Column parameters are staged once in shared memory, as fp32.
+// Persistent blocks walk over the rows. A group of threads keeps its columns' sums in registers;
+// its next rows are on their way (backward_rows.cuh). Column parameters are staged once in shared
+// memory, as fp32, while the first rows are under way.
 template <RowsLie kLie, bool kRms, Saved kSaved, int kPacks, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out,
@@ -44,21 +45,19 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
   auto open_rows = [&] {
     using Group = std::remove_const_t<decltype(group)>;
+    const int row_threads = max(group.threads(), kWarpSize);
+    char* const behind =
+        reinterpret_cast<char*>(staged + param_kinds(kSaved) * row_threads * kPacks * N);
     if constexpr (kInRing) {
-      const int params_end = param_kinds(kSaved) * group.threads() * kPacks * N;
-      return RowsInRing<Y, S, N, kPacks, Group>(in, group, col, row, stride,
-                                                reinterpret_cast<char*>(staged + params_end),
+      return RowsInRing<Y, S, N, kPacks, Group>(in, group, col, row, stride, behind,
                                                 shared.stages[group.index()]);
+    } else if constexpr (kRegular) {
+      return RowsInQueue<Y, S, N, kPacks, Group>(in, group, col, row, stride, behind);
     } else {
       return RowsInRegisters<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride);
     }
   };
   auto rows = open_rows();
-  for (int p = group.index(); p < kPacks; p += group.groups())
-    params.stage(in, p, col + p * kSliceStep<N>, kApart);
-  __syncthreads();
-  const uint32_t listed = kListed ? params.listed(left, kApart) : 0;
-
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
@@ -69,10 +68,12 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   X* dx = out.dx + row * in.cols + col;
-  if (row < in.rows) {
-    rows.ask_for_first(row);
-    look_ahead();
-  }
+  rows.ask_for_first(row);
+  if (row < in.rows) look_ahead();
+  for (int p = group.index(); p < kPacks; p += group.groups())
+    params.stage(in, p, col + p * kSliceStep<N>, kApart);
+  __syncthreads();
+  const uint32_t listed = kListed ? params.listed(left, kApart) : 0;
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
     float xhat[kPacks][N], w[kPacks][N];
@@ -156,7 +157,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 }
 
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
-__global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
+__global__ void __launch_bounds__(kBackwardThreads, backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;

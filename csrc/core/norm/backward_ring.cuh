@@ -168,8 +168,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   RingStage stage, stage_before;
   auto row_at = [&](int turn, const RingStage& stage) {
     const auto [mean, rstd] = shared.statistics[turn & 3];
-    return typename Slice::Row{first + turn * stride, ring.first(stage), ring.second(stage),
-                               mean, rstd};
+    return typename Slice::Row{first + turn * stride, ring.first(stage), ring.second(stage), mean,
+                               rstd};
   };
   auto write_row_before = [&] {
     const auto of_row = sums.total(turn - 1);

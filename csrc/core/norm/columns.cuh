@@ -163,11 +163,10 @@ struct ColumnLook {
   // By one thread that has what all have found.
   __device__ void report(const Found& found) const {
     if (watch.history) {
-      uint64_t report = uint64_t{1} << 62 | uint64_t{found.moved} << 61 |
-                        uint64_t{watch.stamp} << 3 * kCountBits;
+      uint64_t report =
+          uint64_t{1} << 62 | uint64_t{found.moved} << 61 | uint64_t{watch.stamp} << 3 * kCountBits;
       for (int h = 0; h < kHorizons; ++h) {
-        report |= uint64_t(min(found.counts[kAtRisk + h], (1 << kCountBits) - 1))
-                  << h * kCountBits;
+        report |= uint64_t(min(found.counts[kAtRisk + h], (1 << kCountBits) - 1)) << h * kCountBits;
       }
       *static_cast<volatile uint32_t*>(&watch.report->lost) = found.counts[kLost];
       *static_cast<volatile uint64_t*>(&watch.report->report) = report;
@@ -180,9 +179,9 @@ struct ColumnLook {
   }
 };
 
-// Outside of a backward call, or where it has no second stage. One block.
+// By one block.
 template <typename A>
-__global__ void __launch_bounds__(1024) column_look(const __grid_constant__ ColumnLook<A> look) {
+__device__ void look_at_columns(const ColumnLook<A>& look) {
   __shared__ int counts[kLookCounts + 1];
   if (threadIdx.x <= kLookCounts) counts[threadIdx.x] = 0;
   typename ColumnLook<A>::Found found;
@@ -199,6 +198,11 @@ __global__ void __launch_bounds__(1024) column_look(const __grid_constant__ Colu
   for (int i = 0; i < kLookCounts; ++i) found.counts[i] = counts[i];
   found.moved = counts[kLookCounts] > 0;
   look.report(found);
+}
+
+template <typename A>
+__global__ void __launch_bounds__(1024) column_look(const __grid_constant__ ColumnLook<A> look) {
+  look_at_columns(look);
 }
 
 }  // namespace fused_norm

@@ -43,6 +43,66 @@ struct ForwardShared {
   PartStatistics<A> cluster_slots[2][kMaxClusterBlocks];
 };
 
+// Weight and (kBias) bias of a thread's columns. Where rows are regular and all parameters of the
+// input's type, they come to shared memory along with the row (dynamic: params_ahead_bytes() for
+// each thread): asked for only when the statistics are known, each row would wait for them. Else,
+// or where a thread has so many that few blocks would be resident, they are read then.
+constexpr bool params_ahead(int packs) { return packs != kMostPacks; }
+constexpr int params_ahead_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
+
+template <typename Form, bool kBias, int N, int kPacks, typename Load, typename Store>
+class ParamsAhead {
+  using X = typename Load::Input;
+  static constexpr bool kAhead = Form::kLie == RowsLie::kRegular &&
+                                 std::is_same_v<typename Form::Param, X> && params_ahead(kPacks);
+
+ public:
+  template <typename Group>
+  __device__ ParamsAhead(const Store& store, int col, const Group& group)
+      : store_(store), col_(col), threads_(group.threads() * group.groups()) {
+    extern __shared__ __align__(16) char ahead[];
+    own_ = reinterpret_cast<AlignedPack<X, N>*>(ahead) + group.index() * group.threads() +
+           group.thread();
+  }
+
+  template <typename Group, typename Bounds>
+  __device__ __forceinline__ void fetch(const Group& group, const Bounds& bounds) {
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        if (!bounds.reach(p)) break;
+        const int col = col_ + p * slice_step<N>(group);
+        constexpr int kBytes = sizeof(X) * N;
+        detail::copy_async<kBytes>(at(0, p), static_cast<const X*>(store_.weight.data) + col);
+        if (kBias)
+          detail::copy_async<kBytes>(at(1, p), static_cast<const X*>(store_.bias.data) + col);
+      }
+      detail::commit_copies();
+    }
+  }
+  __device__ __forceinline__ void wait() const {
+    if constexpr (kAhead) detail::wait_for_copies<0>();
+  }
+  template <typename Group, typename A>
+  __device__ __forceinline__ void get(int p, const Group& group, A (&g)[N], A (&b)[N]) const {
+    if constexpr (kAhead) {
+      unpack(at(0, p)->pack, g);
+      if (kBias) unpack(at(1, p)->pack, b);
+    } else {
+      store_.template load<Form, kBias, true>(col_ + p * slice_step<N>(group), group, g, b);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ AlignedPack<X, N>* at(int vector, int p) const {
+    return own_ + (vector * kPacks + p) * threads_;
+  }
+
+  const Store& store_;
+  int col_, threads_;
+  AlignedPack<X, N>* own_;
+};
+
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
 // A group of threads takes one row and is done; that the others of its multiprocessor are at other
 // rows, and other blocks follow, keeps the memory busy.
@@ -71,7 +131,9 @@ __device__ __forceinline__ void norm_forward_once(
 
   typename Load::template Slice<N, kLie, kPacks> from(load, row, col);
   SliceValues<X, N, kPacks, kPacked> values;
+  ParamsAhead<Form, !kRms, N, kPacks, Load, Store> params(store, col, group);
   from.fetch(group);
+  params.fetch(group, bounds);
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });
 
   const A own_cols = static_cast<A>(spread ? min(part_cols, load.cols - part_first) : load.cols);
@@ -92,13 +154,13 @@ __device__ __forceinline__ void norm_forward_once(
 
   WriterOf<typename Store::Output, N, kLie, kPacks> writer;
   writer.open(store.y + row * store.cols + col, left);
+  params.wait();
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     // The lanes of shifted rows exchange what they write.
     if (kLie != RowsLie::kShifted && !bounds.reach(p)) break;
     A x[N], g[N], b[N];
-    if (bounds.reach(p))
-      store.template load<Form, !kRms, true>(col + p * slice_step<N>(group), group, g, b);
+    if (bounds.reach(p)) params.get(p, group, g, b);
     values.get(p, bounds, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] *= rstd;

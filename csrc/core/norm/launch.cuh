@@ -4,6 +4,7 @@
 
 #include "core/common/launch.cuh"
 #include "core/norm/backward.cuh"
+#include "core/norm/backward_few.cuh"
 #include "core/norm/backward_ring.cuh"
 #include "core/norm/backward_streaming.cuh"
 #include "core/norm/forward.cuh"
@@ -45,12 +46,19 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                                                     plan.pack, params.y_dtype)
                           ? RowsLie::kRegular
                           : RowsLie::kShifted;
+  int shared_bytes = 0;
   auto run = [&](auto kernel, auto... flags) {
-    return detail::launch(kernel, plan.blocks, threads, {0, plan.cluster_blocks, plan.overlaps},
-                          stream, load, store, out, flags...);
+    return detail::launch(kernel, plan.blocks, threads,
+                          {shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load, store,
+                          out, flags...);
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
+    if (plan.tier == Tier::kRegisters && lie == RowsLie::kRegular && params_ahead(plan.packs) &&
+        store.template all_of<!kRms>(kDTypeOf<X>)) {
+      shared_bytes =
+          plan.threads_per_row * plan.rows_per_block * params_ahead_bytes(plan.packs, !kRms);
+    }
     if constexpr (!Load::kAdds) {
       if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store, kRms>);
     }
@@ -105,6 +113,26 @@ cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormPlan&
 constexpr size_t kTotalsBytes = 64;
 static_assert(sizeof(LookTotals) <= kTotalsBytes);
 
+template <typename X>
+cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
+                                   const BackwardOutput<X, float>& out,
+                                   const ColumnLook<float>& look, const NormBackwardParams& params,
+                                   const NormBackwardPlan& plan, bool regular,
+                                   cudaStream_t stream) {
+  const ColumnGradients gradients{{params.dweight, params.dbias},
+                                  {params.weight.dtype, params.bias.dtype}};
+  const int tiles =
+      params.dweight || params.dbias ? (params.cols + kFewColumns - 1) / kFewColumns : 0;
+  const int64_t rows = params.dx ? params.rows : 0;
+  const int splits = plan.few_splits;
+  const int64_t clusters = (look.watch.report ? 1 : 0) + tiles + (rows + splits - 1) / splits;
+  if (clusters == 0) return cudaSuccess;
+  const int shared_bytes = plan.threads_per_row * plan.packs * plan.pack * 4;  // the weight
+  return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
+                        plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
+                        out, gradients, look, params.rms, regular, tiles, splits);
+}
+
 template <typename X, typename Y, Saved kSaved>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
@@ -135,6 +163,11 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                                  static_cast<const X*>(params.dresidual),
                                  params.watch.report ? totals : nullptr};
 
+  const ColumnLook<A> look{
+      params.cols,  {params.weight, params.bias, static_cast<A>(params.weight_offset)},
+      in.list,      params.from_output,
+      params.watch, totals};
+
   cudaError_t error = cudaErrorInvalidValue;
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   if (plan.tier == Tier::kStreaming) {
@@ -157,6 +190,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     const RowsLie lie = plan.elements ? RowsLie::kElements
                         : regular     ? RowsLie::kRegular
                                       : RowsLie::kShifted;
+    if constexpr (std::is_same_v<X, Y> && kSaved == Saved::kInput) {
+      if (plan.few_splits > 0)
+        return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
+    }
     auto run = [&](auto kernel, auto... flags) {
       return detail::launch(kernel, plan.blocks, threads,
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
@@ -173,12 +210,6 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
   }
   if (error != cudaSuccess) return error;
-  const ColumnLook<A> look{params.cols,
-                           {params.weight, params.bias, static_cast<A>(params.weight_offset)},
-                           in.list,
-                           params.from_output,
-                           params.watch,
-                           totals};
   if (!params.dweight && !params.dbias) {
     if (!params.watch.report) return error;
     return detail::launch(column_look<A>, 1, 1024, {}, stream, look);
@@ -194,11 +225,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   };
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
-  constexpr int kThreads = kWarpSize * kSumWarps;
-  const int look_blocks = params.watch.report ? (params.cols + kThreads - 1) / kThreads : 0;
+  const int look_blocks = params.watch.report ? (params.cols + kSumThreads - 1) / kSumThreads : 0;
   const dim3 grid(look_blocks + (params.cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(sum_partials<A>, grid, kThreads, {0, 1, plan.overlaps}, stream, sums, look,
-                        look_blocks, plan.partials);
+  return detail::launch(sum_partials<A>, grid, kSumThreads, {0, 1, plan.overlaps}, stream, sums,
+                        look, look_blocks, plan.partials);
 }
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.

@@ -38,6 +38,7 @@ NormBackwardPlan plan_of(const NormBackwardParams& params, const DevicePropertie
 
 size_t norm_backward_workspace(const NormBackwardParams& params, const DeviceProperties& device) {
   const NormBackwardPlan plan = plan_of(params, device);
+  if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
   return kTotalsBytes + element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);

@@ -7,18 +7,19 @@
 
 namespace fused_norm {
 
-// Adds the column sums of a group into `staged`, the block's in shared memory, from which the
-// caller's barriers keep the other groups away.
+// Leaves the column sums of a group in shared memory.
 template <RowsLie kLie, int kPacks, int N, typename Group>
-__device__ void stage_sums(const Group& group, const float (&sums)[kPacks][N], bool first,
-                           float* staged) {
+__device__ void stage_sums(const Group& group, const float (&sums)[kPacks][N], float* staged) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    float* at = staged + slice_column<N, kPacks, kLie>(group) + p * kSliceStep<N>;
+    float* const at = staged + slice_column<N, kPacks, kLie>(group) + p * kSliceStep<N>;
+    if constexpr (columns_apart(kLie) == 1) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      float& sum = at[i * columns_apart(kLie)];
-      sum = first ? sums[p][i] : sum + sums[p][i];
+      for (int q = 0; q < N; q += 4)
+        memcpy(reinterpret_cast<float4*>(at + q), sums[p] + q, sizeof(float4));
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) at[i * columns_apart(kLie)] = sums[p][i];
     }
   }
 }
@@ -37,37 +38,43 @@ __device__ void add_within_warp(const Group& group, float (&sums)[kPacks][N]) {
   }
 }
 
-// Writes a block's partial rows. `staged` is shared memory for 2 * blockDim.x * kPacks * N values
-// that may still be in use; null partials are left out.
+// Writes a block's partial rows. `staged` is shared memory for 2 * kPacks * N values of each of the
+// block's threads, which may still be in use; null partials are left out.
 template <RowsLie kLie, bool kBias, int kPacks, int N, typename Group>
 __device__ void write_partials(const Group& group, float (&dweight)[kPacks][N],
                                float (&dbias)[kPacks][N], float* staged, int cols,
                                float* dweight_partial, float* dbias_partial) {
-  float* const staged_bias = staged + group.threads() * kPacks * N;
   add_within_warp(group, dweight);
   if (kBias) add_within_warp(group, dbias);
-  // One warp, or group of warps, after the other.
-  const int groups_a_turn = max(1, kWarpSize / group.threads());
-  const int turns = (group.groups() + groups_a_turn - 1) / groups_a_turn;
-  for (int turn = 0; turn < turns; ++turn) {
-    __syncthreads();
-    if (group.index() != turn * groups_a_turn) continue;
-    stage_sums<kLie>(group, dweight, turn == 0, staged);
-    if (kBias) stage_sums<kLie>(group, dbias, turn == 0, staged_bias);
+  // The groups that share a warp now hold the same.
+  const int groups_a_warp = max(1, kWarpSize / group.threads());
+  const int parts = group.groups() / groups_a_warp;
+  const int part_cols = group.threads() * kPacks * N;
+  float* const staged_bias = staged + parts * part_cols;
+  __syncthreads();
+  if (group.index() % groups_a_warp == 0) {
+    const int part = group.index() / groups_a_warp * part_cols;
+    stage_sums<kLie>(group, dweight, staged + part);
+    if (kBias) stage_sums<kLie>(group, dbias, staged_bias + part);
   }
   __syncthreads();
   const int threads = group.threads() * group.groups();
   for (int col = group.index() * group.threads() + group.thread(); col < cols; col += threads) {
-    if (dweight_partial) dweight_partial[col] = staged[col];
-    if (kBias && dbias_partial) dbias_partial[col] = staged_bias[col];
+    float of_weight = 0, of_bias = 0;
+    for (int part = 0; part < parts; ++part) {
+      of_weight += staged[part * part_cols + col];
+      if (kBias) of_bias += staged_bias[part * part_cols + col];
+    }
+    if (dweight_partial) dweight_partial[col] = of_weight;
+    if (kBias && dbias_partial) dbias_partial[col] = of_bias;
   }
 }
 
 // Stage 2: out[c] = sum over p of partials[p][c], rounded once. blockIdx.y chooses dweight or
-// dbias; a block takes 32 columns, and each of its warps every kSumWarps-th partial row. The first
-// `look_blocks` blocks in x look at the parameters meanwhile, a thread at one. A column that is not recoverable and not listed
-// gets NaN, its dbias too.
-constexpr int kSumWarps = 32;
+// dbias; a block takes 32 columns, eight threads a partial row, and each thread every 64th row. The
+// first `look_blocks` blocks in x look at the parameters meanwhile, each thread at a column's. A
+// column that is not recoverable and not listed gets NaN, its dbias too.
+constexpr int kSumThreads = 512;
 
 template <typename A>
 struct PartialSums {
@@ -77,57 +84,84 @@ struct PartialSums {
 };
 
 template <typename A>
-__global__ void __launch_bounds__(kWarpSize* kSumWarps)
-    sum_partials(const __grid_constant__ PartialSums<A> sums,
-                 const __grid_constant__ ColumnLook<A> look, int look_blocks, int rows) {
-  __shared__ A of_warp[kSumWarps][kWarpSize + 1];
-  const int cols = look.cols;
-  // The parameters may be read before stage 1 is done, which waited for all before it.
-  if (blockIdx.x < look_blocks) {
-    if (blockIdx.y > 0) return;
-    typename ColumnLook<A>::Found found;
-    const int col = blockIdx.x * blockDim.x + threadIdx.x;
-    if (col < cols) look.look_at(col, found);
-    meet_previous_kernel();
-    if (look.add_up(look_blocks * kSumWarps, found)) look.report(found);
-    return;
-  }
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int first_col = (blockIdx.x - look_blocks) * kWarpSize;
-  // A warp reads all of the block's columns of its rows, and in the end adds up one of them.
-  const int read_col = first_col + lane, col = first_col + warp;
-  const A* partials = sums.partials[blockIdx.y];
-  A sum = 0;
-  const bool spoiled = lane == 0 && col < cols && look.spoils(col);
-  meet_previous_kernel();
-  if (read_col < cols) {
-#pragma unroll 8
-    for (int row = warp; row < rows; row += kSumWarps)
-      sum += partials[int64_t{row} * cols + read_col];
-  }
-  of_warp[warp][lane] = sum;
-  __syncthreads();
-  sum = of_warp[lane][warp];
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2)
-    sum += __shfl_xor_sync(kFullMask, sum, offset);
-  if (lane != 0 || col >= cols) return;
-  if (spoiled) sum = static_cast<A>(NAN);
-  void* out = sums.out[blockIdx.y];
-  switch (sums.dtype[blockIdx.y]) {
+__device__ __forceinline__ void store_as(DType dtype, void* out, int col, A value) {
+  switch (dtype) {
     case DType::kFloat16:
-      static_cast<__half*>(out)[col] = __float2half_rn(static_cast<float>(sum));
+      static_cast<__half*>(out)[col] = __float2half_rn(static_cast<float>(value));
       return;
     case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(out)[col] = __float2bfloat16_rn(static_cast<float>(sum));
+      static_cast<__nv_bfloat16*>(out)[col] = __float2bfloat16_rn(static_cast<float>(value));
       return;
     case DType::kFloat32:
-      static_cast<float*>(out)[col] = static_cast<float>(sum);
+      static_cast<float*>(out)[col] = static_cast<float>(value);
       return;
     case DType::kFloat64:
-      static_cast<double*>(out)[col] = static_cast<double>(sum);
+      static_cast<double*>(out)[col] = static_cast<double>(value);
       return;
   }
+}
+
+template <typename A>
+__global__ void __launch_bounds__(kSumThreads, 2)
+    sum_partials(const __grid_constant__ PartialSums<A> sums,
+                 const __grid_constant__ ColumnLook<A> look, int look_blocks, int rows) {
+  constexpr int kCols = 4, kRowThreads = kWarpSize / kCols, kStep = kSumThreads / kRowThreads;
+  constexpr int kWarps = kSumThreads / kWarpSize;
+  __shared__ A of_warp[kWarps][kWarpSize + kCols];
+  const int cols = look.cols;
+  // The parameters may be read before stage 1 is done, which waited for all before it.
+  if (static_cast<int>(blockIdx.x) < look_blocks) {
+    if (blockIdx.y > 0) return;
+    typename ColumnLook<A>::Found found;
+    const int col = blockIdx.x * kSumThreads + threadIdx.x;
+    if (col < cols) look.look_at(col, found);
+    meet_previous_kernel();
+    if (look.add_up(look_blocks * kWarps, found)) look.report(found);
+    return;
+  }
+  const int thread = threadIdx.x, warp = thread / kWarpSize;
+  const int first_col = (blockIdx.x - look_blocks) * kWarpSize;
+  // Threads read the columns from read_col on, and in the end half a warp adds up column col.
+  const int read_col = first_col + thread % kRowThreads * kCols, col = first_col + thread / kWarps;
+  const bool writes = thread % kWarps == 0 && col < cols;
+  const A* const partials = sums.partials[blockIdx.y] + read_col;
+  A sum[kCols] = {};
+  const bool spoiled = writes && look.spoils(col);
+  meet_previous_kernel();
+  auto add_up = [&](auto read) {
+#pragma unroll 8
+    for (int row = thread / kRowThreads; row < rows; row += kStep) {
+      const auto values = read(partials + int64_t{row} * cols);
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) sum[i] += values.at[i];
+    }
+  };
+  struct alignas(16) Values {
+    A at[kCols];
+  };
+  if (cols % kCols == 0) {
+    if (read_col < cols)
+      add_up([](const A* from) { return *reinterpret_cast<const Values*>(from); });
+  } else {
+    add_up([&](const A* from) {
+      Values values;
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) values.at[i] = read_col + i < cols ? from[i] : A(0);
+      return values;
+    });
+  }
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) {
+#pragma unroll
+    for (int offset = kRowThreads; offset < kWarpSize; offset *= 2)
+      sum[i] += __shfl_xor_sync(kFullMask, sum[i], offset);
+    if (thread % kWarpSize < kRowThreads) of_warp[warp][read_col - first_col + i] = sum[i];
+  }
+  __syncthreads();
+  const A of_col = lane_sum<kWarps>(of_warp[thread % kWarps][thread / kWarps]);
+  if (!writes) return;
+  store_as(sums.dtype[blockIdx.y], sums.out[blockIdx.y], col,
+           spoiled ? static_cast<A>(NAN) : of_col);
 }
 
 }  // namespace fused_norm

@@ -55,19 +55,31 @@ struct NormBackwardPlan : NormPlan {
   int partials;  // rows of fp32 (fp64) partial sums: one or more a block, or row chunks of the
                  // tiles
   int tiles;     // kStreaming: column tiles of kTileThreads packs
+  // kRegisters, few rows: blocks for each tile of kFewColumns columns in the one kernel that then
+  // does all, without partial sums, or 0.
+  int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
   bool elements;  // kRegisters: rows are dealt out element by element, as they are not whole packs
 };
 
+constexpr int kFewColumns = 32;
+constexpr int kMaxFewSplits = 4;
+
 constexpr int kMaxRingStages = 6;
 // kRegisters: rows of a group in shared memory at once, where they pass through that.
 constexpr int kRowStages = 3;
 
-// Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
+// Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 64 a
 // thread suffice for one pack's columns, two packs' take 128.
-constexpr int backward_threads(int packs) { return packs == 1 ? 256 : 512; }
-constexpr int backward_blocks(int packs) { return packs == 1 ? 3 : 1; }
+constexpr int kBackwardThreads = 512;
+constexpr int backward_blocks(int packs) { return packs == 1 ? 2 : 1; }
+
+// Shared memory of each thread for the packs of two rows of both tensors, which in the end holds
+// its sums of dweight and dbias.
+constexpr int slice_queue_bytes(int packs, int pack, int saved_size, int dy_size) {
+  return 2 * packs * pack * (saved_size + dy_size);
+}
 
 // Bytes of shared memory for so many of a row: copies start and end at multiples of 16.
 constexpr int ring_slot(int bytes) { return (bytes + 15) / 16 * 16 + 16; }

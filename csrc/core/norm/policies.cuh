@@ -178,24 +178,27 @@ struct AffineStore {
     return out;
   }
 
+  // Whether there are all parameters, in that dtype, and the weight as it is.
+  template <bool kBias>
+  __host__ __device__ __forceinline__ bool all_of(DType dtype) const {
+    return weight_offset == 0 && weight.data && weight.dtype == dtype &&
+           (!kBias || (bias.data && bias.dtype == dtype));
+  }
+
   // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel.
   template <typename X, bool kBias, typename Run>
   __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
-    auto all_of = [&](DType dtype) {
-      return weight_offset == 0 && weight.data && weight.dtype == dtype &&
-             (!kBias || (bias.data && bias.dtype == dtype));
-    };
     if (lie == RowsLie::kShifted) {
       run(RowForm<RowsLie::kShifted, void>());
     } else if (lie == RowsLie::kElements) {
-      if (all_of(kDTypeOf<X>)) {
+      if (all_of<kBias>(kDTypeOf<X>)) {
         run(RowForm<RowsLie::kElements, X>());
       } else {
         run(RowForm<RowsLie::kElements, void>());
       }
-    } else if (all_of(kDTypeOf<X>)) {
+    } else if (all_of<kBias>(kDTypeOf<X>)) {
       run(RowForm<RowsLie::kRegular, X>());
-    } else if (!std::is_same_v<X, float> && all_of(DType::kFloat32)) {
+    } else if (!std::is_same_v<X, float> && all_of<kBias>(DType::kFloat32)) {
       run(RowForm<RowsLie::kRegular, float>());
     } else {
       run(RowForm<RowsLie::kRegular, void>());

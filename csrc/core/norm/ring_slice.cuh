@@ -37,8 +37,19 @@ class RingSlice {
   __device__ RingSlice(const BackwardInput<Y, S, float>& in, const BackwardOutput<X, float>& out,
                        const Params& params, int own, int block_cols, int first, int64_t row,
                        int64_t stride)
-      : in_(in), out_(out), params_(params), own_(own), last_(max(block_cols - N, 0)), first_(own + first), left_(in.cols - first_), dx_(out.dx + row * in.cols + first_), dx_step_(static_cast<int>(stride) * in.cols) {
-    if (out.dx == nullptr) writes_ = 0; else writes_ = left_;
+      : in_(in),
+        out_(out),
+        params_(params),
+        own_(own),
+        last_(max(block_cols - N, 0)),
+        first_(own + first),
+        left_(in.cols - first_),
+        dx_(out.dx + row * in.cols + first_),
+        dx_step_(static_cast<int>(stride) * in.cols) {
+    if (out.dx == nullptr)
+      writes_ = 0;
+    else
+      writes_ = left_;
 
     for (int p = 0; p < kPacks; ++p) params.stage(in, p, first_ + p * kStep, kApart);
     // A thread reads but its own parameters.
@@ -79,7 +90,7 @@ class RingSlice {
     const float of_xhat = -row.rstd * (sums.wx * in_.per_cols);
     float constant = 0;
     if constexpr (!kRms) constant = -row.rstd * (sums.w * in_.per_cols);
-    auto gradient = [&](int p, float (&w)[N]) {
+    auto gradient = [&](int p, float(&w)[N]) {
       float xhat[N], g[N];
       load(row, p, xhat, w);
       params_.get(kWeight, p, g);

@@ -1,0 +1,233 @@
+// Backward for few rows from the input, in one kernel: some blocks make dx, a row each, as
+// backward.cuh does, and others the sums over rows, a tile of columns each. Rows are so read twice,
+// once from the L2 cache, but no partial sums are written, and no second kernel waits for them.
+#pragma once
+
+#include "core/common/overlap.cuh"
+#include "core/common/slice_statistics.cuh"
+#include "core/norm/backward_input.cuh"
+#include "core/norm/partial_sums.cuh"
+#include "core/norm/staged_params.cuh"
+
+namespace fused_norm {
+
+using FewRowSums = RowSums<float, Barrier::kBlock>;
+
+// Where dweight and dbias go; null where not asked for.
+struct ColumnGradients {
+  void* out[2];
+  DType dtype[2];
+};
+
+// A block's shared memory, one or the other.
+struct FewShared {
+  FewRowSums::Slots slots;
+  float of_warp[kBackwardThreads / kWarpSize][2][kFewColumns];
+  float of_block[kMaxFewSplits][2][kFewColumns];
+};
+
+// The dx of a row.
+template <bool kRegular, bool kRms, typename X>
+__device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
+                                         const BackwardOutput<X, float>& out, int64_t row,
+                                         FewRowSums::Slots& slots) {
+  constexpr int N = 16 / sizeof(X), kPacks = 2;
+  extern __shared__ __align__(16) float staged[];
+
+  const RowGroup<Barrier::kBlock, true> group;
+  const int col = slice_column<N, kPacks>(group);
+  const int left = in.cols - col;
+  SliceReader<X, N, kRegular, kPacks> saved, dy;
+  typename SliceReader<X, N, kRegular, kPacks>::Loaded saved_loaded, dy_loaded;
+  auto follow = [&](const RowLayout& layout) {
+    return kRegular || rows_follow(layout, row, in.rows, in.cols, N);
+  };
+  saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, follow(in.saved_layout), group,
+              saved_loaded);
+  dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, follow(in.dy_layout), group, dy_loaded);
+  if (out.dresidual != nullptr)
+    out.template prefetch_residual<N, kPacks>(row * in.cols + col, left);
+  const float mean = !kRms ? __ldg(in.mean + row) : 0.0f;
+  const float rstd = __ldg(in.rstd + row);
+  // Each thread stages its own, which it need not hold in registers while the row is under way.
+  const StagedParams<kPacks, N, Saved::kInput> params(staged, group.thread());
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
+  FewRowSums sums(group, slots);
+
+  float xhat[kPacks][N], w[kPacks][N];
+  saved.extract(saved_loaded, left, group,
+                [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
+  dy.extract(dy_loaded, left, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
+  float sum_w = 0, sum_wx = 0;
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if (p * kSliceStep<N> >= left) break;
+    float g[N], of_w[N], of_wx[N];
+    params.get(kWeight, p, g);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
+      of_w[i] = w[p][i] = w[p][i] * g[i];
+      of_wx[i] = of_w[i] * xhat[p][i];
+    }
+    if (!kRms) sum_w += tree_sum<N>(of_w);
+    sum_wx += tree_sum<N>(of_wx);
+  }
+  if constexpr (kRms) {
+    sums.add_up(group, sum_wx);
+  } else {
+    sums.add_up(group, sum_w, sum_wx);
+  }
+  const float of_xhat = -rstd * (sum_wx * in.per_cols);
+  const float constant = kRms ? 0.0f : -rstd * (sum_w * in.per_cols);
+  SliceWriter<X, N, kRegular, kPacks> writer;
+  writer.open(out.dx + row * in.cols + col, left);
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if (kRegular && p * kSliceStep<N> >= left) break;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      w[p][i] = kRms ? fmaf(xhat[p][i], of_xhat, w[p][i] * rstd)
+                     : fmaf(xhat[p][i], of_xhat, fmaf(w[p][i], rstd, constant));
+    }
+    if (out.dresidual != nullptr) {
+      out.template add_residual<kRegular>(row * in.cols + col + p * kSliceStep<N>,
+                                          left - p * kSliceStep<N>, in.rows * in.cols, w[p]);
+    }
+    Pack<X, N> pack;
+    round_to(pack, w[p]);
+    writer.store(p, pack, group);
+  }
+}
+
+// The sums over the rows split, split + splits, ... of a tile of columns, and over its blocks,
+// which are a cluster. A thread takes one pack of some rows.
+template <bool kRegular, bool kRms, typename X>
+__device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in,
+                                            const ColumnGradients& gradients, int tile, int split,
+                                            int splits, FewShared& shared) {
+  constexpr int N = 16 / sizeof(X), kLanes = kFewColumns / N, kRows = 3;
+  const int thread = threadIdx.x, lane = thread % kLanes;
+  const int first_col = tile * kFewColumns, col = first_col + lane * N;
+  const int64_t step = int64_t{blockDim.x} / kLanes * splits;
+  const RowCluster cluster;
+  if (splits > 1) cluster.arrive();  // nobody writes to a block that has not begun
+
+  float sums[2][N] = {};
+  if (col < in.cols) {
+    auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
+      const X* const from = row_start(base, layout, row) + col;
+      Pack<X, N> pack;
+      if (kRegular) {
+        pack.words = detail::load_words<16>(reinterpret_cast<const char*>(from));
+      } else {
+        X elements[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) elements[i] = __ldg(from + i);
+        memcpy(&pack, elements, sizeof(pack));
+      }
+      return pack;
+    };
+    for (int64_t row = int64_t{thread / kLanes} * splits + split; row < in.rows;
+         row += kRows * step) {
+      Pack<X, N> saved[kRows], dy[kRows];
+      float mean[kRows], rstd[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        const int64_t at = min(row + r * step, in.rows - 1);
+        saved[r] = load(in.saved, in.saved_layout, at);
+        dy[r] = load(in.dy, in.dy_layout, at);
+        mean[r] = !kRms ? __ldg(in.mean + at) : 0.0f;
+        rstd[r] = __ldg(in.rstd + at);
+      }
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        if (row + r * step >= in.rows) break;
+        float xhat[N], d[N];
+        unpack(saved[r], xhat);
+        unpack(dy[r], d);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          xhat[i] = kRms ? xhat[i] * rstd[r] : (xhat[i] - mean[r]) * rstd[r];
+          sums[0][i] = fmaf(d[i], xhat[i], sums[0][i]);
+          if (!kRms) sums[1][i] += d[i];
+        }
+      }
+    }
+  }
+  const int warp = thread / kWarpSize, warps = blockDim.x / kWarpSize;
+#pragma unroll
+  for (int k = 0; k < (kRms ? 1 : 2); ++k) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+#pragma unroll
+      for (int offset = kLanes; offset < kWarpSize; offset *= 2)
+        sums[k][i] += __shfl_xor_sync(kFullMask, sums[k][i], offset);
+      if (thread % kWarpSize < kLanes) shared.of_warp[warp][k][lane * N + i] = sums[k][i];
+    }
+  }
+  __syncthreads();
+  const int kind = thread / kFewColumns, of_col = thread % kFewColumns;
+  const bool sums_up = kind < (kRms ? 1 : 2);
+  float sum = 0;
+  if (sums_up) {
+    for (int w = 0; w < warps; ++w) sum += shared.of_warp[w][kind][of_col];
+  }
+#if __CUDA_ARCH__ >= 900
+  if (splits > 1) {
+    cluster.wait();
+    const auto blocks = cooperative_groups::this_cluster();
+    if (sums_up) *blocks.map_shared_rank(&shared.of_block[split][kind][of_col], 0) = sum;
+    blocks.sync();
+    if (split != 0 || !sums_up) return;
+    sum = 0;
+    for (int s = 0; s < splits; ++s) sum += shared.of_block[s][kind][of_col];
+  }
+#endif
+  const int at = first_col + of_col;
+  if (!sums_up || at >= in.cols || gradients.out[kind] == nullptr) return;
+  store_as(gradients.dtype[kind], gradients.out[kind], at, sum);
+}
+
+// Blocks, in clusters of `splits`: one cluster that looks at the parameters, if that is asked for;
+// one for each tile of columns; and one block for each row.
+template <typename X>
+__global__ void __launch_bounds__(kBackwardThreads, 2)
+    norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
+                      const __grid_constant__ BackwardOutput<X, float> out,
+                      const __grid_constant__ ColumnGradients gradients,
+                      const __grid_constant__ ColumnLook<float> look, bool rms, bool regular,
+                      int tiles, int splits) {
+  __shared__ FewShared shared;
+  int block = blockIdx.x;
+  meet_previous_kernel();
+  if (look.watch.report != nullptr) {
+    if (block < splits) {
+      if (block == 0) look_at_columns(look);
+      return;
+    }
+    block -= splits;
+  }
+  const int64_t row = block - tiles * splits;
+  if (row >= in.rows) return;
+  auto choose = [](bool value, auto run) {
+    if (value) {
+      run(std::true_type());
+    } else {
+      run(std::false_type());
+    }
+  };
+  choose(regular, [&](auto is_regular) {
+    choose(rms, [&](auto is_rms) {
+      constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
+      if (row < 0) {
+        few_columns<kRegular, kRms>(in, gradients, block / splits, block % splits, splits, shared);
+      } else {
+        few_rows<kRegular, kRms>(in, out, row, shared.slots);
+      }
+    });
+  });
+}
+
+}  // namespace fused_norm
