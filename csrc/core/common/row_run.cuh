@@ -69,27 +69,9 @@ __device__ __forceinline__ Words<kBytes> spliced(const Words<kBytes>& low,
   return out;
 }
 
-// The elements of a row from column `first` on, of which some may lie outside of it: those are
-// anything. Reads two granules, and past the row's end only if rows follow.
-template <typename T, int N>
-__device__ __noinline__ Words<sizeof(T) * N> load_unaligned(const T* row, int first, int cols,
-                                                            bool rows_follow) {
-  constexpr int kBytes = sizeof(T) * N;
-  const int shift = turn_of<N, false>(row + first);
-  Words<kBytes> granules[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const int col = first - shift + i * N;
-    if (col >= cols || col + N <= 0) continue;
-    const char* const start = reinterpret_cast<const char*>(row + col);
-    granules[i] = rows_follow || col + N <= cols ? detail::load_words<kBytes>(start)
-                                                 : detail::load_elements<T, N>(start, cols - col);
-  }
-  return detail::shifted_bytes<kBytes>(granules[0], granules[1], shift * sizeof(T));
-}
-
-// Reads runs of one row; columns past its end become the filler. Loads are of aligned granules,
-// which may reach into the memory before and after the row, but not past that of the last row.
+// Reads runs of one row; columns past its end become the filler. Loads are of aligned granules: a
+// pack that is not one takes the next lane's too. Granules may reach into the memory before and
+// after the row, but not past that of the last row.
 template <typename T, int N, bool kRegular, Filler kFiller>
 class RunReader {
   static constexpr int kBytes = sizeof(T) * N;
@@ -101,50 +83,54 @@ class RunReader {
         row_(row),
         cols_(cols),
         rows_follow_(rows_follow),
-        simple_(kRegular || (rows_follow && turn_of<N, false>(row) == place.turn)) {}
+        shift_(kRegular ? 0 : turn_of<N, false>(row - place.turn)) {}
 
   const RunPlace<N, kRegular> place;
 
-  // A run as it is loaded; `edge` is the pack after it.
+  // A run as it is loaded: the granules in which the packs begin, and that after them.
   template <int kPacks>
   struct Fetched {
-    Words<kBytes> packs[kPacks], edge;
+    Words<kBytes> granules[kPacks], edge;
   };
 
   template <int kPacks>
   __device__ __forceinline__ void fetch(Fetched<kPacks>& fetched, int col) const {
-    const int first = col - place.turn, step = place.lanes * N;
-    const bool has_edge = !kRegular && place.lane == 0 && place.turn != 0;
-    if (simple_) {
+    const int first = col - place.turn - shift_, step = place.lanes * N;
+    auto fetch_all = [&](auto load) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) load(fetched.granules[p], p);
+      if (!kRegular && place.lane == 0 && place.turn + shift_ != 0) load(fetched.edge, kPacks);
+    };
+    if (kRegular || rows_follow_) {
       const char* const start = reinterpret_cast<const char*>(row_ + first);
       const int left = cols_ - first;
-      auto load = [&](Words<kBytes>& words, int p) {
-        if (p * step < left) words = detail::load_words<kBytes>(start + p * step * sizeof(T));
-      };
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        if constexpr (kRegular) fetched.packs[p] = filler();
-        load(fetched.packs[p], p);
-      }
-      if (has_edge) load(fetched.edge, kPacks);
+      fetch_all([&](Words<kBytes>& words, int p) {
+        if constexpr (kRegular) words = filler();
+        if (p * step < left && (kRegular || p > 0 || first + N > 0))
+          words = detail::load_words<kBytes>(start + p * step * sizeof(T));
+      });
     } else {
-      auto load = [&](int p) {
-        return load_unaligned<T, N>(row_, first + p * step, cols_, rows_follow_);
-      };
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) fetched.packs[p] = load(p);
-      if (has_edge) fetched.edge = load(kPacks);
+      fetch_all([&](Words<kBytes>& words, int p) { words = guarded(first + p * step); });
     }
   }
 
+  // All lanes of a warp take part.
   template <int kPacks>
   __device__ __forceinline__ void extract(const Fetched<kPacks>& fetched,
                                           Pack<T, N> (&packs)[kPacks], int col) const {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) packs[p].words = fetched.packs[p];
+    for (int p = 0; p < kPacks; ++p) packs[p].words = fetched.granules[p];
     if constexpr (!kRegular) {
       Words<kBytes> edge = fetched.edge;
-      const int left = cols_ - (col - place.turn), step = place.lanes * N;
+      const int first = col - place.turn, left = cols_ - first, step = place.lanes * N;
+      if (__any_sync(kFullMask, shift_ != 0)) {
+        shift(packs, edge);
+        if (place.lane == 0 && place.turn != 0) {
+          const int next = first + kPacks * step - shift_;
+          edge =
+              detail::shifted_bytes<kBytes>(guarded(next), guarded(next + N), shift_ * sizeof(T));
+        }
+      }
       if (cols_ - col < (kPacks + 1) * step) {  // the row may end here
 #pragma unroll
         for (int p = 0; p < kPacks; ++p) fill(packs[p].words, left - p * step);
@@ -162,6 +148,35 @@ class RunReader {
   }
 
  private:
+  // Of an input that lies otherwise than the output: makes packs of granules.
+  template <int kPacks>
+  __device__ __forceinline__ void shift(Pack<T, N> (&packs)[kPacks],
+                                        const Words<kBytes>& edge) const {
+    // Each lane needs the granule after its own: the next lane's, or the first lane's next.
+    const int next = place.lane + 1;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const Words<kBytes>& low = packs[p].words;
+      const Words<kBytes>& after = p + 1 < kPacks ? packs[p + 1 < kPacks ? p + 1 : p].words : edge;
+      Words<kBytes> high;
+#pragma unroll
+      for (int i = 0; i < kBytes / 4; ++i) {
+        high.at[i] =
+            __shfl_sync(kFullMask, place.lane == 0 ? after.at[i] : low.at[i], next, place.lanes);
+      }
+      // (Lanes of one have themselves for a neighbour, and so their own next granule.)
+      packs[p].words = detail::shifted_bytes<kBytes>(low, high, shift_ * sizeof(T));
+    }
+  }
+
+  // The granule that starts at column `first`, nothing past the row's end.
+  __device__ __forceinline__ Words<kBytes> guarded(int first) const {
+    if (first >= cols_ || first + N <= 0) return {};
+    if (first + N <= cols_)
+      return detail::load_words<kBytes>(reinterpret_cast<const char*>(row_ + first));
+    return detail::load_elements<T, N>(reinterpret_cast<const char*>(row_ + first), cols_ - first);
+  }
+
   __device__ __forceinline__ static Words<kBytes> filler() {
     Words<kBytes> words;
 #pragma unroll
@@ -174,7 +189,8 @@ class RunReader {
 
   const T* row_;
   int cols_;
-  bool rows_follow_, simple_;
+  bool rows_follow_;
+  int shift_;  // elements by which the lanes' packs miss a pack boundary
 };
 
 // Writes runs of one row, whose turn is that of `place`.
