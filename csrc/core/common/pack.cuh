@@ -89,6 +89,14 @@ __device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&
   }
 }
 
+// Element i alone.
+template <typename T, int N>
+__device__ __forceinline__ Accumulator<T> element_of(const Pack<T, N>& pack, int i) {
+  Accumulator<T> out[N];
+  unpack(pack, out);
+  return out[i];
+}
+
 // Rounds to nearest even.
 template <typename T, int N, typename A>
 __device__ __forceinline__ void round_to(Pack<T, N>& pack, const A (&in)[N]) {
@@ -287,33 +295,6 @@ __device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
     for (int p = 0; p < kPacks; ++p) {
 #pragma unroll
       for (int i = 0; i < N / 2; ++i) packs[p].words.at[i] ^= zero;
-    }
-  }
-}
-
-// Sets the elements of a pack from `count` on to -inf, which a maximum and a sum of exponentials
-// pass over. A regular row has whole packs in it or none of a pack.
-template <bool kRegular, typename T, int N>
-__device__ __forceinline__ void pad_with_lowest(Pack<T, N>& pack, int count) {
-  if (count >= N) return;
-  if constexpr (sizeof(T) == 8) {
-    static_assert(N == 2);
-    Words<16>& words = pack.words;
-    if (count <= 0) words.at[0] = 0, words.at[1] = 0xfff00000u;
-    words.at[2] = 0, words.at[3] = 0xfff00000u;
-  } else {
-    constexpr uint32_t kLowest = std::is_same_v<T, float>    ? 0xff800000u
-                                 : std::is_same_v<T, __half> ? 0xfc00fc00u
-                                                             : 0xff80ff80u;
-    constexpr int kPerWord = 4 / sizeof(T);
-#pragma unroll
-    for (int i = 0; i < N / kPerWord; ++i) {
-      uint32_t& word = pack.words.at[i];
-      if (kRegular || count <= i * kPerWord) {
-        word = kLowest;
-      } else if (kPerWord == 2 && count == i * kPerWord + 1) {
-        word = (word & 0xffff) | (kLowest & 0xffff0000u);
-      }
     }
   }
 }

@@ -73,62 +73,7 @@ class RowReader {
     extract(fetched, packs, col, step);
   }
 
-  // The same for a run: packs at columns col, col + lanes * N, ..., so that those of the warp's
-  // lanes are all neighbours and one granule more completes them.
-  template <int kPacks>
-  struct FetchedRun {
-    Words<kBytes> granules[kPacks], edge;
-  };
-
-  template <int kPacks>
-  __device__ __forceinline__ void fetch_run(FetchedRun<kPacks>& fetched, int col) const {
-    if (kRegular || rows_follow_) {
-      fetch_run_granules<false>(fetched, col);
-    } else {
-      fetch_run_granules<true>(fetched, col);
-    }
-  }
-
-  template <int kPacks>
-  __device__ __forceinline__ void extract_run(const FetchedRun<kPacks>& fetched,
-                                              Pack<T, N> (&packs)[kPacks], int col) const {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const Words<kBytes>& low = fetched.granules[p];
-      if constexpr (kRegular) {
-        packs[p].words = low;
-      } else {
-        // Each lane needs the granule after its own: the next lane's, or the first lane's next.
-        const Words<kBytes>& after = p + 1 < kPacks ? fetched.granules[p + 1] : fetched.edge;
-        const int next = lane_ + 1 == lanes_ ? 0 : lane_ + 1;
-        Words<kBytes> high;
-#pragma unroll
-        for (int i = 0; i < kBytes / 4; ++i) {
-          high.at[i] = __shfl_sync(0xffffffffu, lane_ == 0 ? after.at[i] : low.at[i], next, lanes_);
-        }
-        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * lanes_ * N);
-      }
-    }
-  }
-
-  template <int kPacks>
-  __device__ __forceinline__ void load_run(Pack<T, N> (&packs)[kPacks], int col) const {
-    FetchedRun<kPacks> fetched;
-    fetch_run(fetched, col);
-    extract_run(fetched, packs, col);
-  }
-
  private:
-  template <bool kGuarded, int kPacks>
-  __device__ __forceinline__ void fetch_run_granules(FetchedRun<kPacks>& fetched, int col) const {
-    const int step = lanes_ * N;
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule<kGuarded>(col + p * step, 0);
-    if constexpr (!kRegular) {
-      if (lane_ == 0 && shift_ != 0) fetched.edge = granule<kGuarded>(col + kPacks * step, 0);
-    }
-  }
-
   template <bool kGuarded, int kPacks>
   __device__ __forceinline__ void fetch_granules(Fetched<kPacks>& fetched, int col,
                                                  int step) const {
@@ -230,15 +175,6 @@ class RowWriter {
         mask_(mask) {}
 
   __device__ __forceinline__ void store(int col, const Pack<T, N>& pack) const {
-    store_in_run(col, pack, pack, true, true);
-  }
-
-  // The same for the packs of a run (RowReader), one after the other: given this lane's previous
-  // one, only the ends of the first and the last are shared with others. Both are known at compile
-  // time.
-  __device__ __forceinline__ void store_in_run(int col, const Pack<T, N>& pack,
-                                               const Pack<T, N>& previous, bool first,
-                                               bool last) const {
     const int count = cols_ - col;  // N or more: a whole pack; 0 or less: nothing
     if (kRegular || shift_ == 0) {
       if (count >= N) {
@@ -252,17 +188,11 @@ class RowWriter {
         (kBytes - shift_) /
         static_cast<int>(sizeof(T));  // own columns in the granule shared with the pack before
     const Words<kBytes>& own = pack.words;
-    const bool has_before = !first || lane_ > 0;
+    const bool has_before = lane_ > 0;
     Words<kBytes> before;
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) {
-      if (first) {
-        before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
-      } else {
-        const bool is_last_lane = lane_ + 1 == lanes_;
-        before.at[i] = __shfl_sync(mask_, is_last_lane ? previous.words.at[i] : own.at[i],
-                                   lane_ == 0 ? lanes_ - 1 : lane_ - 1, lanes_);
-      }
+      before.at[i] = __shfl_up_sync(mask_, own.at[i], 1, lanes_);
     }
     const Words<kBytes> granule = detail::shifted_bytes<kBytes>(before, own, kBytes - shift_);
     char* const start = address(col) - shift_;
@@ -273,7 +203,7 @@ class RowWriter {
         detail::store_from<T>(start, granule, shift_);
       }
       // The next lane writes this one's tail with its own head, if it has all of that.
-      if ((last && lane_ + 1 == lanes_) || count - N < head) {
+      if (lane_ + 1 == lanes_ || count - N < head) {
         detail::store_to<T>(start + kBytes,
                             detail::shifted_bytes<kBytes>(own, own, kBytes - shift_), shift_);
       }
@@ -325,7 +255,12 @@ __device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_
 // Whether rows after `row` reach at least `elements` further in memory.
 __device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row, int64_t rows,
                                             int cols, int elements) {
-  if (layout.inner == 0) return (rows - 1 - row) * min(layout.stride, int64_t{cols}) >= elements;
+  if (layout.inner == 0) {
+    // Neither factor need be known beyond `elements`.
+    const int64_t most = elements;
+    const int left = static_cast<int>(min(rows - 1 - row, most));
+    return left * static_cast<int>(min(min(layout.stride, int64_t{cols}), most)) >= elements;
+  }
   const char* const base = nullptr;
   return row < rows && row_start(base, layout, rows - 1) - row_start(base, layout, row) >= elements;
 }

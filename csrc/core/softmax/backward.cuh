@@ -16,19 +16,33 @@ struct GradientLoad {
   Accumulator<Y> scale;
 };
 
-// What the columns of a pack add to the row's sum. Columns past the row are zero in both.
-template <bool kLog, typename Y, int N>
-__device__ __forceinline__ Accumulator<Y> gradient_sum(const Pack<Y, N>& dy_pack,
-                                                       const Pack<Y, N>& y_pack) {
-  using A = Accumulator<Y>;
-  A dy[N], y[N];
-  unpack(dy_pack, dy);
-  if constexpr (kLog) return sum_of(dy);
-  unpack(y_pack, y);
-  A sum = dy[0] * y[0];
+// a * b, never made into one operation with an addition that follows unless it is exact: a sum of
+// products would depend on their order.
+template <typename Y>
+__device__ __forceinline__ float product_of(float a, float b) {
+  return sizeof(Y) == 2 ? a * b : __fmul_rn(a, b);
+}
+template <typename Y>
+__device__ __forceinline__ double product_of(double a, double b) {
+  return __dmul_rn(a, b);
+}
+
+// Of each element of the packs, the sum over the packs of what it adds to the row's sum. Columns
+// past the row are zero in both.
+template <bool kLog, typename Y, int N, int kPacks>
+__device__ __forceinline__ void gradient_sums(const Pack<Y, N> (&dy)[kPacks],
+                                              const Pack<Y, N> (&y)[kPacks],
+                                              Accumulator<Y> (&sums)[N]) {
 #pragma unroll
-  for (int i = 1; i < N; ++i) sum = fma(dy[i], y[i], sum);
-  return sum;
+  for (int i = 0; i < N; ++i) {
+    Accumulator<Y> terms[kPacks];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      terms[p] = element_of(dy[p], i);
+      if (!kLog) terms[p] = product_of<Y>(terms[p], element_of(y[p], i));
+    }
+    sums[i] = sum_of(terms);
+  }
 }
 
 template <bool kLog, typename Y, int N, typename A>
@@ -44,17 +58,18 @@ __device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y
 }
 
 // A row that lies in the packs of the threads that share it, kPacks of each tensor, to its
-// gradient. A lane's packs start at columns col, col + step, ...
-template <bool kLog, bool kMayShare, int kPacks, typename Y, int N, typename Group, typename Out>
+// gradient.
+template <bool kLog, bool kMayShare, int kPacks, typename Y, int N, bool kRegular, typename Group,
+          typename Out>
 __device__ __forceinline__ void gradient_of_row(Pack<Y, N> (&dy)[kPacks], Pack<Y, N> (&y)[kPacks],
                                                 Accumulator<Y> scale, Group& group,
-                                                RowCluster& cluster, bool spread, int col, int step,
-                                                Out out) {
+                                                RowCluster& cluster, bool spread,
+                                                const RunPlace<N, kRegular>& place, int col,
+                                                const Out& out) {
   using A = Accumulator<Y>;
-  A sums[kPacks];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) sums[p] = gradient_sum<kLog>(dy[p], y[p]);
-  A sum = group.reduce_lanes(sum_of(sums), SumOf());
+  A sums[N];
+  gradient_sums<kLog>(dy, y, sums);
+  A sum = sum_of_run(sums, place, group);
   if constexpr (kMayShare) {
     __shared__ RowSlots<A> slots;
     sum = reduce_row(group, cluster, spread, sum, A(0), slots, SumOf());
@@ -65,7 +80,7 @@ __device__ __forceinline__ void gradient_of_row(Pack<Y, N> (&dy)[kPacks], Pack<Y
   for (int p = 0; p < kPacks; ++p) {
     A dx[N];
     gradient<kLog>(dy[p], y[p], sum, scale, dx);
-    out.store(p, kPacks, col + p * step, dx);
+    out.template store<kPacks>(p, col, dx);
   }
 }
 
@@ -74,24 +89,24 @@ template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Y, type
 __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& load,
                                                       const Store& store) {
   constexpr int N = kPackElements<Y, typename Store::Output>;
-  RowGroup<Barrier::kBlock> group;
+  RowGroup<Barrier::kBlock, kFullWarps<kMayShare, kPacks>> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
-  const int step = group.lanes() * N;
+  const auto place = store.template place<N, kRegular>(at.row, group);
   const int col = at.rank * group.threads() * kPacks * N + run_start<kPacks, N>(group);
   Pack<Y, N> dy[kPacks], y[kPacks];
   {
-    const auto dy_row = load.dy.template open<N, kRegular>(at.row, group);
-    const auto y_row = load.y.template open<N, kRegular>(at.row, group);
-    typename RowReader<Y, N, kRegular>::template FetchedRun<kPacks> dy_fetched, y_fetched;
-    dy_row.fetch_run(dy_fetched, col);
-    y_row.fetch_run(y_fetched, col);
-    dy_row.extract_run(dy_fetched, dy, col);
-    y_row.extract_run(y_fetched, y, col);
+    const auto dy_row = load.dy.template open<Filler::kZero>(at.row, place);
+    const auto y_row = load.y.template open<Filler::kZero>(at.row, place);
+    typename decltype(dy_row)::template Fetched<kPacks> dy_fetched, y_fetched;
+    dy_row.fetch(dy_fetched, col);
+    y_row.fetch(y_fetched, col);
+    dy_row.extract(dy_fetched, dy, col);
+    y_row.extract(y_fetched, y, col);
   }
   if (at.spread) cluster.wait();
-  gradient_of_row<kLog, kMayShare>(dy, y, load.scale, group, cluster, at.spread, col, step,
-                                   store.template open<N, kRegular>(at.row, group));
+  gradient_of_row<kLog, kMayShare>(dy, y, load.scale, group, cluster, at.spread, place, col,
+                                   store.open(at.row, place));
 }
 
 // Any length: each block of a cluster takes a slice of the columns, which it reads for the sum and
@@ -103,7 +118,7 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   using A = Accumulator<Y>;
   constexpr int N = kPackElements<Y, typename Store::Output>;
   constexpr int kPacks = 2;
-  using Fetched = typename RowReader<Y, N, kRegular>::template FetchedRun<kPacks>;
+  using Fetched = typename RunReader<Y, N, kRegular, Filler::kZero>::template Fetched<kPacks>;
   extern __shared__ __align__(16) char cache_bytes[];
   using CachedPack = AlignedPack<Y, N>;
   CachedPack* const dy_cache = reinterpret_cast<CachedPack*>(cache_bytes) + threadIdx.x;
@@ -112,49 +127,51 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, true);
-  const int step = group.lanes() * N, stride = group.threads() * kPacks * N;
+  const auto place = store.template place<N, kRegular>(at.row, group);
+  const int stride = group.threads() * kPacks * N;
   const int begin = at.rank * slice, end = min(begin + slice, load.y.cols);
-  const auto dy_row = load.dy.template open<N, kRegular>(at.row, group);
-  const auto y_row = load.y.template open<N, kRegular>(at.row, group);
+  const auto dy_row = load.dy.template open<Filler::kZero>(at.row, place);
+  const auto y_row = load.y.template open<Filler::kZero>(at.row, place);
 
-  A sum = 0;
+  A sums[N] = {};
   Fetched dy_fetched, y_fetched;
   auto fetch = [&](int col) {
-    dy_row.fetch_run(dy_fetched, col);
-    if (!kLog || cached) y_row.fetch_run(y_fetched, col);
+    dy_row.fetch(dy_fetched, col);
+    if (!kLog || cached) y_row.fetch(y_fetched, col);
   };
   if (begin < end) fetch(begin + run_start<kPacks, N>(group));
   for (int base = begin; base < end; base += stride) {
     const int col = base + run_start<kPacks, N>(group);
     Pack<Y, N> dy[kPacks], y[kPacks];
-    dy_row.extract_run(dy_fetched, dy, col);
-    if (!kLog || cached) y_row.extract_run(y_fetched, y, col);
+    dy_row.extract(dy_fetched, dy, col);
+    if (!kLog || cached) y_row.extract(y_fetched, y, col);
     if (base + stride < end) fetch(col + stride);
-    A sums[kPacks];
+    if (cached) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      sums[p] = gradient_sum<kLog>(dy[p], y[p]);
-      if (cached) {
+      for (int p = 0; p < kPacks; ++p) {
         const int slot = (base - begin) / N + p * group.threads();
         dy_cache[slot] = {dy[p]};
         y_cache[slot] = {y[p]};
       }
     }
-    sum += sum_of(sums);
+    A added[N];
+    gradient_sums<kLog>(dy, y, added);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] += added[i];
   }
   __shared__ RowSlots<A> slots;
   if (at.spread) cluster.wait();
-  sum =
-      reduce_row(group, cluster, at.spread, group.reduce_lanes(sum, SumOf()), A(0), slots, SumOf());
+  const A sum =
+      reduce_row(group, cluster, at.spread, sum_of_run(sums, place, group), A(0), slots, SumOf());
 
-  auto out = store.template open<N, kRegular>(at.row, group);
+  const auto out = store.open(at.row, place);
   // Backwards: what was read last is the likeliest to be in the L2 cache yet.
   for (int base = last_chunk(begin, end, stride); base >= begin; base -= stride) {
     const int col = base + run_start<kPacks, N>(group);
     Pack<Y, N> dy[kPacks], y[kPacks];
     if (!cached) {
-      dy_row.load_run(dy, col);
-      y_row.load_run(y, col);
+      dy_row.load(dy, col);
+      y_row.load(y, col);
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
@@ -165,7 +182,7 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
       }
       A dx[N];
       gradient<kLog>(dy[p], y[p], sum, load.scale, dx);
-      out.store(p, kPacks, col + p * step, dx);
+      out.template store<kPacks>(p, col, dx);
     }
   }
 }

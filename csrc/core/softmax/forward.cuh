@@ -7,35 +7,81 @@
 
 namespace fused_norm {
 
-// A row that lies in the packs of the threads that share it, kPacks each, from its scores to the
-// last store. A lane's packs start at columns col, col + step, ...
-template <bool kLog, bool kMayShare, int kPacks, int N, bool kZeroIfEmpty, typename A,
-          typename Kept, typename Group, typename Out>
-__device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& group,
-                                               RowCluster& cluster, bool spread, int col, int step,
-                                               Out out) {
-  // Exponentials are kept where registers allow, else made twice.
-  constexpr bool kKeep = !kLog && kPacks * N <= 32;
+// The largest element of some packs. 16-bit elements stay in pairs.
+template <typename A, typename T, int N, int kPacks>
+__device__ __forceinline__ A max_of_packs(const Pack<T, N> (&packs)[kPacks]) {
+  if constexpr (sizeof(T) == 2) {
+    using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+    Pair tops[N / 2];
+#pragma unroll
+    for (int i = 0; i < N / 2; ++i) {
+      tops[i] = detail::bit_copy<Pair>(packs[0].words.at[i]);
+#pragma unroll
+      for (int p = 1; p < kPacks; ++p) {
+        tops[i] = __hmax2(tops[i], detail::bit_copy<Pair>(packs[p].words.at[i]));
+      }
+    }
+#pragma unroll
+    for (int i = 1; i < N / 2; ++i) tops[0] = __hmax2(tops[0], tops[i]);
+    const float2 pair = detail::to_floats(detail::bit_copy<uint32_t>(tops[0]), T());
+    return larger_of(kLowest<A>, larger_of(pair.x, pair.y));
+  } else {
+    A top = kLowest<A>;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      A x[N];
+      unpack(packs[p], x);
+      top = larger_of(top, max_of(x));
+    }
+    return top;
+  }
+}
+template <typename A, int N, int kPacks>
+__device__ __forceinline__ A max_of_packs(const Scores<A, N> (&scores)[kPacks]) {
   A top = kLowest<A>;
 #pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    A x[N];
-    unpack(kept[p], x);
-    top = larger_of(top, max_of(x));
+  for (int p = 0; p < kPacks; ++p) top = larger_of(top, max_of(scores[p].at));
+  return top;
+}
+
+// Of each element of the packs, the sum over the packs of exp(x - shift).
+template <int N, typename A, typename Kept, int kPacks>
+__device__ __forceinline__ void exp_sums(const Kept (&kept)[kPacks], A shift, A (&sums)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    A exponentials[kPacks];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) exponentials[p] = exp_of(element_of(kept[p], i) - shift);
+    sums[i] = sum_of(exponentials);
   }
-  top = group.reduce_lanes(top, LargerOf());
+}
+
+// A row that lies in the packs of the threads that share it, kPacks each, from its scores to the
+// last store.
+template <bool kLog, bool kMayShare, int kPacks, int N, bool kRegular, bool kZeroIfEmpty,
+          typename A, typename Kept, typename Group, typename Out>
+__device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& group,
+                                               RowCluster& cluster, bool spread,
+                                               const RunPlace<N, kRegular>& place, int col,
+                                               const Out& out) {
+  // Exponentials are kept where registers allow, else made twice.
+  constexpr bool kKeep = !kLog && kPacks * N <= 32;
+  const A top = group.reduce_lanes(max_of_packs<A>(kept), LargerOf());
   const A shift = shift_of(top);
-  if constexpr (kPacks * N > 32) forget_elements(kept);
-  A exponentials[kPacks][N], sums[kPacks];
+  A exponentials[kKeep ? N : 1][kPacks], sums[N];
+  if constexpr (kKeep) {
 #pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    A x[N];
-    unpack(kept[p], x);
+    for (int i = 0; i < N; ++i) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) exponentials[p][i] = exp_of(x[i] - shift);
-    sums[p] = sum_of(exponentials[p]);
+      for (int p = 0; p < kPacks; ++p) {
+        exponentials[i][p] = exp_of(element_of(kept[p], i) - shift);
+      }
+      sums[i] = sum_of(exponentials[i]);
+    }
+  } else {
+    exp_sums(kept, shift, sums);
   }
-  ExpSum<A> sum{top, group.reduce_lanes(sum_of(sums), SumOf())};
+  ExpSum<A> sum{top, sum_of_run(sums, place, group)};
   if constexpr (kMayShare) {
     __shared__ RowSlots<ExpSum<A>> slots;
     sum = reduce_row(group, cluster, spread, sum, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
@@ -49,11 +95,13 @@ __device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& grou
     if constexpr (!kKeep) unpack(kept[p], y);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      y[i] = kKeep  ? finish(A(0), exponentials[p][i])
-             : kLog ? finish(y[i] - shift, A(0))
-                    : finish(A(0), exp_of(y[i] - shift));
+      if constexpr (kKeep) {
+        y[i] = finish(A(0), exponentials[i][p]);
+      } else {
+        y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
+      }
     }
-    out.store(p, kPacks, col + p * step, y);
+    out.template store<kPacks>(p, col, y);
   }
 }
 
@@ -65,62 +113,48 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   constexpr int N = kPackElements<X, typename Store::Output>;
   using Row = typename Load::template Row<N, kRegular>;
 
-  RowGroup<Barrier::kBlock> group;
+  RowGroup<Barrier::kBlock, kFullWarps<kMayShare, kPacks>> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
-  const int step = group.lanes() * N;
+  const auto place = store.template place<N, kRegular>(at.row, group);
   const int col = at.rank * group.threads() * kPacks * N + run_start<kPacks, N>(group);
   typename Row::Kept kept[kPacks];
   {
-    const Row in = load.template open<N, kRegular>(at.row, group);
+    const Row in = load.open(at.row, place);
     Pack<X, N> packs[kPacks];
-    in.reader.load_run(packs, col);
-    in.prepare(packs, kept, col, step);
+    in.reader.load(packs, col);
+    in.prepare(packs, kept, col);
   }
   if (at.spread) cluster.wait();
-  softmax_of_row<kLog, kMayShare, kPacks, N, Load::kMasked, Accumulator<X>>(
-      kept, group, cluster, at.spread, col, step, store.template open<N, kRegular>(at.row, group));
+  softmax_of_row<kLog, kMayShare, kPacks, N, kRegular, Load::kMasked, Accumulator<X>>(
+      kept, group, cluster, at.spread, place, col, store.open(at.row, place));
 }
 
-// Brings a thread's part of a row up to date with a few packs of scores (Milakov and Gimelshein,
-// 2018).
-template <typename A, int N, typename Kept, int kPacks>
-__device__ __forceinline__ void add_scores(ExpSum<A>& part, Kept (&kept)[kPacks]) {
-  A top = part.max, sums[kPacks];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    A x[N];
-    unpack(kept[p], x);
-    top = larger_of(top, max_of(x));
-  }
-  const A shift = shift_of(top);
-  forget_elements(kept);
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    A x[N];
-    unpack(kept[p], x);
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] = exp_of(x[i] - shift);
-    sums[p] = sum_of(x);
-  }
-  part = {top, fma(part.sum, exp_of(part.max - shift), sum_of(sums))};
-}
+// A warp's part of a row: its maximum so far, and for each of a lane's elements the sum of
+// exp(x - shift_of(top)).
+template <typename A, int N>
+struct WarpPart {
+  A top = kLowest<A>;
+  A sums[N] = {};
 
-// The sum of a row from its threads' parts.
-template <typename A, typename Group>
-__device__ __forceinline__ ExpSum<A> sum_of_parts(ExpSum<A> part, Group& group, RowCluster& cluster,
-                                                  bool spread, RowSlots<ExpSum<A>>& slots) {
-  const A top = group.reduce_lanes(part.max, LargerOf());
-  part.sum *= exp_of(part.max - shift_of(top));
-  part = {top, group.reduce_lanes(part.sum, SumOf())};
-  return reduce_row(group, cluster, spread, part, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
-}
+  // Brings it up to date with a few packs of scores (Milakov and Gimelshein, 2018).
+  template <typename Kept, int kPacks, typename Group>
+  __device__ __forceinline__ void add(Kept (&kept)[kPacks], const Group& group) {
+    const A before = top;
+    top = group.reduce_lanes(larger_of(top, max_of_packs<A>(kept)), LargerOf());
+    const A shift = shift_of(top), scale = exp_of(before - shift);
+    A added[N];
+    exp_sums(kept, shift, added);
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] = fma(sums[i], scale, added[i]);
+  }
+};
 
 // Stores a few packs of scores as outputs.
 template <bool kLog, int N, typename A, typename Kept, int kPacks, typename Out>
 __device__ __forceinline__ void store_outputs(const Kept (&kept)[kPacks], A shift,
-                                              const Finish<kLog, A>& finish, int col, int step,
-                                              Out& out) {
+                                              const Finish<kLog, A>& finish, int col,
+                                              const Out& out) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     A y[N];
@@ -129,7 +163,7 @@ __device__ __forceinline__ void store_outputs(const Kept (&kept)[kPacks], A shif
     for (int i = 0; i < N; ++i) {
       y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
     }
-    out.store(p, kPacks, col + p * step, y);
+    out.template store<kPacks>(p, col, y);
   }
 }
 
@@ -144,7 +178,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
   constexpr int N = kPackElements<X, typename Store::Output>;
   constexpr int kPacks = 4;
   using Row = typename Load::template Row<N, kRegular>;
-  using Fetched = typename RowReader<X, N, kRegular>::template FetchedRun<kPacks>;
+  using Fetched = typename decltype(Row::reader)::template Fetched<kPacks>;
   extern __shared__ __align__(16) char cache_bytes[];
   using CachedPack = AlignedPack<X, N>;
   CachedPack* const cache = reinterpret_cast<CachedPack*>(cache_bytes) + threadIdx.x;
@@ -152,18 +186,19 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, true);
-  const int step = group.lanes() * N, stride = group.threads() * kPacks * N;
+  const auto place = store.template place<N, kRegular>(at.row, group);
+  const int stride = group.threads() * kPacks * N;
   const int begin = at.rank * slice, end = min(begin + slice, load.x.cols);
-  const Row in = load.template open<N, kRegular>(at.row, group);
+  const Row in = load.open(at.row, place);
 
-  ExpSum<A> part = ExpSum<A>::empty();
+  WarpPart<A, N> part;
   Fetched fetched;
-  if (begin < end) in.reader.fetch_run(fetched, begin + run_start<kPacks, N>(group));
+  if (begin < end) in.reader.fetch(fetched, begin + run_start<kPacks, N>(group));
   for (int base = begin; base < end; base += stride) {
     const int col = base + run_start<kPacks, N>(group);
     Pack<X, N> packs[kPacks];
-    in.reader.extract_run(fetched, packs, col);
-    if (base + stride < end) in.reader.fetch_run(fetched, col + stride);
+    in.reader.extract(fetched, packs, col);
+    if (base + stride < end) in.reader.fetch(fetched, col + stride);
     if (cached) {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
@@ -171,15 +206,17 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
       }
     }
     typename Row::Kept kept[kPacks];
-    in.prepare(packs, kept, col, step);
-    add_scores<A, N>(part, kept);
+    in.prepare(packs, kept, col);
+    part.add(kept, group);
   }
   if (at.spread) cluster.wait();
   __shared__ RowSlots<ExpSum<A>> slots;
-  const ExpSum<A> sum = sum_of_parts(part, group, cluster, at.spread, slots);
+  const ExpSum<A> of_warp{part.top, sum_of_run(part.sums, place, group)};
+  const ExpSum<A> sum =
+      reduce_row(group, cluster, at.spread, of_warp, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
   const Finish<kLog, A> finish(sum, sum.max, Load::kMasked);
   const A shift = shift_of(sum.max);
-  auto out = store.template open<N, kRegular>(at.row, group);
+  const auto out = store.open(at.row, place);
   // Backwards: what was read last is the likeliest to be in the L2 cache yet.
   for (int base = last_chunk(begin, end, stride); base >= begin; base -= stride) {
     const int col = base + run_start<kPacks, N>(group);
@@ -190,11 +227,11 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
         packs[p] = cache[(base - begin) / N + p * group.threads()].pack;
       }
     } else {
-      in.reader.load_run(packs, col);
+      in.reader.load(packs, col);
     }
     typename Row::Kept kept[kPacks];
-    in.prepare(packs, kept, col, step);
-    store_outputs<kLog, N>(kept, shift, finish, col, step, out);
+    in.prepare(packs, kept, col);
+    store_outputs<kLog, N>(kept, shift, finish, col, out);
   }
 }
 

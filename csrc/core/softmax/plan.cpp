@@ -57,8 +57,9 @@ int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
 // 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
 // where these are of one tensor, they leave as much room and share a barrier among more columns.
 // Rows of more than a block are spread over a cluster where the chip has them. Rows too long for
-// all that are kept in shared memory.
-RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
+// all that are kept in shared memory. `whole_packs`: so are the rows. Others have ends to see to in
+// each warp's part, which is therefore larger.
+RowShape block_shape(bool backward, bool whole_packs, int64_t row_packs, int pack_bytes,
                      const DeviceProperties& device) {
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
@@ -66,10 +67,10 @@ RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
   };
   if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
   if (row_packs <= 8 * kBlockThreads) return in_registers(8, 1);
-  // Small blocks hide each other's waiting for their clusters.
-  const int packs = backward ? 4 : 8;
+  const int packs = backward && whole_packs ? 4 : 8;
   const int64_t block_packs = int64_t{packs} * kBlockThreads;
   if (row_packs <= block_packs * device.max_cluster_blocks) {
+    // Small blocks hide each other's waiting for their clusters.
     return in_registers(packs, cluster_for(row_packs, block_packs / 2, device));
   }
   const int chunk = (backward ? 2 : 4) * kBlockThreads;
@@ -111,7 +112,8 @@ RowShape shape_in(SoftmaxTier tier, bool backward, bool log, int cols, DType x, 
   const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
   if (tier == SoftmaxTier::kWarp) return warp_shape(row_packs);
   if (tier == SoftmaxTier::kBlock) {
-    return block_shape(backward, row_packs, pack_bytes_of(backward, x, y), device);
+    const bool whole_packs = cols % softmax_pack(x, y) == 0;
+    return block_shape(backward, whole_packs, row_packs, pack_bytes_of(backward, x, y), device);
   }
   return uncached_shape(backward, log, row_packs, device);
 }

@@ -2,11 +2,10 @@
 //
 // A LOAD policy opens a row; the row gives raw packs of its input type, and prepares those as the
 // scores that softmax is taken of: -inf where there is none. A STORE policy opens a row and takes
-// packs of results.
+// packs of results; it also says where its lanes' packs lie in the runs of a row (RunPlace).
 #pragma once
 
-#include "core/common/row_access.cuh"
-#include "core/common/row_group.cuh"
+#include "core/common/row_run.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/softmax.h"
 
@@ -20,16 +19,17 @@ struct Rows {
   int64_t rows;
   int cols;
 
-  template <int N, bool kRegular, typename Group>
-  __device__ RowReader<T, N, kRegular> open(int64_t row, const Group& group) const {
-    return open_first<N, kRegular>(row, cols, group);
+  template <Filler kFiller, int N, bool kRegular>
+  __device__ RunReader<T, N, kRegular, kFiller> open(int64_t row,
+                                                     const RunPlace<N, kRegular>& place) const {
+    return open_first<kFiller>(row, cols, place);
   }
   // The first `count` columns alone.
-  template <int N, bool kRegular, typename Group>
-  __device__ RowReader<T, N, kRegular> open_first(int64_t row, int count,
-                                                  const Group& group) const {
+  template <Filler kFiller, int N, bool kRegular>
+  __device__ RunReader<T, N, kRegular, kFiller> open_first(
+      int64_t row, int count, const RunPlace<N, kRegular>& place) const {
     return {row_start(data, layout, row), row < rows ? count : 0,
-            kRegular || rows_follow(layout, row, rows, cols, N), group.lane(), group.lanes()};
+            kRegular || rows_follow(layout, row, rows, cols, N), place};
   }
 };
 
@@ -43,23 +43,19 @@ struct PlainLoad {
   template <int N, bool kRegular>
   struct Row {
     using Kept = Pack<T, N>;
-    RowReader<T, N, kRegular> reader;
-    int cols;
+    RunReader<T, N, kRegular, Filler::kLowest> reader;
 
     template <int kPacks>
     __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks], Kept (&kept)[kPacks],
-                                            int col, int step) const {
+                                            int) const {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        kept[p] = packs[p];
-        pad_with_lowest<kRegular>(kept[p], cols - (col + p * step));
-      }
+      for (int p = 0; p < kPacks; ++p) kept[p] = packs[p];
     }
   };
 
-  template <int N, bool kRegular, typename Group>
-  __device__ Row<N, kRegular> open(int64_t row, const Group& group) const {
-    return {x.template open<N, kRegular>(row, group), row < x.rows ? x.cols : 0};
+  template <int N, bool kRegular>
+  __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
+    return {x.template open<Filler::kLowest>(row, place)};
   }
 };
 
@@ -74,14 +70,18 @@ __device__ __forceinline__ void unpack(const Scores<A, N>& scores, A (&out)[N]) 
 #pragma unroll
   for (int i = 0; i < N; ++i) out[i] = scores.at[i];
 }
+template <typename A, int N>
+__device__ __forceinline__ A element_of(const Scores<A, N>& scores, int i) {
+  return scores.at[i];
+}
 
 template <typename A, int N, int kPacks>
 __device__ __forceinline__ void forget_elements(Scores<A, N> (&)[kPacks]) {}
 
 // N elements of a row of a mask, as terms to add: 0 or -inf for a boolean one.
 template <int N, typename A>
-__device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset, int col,
-                                          int count, A (&terms)[N]);
+__device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset,
+                                          const PackColumns& columns, int cols, A (&terms)[N]);
 
 // Rows of scale * x + mask, causal or not. The mask is read where it lies, broadcast by strides.
 template <typename T>
@@ -98,42 +98,44 @@ struct MaskedLoad {
   template <int N, bool kRegular>
   struct Row {
     using Kept = Scores<A, N>;
-    RowReader<T, N, kRegular> reader;
+    RunReader<T, N, kRegular, Filler::kZero> reader;
     const MaskedLoad& load;
     int cols;  // those that are not masked out by `causal`
     int64_t mask_offset;
 
     template <int kPacks>
     __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks], Kept (&kept)[kPacks],
-                                            int col, int step) const {
+                                            int col) const {
       // All packs' masks first: they are in flight together with the packs.
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
-        load_mask(load.mask, mask_offset, col + p * step, cols - (col + p * step), kept[p].at);
+        const PackColumns columns = reader.place.template columns<kPacks>(p, col);
+        load_mask(load.mask, mask_offset, columns, cols, kept[p].at);
       }
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
+        const PackColumns columns = reader.place.template columns<kPacks>(p, col);
         A x[N];
         unpack(packs[p], x);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
           A& score = kept[p].at[i];
           const bool out = score == kLowest<A> && !load.mask.additive;
-          score = out || col + p * step + i >= cols ? kLowest<A> : fma(x[i], load.scale, score);
+          score = out || columns.at(i) >= cols ? kLowest<A> : fma(x[i], load.scale, score);
         }
       }
     }
   };
 
-  template <int N, bool kRegular, typename Group>
-  __device__ Row<N, kRegular> open(int64_t row, const Group& group) const {
+  template <int N, bool kRegular>
+  __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
     int count = row < x.rows ? x.cols : 0;
     const uint32_t index = static_cast<uint32_t>(row);
     if (causal && count > 0) {
       const int query = index - divide(index, queries) * queries.divisor;
       count = max(0, min(count, query + 1 + x.cols - static_cast<int>(queries.divisor)));
     }
-    return {x.template open_first<N, kRegular>(row, count, group), *this, count,
+    return {x.template open_first<Filler::kZero>(row, count, place), *this, count,
             mask.data && count > 0 ? mask_row_offset(index) : 0};
   }
 
@@ -151,15 +153,18 @@ struct MaskedLoad {
   }
 };
 
-// The first `count` of N elements of type M from `address`, as term_of() them; zero after. One
-// access where it is aligned and the elements are neighbours.
+// The elements of type M at `columns` below `cols`, of a row that starts at `offset`, as term_of()
+// them; zero for other columns. One access where it is aligned and the elements are neighbours.
 template <typename M, int N, typename A, typename TermOf>
-__device__ __forceinline__ void load_mask_as(const SoftmaxMask& mask, int64_t offset, int count,
-                                             A (&terms)[N], TermOf term_of) {
-  const M* const address = static_cast<const M*>(mask.data) + offset;
+__device__ __forceinline__ void load_mask_as(const SoftmaxMask& mask, int64_t offset,
+                                             const PackColumns& columns, int cols, A (&terms)[N],
+                                             TermOf term_of) {
+  const M* const row = static_cast<const M*>(mask.data) + offset;
   constexpr int kBytes = sizeof(M) * N;
   if constexpr (kBytes >= 4 && kBytes <= 16) {
-    if (mask.col_stride == 1 && count >= N && reinterpret_cast<uintptr_t>(address) % kBytes == 0) {
+    const M* const address = row + columns.first;
+    if (mask.col_stride == 1 && columns.wrapped == 0 && columns.first + N <= cols &&
+        reinterpret_cast<uintptr_t>(address) % kBytes == 0) {
       const auto words = detail::load_words<kBytes>(reinterpret_cast<const char*>(address));
       M elements[N];
       memcpy(elements, &words, kBytes);
@@ -170,24 +175,24 @@ __device__ __forceinline__ void load_mask_as(const SoftmaxMask& mask, int64_t of
   }
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    terms[i] = i < count ? term_of(__ldg(address + i * mask.col_stride)) : A(0);
+    const int col = columns.at(i);
+    terms[i] = col < cols ? term_of(__ldg(row + col * mask.col_stride)) : A(0);
   }
 }
 
 template <int N, typename A>
-__device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset, int col,
-                                          int count, A (&terms)[N]) {
-  const int64_t offset = row_offset + col * mask.col_stride;
+__device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset,
+                                          const PackColumns& columns, int cols, A (&terms)[N]) {
   auto add = [&](auto element) {
     using M = decltype(element);
-    load_mask_as<M>(mask, offset, count, terms,
+    load_mask_as<M>(mask, row_offset, columns, cols, terms,
                     [](M m) { return static_cast<A>(static_cast<Accumulator<M>>(m)); });
   };
-  if (!mask.data || count <= 0) {
+  if (!mask.data || columns.first >= cols) {
 #pragma unroll
     for (int i = 0; i < N; ++i) terms[i] = 0;
   } else if (!mask.additive) {
-    load_mask_as<uint8_t>(mask, offset, count, terms,
+    load_mask_as<uint8_t>(mask, row_offset, columns, cols, terms,
                           [](uint8_t masked_out) { return masked_out ? kLowest<A> : A(0); });
   } else if (mask.dtype == DType::kBFloat16) {
     add(__nv_bfloat16());
@@ -208,25 +213,27 @@ struct RoundedStore {
   int64_t rows;
   int cols;
 
+  template <int N, bool kRegular, typename Group>
+  __device__ RunPlace<N, kRegular> place(int64_t row, const Group& group) const {
+    return {group.lane(), group.lanes(), turn_of<N, kRegular>(data + row * cols)};
+  }
+
   template <int N, bool kRegular>
   struct Row {
-    RowWriter<T, N, kRegular> writer;
-    Pack<T, N> previous;
+    RunWriter<T, N, kRegular> writer;
 
-    // Pack p of a run of `packs`.
-    __device__ __forceinline__ void store(int p, int packs, int col,
-                                          const Accumulator<T> (&values)[N]) {
+    // Pack p of a run of kPacks.
+    template <int kPacks>
+    __device__ __forceinline__ void store(int p, int col, const Accumulator<T> (&values)[N]) const {
       Pack<T, N> pack;
       round_to(pack, values);
-      writer.store_in_run(col, pack, previous, p == 0, p + 1 == packs);
-      previous = pack;
+      writer.template store<kPacks>(p, col, pack);
     }
   };
 
-  template <int N, bool kRegular, typename Group>
-  __device__ Row<N, kRegular> open(int64_t row, const Group& group) const {
-    return {{data + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()},
-            {}};
+  template <int N, bool kRegular>
+  __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
+    return {{data + row * cols, row < rows ? cols : 0, place}};
   }
 };
 

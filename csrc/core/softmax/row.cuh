@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "core/common/overlap.cuh"
-#include "core/common/row_access.cuh"
-#include "core/common/row_group.cuh"
+#include "core/common/row_run.cuh"
+#include "core/softmax/exp_sum.cuh"
 
 namespace fused_norm {
 
@@ -14,6 +14,10 @@ constexpr int kBlockTierThreads = 512;
 
 template <typename In, typename Out>
 constexpr int kPackElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
+
+// Whether groups are whole warps in every plan: but for the shorter rows of the warp tier.
+template <bool kMayShare, int kPacks>
+constexpr bool kFullWarps = kMayShare || kPacks > 2;
 
 // Calls run(regular, log) with both known at compile time, after the kernel before. Chosen once, at
 // the top of a kernel.
@@ -38,11 +42,24 @@ __device__ __forceinline__ int last_chunk(int begin, int end, int stride) {
   return end <= begin ? begin - 1 : begin + (end - begin - 1) / stride * stride;
 }
 
-// Where a lane's packs start in the columns of its block: each warp has a run of them (RowReader),
+// Where a lane's packs start in the columns of its block: each warp has a run of them (RunPlace),
 // kPacks a lane.
 template <int kPacks, int N, typename Group>
 __device__ __forceinline__ int run_start(const Group& group) {
   return (group.thread() / kWarpSize * kPacks * group.lanes() + group.lane()) * N;
+}
+
+// The sum over a warp's runs, given the sums over packs of each of the lanes' elements.
+template <int N, bool kRegular, typename A, typename Group>
+__device__ __forceinline__ A sum_of_run(A (&elements)[N], const RunPlace<N, kRegular>& place,
+                                        const Group& group) {
+  if constexpr (!kRegular) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      elements[i] = __shfl_sync(kFullMask, elements[i], place.lane + (i < place.turn), place.lanes);
+    }
+  }
+  return group.reduce_lanes(sum_of(elements), SumOf());
 }
 
 template <typename V>
