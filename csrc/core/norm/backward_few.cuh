@@ -46,7 +46,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
               saved_loaded);
   dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, follow(in.dy_layout), group, dy_loaded);
   if (out.dresidual != nullptr)
-    out.template prefetch_residual<N, kPacks>(row * in.cols + col, left);
+    out.template prefetch_residual<N, kPacks, 1>(row * in.cols + col, left);
   const float mean = !kRms ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   // Each thread stages its own, which it need not hold in registers while the row is under way.
@@ -56,9 +56,8 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
-  saved.extract(saved_loaded, left, group,
-                [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
-  dy.extract(dy_loaded, left, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
+  saved.extract(saved_loaded, left, group, xhat);
+  dy.extract(dy_loaded, left, group, w);
   float sum_w = 0, sum_wx = 0;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {

@@ -199,9 +199,10 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     plan.rows_per_block = groups;
     plan.shared_bytes = static_cast<int>(shared_bytes(groups));
     // Persistent: as many blocks as are resident at once, and no more than there is work for.
+    // Kernels with named barriers have all 16 of a block's: four blocks a multiprocessor.
     const int resident =
-        std::min(backward_blocks(packs) * kBackwardThreads / (threads * groups),
-                 device.shared_bytes_per_block / (plan.shared_bytes + kStaticShared));
+        std::min({4, backward_blocks(packs) * kBackwardThreads / (threads * groups),
+                  device.shared_bytes_per_block / (plan.shared_bytes + kStaticShared)});
     plan.partials =
         clamp_grid(std::min<int64_t>(ceil_div(rows, groups), int64_t{resident} * device.sm_count));
     plan.blocks = plan.partials;
