@@ -1,10 +1,12 @@
 """Random calls of the norms and the softmaxes against fp64: shapes, strides, dtypes, dimensions,
 masks, options.
 
-A small profile for CPUs; on a GPU 2000 cases of each family. `--hypothesis-seed` chooses others.
+A small profile for CPUs; on a GPU 2000 cases of each family, or as many as the environment variable
+FUZZ_CASES says (compute-sanitizer is slow). `--hypothesis-seed` chooses others.
 """
 
 import math
+import os
 
 import pytest
 import softmax_harness as softmax
@@ -14,7 +16,7 @@ from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
 LAYOUTS = ["contiguous", "offset", "columns", "permuted", "expanded", "strided", "2-D slice"]
-CASES = {"cpu": 150, "cuda": 2000}
+CASES = {"cpu": 150, "cuda": int(os.environ.get("FUZZ_CASES", "2000"))}
 MOST_ELEMENTS = {"cpu": 2**14, "cuda": 2**21}
 # Around what the kernels' plans change at, and numbers of no special kind.
 COLS = [1, 2, 3, 7, 8, 31, 32, 33, 64, 96, 127, 128, 255, 256, 257, 264, 511, 513, 768, 1000, 1023]

@@ -45,12 +45,8 @@ class RingSlice {
         first_(own + first),
         left_(in.cols - first_),
         dx_(out.dx + row * in.cols + first_),
-        dx_step_(static_cast<int>(stride) * in.cols) {
-    if (out.dx == nullptr)
-      writes_ = 0;
-    else
-      writes_ = left_;
-
+        dx_step_(static_cast<int>(stride) * in.cols),
+        writes_(out.dx == nullptr ? 0 : left_) {
     for (int p = 0; p < kPacks; ++p) params.stage(in, p, first_ + p * kStep, kApart);
     // A thread reads but its own parameters.
     if (kListed) listed_ = params.listed(left_, kApart);
@@ -242,7 +238,8 @@ class RingSlice {
   int own_, last_;  // this thread's first of the block's columns, and the last pack's
   int first_, left_;
   X* dx_;
-  int dx_step_, writes_;  // elements
+  int dx_step_;  // elements
+  int writes_;   // as left_, or 0 where there is no dx
   uint32_t listed_ = 0;
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};
 };
