@@ -293,6 +293,7 @@ ColumnWatch device_watch(Watch& watch, cudaStream_t stream) {
   ColumnWatch out{};
   if (watch.history.defined()) {
     out.history = watch.history.mutable_data_ptr();
+    out.totals = static_cast<char*>(out.history) + watch.history.nbytes() - kTotalsBytes;
     if (stream != watch.history_stream) {
       watch.history.record_stream(c10::cuda::getCurrentCUDAStream());
     }
@@ -319,9 +320,13 @@ Report look(Watch& watch, const NormColumns& norm) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   if (!watch.history.defined()) {
     const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
-    watch.history = at::full({norm.bias.defined() ? 4 : 2, norm.cols}, NAN,
-                             param.options().requires_grad(false).dtype(
-                                 norm.x_dtype == at::kDouble ? at::kDouble : at::kFloat));
+    const auto options = param.options().requires_grad(false).dtype(
+        norm.x_dtype == at::kDouble ? at::kDouble : at::kFloat);
+    const int64_t size = (norm.bias.defined() ? 4 : 2) * norm.cols;
+    const int64_t totals = kTotalsBytes / static_cast<int64_t>(options.dtype().itemsize());
+    // harm.
+    watch.history = at::full({(size + totals - 1) / totals * totals + totals}, NAN, options);
+    watch.history.slice(0, watch.history.numel() - totals).zero_();
     watch.history_stream = stream;
   }
   const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);

@@ -89,14 +89,14 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
 void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip) {
   EXPECT_TRUE(is_lane_count(plan.threads_per_row));
   const int threads = plan.threads_per_row * plan.rows_per_block;
-  EXPECT_LE(threads, kBackwardThreads);
+  EXPECT_LE(threads, backward_threads(plan.packs));
   EXPECT_EQ(threads % 32, 0);
   EXPECT_EQ(plan.cluster_blocks, 1);
   EXPECT_LE(plan.packs, 2);  // of which there are kernels
   // Persistent: all resident at once. Named barriers let no more than four blocks be.
   const int blocks = (plan.blocks + chip.sm_count - 1) / chip.sm_count;
   EXPECT_LE(blocks, 4);
-  EXPECT_LE(blocks * threads, backward_blocks(plan.packs) * kBackwardThreads);
+  EXPECT_LE(blocks * threads, backward_blocks(plan.packs) * backward_threads(plan.packs));
   EXPECT_LE(blocks * (plan.shared_bytes + 5 * kKilobyte), chip.shared_bytes_per_block);
   // Groups of several warps have a named barrier and a set of slots each.
   EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);

@@ -9,7 +9,7 @@
 
 namespace fused_norm {
 
-// A block of kBackwardThreads has at most 8 groups of several warps.
+// A block of 512 threads has at most 8 groups of several warps.
 constexpr int kMaxGroups = 8;
 using GroupSums = RowSums<float>;
 
@@ -157,7 +157,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 }
 
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
-__global__ void __launch_bounds__(kBackwardThreads, backward_blocks(kPacks))
+__global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;

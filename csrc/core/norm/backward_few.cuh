@@ -22,7 +22,7 @@ struct ColumnGradients {
 // A block's shared memory, one or the other.
 struct FewShared {
   FewRowSums::Slots slots;
-  float of_warp[kBackwardThreads / kWarpSize][2][kFewColumns];
+  float of_warp[backward_threads(2) / kWarpSize][2][kFewColumns];
   float of_block[kMaxFewSplits][2][kFewColumns];
 };
 
@@ -192,7 +192,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 // Blocks, in clusters of `splits`: one cluster that looks at the parameters, if that is asked for;
 // one for each tile of columns; and one block for each row.
 template <typename X>
-__global__ void __launch_bounds__(kBackwardThreads, 2)
+__global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
                       const __grid_constant__ BackwardOutput<X, float> out,
                       const __grid_constant__ ColumnGradients gradients,

@@ -67,15 +67,16 @@ struct ColumnAffine {
 };
 
 // What a look at the parameters counts.
-enum { kLost, kOverflow, kAtRisk, kLookCounts = kAtRisk + kHorizons };
+enum { kLost, kOverflow, kMoved, kAtRisk, kLookCounts = kAtRisk + kHorizons };
 
-// Where the warps of several blocks add up what they found; zero before.
+// Where the warps of several blocks add up what they found; zero before, and again after.
 struct LookTotals {
-  unsigned long long arrived;  // warps, and in the upper half those that found a column moved
+  unsigned arrived;  // warps
   int counts[kLookCounts];
 
   __device__ void clear() { *this = {}; }
 };
+static_assert(sizeof(LookTotals) <= kTotalsBytes);
 
 // A look at the columns of a norm.
 template <typename A>
@@ -85,11 +86,10 @@ struct ColumnLook {
   ListedColumns<A> listed;
   bool from_output;  // the call needs every column to be recoverable or listed
   ColumnWatch watch;
-  LookTotals* totals;
+  LookTotals* totals;  // of this call; unused where the watch has its own
 
   struct Found {
     int counts[kLookCounts] = {};
-    bool moved = false;
   };
 
   // Whether a column's gradients are NaN.
@@ -115,7 +115,7 @@ struct ColumnLook {
     const A g_step = fabs(g - at[0]), b_step = has_bias ? fabs(b - at[2 * pitch]) : A(0);
     A g_speed = first ? A(0) : at[pitch], b_speed = first || !has_bias ? A(0) : at[3 * pitch];
     if (!first && (g_step > 0 || b_step > 0)) {
-      found.moved = true;
+      ++found.counts[kMoved];
       g_speed = fmax(g_step, g_speed / 2);
       b_speed = fmax(b_step, b_speed / 2);
     }
@@ -133,38 +133,36 @@ struct ColumnLook {
     }
   }
 
+  // Whether a look need not wait for the kernel before, which clears the totals else.
+  __device__ __forceinline__ bool keeps_totals() const { return watch.totals != nullptr; }
+
   // By all lanes of one of so many warps, which share the columns. Whether it is the last, in lane
   // 0, which then has what all have found.
-  __device__ bool add_up(int warps, Found& found) const {
+  __device__ bool add_up(unsigned warps, Found& found) const {
+    auto* const sums = keeps_totals() ? static_cast<LookTotals*>(watch.totals) : totals;
     bool any = false;
-    const bool moved = __any_sync(kFullMask, found.moved);
     const bool adds = threadIdx.x % kWarpSize == 0;
 #pragma unroll
     for (int i = 0; i < kLookCounts; ++i) {
       const int sum = __reduce_add_sync(kFullMask, found.counts[i]);
       if (!adds || sum == 0) continue;
-      atomicAdd(totals->counts + i, sum);
+      atomicAdd(sums->counts + i, sum);
       any = true;
     }
     if (!adds) return false;
     if (any) __threadfence();
-    const unsigned long long before =
-        atomicAdd(&totals->arrived, 1ull | (moved ? 1ull << 32 : 0ull));
-    if (static_cast<uint32_t>(before) != static_cast<uint32_t>(warps - 1)) return false;
+    if (atomicInc(&sums->arrived, warps - 1) != warps - 1) return false;
     __threadfence();
 #pragma unroll
-    for (int i = 0; i < kLookCounts; ++i) {
-      found.counts[i] = *static_cast<volatile int*>(totals->counts + i);
-    }
-    found.moved = moved || before >> 32 != 0;
+    for (int i = 0; i < kLookCounts; ++i) found.counts[i] = atomicExch(sums->counts + i, 0);
     return true;
   }
 
   // By one thread that has what all have found.
   __device__ void report(const Found& found) const {
     if (watch.history) {
-      uint64_t report =
-          uint64_t{1} << 62 | uint64_t{found.moved} << 61 | uint64_t{watch.stamp} << 3 * kCountBits;
+      uint64_t report = uint64_t{1} << 62 | uint64_t{found.counts[kMoved] > 0} << 61 |
+                        uint64_t{watch.stamp} << 3 * kCountBits;
       for (int h = 0; h < kHorizons; ++h) {
         report |= uint64_t(min(found.counts[kAtRisk + h], (1 << kCountBits) - 1)) << h * kCountBits;
       }
@@ -182,21 +180,20 @@ struct ColumnLook {
 // By one block.
 template <typename A>
 __device__ void look_at_columns(const ColumnLook<A>& look) {
-  __shared__ int counts[kLookCounts + 1];
-  if (threadIdx.x <= kLookCounts) counts[threadIdx.x] = 0;
+  __shared__ int counts[kLookCounts];
+  if (threadIdx.x < kLookCounts) counts[threadIdx.x] = 0;
   typename ColumnLook<A>::Found found;
   for (int col = threadIdx.x; col < look.cols; col += blockDim.x) look.look_at(col, found);
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i <= kLookCounts; ++i) {
-    const int sum = __reduce_add_sync(kFullMask, i < kLookCounts ? found.counts[i] : found.moved);
+  for (int i = 0; i < kLookCounts; ++i) {
+    const int sum = __reduce_add_sync(kFullMask, found.counts[i]);
     if (threadIdx.x % kWarpSize == 0 && sum > 0) atomicAdd(counts + i, sum);
   }
   __syncthreads();
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int i = 0; i < kLookCounts; ++i) found.counts[i] = counts[i];
-  found.moved = counts[kLookCounts] > 0;
   look.report(found);
 }
 

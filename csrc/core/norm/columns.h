@@ -40,10 +40,14 @@ constexpr int horizon(int index) { return index == 0 ? 2 : index == 1 ? 4 : 16; 
 constexpr int kCountBits = 15;
 constexpr int kStampBits = 16;
 
+// Where the threads of a look add up what they found.
+constexpr int kTotalsBytes = 64;
+
 struct ColumnWatch {
   // Rows of cols, fp32 (fp64 for fp64 x), of this watch alone: g at the look before and how fast
   // it moves, and with a bias the same of that. NaN at first. Null: only overflow is reported.
   void* history;
+  void* totals;               // kTotalsBytes zeros, likewise; null: the call finds room for them
   ColumnReport* report;       // in mapped host memory; null: nothing is reported
   uint32_t* overflow_signal;  // in mapped host memory: set to `signal` on overflow
   uint32_t signal;

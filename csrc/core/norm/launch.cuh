@@ -108,11 +108,6 @@ cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormPlan&
   return norm_forward_from<Y>(load, regular, params, plan, stream);
 }
 
-// The workspace of a backward call begins with the totals of its look at the parameters; partial
-// sums follow, and kStreaming's row means.
-constexpr size_t kTotalsBytes = 64;
-static_assert(sizeof(LookTotals) <= kTotalsBytes);
-
 template <typename X>
 cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
                                    const BackwardOutput<X, float>& out,
@@ -155,13 +150,15 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       static_cast<A>(params.weight_offset),
       {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype), params.list.room,
        params.list.columns, static_cast<const A*>(params.list.side)}};
+  // The workspace begins with the totals of the look at the parameters; partial sums follow, and
+  // kStreaming's row means.
   auto* const totals = static_cast<LookTotals*>(params.workspace);
   A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
   const int64_t partial_size = int64_t{plan.partials} * params.cols;
   const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,
                                  params.dbias ? partials + partial_size : nullptr,
                                  static_cast<const X*>(params.dresidual),
-                                 params.watch.report ? totals : nullptr};
+                                 params.watch.report && !params.watch.totals ? totals : nullptr};
 
   const ColumnLook<A> look{
       params.cols,  {params.weight, params.bias, static_cast<A>(params.weight_offset)},

@@ -115,8 +115,9 @@ __global__ void __launch_bounds__(kSumThreads, 2)
     typename ColumnLook<A>::Found found;
     const int col = blockIdx.x * kSumThreads + threadIdx.x;
     if (col < cols) look.look_at(col, found);
-    meet_previous_kernel();
+    if (!look.keeps_totals()) wait_for_prerequisites();
     if (look.add_up(look_blocks * kWarps, found)) look.report(found);
+    meet_previous_kernel();
     return;
   }
   const int thread = threadIdx.x, warp = thread / kWarpSize;

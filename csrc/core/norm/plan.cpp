@@ -158,9 +158,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const int packs = single ? 1 : 2;
   const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   const int threads = plan.elements ? std::max(needed, kWarp) : needed;
-  // Where nobody waits for other warps, smaller blocks do better.
-  const int block_threads =
-      packs == 1 && (threads <= kWarp || plan.elements) ? 256 : kBackwardThreads;
+  const int block_threads = backward_threads(packs);
 
   // Shared memory holds the weight as fp32, and with it bias and 1 / weight, and rows on their way;
   // in the end the sums of dweight and dbias.
@@ -201,7 +199,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     // Persistent: as many blocks as are resident at once, and no more than there is work for.
     // Kernels with named barriers have all 16 of a block's: four blocks a multiprocessor.
     const int resident =
-        std::min({4, backward_blocks(packs) * kBackwardThreads / (threads * groups),
+        std::min({4, backward_blocks(packs) * block_threads / (threads * groups),
                   device.shared_bytes_per_block / (plan.shared_bytes + kStaticShared)});
     plan.partials =
         clamp_grid(std::min<int64_t>(ceil_div(rows, groups), int64_t{resident} * device.sm_count));
