@@ -324,7 +324,6 @@ Report look(Watch& watch, const NormColumns& norm) {
         norm.x_dtype == at::kDouble ? at::kDouble : at::kFloat);
     const int64_t size = (norm.bias.defined() ? 4 : 2) * norm.cols;
     const int64_t totals = kTotalsBytes / static_cast<int64_t>(options.dtype().itemsize());
-    // harm.
     watch.history = at::full({(size + totals - 1) / totals * totals + totals}, NAN, options);
     watch.history.slice(0, watch.history.numel() - totals).zero_();
     watch.history_stream = stream;
