@@ -169,9 +169,10 @@ class RunReader {
     }
   }
 
-  // The granule that starts at column `first`, nothing past the row's end.
+  // The granule that starts at column `first`, nothing past the row's end, nor of a row that is
+  // none.
   __device__ __forceinline__ Words<kBytes> guarded(int first) const {
-    if (first >= cols_ || first + N <= 0) return {};
+    if (first >= cols_ || first + N <= 0 || cols_ == 0) return {};
     if (first + N <= cols_)
       return detail::load_words<kBytes>(reinterpret_cast<const char*>(row_ + first));
     return detail::load_elements<T, N>(reinterpret_cast<const char*>(row_ + first), cols_ - first);

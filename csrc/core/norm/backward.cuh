@@ -68,11 +68,16 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   X* dx = out.dx + row * in.cols + col;
+  // Packs that wait in registers would leave none to the parameters.
+  auto stage_params = [&] {
+    for (int p = group.index(); p < kPacks; p += group.groups())
+      params.stage(in, p, col + p * kSliceStep<N>, kApart);
+    __syncthreads();
+  };
+  if (!kRegular) stage_params();
   rows.ask_for_first(row);
   if (row < in.rows) look_ahead();
-  for (int p = group.index(); p < kPacks; p += group.groups())
-    params.stage(in, p, col + p * kSliceStep<N>, kApart);
-  __syncthreads();
+  if (kRegular) stage_params();
   const uint32_t listed = kListed ? params.listed(left, kApart) : 0;
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
