@@ -72,7 +72,7 @@ constexpr int kRowStages = 3;
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
 // thread suffice for one pack's columns, two packs' take 128. (64 would do for one pack of regular
-// rows, 7 % faster at 192 columns; others spill, and take up to twice as long.)
+// rows, 9 % faster at 192 columns; others spill, and take up to twice as long.)
 constexpr int backward_threads(int packs) { return packs == 1 ? 256 : 512; }
 constexpr int backward_blocks(int packs) { return packs == 1 ? 3 : 1; }
 
