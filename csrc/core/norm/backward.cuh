@@ -124,9 +124,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     }
     rows.drop(row);
     if (out.dx != nullptr) {
-      // dx = rstd * (w - mean(w) - xhat * mean(w * xhat))
-      const float of_xhat = -rstd * (sum_wx * in.per_cols);
-      const float constant = kRms ? 0.0f : -rstd * (sum_w * in.per_cols);
+      const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
       WriterOf<X, N, kLie, kPacks> writer;
       writer.open(dx, row_left);
 #pragma unroll
@@ -134,10 +132,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         // The lanes of shifted rows exchange what they write.
         if (!kShifted && p * kSliceStep<N> >= row_left) break;
 #pragma unroll
-        for (int i = 0; i < N; ++i) {
-          w[p][i] = kRms ? fmaf(xhat[p][i], of_xhat, w[p][i] * rstd)
-                         : fmaf(xhat[p][i], of_xhat, fmaf(w[p][i], rstd, constant));
-        }
+        for (int i = 0; i < N; ++i) w[p][i] = gradient.at(w[p][i], xhat[p][i]);
         if (out.dresidual != nullptr) {
           const int64_t at = dx - out.dx + p * kSliceStep<N>;
           const int left_of_pack = row_left - p * kSliceStep<N>;

@@ -78,18 +78,14 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   } else {
     sums.add_up(group, sum_w, sum_wx);
   }
-  const float of_xhat = -rstd * (sum_wx * in.per_cols);
-  const float constant = kRms ? 0.0f : -rstd * (sum_w * in.per_cols);
+  const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
   SliceWriter<X, N, kRegular, kPacks> writer;
   writer.open(out.dx + row * in.cols + col, left);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if (kRegular && p * kSliceStep<N> >= left) break;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      w[p][i] = kRms ? fmaf(xhat[p][i], of_xhat, w[p][i] * rstd)
-                     : fmaf(xhat[p][i], of_xhat, fmaf(w[p][i], rstd, constant));
-    }
+    for (int i = 0; i < N; ++i) w[p][i] = gradient.at(w[p][i], xhat[p][i]);
     if (out.dresidual != nullptr) {
       out.template add_residual<kRegular>(row * in.cols + col + p * kSliceStep<N>,
                                           left - p * kSliceStep<N>, in.rows * in.cols, w[p]);

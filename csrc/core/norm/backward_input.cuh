@@ -207,6 +207,20 @@ struct ColumnParams {
   }
 };
 
+// dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums.
+template <bool kRms>
+struct RowGradient {
+  float rstd, of_xhat, constant;
+
+  __device__ __forceinline__ RowGradient(float rstd, float per_cols, float sum_w, float sum_wx)
+      : rstd(rstd),
+        of_xhat(-rstd * (sum_wx * per_cols)),
+        constant(kRms ? 0.0f : -rstd * (sum_w * per_cols)) {}
+  __device__ __forceinline__ float at(float w, float xhat) const {
+    return fmaf(xhat, of_xhat, kRms ? w * rstd : fmaf(w, rstd, constant));
+  }
+};
+
 // A row's sums: of w (LayerNorm) and of w * xhat.
 template <typename A, bool kRms>
 struct GradientSums {
