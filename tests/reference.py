@@ -80,6 +80,9 @@ def row_stats(x, eps, rms_norm):
         rstd = (x.square().mean(1, keepdim=True) + eps).rsqrt()
         return Stats(x * rstd, mean, rstd)
     mean = x.mean(1, keepdim=True)
+    # On a GPU that is a product with the rounded 1 / N, off in one direction in every row: a sum
+    # over rows would add that up.
+    mean = mean + (x - mean).mean(1, keepdim=True)
     centred = x - mean
     rstd = (centred.square().mean(1, keepdim=True) + eps).rsqrt()
     return Stats(centred * rstd, mean, rstd)
