@@ -4,6 +4,7 @@
 
 #include "core/common/launch.cuh"
 #include "core/softmax/backward.cuh"
+#include "core/softmax/backward_ring.cuh"
 #include "core/softmax/columns.cuh"
 #include "core/softmax/forward.cuh"
 #include "core/softmax/plan.h"
@@ -69,19 +70,17 @@ cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, boo
                   {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
                   regular, log, flags...);
   };
-  if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
-    return run(softmax_backward_stream<Y, Store>, plan.slice, plan.place == RowPlace::kShared);
+  if (plan.tier == SoftmaxTier::kUncached) {
+    return run(softmax_backward_stream<Y, Store>, plan.slice);
   }
   if constexpr (!std::is_same_v<Y, double>) {
+    if (plan.place == RowPlace::kRing) {
+      const int pieces = plan.slice / (plan.pack * kPieceGranules);
+      return run(softmax_backward_ring<Y, Store>, pieces, plan.slots);
+    }
     if (plan.tier == SoftmaxTier::kWarp) {
-      switch (plan.packs) {
-        case 1:
-          return run(softmax_backward_warp<Y, Store, 1>);
-        case 2:
-          return run(softmax_backward_warp<Y, Store, 2>);
-        default:
-          return run(softmax_backward_warp<Y, Store, 4>);
-      }
+      return plan.packs == 2 ? run(softmax_backward_warp<Y, Store, 2>)
+                             : run(softmax_backward_warp<Y, Store, 4>);
     }
     return plan.packs == 4 ? run(softmax_backward_block<Y, Store, 4>)
                            : run(softmax_backward_block<Y, Store, 8>);

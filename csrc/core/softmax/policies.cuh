@@ -235,6 +235,28 @@ struct RoundedStore {
   __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
     return {{data + row * cols, row < rows ? cols : 0, place}};
   }
+
+  // Without runs: the first column of a row at a pack boundary, and results from such a column, or
+  // a single one from any, as far as the row reaches.
+  template <int N, bool kRegular>
+  __device__ __forceinline__ int first_boundary(int64_t row) const {
+    return (N - turn_of<N, kRegular>(data + row * cols)) % N;
+  }
+  template <bool kRegular, int N>
+  __device__ __forceinline__ void put(int64_t row, int col,
+                                      const Accumulator<T> (&values)[N]) const {
+    Pack<T, N> pack;
+    round_to(pack, values);
+    T* const at = data + row * cols + col;
+    if (cols - col >= N) {
+      detail::store_words<sizeof(T) * N>(reinterpret_cast<char*>(at), pack.words);
+    } else if (!kRegular) {
+#pragma unroll
+      for (int i = 0; i < N - 1; ++i) {
+        if (i < cols - col) reinterpret_cast<Bits<T>*>(at)[i] = bits_of(pack, i);
+      }
+    }
+  }
 };
 
 }  // namespace fused_norm
