@@ -207,14 +207,16 @@ class SoftmaxCheck:
             truth = scale * (dy - exact * total)
             # exp(y) errs by 2u |y| + 4u, the sum by a few u of the sum of magnitudes.
             terms = dy.abs() + weight * (size + total.abs() * (1 + y.abs()))
+            flush = FLUSH * total.abs().clamp_min(1)  # where exp(y) is zero, for sums of any size
             propagated = weight * total.abs() * saved
         else:
             total, size = (dy * y).sum(1, keepdim=True), (dy * y).abs().sum(1, keepdim=True)
             from_y = scale * (dy - total) * y
             truth = scale * (dy - (dy * ref).sum(1, keepdim=True)) * ref
             terms = y * (dy.abs() + size)
+            flush = FLUSH
             propagated = (dy.abs() + size) * saved + y * (dy.abs() * saved).sum(1, keepdim=True)
-        arithmetic = 16 * u * abs(scale) * terms + (FLUSH if self.form.x != FP64 else 0) + 1e-300
+        arithmetic = 16 * u * abs(scale) * terms + (flush if self.form.x != FP64 else 0) + 1e-300
         # Every element, against the gradient of the output that was really saved.
         limit = arithmetic + rounding(from_y.abs() + arithmetic, self.form.x, u)
         self._record("dx", dx.double() - from_y, limit)

@@ -157,9 +157,10 @@ TEST(SoftmaxPlan, EveryTierServesTheRowsItIsFor) {
     return plan_softmax(SoftmaxTier::kAuto, true, false, 4096, cols, bf16, bf16, chip).place;
   };
   EXPECT_EQ(place_of(32768, kH200), RowPlace::kRegisters);
-  for (int cols : {32769, 50257, 151936, 262145, 458752})
+  EXPECT_EQ(place_of(50257, kH200), RowPlace::kRegisters);  // not whole packs
+  for (int cols : {32776, 50264, 151936, 262145, 458752})
     EXPECT_EQ(place_of(cols, kH200), RowPlace::kRing) << cols;
-  EXPECT_NE(place_of(32769, kA100), RowPlace::kRing);  // without bulk copies
+  EXPECT_NE(place_of(32776, kA100), RowPlace::kRing);  // without bulk copies
   EXPECT_EQ(tier_of(65536, bf16, kA100), SoftmaxTier::kBlock);
   EXPECT_EQ(tier_of(131072, bf16, kA100), SoftmaxTier::kUncached);
 }

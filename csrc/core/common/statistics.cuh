@@ -83,9 +83,11 @@ struct Moments {
   __device__ static Moments merge(const Moments& a, const Moments& b) {
     const A count = a.count + b.count;
     const A per_count = approximate_reciprocal(max(count, A(1)));
-    const A delta = (b.mean - a.mean) + (b.mean_rest - a.mean_rest);
-    const ExactSum<A> means(a.mean, b.mean);
-    const A mean_rest = A(0.5) * ((a.mean_rest + b.mean_rest) + means.rest +
+    // An empty part has the other's mean: beside a difference of the mean's size, the rest is lost.
+    const Moments &of_a = a.count == A(0) ? b : a, &of_b = b.count == A(0) ? a : b;
+    const A delta = (of_b.mean - of_a.mean) + (of_b.mean_rest - of_a.mean_rest);
+    const ExactSum<A> means(of_a.mean, of_b.mean);
+    const A mean_rest = A(0.5) * ((of_a.mean_rest + of_b.mean_rest) + means.rest +
                                   delta * ((b.count - a.count) * per_count));
     const ExactSum<A> m2(a.m2, b.m2);
     const A between = (delta * (a.count * b.count * per_count)) * delta;

@@ -58,12 +58,11 @@ __device__ __forceinline__ void clear_from(Pack<T, N> (&packs)[kPiecePacks], int
 
 // Persistent clusters walk over the rows. Each warp adds up its span of a row as the pieces come,
 // and writes its gradient when the row's sum is known, which makes room for the next row's pieces.
-template <bool kRegular, bool kLog, typename Y, typename Store>
+template <bool kRegular, bool kLog, typename Y>
 __device__ __forceinline__ void softmax_backward_spans(const GradientLoad<Y>& load,
-                                                       const Store& store, int pieces, int slots,
-                                                       SpanSums::Slots& sum_slots) {
-  constexpr int N = kPackElements<Y, typename Store::Output>;
-  static_assert(sizeof(Y) * N == kGranule);
+                                                       const BoundaryStore<Y>& store, int pieces,
+                                                       int slots, SpanSums::Slots& sum_slots) {
+  constexpr int N = kGranule / sizeof(Y);
   constexpr int kPieceCols = kPieceGranules * N;
   using Ring = SpanRing<Y, kRegular>;
   extern __shared__ __align__(128) char ring_bytes[];
@@ -108,7 +107,7 @@ __device__ __forceinline__ void softmax_backward_spans(const GradientLoad<Y>& lo
 
     // Packs begin at the pack boundaries of dx, `head` columns late. So the span's last one ends in
     // the next span's columns, and those of the row's start are left over.
-    const int head = store.template first_boundary<N, kRegular>(row);
+    const int head = kRegular ? 0 : store.template first_boundary<N>(row);
     const int offsets[2] = {shifts[0] + head * static_cast<int>(sizeof(Y)),
                             shifts[1] + head * static_cast<int>(sizeof(Y))};
     cursor = oldest;
@@ -140,11 +139,11 @@ __device__ __forceinline__ void softmax_backward_spans(const GradientLoad<Y>& lo
   }
 }
 
-template <typename Y, typename Store>
+template <typename Y>
 __global__ void __launch_bounds__(kMaxSpanWarps* kWarpSize, 1)
     softmax_backward_ring(const __grid_constant__ GradientLoad<Y> load,
-                          const __grid_constant__ Store store, bool regular, bool log, int pieces,
-                          int slots) {
+                          const __grid_constant__ BoundaryStore<Y> store, bool regular, bool log,
+                          int pieces, int slots) {
 #if __CUDA_ARCH__ >= 900
   __shared__ SpanSums::Slots sum_slots;
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {

@@ -61,26 +61,34 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
   return cudaErrorInvalidValue;
 }
 
-template <typename Y, typename Store>
-cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, bool regular, bool log,
-                            const SoftmaxPlan& plan, cudaStream_t stream) {
+template <typename Y, typename X>
+cudaError_t launch_backward(const GradientLoad<Y>& load, const RoundedStore<X>& store, bool regular,
+                            bool log, const SoftmaxPlan& plan, cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  auto run = [&](auto kernel, auto... flags) {
+  auto run_with = [&](auto kernel, const auto& store, auto... flags) {
     return launch(kernel, plan.blocks, threads,
                   {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
                   regular, log, flags...);
   };
-  if (plan.tier == SoftmaxTier::kUncached) {
+  auto run = [&](auto kernel, auto... flags) { return run_with(kernel, store, flags...); };
+  using Store = RoundedStore<X>;
+  if (plan.tier == SoftmaxTier::kUncached)
     return run(softmax_backward_stream<Y, Store>, plan.slice);
-  }
   if constexpr (!std::is_same_v<Y, double>) {
     if (plan.place == RowPlace::kRing) {
+      const BoundaryStore<Y> any{store.data, kDTypeOf<X>, store.cols};
       const int pieces = plan.slice / (plan.pack * kPieceGranules);
-      return run(softmax_backward_ring<Y, Store>, pieces, plan.slots);
+      return run_with(softmax_backward_ring<Y>, any, pieces, plan.slots);
     }
     if (plan.tier == SoftmaxTier::kWarp) {
-      return plan.packs == 2 ? run(softmax_backward_warp<Y, Store, 2>)
-                             : run(softmax_backward_warp<Y, Store, 4>);
+      switch (plan.packs) {
+        case 1:
+          return run(softmax_backward_warp<Y, Store, 1>);
+        case 2:
+          return run(softmax_backward_warp<Y, Store, 2>);
+        default:
+          return run(softmax_backward_warp<Y, Store, 4>);
+      }
     }
     return plan.packs == 4 ? run(softmax_backward_block<Y, Store, 4>)
                            : run(softmax_backward_block<Y, Store, 8>);
@@ -132,8 +140,10 @@ cudaError_t softmax_columns_forward_as(const SoftmaxColumnsForwardParams& params
                           stream, static_cast<const X*>(params.x), static_cast<Y*>(params.y), shape,
                           params.log, plan.shared_bytes > 0);
   };
-  return plan.pack == N ? run(softmax_columns_forward<X, Y, N>)
-                        : run(softmax_columns_forward<X, Y, 1>);
+  if constexpr (!std::is_same_v<X, double>) {
+    if (plan.pack == N) return run(softmax_columns_forward<X, Y, N>);
+  }
+  return run(softmax_columns_forward<X, Y, 1>);
 }
 
 template <typename X, typename Y>
@@ -147,8 +157,10 @@ cudaError_t softmax_columns_backward_as(const SoftmaxColumnsBackwardParams& para
                           stream, static_cast<const Y*>(params.dy), static_cast<const Y*>(params.y),
                           static_cast<X*>(params.dx), shape, params.log, plan.shared_bytes > 0);
   };
-  return plan.pack == N ? run(softmax_columns_backward<X, Y, N>)
-                        : run(softmax_columns_backward<X, Y, 1>);
+  if constexpr (!std::is_same_v<X, double>) {
+    if (plan.pack == N) return run(softmax_columns_backward<X, Y, N>);
+  }
+  return run(softmax_columns_backward<X, Y, 1>);
 }
 
 // Defines the functions above for outputs of X or one of Others.

@@ -37,8 +37,8 @@ struct RowShape {
 // where many small groups share a multiprocessor, and four keep rows in one warp.
 constexpr int kMaxWarpPacks = 4 * kWarp;
 
-RowShape warp_shape(bool backward, int64_t row_packs) {
-  const int packs = row_packs <= 4 && !backward ? 1 : row_packs <= 2 * kWarp ? 2 : 4;
+RowShape warp_shape(int64_t row_packs) {
+  const int packs = row_packs <= 4 ? 1 : row_packs <= 2 * kWarp ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
   return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0, 0};
 }
@@ -92,9 +92,11 @@ void spread_ring(int64_t rows, const DeviceProperties& device, RowShape& shape) 
 // Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
 // 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
 // where these are of one tensor, they leave as much room and share a barrier among more columns.
-// Longer rows pass through a ring, backward, or are spread over a cluster where the chip has them.
-// Rows too long for that are kept in shared memory.
-RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
+// Longer rows are spread over a cluster where the chip has them, or, backward, pass through a ring:
+// those of whole packs at once, as others must be put together of what they share with their
+// neighbours, and only if a cluster's registers do not hold them. Rows too long for all that are
+// kept in shared memory.
+RowShape block_shape(bool backward, bool whole_packs, int64_t row_packs, int pack_bytes,
                      const DeviceProperties& device) {
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
@@ -103,11 +105,12 @@ RowShape block_shape(bool backward, int64_t row_packs, int pack_bytes,
   constexpr int64_t kMostPacks = 8 * kBlockThreads;
   if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
   if (row_packs <= kMostPacks) return in_registers(8, 1);
-  if (backward) return ring_shape(row_packs, device);
+  if (backward && whole_packs) return ring_shape(row_packs, device);
   if (row_packs <= kMostPacks * device.max_cluster_blocks) {
     // Small blocks hide each other's waiting for their clusters.
     return in_registers(8, cluster_for(row_packs, kMostPacks / 2, device));
   }
+  if (backward) return ring_shape(row_packs, device);
   constexpr int kPacks = 4;
   const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, kPacks * kBlockThreads);
   return {RowPlace::kShared,  kPacks, kBlockThreads, device.max_cluster_blocks, slice,
@@ -137,9 +140,11 @@ RowShape uncached_shape(bool backward, bool log, int64_t row_packs,
 RowShape shape_in(SoftmaxTier tier, bool backward, bool log, int cols, DType x, DType y,
                   const DeviceProperties& device) {
   const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
-  if (tier == SoftmaxTier::kWarp) return warp_shape(backward, row_packs);
-  if (tier == SoftmaxTier::kBlock)
-    return block_shape(backward, row_packs, softmax_pack(x, y) * size_of(x), device);
+  if (tier == SoftmaxTier::kWarp) return warp_shape(row_packs);
+  if (tier == SoftmaxTier::kBlock) {
+    const int pack = softmax_pack(x, y);
+    return block_shape(backward, cols % pack == 0, row_packs, pack * size_of(x), device);
+  }
   return uncached_shape(backward, log, row_packs, device);
 }
 
