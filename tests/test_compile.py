@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import randn, same_bits
+from harness import held_for_backward, randn, same_bits
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -102,6 +102,27 @@ def test_graphs_hold_the_librarys_operators(kind, memory_efficient, device, gene
     assert sum("fused_norm.norm_forward" in name for name in forward) == 1
     assert sum("fused_norm.norm_backward" in name for name in backward) == 1
     assert not any("native_layer_norm" in name or "rsqrt" in name for name in forward + backward)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@each_kind
+def test_compiled_code_keeps_the_output_alone(kind, backend, device, generator):
+    """Partitioned into forward and backward, it keeps one tensor for a norm and the linear layer
+    after it, and without the flag two."""
+    rows, cols = 64, 512
+    kept = []
+    for memory_efficient in (False, True):
+        layers = []
+        for _ in range(3):
+            norm = module_of(kind, cols, memory_efficient=memory_efficient)
+            layers += [norm, nn.Linear(cols, cols)]
+        model = nn.Sequential(*layers).to(device)
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        x = randn(generator, rows, cols).requires_grad_()
+        y, held = held_for_backward(lambda f=compiled, x=x: f(x), *model.parameters())
+        kept.append(held // x.nbytes)  # statistics and lists are less than one
+        y.sum().backward()
+    assert kept == [6, 3]
 
 
 @each_kind
