@@ -183,6 +183,12 @@ def forward_backward(call, form, x, normalized_shape, weight, bias, dy):
     return y.detach(), dict(zip(leaves, grads, strict=True))
 
 
+def rows_repeat(tensor, normalized_shape):
+    """Whether it is expanded, so that rows come again."""
+    leading = range(tensor.dim() - len(normalized_shape))
+    return any(tensor.stride(d) == 0 and tensor.size(d) > 1 for d in leading)
+
+
 def check_call(form, x, weight, bias, dy, normalized_shape=None, with_torch=True):
     """Runs the call forward and backward; returns {what: error / limit} on the device."""
     normalized_shape = list(x.shape[-1:]) if normalized_shape is None else normalized_shape
@@ -218,9 +224,7 @@ def check_call(form, x, weight, bias, dy, normalized_shape=None, with_torch=True
         bias=bias,
         weight_offset=form.weight_offset,
         from_output=form.memory_efficient,
-        dy_repeats=any(
-            dy.stride(d) == 0 and dy.size(d) > 1 for d in range(dy.dim() - len(normalized_shape))
-        ),
+        dy_repeats=rows_repeat(dy, normalized_shape),
     )
     x, y, dy, dx = (t.reshape(rows, cols) for t in (x, y, dy, grads["x"]))
     torch_dx = theirs["x"].reshape(rows, cols) if theirs else None
@@ -293,6 +297,7 @@ def check_add_call(form, input, residual, weight, bias, dy, dresidual, normalize
         bias=bias,
         weight_offset=form.weight_offset,
         from_output=form.memory_efficient,
+        dy_repeats=rows_repeat(dy, normalized_shape),
     )
     tensors = (residual_out, y, dy, grads["residual"], dresidual)
     x, y, dy, dx, dresidual = (t.reshape(rows, cols) for t in tensors)
@@ -302,6 +307,43 @@ def check_add_call(form, input, residual, weight, bias, dy, dresidual, normalize
         check.rows(x[part], y[part], dy[part], dx[part], dresidual=dresidual[part].double())
     check.parameters(grads.get("weight"), grads.get("bias"))
     return check.ratios()
+
+
+def held_for_backward(call, *others):
+    """(what call() returns, bytes of the distinct storages that autograd keeps for it), the
+    storages of the tensors `others` not counted."""
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()  # which keeps the storages alive: no address comes twice
+    for tensor in others:
+        storages.pop(tensor.untyped_storage().data_ptr(), None)
+    return result, sum(storages.values())
+
+
+@contextlib.contextmanager
+def waits_are_errors():
+    """Inside, torch raises where it waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def returns_at_once(call):
+    """Whether call() queues its work behind a sleeping GPU and returns. What it runs must have run
+    before: to load a kernel is a wait, and to take memory from the driver may be one."""
+    slept = torch.cuda.Event()
+    torch.cuda._sleep(2_000_000_000)  # cycles: one second
+    slept.record()
+    call()
+    return not slept.query()
 
 
 class Verdict:

@@ -139,23 +139,31 @@ def run(call, pools, x_dtype, y_dtype, rms):
 
 
 def run_add(call, pools, x_dtype, y_dtype, rms):
-    """A forward pass that adds a residual, and backward with the gradient of the sum."""
+    """The same of a forward pass that adds a residual, and with the gradient of the sum."""
     size = (call.rows, call.cols)
     residual, x = (tensor(pools[dtype], *size, call.layout) for dtype in (x_dtype, y_dtype))
-    weight, bias = (
-        None if dtype is None else tensor(pools[dtype], 1, call.cols, "regular").view(-1)
-        for dtype in (call.weight, None if rms else call.bias)
-    )
+    weight, bias = parameters(call, pools, rms)
     shape = [call.cols]
     y, total, mean, rstd = torch.ops.fused_norm.add_norm_forward(
         x, residual, weight, bias, shape, 1e-5, call.weight_offset, rms
     )
     if call.output_mask is None or not call.output_mask[0]:
         return
-    torch.ops.fused_norm.norm_backward(
-        x, total, None if rms else mean, rstd, weight, bias, shape, call.weight_offset, rms, False,
-        x_dtype, call.output_mask, None, None, residual,
-    )  # fmt: skip
+    for saved, saved_mean, from_output in ((total, None if rms else mean, False), (y, None, True)):
+        torch.ops.fused_norm.norm_backward(
+            x, saved, saved_mean, rstd, weight, bias, shape, call.weight_offset, rms, from_output,
+            x_dtype, call.output_mask, None, None, residual,
+        )  # fmt: skip
+    if weight is not None and call.rows <= FEW_ROWS:
+        weight[::7] = -call.weight_offset
+        y, total, rstd, side, columns = torch.ops.fused_norm.add_norm_forward_listing(
+            x, residual, weight, bias, shape, 1e-5, call.weight_offset, rms, x_dtype, y_dtype,
+            call.cols,
+        )  # fmt: skip
+        torch.ops.fused_norm.norm_backward(
+            x, y, None, rstd, weight, bias, shape, call.weight_offset, rms, True,
+            x_dtype, call.output_mask, side, columns, residual,
+        )  # fmt: skip
 
 
 # Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.

@@ -218,8 +218,4 @@ def test_modules_train_and_compile(name, memory_efficient, device, generator):
         y = forward(leaf)
         y.backward(dy.to(y.dtype))
         results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())])
-    assert same_bits(results[0][0], results[1][0])
-    for eager, traced in zip(*results, strict=True):
-        # Compiled code saves the input: gradients differ by the rounding of a saved bf16 output.
-        tolerance = 8 * 2**-8 * eager.abs().max().item() if memory_efficient else 0
-        torch.testing.assert_close(traced, eager, rtol=0, atol=tolerance)
+    assert all(same_bits(eager, traced) for eager, traced in zip(*results, strict=True))

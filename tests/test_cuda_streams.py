@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from harness import Form, apply, forward_backward, randn, random_input, random_parameters, same_bits
+from harness import (
+    Form,
+    apply,
+    forward_backward,
+    randn,
+    random_input,
+    random_parameters,
+    returns_at_once,
+    same_bits,
+    waits_are_errors,
+)
 
 pytestmark = pytest.mark.cuda
 
@@ -17,8 +27,9 @@ def generator(seed):
     return torch.Generator("cuda").manual_seed(seed)
 
 
-def full_form(kind, dtype):
-    return Form(kind, dtype, dtype, weight=dtype, bias=dtype if kind == "layer" else None)
+def full_form(kind, dtype, **options):
+    bias = dtype if kind == "layer" else None
+    return Form(kind, dtype, dtype, weight=dtype, bias=bias, **options)
 
 
 def assert_same_bits(results, expected):
@@ -89,26 +100,23 @@ def test_no_wait_for_the_gpu(kind, generator):
     weight, bias = random_parameters(generator, form, [1000])
     x, dy = random_input(generator, 600, 1000, BF16), randn(generator, 600, 1000, dtype=BF16)
     forward_backward(apply, form, x, [1000], weight, bias, dy)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    done = torch.cuda.Event()
-    try:
-        torch.cuda._sleep(400_000_000)  # cycles: 0.2 s or more
-        forward_backward(apply, form, x, [1000], weight, bias, dy)
-        done.record()
-        still_running = not done.query()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-        torch.cuda.synchronize()
-    assert still_running
+    with waits_are_errors():
+        assert returns_at_once(lambda: forward_backward(apply, form, x, [1000], weight, bias, dy))
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("memory_efficient", "zero_every"),
+    [(False, None), (True, None), (True, 7)],
+    ids=["", "memory_efficient", "memory_efficient, some weights zero"],
+)
 @each_kind
-def test_tensors_of_a_device_that_is_not_current(kind, generator):
+def test_tensors_of_a_device_that_is_not_current(kind, memory_efficient, zero_every, generator):
     for rows, cols in SHAPES:
-        form = full_form(kind, BF16)
-        weight, bias = random_parameters(generator, form, [cols])
+        form = full_form(kind, BF16, memory_efficient=memory_efficient)
+        weight, bias = random_parameters(generator, form, [cols], recoverable=True)
+        if zero_every:
+            weight[::zero_every] = 0
         x, dy = random_input(generator, rows, cols, BF16), randn(generator, rows, cols, dtype=BF16)
         expected = forward_backward(apply, form, x, [cols], weight, bias, dy)
         there = [None if t is None else t.to("cuda:1") for t in (x, weight, bias, dy)]

@@ -4,6 +4,7 @@ runs.
 Every case runs on the CPU, on the meta device, which has no kernels, and on CUDA.
 """
 
+import contextlib
 import functools
 import re
 
@@ -238,43 +239,32 @@ def test_row_too_long(device):
     check_raises(lambda: fn.layer_norm(x, [cols]), ["normalized_shape", str(cols)])
 
 
-@pytest.mark.cuda
-def test_no_error_launches_a_kernel():
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
+class Matrices:
+    """Four by four, in every layout."""
 
-    def kernels(calls):
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            for call in calls:
-                try:
-                    call()
-                except ERRORS:
-                    pass
-            torch.cuda.synchronize()
-        return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-
-    make = Ones("cuda")
-    calls = [lambda call=call: call(make) for call, _ in CASES.values()]
-    kernels(calls)  # makes the tensors
-    assert kernels([lambda: fn.layer_norm(make(3, 48), [48])]), "the profiler sees no kernels"
-    assert not kernels(calls)
+    def __init__(self, device):
+        self.dense = torch.eye(4, device=device)
+        self.sparse, self.sparse_csr = self.dense.to_sparse(), self.dense.to_sparse_csr()
+        self.sparse_row = self.dense[0].to_sparse()
 
 
 LAYOUTS = {
-    "sparse input": (lambda m: fn.layer_norm(m.to_sparse(), [4]), ["input", "[Ss]parse"]),
-    "sparse CSR input": (lambda m: fn.rms_norm(m.to_sparse_csr(), [4]), ["input", "[Ss]parse"]),
+    "sparse input": (lambda m: fn.layer_norm(m.sparse, [4]), ["input", "[Ss]parse"]),
+    "sparse CSR input": (lambda m: fn.rms_norm(m.sparse_csr, [4]), ["input", "[Ss]parse"]),
     "sparse residual": (
-        lambda m: fn.add_layer_norm(m, m.to_sparse(), [4]),
+        lambda m: fn.add_layer_norm(m.dense, m.sparse, [4]),
         ["residual", "[Ss]parse"],
     ),
     "sparse input and residual": (
-        lambda m: fn.add_rms_norm(m.to_sparse(), m.to_sparse(), [4]),
+        lambda m: fn.add_rms_norm(m.sparse, m.sparse, [4]),
         ["input", "[Ss]parse"],
     ),
-    "sparse weight": (lambda m: fn.layer_norm(m, [4], m[0].to_sparse()), ["weight", "[Ss]parse"]),
+    "sparse weight": (
+        lambda m: fn.layer_norm(m.dense, [4], m.sparse_row),
+        ["weight", "[Ss]parse"],
+    ),
     "sparse bias": (
-        lambda m: fn.layer_norm(m, [4], None, m[0].to_sparse()),
+        lambda m: fn.layer_norm(m.dense, [4], None, m.sparse_row),
         ["bias", "[Ss]parse"],
     ),
 }
@@ -283,7 +273,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_layout(case, device):
     call, patterns = LAYOUTS[case]
-    check_raises(lambda: call(torch.eye(4, device=device)), patterns)
+    check_raises(lambda: call(Matrices(device)), patterns)
 
 
 @pytest.mark.parametrize("name", ["weight", "bias"])
@@ -417,15 +407,19 @@ BACKWARD_CASES = {
 }
 
 
-@pytest.mark.parametrize("case", BACKWARD_CASES)
-def test_backward_operator(case, device):
-    changes, patterns = BACKWARD_CASES[case]
+def backward_arguments(case, device):
     arguments = forward_for_backward(device)
-    for name, (*shape, last) in changes.items():
+    for name, (*shape, last) in BACKWARD_CASES[case][0].items():
         dtype = last if isinstance(last, torch.dtype) else FP32
         shape = shape if isinstance(last, torch.dtype) else [*shape, last]
         arguments[name] = torch.ones(shape, device=device).to(dtype)
-    check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), patterns)
+    return arguments.values()
+
+
+@pytest.mark.parametrize("case", BACKWARD_CASES)
+def test_backward_operator(case, device):
+    arguments = backward_arguments(case, device)
+    check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments), BACKWARD_CASES[case][1])
 
 
 def test_backward_operator_without_a_mean(device):
@@ -433,9 +427,52 @@ def test_backward_operator_without_a_mean(device):
     check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), ["mean", "None"])
 
 
-def test_unrecoverable_columns_of_nothing(device):
-    with pytest.raises(ERRORS):
-        torch.ops.fused_norm.unrecoverable_columns(None, None, 0.0, FP32)
+def failing_calls(device, other):
+    """Every call of this file that must fail, its tensors made; `other` is another device."""
+    make, matrices = Ones(device), Matrices(device)
+    for call, _ in CASES.values():
+        with contextlib.suppress(*ERRORS):
+            call(make)
+        yield functools.partial(call, make)
+    for call, _ in LAYOUTS.values():
+        yield functools.partial(call, matrices)
+    for case in BACKWARD_CASES:
+        arguments = backward_arguments(case, device)
+        yield functools.partial(torch.ops.fused_norm.norm_backward, *arguments)
+    here, there = ((torch.ones(3, 4, device=d), torch.ones(4, device=d)) for d in (device, other))
+    for (x, _), (residual, parameter) in ((here, there), (there, here)):
+        for name in ("weight", "bias"):
+            yield functools.partial(fn.layer_norm, x, [4], **{name: parameter})
+        yield functools.partial(fn.add_rms_norm, x, residual, [4])
+
+
+@pytest.mark.cuda
+def test_no_error_launches_a_kernel():
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    def kernels(calls):
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for call in calls:
+                with contextlib.suppress(*ERRORS):
+                    call()
+            torch.cuda.synchronize()
+        return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+
+    calls = list(failing_calls("cuda", "cpu"))
+    kernels(calls)
+    x = torch.ones(3, 48, device="cuda")
+    assert kernels([lambda: fn.layer_norm(x, [48])]), "the profiler sees no kernels"
+    assert not kernels(calls)
+
+
+def test_unrecoverable_columns_of_nothing():
+    for module, message in (
+        (torch.ops.fused_norm, "no tensor arguments"),  # the dispatcher's own
+        (_C, "needs a weight or a bias"),
+    ):
+        check_raises(lambda m=module: m.unrecoverable_columns(None, None, 0.0, FP32), [message])
 
 
 def test_binding_does_not_differentiate_silently(device):

@@ -1,17 +1,28 @@
-"""Random calls of the norms and the softmaxes against fp64: shapes, strides, dtypes, dimensions,
-masks, options.
+"""Random calls of the norms, with and without a residual, and of the softmaxes against fp64:
+shapes, strides, dtypes, dimensions, masks, options.
 
 A small profile for CPUs; on a GPU 2000 cases of each family, or as many as the environment variable
 FUZZ_CASES says (compute-sanitizer is slow). `--hypothesis-seed` chooses others.
 """
 
+import dataclasses
 import math
 import os
 
 import pytest
 import softmax_harness as softmax
 import torch
-from harness import OUTPUTS, PARAMETERS, Form, Verdict, apply, check_call, randn
+from harness import (
+    OUTPUTS,
+    PARAMETERS,
+    SUMS,
+    Form,
+    Verdict,
+    apply,
+    check_add_call,
+    check_call,
+    randn,
+)
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
@@ -101,33 +112,75 @@ def cases(draw, device):
     }
 
 
-def check(case, device):
-    form, shape = case["form"], case["normalized_shape"]
-    generator = torch.Generator(device).manual_seed(case["seed"])
-    full = [*case["leading"], *shape]
+@st.composite
+def add_cases(draw, device):
+    """As of norms, which here are of sums: x is what is normalized, y has input's dtype."""
+    case = draw(cases(device))
+    form = case["form"]
+    if (form.x, form.y) not in SUMS:
+        case["form"] = dataclasses.replace(form, y=form.x)
+    layouts = st.sampled_from(LAYOUTS)
+    return case | {"residual_layout": draw(layouts), "dresidual_layout": draw(layouts)}
 
-    def tensor(sizes, layout, dtype):
-        return laid_out(generator, sizes, layout, dtype, case["offset"])
 
-    x = tensor(full, case["x_layout"], form.x)
-    with torch.no_grad():  # in place, so that the layout stays; not twice where elements are shared
+class Tensors:
+    """What a case of norms consists of."""
+
+    def __init__(self, case, device):
+        self.case, self.device = case, device
+        self.generator = torch.Generator(device).manual_seed(case["seed"])
+        self.shape = case["normalized_shape"]
+
+    def rows(self, which, dtype):
+        sizes = [*self.case["leading"], *self.shape]
+        return laid_out(self.generator, sizes, self.case[which], dtype, self.case["offset"])
+
+    def scaled_rows(self, which, dtype):
+        x = self.rows(which, dtype)
+        # In place, so that the layout stays; not twice where elements are shared.
         base = x if x._base is None else x._base
-        base.mul_(case["scale"]).add_(case["scale"] * case["shift"])
-    weight = bias = None
-    if form.weight is not None:
-        weight = tensor(shape, case["parameter_layout"], form.weight)
-        if case["zero_every"]:
-            g = weight.double() + form.weight_offset
-            index = torch.arange(g.numel(), device=device).view(shape)
-            g = torch.where(index % case["zero_every"] == 0, 0.0, g)
-            weight.copy_(g - form.weight_offset)
-    if form.bias is not None:
-        bias = tensor(shape, case["parameter_layout"], form.bias)
-    dy = tensor(full, case["dy_layout"], form.y)
+        base.mul_(self.case["scale"]).add_(self.case["scale"] * self.case["shift"])
+        return x
+
+    def _parameter(self, dtype):
+        case = self.case
+        return laid_out(self.generator, self.shape, case["parameter_layout"], dtype, case["offset"])
+
+    def parameters(self):
+        form, zero_every = self.case["form"], self.case["zero_every"]
+        weight = bias = None
+        if form.weight is not None:
+            weight = self._parameter(form.weight)
+            if zero_every:
+                g = weight.double() + form.weight_offset
+                index = torch.arange(g.numel(), device=self.device).view(self.shape)
+                weight.copy_(torch.where(index % zero_every == 0, 0.0, g) - form.weight_offset)
+        if form.bias is not None:
+            bias = self._parameter(form.bias)
+        return weight, bias
+
+
+def check(case, device):
+    form, tensors = case["form"], Tensors(case, device)
+    x = tensors.scaled_rows("x_layout", form.x)
+    weight, bias = tensors.parameters()
+    dy = tensors.rows("dy_layout", form.y)
     # torch's CUDA backward has no bias without a weight for some shapes.
     with_torch = weight is not None or bias is None
     verdict = Verdict()
-    verdict.add(str(form), check_call(form, x, weight, bias, dy, shape, with_torch))
+    verdict.add(str(form), check_call(form, x, weight, bias, dy, tensors.shape, with_torch))
+    verdict.check()
+
+
+def check_add(case, device):
+    form, tensors = case["form"], Tensors(case, device)
+    x = tensors.scaled_rows("x_layout", form.y)
+    residual = tensors.scaled_rows("residual_layout", form.x)
+    weight, bias = tensors.parameters()
+    dy, dresidual = tensors.rows("dy_layout", form.y), tensors.rows("dresidual_layout", form.x)
+    verdict = Verdict()
+    ratios = check_add_call(form, x, residual, weight, bias, dy, dresidual, tensors.shape)
+    verdict.add(str(form), ratios)
     verdict.check()
 
 
@@ -201,7 +254,11 @@ def check_softmax(case, device):
     verdict.check()
 
 
-FAMILIES = {"norms": (cases, check), "softmaxes": (softmax_cases, check_softmax)}
+FAMILIES = {
+    "norms": (cases, check),
+    "added residuals": (add_cases, check_add),
+    "softmaxes": (softmax_cases, check_softmax),
+}
 
 
 def fuzz(family, device):

@@ -319,6 +319,34 @@ def test_changing_the_output_in_place_is_an_error(kind, device, generator):
             y.sum().backward()
 
 
+@pytest.mark.parametrize("zeros", [0, 5], ids=["", "with zeros"])
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@each_kind
+def test_changing_a_parameter_in_place_is_an_error(
+    kind, memory_efficient, zeros, device, generator
+):
+    """Between forward and backward: gradients would mix the old numbers and the new."""
+    form = Form(
+        kind,
+        FP32,
+        FP32,
+        weight=FP32,
+        bias=FP32 if kind == "layer" else None,
+        memory_efficient=memory_efficient,
+    )
+    for changed in ("weight", "bias") if form.bias else ("weight",):
+        weight, bias = random_parameters(generator, form, [48], recoverable=True)
+        weight[:zeros] = 0
+        parameters = {"weight": weight, "bias": bias}
+        leaves = [p.requires_grad_() for p in parameters.values() if p is not None]
+        y = apply(form, random_input(generator, 30, 48, FP32), [48], weight, bias)
+        torch.autograd.grad(y.sum(), leaves, retain_graph=True)
+        with torch.no_grad():
+            parameters[changed].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            torch.autograd.grad(y.sum(), leaves)
+
+
 @pytest.mark.cuda
 @each_kind
 def test_gpu_memory_of_a_chain_of_norms_and_linears(kind):

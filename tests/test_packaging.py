@@ -39,7 +39,7 @@ def source(tmp_path_factory):
     # A copy: making it leaves files in the tree.
     copy = folder / "tree"
     ignore = shutil.ignore_patterns(
-        ".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*cache", ".dev"
+        ".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*cache"
     )
     shutil.copytree(ROOT, copy, ignore=ignore)
     run(sys.executable, "setup.py", "sdist", "--dist-dir", folder / "dist", cwd=copy)
