@@ -15,6 +15,7 @@ import fused_norm as fn
 from benchmarks import (
     backward_ladder,
     compare,
+    cpu,
     everything,
     memory,
     merge,
@@ -35,6 +36,7 @@ COMMANDS = {
     "compare": compare,
     "memory": memory,
     "step": step,
+    "cpu": cpu,
     "ladder": backward_ladder,
 }
 

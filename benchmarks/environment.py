@@ -1,9 +1,11 @@
 """What a run was made on: facts as (name, value)."""
 
 import datetime
+import os
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 
@@ -60,5 +62,15 @@ def facts(bandwidth=None):
     ]
 
 
+def cpu_name():
+    """As Linux tells it, else what the platform module knows."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
 def cpu_facts():
-    return [*command(), ("device", "CPU"), *versions()]
+    return [*command(), ("CPU", f"{cpu_name()}, {os.cpu_count()} cores"), *versions()]

@@ -122,6 +122,24 @@ def write(suite, measured, facts, out, suffix=""):
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)
 
 
+def write_simple(path, title, text, facts, header, rows):
+    """Print one table of strings, and write it to a Markdown file below the facts and the text."""
+    table = Table(title=title)
+    for index, name in enumerate(header):
+        numbers = all(row[index][:1] in "+-.0123456789" for row in rows)
+        table.add_column(name, justify="right" if numbers else "left")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=120).print(table)
+    with path.open("w") as stream:
+        print(f"# {title}\n", file=stream)
+        for name, value in facts:
+            print(f"- {name}: {value}", file=stream)
+        print(f"\n{text}\n", file=stream)
+        for row in (header, ["---"] * len(header), *rows):
+            print(f"| {' | '.join(row)} |", file=stream)
+
+
 LEGEND = (
     "Microseconds; in brackets, ideal over measured. Target: whether fused_norm meets it, and the\n"
     "fastest peer where that is ahead by more than 2 %. The method: docs/benchmarks.md."

@@ -13,9 +13,8 @@ import time
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
-from benchmarks import environment, memory
+from benchmarks import environment, memory, report
 
 HIDDEN = (1024, 2048, 3072, 4096, 5120, 6144, 8192)
 STYLES = {"RMSNorm": True, "LayerNorm": False}  # norm: LLaMA-style
@@ -101,27 +100,19 @@ def write(costs, facts, out):
         [c.norm, str(c.hidden), c.mode, f"{c.off * 1e3:.3f}", f"{c.on * 1e3:.3f}", f"{c.more:+.1%}"]
         for c in costs
     ]
-    table = Table(title="A step of one block with memory_efficient off and on")
-    for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index in (1, 3, 4, 5) else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console(width=120).print(table)
+    report.write_simple(
+        out / "step.md",
+        "Step time with memory_efficient",
+        f"Forward and backward of one transformer block, bf16, {TOKENS} tokens; the optimizer is "
+        "left out.",
+        facts,
+        header,
+        rows,
+    )
     with (out / "step.csv").open("w", newline="") as stream:
         lines = csv.writer(stream)
         lines.writerow(["norm", "hidden", "mode", "seconds_off", "seconds_on"])
         lines.writerows([c.norm, c.hidden, c.mode, c.off, c.on] for c in costs)
-    with (out / "step.md").open("w") as stream:
-        print("# Step time with memory_efficient\n", file=stream)
-        for name, value in facts:
-            print(f"- {name}: {value}", file=stream)
-        print(
-            f"\nForward and backward of one transformer block, bf16, {TOKENS} tokens; the "
-            "optimizer is left out.\n",
-            file=stream,
-        )
-        for row in (header, ["---"] * len(header), *rows):
-            print(f"| {' | '.join(row)} |", file=stream)
     print(f"Written: {out / 'step'}.csv and .md")
 
 

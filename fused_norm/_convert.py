@@ -323,6 +323,9 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
 
     Returns:
         A :class:`ConvertReport`, whose repr is a table.
+
+    Raises:
+        TypeError: ``model`` is not a module.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")

@@ -87,9 +87,19 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
     >>> len(report), report.at_risk
     (1, ())
 
+    Args:
+        model: any module; norms of other libraries are left out.
+        example_inputs, keywords: what the model's forward takes, of any shapes and dtypes; bytes
+            are those of a call with these.
+
+    Returns:
+        A :class:`MemoryReport`: a :class:`NormMemory` for each call of a norm, and their sums;
+        ``print()`` shows a table.
+
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: a norm is on the meta device, where nothing is saved.
+        RuntimeError: a norm is on the meta device, where nothing is saved, or the two runs called
+            different norms.
     """
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")

@@ -76,8 +76,10 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
 def _norm(input, weight, bias, normalized_shape, eps, memory_efficient, *, rms, mixed) -> Tensor:
     if type(input) is not Tensor:
         functional._check_tensor("input", input)
-    if mixed and weight is None:
+    if weight is not None or mixed:
         functional._check_tensor("weight", weight)
+    if bias is not None:
+        functional._check_tensor("bias", bias)
     out_dtype = weight.dtype if mixed else input.dtype
     autocast = _autocast_dtype(input)
     if autocast is not None and out_dtype is not torch.float64:
@@ -108,7 +110,26 @@ def fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """LayerNorm with weight and bias; the output has the input's dtype."""
+    """LayerNorm with weight and bias; the output has the input's dtype.
+
+    Args:
+        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64; rows may be strided.
+        weight, bias: ``normalized_shape``, each in input's dtype, fp32, fp16 or bf16; ``bias``
+            may be ``None``.
+        normalized_shape: the dimensions to normalize over.
+        eps: added to the variance; finite and not negative.
+        memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
+
+    Returns:
+        A contiguous tensor of input's shape, computed as by
+        :func:`fused_norm.functional.layer_norm`. Its dtype is input's, and under autocast the
+        autocast dtype, but for fp64.
+
+    Raises:
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it.
+        TypeError: an argument that has to be a tensor is none.
+    """
     return _norm(
         input, weight, bias, normalized_shape, eps, memory_efficient, rms=False, mixed=False
     )
@@ -117,7 +138,10 @@ def fused_layer_norm_affine(
 def fused_layer_norm(
     input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """LayerNorm without parameters; the output has the input's dtype."""
+    """LayerNorm without parameters; the output has the input's dtype.
+
+    Arguments, result and errors are those of :func:`fused_layer_norm_affine`.
+    """
     return _norm(input, None, None, normalized_shape, eps, memory_efficient, rms=False, mixed=False)
 
 
@@ -129,7 +153,12 @@ def mixed_dtype_fused_layer_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """LayerNorm with weight and bias; the output has the weight's dtype."""
+    """LayerNorm with weight and bias; the output has the weight's dtype.
+
+    Under autocast it has the autocast dtype, unless the weight is fp64, which it may be beside any
+    input. Arguments, result and errors are otherwise those of :func:`fused_layer_norm_affine`;
+    without a weight it is an error.
+    """
     return _norm(
         input, weight, bias, normalized_shape, eps, memory_efficient, rms=False, mixed=True
     )
@@ -142,7 +171,11 @@ def fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """RMSNorm with weight; the output has the input's dtype."""
+    """RMSNorm with weight; the output has the input's dtype.
+
+    As :func:`fused_layer_norm_affine`, computed as by :func:`fused_norm.functional.rms_norm`;
+    ``eps`` is added to the mean square.
+    """
     return _norm(
         input, weight, None, normalized_shape, eps, memory_efficient, rms=True, mixed=False
     )
@@ -151,7 +184,10 @@ def fused_rms_norm_affine(
 def fused_rms_norm(
     input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMSNorm without a weight; the output has the input's dtype."""
+    """RMSNorm without a weight; the output has the input's dtype.
+
+    Arguments, result and errors are those of :func:`fused_rms_norm_affine`.
+    """
     return _norm(input, None, None, normalized_shape, eps, memory_efficient, rms=True, mixed=False)
 
 
@@ -162,7 +198,12 @@ def mixed_dtype_fused_rms_norm_affine(
     eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:
-    """RMSNorm with weight; the output has the weight's dtype."""
+    """RMSNorm with weight; the output has the weight's dtype.
+
+    Under autocast it has the autocast dtype, unless the weight is fp64, which it may be beside any
+    input. Arguments, result and errors are otherwise those of :func:`fused_rms_norm_affine`;
+    without a weight it is an error.
+    """
     return _norm(input, weight, None, normalized_shape, eps, memory_efficient, rms=True, mixed=True)
 
 
@@ -177,12 +218,16 @@ class _Applied:
 
 
 class FusedLayerNormAffineFunction(_Applied):
+    """``apply`` is :func:`fused_layer_norm_affine`, by position and with ``eps``."""
+
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
         return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
 
 
 class FusedLayerNormAffineMixedDtypesFunction(_Applied):
+    """``apply`` is :func:`mixed_dtype_fused_layer_norm_affine`, by position and with ``eps``."""
+
     @staticmethod
     def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
         return mixed_dtype_fused_layer_norm_affine(
@@ -191,18 +236,24 @@ class FusedLayerNormAffineMixedDtypesFunction(_Applied):
 
 
 class FusedLayerNormFunction(_Applied):
+    """``apply`` is :func:`fused_layer_norm`, by position and with ``eps``."""
+
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
         return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
 
 
 class FusedRMSNormAffineFunction(_Applied):
+    """``apply`` is :func:`fused_rms_norm_affine`, by position and with ``eps``."""
+
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
         return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
 
 
 class FusedRMSNormAffineMixedDtypesFunction(_Applied):
+    """``apply`` is :func:`mixed_dtype_fused_rms_norm_affine`, by position and with ``eps``."""
+
     @staticmethod
     def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
         return mixed_dtype_fused_rms_norm_affine(
@@ -211,6 +262,8 @@ class FusedRMSNormAffineMixedDtypesFunction(_Applied):
 
 
 class FusedRMSNormFunction(_Applied):
+    """``apply`` is :func:`fused_rms_norm`, by position and with ``eps``."""
+
     @staticmethod
     def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
         return fused_rms_norm(input, normalized_shape, eps, memory_efficient)

@@ -344,6 +344,8 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     if dtype is None:
         dtype = _softmax_out_dtype(input)
     elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
+        if dtype is not float and not isinstance(dtype, torch.dtype):  # torch takes float for fp64
+            raise TypeError(f"dtype must be a torch.dtype, but is {dtype!r}")
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
     return _ops.softmax_forward(input, dim, log, dtype)
@@ -373,6 +375,7 @@ def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = N
     Raises:
         IndexError: input has no dimension ``dim``.
         RuntimeError: input's dtype, layout or size does not fit; the message names it.
+        TypeError: input is no tensor, or ``dtype`` no dtype.
     """
     return _softmax(input, dim, dtype, False, stacklevel=4)
 

@@ -1,6 +1,7 @@
 """The benchmarks without a GPU: targets, checks against fp64, tables, and the command line."""
 
 import csv
+import itertools
 import os
 import re
 import subprocess
@@ -20,7 +21,7 @@ backward_ladder = pytest.importorskip("benchmarks.backward_ladder")
 from benchmark_harness import measured, result  # noqa: E402
 
 from benchmarks import __main__ as entry_point  # noqa: E402
-from benchmarks import environment, report, results, targets  # noqa: E402
+from benchmarks import cpu, environment, report, results, targets  # noqa: E402
 from benchmarks.peers import eager, ours  # noqa: E402
 
 
@@ -286,6 +287,33 @@ def test_memory_of_small_transformers(tmp_path):
         sizes = memory.PRESETS[preset]
         assert efficient["norms"] == sizes.norms * sizes.rows * 4
         assert torch_norms["norms"] >= fused["norms"]
+
+
+def test_norms_on_a_cpu_beside_torchs(tmp_path):
+    """One round. Its times mean little, but the verdict and the exit code follow from them."""
+    done = command_line("cpu", "--rounds", "1", "--threads", "1", "--out", str(tmp_path))
+    with (tmp_path / "cpu.csv").open() as stream:
+        lines = list(csv.DictReader(stream))
+    cases = [(line["norm"], line["dtype"], line["memory_efficient"]) for line in lines]
+    assert cases == list(itertools.product(cpu.NORMS, cpu.DTYPES, cpu.LIMITS))
+    missed = [
+        float(line["seconds"]) > cpu.LIMITS[line["memory_efficient"]] * float(line["seconds_torch"])
+        for line in lines
+    ]
+    assert done.returncode == (1 if any(missed) else 0), done.stderr
+    markdown = (tmp_path / "cpu.md").read_text()
+    assert markdown.count("missed") == sum(missed)
+    assert "- CPU: " in markdown and "- threads: 1\n" in markdown
+
+
+def test_limits_on_a_cpu(tmp_path, capsys):
+    costs = [cpu.Cost("RMSNorm", "bf16", flag, 2e-3, 3.2e-3) for flag in ("off", "on")]
+    cpu.write(costs, [("threads", 2)], tmp_path)
+    assert [c.missed for c in costs] == [True, False]
+    markdown = (tmp_path / "cpu.md").read_text()
+    assert "| RMSNorm | bf16 | off | 2.00 | 3.20 | 1.60 | 1.5, missed |" in markdown
+    assert "| RMSNorm | bf16 | on | 2.00 | 3.20 | 1.60 | 3.0 |" in markdown
+    assert "1.5, missed" in capsys.readouterr().out
 
 
 LADDER_COLUMNS = (

@@ -41,9 +41,9 @@ def fastest(call, repeats=7):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_not_grossly_slower_than_torch(dtype, generator):
-    """A backstop, five times looser than the 1.5 and 3 x that `python -m benchmarks` measures:
-    machines that run tests are busy. The fastest of seven, and one thread, as a crowded machine
-    punishes waiting for a second one."""
+    """A backstop, five times looser than the 1.5 and 3 x that `python -m benchmarks cpu`
+    measures: machines that run tests are busy. The fastest of seven, and one thread, as a crowded
+    machine punishes waiting for a second one."""
     x, dy = randn(generator, 1024, 1024, dtype=dtype), randn(generator, 1024, 1024, dtype=dtype)
     weight, bias = torch.ones(1024, dtype=dtype), torch.zeros(1024, dtype=dtype)
     threads = torch.get_num_threads()

@@ -3,11 +3,16 @@ parallelism, DDP. The cases themselves are in distributed_worker.py."""
 
 import pytest
 import torch
+import torch.distributed as dist
+
+import fused_norm.functional as fn
 
 if not torch.distributed.is_available():
     pytest.skip("torch was built without torch.distributed", allow_module_level=True)
 
 from distributed_worker import Pair
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
 each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
@@ -67,6 +72,22 @@ def test_fsdp2_of_a_converted_model(pair):
 @each_kind
 def test_sequence_parallel(pair, kind, memory_efficient):
     pair.run("sequence_parallel", kind=kind, memory_efficient=memory_efficient)
+
+
+def test_dtensors_save_the_input():
+    """memory_efficient or not: a group of one process tells."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        x = distribute_tensor(torch.randn(4, 8), mesh, [Shard(0)]).requires_grad_()
+        weight = distribute_tensor(torch.ones(8), mesh, [Replicate()]).requires_grad_()
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            y = fn.rms_norm(x, [8], weight, memory_efficient=True)
+        assert [t.shape for t in saved if t is not weight] == [x.shape, (4, 1)]
+        assert saved[0] is x and y.grad_fn is not None
+    finally:
+        dist.destroy_process_group()
 
 
 @each_flag

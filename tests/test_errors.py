@@ -325,6 +325,14 @@ def test_parameter_that_is_no_tensor(grad_mode):
             check_raises(lambda call=call: call(x, [4], torch.ones(4), 0.5), ["bias", "float"])
 
 
+def test_apex_parameter_that_is_no_tensor():
+    x, apex = torch.ones(2, 4), fused_norm.apex
+    check_raises(lambda: apex.fused_rms_norm_affine(x, [1.0] * 4, [4]), ["weight", "list"])
+    check_raises(
+        lambda: apex.fused_layer_norm_affine(x, torch.ones(4), 0.5, [4]), ["bias", "float"]
+    )
+
+
 def test_mixed_forms_need_a_weight():
     x = torch.ones(2, 4)
     for call in (
@@ -425,6 +433,13 @@ def test_backward_operator(case, device):
 def test_backward_operator_without_a_mean(device):
     arguments = {**forward_for_backward(device), "mean": None}
     check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), ["mean", "None"])
+
+
+def test_backward_operator_with_a_part_of_the_listed_columns(device):
+    arguments = {**forward_for_backward(device), "from_output": True}
+    arguments["side"] = torch.ones(3, 4, device=device)
+    patterns = ["side is given", "columns is None", "from_output is True"]
+    check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), patterns)
 
 
 def failing_calls(device, other):

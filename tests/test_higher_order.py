@@ -278,3 +278,16 @@ def test_compiled_per_sample_gradients(kind, memory_efficient, device, generator
 
     compiled = torch.compile(per_sample, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x, weight), per_sample(x, weight))
+
+
+@each_flag
+@each_kind
+def test_second_derivative_of_compiled_code_is_an_error(kind, memory_efficient, device, generator):
+    """torch's own: its compiler differentiates once."""
+    torch._dynamo.reset()
+    leaves = [leaf(generator, 4, 6), *parameters(generator, "weight").values()]
+    call = norm_of(kind, "weight", memory_efficient)
+    y = torch.compile(call, backend="aot_eager", fullgraph=True)(*leaves)
+    with pytest.raises(RuntimeError, match="double backward"):
+        (dx,) = torch.autograd.grad(y.square().sum(), leaves[0], create_graph=True)
+        torch.autograd.grad(dx.square().sum(), leaves[0])

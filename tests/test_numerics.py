@@ -27,8 +27,8 @@ from harness import (
 KINDS = ["layer", "rms"]
 # Rows of a warp and of a block, and on the GPU those of each other tier: backward by a ring, a
 # cluster forward, and streaming.
-COLS = {"cpu": [33, 520, 5000]}
-COLS["cuda"] = [*COLS["cpu"], 20000, 50257, 300000]
+COLS = {"cpu": [33, 520, 5000, 300000]}
+COLS["cuda"] = [*COLS["cpu"], 20000, 50257]
 DTYPES = list(OUTPUTS)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -185,8 +185,6 @@ def test_awkward_values(kind, dtype, device, generator):
     verdict = Verdict()
     form = full_form(kind, dtype)
     for cols in COLS[device]:
-        if device == "cpu" and dtype == FP64 and cols > 520:
-            continue  # added up one after the other, not by blocks: errors grow with the row
         rows = 64 if cols <= 5000 else 12
         noise = random_input(generator, rows, cols, dtype)
         sizes = 10.0 ** torch.linspace(-4, 4, rows, device=device)[:, None]

@@ -697,6 +697,15 @@ def test_input_that_is_no_tensor(function, argument):
         function(argument)
 
 
+@each_function
+def test_dtype_that_is_no_dtype(name, generator):
+    x = randn(generator, 3, 5, dtype=FP32)
+    for dtype in ("fp32", "cpu", torch.device("cpu"), 6, int):
+        with pytest.raises(TypeError, match=rf"dtype must be .* but is {re.escape(repr(dtype))}"):
+            FUNCTIONS[name][0](x, -1, dtype=dtype)
+    assert FUNCTIONS[name][0](x, -1, dtype=float).dtype is FP64  # as torch has it
+
+
 def test_binding_does_not_differentiate_silently(device):
     """_C has no autograd: a call that would lose a gradient says so."""
     x = torch.ones(3, 4, device=device, requires_grad=True)

@@ -34,27 +34,60 @@ at::Tensor parameter(const at::Tensor& param, double offset, double if_absent, i
   return offset == 0 ? converted : at::add(converted, offset);
 }
 
+// A sum over a row, of sums over blocks of columns, with what their addition rounds off (Neumaier):
+// a double sum of many doubles would lose digits that fp64 rows show.
+constexpr int64_t kBlockCols = 512;
+
+class RowSum {
+ public:
+  void add(double of_block) {
+    const double sum = sum_ + of_block;
+    const bool larger = std::abs(sum_) >= std::abs(of_block);
+    rest_ += larger ? (sum_ - sum) + of_block : (of_block - sum) + sum_;
+    sum_ = sum;
+  }
+  double value() const { return std::isfinite(rest_) ? sum_ + rest_ : sum_; }
+
+ private:
+  double sum_ = 0, rest_ = 0;
+};
+
 template <typename Acc>
 FUSED_NORM_SIMD double row_mean(const Acc* x, int64_t n) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += x[i];
-  const double mean = sum / n;
+  RowSum sum;
+  for (int64_t begin = 0; begin < n; begin += kBlockCols) {
+    const int64_t end = std::min(begin + kBlockCols, n);
+    double of_block = 0;
+#pragma omp simd reduction(+ : of_block)
+    for (int64_t i = begin; i < end; ++i) of_block += x[i];
+    sum.add(of_block);
+  }
+  const double mean = sum.value() / n;
   if constexpr (std::is_same_v<Acc, float>) return mean;
   // The double sum of doubles rounds. What is left over repairs it: the mean of equal numbers is
   // then that number, and a constant row gives the bias exactly.
-  double rest = 0;
-#pragma omp simd reduction(+ : rest)
-  for (int64_t i = 0; i < n; ++i) rest += x[i] - mean;
-  return mean + rest / n;
+  RowSum rest;
+  for (int64_t begin = 0; begin < n; begin += kBlockCols) {
+    const int64_t end = std::min(begin + kBlockCols, n);
+    double of_block = 0;
+#pragma omp simd reduction(+ : of_block)
+    for (int64_t i = begin; i < end; ++i) of_block += x[i] - mean;
+    rest.add(of_block);
+  }
+  return mean + rest.value() / n;
 }
 
 template <typename Acc>
 FUSED_NORM_SIMD double row_variance(const Acc* x, int64_t n, double mean) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += (x[i] - mean) * (x[i] - mean);
-  return sum / n;
+  RowSum sum;
+  for (int64_t begin = 0; begin < n; begin += kBlockCols) {
+    const int64_t end = std::min(begin + kBlockCols, n);
+    double of_block = 0;
+#pragma omp simd reduction(+ : of_block)
+    for (int64_t i = begin; i < end; ++i) of_block += (x[i] - mean) * (x[i] - mean);
+    sum.add(of_block);
+  }
+  return sum.value() / n;
 }
 
 template <typename Acc>
@@ -80,15 +113,21 @@ struct GradientRow {
 // With h = dy * weight: dx = rstd * (h - mean(h) - xhat * mean(h * xhat)); RMSNorm has no mean(h).
 template <bool from_output, typename Acc>
 FUSED_NORM_SIMD void row_dx(GradientRow<Acc> row, bool rms, Acc* dx) {
-  double sum = 0, sum_xhat = 0;
-#pragma omp simd reduction(+ : sum, sum_xhat)
-  for (int64_t i = 0; i < row.cols; ++i) {
-    const double h = row.dy[i] * row.weight[i];
-    sum += h;
-    sum_xhat += h * row.template xhat<from_output>(i);
+  RowSum sum, sum_xhat;
+  for (int64_t begin = 0; begin < row.cols; begin += kBlockCols) {
+    const int64_t end = std::min(begin + kBlockCols, row.cols);
+    double of_block = 0, xhat_of_block = 0;
+#pragma omp simd reduction(+ : of_block, xhat_of_block)
+    for (int64_t i = begin; i < end; ++i) {
+      const double h = row.dy[i] * row.weight[i];
+      of_block += h;
+      xhat_of_block += h * row.template xhat<from_output>(i);
+    }
+    sum.add(of_block);
+    sum_xhat.add(xhat_of_block);
   }
-  const Acc mean = rms ? 0 : sum / row.cols;
-  const Acc mean_xhat = sum_xhat / row.cols;
+  const Acc mean = rms ? 0 : sum.value() / row.cols;
+  const Acc mean_xhat = sum_xhat.value() / row.cols;
 #pragma omp simd
   for (int64_t i = 0; i < row.cols; ++i) {
     const Acc h = row.dy[i] * row.weight[i];

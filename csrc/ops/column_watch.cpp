@@ -5,9 +5,10 @@
 //   - the parameters are new,
 //   - their memory is another one, until that has become a habit (FSDP),
 //   - their version counters moved by an amount not seen before, or without an optimizer's step
-//     (load_state_dict, pruning),
-//   - they move without their version counters (optimizers that write through .data), for a while.
-// A choice stays while the version counters do, so that a checkpoint's second forward pass saves
+//     (load_state_dict, pruning); an optimizer's step is a move of its own where they stay (fused
+//     optimizers do not move them),
+//   - they move without either (updates written through .data), for a while.
+// A choice stays until the next move, and in a checkpoint's second forward pass, which so saves
 // what its first did.
 //
 // What is known of a norm hangs on its weight's TensorImpl, or its bias's if it has no weight, or
@@ -370,11 +371,12 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   const bool swapped = weight_data != watch->weight_data || bias_data != watch->bias_data;
   const uint32_t step = version - watch->version;
   const bool optimized = optimizer_steps != watch->optimizer_steps;
+  const bool moved = step != 0 || optimized;
   const uint64_t move = uint64_t{step} << 1 | optimized;
   const auto known = watch->known_moves.begin();
   const auto known_end = known + std::min<size_t>(watch->moves, watch->known_moves.size());
-  const bool strange_move = step != 0 && ((watch->optimized && !optimized) ||
-                                          std::find(known, known_end, move) == known_end);
+  const bool strange_move =
+      moved && ((watch->optimized && !optimized) || std::find(known, known_end, move) == known_end);
   if (is_capturing()) {
     keep_for_graphs(*watch);
     if (!watch->chosen || strange_move || (swapped && watch->swaps < kStrangeSwaps))
@@ -386,7 +388,7 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
   if (watch->chosen && !swapped && step == 0) {
     const bool repeats = in_backward && watch->outstanding > 0;
-    if (watch->moves > 0 || !watch->backward_ran || repeats) {
+    if (repeats || (!moved && (watch->moves > 0 || !watch->backward_ran))) {
       if (!in_backward) ++watch->outstanding;
       return watch->room;
     }

@@ -394,7 +394,10 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   const Tensor listed = columns.has_value() ? *columns : Tensor();
   const Tensor listed_xhat = side.has_value() ? *side : Tensor();
   TORCH_CHECK(listed.defined() == listed_xhat.defined() && (!listed.defined() || from_output),
-              "side and columns come together, and only with from_output");
+              "side and columns come together, and only with from_output: side is ",
+              listed_xhat.defined() ? "given" : "None", ", columns is ",
+              listed.defined() ? "given" : "None", ", from_output is ",
+              from_output ? "True" : "False");
   if (listed.defined()) {
     const int64_t room = listed.numel() - 1;
     TORCH_CHECK(listed.scalar_type() == at::kInt && listed.device() == dy.device() &&
