@@ -168,9 +168,6 @@ def run_add(call, pools, x_dtype, y_dtype, rms):
 
 # Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.
 SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
-# Rows that pass through a ring backward: more than there are clusters on a chip of 132
-# multiprocessors, of one block and of two; and not of whole packs.
-RING_SHAPES = [(270, 33000, "offset"), (150, 66000, "regular"), (31, 270001, "odd")]
 SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
 
 
@@ -192,10 +189,6 @@ def softmax_calls(pools, pair):
         yield form, x, dy, (pools[torch.float32][: cols + 1] < 0).cuda()[1:]
         yield form, x, dy, rows.view(cols)
         yield form, x, dy, tensor(pools[pair[0]], x.shape[-2], 1, "regular")
-    for rows, cols, layout in RING_SHAPES:
-        x, dy = tensors(rows, cols, layout)
-        for log in (False, True):
-            yield softmax.Form(*pair, log=log), x, dy, None
     for outer, cols, inner in SOFTMAX_COLUMNS:
         x, dy = (t.view(outer, cols, inner) for t in tensors(outer, cols * inner, "regular"))
         for log in (False, True):
