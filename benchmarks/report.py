@@ -1,5 +1,7 @@
 """A suite's results as tables on the terminal, CSV, Markdown and plots."""
 
+import csv
+import dataclasses
 import sys
 
 from rich.console import Console
@@ -122,8 +124,9 @@ def write(suite, measured, facts, out, suffix=""):
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)
 
 
-def write_simple(path, title, text, facts, header, rows):
-    """Print one table of strings, and write it to a Markdown file below the facts and the text."""
+def write_simple(path, title, text, facts, header, rows, costs):
+    """Print one table of strings, and write it to a Markdown file below the facts and the text; and
+    `costs`, dataclasses alike, to a CSV file. `path`: of both, without a suffix."""
     table = Table(title=title)
     for index, name in enumerate(header):
         numbers = all(row[index][:1] in "+-.0123456789" for row in rows)
@@ -131,13 +134,18 @@ def write_simple(path, title, text, facts, header, rows):
     for row in rows:
         table.add_row(*row)
     Console(width=120).print(table)
-    with path.open("w") as stream:
+    with path.with_suffix(".csv").open("w", newline="") as stream:
+        lines = csv.writer(stream)
+        lines.writerow([field.name for field in dataclasses.fields(costs[0])])
+        lines.writerows(map(dataclasses.astuple, costs))
+    with path.with_suffix(".md").open("w") as stream:
         print(f"# {title}\n", file=stream)
         for name, value in facts:
             print(f"- {name}: {value}", file=stream)
         print(f"\n{text}\n", file=stream)
         for row in (header, ["---"] * len(header), *rows):
             print(f"| {' | '.join(row)} |", file=stream)
+    print(f"Written: {path}.csv and .md")
 
 
 LEGEND = (

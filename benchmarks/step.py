@@ -5,7 +5,6 @@ hidden size, bf16, gradients accumulated. Steps with the flag off and on alterna
 chip's clocks are the same for both; each time is the median.
 """
 
-import csv
 import dataclasses
 import statistics
 import time
@@ -28,12 +27,12 @@ class Cost:
     norm: str
     hidden: int
     mode: str
-    off: float  # seconds a step
-    on: float
+    seconds_off: float  # a step
+    seconds_on: float
 
     @property
     def more(self):
-        return self.on / self.off - 1
+        return self.seconds_on / self.seconds_off - 1
 
 
 class Step:
@@ -97,23 +96,26 @@ def measure(norm, hidden, rounds):
 def write(costs, facts, out):
     header = ["block", "hidden", "mode", "off, ms", "on, ms", "more"]
     rows = [
-        [c.norm, str(c.hidden), c.mode, f"{c.off * 1e3:.3f}", f"{c.on * 1e3:.3f}", f"{c.more:+.1%}"]
+        [
+            c.norm,
+            str(c.hidden),
+            c.mode,
+            f"{c.seconds_off * 1e3:.3f}",
+            f"{c.seconds_on * 1e3:.3f}",
+            f"{c.more:+.1%}",
+        ]
         for c in costs
     ]
     report.write_simple(
-        out / "step.md",
+        out / "step",
         "Step time with memory_efficient",
         f"Forward and backward of one transformer block, bf16, {TOKENS} tokens; the optimizer is "
         "left out.",
         facts,
         header,
         rows,
+        costs,
     )
-    with (out / "step.csv").open("w", newline="") as stream:
-        lines = csv.writer(stream)
-        lines.writerow(["norm", "hidden", "mode", "seconds_off", "seconds_on"])
-        lines.writerows([c.norm, c.hidden, c.mode, c.off, c.on] for c in costs)
-    print(f"Written: {out / 'step'}.csv and .md")
 
 
 def add_arguments(parser):

@@ -56,6 +56,13 @@ class Form:
         return len(dtypes) == 1 and not self.weight_offset
 
 
+def full_form(kind, dtype, **options):
+    """The usual form: one dtype, every parameter the kind has."""
+    return Form(
+        kind, dtype, dtype, weight=dtype, bias=dtype if kind == "layer" else None, **options
+    )
+
+
 # Pairs of input and output dtype, and the parameter dtypes that go with an input dtype.
 OUTPUTS = {
     torch.float64: [torch.float64],
@@ -378,3 +385,17 @@ def bits(tensor):
 
 def same_bits(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def kernels_of(calls, errors=()):
+    """Names of all that occupies the GPU while the calls run, each of which may raise `errors`."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for call in calls:
+            with contextlib.suppress(*errors):
+                call()
+        torch.cuda.synchronize()
+    return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]

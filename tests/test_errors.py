@@ -10,6 +10,7 @@ import re
 
 import pytest
 import torch
+from harness import kernels_of
 
 import fused_norm
 import fused_norm.functional as fn
@@ -463,23 +464,11 @@ def failing_calls(device, other):
 
 @pytest.mark.cuda
 def test_no_error_launches_a_kernel():
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    def kernels(calls):
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            for call in calls:
-                with contextlib.suppress(*ERRORS):
-                    call()
-            torch.cuda.synchronize()
-        return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-
     calls = list(failing_calls("cuda", "cpu"))
-    kernels(calls)
+    kernels_of(calls, ERRORS)
     x = torch.ones(3, 48, device="cuda")
-    assert kernels([lambda: fn.layer_norm(x, [48])]), "the profiler sees no kernels"
-    assert not kernels(calls)
+    assert kernels_of([lambda: fn.layer_norm(x, [48])]), "the profiler sees no kernels"
+    assert not kernels_of(calls, ERRORS)
 
 
 def test_unrecoverable_columns_of_nothing():

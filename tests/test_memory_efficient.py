@@ -17,6 +17,7 @@ from harness import (
     apply,
     check_call,
     forms,
+    full_form,
     randn,
     random_input,
     random_parameters,
@@ -91,14 +92,7 @@ def test_gradients_for_any_weights(weights, kind, dtype, device, generator):
 def test_gradients_when_dy_is_parallel_to_the_normalized_input(kind, dtype, device, generator):
     """dx is then the small difference of large terms: what the rounded output lost shows most."""
     verdict = Verdict()
-    form = Form(
-        kind,
-        dtype,
-        dtype,
-        weight=dtype,
-        bias=dtype if kind == "layer" else None,
-        memory_efficient=True,
-    )
+    form = full_form(kind, dtype, memory_efficient=True)
     x = random_input(generator, 64, 264, dtype)
     weight, bias = random_parameters(generator, form, [264], recoverable=True)
     with torch.no_grad():
@@ -326,14 +320,7 @@ def test_changing_a_parameter_in_place_is_an_error(
     kind, memory_efficient, zeros, device, generator
 ):
     """Between forward and backward: gradients would mix the old numbers and the new."""
-    form = Form(
-        kind,
-        FP32,
-        FP32,
-        weight=FP32,
-        bias=FP32 if kind == "layer" else None,
-        memory_efficient=memory_efficient,
-    )
+    form = full_form(kind, FP32, memory_efficient=memory_efficient)
     for changed in ("weight", "bias") if form.bias else ("weight",):
         weight, bias = random_parameters(generator, form, [48], recoverable=True)
         weight[:zeros] = 0

@@ -17,6 +17,7 @@ from harness import (
     check_call,
     forms,
     forward_backward,
+    full_form,
     randn,
     random_input,
     random_parameters,
@@ -25,8 +26,8 @@ from harness import (
 )
 
 KINDS = ["layer", "rms"]
-# Rows of a warp and of a block, and on the GPU those of each other tier: backward by a ring, a
-# cluster forward, and streaming.
+# Rows of a warp and of a block, and so long that sums over them need care; on the GPU those of each
+# other tier: backward by a ring, a cluster forward, and, the longest, streaming.
 COLS = {"cpu": [33, 520, 5000, 300000]}
 COLS["cuda"] = [*COLS["cpu"], 20000, 50257]
 DTYPES = list(OUTPUTS)
@@ -34,13 +35,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-
-
-def full_form(kind, dtype, **options):
-    """The usual form: one dtype, every parameter the kind has."""
-    return Form(
-        kind, dtype, dtype, weight=dtype, bias=dtype if kind == "layer" else None, **options
-    )
 
 
 def measure(verdict, generator, form, x, label, normalized_shape=None, dy=None):

@@ -11,7 +11,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import randn, same_bits
+from harness import kernels_of, randn, same_bits
 from softmax_harness import BF16, FP16, FP32, FP64, PAIRS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -667,27 +667,14 @@ def test_tier(device):
 
 @pytest.mark.cuda
 def test_no_error_launches_a_kernel():
-    from torch.autograd import DeviceType
-    from torch.profiler import ProfilerActivity, profile
-
-    def kernels(calls):
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            for call in calls:
-                try:
-                    call()
-                except (RuntimeError, IndexError):
-                    pass
-            torch.cuda.synchronize()
-        return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
-
     make = Ones("cuda")
     # torch itself converts the input before the call that names an impossible dtype.
     calls = [lambda c=c: c[0](make) for name, c in CASES.items() if name != "integer dtype"]
     calls += [lambda c=c: backward_op(*c[0](make)) for c in BACKWARD_CASES.values()]
-    kernels(calls)  # makes the tensors
-    assert kernels([lambda: fn.softmax(make(3, 48), -1)]), "the profiler sees no kernels"
-    assert not kernels(calls)
+    errors = RuntimeError, IndexError
+    kernels_of(calls, errors)  # makes the tensors
+    assert kernels_of([lambda: fn.softmax(make(3, 48), -1)]), "the profiler sees no kernels"
+    assert not kernels_of(calls, errors)
 
 
 @pytest.mark.parametrize("function", [fn.softmax, fn.log_softmax, fn.scaled_masked_softmax])

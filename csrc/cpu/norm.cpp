@@ -52,42 +52,32 @@ class RowSum {
   double sum_ = 0, rest_ = 0;
 };
 
-template <typename Acc>
-FUSED_NORM_SIMD double row_mean(const Acc* x, int64_t n) {
+// The sum of term(i) over a row of n. Part of the caller, whose instruction set it gets.
+template <typename Term>
+[[gnu::always_inline]] inline double row_sum(int64_t n, Term term) {
   RowSum sum;
   for (int64_t begin = 0; begin < n; begin += kBlockCols) {
     const int64_t end = std::min(begin + kBlockCols, n);
     double of_block = 0;
 #pragma omp simd reduction(+ : of_block)
-    for (int64_t i = begin; i < end; ++i) of_block += x[i];
+    for (int64_t i = begin; i < end; ++i) of_block += term(i);
     sum.add(of_block);
   }
-  const double mean = sum.value() / n;
+  return sum.value();
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD double row_mean(const Acc* x, int64_t n) {
+  const double mean = row_sum(n, [=](int64_t i) { return x[i]; }) / n;
   if constexpr (std::is_same_v<Acc, float>) return mean;
   // The double sum of doubles rounds. What is left over repairs it: the mean of equal numbers is
   // then that number, and a constant row gives the bias exactly.
-  RowSum rest;
-  for (int64_t begin = 0; begin < n; begin += kBlockCols) {
-    const int64_t end = std::min(begin + kBlockCols, n);
-    double of_block = 0;
-#pragma omp simd reduction(+ : of_block)
-    for (int64_t i = begin; i < end; ++i) of_block += x[i] - mean;
-    rest.add(of_block);
-  }
-  return mean + rest.value() / n;
+  return mean + row_sum(n, [=](int64_t i) { return x[i] - mean; }) / n;
 }
 
 template <typename Acc>
 FUSED_NORM_SIMD double row_variance(const Acc* x, int64_t n, double mean) {
-  RowSum sum;
-  for (int64_t begin = 0; begin < n; begin += kBlockCols) {
-    const int64_t end = std::min(begin + kBlockCols, n);
-    double of_block = 0;
-#pragma omp simd reduction(+ : of_block)
-    for (int64_t i = begin; i < end; ++i) of_block += (x[i] - mean) * (x[i] - mean);
-    sum.add(of_block);
-  }
-  return sum.value() / n;
+  return row_sum(n, [=](int64_t i) { return (x[i] - mean) * (x[i] - mean); }) / n;
 }
 
 template <typename Acc>
