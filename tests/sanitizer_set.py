@@ -23,7 +23,7 @@ import torch
 from harness import OUTPUTS, SHORT, SUMS
 
 # Columns, and rows for backward. The columns lie in each tier of each pack size: from one lane a
-# row to a cluster of eight blocks and to streaming. Where backward's rows need a barrier, they are
+# row to a cluster of sixteen blocks and to streaming. Where backward's rows need a barrier, they are
 # in one shape of each tier as many as give a persistent block three rounds on a chip of 132
 # multiprocessors, as the slots of two rounds alternate, and where they pass through a ring of up to
 # six stages more, so that stages are filled again and read. None: backward has no other tier there.
@@ -43,7 +43,9 @@ SHAPES = [
     (17001, 600),
     (28001, None),
     (33001, 300),
+    (60001, 50),
     (66001, 150),
+    (94001, 50),
     (131081, None),
     (262153, None),
 ]
@@ -168,6 +170,9 @@ def run_add(call, pools, x_dtype, y_dtype, rms):
 
 # Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.
 SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
+# Rows that pass through a ring backward: more than there are clusters on a chip of 132
+# multiprocessors, of one block and of two; and not of whole packs.
+RING_SHAPES = [(270, 33000, "offset"), (150, 66000, "regular"), (31, 270001, "odd")]
 SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
 
 
@@ -189,6 +194,10 @@ def softmax_calls(pools, pair):
         yield form, x, dy, (pools[torch.float32][: cols + 1] < 0).cuda()[1:]
         yield form, x, dy, rows.view(cols)
         yield form, x, dy, tensor(pools[pair[0]], x.shape[-2], 1, "regular")
+    for rows, cols, layout in RING_SHAPES:
+        x, dy = tensors(rows, cols, layout)
+        for log in (False, True):
+            yield softmax.Form(*pair, log=log), x, dy, None
     for outer, cols, inner in SOFTMAX_COLUMNS:
         x, dy = (t.view(outer, cols, inner) for t in tensors(outer, cols * inner, "regular"))
         for log in (False, True):

@@ -12,7 +12,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 KINDS = ["layer", "rms"]
 # Short rows, a warp, a block, odd lengths, the longest a block holds, and rows that are streamed.
 COLS = [1, 3, 31, 64, 96, 255, 256, 257, 768, 1000, 1023, 1025, 4095, 4096, 8192, 8193, 12288]
-COLS += [32768, 50257, 131072]
+COLS += [32768, 50257, 65536, 98304, 131072]
 ROW_INDICES = [0, 1, 2, 3, 5, 7, 8, 15, 31, 64, 127, 131, 264, 511, 767, 1023]
 OFFSETS = range(8)
 
@@ -48,6 +48,9 @@ def test_twenty_repeats(kind, dtype, memory_efficient, generator):
         (1000, 4096),
         (300, 12289),
         (33, 50257),
+        (50, 65536),
+        (30, 98304),
+        (200, 4096),
         (100003, 64),
         (3, 1000003),
     ]

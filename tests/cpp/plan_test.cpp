@@ -13,9 +13,9 @@ namespace {
 
 constexpr int kKilobyte = 1024;
 // Properties like those of compute capability 9.0, 8.0 and 8.6.
-const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 120, 120}};
-const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108, 108, 108, 108}};
-const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72, 72, 72, 72}};
+const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 120, 120, 112}};
+const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108}};
+const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72}};
 // Clusters beside little shared memory: compute capability 12.0.
 const DeviceProperties kRtx{170, 99 * kKilobyte, 8, {170, 170, 168, 168}};
 const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10, kRtx};
@@ -119,7 +119,8 @@ void check_elements(const NormBackwardPlan& plan, const DeviceProperties& chip, 
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int saved_size, int dy_size, int column_vectors) {
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
-  EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
+  EXPECT_LE(plan.cluster_blocks, column_vectors > 1 ? kMaxRingBlocks : chip.max_cluster_blocks);
+  EXPECT_GT(chip.cluster_multiprocessors(plan.cluster_blocks), 0);
   EXPECT_EQ(plan.rows_per_block, 1);
   EXPECT_EQ(plan.threads_per_row % 32, 0);
   EXPECT_GE(plan.threads_per_row, 64);
@@ -228,6 +229,28 @@ TEST(BackwardPlan, FewRowsAreOneKernel) {
   EXPECT_EQ(splits(64, 1001, kH200), 0);    // not whole packs
   EXPECT_EQ(splits(1024, 2048, kA100), 0);  // no clusters
   EXPECT_EQ(splits(256, 2048, kA100), 1);
+  const auto from_output = [](int cols, const DeviceProperties& chip) {
+    return plan_norm_backward(64, cols, DType::kBFloat16, DType::kBFloat16, true, chip).few_splits;
+  };
+  EXPECT_EQ(from_output(4096, kH200), 1);
+  EXPECT_EQ(from_output(1024, kA10), 1);
+}
+
+TEST(BackwardPlan, FromTheOutputTakesNoMoreKernels) {
+  const auto kernels = [](const NormBackwardPlan& plan) {
+    if (plan.tier == Tier::kStreaming) return 3;
+    return plan.few_splits > 0 ? 1 : 2;
+  };
+  for_all([&](const DeviceProperties& chip, Dtypes dtypes, int cols) {
+    if (&chip != &kChips[0]) return;  // less shared memory has no room for the output's parameters
+    for (int64_t rows : kRows) {
+      SCOPED_TRACE(testing::Message() << rows << " x " << cols);
+      const auto plan_for = [&](bool from_output) {
+        return plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
+      };
+      EXPECT_LE(kernels(plan_for(true)), kernels(plan_for(false)));
+    }
+  });
 }
 
 TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {

@@ -12,9 +12,9 @@ namespace {
 
 constexpr int kKilobyte = 1024;
 // Properties like those of compute capability 9.0, 8.0 and 8.6.
-const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 120, 120}};
-const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108, 108, 108, 108}};
-const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72, 72, 72, 72}};
+const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 120, 120, 112}};
+const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108}};
+const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72}};
 const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10};
 
 struct Dtypes {
@@ -77,10 +77,22 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
       EXPECT_TRUE(plan.tier != SoftmaxTier::kWarp || plan.threads_per_row <= 32);
       EXPECT_TRUE(plan.tier != SoftmaxTier::kBlock || plan.rows_per_block == 1);
       EXPECT_TRUE(plan.cluster_blocks == 1 || plan.rows_per_block == 1);
-      EXPECT_LE(plan.shared_bytes + 4096, chip.shared_bytes_per_block);
+      const bool ring = plan.place == RowPlace::kRing;
+      EXPECT_LE(plan.shared_bytes + (ring ? 512 : 4096), chip.shared_bytes_per_block);
       EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
       EXPECT_TRUE(!plan.overlap || chip.max_cluster_blocks > 1);
       EXPECT_EQ(plan.blocks % plan.cluster_blocks, 0);
+      if (ring) {  // persistent
+        EXPECT_LE(plan.blocks, chip.cluster_multiprocessors(plan.cluster_blocks));
+        EXPECT_LE(plan.blocks / plan.cluster_blocks, rows);
+        const int warps = plan.threads_per_row / 32, piece = kPiecePacks * 32 * plan.pack;
+        EXPECT_TRUE(warps == 2 || warps == 4 || warps == 8 || warps == kMaxSpanWarps);
+        EXPECT_TRUE(backward && plan.packs == kPiecePacks && plan.slice % piece == 0);
+        EXPECT_GE(int64_t{plan.slice} * warps * plan.cluster_blocks, cols);
+        EXPECT_GE(plan.slots, plan.slice / piece);  // a row is read twice
+        EXPECT_EQ(plan.shared_bytes, warps * span_ring_bytes(plan.slice / piece, plan.slots));
+        continue;
+      }
       // Blocks do not loop over rows, so the grid must reach the last one.
       EXPECT_GE(int64_t{plan.blocks} / plan.cluster_blocks * plan.rows_per_block, rows);
 
@@ -111,8 +123,13 @@ TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {
       EXPECT_EQ(plan.tier, one.tier);
       EXPECT_EQ(plan.place, one.place);
       EXPECT_EQ(plan.packs, one.packs);
-      EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
-      EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+      if (plan.place == RowPlace::kRing) {  // whose warps number the same
+        EXPECT_EQ(plan.threads_per_row * plan.cluster_blocks,
+                  one.threads_per_row * one.cluster_blocks);
+      } else {
+        EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
+        EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+      }
       EXPECT_EQ(plan.slice, one.slice);
     }
   });
@@ -136,6 +153,14 @@ TEST(SoftmaxPlan, EveryTierServesTheRowsItIsFor) {
   EXPECT_EQ(tier_of(262144, bf16, kH200), SoftmaxTier::kBlock);
   EXPECT_EQ(tier_of(262145, bf16, kH200), SoftmaxTier::kUncached);
   EXPECT_TRUE(softmax_tier_holds(SoftmaxTier::kBlock, false, 262145, bf16, bf16, kH200));
+  auto place_of = [&](int cols, const DeviceProperties& chip) {
+    return plan_softmax(SoftmaxTier::kAuto, true, false, 4096, cols, bf16, bf16, chip).place;
+  };
+  EXPECT_EQ(place_of(32768, kH200), RowPlace::kRegisters);
+  EXPECT_EQ(place_of(50257, kH200), RowPlace::kRegisters);  // not whole packs
+  for (int cols : {32776, 50264, 151936, 262145, 458752})
+    EXPECT_EQ(place_of(cols, kH200), RowPlace::kRing) << cols;
+  EXPECT_NE(place_of(32776, kA100), RowPlace::kRing);  // without bulk copies
   EXPECT_EQ(tier_of(65536, bf16, kA100), SoftmaxTier::kBlock);
   EXPECT_EQ(tier_of(131072, bf16, kA100), SoftmaxTier::kUncached);
 }

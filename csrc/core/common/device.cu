@@ -22,8 +22,9 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
     return error;
   }
   if ((error = read(&major, cudaDevAttrComputeCapabilityMajor)) != cudaSuccess) return error;
-  properties->max_cluster_blocks = major >= 9 ? 8 : 1;
-  std::fill_n(properties->filled_by_clusters, 4, properties->sm_count);
+  properties->max_cluster_blocks = 1;
+  std::fill_n(properties->filled_by_clusters, kClusterSizes, 0);
+  properties->filled_by_clusters[0] = properties->sm_count;
   if (major < 9) return cudaSuccess;
 
   // A block with more than half of the shared memory has a multiprocessor to itself.
@@ -31,7 +32,10 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
   error = cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                shared_bytes);
   if (error != cudaSuccess) return error;
-  for (int log2 = 1; log2 < 4; ++log2) {
+  error =
+      cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  for (int log2 = 1; log2 < kClusterSizes; ++log2) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {1u << log2, 1, 1};
@@ -43,12 +47,15 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
     config.numAttrs = 1;
     int clusters = 0;
     error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &config);
-    if (error != cudaSuccess) return error;
-    properties->filled_by_clusters[log2] = clusters << log2;
-    if (clusters > 0) continue;
-    properties->max_cluster_blocks =
-        1 << (log2 - 1);  // a slice of a chip may be too small for larger ones
-    break;
+    const int blocks = 1 << log2;
+    if (error != cudaSuccess) {
+      if (blocks <= kPortableClusterBlocks) return error;
+      cudaGetLastError();  // a chip without larger clusters
+      break;
+    }
+    if (clusters == 0) break;  // a slice of a chip may be too small
+    properties->filled_by_clusters[log2] = clusters * blocks;
+    if (blocks <= kPortableClusterBlocks) properties->max_cluster_blocks = blocks;
   }
   return cudaSuccess;
 }

@@ -35,6 +35,11 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const Lau
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
     if (error != cudaSuccess) return error;
   }
+  if (options.cluster_blocks > kPortableClusterBlocks) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+    if (error != cudaSuccess) return error;
+  }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = threads;

@@ -7,11 +7,12 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/common/types.h"
+
 namespace fused_norm {
 
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
-constexpr int kMaxClusterBlocks = 8;
 constexpr unsigned kFullMask = 0xffffffffu;
 
 // How the warps of a group meet. Named barriers let a block hold several groups that never wait for
@@ -245,11 +246,11 @@ class RowCluster {
 #endif
   }
 
-  // What the blocks hold (in their threads 0 to kMaxClusterBlocks - 1), in the order of their
+  // What the blocks hold (in their threads 0 to kPortableClusterBlocks - 1), in the order of their
   // ranks, for all threads to read until the next gather(). `slots` is shared memory, two sets used
   // in turn.
   template <typename V>
-  __device__ const V* gather(const V& value, V (&slots)[2][kMaxClusterBlocks]) {
+  __device__ const V* gather(const V& value, V (&slots)[2][kPortableClusterBlocks]) {
     V* const own = slots[turn_];
     turn_ ^= 1;
 #if __CUDA_ARCH__ >= 900
@@ -263,7 +264,7 @@ class RowCluster {
 
   // Combines what the blocks hold, in the order of their ranks; every thread gets the same.
   template <typename V, typename Combine>
-  __device__ V reduce(V value, V (&slots)[2][kMaxClusterBlocks], Combine combine) {
+  __device__ V reduce(V value, V (&slots)[2][kPortableClusterBlocks], Combine combine) {
     const V* const parts = gather(value, slots);
     value = parts[0];
     for (int rank = 1; rank < blocks(); ++rank) value = combine(value, parts[rank]);

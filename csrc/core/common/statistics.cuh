@@ -171,7 +171,7 @@ struct RowStatistics : Moments<A> {
 
 template <typename A>
 struct RowStatistics<A, true> {
-  A sum = 0;
+  A sum = 0, rest = 0;  // of the squares, and what their addition rounded off
 
   // Columns past the row are zero and add nothing.
   template <bool kRegular, typename Group, typename T, int N, int kPacks>
@@ -183,17 +183,30 @@ struct RowStatistics<A, true> {
       A x[N];
       unpack(packs[p], x);
 #pragma unroll
-      for (int i = 0; i < N; ++i) statistics.sum += x[i] * x[i];
+      for (int i = 0; i < N; ++i) x[i] *= x[i];
+#pragma unroll
+      for (int width = N / 2; width > 0; width /= 2) {
+#pragma unroll
+        for (int i = 0; i < width; ++i) x[i] += x[i + width];
+      }
+      RowStatistics of_pack;
+      of_pack.sum = x[0];
+      statistics = merge(statistics, of_pack);
     }
     return group.reduce_lanes(statistics, merge);
   }
   __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
+    const ExactSum<A> sum(a.sum, b.sum);
     RowStatistics merged;
-    merged.sum = a.sum + b.sum;
+    merged.sum = sum.value;
+    merged.rest = (a.rest + b.rest) + sum.rest;
     return merged;
   }
   __device__ A row_mean() const { return 0; }
-  __device__ A sum_of_squares() const { return sum; }
+  __device__ A sum_of_squares() const {
+    const A total = sum + rest;
+    return total == total ? total : sum;  // the rest of an infinity is NaN
+  }
 };
 
 }  // namespace fused_norm

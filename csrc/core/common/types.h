@@ -48,16 +48,18 @@ struct ParamVector {
   DType dtype;
 };
 
+constexpr int kPortableClusterBlocks = 8, kClusterSizes = 5;
+
 // What a plan needs to know of a chip.
 struct DeviceProperties {
   int sm_count;
   int shared_bytes_per_block;  // the opt-in limit: 99, 163 or 227 KB on the chips of today
-  int max_cluster_blocks;      // of a thread-block cluster: 8 is portable, 1 before Hopper
+  int max_cluster_blocks;      // of a portable thread-block cluster: 8, or 1 before Hopper
 
-  // How many multiprocessors clusters of 1, 2, 4 and 8 blocks can fill, one block each: a cluster
-  // stays within one processing cluster of the chip, whose size need not be a multiple of the
-  // cluster's (on an H200 of 132: 132, 132, 120, 120).
-  int filled_by_clusters[4];
+  // How many multiprocessors clusters of 1, 2, 4, 8 and 16 blocks can fill, one block each: a
+  // cluster stays within one processing cluster of the chip, whose size need not be a multiple of
+  // the cluster's (on an H200 of 132: 132, 132, 120, 120, 112). 0: not even one.
+  int filled_by_clusters[kClusterSizes];
 
   int cluster_multiprocessors(int cluster_blocks) const {
     int log2 = 0;

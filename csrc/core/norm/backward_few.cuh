@@ -1,6 +1,7 @@
-// Backward for few rows from the input, in one kernel: some blocks make dx, a row each, as
-// backward.cuh does, and others the sums over rows, a tile of columns each. Rows are so read twice,
-// once from the L2 cache, but no partial sums are written, and no second kernel waits for them.
+// Backward for few rows, but not with listed columns, in one kernel: some blocks make dx, a row
+// each, as backward.cuh does, and others the sums over rows, a tile of columns each. Rows are so
+// read twice, once from the L2 cache, but no partial sums are written, and no second kernel waits
+// for them.
 #pragma once
 
 #include "core/common/overlap.cuh"
@@ -24,10 +25,11 @@ struct FewShared {
   FewRowSums::Slots slots;
   float of_warp[backward_threads(2) / kWarpSize][2][kFewColumns];
   float of_block[kMaxFewSplits][2][kFewColumns];
+  alignas(16) float shift[kFewColumns], scale[kFewColumns];  // of the columns, from the output
 };
 
 // The dx of a row.
-template <bool kRegular, bool kRms, typename X>
+template <bool kRegular, bool kRms, Saved kSaved, typename X>
 __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
                                          const BackwardOutput<X, float>& out, int64_t row,
                                          FewRowSums::Slots& slots) {
@@ -42,17 +44,23 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   auto follow = [&](const RowLayout& layout) {
     return kRegular || rows_follow(layout, row, in.rows, in.cols, N);
   };
+  constexpr bool kFromOutput = kSaved == Saved::kOutput;
+  // Each thread stages its own parameters, which it need not hold in registers while the row is
+  // under way; three of each column before that, as they would take too many.
+  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
+  auto stage = [&] {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
+  };
+  if (kFromOutput) stage();
   saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, follow(in.saved_layout), group,
               saved_loaded);
   dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, follow(in.dy_layout), group, dy_loaded);
   if (out.dresidual != nullptr)
     out.template prefetch_residual<N, kPacks, 1>(row * in.cols + col, left);
-  const float mean = !kRms ? __ldg(in.mean + row) : 0.0f;
+  const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
-  // Each thread stages its own, which it need not hold in registers while the row is under way.
-  const StagedParams<kPacks, N, Saved::kInput> params(staged, group.thread());
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
+  if (!kFromOutput) stage();
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
@@ -64,9 +72,10 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
     if (p * kSliceStep<N> >= left) break;
     float g[N], of_w[N], of_wx[N];
     params.get(kWeight, p, g);
+    if constexpr (kFromOutput) params.take_back(p, xhat[p]);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
+      if (!kFromOutput) xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
       of_w[i] = w[p][i] = w[p][i] * g[i];
       of_wx[i] = of_w[i] * xhat[p][i];
     }
@@ -98,10 +107,11 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
 
 // The sums over the rows split, split + splits, ... of a tile of columns, and over its blocks,
 // which are a cluster. A thread takes one pack of some rows.
-template <bool kRegular, bool kRms, typename X>
+template <bool kRegular, bool kRms, Saved kSaved, typename X>
 __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in,
                                             const ColumnGradients& gradients, int tile, int split,
                                             int splits, FewShared& shared) {
+  constexpr bool kFromOutput = kSaved == Saved::kOutput;
   constexpr int N = 16 / sizeof(X), kLanes = kFewColumns / N, kRows = 3;
   const int thread = threadIdx.x, lane = thread % kLanes;
   const int first_col = tile * kFewColumns, col = first_col + lane * N;
@@ -109,6 +119,15 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
   const RowCluster cluster;
   if (splits > 1) cluster.arrive();  // nobody writes to a block that has not begun
 
+  if constexpr (kFromOutput) {
+    if (thread < kFewColumns) {
+      const auto params =
+          ColumnParams<float, 1>::template load<true, false>(in, first_col + thread);
+      shared.shift[thread] = params.shift[0];
+      shared.scale[thread] = params.scale[0];
+    }
+    __syncthreads();
+  }
   float sums[2][N] = {};
   if (col < in.cols) {
     auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
@@ -133,6 +152,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
         const int64_t at = min(row + r * step, in.rows - 1);
         saved[r] = load(in.saved, in.saved_layout, at);
         dy[r] = load(in.dy, in.dy_layout, at);
+        if (kFromOutput) continue;
         mean[r] = !kRms ? __ldg(in.mean + at) : 0.0f;
         rstd[r] = __ldg(in.rstd + at);
       }
@@ -144,7 +164,10 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
         unpack(dy[r], d);
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          xhat[i] = kRms ? xhat[i] * rstd[r] : (xhat[i] - mean[r]) * rstd[r];
+          xhat[i] = kFromOutput
+                        ? (xhat[i] - shared.shift[lane * N + i]) * shared.scale[lane * N + i]
+                    : kRms ? xhat[i] * rstd[r]
+                           : (xhat[i] - mean[r]) * rstd[r];
           sums[0][i] = fmaf(d[i], xhat[i], sums[0][i]);
           if (!kRms) sums[1][i] += d[i];
         }
@@ -182,28 +205,31 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 #endif
   const int at = first_col + of_col;
   if (!sums_up || at >= in.cols || gradients.out[kind] == nullptr) return;
+  if (kFromOutput && isnan(shared.scale[of_col])) sum = NAN;  // dbias too
   store_as(gradients.dtype[kind], gradients.out[kind], at, sum);
 }
 
-// Blocks, in clusters of `splits`: one cluster that looks at the parameters, if that is asked for;
-// one for each tile of columns; and one block for each row.
+// Blocks, in clusters of `splits`: `look_blocks`, if that is asked for, that look at the
+// parameters; one cluster for each tile of columns; and one block for each row.
 template <typename X>
 __global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
                       const __grid_constant__ BackwardOutput<X, float> out,
                       const __grid_constant__ ColumnGradients gradients,
                       const __grid_constant__ ColumnLook<float> look, bool rms, bool regular,
-                      int tiles, int splits) {
+                      int look_blocks, int tiles, int splits) {
   __shared__ FewShared shared;
   int block = blockIdx.x;
   meet_previous_kernel();
-  if (look.watch.report != nullptr) {
-    if (block < splits) {
-      if (block == 0) look_at_columns(look);
-      return;
+  if (block < look_blocks) {
+    if (look.keeps_totals()) {
+      look_at_columns(look, block, look_blocks);
+    } else if (block == 0) {
+      look_at_columns(look);
     }
-    block -= splits;
+    return;
   }
+  block -= look_blocks;
   const int64_t row = block - tiles * splits;
   if (row >= in.rows) return;
   auto choose = [](bool value, auto run) {
@@ -215,12 +241,16 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   };
   choose(regular, [&](auto is_regular) {
     choose(rms, [&](auto is_rms) {
-      constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
-      if (row < 0) {
-        few_columns<kRegular, kRms>(in, gradients, block / splits, block % splits, splits, shared);
-      } else {
-        few_rows<kRegular, kRms>(in, out, row, shared.slots);
-      }
+      choose(in.from_output, [&](auto is_output) {
+        constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
+        constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
+        if (row < 0) {
+          few_columns<kRegular, kRms, kSaved>(in, gradients, block / splits, block % splits, splits,
+                                              shared);
+        } else {
+          few_rows<kRegular, kRms, kSaved>(in, out, row, shared.slots);
+        }
+      });
     });
   });
 }

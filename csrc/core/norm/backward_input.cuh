@@ -128,6 +128,14 @@ struct BackwardOutput {
   }
 };
 
+// 1 / g of any normal number: reciprocal() is 0 beyond 2^126. A division has branches, which keep
+// those of several columns from overlapping.
+template <typename A>
+__device__ __forceinline__ A reciprocal_of_any(A g) {
+  const A unit = fabs(g) > A(0x1p64) ? A(0x1p-64) : A(1);
+  return reciprocal(g * unit) * unit;
+}
+
 // xhat = (saved - shift) * scale. From the input both are the row's (mean, rstd); from the output
 // they are the column's (bias, 1 / weight). A listed column has (its place in the list, 0), and its
 // xhat is taken from there; one that is not recoverable and not listed has a scale of NaN.
@@ -151,7 +159,7 @@ struct ColumnParams {
       const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
       params.weight[i] = inside ? g : A(0);
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
-      params.scale[i] = inside ? A(1) / g : A(0);  // not by the hardware: 0 beyond 2^126
+      params.scale[i] = inside ? reciprocal_of_any(g) : A(0);
       const A bias = params.shift[i];
       if (!kFromOutput || !inside || !in.from_output) continue;
       if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);

@@ -20,7 +20,7 @@ class LateSums {
   // that.
   struct Slots {
     alignas(16) float of_warp[2][kRms ? 1 : 2][kWarpSize];
-    Sums parts[2][kMaxClusterBlocks];
+    Sums parts[2][kMaxRingBlocks];
     CopyBarrier arrived[2];
   };
   // All threads of the block; a barrier of the cluster's follows.

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 
+#include "core/common/overlap.cuh"
 #include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 #include "core/norm/columns.h"
@@ -176,6 +177,16 @@ struct ColumnLook {
     }
   }
 };
+
+// By several blocks, each thread at a column.
+template <typename A>
+__device__ __forceinline__ void look_at_columns(const ColumnLook<A>& look, int block, int blocks) {
+  typename ColumnLook<A>::Found found;
+  const int col = block * blockDim.x + threadIdx.x;
+  if (col < look.cols) look.look_at(col, found);
+  if (!look.keeps_totals()) wait_for_prerequisites();
+  if (look.add_up(blocks * (blockDim.x / kWarpSize), found)) look.report(found);
+}
 
 // By one block.
 template <typename A>

@@ -40,7 +40,7 @@ constexpr int held_values(RowsLie lie) { return lie == RowsLie::kRegular ? 32 : 
 template <typename A>
 struct ForwardShared {
   SumSlots<A> slots;
-  PartStatistics<A> cluster_slots[2][kMaxClusterBlocks];
+  PartStatistics<A> cluster_slots[2][kPortableClusterBlocks];
 };
 
 // Weight and (kBias) bias of a thread's columns. Where rows are regular and all parameters of the

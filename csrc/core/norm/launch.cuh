@@ -120,12 +120,18 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
       params.dweight || params.dbias ? (params.cols + kFewColumns - 1) / kFewColumns : 0;
   const int64_t rows = params.dx ? params.rows : 0;
   const int splits = plan.few_splits;
-  const int64_t clusters = (look.watch.report ? 1 : 0) + tiles + (rows + splits - 1) / splits;
+  int looks = 0;  // clusters of blocks
+  if (look.watch.report) {
+    const int columns = plan.threads_per_row * splits;
+    looks = look.watch.totals ? (params.cols + columns - 1) / columns : 1;
+  }
+  const int64_t clusters = looks + tiles + (rows + splits - 1) / splits;
   if (clusters == 0) return cudaSuccess;
-  const int shared_bytes = plan.threads_per_row * plan.packs * plan.pack * 4;  // the weight
+  const int kinds = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput);
+  const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
   return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
                         plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
-                        out, gradients, look, params.rms, regular, tiles, splits);
+                        out, gradients, look, params.rms, regular, looks * splits, tiles, splits);
 }
 
 template <typename X, typename Y, Saved kSaved>
@@ -187,7 +193,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     const RowsLie lie = plan.elements ? RowsLie::kElements
                         : regular     ? RowsLie::kRegular
                                       : RowsLie::kShifted;
-    if constexpr (std::is_same_v<X, Y> && kSaved == Saved::kInput) {
+    if constexpr (std::is_same_v<X, Y> && !kListed) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
     }

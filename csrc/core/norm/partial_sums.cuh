@@ -112,11 +112,7 @@ __global__ void __launch_bounds__(kSumThreads, 2)
   // The parameters may be read before stage 1 is done, which waited for all before it.
   if (static_cast<int>(blockIdx.x) < look_blocks) {
     if (blockIdx.y > 0) return;
-    typename ColumnLook<A>::Found found;
-    const int col = blockIdx.x * kSumThreads + threadIdx.x;
-    if (col < cols) look.look_at(col, found);
-    if (!look.keeps_totals()) wait_for_prerequisites();
-    if (look.add_up(look_blocks * kWarps, found)) look.report(found);
+    look_at_columns(look, blockIdx.x, look_blocks);
     meet_previous_kernel();
     return;
   }

@@ -56,7 +56,11 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
   // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
   // tree.
   constexpr int kMaxRowsInSequence = 128;
-  for (int spread = 1; spread <= device.max_cluster_blocks; spread *= 2) {
+  // The parameters of an output take room that larger clusters have, so that what the input has
+  // room for needs no more kernels from the output.
+  const bool large = column_vectors > 1 && device.cluster_multiprocessors(kMaxRingBlocks) > 0;
+  const int most = large ? kMaxRingBlocks : device.max_cluster_blocks;
+  for (int spread = 1; spread <= most; spread *= 2) {
     const int64_t block_packs = ceil_div(ceil_div(cols, plan.pack), spread);
     if (block_packs * plan.pack > kMaxThreads * kCols) continue;
     const int threads = threads_for(block_packs, kCols / plan.pack);
@@ -204,7 +208,10 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     plan.partials =
         clamp_grid(std::min<int64_t>(ceil_div(rows, groups), int64_t{resident} * device.sm_count));
     plan.blocks = plan.partials;
-    if (packs == 2 && x == y && simple)
+    // Static shared memory of that kernel, rounded up, beside its parameters.
+    constexpr int kFewStatic = 8 * 1024;
+    const int params = (from_output ? 3 : 1) * threads * packs * plan.pack * 4;
+    if (packs == 2 && x == y && whole_packs && params + kFewStatic <= device.shared_bytes_per_block)
       plan.few_splits = few_splits(rows, cols, threads * plan.pack / kFewColumns, device);
     return plan;
   }

@@ -110,19 +110,14 @@ __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& loa
 }
 
 // Any length: each block of a cluster takes a slice of the columns, which it reads for the sum and
-// again for the gradient, the second time from shared memory where the launch gave enough of it
-// (cached). Each thread reads back what it wrote itself.
+// again for the gradient.
 template <bool kRegular, bool kLog, typename Y, typename Store>
 __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& load,
-                                                       const Store& store, int slice, bool cached) {
+                                                       const Store& store, int slice) {
   using A = Accumulator<Y>;
   constexpr int N = kPackElements<Y, typename Store::Output>;
   constexpr int kPacks = 2;
   using Fetched = typename RunReader<Y, N, kRegular, Filler::kZero>::template Fetched<kPacks>;
-  extern __shared__ __align__(16) char cache_bytes[];
-  using CachedPack = AlignedPack<Y, N>;
-  CachedPack* const dy_cache = reinterpret_cast<CachedPack*>(cache_bytes) + threadIdx.x;
-  CachedPack* const y_cache = dy_cache + slice / N;
 
   RowGroup<Barrier::kBlock> group;
   RowCluster cluster;
@@ -137,23 +132,15 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   Fetched dy_fetched, y_fetched;
   auto fetch = [&](int col) {
     dy_row.fetch(dy_fetched, col);
-    if (!kLog || cached) y_row.fetch(y_fetched, col);
+    if (!kLog) y_row.fetch(y_fetched, col);
   };
   if (begin < end) fetch(begin + run_start<kPacks, N>(group));
   for (int base = begin; base < end; base += stride) {
     const int col = base + run_start<kPacks, N>(group);
     Pack<Y, N> dy[kPacks], y[kPacks];
     dy_row.extract(dy_fetched, dy, col);
-    if (!kLog || cached) y_row.extract(y_fetched, y, col);
+    if (!kLog) y_row.extract(y_fetched, y, col);
     if (base + stride < end) fetch(col + stride);
-    if (cached) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const int slot = (base - begin) / N + p * group.threads();
-        dy_cache[slot] = {dy[p]};
-        y_cache[slot] = {y[p]};
-      }
-    }
     A added[N];
     gradient_sums<kLog>(dy, y, added);
 #pragma unroll
@@ -169,17 +156,10 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   for (int base = last_chunk(begin, end, stride); base >= begin; base -= stride) {
     const int col = base + run_start<kPacks, N>(group);
     Pack<Y, N> dy[kPacks], y[kPacks];
-    if (!cached) {
-      dy_row.load(dy, col);
-      y_row.load(y, col);
-    }
+    dy_row.load(dy, col);
+    y_row.load(y, col);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (cached) {
-        const int slot = (base - begin) / N + p * group.threads();
-        dy[p] = dy_cache[slot].pack;
-        y[p] = y_cache[slot].pack;
-      }
       A dx[N];
       gradient<kLog>(dy[p], y[p], sum, load.scale, dx);
       out.template store<kPacks>(p, col, dx);
@@ -210,11 +190,11 @@ __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 ? 2 : 1)
 template <typename Y, typename Store>
 __global__ void __launch_bounds__(kBlockTierThreads, sizeof(Y) == 8 ? 1 : 2)
     softmax_backward_stream(const __grid_constant__ GradientLoad<Y> load,
-                            const __grid_constant__ Store store, bool regular, bool log, int slice,
-                            bool cached) {
+                            const __grid_constant__ Store store, bool regular, bool log,
+                            int slice) {
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
-    softmax_backward_twice<decltype(is_regular)::value, decltype(is_log)::value>(load, store, slice,
-                                                                                 cached);
+    softmax_backward_twice<decltype(is_regular)::value, decltype(is_log)::value>(load, store,
+                                                                                 slice);
   });
 }
 

@@ -4,6 +4,7 @@
 
 #include "core/common/launch.cuh"
 #include "core/softmax/backward.cuh"
+#include "core/softmax/backward_ring.cuh"
 #include "core/softmax/columns.cuh"
 #include "core/softmax/forward.cuh"
 #include "core/softmax/plan.h"
@@ -60,19 +61,25 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
   return cudaErrorInvalidValue;
 }
 
-template <typename Y, typename Store>
-cudaError_t launch_backward(const GradientLoad<Y>& load, const Store& store, bool regular, bool log,
-                            const SoftmaxPlan& plan, cudaStream_t stream) {
+template <typename Y, typename X>
+cudaError_t launch_backward(const GradientLoad<Y>& load, const RoundedStore<X>& store, bool regular,
+                            bool log, const SoftmaxPlan& plan, cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  auto run = [&](auto kernel, auto... flags) {
+  auto run_with = [&](auto kernel, const auto& store, auto... flags) {
     return launch(kernel, plan.blocks, threads,
                   {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
                   regular, log, flags...);
   };
-  if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
-    return run(softmax_backward_stream<Y, Store>, plan.slice, plan.place == RowPlace::kShared);
-  }
+  auto run = [&](auto kernel, auto... flags) { return run_with(kernel, store, flags...); };
+  using Store = RoundedStore<X>;
+  if (plan.tier == SoftmaxTier::kUncached)
+    return run(softmax_backward_stream<Y, Store>, plan.slice);
   if constexpr (!std::is_same_v<Y, double>) {
+    if (plan.place == RowPlace::kRing) {
+      const BoundaryStore<Y> any{store.data, kDTypeOf<X>, store.cols};
+      const int pieces = plan.slice / (plan.pack * kPieceGranules);
+      return run_with(softmax_backward_ring<Y>, any, pieces, plan.slots);
+    }
     if (plan.tier == SoftmaxTier::kWarp) {
       switch (plan.packs) {
         case 1:
@@ -133,8 +140,10 @@ cudaError_t softmax_columns_forward_as(const SoftmaxColumnsForwardParams& params
                           stream, static_cast<const X*>(params.x), static_cast<Y*>(params.y), shape,
                           params.log, plan.shared_bytes > 0);
   };
-  return plan.pack == N ? run(softmax_columns_forward<X, Y, N>)
-                        : run(softmax_columns_forward<X, Y, 1>);
+  if constexpr (!std::is_same_v<X, double>) {
+    if (plan.pack == N) return run(softmax_columns_forward<X, Y, N>);
+  }
+  return run(softmax_columns_forward<X, Y, 1>);
 }
 
 template <typename X, typename Y>
@@ -148,8 +157,10 @@ cudaError_t softmax_columns_backward_as(const SoftmaxColumnsBackwardParams& para
                           stream, static_cast<const Y*>(params.dy), static_cast<const Y*>(params.y),
                           static_cast<X*>(params.dx), shape, params.log, plan.shared_bytes > 0);
   };
-  return plan.pack == N ? run(softmax_columns_backward<X, Y, N>)
-                        : run(softmax_columns_backward<X, Y, 1>);
+  if constexpr (!std::is_same_v<X, double>) {
+    if (plan.pack == N) return run(softmax_columns_backward<X, Y, N>);
+  }
+  return run(softmax_columns_backward<X, Y, 1>);
 }
 
 // Defines the functions above for outputs of X or one of Others.

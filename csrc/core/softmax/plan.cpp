@@ -9,7 +9,8 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kWarpTierThreads = 128;  // of a block
 constexpr int kBlockThreads = 512;
-constexpr int kStaticShared = 4096;  // of the kernels over rows, rounded up
+// Static shared memory of the kernels over rows, and of those with a ring, rounded up.
+constexpr int kStaticShared = 4096, kRingStaticShared = 512;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -29,6 +30,7 @@ struct RowShape {
   int packs, threads, cluster_blocks;
   int64_t slice_packs;
   int64_t shared_bytes;
+  int slots;
 };
 
 // Rows by groups of lanes, 128 packs at most. Two packs a lane of each tensor are enough in flight
@@ -38,7 +40,7 @@ constexpr int kMaxWarpPacks = 4 * kWarp;
 RowShape warp_shape(int64_t row_packs) {
   const int packs = row_packs <= 4 ? 1 : row_packs <= 2 * kWarp ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
-  return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0};
+  return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0, 0};
 }
 
 // The smallest cluster whose blocks need take no more than `block_packs` each.
@@ -53,34 +55,66 @@ int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
   return ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
 }
 
+// Backward where there are bulk copies, which came with clusters. One block takes all of a
+// multiprocessor's shared memory, and a row as few blocks as can hold it: what room it leaves is
+// for the start of the next row. No slots: not even a cluster can.
+RowShape ring_shape(int64_t row_packs, const DeviceProperties& device) {
+  constexpr int64_t kPiece = kPiecePacks * kWarp;
+  RowShape shape{RowPlace::kRing, kPiecePacks, kMaxSpanWarps * kWarp, 1, 0, 0, 0};
+  if (device.max_cluster_blocks == 1) return shape;
+  const int room = (device.shared_bytes_per_block - kRingStaticShared) / kMaxSpanWarps;
+  for (int blocks = 1; blocks <= device.max_cluster_blocks; blocks *= 2) {
+    const int64_t pieces = ceil_div(row_packs, kPiece * kMaxSpanWarps * blocks);
+    if (pieces * 2 * kSpanPieceBytes > room) continue;
+    const int needed = static_cast<int>(pieces);
+    int slots = 2 * needed;
+    while (slots >= needed && span_ring_bytes(needed, slots) > room) --slots;
+    if (slots < needed) continue;
+    shape.cluster_blocks = blocks;
+    shape.slice_packs = pieces * kPiece;
+    shape.shared_bytes = int64_t{span_ring_bytes(needed, slots)} * kMaxSpanWarps;
+    shape.slots = slots;
+    break;
+  }
+  return shape;
+}
+
+// Deals a ring's warps out to the blocks of the largest cluster, if the rows leave half of the chip
+// without work.
+void spread_ring(int64_t rows, const DeviceProperties& device, RowShape& shape) {
+  if (2 * rows * shape.cluster_blocks > device.sm_count) return;
+  const int times = device.max_cluster_blocks / shape.cluster_blocks;
+  shape.cluster_blocks *= times;
+  shape.threads /= times;
+  shape.shared_bytes /= times;
+}
+
 // Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
 // 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
 // where these are of one tensor, they leave as much room and share a barrier among more columns.
-// Rows of more than a block are spread over a cluster where the chip has them. Rows too long for
-// all that are kept in shared memory. `whole_packs`: so are the rows. Others have ends to see to in
-// each warp's part, which is therefore larger.
+// Longer rows are spread over a cluster where the chip has them, or, backward, pass through a ring:
+// those of whole packs at once, as others must be put together of what they share with their
+// neighbours, and only if a cluster's registers do not hold them. Rows too long for all that are
+// kept in shared memory.
 RowShape block_shape(bool backward, bool whole_packs, int64_t row_packs, int pack_bytes,
                      const DeviceProperties& device) {
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
-    return {RowPlace::kRegisters, packs, threads, cluster_blocks, int64_t{packs} * threads, 0};
+    return {RowPlace::kRegisters, packs, threads, cluster_blocks, int64_t{packs} * threads, 0, 0};
   };
+  constexpr int64_t kMostPacks = 8 * kBlockThreads;
   if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
-  if (row_packs <= 8 * kBlockThreads) return in_registers(8, 1);
-  const int packs = backward && whole_packs ? 4 : 8;
-  const int64_t block_packs = int64_t{packs} * kBlockThreads;
-  if (row_packs <= block_packs * device.max_cluster_blocks) {
+  if (row_packs <= kMostPacks) return in_registers(8, 1);
+  if (backward && whole_packs) return ring_shape(row_packs, device);
+  if (row_packs <= kMostPacks * device.max_cluster_blocks) {
     // Small blocks hide each other's waiting for their clusters.
-    return in_registers(packs, cluster_for(row_packs, block_packs / 2, device));
+    return in_registers(8, cluster_for(row_packs, kMostPacks / 2, device));
   }
-  const int chunk = (backward ? 2 : 4) * kBlockThreads;
-  const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, chunk);
-  return {RowPlace::kShared,
-          chunk / kBlockThreads,
-          kBlockThreads,
-          device.max_cluster_blocks,
-          slice,
-          slice * pack_bytes * (backward ? 2 : 1)};
+  if (backward) return ring_shape(row_packs, device);
+  constexpr int kPacks = 4;
+  const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, kPacks * kBlockThreads);
+  return {RowPlace::kShared,  kPacks, kBlockThreads, device.max_cluster_blocks, slice,
+          slice * pack_bytes, 0};
 }
 
 // A block reads a few chunks at least before it meets the others of its cluster; for log_softmax's
@@ -99,12 +133,8 @@ RowShape uncached_shape(bool backward, bool log, int64_t row_packs,
           threads,
           cluster_blocks,
           slice_of(row_packs, cluster_blocks, chunk),
+          0,
           0};
-}
-
-// Bytes of a pack as it is read.
-int pack_bytes_of(bool backward, DType x, DType y) {
-  return softmax_pack(x, y) * size_of(backward ? y : x);
 }
 
 RowShape shape_in(SoftmaxTier tier, bool backward, bool log, int cols, DType x, DType y,
@@ -112,8 +142,8 @@ RowShape shape_in(SoftmaxTier tier, bool backward, bool log, int cols, DType x, 
   const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
   if (tier == SoftmaxTier::kWarp) return warp_shape(row_packs);
   if (tier == SoftmaxTier::kBlock) {
-    const bool whole_packs = cols % softmax_pack(x, y) == 0;
-    return block_shape(backward, whole_packs, row_packs, pack_bytes_of(backward, x, y), device);
+    const int pack = softmax_pack(x, y);
+    return block_shape(backward, cols % pack == 0, row_packs, pack * size_of(x), device);
   }
   return uncached_shape(backward, log, row_packs, device);
 }
@@ -123,8 +153,9 @@ bool tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
   if (tier == SoftmaxTier::kUncached) return true;
   if (x == DType::kFloat64) return false;
   if (tier == SoftmaxTier::kWarp) return ceil_div(cols, softmax_pack(x, y)) <= kMaxWarpPacks;
-  return shape_in(tier, backward, false, cols, x, y, device).shared_bytes + kStaticShared <=
-         device.shared_bytes_per_block;
+  const RowShape shape = shape_in(tier, backward, false, cols, x, y, device);
+  if (shape.place == RowPlace::kRing) return shape.slots > 0;
+  return shape.shared_bytes + kStaticShared <= device.shared_bytes_per_block;
 }
 
 SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceProperties& device) {
@@ -132,9 +163,9 @@ SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceP
   if (!tier_holds(SoftmaxTier::kBlock, backward, cols, x, y, device)) {
     return SoftmaxTier::kUncached;
   }
-  // What no cluster holds in registers is read again from the L2 cache: with a cluster to a row few
-  // rows are under way, and most of that is there. Without clusters more are, and shared memory is
-  // the place.
+  // What no cluster holds in registers, or in a ring, is read again from the L2 cache: with a
+  // cluster to a row few rows are under way, and most of that is there. Without clusters more are,
+  // and shared memory is the place.
   const RowShape block = shape_in(SoftmaxTier::kBlock, backward, false, cols, x, y, device);
   const bool has_clusters = device.max_cluster_blocks > 1;
   return block.place == RowPlace::kShared && has_clusters ? SoftmaxTier::kUncached
@@ -153,7 +184,8 @@ bool softmax_tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DTyp
 SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows, int cols, DType x,
                          DType y, const DeviceProperties& device) {
   if (tier == SoftmaxTier::kAuto) tier = choose_tier(backward, cols, x, y, device);
-  const RowShape shape = shape_in(tier, backward, log, cols, x, y, device);
+  RowShape shape = shape_in(tier, backward, log, cols, x, y, device);
+  if (shape.place == RowPlace::kRing) spread_ring(rows, device, shape);
   SoftmaxPlan plan{};
   plan.tier = tier;
   plan.place = shape.place;
@@ -163,12 +195,18 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows
   plan.threads_per_row = shape.threads;
   plan.cluster_blocks = shape.cluster_blocks;
   plan.slice = static_cast<int>(std::min<int64_t>(shape.slice_packs * plan.pack, INT_MAX));
+  plan.slots = shape.slots;
   plan.shared_bytes = static_cast<int>(shape.shared_bytes);
   // Small blocks of short rows: many are resident, and hide each other's loads.
   plan.rows_per_block = tier == SoftmaxTier::kBlock || plan.threads_per_row > kWarp
                             ? 1
                             : kWarpTierThreads / plan.threads_per_row;
-  plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
+  int64_t clusters = ceil_div(rows, plan.rows_per_block);
+  if (plan.place == RowPlace::kRing) {  // they go round
+    clusters = std::min<int64_t>(
+        clusters, device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks);
+  }
+  plan.blocks = clamp_grid(clusters * plan.cluster_blocks);
   return plan;
 }
 

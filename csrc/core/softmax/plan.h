@@ -2,7 +2,8 @@
 //
 // What shapes a row's reduction tree (tier, packs, threads, cluster and slices) depends on the
 // row's length and dtypes alone, so a row's result never depends on how many rows come with it. The
-// number of rows chooses only the grid.
+// number of rows chooses only the grid, and how a ring's warps are dealt out to blocks, of which
+// its tree is independent.
 #pragma once
 
 #include <cstdint>
@@ -15,18 +16,35 @@ namespace fused_norm {
 // Elements a pack: 16 bytes of the wider of the two tensors.
 int softmax_pack(DType x, DType y);
 
-// Where a row of SoftmaxTier::kBlock lies.
-enum class RowPlace : uint8_t { kRegisters, kShared };
+// Where a row of SoftmaxTier::kBlock lies. kRing (backward): in shared memory, on its way through
+// (span_ring.cuh).
+enum class RowPlace : uint8_t { kRegisters, kShared, kRing };
+
+// Of kRing: each warp has a span of the row, which comes in pieces of so many packs a lane, of each
+// of two tensors, through a ring of slots.
+constexpr int kPiecePacks = 2;
+constexpr int kMaxSpanWarps = 16;  // of a block
+constexpr int kSpanPieceBytes = kPiecePacks * 32 * 16, kSpanEdgeBytes = 32;
+
+// Whether there are also pieces of the next row in the ring.
+constexpr int span_edge_sets(int pieces, int slots) { return slots > pieces ? 2 : 1; }
+// Shared memory of a warp: slots, edges and barriers.
+constexpr int span_ring_bytes(int pieces, int slots) {
+  const int bytes =
+      slots * 2 * kSpanPieceBytes + span_edge_sets(pieces, slots) * 2 * kSpanEdgeBytes + slots * 8;
+  return (bytes + 15) / 16 * 16;
+}
 
 struct SoftmaxPlan {
   SoftmaxTier tier;
   RowPlace place;
   int pack;             // elements
-  int packs;            // packs a thread (kShared and kUncached: at a time)
+  int packs;            // packs a thread (kShared, kRing and kUncached: at a time)
   int threads_per_row;  // 1 to 32 lanes, or whole warps, of each block that shares the row
   int rows_per_block;
   int cluster_blocks;  // blocks that share a row
-  int slice;           // columns of the row for each of these
+  int slice;           // columns of the row for each of these; kRing: for each of their warps
+  int slots;           // kRing: of a warp's ring
   int blocks;
   int shared_bytes;  // dynamic
   bool overlap;      // programmatic dependent launch, from Hopper on

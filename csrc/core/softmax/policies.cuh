@@ -237,4 +237,54 @@ struct RoundedStore {
   }
 };
 
+// The same of a dtype that is known at run time, of results that are fp32 or of one 16-bit type T;
+// without runs, in packs of N at pack boundaries.
+template <typename T>
+struct BoundaryStore {
+  void* data;
+  DType dtype;  // that of T; where T is float, any but fp64
+  int cols;
+
+  // The first column of a row that lies at a pack boundary.
+  template <int N>
+  __device__ __forceinline__ int first_boundary(int64_t row) const {
+    int first;
+    with_data([&](auto* data) { first = (N - turn_of<N, false>(data + row * cols)) % N; });
+    return first;
+  }
+
+  // N results from such a column on, or one from any, as far as the row reaches.
+  template <bool kRegular, int N>
+  __device__ __forceinline__ void put(int64_t row, int col, const float (&values)[N]) const {
+    with_data([&](auto* data) {
+      using Output = std::remove_pointer_t<decltype(data)>;
+      Pack<Output, N> pack;
+      round_to(pack, values);
+      Output* const at = data + row * cols + col;
+      if (cols - col >= N) {
+        detail::store_words<sizeof(Output) * N>(reinterpret_cast<char*>(at), pack.words);
+      } else if (!kRegular) {
+#pragma unroll
+        for (int i = 0; i < N - 1; ++i) {
+          if (i < cols - col) reinterpret_cast<Bits<Output>*>(at)[i] = bits_of(pack, i);
+        }
+      }
+    });
+  }
+
+ private:
+  template <typename Run>
+  __device__ __forceinline__ void with_data(Run run) const {
+    if constexpr (sizeof(T) == 2) {
+      run(static_cast<T*>(data));
+    } else if (dtype == DType::kFloat32) {
+      run(static_cast<float*>(data));
+    } else if (dtype == DType::kFloat16) {
+      run(static_cast<__half*>(data));
+    } else {
+      run(static_cast<__nv_bfloat16*>(data));
+    }
+  }
+};
+
 }  // namespace fused_norm

@@ -65,7 +65,7 @@ __device__ __forceinline__ A sum_of_run(A (&elements)[N], const RunPlace<N, kReg
 template <typename V>
 struct RowSlots {
   V warps[2][kMaxWarps];
-  V blocks[2][kMaxClusterBlocks];
+  V blocks[2][kPortableClusterBlocks];
 };
 
 // Combines the parts of a row that the warps of a group hold, and if `spread` the blocks of a

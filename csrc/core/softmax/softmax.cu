@@ -16,8 +16,10 @@ SoftmaxPlan plan_of(const Params& params, bool backward, const DeviceProperties&
                       params.y_dtype, device);
 }
 
+// fp64 has no packs of columns.
 bool is_aligned(const void* data, int pack, DType dtype) {
-  return reinterpret_cast<uintptr_t>(data) % (pack * size_of(dtype)) == 0;
+  return dtype != DType::kFloat64 &&
+         reinterpret_cast<uintptr_t>(data) % (pack * size_of(dtype)) == 0;
 }
 
 }  // namespace

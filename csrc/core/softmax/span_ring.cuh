@@ -1,0 +1,226 @@
+// Long rows on their way through shared memory. Each warp has a span of the row's columns, which
+// comes by bulk copies in pieces, two packs a lane; a ring of slots holds the pieces of a row, and
+// as many of the next one as there is room for.
+#pragma once
+
+#include "core/common/bulk_copy.cuh"
+#include "core/softmax/plan.h"
+#include "core/softmax/policies.cuh"
+
+namespace fused_norm {
+
+constexpr int kGranule = 16;  // bytes; copies start and end at multiples of it
+constexpr int kPieceGranules = kPiecePacks * kWarpSize;
+
+// A warp's ring, of two tensors with the same columns. A span starts in the first of the granules
+// that are copied, and what it shares with the next one, up to N - 1 columns and the rest of their
+// granule, comes as an edge after its last piece.
+template <typename T, bool kRegular>
+class SpanRing {
+  static constexpr int N = kGranule / sizeof(T);
+  static constexpr int kPieceBytes = kPieceGranules * kGranule;
+  static_assert(kPieceBytes == kSpanPieceBytes && 2 * kGranule == kSpanEdgeBytes);
+
+ public:
+  // `memory` is the warp's own, span_ring_bytes(pieces, slots). The spans start at column
+  // `first_col`, of every `stride`-th row from `first_row` on. Whole warps construct theirs; a
+  // barrier of the block follows, and start().
+  __device__ SpanRing(char* memory, const Rows<T>& first, const Rows<T>& second, int first_col,
+                      int64_t first_row, int stride, int pieces, int slots)
+      : first_(first),
+        second_(second),
+        memory_(memory),
+        edges_(memory + slots * 2 * kPieceBytes),
+        filled_(reinterpret_cast<CopyBarrier*>(edges_ +
+                                               span_edge_sets(pieces, slots) * 2 * kSpanEdgeBytes)),
+        first_col_(first_col),
+        pieces_(pieces),
+        slots_(slots),
+        stride_(stride),
+        row_(first_row) {
+    if (lane() == 0) {
+      for (int s = 0; s < slots; ++s) filled_[s].init();
+    }
+  }
+
+  __device__ __forceinline__ void start() {
+    open();
+    for (int s = 0; s < slots_; ++s) fill();
+  }
+
+  // A piece that has been copied: where its granules are in the first tensor's slot and the
+  // second's, and those that follow.
+  struct Piece {
+    const char *at[2], *next[2];
+  };
+  // Where the pieces of a row are.
+  struct Cursor {
+    int slot = 0;
+    uint32_t parity = 0;
+  };
+
+  // Piece `number` of row `turn` of these; moves on. Waits for it and, where the rows are
+  // irregular, for what follows.
+  __device__ __forceinline__ Piece wait(int number, int turn, Cursor& cursor) const {
+    Piece piece;
+    filled_[cursor.slot].wait(cursor.parity);
+#pragma unroll
+    for (int t = 0; t < 2; ++t) piece.at[t] = slot(cursor.slot, t);
+    if (++cursor.slot == slots_) cursor = {0, cursor.parity ^ 1};
+    if constexpr (!kRegular) {
+      const bool last = number + 1 == pieces_;
+      if (!last) filled_[cursor.slot].wait(cursor.parity);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) piece.next[t] = last ? edge(turn, t) : slot(cursor.slot, t);
+    }
+    return piece;
+  }
+
+  // By how many bytes the spans of a row miss a granule boundary.
+  __device__ __forceinline__ int shift(int t, int64_t row) const {
+    if constexpr (kRegular) return 0;
+    const T* const start = row_start(tensor(t).data, tensor(t).layout, row);
+    return static_cast<int>(reinterpret_cast<uintptr_t>(start) % kGranule);
+  }
+
+  // The lane's packs of a piece, of which the first lane's first one starts `offset` bytes into the
+  // piece, less than two granules.
+  __device__ __forceinline__ static void read(const Piece& piece, int t, int offset,
+                                              Pack<T, N> (&packs)[kPiecePacks]) {
+    if constexpr (kRegular) {
+#pragma unroll
+      for (int p = 0; p < kPiecePacks; ++p)
+        packs[p].words = load(piece.at[t] + (p * kWarpSize + lane()) * kGranule);
+    } else {
+      const int first = lane() + offset / kGranule, rest = offset % kGranule;
+#pragma unroll
+      for (int p = 0; p < kPiecePacks; ++p)
+        packs[p].words = load(granule(piece, t, first + p * kWarpSize));
+      if (rest == 0) return;
+#pragma unroll
+      for (int p = 0; p < kPiecePacks; ++p) {
+        const Words<kGranule> high = load(granule(piece, t, first + p * kWarpSize + 1));
+        packs[p].words = detail::shifted_bytes<kGranule>(packs[p].words, high, rest);
+      }
+    }
+  }
+
+  // One element of the row, `index` past the start of a piece whose rows have this shift; both
+  // within its first two granules.
+  __device__ __forceinline__ static Pack<T, 1> read_element(const Piece& piece, int t, int shift,
+                                                            int index) {
+    return detail::bit_copy<Pack<T, 1>>(
+        *reinterpret_cast<const Bits<T>*>(piece.at[t] + shift + index * sizeof(T)));
+  }
+
+  // The lane is done with the oldest piece, which makes room for another. All lanes of the warp.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    fill();
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
+  __device__ __forceinline__ const Rows<T>& tensor(int t) const {
+    return t == 0 ? first_ : second_;
+  }
+  __device__ __forceinline__ char* slot(int s, int t) const {
+    return memory_ + (2 * s + t) * kPieceBytes;
+  }
+  // The row of turn `turn` and the one after, if that has pieces here too, have edges of their own.
+  __device__ __forceinline__ char* edge(int turn, int t) const {
+    const int set = span_edge_sets(pieces_, slots_) > 1 ? turn & 1 : 0;
+    return edges_ + (2 * set + t) * kSpanEdgeBytes;
+  }
+  __device__ __forceinline__ static const char* granule(const Piece& piece, int t, int number) {
+    return number < kPieceGranules ? piece.at[t] + number * kGranule
+                                   : piece.next[t] + (number - kPieceGranules) * kGranule;
+  }
+  __device__ __forceinline__ static Words<kGranule> load(const char* at) {
+    return detail::bit_copy<Words<kGranule>>(*reinterpret_cast<const uint4*>(at));
+  }
+
+  // What is copied of a row of one tensor: whole granules, and then `rest` bytes of one that would
+  // reach past the tensor's end.
+  struct Source {
+    const char* from;
+    int bytes, rest;
+  };
+
+  // Finds what there is to copy of the next row.
+  __device__ __forceinline__ void open() {
+    if (row_ >= first_.rows || lane() != 0) return;
+#pragma unroll
+    for (int t = 0; t < 2; ++t) {
+      const Rows<T>& tensor = this->tensor(t);
+      const int most = pieces_ * kPieceGranules * N + (kRegular ? 0 : N - 1);
+      const int used = max(0, min(tensor.cols - first_col_, most)) * static_cast<int>(sizeof(T));
+      const T* const start = row_start(tensor.data, tensor.layout, row_) + first_col_;
+      Source& source = sources_[t];
+      const int shift =
+          kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(start) % kGranule);
+      source = {reinterpret_cast<const char*>(start) - shift,
+                used == 0 ? 0 : (shift + used + kGranule - 1) / kGranule * kGranule, 0};
+      if constexpr (!kRegular) {
+        const T* const end = row_start(tensor.data, tensor.layout, tensor.rows - 1) + tensor.cols;
+        if (used > 0 && source.from + source.bytes > reinterpret_cast<const char*>(end)) {
+          source.bytes -= kGranule;
+          source.rest = shift + used - source.bytes;
+        }
+      }
+    }
+  }
+
+  // Starts the copies of the next piece, if there is one, to the oldest slot.
+  __device__ __forceinline__ void fill() {
+    if (row_ >= first_.rows) return;
+    const bool last = piece_ + 1 == pieces_;
+    if (lane() == 0) {
+      CopyBarrier& filled = filled_[slot_];
+      const int at = piece_ * kPieceBytes, end = pieces_ * kPieceBytes;
+      int bytes[2], edge_bytes[2];
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        const Source& source = sources_[t];
+        bytes[t] = max(0, min(source.bytes - at, kPieceBytes));
+        edge_bytes[t] = !kRegular && last ? max(0, source.bytes - end) : 0;
+        if (!kRegular && source.rest > 0 && source.bytes >= at &&
+            (last || source.bytes < at + kPieceBytes)) {
+          char* const to = source.bytes < end ? slot(slot_, t) + (source.bytes - at)
+                                              : edge(turn_, t) + (source.bytes - end);
+          for (int i = 0; i < source.rest; i += sizeof(T)) {
+            *reinterpret_cast<T*>(to + i) =
+                *reinterpret_cast<const T*>(source.from + source.bytes + i);
+          }
+          CopyBarrier::order_writes();
+        }
+      }
+      filled.expect(bytes[0] + bytes[1] + edge_bytes[0] + edge_bytes[1]);
+#pragma unroll
+      for (int t = 0; t < 2; ++t) {
+        if (bytes[t] > 0) filled.copy(slot(slot_, t), sources_[t].from + at, bytes[t]);
+        if (edge_bytes[t] > 0) filled.copy(edge(turn_, t), sources_[t].from + end, edge_bytes[t]);
+      }
+    }
+    if (++slot_ == slots_) slot_ = 0;
+    ++piece_;
+    if (last) {
+      piece_ = 0;
+      ++turn_;
+      row_ += stride_;
+      open();
+    }
+  }
+
+  const Rows<T>&first_, &second_;
+  char *const memory_, *const edges_;
+  CopyBarrier* const filled_;
+  const int first_col_, pieces_, slots_, stride_;
+
+  // The next piece to copy. `sources_` is lane 0's.
+  int64_t row_;
+  int turn_ = 0, piece_ = 0, slot_ = 0;
+  Source sources_[2];
+};
+
+}  // namespace fused_norm
