@@ -23,10 +23,11 @@ import torch
 from harness import OUTPUTS, SHORT, SUMS
 
 # Columns, and rows for backward. The columns lie in each tier of each pack size: from one lane a
-# row to a cluster of sixteen blocks and to streaming. Where backward's rows need a barrier, they are
-# in one shape of each tier as many as give a persistent block three rounds on a chip of 132
-# multiprocessors, as the slots of two rounds alternate, and where they pass through a ring of up to
-# six stages more, so that stages are filled again and read. None: backward has no other tier there.
+# row to a cluster of sixteen blocks and to streaming. Where backward's rows need a barrier, they
+# are in one shape of each tier as many as give a persistent block three rounds on a chip of 132
+# multiprocessors, as the slots of two rounds alternate, and where they pass through a ring of up
+# to six stages more, so that stages are filled again and read. None: backward has no other tier
+# there.
 SHAPES = [
     (1, 1),
     (3, 7),

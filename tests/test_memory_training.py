@@ -213,6 +213,44 @@ def test_checkpointed_training(kind, data, reentrant, device, generator):
 
 
 @each_kind
+def test_checkpoints_of_parameters_that_change_their_memory(kind, device, generator):
+    """As FSDP gathers them for each forward pass, and anew for its repetition in backward."""
+    efficient, plain = (make(kind, 48, device, FP64, flag) for flag in (True, False))
+    zero_some(efficient.weight)
+    with torch.no_grad():
+        efficient.weight[1::7] = 0.01  # will cross zero
+    optimizer = torch.optim.SGD(efficient.parameters(), lr=1e-2)
+    for step in range(12):
+        plain.load_state_dict(efficient.state_dict())
+        x, dy = randn(generator, 10, 48, dtype=FP64), randn(generator, 10, 48, dtype=FP64)
+        grads = []
+        for module in (efficient, plain):
+            module.zero_grad()
+            leaf = x.clone().requires_grad_()
+            before, outputs = [], []
+
+            def gather(module=module, before=before):
+                for p in module.parameters():
+                    before.append(p.data)
+                    p.data = p.data.clone()
+
+            for _ in range(2):  # two micro-batches
+                gather()
+                outputs.append(
+                    torch.utils.checkpoint.checkpoint(
+                        lambda t, m=module: m(t).sin(), leaf, use_reentrant=False
+                    )
+                )
+            for y in outputs:
+                gather()
+                y.backward(dy)
+            grads.append([leaf.grad, *(p.grad for p in module.parameters())])
+        for ours, expected in zip(*grads, strict=True):
+            torch.testing.assert_close(ours, expected, msg=f"step {step}")
+        optimizer.step()
+
+
+@each_kind
 def test_several_forwards_and_shared_weights(kind, device, generator):
     """Two modules with one weight, each called twice before one backward pass; evaluation between
     the steps."""

@@ -8,8 +8,8 @@
 //     (load_state_dict, pruning); an optimizer's step is a move of its own where they stay (fused
 //     optimizers do not move them),
 //   - they move without either (updates written through .data), for a while.
-// A choice stays until the next move, and in a checkpoint's second forward pass, which so saves
-// what its first did.
+// A choice stays until the next move, also where other memory is a habit and optimizers are known
+// to make the moves; and in a checkpoint's second forward pass, which so saves what its first did.
 //
 // What is known of a norm hangs on its weight's TensorImpl, or its bias's if it has no weight, or
 // that of the tensor of which these are views (FSDP's flat parameters), and goes with it. A weak
@@ -386,12 +386,13 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   }
 
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  if (watch->chosen && !swapped && step == 0) {
-    const bool repeats = in_backward && watch->outstanding > 0;
-    if (repeats || (!moved && (watch->moves > 0 || !watch->backward_ran))) {
-      if (!in_backward) ++watch->outstanding;
-      return watch->room;
-    }
+  const bool stayed = !swapped && step == 0;
+  const bool repeats = in_backward && watch->outstanding > 0 && (stayed || !optimized);
+  const bool unmoved = !moved && (stayed ? watch->moves > 0 || !watch->backward_ran
+                                         : watch->optimized && watch->swaps >= kStrangeSwaps);
+  if (watch->chosen && (repeats || unmoved)) {
+    if (!in_backward) ++watch->outstanding;
+    return watch->room;
   }
 
   bool must_look = !watch->chosen || !watch->history.defined();
