@@ -263,6 +263,10 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   EXPECT_EQ(plan_for(8192, false, kH200).tier, Tier::kRegisters);  // fills a block's threads
   EXPECT_EQ(plan_for(5120, true, kH200).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(5120, false, kH200).blocks, 2 * 132);
+  EXPECT_EQ(plan_for(5120, false, kH200).stages, 3);
+  EXPECT_EQ(plan_for(6144, false, kH200).blocks, 132);
+  // No room for another block beside it.
+  EXPECT_GT(2 * plan_for(6144, false, kH200).shared_bytes, kH200.shared_bytes_per_block);
   EXPECT_EQ(plan_for(12288, false, kH200).cluster_blocks, 1);
   EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // bias and 1 / weight take room
   EXPECT_EQ(plan_for(65536, false, kH200).cluster_blocks, 8);

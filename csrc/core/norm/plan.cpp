@@ -46,13 +46,17 @@ constexpr int kStaticShared = 5 * 1024;
 // Long rows where there are bulk copies, which came with clusters: fills in the plan if they fit.
 //
 // A thread has 16 columns, in 80 registers, so that a block of 768 has all of a multiprocessor's.
-// Smaller blocks share it, two at least, which hide each other's barriers, and up to 12 warps; more
-// would make more partial rows. Three stages hold the row at work, the one before, of which dx is
-// still to be written, and the next; a fourth keeps more loads in flight.
+// Smaller blocks share it, up to 12 warps, and hide each other's barriers; more would make more
+// partial rows. Three stages hold the row at work, the one before, of which dx is still to be
+// written, and the next. There are more where these would leave too little on its way, or room for
+// another block: when kernels overlap, the first multiprocessors to be free then get that too, and
+// others stay empty (a block of 384 threads: 100 in place of 81 microseconds, RMSNorm, 8192 x 6144
+// in bf16 on an H200). Each stage beyond costs about 1 % for want of overlap.
 bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors,
                const DeviceProperties& device, NormBackwardPlan& plan) {
   constexpr int kCols = 16, kMaxThreads = 768, kEnoughThreads = 384, kMinStages = 3;
-  constexpr int kStatic = 1024, kReservedPerBlock = 1024;
+  constexpr int kStatic = 1024, kReservedPerBlock = 1024, kEnoughBytes = 40 * 1024;
+  const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
   // tree.
   constexpr int kMaxRowsInSequence = 128;
@@ -67,13 +71,18 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
     const int block_cols = std::min(cols, threads * kCols);
     const int params = column_vectors * threads * kCols * 4;
     const int stage = ring_slot(block_cols * saved_size) + ring_slot(block_cols * dy_size);
-    const int wanted = std::max<int>(2, ceil_div(kEnoughThreads, threads));
-    for (int blocks = spread > 1 ? 1 : std::min(wanted, kMaxThreads / threads); blocks > 0;
-         --blocks) {
-      const int shared = (device.shared_bytes_per_block + kReservedPerBlock) / blocks -
-                         kReservedPerBlock - kStatic - params;
-      plan.stages = std::min(shared / stage, kMaxRingStages);
-      if (plan.stages < kMinStages) continue;
+    const int wanted = static_cast<int>(ceil_div(kEnoughThreads, threads));
+    for (int blocks = spread > 1 ? 1 : wanted; blocks > 0; --blocks) {
+      const int beside = params + kStatic + kReservedPerBlock;
+      const int most = std::min((capacity / blocks - beside) / stage, kMaxRingStages);
+      if (most < kMinStages) continue;
+      auto suffice = [&](int stages) {
+        const bool fill = (blocks + 1) * (beside + stages * stage) > capacity ||
+                          (blocks + 1) * threads > kMaxThreads;
+        return fill && blocks * (stages - 2) * stage >= kEnoughBytes;
+      };
+      plan.stages = kMinStages;
+      while (plan.stages < most && !suffice(plan.stages)) ++plan.stages;
       plan.tier = Tier::kRing;
       plan.packs = kCols / plan.pack;
       plan.threads_per_row = threads;
