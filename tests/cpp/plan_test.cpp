@@ -150,10 +150,11 @@ void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
 TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
     for (int64_t rows : kRows) {
-      for (bool from_output : {false, true}) {
-        SCOPED_TRACE(testing::Message() << rows << " x " << cols << " from_output " << from_output);
+      for (int form = 0; form < 4; ++form) {
+        const bool from_output = form % 2 != 0, rms = form / 2 != 0;
+        SCOPED_TRACE(testing::Message() << rows << " x " << cols << " form " << form);
         const NormBackwardPlan plan =
-            plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
+            plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, rms, chip);
         EXPECT_GE(plan.partials, 1);
         EXPECT_LE(plan.partials, 65535);  // gridDim.y of the column tiles
         if (plan.tier == Tier::kStreaming) {
@@ -183,9 +184,10 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
 
 TEST(BackwardPlan, RowsDoNotShapeTheReduction) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    for (bool from_output : {false, true}) {
+    for (int form = 0; form < 4; ++form) {
       const auto plan_for = [&](int64_t rows) {
-        return plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
+        return plan_norm_backward(rows, cols, dtypes.x, dtypes.y, form % 2 != 0, form / 2 != 0,
+                                  chip);
       };
       const NormBackwardPlan one = plan_for(1);
       for (int64_t rows : kRows) {
@@ -201,7 +203,7 @@ TEST(BackwardPlan, RowsDoNotShapeTheReduction) {
 
 TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOutByElements) {
   const auto plan_for = [](int cols, const DeviceProperties& chip) {
-    return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, chip);
+    return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, false, chip);
   };
   EXPECT_FALSE(plan_for(37, kH200).elements);  // would leave most of a warp idle
   EXPECT_FALSE(plan_for(1000, kH200).elements);
@@ -217,7 +219,7 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOutByElements) {
 
 TEST(BackwardPlan, FewRowsAreOneKernel) {
   const auto splits = [](int64_t rows, int cols, const DeviceProperties& chip) {
-    return plan_norm_backward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, chip)
+    return plan_norm_backward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, false, chip)
         .few_splits;
   };
   EXPECT_EQ(splits(512, 4096, kH200), 1);  // a tile of columns for almost every multiprocessor
@@ -230,7 +232,8 @@ TEST(BackwardPlan, FewRowsAreOneKernel) {
   EXPECT_EQ(splits(1024, 2048, kA100), 0);  // no clusters
   EXPECT_EQ(splits(256, 2048, kA100), 1);
   const auto from_output = [](int cols, const DeviceProperties& chip) {
-    return plan_norm_backward(64, cols, DType::kBFloat16, DType::kBFloat16, true, chip).few_splits;
+    return plan_norm_backward(64, cols, DType::kBFloat16, DType::kBFloat16, true, false, chip)
+        .few_splits;
   };
   EXPECT_EQ(from_output(4096, kH200), 1);
   EXPECT_EQ(from_output(1024, kA10), 1);
@@ -245,17 +248,20 @@ TEST(BackwardPlan, FromTheOutputTakesNoMoreKernels) {
     if (&chip != &kChips[0]) return;  // less shared memory has no room for the output's parameters
     for (int64_t rows : kRows) {
       SCOPED_TRACE(testing::Message() << rows << " x " << cols);
-      const auto plan_for = [&](bool from_output) {
-        return plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, chip);
-      };
-      EXPECT_LE(kernels(plan_for(true)), kernels(plan_for(false)));
+      for (bool rms : {false, true}) {
+        const auto plan_for = [&](bool from_output) {
+          return plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, rms, chip);
+        };
+        EXPECT_LE(kernels(plan_for(true)), kernels(plan_for(false)));
+      }
     }
   });
 }
 
 TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   const auto plan_for = [](int cols, bool from_output, const DeviceProperties& chip) {
-    return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, from_output, chip);
+    return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, from_output, false,
+                              chip);
   };
   EXPECT_EQ(plan_for(4096, false, kH200).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(1000, false, kH200).tier, Tier::kRegisters);
@@ -268,6 +274,9 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   // No room for another block beside it.
   EXPECT_GT(2 * plan_for(6144, false, kH200).shared_bytes, kH200.shared_bytes_per_block);
   EXPECT_EQ(plan_for(12288, false, kH200).cluster_blocks, 1);
+  EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, true, kH200)
+                .cluster_blocks,
+            2);
   EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // bias and 1 / weight take room
   EXPECT_EQ(plan_for(65536, false, kH200).cluster_blocks, 8);
   EXPECT_EQ(plan_for(131072, false, kH200).tier, Tier::kStreaming);

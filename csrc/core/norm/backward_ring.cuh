@@ -113,7 +113,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
   constexpr bool kReadsMean = !kRms && kSaved == Saved::kInput;
-  extern __shared__ __align__(16) float staged[];
+  extern __shared__ __align__(128) float staged[];
 
   const int threads = blockDim.x, thread = threadIdx.x;
   const RowCluster cluster;
