@@ -185,6 +185,24 @@ def test_training_equals_training_without_the_flag(kind, start, device, generato
         torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-12)
 
 
+def same_after(run, efficient, plain, generator, label):
+    """The gradients that ``run(module, x, dy)`` leaves are the same with the flag and without."""
+    plain.load_state_dict(efficient.state_dict())
+    x, dy = randn(generator, 10, 48, dtype=FP64), randn(generator, 10, 48, dtype=FP64)
+    grads = []
+    for module in (efficient, plain):
+        module.zero_grad()
+        leaf = x.clone().requires_grad_()
+        run(module, leaf, dy)
+        grads.append([leaf.grad, *(p.grad for p in module.parameters())])
+    for ours, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(ours, expected, msg=label)
+
+
+def checkpointed(module, x, reentrant=False):
+    return torch.utils.checkpoint.checkpoint(lambda t: module(t).sin(), x, use_reentrant=reentrant)
+
+
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("data", [False, True], ids=["", "writes through .data"])
 @each_kind
@@ -194,21 +212,13 @@ def test_checkpointed_training(kind, data, reentrant, device, generator):
     zero_some(efficient.weight)
     parameters = list(efficient.parameters())
     optimizer = DataWriter(parameters, 1e-2) if data else torch.optim.SGD(parameters, lr=1e-2)
+
+    def run(module, x, dy):
+        for _ in range(2):  # two micro-batches
+            checkpointed(module, x, reentrant).backward(dy)
+
     for step in range(12):
-        plain.load_state_dict(efficient.state_dict())
-        x, dy = randn(generator, 10, 48, dtype=FP64), randn(generator, 10, 48, dtype=FP64)
-        grads = []
-        for module in (efficient, plain):
-            module.zero_grad()
-            leaf = x.clone().requires_grad_()
-            for _ in range(2):  # two micro-batches at once
-                y = torch.utils.checkpoint.checkpoint(
-                    lambda t, m=module: m(t).sin(), leaf, use_reentrant=reentrant
-                )
-                y.backward(dy)
-            grads.append([leaf.grad, *(p.grad for p in module.parameters())])
-        for ours, expected in zip(*grads, strict=True):
-            torch.testing.assert_close(ours, expected, msg=f"step {step}")
+        same_after(run, efficient, plain, generator, f"step {step}")
         optimizer.step()
 
 
@@ -220,33 +230,24 @@ def test_checkpoints_of_parameters_that_change_their_memory(kind, device, genera
     with torch.no_grad():
         efficient.weight[1::7] = 0.01  # will cross zero
     optimizer = torch.optim.SGD(efficient.parameters(), lr=1e-2)
+
+    def run(module, x, dy):
+        before, outputs = [], []
+
+        def gather():
+            for p in module.parameters():
+                before.append(p.data)  # which keeps its memory from being used again
+                p.data = p.data.clone()
+
+        for _ in range(2):  # two micro-batches at once
+            gather()
+            outputs.append(checkpointed(module, x))
+        for y in outputs:
+            gather()
+            y.backward(dy)
+
     for step in range(12):
-        plain.load_state_dict(efficient.state_dict())
-        x, dy = randn(generator, 10, 48, dtype=FP64), randn(generator, 10, 48, dtype=FP64)
-        grads = []
-        for module in (efficient, plain):
-            module.zero_grad()
-            leaf = x.clone().requires_grad_()
-            before, outputs = [], []
-
-            def gather(module=module, before=before):
-                for p in module.parameters():
-                    before.append(p.data)
-                    p.data = p.data.clone()
-
-            for _ in range(2):  # two micro-batches
-                gather()
-                outputs.append(
-                    torch.utils.checkpoint.checkpoint(
-                        lambda t, m=module: m(t).sin(), leaf, use_reentrant=False
-                    )
-                )
-            for y in outputs:
-                gather()
-                y.backward(dy)
-            grads.append([leaf.grad, *(p.grad for p in module.parameters())])
-        for ours, expected in zip(*grads, strict=True):
-            torch.testing.assert_close(ours, expected, msg=f"step {step}")
+        same_after(run, efficient, plain, generator, f"step {step}")
         optimizer.step()
 
 

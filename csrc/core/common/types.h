@@ -58,7 +58,7 @@ struct DeviceProperties {
 
   // How many multiprocessors clusters of 1, 2, 4, 8 and 16 blocks can fill, one block each: a
   // cluster stays within one processing cluster of the chip, whose size need not be a multiple of
-  // the cluster's (on an H200 of 132: 132, 132, 120, 120, 112). 0: not even one.
+  // the cluster's (on an H200 of 132: 132, 132, 120, 120 up to 8). 0: not even one.
   int filled_by_clusters[kClusterSizes];
 
   int cluster_multiprocessors(int cluster_blocks) const {

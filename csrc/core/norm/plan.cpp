@@ -52,7 +52,8 @@ constexpr int kStaticShared = 5 * 1024;
 // another block: when kernels overlap, the first multiprocessors to be free then get that too, and
 // others stay empty (a block of 384 threads: 100 in place of 81 microseconds, RMSNorm, 8192 x 6144
 // in bf16 on an H200). Each stage beyond costs about 1 % for want of overlap. RMSNorm's largest
-// blocks rather become two (146 in place of 160 microseconds, 8192 x 12288); LayerNorm's do not.
+// blocks rather become two (148 in place of 165 microseconds with both stages, 8192 x 12288, of
+// which ring_slot()'s whole lines are a part); LayerNorm's do not.
 bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors, bool rms,
                const DeviceProperties& device, NormBackwardPlan& plan) {
   constexpr int kCols = 16, kMaxThreads = 768, kEnoughThreads = 384, kMinStages = 3;
