@@ -48,11 +48,31 @@ void for_all(Check check) {
   }
 }
 
+// Clusters that walk over rows: the same threads as of those with one row each.
+void check_forward_ring(const NormForwardPlan& plan, const DeviceProperties& chip, Dtypes dtypes,
+                        int64_t rows, bool rms) {
+  const ForwardRing& ring = plan.ring;
+  if (ring.slots == 0) return;
+  EXPECT_EQ(plan.tier, Tier::kRegisters);
+  EXPECT_GT(plan.cluster_blocks, 1);  // there are bulk copies
+  EXPECT_EQ(dtypes.x, dtypes.y);
+  EXPECT_LE(ring.slots, kMaxForwardSlots);
+  // Persistent: all resident at once, each with rows to walk over.
+  EXPECT_EQ(ring.blocks % plan.cluster_blocks, 0);
+  EXPECT_LE(ring.blocks, chip.cluster_multiprocessors(plan.cluster_blocks));
+  EXPECT_GE(rows, 2 * ring.blocks / plan.cluster_blocks);
+  const int params = plan.threads_per_row * params_bytes(plan.packs, !rms);
+  EXPECT_EQ(ring.shared_bytes, params + ring.slots * plan.threads_per_row * plan.packs * 16);
+  EXPECT_LE(ring.shared_bytes + 2 * kKilobyte, chip.shared_bytes_per_block);
+}
+
 void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols) {
   for (int64_t rows : kRows) {
     if (rows > (int64_t{1} << 40) / cols) continue;  // more than any memory holds
     SCOPED_TRACE(testing::Message() << rows << " x " << cols);
-    const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, chip);
+    const bool rms = rows % 2 == 1;
+    const NormForwardPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
+    check_forward_ring(plan, chip, dtypes, rows, rms);
     const int threads = plan.threads_per_row * plan.rows_per_block;
     EXPECT_TRUE(is_lane_count(plan.threads_per_row));
     EXPECT_EQ(threads % 32, 0);
@@ -74,9 +94,9 @@ TEST(ForwardPlan, HoldsTheRowAndFitsTheChip) { for_all(check_forward_plan); }
 
 TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    const NormPlan one = plan_norm_forward(1, cols, dtypes.x, dtypes.y, chip);
+    const NormPlan one = plan_norm_forward(1, cols, dtypes.x, dtypes.y, false, chip);
     for (int64_t rows : kRows) {
-      const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, chip);
+      const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, true, chip);
       EXPECT_EQ(plan.tier, one.tier);
       EXPECT_EQ(plan.pack, one.pack);
       EXPECT_EQ(plan.packs, one.packs);
@@ -84,6 +104,21 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
       EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
     }
   });
+}
+
+TEST(ForwardPlan, LongRowsAreWalkedOver) {
+  for (bool rms : {false, true}) {
+    for (int cols : {33000, 50000, 65536, 131072, 262144}) {
+      const auto plan =
+          plan_norm_forward(2048, cols, DType::kBFloat16, DType::kBFloat16, rms, kH200);
+      EXPECT_GT(plan.ring.slots, 0) << cols;
+      // No block has room for another beside it: those of the next kernel would move in early.
+      EXPECT_GT(2 * (plan.ring.shared_bytes + kKilobyte), kH200.shared_bytes_per_block + kKilobyte)
+          << cols;
+    }
+  }
+  EXPECT_EQ(plan_norm_forward(8, 50000, DType::kBFloat16, DType::kBFloat16, true, kH200).ring.slots,
+            0);
 }
 
 void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip) {

@@ -2,7 +2,7 @@
 
 namespace fused_norm {
 
-cudaError_t norm_add_forward(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream) {
   if (params.x_dtype == DType::kFloat32) {
     return with_dtype<__half, __nv_bfloat16, float>(params.y_dtype, [&](auto y) {

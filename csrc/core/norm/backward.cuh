@@ -30,7 +30,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   constexpr bool kRegular = kLie == RowsLie::kRegular, kShifted = kLie == RowsLie::kShifted;
   constexpr int kApart = columns_apart(kLie);
   constexpr bool kInRing = kLie == RowsLie::kElements && kPacks > 1;
-  extern __shared__ __align__(16) float staged[];
+  extern __shared__ __align__(128) float staged[];
 
   const RowGroup<Barrier::kNamed, (kPacks > 1 || kLie == RowsLie::kElements)> group;
   GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);

@@ -2,6 +2,7 @@
 // nobody waits for a row's sums, which are used one row late.
 #pragma once
 
+#include "core/common/cluster_parts.cuh"
 #include "core/common/overlap.cuh"
 #include "core/norm/ring_slice.cuh"
 #include "core/norm/row_ring.cuh"
@@ -15,21 +16,17 @@ template <bool kRms>
 class LateSums {
  public:
   using Sums = GradientSums<float, kRms>;
-  // In shared memory. Of each block of a cluster `parts` holds the sums: nobody sends those of a
-  // row before it has got those of the row before from all, who then are done with the ones before
-  // that.
-  struct Slots {
+  using Parts = ClusterParts<Sums, kMaxRingBlocks>;
+  struct Slots {  // in shared memory
     alignas(16) float of_warp[2][kRms ? 1 : 2][kWarpSize];
-    Sums parts[2][kMaxRingBlocks];
-    CopyBarrier arrived[2];
+    typename Parts::Slots of_blocks;
   };
   // All threads of the block; a barrier of the cluster's follows.
   __device__ LateSums(Slots& slots, const RowCluster& cluster)
-      : slots_(slots), blocks_(cluster.blocks()), rank_(cluster.rank()) {
+      : slots_(slots), parts_(slots.of_blocks, cluster) {
     float* const all = &slots.of_warp[0][0][0];
     constexpr int kAll = sizeof(slots.of_warp) / sizeof(float);
     for (int i = threadIdx.x; i < kAll; i += blockDim.x) all[i] = 0;
-    if (threadIdx.x < 2) slots.arrived[threadIdx.x].init();
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const bool upper = !kRms && lane >= kHalf;
     put_ = lane % (kRms ? kWarpSize : kHalf) == 0 ? upper * kWarpSize + warp : -1;
@@ -52,27 +49,21 @@ class LateSums {
 
   // Sends the block's sums to all blocks of the cluster, if there are several.
   __device__ __forceinline__ void share(int turn) {
-    if (blocks_ == 1 || threadIdx.x >= kWarpSize) return;
-    const Sums part = of_block(turn);
-    CopyBarrier& arrived = slots_.arrived[turn & 1];
-    if (lane() == 0) arrived.expect(blocks_ * sizeof(Sums));
-    if (lane() < blocks_) arrived.send(part, &slots_.parts[turn & 1][rank_], lane());
+    if (parts_.blocks() > 1 && threadIdx.x < kWarpSize) parts_.send(turn, of_block(turn));
   }
 
   // The row's sums, in all threads the same.
   __device__ __forceinline__ Sums total(int turn) const {
-    if (blocks_ == 1) return of_block(turn);
-    slots_.arrived[turn & 1].template wait<true>(turn >> 1 & 1);
-    const Sums* const parts = slots_.parts[turn & 1];
+    if (parts_.blocks() == 1) return of_block(turn);
+    const Sums* const parts = parts_.wait(turn);
     Sums sum = parts[0];
 #pragma unroll 1
-    for (int b = 1; b < blocks_; ++b) sum = Sums::merge(sum, parts[b]);
+    for (int b = 1; b < parts_.blocks(); ++b) sum = Sums::merge(sum, parts[b]);
     return sum;
   }
 
  private:
   static constexpr int kHalf = kWarpSize / 2;
-  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
   __device__ __forceinline__ bool upper() const { return !kRms && (get_ & kWarpSize); }
   __device__ __forceinline__ float* of_warp(int turn) const {
     return &slots_.of_warp[turn & 1][0][0];
@@ -90,7 +81,7 @@ class LateSums {
   }
 
   Slots& slots_;
-  int blocks_, rank_;
+  Parts parts_;
   int put_, get_;  // where this thread puts its warp's sum, if it does, and what it reads first
 };
 

@@ -3,8 +3,8 @@
 namespace fused_norm {
 
 template <>
-cudaError_t norm_forward_of<__nv_bfloat16>(const NormForwardParams& params, const NormPlan& plan,
-                                           cudaStream_t stream) {
+cudaError_t norm_forward_of<__nv_bfloat16>(const NormForwardParams& params,
+                                           const NormForwardPlan& plan, cudaStream_t stream) {
   return dispatch_forward<__nv_bfloat16, float>(params, plan, stream);
 }
 

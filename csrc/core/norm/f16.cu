@@ -3,7 +3,7 @@
 namespace fused_norm {
 
 template <>
-cudaError_t norm_forward_of<__half>(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t norm_forward_of<__half>(const NormForwardParams& params, const NormForwardPlan& plan,
                                     cudaStream_t stream) {
   return dispatch_forward<__half, float>(params, plan, stream);
 }

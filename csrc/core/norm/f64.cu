@@ -3,7 +3,7 @@
 namespace fused_norm {
 
 template <>
-cudaError_t norm_forward_of<double>(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t norm_forward_of<double>(const NormForwardParams& params, const NormForwardPlan& plan,
                                     cudaStream_t stream) {
   return dispatch_forward<double>(params, plan, stream);
 }

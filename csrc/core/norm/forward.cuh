@@ -44,23 +44,25 @@ struct ForwardShared {
 };
 
 // Weight and (kBias) bias of a thread's columns. Where rows are regular and all parameters of the
-// input's type, they come to shared memory along with the row (dynamic: params_ahead_bytes() for
+// input's type, they come to shared memory along with the row (dynamic: params_bytes() for
 // each thread): asked for only when the statistics are known, each row would wait for them. Else,
-// or where a thread has so many that few blocks would be resident, they are read then.
+// or where a thread has so many that few blocks would be resident, they are read then. (Blocks that
+// walk over rows have them anyway.)
 constexpr bool params_ahead(int packs) { return packs != kMostPacks; }
-constexpr int params_ahead_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
 
-template <typename Form, bool kBias, int N, int kPacks, typename Load, typename Store>
+template <typename Form, bool kBias, int N, int kPacks, typename Load, typename Store,
+          bool kWalks = false>
 class ParamsAhead {
   using X = typename Load::Input;
   static constexpr bool kAhead = Form::kLie == RowsLie::kRegular &&
-                                 std::is_same_v<typename Form::Param, X> && params_ahead(kPacks);
+                                 std::is_same_v<typename Form::Param, X> &&
+                                 (kWalks || params_ahead(kPacks));
 
  public:
   template <typename Group>
   __device__ ParamsAhead(const Store& store, int col, const Group& group)
       : store_(store), col_(col), threads_(group.threads() * group.groups()) {
-    extern __shared__ __align__(16) char ahead[];
+    extern __shared__ __align__(128) char ahead[];
     own_ = reinterpret_cast<AlignedPack<X, N>*>(ahead) + group.index() * group.threads() +
            group.thread();
   }
@@ -103,6 +105,43 @@ class ParamsAhead {
   AlignedPack<X, N>* own_;
 };
 
+// Makes a block's statistics those of the row, given those of the `count` blocks that share it,
+// part_cols columns each but for the last; the values are then as after part_statistics() of it
+// all.
+template <bool kRms, typename T, int N, int kPacks, bool kPacked, typename Bounds, typename A>
+__device__ __forceinline__ void take_all_parts(PartStatistics<A>& statistics,
+                                               const PartStatistics<A>* parts, int count,
+                                               int part_cols, int cols, A per_cols,
+                                               SliceValues<T, N, kPacks, kPacked>& values,
+                                               const Bounds& bounds) {
+  const A part_mean = statistics.mean;
+  statistics = merge_parts<kRms>(parts, count, part_cols, cols, per_cols);
+  if (!kRms && !kCorrectsMean<T>) values.recentre(statistics.mean - part_mean, bounds);
+}
+
+// Writes a thread's columns of y, of centred values.
+template <bool kRms, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
+          typename Bounds, typename Params, typename Store, typename A>
+__device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks, kPacked>& values,
+                                                 const Group& group, const Bounds& bounds, A rstd,
+                                                 const Params& params, const Store& store,
+                                                 int64_t row, int col, int left) {
+  WriterOf<typename Store::Output, N, kLie, kPacks> writer;
+  writer.open(store.y + row * store.cols + col, left);
+  params.wait();
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    // The lanes of shifted rows exchange what they write.
+    if (kLie != RowsLie::kShifted && !bounds.reach(p)) break;
+    A x[N], g[N], b[N];
+    if (bounds.reach(p)) params.get(p, group, g, b);
+    values.get(p, bounds, x);
+#pragma unroll
+    for (int i = 0; i < N; ++i) x[i] *= rstd;
+    writer.store(p, store.template apply<!kRms>(x, g, b), group);
+  }
+}
+
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
 // A group of threads takes one row and is done; that the others of its multiprocessor are at other
 // rows, and other blocks follow, keeps the memory busy.
@@ -141,10 +180,8 @@ __device__ __forceinline__ void norm_forward_once(
   auto statistics = part_statistics<kRms>(group, values, bounds, own_cols, per_own, shared.slots);
   if (spread) {
     cluster.wait();
-    const A part_mean = statistics.mean;
-    statistics = merge_parts<kRms>(cluster.gather(statistics, shared.cluster_slots), blocks_per_row,
-                                   part_cols, load.cols, out.per_cols);
-    if (!kRms && !kCorrectsMean<X>) values.recentre(statistics.mean - part_mean, bounds);
+    take_all_parts<kRms>(statistics, cluster.gather(statistics, shared.cluster_slots),
+                         blocks_per_row, part_cols, load.cols, out.per_cols, values, bounds);
   }
   if (!kRms && kCorrectsMean<X>) values.centre(statistics.mean, bounds);
   if (kLie != RowsLie::kRegular) values.forget();
@@ -152,20 +189,7 @@ __device__ __forceinline__ void norm_forward_once(
   if (group.thread() == 0 && part_first == 0 && row < load.rows)
     out.template write<kRms>(row, statistics.mean, rstd);
 
-  WriterOf<typename Store::Output, N, kLie, kPacks> writer;
-  writer.open(store.y + row * store.cols + col, left);
-  params.wait();
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    // The lanes of shifted rows exchange what they write.
-    if (kLie != RowsLie::kShifted && !bounds.reach(p)) break;
-    A x[N], g[N], b[N];
-    if (bounds.reach(p)) params.get(p, group, g, b);
-    values.get(p, bounds, x);
-#pragma unroll
-    for (int i = 0; i < N; ++i) x[i] *= rstd;
-    writer.store(p, store.template apply<!kRms>(x, g, b), group);
-  }
+  write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
 }
 
 // Any length: the row is read for its statistics and again to normalize it.

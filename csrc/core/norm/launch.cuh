@@ -7,7 +7,7 @@
 #include "core/norm/backward_few.cuh"
 #include "core/norm/backward_ring.cuh"
 #include "core/norm/backward_streaming.cuh"
-#include "core/norm/forward.cuh"
+#include "core/norm/forward_ring.cuh"
 #include "core/norm/norm.h"
 #include "core/norm/plan.h"
 
@@ -15,10 +15,10 @@ namespace fused_norm {
 
 // One of these a dtype of x, in f16.cu, bf16.cu, f32.cu and f64.cu.
 template <typename X>
-cudaError_t norm_forward_of(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream);
 // With an addend: add.cu.
-cudaError_t norm_add_forward(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream);
 template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
@@ -27,7 +27,7 @@ cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwar
 // `reads_regular`: what the policy reads and writes by itself is regular.
 template <typename Y, typename Load>
 cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormForwardParams& params,
-                              const NormPlan& plan, cudaStream_t stream) {
+                              const NormForwardPlan& plan, cudaStream_t stream) {
   using X = typename Load::Input;
   using A = Accumulator<X>;
   using Store = AffineStore<Y>;
@@ -54,10 +54,16 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
-    if (plan.tier == Tier::kRegisters && lie == RowsLie::kRegular && params_ahead(plan.packs) &&
+    if (plan.tier == Tier::kRegisters && lie == RowsLie::kRegular &&
         store.template all_of<!kRms>(kDTypeOf<X>)) {
-      shared_bytes =
-          plan.threads_per_row * plan.rows_per_block * params_ahead_bytes(plan.packs, !kRms);
+      if constexpr (std::is_same_v<Load, InputLoad<Y>> && !std::is_same_v<X, double>) {
+        if (const ForwardRing& ring = plan.ring; ring.slots > 0)
+          return detail::launch(norm_forward_ring<X, kRms>, ring.blocks, threads,
+                                {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream,
+                                load, store, out, ring.slots);
+      }
+      if (params_ahead(plan.packs))
+        shared_bytes = plan.threads_per_row * plan.rows_per_block * params_bytes(plan.packs, !kRms);
     }
     if constexpr (!Load::kAdds) {
       if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store, kRms>);
@@ -85,7 +91,7 @@ InputLoad<X> input_load(const void* x, const RowLayout& layout, const NormForwar
 }
 
 template <typename X, typename Y>
-cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t norm_forward_as(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream) {
   const bool regular =
       is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype);
@@ -94,7 +100,7 @@ cudaError_t norm_forward_as(const NormForwardParams& params, const NormPlan& pla
 }
 
 template <typename X, typename Y>
-cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormForwardPlan& plan,
                                 cudaStream_t stream) {
   const AddLoad<X, Y> load{input_load<X>(params.x, params.x_layout, params),
                            input_load<Y>(params.addend, params.addend_layout, params),
@@ -236,7 +242,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.
 template <typename X, typename... Others>
-cudaError_t dispatch_forward(const NormForwardParams& params, const NormPlan& plan,
+cudaError_t dispatch_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream) {
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     return norm_forward_as<X, decltype(y)>(params, plan, stream);

@@ -5,14 +5,14 @@ namespace fused_norm {
 
 bool norm_forward_adds(int32_t cols, DType x_dtype, DType y_dtype, const DeviceProperties& device) {
   return (x_dtype == y_dtype || x_dtype == DType::kFloat32) &&
-         plan_norm_forward(1, cols, x_dtype, y_dtype, device).tier == Tier::kRegisters;
+         plan_norm_forward(1, cols, x_dtype, y_dtype, false, device).tier == Tier::kRegisters;
 }
 
 cudaError_t launch_norm_forward(const NormForwardParams& params, const DeviceProperties& device,
                                 cudaStream_t stream) {
   const bool adds = params.addend != nullptr;
-  const NormPlan plan =
-      plan_norm_forward(params.rows, params.cols, params.x_dtype, params.y_dtype, device);
+  const NormForwardPlan plan = plan_norm_forward(params.rows, params.cols, params.x_dtype,
+                                                 params.y_dtype, params.rms, device);
   const cudaError_t error =
       adds ? norm_add_forward(params, plan, stream)
            : with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {

@@ -122,14 +122,43 @@ int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties&
   return rows <= kRows * rows_at_once * splits ? splits : 0;
 }
 
+// Clusters that walk over the rows, in place of one for each row. Their parameters are read but
+// once, which is a third of what rows of LayerNorm take from the second-level cache, and the next
+// rows are on their way all the time: bf16 on an H200, 2048 x 50000, 143 -> TODO microseconds.
+ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
+                         const DeviceProperties& device) {
+  constexpr int kStatic = 2 * 1024, kReservedPerBlock = 1024;
+  ForwardRing ring{};
+  const int64_t clusters =
+      device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
+  // With one row each there is nothing to keep.
+  if (rows < 2 * clusters || clusters == 0) return ring;
+  const int slot = plan.threads_per_row * plan.packs * 16;
+  const int params = plan.threads_per_row * params_bytes(plan.packs, !rms);
+  const int most =
+      std::min((device.shared_bytes_per_block - kStatic - params) / slot, kMaxForwardSlots);
+  if (most < 1) return ring;
+  // One row is on its way while another is in registers. More slots only leave no room for a
+  // second block, as plan_ring() has it.
+  auto fill = [&](int slots) {
+    return 2 * (params + slots * slot + kReservedPerBlock) >
+           device.shared_bytes_per_block + kReservedPerBlock;
+  };
+  ring.slots = 1;
+  while (ring.slots < most && (ring.slots < 2 || !fill(ring.slots))) ++ring.slots;
+  ring.blocks = static_cast<int>(clusters) * plan.cluster_blocks;
+  ring.shared_bytes = params + ring.slots * slot;
+  return ring;
+}
+
 }  // namespace
 
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
-                           const DeviceProperties& device) {
+NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool rms,
+                                  const DeviceProperties& device) {
   // Four warps keep the number of blocks low where rows are short.
   constexpr int kBlockThreads = 128;
 
-  NormPlan plan{};
+  NormForwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;  // both came with compute capability 9.0
   plan.pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, plan.pack);
@@ -152,6 +181,7 @@ NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
   }
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
+  if (plan.cluster_blocks > 1 && x == y) plan.ring = forward_ring(plan, rows, rms, device);
   return plan;
 }
 

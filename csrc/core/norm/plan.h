@@ -44,9 +44,25 @@ constexpr int forward_threads(bool adds, int packs) {
 }
 constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
+// Shared memory of a thread for weight and (bias) bias of so many packs, as they are.
+constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
+
+// kRegisters, clusters: where rows are regular and all parameters of the input's type, clusters
+// that walk over the rows do the same, if `slots` is not zero (forward_ring.cuh).
+struct ForwardRing {
+  int slots;   // for rows in shared memory, those on their way
+  int blocks;  // of the grid
+  int shared_bytes;
+};
+constexpr int kMaxForwardSlots = 4;
+
+struct NormForwardPlan : NormPlan {
+  ForwardRing ring;
+};
+
 // The kernels that add have no streaming tier: where the plan says so, x is added up before.
-NormPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y,
-                           const DeviceProperties& device);
+NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool rms,
+                                  const DeviceProperties& device);
 
 // kRegisters, kRing: one kernel gives dx and a partial row of dweight and dbias per block, or
 // some. kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one

@@ -2,6 +2,7 @@
 // they are read twice, once they are there for the sum, and for the gradient when that is known.
 #pragma once
 
+#include "core/common/cluster_parts.cuh"
 #include "core/softmax/backward.cuh"
 #include "core/softmax/span_ring.cuh"
 
@@ -11,39 +12,35 @@ namespace fused_norm {
 // of two, by halved strides over warps and then over blocks. Warp w of block b being number
 // w * blocks + b, the tree is that of their total number alone.
 class SpanSums {
+  using Parts = ClusterParts<float, kPortableClusterBlocks>;
+
  public:
-  // In shared memory. Two sets are used in turn: nobody sends a row's sum before the block has read
-  // those of the row before.
+  // In shared memory. Two sets are used in turn: nobody writes a row's sum before the block has
+  // read those of the row before.
   struct Slots {
     float warps[2][kMaxWarps];
-    float blocks[2][kPortableClusterBlocks];
-    CopyBarrier arrived[2];
+    Parts::Slots blocks;
   };
   // All threads of the block; a barrier of the cluster's follows.
   __device__ SpanSums(Slots& slots, const RowCluster& cluster)
-      : slots_(slots), blocks_(cluster.blocks()), rank_(cluster.rank()) {
-    if (threadIdx.x < 2) slots.arrived[threadIdx.x].init();
-  }
+      : slots_(slots), parts_(slots.blocks, cluster) {}
 
   // Of what the warps hold, each the same in all lanes; every thread gets the same.
   template <typename Group>
   __device__ __forceinline__ float total(Group& group, int turn, float of_warp) {
     float sum = group.reduce_warps(of_warp, 0.0f, slots_.warps, SumOf());
-    if (blocks_ == 1) return sum;
-    CopyBarrier& arrived = slots_.arrived[turn & 1];
-    float* const parts = slots_.blocks[turn & 1];
-    if (threadIdx.x == 0) arrived.expect(blocks_ * sizeof(float));
-    if (threadIdx.x < blocks_) arrived.send(sum, &parts[rank_], threadIdx.x);
-    arrived.template wait<true>(turn >> 1 & 1);
-    sum = parts[threadIdx.x & (blocks_ - 1)];
-    for (int offset = blocks_ / 2; offset > 0; offset /= 2)
+    const int blocks = parts_.blocks();
+    if (blocks == 1) return sum;
+    parts_.send(turn, sum);
+    sum = parts_.wait(turn)[threadIdx.x & (blocks - 1)];
+    for (int offset = blocks / 2; offset > 0; offset /= 2)
       sum += __shfl_xor_sync(kFullMask, sum, offset);
     return sum;
   }
 
  private:
   Slots& slots_;
-  int blocks_, rank_;
+  Parts parts_;
 };
 
 // Makes the elements of a lane's packs zero from `left` columns after its first one on.

@@ -1,0 +1,95 @@
+// Forward for long rows, which the blocks of a cluster share: persistent clusters walk over them.
+#pragma once
+
+#include "core/common/cluster_parts.cuh"
+#include "core/norm/forward.cuh"
+
+namespace fused_norm {
+
+// A block has the same columns of every row. It keeps their parameters in shared memory, where rows
+// on their way wait too: bulk copies bring them, one slot each. A row leaves its slot for registers
+// as soon as it is there, and the slot is filled anew. For regular rows whose parameters are all
+// there, of the input's type. The reduction tree is norm_forward_once()'s.
+template <typename X, bool kRms>
+__global__ void __launch_bounds__(kMaxForwardThreads, 1)
+    norm_forward_ring(const __grid_constant__ InputLoad<X> load,
+                      const __grid_constant__ AffineStore<X> store,
+                      const StatisticsOf<InputLoad<X>, AffineStore<X>> out, int slots) {
+#if __CUDA_ARCH__ >= 900
+  constexpr RowsLie kLie = RowsLie::kRegular;
+  constexpr int N = 16 / sizeof(X), kPacks = kMostPacks;
+  constexpr bool kPacked = kPacks * N > held_values(kLie);
+  using Parts = ClusterParts<PartStatistics<float>, kPortableClusterBlocks>;
+  __shared__ SumSlots<float> sums[2];  // used in turn
+  __shared__ Parts::Slots part_slots;
+  __shared__ CopyBarrier filled[kMaxForwardSlots];
+  extern __shared__ __align__(128) char memory[];
+
+  const RowGroup<Barrier::kBlock, whole_warps(kPacks)> group;
+  const RowCluster cluster;
+  const int blocks = cluster.blocks(), slot_cols = group.threads() * kPacks * N;
+  const int first_col = cluster.rank() * slot_cols, cols = min(slot_cols, load.cols - first_col);
+  const int own = slice_column<N, kPacks, kLie>(group), col = first_col + own;
+  const int left = load.cols - col;
+  const SliceBounds<N, kLie, decltype(group)> bounds(group, left);
+  const int64_t stride = gridDim.x / blocks;
+  int64_t row = blockIdx.x / blocks;
+
+  // After the parameters. One thread fills them.
+  X* const ring = reinterpret_cast<X*>(memory + group.threads() * params_bytes(kPacks, !kRms));
+  const bool fills = group.thread() == 0;
+  auto fill = [&](int slot, int64_t row) {
+    if (row >= load.rows) return;
+    const int bytes = cols * static_cast<int>(sizeof(X));
+    const X* const from = row_start(load.x, load.layout, row) + first_col;
+    filled[slot].expect(bytes);
+    filled[slot].copy(reinterpret_cast<char*>(ring + slot * slot_cols),
+                      reinterpret_cast<const char*>(from), bytes);
+  };
+
+  Parts parts(part_slots, cluster);
+  if (fills) {
+    for (int slot = 0; slot < slots; ++slot) filled[slot].init();
+  }
+  cluster.arrive();
+  meet_previous_kernel();
+  if (fills) {
+    for (int slot = 0; slot < slots; ++slot) fill(slot, row + slot * stride);
+  }
+  ParamsAhead<RowForm<kLie, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
+      store, col, group);
+  params.fetch(group, bounds);
+  cluster.wait();
+
+  const float part_cols = cols, per_part = reciprocal(part_cols);
+  int slot = 0;
+  uint32_t parity = 0;
+  for (int turn = 0; row < load.rows; ++turn, row += stride) {
+    SliceValues<X, N, kPacks, kPacked> values;
+    const auto* const packs = reinterpret_cast<const AlignedPack<X, N>*>(ring + slot * slot_cols);
+    filled[slot].wait(parity);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p)
+      values.put(p, bounds.reach(p) ? packs[own / N + p * kWarpSize].pack : Pack<X, N>{});
+
+    auto statistics =
+        part_statistics<kRms>(group, values, bounds, part_cols, per_part, sums[turn & 1]);
+    // All threads have met since they read the slot.
+    if (fills) fill(slot, row + slots * stride);
+    parts.send(turn, statistics);
+    take_all_parts<kRms>(statistics, parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols,
+                         values, bounds);
+    if (!kRms && kCorrectsMean<X>) values.centre(statistics.mean, bounds);
+    const float rstd = out.rstd_of(statistics.squares);
+    if (group.thread() == 0 && first_col == 0) out.template write<kRms>(row, statistics.mean, rstd);
+    write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
+
+    if (++slot == slots) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+#endif
+}
+
+}  // namespace fused_norm
