@@ -13,11 +13,15 @@ namespace {
 
 constexpr int kKilobyte = 1024;
 // Properties like those of compute capability 9.0, 8.0 and 8.6.
-const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 120, 120, 112}};
+const DeviceProperties kH200{
+    132,
+    227 * kKilobyte,
+    8,
+    {132, 132, 117, 120, 110, 102, 105, 120, 81, 70, 77, 84, 91, 98, 105, 112}};
 const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108}};
 const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72}};
 // Clusters beside little shared memory: compute capability 12.0.
-const DeviceProperties kRtx{170, 99 * kKilobyte, 8, {170, 170, 168, 168}};
+const DeviceProperties kRtx{170, 99 * kKilobyte, 8, {170, 170, 168, 168, 165, 168, 168, 168}};
 const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10, kRtx};
 
 struct Dtypes {
@@ -57,13 +61,19 @@ void check_forward_ring(const NormForwardPlan& plan, const DeviceProperties& chi
   EXPECT_GT(plan.cluster_blocks, 1);  // there are bulk copies
   EXPECT_EQ(dtypes.x, dtypes.y);
   EXPECT_LE(ring.slots, kMaxForwardSlots);
-  // Persistent: all resident at once, each with rows to walk over.
-  EXPECT_EQ(ring.blocks % plan.cluster_blocks, 0);
-  EXPECT_LE(ring.blocks, chip.cluster_multiprocessors(plan.cluster_blocks));
-  EXPECT_GE(rows, 2 * ring.blocks / plan.cluster_blocks);
+  // Persistent: all resident at once, with 80 registers a thread, and each with rows to walk over.
+  const int a_chip = chip.cluster_multiprocessors(plan.cluster_blocks);
+  const int a_multiprocessor = ring.blocks / a_chip;
+  EXPECT_EQ(ring.blocks % a_chip, 0);
+  EXPECT_GE(rows * plan.cluster_blocks, ring.blocks);
   const int params = plan.threads_per_row * params_bytes(plan.packs, !rms);
   EXPECT_EQ(ring.shared_bytes, params + ring.slots * plan.threads_per_row * plan.packs * 16);
-  EXPECT_LE(ring.shared_bytes + 2 * kKilobyte, chip.shared_bytes_per_block);
+  EXPECT_LE(a_multiprocessor * (ring.shared_bytes + 2 * kKilobyte),
+            chip.shared_bytes_per_block + kKilobyte);
+  EXPECT_LE(a_multiprocessor * plan.threads_per_row * 80, 65536);
+  // No room for another block: that of the next kernel would move in early, and leave others empty.
+  EXPECT_GT((a_multiprocessor + 1) * (ring.shared_bytes + 2 * kKilobyte),
+            chip.shared_bytes_per_block + kKilobyte);
 }
 
 void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols) {
@@ -112,9 +122,6 @@ TEST(ForwardPlan, LongRowsAreWalkedOver) {
       const auto plan =
           plan_norm_forward(2048, cols, DType::kBFloat16, DType::kBFloat16, rms, kH200);
       EXPECT_GT(plan.ring.slots, 0) << cols;
-      // No block has room for another beside it: those of the next kernel would move in early.
-      EXPECT_GT(2 * (plan.ring.shared_bytes + kKilobyte), kH200.shared_bytes_per_block + kKilobyte)
-          << cols;
     }
   }
   EXPECT_EQ(plan_norm_forward(8, 50000, DType::kBFloat16, DType::kBFloat16, true, kH200).ring.slots,
@@ -313,6 +320,9 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
                 .cluster_blocks,
             2);
   EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // bias and 1 / weight take room
+  // Neither the fewest blocks nor the most: 5 fill 110 multiprocessors, 3 but 117.
+  EXPECT_EQ(plan_for(50000, false, kH200).cluster_blocks, 5);
+  EXPECT_EQ(plan_for(32768, false, kH200).cluster_blocks, 4);
   EXPECT_EQ(plan_for(65536, false, kH200).cluster_blocks, 8);
   EXPECT_EQ(plan_for(131072, false, kH200).tier, Tier::kStreaming);
   EXPECT_EQ(plan_for(8192, false, kA100).tier, Tier::kRegisters);

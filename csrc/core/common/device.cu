@@ -23,7 +23,7 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
   }
   if ((error = read(&major, cudaDevAttrComputeCapabilityMajor)) != cudaSuccess) return error;
   properties->max_cluster_blocks = 1;
-  std::fill_n(properties->filled_by_clusters, kClusterSizes, 0);
+  std::fill_n(properties->filled_by_clusters, kMaxClusterBlocks, 0);
   properties->filled_by_clusters[0] = properties->sm_count;
   if (major < 9) return cudaSuccess;
 
@@ -35,27 +35,27 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
   error =
       cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
-  for (int log2 = 1; log2 < kClusterSizes; ++log2) {
+  for (int blocks = 2; blocks <= kMaxClusterBlocks; ++blocks) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim = {1u << log2, 1, 1};
+    attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
     cudaLaunchConfig_t config{};
-    config.gridDim = 1 << log2;
+    config.gridDim = blocks;
     config.blockDim = 512;
     config.dynamicSmemBytes = shared_bytes;
     config.attrs = &attribute;
     config.numAttrs = 1;
     int clusters = 0;
     error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &config);
-    const int blocks = 1 << log2;
     if (error != cudaSuccess) {
       if (blocks <= kPortableClusterBlocks) return error;
       cudaGetLastError();  // a chip without larger clusters
       break;
     }
     if (clusters == 0) break;  // a slice of a chip may be too small
-    properties->filled_by_clusters[log2] = clusters * blocks;
-    if (blocks <= kPortableClusterBlocks) properties->max_cluster_blocks = blocks;
+    properties->filled_by_clusters[blocks - 1] = clusters * blocks;
+    if (blocks == 2 * properties->max_cluster_blocks && blocks <= kPortableClusterBlocks)
+      properties->max_cluster_blocks = blocks;
   }
   return cudaSuccess;
 }

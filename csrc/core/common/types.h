@@ -48,7 +48,7 @@ struct ParamVector {
   DType dtype;
 };
 
-constexpr int kPortableClusterBlocks = 8, kClusterSizes = 5;
+constexpr int kPortableClusterBlocks = 8, kMaxClusterBlocks = 16;
 
 // What a plan needs to know of a chip.
 struct DeviceProperties {
@@ -56,15 +56,13 @@ struct DeviceProperties {
   int shared_bytes_per_block;  // the opt-in limit: 99, 163 or 227 KB on the chips of today
   int max_cluster_blocks;      // of a portable thread-block cluster: 8, or 1 before Hopper
 
-  // How many multiprocessors clusters of 1, 2, 4, 8 and 16 blocks can fill, one block each: a
-  // cluster stays within one processing cluster of the chip, whose size need not be a multiple of
-  // the cluster's (on an H200 of 132: 132, 132, 120, 120 up to 8). 0: not even one.
-  int filled_by_clusters[kClusterSizes];
+  // How many multiprocessors clusters of 1, 2, 3, .. blocks can fill, one block each: a cluster
+  // stays within one processing cluster of the chip, whose size need not be a multiple of the
+  // cluster's (an H200 of 132: 132, 132, 117, 120, 110, 102, 105, 120 up to 8). 0: not even one.
+  int filled_by_clusters[kMaxClusterBlocks];
 
   int cluster_multiprocessors(int cluster_blocks) const {
-    int log2 = 0;
-    while (cluster_blocks > 1 << log2) ++log2;
-    return filled_by_clusters[log2];
+    return filled_by_clusters[cluster_blocks - 1];
   }
 };
 

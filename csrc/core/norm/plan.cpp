@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <optional>
 
 namespace fused_norm {
 namespace {
@@ -43,69 +44,108 @@ constexpr int64_t kMaxPartials = 65535;
 // Static shared memory of the kernels, rounded up.
 constexpr int kStaticShared = 5 * 1024;
 
-// Long rows where there are bulk copies, which came with clusters: fills in the plan if they fit.
+// Long rows where there are bulk copies, which came with clusters: how `spread` blocks share a row,
+// if they can.
 //
 // A thread has 16 columns, in 80 registers, so that a block of 768 has all of a multiprocessor's.
 // Smaller blocks share it, up to 12 warps, and hide each other's barriers; more would make more
 // partial rows. Three stages hold the row at work, the one before, of which dx is still to be
 // written, and the next. There are more where these would leave too little on its way, or room for
 // another block: when kernels overlap, the first multiprocessors to be free then get that too, and
-// others stay empty (a block of 384 threads: 100 in place of 81 microseconds, RMSNorm, 8192 x 6144
-// in bf16 on an H200). Each stage beyond costs about 1 % for want of overlap. RMSNorm's largest
-// blocks rather become two (148 in place of 165 microseconds with both stages, 8192 x 12288, of
-// which ring_slot()'s whole lines are a part); LayerNorm's do not.
-bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors, bool rms,
-               const DeviceProperties& device, NormBackwardPlan& plan) {
-  constexpr int kCols = 16, kMaxThreads = 768, kEnoughThreads = 384, kMinStages = 3;
-  constexpr int kManyThreads = 640;
+// others stay empty (a block of 384 threads, the kernel alone: 100 in place of 81 microseconds,
+// RMSNorm, 8192 x 6144 in bf16 on an H200). Each stage beyond costs about 1 % for want of overlap.
+struct RingShape {
+  int threads, stages, shared_bytes;
+  int blocks;  // of a multiprocessor
+};
+constexpr int kRingCols = 16;
+
+std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_size, int dy_size,
+                                    int column_vectors, const DeviceProperties& device) {
+  constexpr int kMaxThreads = 768, kEnoughThreads = 384, kMinStages = 3;
   constexpr int kStatic = 1024, kReservedPerBlock = 1024, kEnoughBytes = 40 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
+  const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
+  if (block_packs * pack > kMaxThreads * kRingCols) return std::nullopt;
+  const int threads = threads_for(block_packs, kRingCols / pack);
+  const int block_cols = std::min(cols, threads * kRingCols);
+  const int params = column_vectors * threads * kRingCols * 4;
+  const int stage = ring_slot(block_cols * saved_size) + ring_slot(block_cols * dy_size);
+  const int beside = params + kStatic + kReservedPerBlock;
+  const int wanted = spread > 1 ? 1 : static_cast<int>(ceil_div(kEnoughThreads, threads));
+  for (int blocks = wanted; blocks > 0; --blocks) {
+    const int most = std::min((capacity / blocks - beside) / stage, kMaxRingStages);
+    if (most < kMinStages) continue;
+    auto suffice = [&](int stages) {
+      const bool fill = (blocks + 1) * (beside + stages * stage) > capacity ||
+                        (blocks + 1) * threads > kMaxThreads;
+      return fill && blocks * (stages - 2) * stage >= kEnoughBytes;
+    };
+    int stages = kMinStages;
+    while (stages < most && !suffice(stages)) ++stages;
+    return RingShape{threads, stages, params + stages * stage, blocks};
+  }
+  return std::nullopt;
+}
+
+// Fills in the plan, if so many blocks as a cluster can have can share the row.
+//
+// One or two do if they can: these fill the chip. (RMSNorm's largest blocks rather become two: 148
+// in place of 165 microseconds with both stages, 8192 x 12288, of which ring_slot()'s whole lines
+// are a part. LayerNorm's do not.) Larger clusters leave multiprocessors empty, some sizes more
+// than others, and a multiprocessor takes as long for a row as the most warps that share one of its
+// four schedulers: of these the cluster with which a row takes the least of the chip's time
+// (2048 x 50000 with 5 and 8 blocks: 189 and 241 microseconds, RMSNorm 174 and 197; 1024 x 32768
+// with 3 and 4: 73.9 and 70.6; bf16 on an H200).
+bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors, bool rms,
+               const DeviceProperties& device, NormBackwardPlan& plan) {
+  constexpr int kManyThreads = 640, kSchedulers = 4;
   // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
   // tree.
   constexpr int kMaxRowsInSequence = 128;
+  std::optional<RingShape> best;
+  int best_spread = 0;
+  int64_t best_time = 0;
+  auto consider = [&](int spread) {
+    const int filled = device.cluster_multiprocessors(spread);
+    if (filled == 0) return;
+    const auto shape =
+        ring_shape(spread, cols, plan.pack, saved_size, dy_size, column_vectors, device);
+    if (!shape) return;
+    if (rms && spread == 1 && shape->threads > kManyThreads && device.max_cluster_blocks > 1)
+      return;
+    const int64_t warps = ceil_div(shape->threads, kWarp * kSchedulers);
+    const int64_t time = (int64_t{1} << 20) * spread * warps / filled;
+    if (best && time >= best_time) return;
+    best = shape;
+    best_spread = spread;
+    best_time = time;
+  };
+  for (int spread = 1; spread <= device.max_cluster_blocks; ++spread) {
+    if (best && best_spread <= 2) break;
+    consider(spread);
+  }
   // The parameters of an output take room that larger clusters have, so that what the input has
   // room for needs no more kernels from the output.
-  const bool large = column_vectors > 1 && device.cluster_multiprocessors(kMaxRingBlocks) > 0;
-  const int most = large ? kMaxRingBlocks : device.max_cluster_blocks;
-  for (int spread = 1; spread <= most; spread *= 2) {
-    const int64_t block_packs = ceil_div(ceil_div(cols, plan.pack), spread);
-    if (block_packs * plan.pack > kMaxThreads * kCols) continue;
-    const int threads = threads_for(block_packs, kCols / plan.pack);
-    if (rms && spread == 1 && threads > kManyThreads && most > 1) continue;
-    const int block_cols = std::min(cols, threads * kCols);
-    const int params = column_vectors * threads * kCols * 4;
-    const int stage = ring_slot(block_cols * saved_size) + ring_slot(block_cols * dy_size);
-    const int wanted = static_cast<int>(ceil_div(kEnoughThreads, threads));
-    for (int blocks = spread > 1 ? 1 : wanted; blocks > 0; --blocks) {
-      const int beside = params + kStatic + kReservedPerBlock;
-      const int most = std::min((capacity / blocks - beside) / stage, kMaxRingStages);
-      if (most < kMinStages) continue;
-      auto suffice = [&](int stages) {
-        const bool fill = (blocks + 1) * (beside + stages * stage) > capacity ||
-                          (blocks + 1) * threads > kMaxThreads;
-        return fill && blocks * (stages - 2) * stage >= kEnoughBytes;
-      };
-      plan.stages = kMinStages;
-      while (plan.stages < most && !suffice(plan.stages)) ++plan.stages;
-      plan.tier = Tier::kRing;
-      plan.packs = kCols / plan.pack;
-      plan.threads_per_row = threads;
-      plan.rows_per_block = 1;
-      plan.cluster_blocks = spread;
-      plan.shared_bytes = params + plan.stages * stage;
-      const int resident = device.cluster_multiprocessors(spread) * blocks / spread;
-      const int64_t clusters = std::min<int64_t>(rows, std::max(1, resident));
-      const int64_t rounds = ceil_div(rows, clusters);
-      const int64_t sets = std::min(ceil_div(rounds, kMaxRowsInSequence), kMaxPartials / clusters);
-      plan.blocks = static_cast<int>(clusters * spread);
-      plan.partial_sets = static_cast<int>(sets);
-      plan.rows_in_sequence = static_cast<int>(std::min<int64_t>(ceil_div(rounds, sets), INT_MAX));
-      plan.partials = static_cast<int>(clusters * sets);
-      return true;
-    }
-  }
-  plan.stages = 0;
-  return false;
+  if (!best && column_vectors > 1) consider(kMaxRingBlocks);
+  if (!best) return false;
+
+  plan.tier = Tier::kRing;
+  plan.packs = kRingCols / plan.pack;
+  plan.threads_per_row = best->threads;
+  plan.rows_per_block = 1;
+  plan.cluster_blocks = best_spread;
+  plan.stages = best->stages;
+  plan.shared_bytes = best->shared_bytes;
+  const int resident = device.cluster_multiprocessors(best_spread) * best->blocks / best_spread;
+  const int64_t clusters = std::min<int64_t>(rows, resident);
+  const int64_t rounds = ceil_div(rows, clusters);
+  const int64_t sets = std::min(ceil_div(rounds, kMaxRowsInSequence), kMaxPartials / clusters);
+  plan.blocks = static_cast<int>(clusters * best_spread);
+  plan.partial_sets = static_cast<int>(sets);
+  plan.rows_in_sequence = static_cast<int>(std::min<int64_t>(ceil_div(rounds, sets), INT_MAX));
+  plan.partials = static_cast<int>(clusters * sets);
+  return true;
 }
 
 // Blocks for each tile of columns, or 0 where there are too many rows for rows and columns apart: a
@@ -124,29 +164,31 @@ int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties&
 
 // Clusters that walk over the rows, in place of one for each row. Their parameters are read but
 // once, which is a third of what rows of LayerNorm take from the second-level cache, and the next
-// rows are on their way all the time: bf16 on an H200, 2048 x 50000, 143 -> TODO microseconds.
+// rows are on their way all the time: bf16 on an H200, 2048 x 50000, LayerNorm 145 -> 114
+// microseconds, RMSNorm 122 -> 114.
 ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
                          const DeviceProperties& device) {
-  constexpr int kStatic = 2 * 1024, kReservedPerBlock = 1024;
+  constexpr int kStatic = 1024, kReservedPerBlock = 1024, kMaxThreads = 65536 / 80;
   ForwardRing ring{};
-  const int64_t clusters =
-      device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
-  // With one row each there is nothing to keep.
-  if (rows < 2 * clusters || clusters == 0) return ring;
+  const int clusters = device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
+  // Where some have no more rows than two to walk over, others have one.
+  if (clusters == 0 || rows < 3 * clusters) return ring;
   const int slot = plan.threads_per_row * plan.packs * 16;
   const int params = plan.threads_per_row * params_bytes(plan.packs, !rms);
-  const int most =
-      std::min((device.shared_bytes_per_block - kStatic - params) / slot, kMaxForwardSlots);
-  if (most < 1) return ring;
-  // One row is on its way while another is in registers. More slots only leave no room for a
-  // second block, as plan_ring() has it.
-  auto fill = [&](int slots) {
-    return 2 * (params + slots * slot + kReservedPerBlock) >
-           device.shared_bytes_per_block + kReservedPerBlock;
+  const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
+  const int beside = params + kStatic + kReservedPerBlock;
+  auto room = [&](int blocks) {
+    return std::min((capacity / blocks - beside) / slot, kMaxForwardSlots);
   };
+  // One row is on its way while another is in registers, more do no good. Two blocks a
+  // multiprocessor hide each other's barriers; one takes so many slots that no second one, of the
+  // next kernel, has room beside it (as in ring_shape()).
+  const int blocks = room(2) >= 1 && 2 * plan.threads_per_row <= kMaxThreads ? 2 : 1;
+  if (room(blocks) < 1) return ring;
+  auto fill = [&](int slots) { return (blocks + 1) * (beside + slots * slot) > capacity; };
   ring.slots = 1;
-  while (ring.slots < most && (ring.slots < 2 || !fill(ring.slots))) ++ring.slots;
-  ring.blocks = static_cast<int>(clusters) * plan.cluster_blocks;
+  while (ring.slots < room(blocks) && (ring.slots < 2 || !fill(ring.slots))) ++ring.slots;
+  ring.blocks = clusters * plan.cluster_blocks * blocks;
   ring.shared_bytes = params + ring.slots * slot;
   return ring;
 }
