@@ -22,7 +22,9 @@ const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108}};
 const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72}};
 // Clusters beside little shared memory: compute capability 12.0.
 const DeviceProperties kRtx{170, 99 * kKilobyte, 8, {170, 170, 168, 168, 165, 168, 168, 168}};
-const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10, kRtx};
+// A slice of a chip.
+const DeviceProperties kSlice{16, 227 * kKilobyte, 2, {16, 16, 15}};
+const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10, kRtx, kSlice};
 
 struct Dtypes {
   DType x, y;
@@ -65,7 +67,7 @@ void check_forward_ring(const NormForwardPlan& plan, const DeviceProperties& chi
   const int a_chip = chip.cluster_multiprocessors(plan.cluster_blocks);
   const int a_multiprocessor = ring.blocks / a_chip;
   EXPECT_EQ(ring.blocks % a_chip, 0);
-  EXPECT_GE(rows * plan.cluster_blocks, ring.blocks);
+  EXPECT_GE(rows * plan.cluster_blocks, 3 * ring.blocks);
   const int params = plan.threads_per_row * params_bytes(plan.packs, !rms);
   EXPECT_EQ(ring.shared_bytes, params + ring.slots * plan.threads_per_row * plan.packs * 16);
   EXPECT_LE(a_multiprocessor * (ring.shared_bytes + 2 * kKilobyte),
@@ -92,7 +94,9 @@ void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols) {
     EXPECT_GE(int64_t{plan.blocks / plan.cluster_blocks} * plan.rows_per_block, rows);
     if (plan.tier == Tier::kStreaming) continue;
     for (bool adds : {false, true}) EXPECT_LE(threads, forward_threads(adds, plan.packs));
-    EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack, cols);
+    const int64_t block_cols = int64_t{plan.threads_per_row} * plan.packs * plan.pack;
+    EXPECT_GE(plan.cluster_blocks * block_cols, cols);
+    EXPECT_LT((plan.cluster_blocks - 1) * block_cols, cols);  // the last block has some
     EXPECT_TRUE(plan.cluster_blocks == 1 || (plan.rows_per_block == 1 && plan.packs == kMostPacks));
     EXPECT_TRUE(plan.threads_per_row >= 32 || !whole_warps(plan.packs));
     // The kernels that there are.
@@ -124,8 +128,16 @@ TEST(ForwardPlan, LongRowsAreWalkedOver) {
       EXPECT_GT(plan.ring.slots, 0) << cols;
     }
   }
-  EXPECT_EQ(plan_norm_forward(8, 50000, DType::kBFloat16, DType::kBFloat16, true, kH200).ring.slots,
-            0);
+  const auto blocks = [](int64_t rows, int cols, DType dtype) {
+    return plan_norm_forward(rows, cols, dtype, dtype, true, kH200).ring.blocks;
+  };
+  EXPECT_EQ(blocks(2048, 50000, DType::kBFloat16), 132);
+  EXPECT_EQ(blocks(2048, 33000, DType::kFloat16), 2 * 132);  // of few threads
+  EXPECT_EQ(blocks(2048, 20000, DType::kFloat32), 2 * 132);
+  EXPECT_EQ(blocks(197, 50000, DType::kBFloat16), 0);  // less than three for each cluster
+  EXPECT_EQ(blocks(198, 50000, DType::kBFloat16), 132);
+  EXPECT_EQ(
+      plan_norm_forward(2048, 50000, DType::kBFloat16, DType::kFloat32, true, kH200).ring.slots, 0);
 }
 
 void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip) {
@@ -243,6 +255,22 @@ TEST(BackwardPlan, RowsDoNotShapeTheReduction) {
   });
 }
 
+TEST(BackwardPlan, ChipsOfOneModelShareRowsAlike) {
+  DeviceProperties other = kH200;  // with other processing clusters
+  const int filled[] = {132, 132, 126, 132, 120, 108, 112, 128};
+  std::copy(std::begin(filled), std::end(filled), other.filled_by_clusters);
+  for (int cols = 8000; cols < 100000; cols += 8) {
+    for (int form = 0; form < 4; ++form) {
+      const auto blocks = [&](const DeviceProperties& chip) {
+        return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, form % 2 != 0,
+                                  form / 2 != 0, chip)
+            .cluster_blocks;
+      };
+      EXPECT_EQ(blocks(kH200), blocks(other)) << cols;
+    }
+  }
+}
+
 TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOutByElements) {
   const auto plan_for = [](int cols, const DeviceProperties& chip) {
     return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, false, chip);
@@ -320,8 +348,9 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
                 .cluster_blocks,
             2);
   EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // bias and 1 / weight take room
-  // Neither the fewest blocks nor the most: 5 fill 110 multiprocessors, 3 but 117.
   EXPECT_EQ(plan_for(50000, false, kH200).cluster_blocks, 5);
+  EXPECT_EQ(plan_for(28672, false, kH200).cluster_blocks, 3);
+  // 3 would do, with 6 warps to a scheduler in place of 4.
   EXPECT_EQ(plan_for(32768, false, kH200).cluster_blocks, 4);
   EXPECT_EQ(plan_for(65536, false, kH200).cluster_blocks, 8);
   EXPECT_EQ(plan_for(131072, false, kH200).tier, Tier::kStreaming);

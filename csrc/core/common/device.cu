@@ -35,7 +35,7 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
   error =
       cudaFuncSetAttribute(fill_multiprocessor, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
-  for (int blocks = 2; blocks <= kMaxClusterBlocks; ++blocks) {
+  for (int blocks : {2, 3, 4, 5, 6, 7, 8, 16}) {
     cudaLaunchAttribute attribute{};
     attribute.id = cudaLaunchAttributeClusterDimension;
     attribute.val.clusterDim = {static_cast<unsigned>(blocks), 1, 1};
@@ -48,11 +48,12 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
     int clusters = 0;
     error = cudaOccupancyMaxActiveClusters(&clusters, fill_multiprocessor, &config);
     if (error != cudaSuccess) {
-      if (blocks <= kPortableClusterBlocks) return error;
+      const bool needed = blocks == 2 || blocks == 4 || blocks == kPortableClusterBlocks;
+      if (needed) return error;
       cudaGetLastError();  // a chip without larger clusters
-      break;
+      continue;
     }
-    if (clusters == 0) break;  // a slice of a chip may be too small
+    if (clusters == 0) continue;  // a slice of a chip may be too small
     properties->filled_by_clusters[blocks - 1] = clusters * blocks;
     if (blocks == 2 * properties->max_cluster_blocks && blocks <= kPortableClusterBlocks)
       properties->max_cluster_blocks = blocks;

@@ -54,11 +54,14 @@ constexpr int kPortableClusterBlocks = 8, kMaxClusterBlocks = 16;
 struct DeviceProperties {
   int sm_count;
   int shared_bytes_per_block;  // the opt-in limit: 99, 163 or 227 KB on the chips of today
-  int max_cluster_blocks;      // of a portable thread-block cluster: 8, or 1 before Hopper
+  // Of a portable thread-block cluster, the largest power of two: 8, 2 or 4 on slices of a chip, or
+  // 1 before Hopper.
+  int max_cluster_blocks;
 
   // How many multiprocessors clusters of 1, 2, 3, .. blocks can fill, one block each: a cluster
   // stays within one processing cluster of the chip, whose size need not be a multiple of the
-  // cluster's (an H200 of 132: 132, 132, 117, 120, 110, 102, 105, 120 up to 8). 0: not even one.
+  // cluster's (an H200 of 132: 132, 132, 117, 120, 110, 102, 105, 120 up to 8; chips of one model
+  // can differ). 0: not even one, or not asked: 9 to 15.
   int filled_by_clusters[kMaxClusterBlocks];
 
   int cluster_multiprocessors(int cluster_blocks) const {

@@ -34,7 +34,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
                                          const BackwardOutput<X, float>& out, int64_t row,
                                          FewRowSums::Slots& slots) {
   constexpr int N = 16 / sizeof(X), kPacks = 2;
-  extern __shared__ __align__(16) float staged[];
+  extern __shared__ __align__(16) float few_staged[];
 
   const RowGroup<Barrier::kBlock, true> group;
   const int col = slice_column<N, kPacks>(group);
@@ -47,7 +47,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   constexpr bool kFromOutput = kSaved == Saved::kOutput;
   // Each thread stages its own parameters, which it need not hold in registers while the row is
   // under way; three of each column before that, as they would take too many.
-  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
+  const StagedParams<kPacks, N, kSaved> params(few_staged, group.thread());
   auto stage = [&] {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);

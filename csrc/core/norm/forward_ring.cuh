@@ -9,7 +9,7 @@ namespace fused_norm {
 // A block has the same columns of every row. It keeps their parameters in shared memory, where rows
 // on their way wait too: bulk copies bring them, one slot each. A row leaves its slot for registers
 // as soon as it is there, and the slot is filled anew. For regular rows whose parameters are all
-// there, of the input's type. The reduction tree is norm_forward_once()'s.
+// there, of the input's type, and taken as they are. The reduction tree is norm_forward_once()'s.
 template <typename X, bool kRms>
 __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     norm_forward_ring(const __grid_constant__ InputLoad<X> load,

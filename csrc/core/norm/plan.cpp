@@ -88,18 +88,28 @@ std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_si
   return std::nullopt;
 }
 
-// Fills in the plan, if so many blocks as a cluster can have can share the row.
+// How long a row takes in clusters of so many blocks, in proportion. They lie within the chip's
+// processing clusters, of 16 multiprocessors or a few more: what they cannot fill is lost. And a
+// multiprocessor takes as long for a row as the most warps that share one of its four schedulers,
+// and somewhat longer. (2048 x 50000 with 5, 6, 7 and 8 blocks: 189, 229, 238 and 241 microseconds,
+// 1024 x 32768 with 3, 4 and 5: 73.9, 70.6 and 86.2; LayerNorm, bf16 on an H200.)
 //
-// One or two do if they can: these fill the chip. (RMSNorm's largest blocks rather become two: 148
-// in place of 165 microseconds with both stages, 8192 x 12288, of which ring_slot()'s whole lines
-// are a part. LayerNorm's do not.) Larger clusters leave multiprocessors empty, some sizes more
-// than others, and a multiprocessor takes as long for a row as the most warps that share one of its
-// four schedulers: of these the cluster with which a row takes the least of the chip's time
-// (2048 x 50000 with 5 and 8 blocks: 189 and 241 microseconds, RMSNorm 174 and 197; 1024 x 32768
-// with 3 and 4: 73.9 and 70.6; bf16 on an H200).
+// Known of all chips, not asked of this one: of one model, too, they have different processing
+// clusters, and a row's dx would have other bits where the sizes differ.
+int64_t ring_time(int spread, int threads) {
+  constexpr int kProcessingCluster = 16, kSchedulers = 4, kLonger = 2;
+  const int filled = kProcessingCluster / spread * spread;
+  const int64_t warps = ceil_div(threads, kWarp * kSchedulers);
+  return (int64_t{1} << 20) * spread * (warps + kLonger) / filled;
+}
+
+// Fills in the plan, if so many blocks as a cluster can have can share the row. One or two do if
+// they can, as these fill the chip. (RMSNorm's largest blocks rather become two: 148 in place of
+// 165 microseconds with both stages, 8192 x 12288, of which ring_slot()'s whole lines are a part.
+// LayerNorm's do not.)
 bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors, bool rms,
                const DeviceProperties& device, NormBackwardPlan& plan) {
-  constexpr int kManyThreads = 640, kSchedulers = 4;
+  constexpr int kManyThreads = 640;
   // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
   // tree.
   constexpr int kMaxRowsInSequence = 128;
@@ -107,16 +117,14 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
   int best_spread = 0;
   int64_t best_time = 0;
   auto consider = [&](int spread) {
-    const int filled = device.cluster_multiprocessors(spread);
-    if (filled == 0) return;
+    if (device.cluster_multiprocessors(spread) == 0) return;
     const auto shape =
         ring_shape(spread, cols, plan.pack, saved_size, dy_size, column_vectors, device);
     if (!shape) return;
     if (rms && spread == 1 && shape->threads > kManyThreads && device.max_cluster_blocks > 1)
       return;
-    const int64_t warps = ceil_div(shape->threads, kWarp * kSchedulers);
-    const int64_t time = (int64_t{1} << 20) * spread * warps / filled;
-    if (best && time >= best_time) return;
+    const int64_t time = ring_time(spread, shape->threads);
+    if (best && time > best_time) return;
     best = shape;
     best_spread = spread;
     best_time = time;
@@ -171,8 +179,6 @@ ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
   constexpr int kStatic = 1024, kReservedPerBlock = 1024, kMaxThreads = 65536 / 80;
   ForwardRing ring{};
   const int clusters = device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
-  // Where some have no more rows than two to walk over, others have one.
-  if (clusters == 0 || rows < 3 * clusters) return ring;
   const int slot = plan.threads_per_row * plan.packs * 16;
   const int params = plan.threads_per_row * params_bytes(plan.packs, !rms);
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
@@ -184,7 +190,8 @@ ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
   // multiprocessor hide each other's barriers; one takes so many slots that no second one, of the
   // next kernel, has room beside it (as in ring_shape()).
   const int blocks = room(2) >= 1 && 2 * plan.threads_per_row <= kMaxThreads ? 2 : 1;
-  if (room(blocks) < 1) return ring;
+  // Where some have no more than two rows to walk over, others have one.
+  if (room(blocks) < 1 || rows < int64_t{3} * clusters * blocks || clusters == 0) return ring;
   auto fill = [&](int slots) { return (blocks + 1) * (beside + slots * slot) > capacity; };
   ring.slots = 1;
   while (ring.slots < room(blocks) && (ring.slots < 2 || !fill(ring.slots))) ++ring.slots;

@@ -47,8 +47,9 @@ constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 // Shared memory of a thread for weight and (bias) bias of so many packs, as they are.
 constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
 
-// kRegisters, clusters: where rows are regular and all parameters of the input's type, clusters
-// that walk over the rows do the same, if `slots` is not zero (forward_ring.cuh).
+// kRegisters, clusters, one dtype: where rows are regular, and all parameters there and of that
+// dtype too, clusters that walk over the rows do the same, if `slots` is not zero
+// (forward_ring.cuh).
 struct ForwardRing {
   int slots;   // for rows in shared memory, those on their way
   int blocks;  // of the grid
