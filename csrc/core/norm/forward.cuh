@@ -250,11 +250,15 @@ __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_
   });
 }
 
-template <typename Load, typename Store, bool kRms>
+template <typename Load, typename Store>
 __global__ void __launch_bounds__(512)
     norm_forward_streaming(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           const StatisticsOf<Load, Store> out) {
-  norm_forward_twice<kRms>(load, store, out);
+                           const StatisticsOf<Load, Store> out, bool rms) {
+  if (rms) {
+    norm_forward_twice<true>(load, store, out);
+  } else {
+    norm_forward_twice<false>(load, store, out);
+  }
 }
 
 }  // namespace fused_norm

@@ -66,7 +66,7 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
         shared_bytes = plan.threads_per_row * plan.rows_per_block * params_bytes(plan.packs, !kRms);
     }
     if constexpr (!Load::kAdds) {
-      if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store, kRms>);
+      if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store>, kRms);
     }
     if constexpr (!std::is_same_v<X, double>) {
       switch (plan.packs) {
