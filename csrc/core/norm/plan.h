@@ -84,7 +84,7 @@ constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;
 
 constexpr int kMaxRingStages = 6;
-constexpr int kMaxRingBlocks = 16;  // of a cluster
+constexpr int kMaxRingBlocks = kMaxClusterBlocks;
 // kRegisters: rows of a group in shared memory at once, where they pass through that.
 constexpr int kRowStages = 3;
 
