@@ -89,7 +89,7 @@ template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Y, type
 __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& load,
                                                       const Store& store) {
   constexpr int N = kPackElements<Y, typename Store::Output>;
-  RowGroup<Barrier::kBlock, kFullWarps<kMayShare, kPacks>> group;
+  RowGroup<Barrier::kBlock, kMayShare> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
   const auto place = store.template place<N, kRegular>(at.row, group);

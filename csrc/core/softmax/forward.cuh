@@ -44,42 +44,48 @@ __device__ __forceinline__ A max_of_packs(const Scores<A, N> (&scores)[kPacks]) 
   return top;
 }
 
-// Of each element of the packs, the sum over the packs of exp(x - shift).
-template <int N, typename A, typename Kept, int kPacks>
+// Of each element of the packs, the sum over the packs of exp(x - shift). Those from the
+// kReached-th on are past the row, and have none.
+template <int kReached, int N, typename A, typename Kept, int kPacks>
 __device__ __forceinline__ void exp_sums(const Kept (&kept)[kPacks], A shift, A (&sums)[N]) {
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    A exponentials[kPacks];
+    A exponentials[kPacks] = {};
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) exponentials[p] = exp_of(element_of(kept[p], i) - shift);
+    for (int p = 0; p < kReached; ++p) exponentials[p] = exp_of(element_of(kept[p], i) - shift);
     sums[i] = sum_of(exponentials);
   }
 }
 
 // A row that lies in the packs of the threads that share it, kPacks each, from its scores to the
-// last store.
+// last store. `cols` are all that the row may have.
 template <bool kLog, bool kMayShare, int kPacks, int N, bool kRegular, bool kZeroIfEmpty,
           typename A, typename Kept, typename Group, typename Out>
 __device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& group,
                                                RowCluster& cluster, bool spread,
                                                const RunPlace<N, kRegular>& place, int col,
-                                               const Out& out) {
+                                               int cols, const Out& out) {
   // Exponentials are kept where registers allow, else made twice.
   constexpr bool kKeep = !kLog && kPacks * N <= 32;
   const A top = group.reduce_lanes(max_of_packs<A>(kept), LargerOf());
   const A shift = shift_of(top);
-  A exponentials[kKeep ? N : 1][kPacks], sums[N];
+  // Packs that no lane of a warp has of the row cost nothing.
+  constexpr bool kMayEnd = kRegular && !kMayShare && kPacks > 2;
+  auto reached = [&](int p) { return !kMayEnd || p == 0 || p * place.lanes * N < cols; };
+  A exponentials[kKeep ? N : 1][kPacks] = {}, sums[N];
   if constexpr (kKeep) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int p = 0; p < kPacks; ++p) {
+      if (!reached(p)) break;
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        exponentials[i][p] = exp_of(element_of(kept[p], i) - shift);
-      }
-      sums[i] = sum_of(exponentials[i]);
+      for (int i = 0; i < N; ++i) exponentials[i][p] = exp_of(element_of(kept[p], i) - shift);
     }
+#pragma unroll
+    for (int i = 0; i < N; ++i) sums[i] = sum_of(exponentials[i]);
+  } else if (reached(kPacks - 1)) {
+    exp_sums<kPacks>(kept, shift, sums);
   } else {
-    exp_sums(kept, shift, sums);
+    exp_sums<kPacks - 1>(kept, shift, sums);
   }
   ExpSum<A> sum{top, sum_of_run(sums, place, group)};
   if constexpr (kMayShare) {
@@ -113,7 +119,7 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   constexpr int N = kPackElements<X, typename Store::Output>;
   using Row = typename Load::template Row<N, kRegular>;
 
-  RowGroup<Barrier::kBlock, kFullWarps<kMayShare, kPacks>> group;
+  RowGroup<Barrier::kBlock, kMayShare> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
   const auto place = store.template place<N, kRegular>(at.row, group);
@@ -127,7 +133,7 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   }
   if (at.spread) cluster.wait();
   softmax_of_row<kLog, kMayShare, kPacks, N, kRegular, Load::kMasked, Accumulator<X>>(
-      kept, group, cluster, at.spread, place, col, store.open(at.row, place));
+      kept, group, cluster, at.spread, place, col, store.cols, store.open(at.row, place));
 }
 
 // A warp's part of a row: its maximum so far, and for each of a lane's elements the sum of
@@ -144,7 +150,7 @@ struct WarpPart {
     top = group.reduce_lanes(larger_of(top, max_of_packs<A>(kept)), LargerOf());
     const A shift = shift_of(top), scale = exp_of(before - shift);
     A added[N];
-    exp_sums(kept, shift, added);
+    exp_sums<kPacks>(kept, shift, added);
 #pragma unroll
     for (int i = 0; i < N; ++i) sums[i] = fma(sums[i], scale, added[i]);
   }

@@ -15,10 +15,6 @@ constexpr int kBlockTierThreads = 512;
 template <typename In, typename Out>
 constexpr int kPackElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
 
-// Whether groups are whole warps in every plan: but for the shorter rows of the warp tier.
-template <bool kMayShare, int kPacks>
-constexpr bool kFullWarps = kMayShare || kPacks > 2;
-
 // Calls run(regular, log) with both known at compile time, after the kernel before. Chosen once, at
 // the top of a kernel.
 template <bool kMayLog, typename Run>
