@@ -11,8 +11,8 @@ pytestmark = pytest.mark.cuda
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 KINDS = ["layer", "rms"]
 # Short rows, a warp, a block, odd lengths, the longest a block holds, and rows that are streamed.
-COLS = [1, 3, 31, 64, 96, 255, 256, 257, 768, 1000, 1023, 1025, 4095, 4096, 8192, 8193, 12288]
-COLS += [32768, 50257, 65536, 98304, 131072]
+COLS = [1, 3, 31, 64, 96, 126, 255, 256, 257, 758, 768, 1000, 1023, 1025, 3334, 4095, 4096, 8192]
+COLS += [8193, 12288, 20002, 32768, 50257, 65536, 98304, 131072]
 ROW_INDICES = [0, 1, 2, 3, 5, 7, 8, 15, 31, 64, 127, 131, 264, 511, 767, 1023]
 OFFSETS = range(8)
 
@@ -96,6 +96,31 @@ def test_a_row_among_others(kind, dtype, memory_efficient, generator):
                 assert same_bits(grads["x"][index], alone_grads["x"][0]), f"{where}: dx"
 
 
+@pytest.mark.parametrize(
+    ("x_dtype", "y_dtype", "weight_dtype"),
+    [(FP16, FP32, FP16), (BF16, BF16, FP32), (FP32, BF16, FP32), (FP32, FP32, None)],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_among_others_in_other_forms(kind, x_dtype, y_dtype, weight_dtype, generator):
+    """Dtypes of their own for output and parameters: forward, whose threads the number of rows
+    chooses."""
+    rms = kind == "rms"
+    for cols in (520, 776, 1000, 1026, 3333, 4096):
+        x = randn(generator, 3000, cols, dtype=x_dtype)
+        weight = bias = None
+        if weight_dtype is not None:
+            weight = randn(generator, cols, dtype=weight_dtype)
+            bias = None if rms else randn(generator, cols, dtype=weight_dtype)
+        many, alone = (
+            torch.ops.fused_norm.norm_forward(rows, weight, bias, [cols], 1e-5, 0.0, rms, y_dtype)
+            for rows in (x, x[-1:])
+        )
+        for of_many, of_one in zip(many, alone, strict=True):  # y, mean, rstd
+            if of_one.numel() > 0:
+                assert same_bits(of_many[-1:], of_one), f"{cols} columns"
+
+
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -142,7 +167,15 @@ def test_many_rows_at_any_alignment(kind, dtype, memory_efficient, generator):
     """Rows so many that a block's stages in shared memory are filled again and again; dweight and
     dbias are the same too, as the grid is."""
     form = full_form(kind, dtype, memory_efficient)
-    shapes = [(3300, 1025), (1700, 3333), (3000, 5120), (1700, 12288), (700, 20000), (500, 34000)]
+    shapes = [
+        (3300, 1025),
+        (1700, 3333),
+        (1700, 3334),
+        (3000, 5120),
+        (1700, 12288),
+        (700, 20000),
+        (500, 34000),
+    ]
     shapes += [(500, 40000)]
     for rows, cols in shapes:
         weight, bias = random_parameters(generator, form, [cols], recoverable=True)

@@ -24,7 +24,7 @@ from reference import NormCheck
 
 pytestmark = pytest.mark.cuda
 
-COLS = [1, 2, 31, 32, 33, 96, 255, 256, 768, 1000, 1023, 1025, 3333, 4095, 4096, 4097]
+COLS = [1, 2, 31, 32, 33, 96, 126, 255, 256, 768, 1000, 1023, 1025, 3333, 3334, 4095, 4096, 4097]
 COLS += [5120, 8192, 12288, 16384, 20000, 40000, 50257, 65536, 131072, 1000003]
 ROWS = [1, 7, 512, 4097]
 FULL_PRODUCT = 2**26  # elements up to which every form runs
@@ -154,6 +154,17 @@ def test_row_lengths_around_every_boundary(kind, dtype, generator):
             weight, bias = random_parameters(generator, form, [cols], recoverable=efficient)
             verdict.add(f"{form}, 5 x {cols}", check_call(form, x, weight, bias, dy))
     verdict.check()
+
+
+def test_rows_whose_squares_overflow(generator):
+    """Elements of 1e35 have a mean in fp32, but no variance: the bias, and not NaN, as in torch."""
+    for cols in (300, 1000, 8192, 20000, 50000):
+        bias = randn(generator, cols, dtype=BF16)
+        for huge in (slice(0, 256), slice(-256, None)):
+            x = torch.zeros(3, cols, dtype=BF16, device="cuda")
+            x[:, huge] = 1e35
+            y = torch.ops.fused_norm.norm_forward(x, None, bias, [cols], 1e-5, 0.0, False)[0]
+            assert torch.equal(y, bias.expand_as(y)), f"{cols} columns"
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.cuda
 
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = ["layer", "rms"]
-SHAPES = [(7, 96), (600, 1000), (300, 4096), (40, 50257)]
+SHAPES = [(7, 96), (600, 1000), (300, 4096), (40, 50257), (600, 40000)]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 

@@ -205,7 +205,7 @@ def test_constant_rows_give_the_bias_exactly(dtype, device, generator):
     constants = torch.tensor(
         [0.0, 1.0, -3.7, 1 / 3, 1e4, -777.7, 1e-3, 6e4], device=generator.device
     ).to(dtype)
-    for cols in [1, 2, 31, 96, 1000, 4097, 70001]:
+    for cols in [1, 2, 31, 96, 1000, 1536, 4097, 20000, 50000, 70001]:
         bias = randn(generator, cols, dtype=dtype)
         for weight in (None, randn(generator, cols, dtype=dtype)):
             x = constants[:, None].expand(-1, cols).contiguous()

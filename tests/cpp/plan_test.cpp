@@ -108,16 +108,39 @@ TEST(ForwardPlan, HoldsTheRowAndFitsTheChip) { for_all(check_forward_plan); }
 
 TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    const NormPlan one = plan_norm_forward(1, cols, dtypes.x, dtypes.y, false, chip);
-    for (int64_t rows : kRows) {
-      const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, true, chip);
-      EXPECT_EQ(plan.tier, one.tier);
-      EXPECT_EQ(plan.pack, one.pack);
-      EXPECT_EQ(plan.packs, one.packs);
-      EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
-      EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+    for (bool rms : {false, true}) {
+      const NormPlan one = plan_norm_forward(1, cols, dtypes.x, dtypes.y, rms, chip);
+      for (int64_t rows : kRows) {
+        const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
+        EXPECT_EQ(plan.tier, one.tier);
+        EXPECT_EQ(plan.pack, one.pack);
+        EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
+        if (plan.packs == one.packs) {
+          EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
+        } else {  // four packs of a thread are two threads' two, but for a warp past the row
+          EXPECT_EQ(one.packs, 2);
+          EXPECT_EQ(plan.packs, 4);
+          EXPECT_TRUE(rms || size_of(dtypes.x) == 2);
+          EXPECT_EQ(plan.threads_per_row, (one.threads_per_row + 32) / 64 * 32);
+        }
+      }
     }
   });
+}
+
+TEST(ForwardPlan, FewRowsHaveMoreThreads) {
+  const auto packs = [](int64_t rows, int cols, DType dtype = DType::kBFloat16, bool rms = false) {
+    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).packs;
+  };
+  EXPECT_EQ(packs(512, 4096), 2);
+  EXPECT_EQ(packs(528, 4096), 2);  // four blocks of 256 threads a multiprocessor
+  EXPECT_EQ(packs(529, 4096), 4);
+  EXPECT_EQ(packs(1, 8192), 2);
+  EXPECT_EQ(packs(1, 8200), 4);  // no block has so many threads
+  EXPECT_EQ(packs(1, 2048, DType::kFloat32, true), 2);
+  EXPECT_EQ(packs(1, 2048, DType::kFloat32), 4);  // two sums at once
+  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 384), 3);
+  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 512), 2);  // one warp
 }
 
 TEST(ForwardPlan, LongRowsAreWalkedOver) {
@@ -156,9 +179,9 @@ void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip)
   EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
 }
 
-// Rows that are dealt out element by element: to whole warps, two packs a thread through shared
+// Rows that are dealt out in elements or pairs: to whole warps, two packs a thread through shared
 // memory, for which groups of several warps are needed.
-void check_elements(const NormBackwardPlan& plan, const DeviceProperties& chip, int cols,
+void check_dealt_out(const NormBackwardPlan& plan, const DeviceProperties& chip, int cols,
                     int saved_size, int dy_size, int param_vectors) {
   EXPECT_NE(cols % plan.pack, 0);
   EXPECT_EQ(plan.threads_per_row % 32, 0);
@@ -229,8 +252,8 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
           continue;
         }
         check_registers(plan, chip);
-        if (plan.elements)
-          check_elements(plan, chip, cols, saved_size, size_of(dtypes.y), param_vectors);
+        if (plan.dealt_out)
+          check_dealt_out(plan, chip, cols, saved_size, size_of(dtypes.y), param_vectors);
       }
     }
   });
@@ -271,20 +294,20 @@ TEST(BackwardPlan, ChipsOfOneModelShareRowsAlike) {
   }
 }
 
-TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOutByElements) {
+TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOut) {
   const auto plan_for = [](int cols, const DeviceProperties& chip) {
     return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, false, chip);
   };
-  EXPECT_FALSE(plan_for(37, kH200).elements);  // would leave most of a warp idle
-  EXPECT_FALSE(plan_for(1000, kH200).elements);
+  EXPECT_FALSE(plan_for(37, kH200).dealt_out);  // would leave most of a warp idle
+  EXPECT_FALSE(plan_for(1000, kH200).dealt_out);
   EXPECT_EQ(plan_for(91, kH200).threads_per_row, 32);
   EXPECT_EQ(plan_for(777, kH200).packs, 1);
   EXPECT_EQ(plan_for(777, kH200).rows_per_block, 2);
   EXPECT_EQ(plan_for(3333, kH200).packs, 2);
   EXPECT_EQ(plan_for(3333, kH200).rows_per_block, 2);
-  for (int cols : {91, 777, 3333, 8191}) EXPECT_TRUE(plan_for(cols, kH200).elements);
-  EXPECT_TRUE(plan_for(777, kA100).elements);
-  EXPECT_FALSE(plan_for(3333, kA100).elements);  // there are no bulk copies
+  for (int cols : {91, 126, 777, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
+  EXPECT_TRUE(plan_for(777, kA100).dealt_out);
+  EXPECT_FALSE(plan_for(3333, kA100).dealt_out);  // there are no bulk copies
 }
 
 TEST(BackwardPlan, FewRowsAreOneKernel) {

@@ -31,11 +31,13 @@ struct Pack {
   Words<sizeof(T) * N> words;
 };
 
-// A pack in shared memory: one access.
+// A pack in shared memory, or words: one access.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) AlignedPack {
   Pack<T, N> pack;
 };
+template <int kBytes>
+struct alignas(kBytes) AlignedWords : Words<kBytes> {};
 
 template <typename T>
 constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kFloat16
@@ -251,20 +253,6 @@ __device__ __forceinline__ uint32_t load_bits_streamed(const T* from) {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(bits) : "l"(from));
   }
   return bits;
-}
-
-template <typename T, int N>
-__device__ __forceinline__ Pack<T, N> pack_of(const uint32_t (&bits)[N]) {
-  Pack<T, N> pack;
-#pragma unroll
-  for (int i = 0; i < N * static_cast<int>(sizeof(T)) / 4; ++i) {
-    if constexpr (sizeof(T) == 2) {
-      pack.words.at[i] = bits[2 * i] | bits[2 * i + 1] << 16;
-    } else {
-      pack.words.at[i] = bits[i];
-    }
-  }
-  return pack;
 }
 
 // The value of an element.

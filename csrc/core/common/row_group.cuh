@@ -58,6 +58,25 @@ class RowGroup {
     return butterfly(value, kLanes, combine);
   }
 
+  // Combines `a` over a full warp for its lower half, and `b` for its upper half, each as
+  // reduce_lanes() does.
+  template <typename V, typename Combine>
+  __device__ __forceinline__ V reduce_halves(const V& a, const V& b, Combine combine) const {
+    const bool upper = lane() >= kWarpSize / 2;
+    const V other = shuffle_xor(upper ? a : b, kWarpSize / 2);
+    return butterfly(combine(upper ? b : a, other), kWarpSize / 2, combine);
+  }
+  // What a lane of a full warp holds.
+  template <typename V>
+  __device__ __forceinline__ V from_lane(const V& value, int lane) const {
+    return shuffle(value, [lane](uint32_t word) { return __shfl_sync(kFullMask, word, lane); });
+  }
+  // Combines what the halves of a full warp hold.
+  template <typename V, typename Combine>
+  __device__ __forceinline__ V combine_halves(const V& value, Combine combine) const {
+    return combine(value, shuffle_xor(value, kWarpSize / 2));
+  }
+
   // Combines what the group's warps hold, each the same in all lanes. `slots` is shared memory, two
   // sets used in turn: the barrier of one reduction also says that everybody has read the slots of
   // the one before. The tree depends on the number of threads alone.
@@ -93,11 +112,16 @@ class RowGroup {
 
   template <typename V>
   __device__ static V shuffle_xor(const V& value, int offset) {
+    return shuffle(value,
+                   [offset](uint32_t word) { return __shfl_xor_sync(kFullMask, word, offset); });
+  }
+  template <typename V, typename ShuffleWord>
+  __device__ __forceinline__ static V shuffle(const V& value, ShuffleWord shuffle_word) {
     static_assert(sizeof(V) % 4 == 0);
     uint32_t words[sizeof(V) / 4];
     memcpy(words, &value, sizeof(V));
 #pragma unroll
-    for (uint32_t& word : words) word = __shfl_xor_sync(kFullMask, word, offset);
+    for (uint32_t& word : words) word = shuffle_word(word);
     V other;
     memcpy(&other, words, sizeof(V));
     return other;

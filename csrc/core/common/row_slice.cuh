@@ -1,37 +1,10 @@
-// A thread's share of a row: kPacks packs, those of a warp next to each other in memory. Pack p of
-// lane l of warp w starts at column ((w * kPacks + p) * 32 + l) * N, whatever the row's alignment.
-// Rows that are not whole packs are dealt out element by element within those 32 * N columns: pack
-// p then holds column (w * kPacks + p) * 32 * N + l and those 32, 64, ... further on. (For 32 read
-// the group's lanes, where it is less than a warp.)
+// Slices of rows: reading and writing a thread's columns (row_columns.cuh), wherever a row lies.
 #pragma once
 
 #include "core/common/row_access.cuh"
-#include "core/common/row_group.cuh"
+#include "core/common/row_units.cuh"
 
 namespace fused_norm {
-
-// How the rows of a launch lie. Kernels hold all forms and branch once.
-enum class RowsLie {
-  kRegular,   // each starts on a pack boundary and is a whole number of packs
-  kShifted,   // whole packs, which start anywhere
-  kElements,  // not whole packs
-};
-
-// How far apart the columns of a pack are, where a group is whole warps.
-constexpr int columns_apart(RowsLie lie) { return lie == RowsLie::kElements ? kWarpSize : 1; }
-
-// First column of a thread's packs, and the distance from one to the next.
-template <int N, int kPacks, RowsLie kLie = RowsLie::kRegular, typename Group>
-__device__ __forceinline__ int slice_column(const Group& group) {
-  const int of_warp = group.thread() / kWarpSize * kPacks * kWarpSize * N;
-  return of_warp + group.lane() * (kLie == RowsLie::kElements ? 1 : N);
-}
-template <int N>
-constexpr int kSliceStep = kWarpSize* N;
-template <int N, typename Group>
-__device__ __forceinline__ int slice_step(const Group& group) {
-  return group.lanes() * N;
-}
 
 // Walks over the rows of a tensor, `stride` rows a step: where a thread's slice starts, at column
 // `col`.
@@ -249,114 +222,11 @@ class SliceWriter {
   Words<kBytes> carried_ = {};
 };
 
-// Calls visit(i, inside) for the elements of a pack of a row that is not whole packs, of which
-// `left` columns remain from the thread's first element on. Where the row ends within the group's
-// pack, only as far as that, with `inside` for whether this thread's element lies in the row.
-template <int N, typename Group, typename Visit>
-__device__ __forceinline__ void visit_elements(const Group& group, int left, Visit visit) {
-  const int lanes = group.lanes(), left_of_all = left + group.lane();
-  if (left_of_all >= N * lanes) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) visit(i, true);
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (i * lanes >= left_of_all) break;
-      visit(i, i * lanes < left);
-    }
-  }
-}
-
-// Reads slices of such rows. Each access of a warp is of neighbours.
-template <typename T, int N, int kPacks>
-class ElementReader {
- public:
-  // Elements stay apart until all are asked for: to put them together waits for them.
-  struct Loaded {
-    uint32_t bits[kPacks][N] = {};
-  };
-
-  template <typename Group>
-  __device__ __forceinline__ void fetch(const T* at, int left, bool, const Group& group,
-                                        Loaded& loaded) const {
-    const int step = slice_step<N>(group);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      visit_elements<N>(group, left - p * step, [&](int i, bool inside) {
-        if (inside) loaded.bits[p][i] = load_bits_streamed(at + p * step + i * group.lanes());
-      });
-    }
-  }
-
-  template <typename Group, typename Put>
-  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&, Put put) const {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) put(p, pack_of<T>(loaded.bits[p]));
-  }
-  template <typename Group>
-  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&,
-                                          float (&values)[kPacks][N]) const {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) values[p][i] = value_of<T>(loaded.bits[p][i]);
-    }
-  }
-};
-
-// Writes them.
-template <typename T, int N, int kPacks>
-class ElementWriter {
- public:
-  __device__ __forceinline__ void open(T* at, int left) {
-    at_ = at;
-    left_ = left;
-  }
-
-  template <typename Group>
-  __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) const {
-    const int step = slice_step<N>(group);
-    visit_elements<N>(group, left_ - p * step, [&](int i, bool inside) {
-      if (inside)
-        __stcs(reinterpret_cast<Bits<T>*>(at_ + p * step + i * group.lanes()), bits_of(pack, i));
-    });
-  }
-
- private:
-  T* at_;
-  int left_;
-};
-
-// Parameters of a pack's columns in such rows, from `col` on, in the accumulator's precision.
-template <typename T, int N, typename Group, typename A>
-__device__ __forceinline__ void load_params_apart(const void* data, int col, int cols,
-                                                  const Group& group, A (&out)[N]) {
-  const T* const from = static_cast<const T*>(data) + col;
-  T values[N] = {};
-  // Outside of the row the group's first, so that no load waits for a condition.
-  visit_elements<N>(group, cols - col, [&](int i, bool inside) {
-    values[i] = __ldg(from + (inside ? i * group.lanes() : -group.lane()));
-  });
-#pragma unroll
-  for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
-}
-template <int N, typename Group, typename A>
-__device__ __forceinline__ void load_params_apart(const ParamVector& params, int col, int cols,
-                                                  const Group& group, A (&out)[N]) {
-  if (params.dtype == DType::kBFloat16) {
-    load_params_apart<__nv_bfloat16>(params.data, col, cols, group, out);
-  } else if (params.dtype == DType::kFloat32) {
-    load_params_apart<float>(params.data, col, cols, group, out);
-  } else {
-    load_params_apart<__half>(params.data, col, cols, group, out);
-  }
-}
-
 template <typename T, int N, RowsLie kLie, int kPacks>
-using ReaderOf = std::conditional_t<kLie == RowsLie::kElements, ElementReader<T, N, kPacks>,
+using ReaderOf = std::conditional_t<dealt_out(kLie), UnitReader<T, N, kLie, kPacks>,
                                     SliceReader<T, N, kLie == RowsLie::kRegular, kPacks>>;
 template <typename T, int N, RowsLie kLie, int kPacks>
-using WriterOf = std::conditional_t<kLie == RowsLie::kElements, ElementWriter<T, N, kPacks>,
+using WriterOf = std::conditional_t<dealt_out(kLie), UnitWriter<T, N, kLie, kPacks>,
                                     SliceWriter<T, N, kLie == RowsLie::kRegular, kPacks>>;
 
 }  // namespace fused_norm

@@ -35,8 +35,11 @@ class SliceBounds {
   // Calls visit(i, inside) for the elements of pack p.
   template <typename Visit>
   __device__ __forceinline__ void visit(int p, Visit visit) const {
-    if constexpr (kLie == RowsLie::kElements) {
-      visit_elements<N>(group_, left(p), visit);
+    if constexpr (dealt_out(kLie)) {
+      visit_units<kLie, N>(group_, left(p), [&](int first, bool inside) {
+#pragma unroll
+        for (int i = first; i < first + unit_of(kLie, N); ++i) visit(i, inside);
+      });
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) visit(i, true);
@@ -58,23 +61,64 @@ struct Sums {
 };
 
 // Shared memory for two sums over a row, one after the other.
+constexpr int kMaxRuns = 32;
 template <typename A>
 struct SumSlots {
-  A first[16], other[16];
-  Sums<A> second[16];
+  A first[kMaxRuns], other[kMaxRuns];
+  Sums<A> second[kMaxRuns];
 };
 
-// The sum over a group, of up to 16 warps: every thread gets the same bits. `slots` for this sum
-// alone.
-template <typename Group, typename V, typename Add>
-__device__ __forceinline__ V group_sum(const Group& group, V value, V (&slots)[16], Add add) {
-  value = group.reduce_lanes(value, add);
-  if (group.threads() <= kWarpSize) return value;
-  V* const own = slots + group.index() * group.warps();
-  if (group.lane() == 0) own[group.thread() / kWarpSize] = value;
+// The sum over a group is that of its runs' sums. A warp's packs are one run, or two where it has
+// four packs a lane: these give the same bits as twice as many warps with two. (Of two sums at once
+// more than one run each costs too much: 8192 x 4096 in fp32 72 in place of 66 microseconds, H200.)
+constexpr int runs_of(int packs, bool two_sums) { return packs == 4 && !two_sums ? 2 : 1; }
+
+// A thread's sums of its runs, from those of its packs.
+template <int kPacks, int kRuns, typename A>
+__device__ __forceinline__ void add_up_runs(const A (&of_pack)[kPacks], A (&runs)[kRuns]) {
+#pragma unroll
+  for (int run = 0; run < kRuns; ++run)
+    runs[run] = tree_sum<kPacks / kRuns>(of_pack + run * (kPacks / kRuns));
+}
+
+struct SumOfTwo {
+  template <typename A>
+  __device__ __forceinline__ A operator()(A x, A y) const {
+    return x + y;
+  }
+};
+
+// The sum over a group's runs, of what its threads hold of each: every thread gets the same bits.
+// map(first, sum, run) makes of the sums of the first run and of run `run` what is added. `slots`
+// for this sum alone.
+template <int kRuns, typename Group, typename V, typename Add, typename Map>
+__device__ __forceinline__ V sum_of_runs(const Group& group, const V (&runs)[kRuns],
+                                         V (&slots)[kMaxRuns], Add add, Map map) {
+  constexpr int kLanes = kWarpSize / kRuns;  // those that get a run's sum
+  const bool one_warp = group.threads() <= kWarpSize;
+  V sum;
+  if constexpr (kRuns == 1) {
+    sum = group.reduce_lanes(runs[0], add);
+    if (one_warp) return map(sum, sum, 0);
+  } else {
+    sum = group.reduce_halves(runs[0], runs[1], add);
+    if (one_warp) {
+      const V first = group.from_lane(sum, 0);
+      // Zeros turn -0 to 0 where there are more slots than runs: here too.
+      return add(group.combine_halves(map(first, sum, group.lane() / kLanes), add), V{});
+    }
+  }
+  V* const own = slots + group.index() * group.warps() * kRuns;
+  if (group.lane() % kLanes == 0) own[group.thread() / kLanes] = sum;
   __syncthreads();
-  const int warp = group.lane() % 16;
-  return group.template reduce_over<16>(warp < group.warps() ? own[warp] : V{}, add);
+  const int run = group.lane();
+  sum = run < group.warps() * kRuns ? own[run] : V{};
+  return group.template reduce_over<kMaxRuns>(map(own[0], sum, run), add);
+}
+template <int kRuns, typename Group, typename V, typename Add>
+__device__ __forceinline__ V sum_of_runs(const Group& group, const V (&runs)[kRuns],
+                                         V (&slots)[kMaxRuns], Add add) {
+  return sum_of_runs(group, runs, slots, add, [](const V&, const V& sum, int) { return sum; });
 }
 
 // A thread's values of a row, zero past its end: in registers as they are reckoned with, or, where
@@ -168,10 +212,35 @@ __device__ __forceinline__ A tree_of_squares(const A (&x)[N]) {
 
 // The mean comes with the rounding errors of a sum. A second sum, of the differences from it, finds
 // how far it is off, so that rows far from zero lose nothing and the mean of a constant row is
-// exact (the corrected two-pass algorithm of Chan, Golub and LeVeque). bf16 can do without: fp32
-// holds the sum of 2^16 equal ones.
+// exact (the corrected two-pass algorithm of Chan, Golub and LeVeque). 16-bit types can do without:
+// fp32 holds the sum of 2^13 equal ones, and a run has no more than 2^11 (mean_of_runs).
 template <typename T>
-constexpr bool kCorrectsMean = !std::is_same_v<T, __nv_bfloat16>;
+constexpr bool kCorrectsMean = sizeof(T) > 2;
+
+// A quotient that is rounded but once, so that the mean of equal values is that value.
+template <typename A>
+__device__ __forceinline__ A quotient(A sum, A count, A per_count) {
+  const A rough = sum * per_count;
+  return fma(fma(-rough, count, sum), per_count, rough);
+}
+
+// The mean of a group's columns, from what its threads hold of each run, of `run_cols` columns or
+// the row's last. Of the sums of the runs, what they differ by from those of a row that is the
+// first one's mean is added up: next to nothing where all values are equal, however many. Quarters,
+// as the difference of two finite sums may not be; products are rounded by themselves, as lanes
+// that took them into a sum would get different ones.
+template <int kRuns, typename Group, typename A>
+__device__ __forceinline__ A mean_of_runs(const Group& group, const A (&runs)[kRuns], int run_cols,
+                                          A cols, A per_cols, A (&slots)[kMaxRuns]) {
+  const A most = static_cast<A>(run_cols), per_first = cols < most ? per_cols : A(1) / most;
+  A mean_quarter;  // of the first run
+  const A rest = sum_of_runs(group, runs, slots, SumOfTwo(), [&](A first, A sum, int run) {
+    mean_quarter = __fmul_rn(first, A(0.25) * per_first);
+    const A count = min(max(cols - static_cast<A>(run * run_cols), A(0)), most);
+    return __fmul_rn(fma(-count, mean_quarter, A(0.25) * sum), A(4) * per_cols);
+  });
+  return A(4) * mean_quarter + rest;
+}
 
 // The statistics of a row. LayerNorm centres the values about the mean, but where that is
 // corrected: then the caller does, so that they are rounded once. `cols` are those of the whole
@@ -182,16 +251,20 @@ __device__ __forceinline__ PartStatistics<A> part_statistics(
     const Group& group, SliceValues<T, N, kPacks, kPacked>& values, const Bounds& bounds, A cols,
     A per_cols, SumSlots<A>& slots) {
   constexpr bool kCorrected = !kRms && kCorrectsMean<T>;
-  auto add = [](A x, A y) { return x + y; };
+  constexpr int kRuns = runs_of(kPacks, kCorrected);
   PartStatistics<A> out{};
+  A runs[kRuns];
   if constexpr (!kRms) {
     A of_pack[kPacks] = {};
     visit_packs(values, bounds, [&](int p, const A(&x)[N]) { of_pack[p] = tree_sum<N>(x); });
-    const A sum = group_sum(group, tree_sum<kPacks>(of_pack), slots.first, add);
-    // The quotient is rounded but once, so that the mean of equal values is that value.
-    const A quotient = sum * per_cols;
-    out.mean = fma(fma(-quotient, cols, sum), per_cols, quotient);
-    if (!kCorrected) values.centre(out.mean, bounds);
+    add_up_runs(of_pack, runs);
+    if constexpr (kCorrected) {
+      out.mean = quotient(sum_of_runs(group, runs, slots.first, SumOfTwo()), cols, per_cols);
+    } else {
+      constexpr int kRunCols = kPacks / kRuns * N * kWarpSize;
+      out.mean = mean_of_runs(group, runs, kRunCols, cols, per_cols, slots.first);
+      values.centre(out.mean, bounds);
+    }
   }
   A of_pack[kPacks] = {}, squares_of_pack[kPacks] = {};
   visit_packs(values, bounds, [&](int p, A(&x)[N]) {
@@ -201,16 +274,18 @@ __device__ __forceinline__ PartStatistics<A> part_statistics(
     }
     squares_of_pack[p] = tree_of_squares(x);
   });
+  A squares[kRuns];
+  add_up_runs(squares_of_pack, squares);
   if constexpr (!kCorrected) {
-    out.squares = group_sum(group, tree_sum<kPacks>(squares_of_pack), slots.other, add);
+    out.squares = sum_of_runs(group, squares, slots.other, SumOfTwo());
   } else {
-    const Sums<A> sums =
-        group_sum(group, Sums<A>{tree_sum<kPacks>(of_pack), tree_sum<kPacks>(squares_of_pack)},
-                  slots.second, Sums<A>::merge);
+    add_up_runs(of_pack, runs);
+    const Sums<A> both[1] = {{runs[0], squares[0]}};
+    const Sums<A> sums = sum_of_runs(group, both, slots.second, Sums<A>::merge);
     const A correction = sums.a * per_cols;
     const A about_mean = fma(-sums.a, correction, sums.b);
     out.squares = about_mean < A(0) ? A(0) : about_mean;
-    out.mean += correction;
+    out.mean = fma(sums.a, per_cols, out.mean);
   }
   return out;
 }

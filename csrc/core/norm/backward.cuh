@@ -28,11 +28,10 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
   constexpr bool kRegular = kLie == RowsLie::kRegular, kShifted = kLie == RowsLie::kShifted;
-  constexpr int kApart = columns_apart(kLie);
-  constexpr bool kInRing = kLie == RowsLie::kElements && kPacks > 1;
+  constexpr bool kInRing = dealt_out(kLie) && kPacks > 1;
   extern __shared__ __align__(128) float staged[];
 
-  const RowGroup<Barrier::kNamed, (kPacks > 1 || kLie == RowsLie::kElements)> group;
+  const RowGroup<Barrier::kNamed, (kPacks > 1 || dealt_out(kLie))> group;
   GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
   const int col = slice_column<N, kPacks, kLie>(group);
   const int left = in.cols - col;
@@ -49,8 +48,8 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     char* const behind =
         reinterpret_cast<char*>(staged + param_kinds(kSaved) * row_threads * kPacks * N);
     if constexpr (kInRing) {
-      return RowsInRing<Y, S, N, kPacks, Group>(in, group, col, row, stride, behind,
-                                                shared.stages[group.index()]);
+      return RowsInRing<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride, behind,
+                                                      shared.stages[group.index()]);
     } else if constexpr (kRegular) {
       return RowsInQueue<Y, S, N, kPacks, Group>(in, group, col, row, stride, behind);
     } else {
@@ -61,7 +60,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
-      out.template prefetch_residual<N, kPacks, kApart>(row * in.cols + col, left);
+      out.template prefetch_residual<kLie, N, kPacks>(row * in.cols + col, left);
     if (!kRms && !kFromOutput) next_mean = __ldg(in.mean + row);
     next_rstd = __ldg(in.rstd + row);
   };
@@ -71,14 +70,14 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   // Packs that wait in registers would leave none to the parameters.
   auto stage_params = [&] {
     for (int p = group.index(); p < kPacks; p += group.groups())
-      params.stage(in, p, col + p * kSliceStep<N>, kApart);
+      params.template stage<kLie>(in, p, col + p * kSliceStep<N>);
     __syncthreads();
   };
   if (!kRegular) stage_params();
   rows.ask_for_first(row);
   if (row < in.rows) look_ahead();
   if (kRegular) stage_params();
-  const uint32_t listed = kListed ? params.listed(left, kApart) : 0;
+  const uint32_t listed = kListed ? params.template listed<kLie>(left) : 0;
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
     float xhat[kPacks][N], w[kPacks][N];
@@ -136,8 +135,8 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         if (out.dresidual != nullptr) {
           const int64_t at = dx - out.dx + p * kSliceStep<N>;
           const int left_of_pack = row_left - p * kSliceStep<N>;
-          if constexpr (kLie == RowsLie::kElements) {
-            out.template add_residual_apart<kApart>(at, left_of_pack, w[p]);
+          if constexpr (dealt_out(kLie)) {
+            out.template add_residual_apart<kLie>(at, left_of_pack, w[p]);
           } else {
             out.template add_residual<kRegular>(at, left_of_pack, in.rows * in.cols, w[p]);
           }
@@ -166,7 +165,11 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
   } else if (lie == RowsLie::kShifted) {
     norm_backward_once<RowsLie::kShifted, kRms, kSaved, kPacks>(in, out, shared);
   } else if constexpr (kPacks == 1 || kBulkCopies) {
-    norm_backward_once<RowsLie::kElements, kRms, kSaved, kPacks>(in, out, shared);
+    if (lie == RowsLie::kPairs) {
+      norm_backward_once<RowsLie::kPairs, kRms, kSaved, kPacks>(in, out, shared);
+    } else {
+      norm_backward_once<RowsLie::kElements, kRms, kSaved, kPacks>(in, out, shared);
+    }
   }
 }
 

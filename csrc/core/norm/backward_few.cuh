@@ -57,7 +57,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
               saved_loaded);
   dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, follow(in.dy_layout), group, dy_loaded);
   if (out.dresidual != nullptr)
-    out.template prefetch_residual<N, kPacks, 1>(row * in.cols + col, left);
+    out.template prefetch_residual<RowsLie::kRegular, N, kPacks>(row * in.cols + col, left);
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();

@@ -61,12 +61,11 @@ struct BackwardOutput {
       totals->clear();
   }
 
-  // Brings a slice, which starts at element `first`, near; kApart: how far apart the columns of a
-  // pack are.
-  template <int N, int kPacks, int kApart>
+  // Brings a slice, which starts at element `first`, near.
+  template <RowsLie kLie, int N, int kPacks>
   __device__ __forceinline__ void prefetch_residual(int64_t first, int left) const {
     // Each lane what would be its pack.
-    const int near = kApart == 1 ? 0 : static_cast<int>(threadIdx.x) % kWarpSize * (N - 1);
+    const int near = static_cast<int>(threadIdx.x) % kWarpSize * (N - unit_of(kLie, N));
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (near + p * kSliceStep<N> < left)
@@ -101,14 +100,15 @@ struct BackwardOutput {
   }
 
   // The same, element by element.
-  template <int kApart, int N>
+  template <RowsLie kLie, int N>
   __device__ __forceinline__ void add_residual_apart(int64_t at, int left, A (&gradient)[N]) const {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (i * kApart >= left) break;
+      const int column = column_in_pack(kLie, N, i);
+      if (column >= left) break;
       float added[1];
       unpack(Pack<X, 1>{detail::load_words<sizeof(X)>(
-                 reinterpret_cast<const char*>(dresidual + at + i * kApart))},
+                 reinterpret_cast<const char*>(dresidual + at + column))},
              added);
       gradient[i] += added[0];
     }
@@ -144,18 +144,19 @@ struct ColumnParams {
   A weight[N], shift[N], scale[N];
   uint32_t listed;  // a bit for each column
 
-  // Parameters of the columns col, col + step, ...; zero past the end, so that such columns add
+  // Parameters of a pack's columns from `col` on; zero past the end, so that such columns add
   // nothing anywhere. kFromOutput: they may be from_output; kListed: some columns may be listed.
-  template <bool kFromOutput, bool kListed, typename In>
-  __device__ static ColumnParams load(const In& in, int col, int step = 1) {
+  template <bool kFromOutput, bool kListed, RowsLie kLie = RowsLie::kRegular, typename In>
+  __device__ static ColumnParams load(const In& in, int col) {
     ColumnParams params;
     params.listed = 0;
     A weights[N], biases[N];
-    if (in.weight.data) load_vector(in.weight, col, step, in.cols, weights);
-    if (in.from_output && in.bias.data) load_vector(in.bias, col, step, in.cols, biases);
+    if (in.weight.data) load_vector<kLie>(in.weight, col, in.cols, weights);
+    if (in.from_output && in.bias.data) load_vector<kLie>(in.bias, col, in.cols, biases);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const bool inside = col + i * step < in.cols;
+      const int column = col + column_in_pack(kLie, N, i);
+      const bool inside = column < in.cols;
       const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
       params.weight[i] = inside ? g : A(0);
       params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
@@ -164,7 +165,7 @@ struct ColumnParams {
       if (!kFromOutput || !inside || !in.from_output) continue;
       if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);
       if (kListed && !meets(in.list.precise, g, bias)) {
-        const int place = in.list.find(col + i * step);
+        const int place = in.list.find(column);
         if (place >= 0) {
           params.shift[i] = static_cast<A>(place);
           params.scale[i] = A(0);
@@ -186,30 +187,31 @@ struct ColumnParams {
   }
 
  private:
-  __device__ static void load_vector(const ParamVector& params, int col, int step, int cols,
-                                     A (&out)[N]) {
-    if (step == 1) {
+  template <RowsLie kLie>
+  __device__ static void load_vector(const ParamVector& params, int col, int cols, A (&out)[N]) {
+    if constexpr (!dealt_out(kLie)) {
       if (col < cols) load_params<false>(params, col, cols, out);
-      return;
-    }
-    switch (params.dtype) {
-      case DType::kFloat16:
-        return load_apart<__half>(params.data, col, step, cols, out);
-      case DType::kBFloat16:
-        return load_apart<__nv_bfloat16>(params.data, col, step, cols, out);
-      case DType::kFloat32:
-        return load_apart<float>(params.data, col, step, cols, out);
-      case DType::kFloat64:
-        return load_apart<double>(params.data, col, step, cols, out);
+    } else {
+      switch (params.dtype) {
+        case DType::kFloat16:
+          return load_apart<__half, kLie>(params.data, col, cols, out);
+        case DType::kBFloat16:
+          return load_apart<__nv_bfloat16, kLie>(params.data, col, cols, out);
+        case DType::kFloat32:
+          return load_apart<float, kLie>(params.data, col, cols, out);
+        case DType::kFloat64:
+          return load_apart<double, kLie>(params.data, col, cols, out);
+      }
     }
   }
   // No load waits for another; past the end, the last column's.
-  template <typename T>
-  __device__ static void load_apart(const void* data, int col, int step, int cols, A (&out)[N]) {
+  template <typename T, RowsLie kLie>
+  __device__ static void load_apart(const void* data, int col, int cols, A (&out)[N]) {
     T values[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      values[i] = __ldg(static_cast<const T*>(data) + min(col + i * step, cols - 1));
+      values[i] =
+          __ldg(static_cast<const T*>(data) + min(col + column_in_pack(kLie, N, i), cols - 1));
 #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
   }

@@ -112,7 +112,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   const int block_first = cluster.rank() * threads * kCols;
   const int block_cols = max(0, min(threads * kCols, in.cols - block_first));
   const int lane = thread % kWarpSize;
-  const int own = (thread - lane) * kCols + lane * (Slice::kApart == 1 ? N : 1);
+  const int own = (thread - lane) * kCols + lane * unit_of(kLie, N);
   const int64_t stride = gridDim.x / blocks, first = blockIdx.x / blocks;
 
   wait_for_prerequisites();

@@ -120,10 +120,9 @@ struct RowStages {
   int shift[kRowStages][2];
 };
 
-// Rows that are dealt out element by element, by bulk copies: a warp reads neighbours from shared
-// memory wherever they lie, and more rows than the next are on their way. For groups of several
-// warps.
-template <typename Y, typename S, int N, int kPacks, typename Group>
+// Rows that are dealt out, by bulk copies: a warp reads neighbours from shared memory wherever they
+// lie, and more rows than the next are on their way. For groups of several warps.
+template <typename Y, typename S, int N, RowsLie kLie, int kPacks, typename Group>
 class RowsInRing {
  public:
   // `memory`: of the block, kRowStages rows for each group. A barrier of the block's follows.
@@ -213,21 +212,30 @@ class RowsInRing {
 
   template <typename T>
   __device__ __forceinline__ void read(const T* row, float (&values)[kPacks][N]) const {
-    // The packs of a thread follow each other as their elements do. In the warp where the row ends
+    // The packs of a thread follow each other as their units do. In the warp where the row ends
     // too, no load waits for another.
-    constexpr int kElements = kPacks * N;
+    constexpr int kElements = kPacks * N, kUnit = unit_of(kLie, N);
     const int left = in_.cols - col_;
-    const auto* const own = reinterpret_cast<const Bits<T>*>(row) + col_;
-    Bits<T> bits[kElements];
-    if (left + group_.lane() >= kElements * kWarpSize) {
+    const T* const own = row + col_;
+    Unit<T, kUnit> units[kElements / kUnit];
+    with_units<kUnit>(own, [&](auto whole) {
+      auto load = [&](int i) {
+        return load_unit<kUnit, decltype(whole)::value, Memory::kShared>(own + i * kWarpSize);
+      };
+      if (left + group_.lane() * kUnit >= kElements * kWarpSize) {
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) bits[i] = own[i * kWarpSize];
-    } else {
+        for (int i = 0; i < kElements; i += kUnit) units[i / kUnit] = load(i);
+      } else {
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) bits[i] = i * kWarpSize < left ? own[i * kWarpSize] : 0;
-    }
+        for (int i = 0; i < kElements; i += kUnit) {
+          units[i / kUnit] = {};
+          if (i * kWarpSize < left) units[i / kUnit] = load(i);
+        }
+      }
+    });
 #pragma unroll
-    for (int i = 0; i < kElements; ++i) values[i / N][i % N] = value_of<T>(bits[i]);
+    for (int i = 0; i < kElements; i += kUnit)
+      unpack_unit<T, kUnit>(units[i / kUnit], values[i / N] + i % N);
   }
 
   const BackwardInput<Y, S, float>& in_;

@@ -35,7 +35,9 @@ constexpr int kPackElements = 16 / (sizeof(typename Load::Input) > sizeof(typena
 
 // How many values of a row a thread holds as fp32. Rows that are not regular need registers to be
 // put together.
-constexpr int held_values(RowsLie lie) { return lie == RowsLie::kRegular ? 32 : 16; }
+constexpr int held_values(RowsLie lie) {
+  return lie == RowsLie::kRegular ? 32 : lie == RowsLie::kPairs ? 24 : 16;
+}
 
 template <typename A>
 struct ForwardShared {

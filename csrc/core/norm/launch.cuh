@@ -41,7 +41,7 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                                       static_cast<A>(params.eps), static_cast<A>(params.cols),
                                       A(1) / params.cols};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  const RowsLie lie = params.cols % plan.pack != 0 ? RowsLie::kElements
+  const RowsLie lie = params.cols % plan.pack != 0 ? broken_rows(params.cols)
                       : reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
                                                     plan.pack, params.y_dtype)
                           ? RowsLie::kRegular
@@ -196,9 +196,9 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
-    const RowsLie lie = plan.elements ? RowsLie::kElements
-                        : regular     ? RowsLie::kRegular
-                                      : RowsLie::kShifted;
+    const RowsLie lie = plan.dealt_out ? broken_rows(params.cols)
+                        : regular      ? RowsLie::kRegular
+                                       : RowsLie::kShifted;
     if constexpr (std::is_same_v<X, Y> && !kListed) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);

@@ -22,18 +22,24 @@ int threads_for(int64_t row_packs, int packs) {
   return lanes;
 }
 
-// Packs a thread in a forward kernel: as many as keep few threads idle. The more, the fewer threads
-// take part in the row's sums. In one warp those that a row does not reach cost nothing.
+// Packs a thread in a forward kernel. In one warp those that a row does not reach cost nothing;
+// longer rows have four, as more rows than a multiprocessor holds are the faster the fewer threads
+// take part in a sum (2560 columns: 58 microseconds with two, 49 with four; LayerNorm, 10^8 bytes
+// of bf16 on an H200).
 int forward_packs(int64_t block_packs, int cluster_blocks) {
   if (cluster_blocks > 1 || block_packs > 4 * kMaxForwardThreads) return kMostPacks;
   if (block_packs <= 3 * kWarp / 2) return 3;
-  if (block_packs <= 4 * kWarp) return block_packs <= 2 * kWarp ? 2 : 4;
-  int best = 2;
-  for (int packs : {3, 4}) {
-    if (8 * packs * threads_for(block_packs, packs) <= 9 * best * threads_for(block_packs, best))
-      best = packs;
-  }
-  return best;
+  return block_packs <= 2 * kWarp ? 2 : 4;
+}
+
+// Rows so few that all are at work at once: two packs in twice as many threads then shorten each
+// one's way, and give the same bits (512 x 4096: 3.8 in place of 4.4 microseconds; LayerNorm's of
+// fp32 would not, runs_of()).
+bool takes_two_packs(int64_t rows, int64_t block_packs, const DeviceProperties& device) {
+  const int threads = threads_for(block_packs, 2);
+  if (threads > kMaxForwardThreads) return false;
+  const int rows_at_once = forward_threads(false, 2) * forward_blocks(false) / threads;
+  return rows <= int64_t{rows_at_once} * device.sm_count;
 }
 
 int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
@@ -58,15 +64,15 @@ struct RingShape {
   int threads, stages, shared_bytes;
   int blocks;  // of a multiprocessor
 };
-constexpr int kRingCols = 16;
+constexpr int kRingCols = 16, kMaxRingThreads = 768;
 
 std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_size, int dy_size,
                                     int column_vectors, const DeviceProperties& device) {
-  constexpr int kMaxThreads = 768, kEnoughThreads = 384, kMinStages = 3;
+  constexpr int kEnoughThreads = 384, kMinStages = 3;
   constexpr int kStatic = 1024, kReservedPerBlock = 1024, kEnoughBytes = 40 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
-  if (block_packs * pack > kMaxThreads * kRingCols) return std::nullopt;
+  if (block_packs * pack > kMaxRingThreads * kRingCols) return std::nullopt;
   const int threads = threads_for(block_packs, kRingCols / pack);
   const int block_cols = std::min(cols, threads * kRingCols);
   const int params = column_vectors * threads * kRingCols * 4;
@@ -78,7 +84,7 @@ std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_si
     if (most < kMinStages) continue;
     auto suffice = [&](int stages) {
       const bool fill = (blocks + 1) * (beside + stages * stage) > capacity ||
-                        (blocks + 1) * threads > kMaxThreads;
+                        (blocks + 1) * threads > kMaxRingThreads;
       return fill && blocks * (stages - 2) * stage >= kEnoughBytes;
     };
     int stages = kMinStages;
@@ -103,13 +109,20 @@ int64_t ring_time(int spread, int threads) {
   return (int64_t{1} << 20) * spread * (warps + kLonger) / filled;
 }
 
+// Threads of a block that does not rather become two. From 12288 columns of bf16 on that is faster
+// for RMSNorm (148 in place of 165 microseconds with both stages, 8192 x 12288, of which
+// ring_slot()'s whole lines are a part) and not for LayerNorm; fp32, with twice the bytes of a row
+// to wait for, gains sooner (5162 x 6044: RMSNorm 108 and 105, LayerNorm 109 and 112; 4096 x 8192:
+// 112 and 109, 114 and 104; H200).
+int most_threads_of_one(bool rms, int saved_size) {
+  if (saved_size == 4) return rms ? 352 : 480;
+  return rms ? 640 : kMaxRingThreads;
+}
+
 // Fills in the plan, if so many blocks as a cluster can have can share the row. One or two do if
-// they can, as these fill the chip. (RMSNorm's largest blocks rather become two: 148 in place of
-// 165 microseconds with both stages, 8192 x 12288, of which ring_slot()'s whole lines are a part.
-// LayerNorm's do not.)
+// they can, as these fill the chip.
 bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors, bool rms,
                const DeviceProperties& device, NormBackwardPlan& plan) {
-  constexpr int kManyThreads = 640;
   // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
   // tree.
   constexpr int kMaxRowsInSequence = 128;
@@ -121,7 +134,8 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
     const auto shape =
         ring_shape(spread, cols, plan.pack, saved_size, dy_size, column_vectors, device);
     if (!shape) return;
-    if (rms && spread == 1 && shape->threads > kManyThreads && device.max_cluster_blocks > 1)
+    if (spread == 1 && shape->threads > most_threads_of_one(rms, saved_size) &&
+        device.max_cluster_blocks > 1)
       return;
     const int64_t time = ring_time(spread, shape->threads);
     if (best && time > best_time) return;
@@ -226,6 +240,8 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
   } else {
     plan.tier = Tier::kRegisters;
     plan.packs = forward_packs(block_packs, plan.cluster_blocks);
+    const bool same_bits = rms || size_of(x) == 2;
+    if (plan.packs == 4 && same_bits && takes_two_packs(rows, block_packs, device)) plan.packs = 2;
     plan.threads_per_row = threads_for(block_packs, plan.packs);
   }
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
@@ -242,18 +258,19 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const int64_t row_packs = ceil_div(cols, plan.pack);
   const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
   const int saved_size = size_of(from_output ? y : x);
-  // Rows that are not whole packs are dealt out element by element to whole warps. Longer ones come
-  // through shared memory, two packs to a thread, by bulk copies. The shortest would leave most of
-  // a warp idle, and are shifted.
+  // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
+  // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
+  // most of a warp idle, and are shifted.
   constexpr int kFewPacks = kWarp / 4, kManyPacks = 5 * kWarp;
-  plan.elements = !whole_packs && row_packs > kFewPacks && (row_packs <= kManyPacks || bulk_copies);
+  plan.dealt_out =
+      !whole_packs && row_packs > kFewPacks && (row_packs <= kManyPacks || bulk_copies);
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
   // go over more warps, and in one warp nobody waits. To put packs together takes registers.
-  const bool single = row_packs <= kWarp || (plan.elements && row_packs <= kManyPacks) ||
+  const bool single = row_packs <= kWarp || (plan.dealt_out && row_packs <= kManyPacks) ||
                       (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
   const int packs = single ? 1 : 2;
   const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
-  const int threads = plan.elements ? std::max(needed, kWarp) : needed;
+  const int threads = plan.dealt_out ? std::max(needed, kWarp) : needed;
   const int block_threads = backward_threads(packs);
 
   // Shared memory holds the weight as fp32, and with it bias and 1 / weight, and rows on their way;
@@ -262,7 +279,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const int64_t params = int64_t{std::max(threads, kWarp)} * packs * plan.pack * param_vectors * 4;
   int64_t row_bytes =
       int64_t{threads} * slice_queue_bytes(packs, plan.pack, saved_size, size_of(y));
-  if (plan.elements) {
+  if (plan.dealt_out) {
     row_bytes = packs == 1 ? 0
                            : int64_t{kRowStages} *
                                  (ring_slot(cols * saved_size) + ring_slot(cols * size_of(y)));
@@ -276,8 +293,8 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     --groups;
 
   // Long rows pass through a ring in shared memory, which leaves registers to more threads; shorter
-  // ones too, where they would fill but a part of a block's threads. Rows that are taken apart
-  // element by element, or by the parameters of each column, read too much there.
+  // ones too, where they would fill but a part of a block's threads. Rows that are not
+  // whole packs, or are taken apart by the parameters of each column, read too much there.
   const bool fills = threads <= block_threads / 2 || threads > block_threads * 7 / 8;
   const bool simple = whole_packs && !from_output;
   const bool by_ring =

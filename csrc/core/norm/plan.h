@@ -1,8 +1,9 @@
 // How a norm runs on a chip: a pure function of sizes and device properties, tested on the host.
 //
-// What shapes a row's reduction tree (tier, packs, threads_per_row) depends on the row's length and
-// dtypes alone, so a row's result never depends on how many rows come with it. The number of rows
-// chooses only the grid.
+// What shapes a row's reduction tree (tier, packs, threads_per_row) depends on the row's length,
+// the dtypes and the kind of norm alone, so a row's result never depends on how many rows come with
+// it. The number of rows chooses only the grid, and in forward whether four packs of a thread are
+// two threads' (which is the same tree: slice_statistics.cuh).
 #pragma once
 
 #include <cstddef>
@@ -77,7 +78,7 @@ struct NormBackwardPlan : NormPlan {
   int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
-  bool elements;  // kRegisters: rows are dealt out element by element, as they are not whole packs
+  bool dealt_out;  // kRegisters: rows that are not whole packs, in elements or pairs
 };
 
 constexpr int kFewColumns = 32;

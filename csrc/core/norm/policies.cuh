@@ -136,11 +136,11 @@ struct AffineStore {
   __device__ __forceinline__ void load(int col, const Group& group, A (&g)[N], A (&b)[N]) const {
     using Param = typename Form::Param;
     auto get = [&](const ParamVector& params, A(&out)[N]) {
-      if constexpr (Form::kLie == RowsLie::kElements) {
+      if constexpr (dealt_out(Form::kLie)) {
         if constexpr (std::is_void_v<Param>) {
-          load_params_apart(params, col, cols, group, out);
+          load_params_apart<Form::kLie>(params, col, cols, group, out);
         } else {
-          load_params_apart<Param>(params.data, col, cols, group, out);
+          load_params_apart<Param, Form::kLie>(params.data, col, cols, group, out);
         }
       } else if constexpr (std::is_void_v<Param>) {
         load_params<kWhole>(params, col, cols, out);
@@ -188,14 +188,20 @@ struct AffineStore {
   // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel.
   template <typename X, bool kBias, typename Run>
   __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
+    auto run_broken = [&](auto of_lie) {
+      constexpr RowsLie kLie = decltype(of_lie)::value;
+      if (all_of<kBias>(kDTypeOf<X>)) {
+        run(RowForm<kLie, X>());
+      } else {
+        run(RowForm<kLie, void>());
+      }
+    };
     if (lie == RowsLie::kShifted) {
       run(RowForm<RowsLie::kShifted, void>());
     } else if (lie == RowsLie::kElements) {
-      if (all_of<kBias>(kDTypeOf<X>)) {
-        run(RowForm<RowsLie::kElements, X>());
-      } else {
-        run(RowForm<RowsLie::kElements, void>());
-      }
+      run_broken(std::integral_constant<RowsLie, RowsLie::kElements>());
+    } else if (lie == RowsLie::kPairs) {
+      run_broken(std::integral_constant<RowsLie, RowsLie::kPairs>());
     } else if (all_of<kBias>(kDTypeOf<X>)) {
       run(RowForm<RowsLie::kRegular, X>());
     } else if (!std::is_same_v<X, float> && all_of<kBias>(DType::kFloat32)) {

@@ -17,7 +17,7 @@ struct RingRow {
 };
 
 // A thread's columns, the same in every row: kPacks packs, the columns of pack p being
-// first + p * kSliceStep<N> + i * kApart, as in row_slice.cuh. Rows that are not regular are read
+// first + p * kSliceStep<N> + column(i), as in row_columns.cuh. Rows that are not regular are read
 // from shared memory element by element.
 template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 class RingSlice {
@@ -27,7 +27,7 @@ class RingSlice {
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kListed = kSaved == Saved::kOutputAndList;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
-  static constexpr int kApart = columns_apart(kLie);
+  static constexpr bool kDealtOut = dealt_out(kLie);
   using Params = StagedParams<kPacks, N, kSaved>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
@@ -47,9 +47,9 @@ class RingSlice {
         dx_(out.dx + row * in.cols + first_),
         dx_step_(static_cast<int>(stride) * in.cols),
         writes_(out.dx == nullptr ? 0 : left_) {
-    for (int p = 0; p < kPacks; ++p) params.stage(in, p, first_ + p * kStep, kApart);
+    for (int p = 0; p < kPacks; ++p) params.template stage<kLie>(in, p, first_ + p * kStep);
     // A thread reads but its own parameters.
-    if (kListed) listed_ = params.listed(left_, kApart);
+    if (kListed) listed_ = params.template listed<kLie>(left_);
   }
 
   // Adds a row to the columns' sums; returns what the thread has of the row's.
@@ -77,7 +77,7 @@ class RingSlice {
   // Brings near what write_dx() will add to a row of dx.
   __device__ __forceinline__ void prefetch_residual(int64_t row) const {
     if (out_.dresidual != nullptr)
-      out_.template prefetch_residual<N, kPacks, kApart>(row * in_.cols + first_, left_);
+      out_.template prefetch_residual<kLie, N, kPacks>(row * in_.cols + first_, left_);
   }
 
   // dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums; of one after the
@@ -137,25 +137,26 @@ class RingSlice {
 
  private:
   static constexpr int kStep = kSliceStep<N>;
+  static constexpr int column(int i) { return column_in_pack(kLie, N, i); }
 
   // Whether pack p, and its column i, is in the row. What pads a row is read as its last pack, or
   // as zeros, and left out of the sums.
   __device__ __forceinline__ bool inside(int p, int i = 0) const {
-    return p * kStep + i * kApart < left_;
+    return p * kStep + column(i) < left_;
   }
 
   __device__ __forceinline__ float in_row(int p, float sum) const {
-    return kApart > 1 || inside(p) ? sum : 0.0f;
+    return kDealtOut || inside(p) ? sum : 0.0f;
   }
 
   // Keeps the compiler from reading the next pack early, where registers are few.
   __device__ __forceinline__ static void one_by_one() {
-    if (kApart > 1) asm volatile("" ::: "memory");
+    if (kDealtOut) asm volatile("" ::: "memory");
   }
 
   template <typename T>
   __device__ __forceinline__ void read(const T* row, int p, float (&out)[N]) const {
-    const T* const from = row + (kApart == 1 ? min(own_ + p * kStep, last_) : own_ + p * kStep);
+    const T* const from = row + (kDealtOut ? own_ + p * kStep : min(own_ + p * kStep, last_));
     if constexpr (kRegular) {
       const auto aligned = *reinterpret_cast<const AlignedPack<T, N>*>(from);
       unpack(aligned.pack, out);
@@ -164,7 +165,7 @@ class RingSlice {
       keep(left);  // or the compiler would keep a predicate for each column
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        out[i] = kApart == 1 || i * kApart < left ? static_cast<float>(from[i * kApart]) : 0.0f;
+        out[i] = !kDealtOut || column(i) < left ? static_cast<float>(from[column(i)]) : 0.0f;
     }
   }
 
@@ -187,7 +188,7 @@ class RingSlice {
     if constexpr (kRegular) {
       out_.template add_residual<true>(at + p * kStep, N, 0, gradient);
     } else {
-      out_.template add_residual_apart<kApart>(at + p * kStep, left_ - p * kStep, gradient);
+      out_.template add_residual_apart<kLie>(at + p * kStep, left_ - p * kStep, gradient);
     }
   }
 
@@ -196,7 +197,7 @@ class RingSlice {
   }
   __device__ __forceinline__ void store(int p, const float (&gradient)[N]) const {
     if (kRegular ||
-        (kApart == 1 && reinterpret_cast<uintptr_t>(out_.dx) % sizeof(Pack<X, N>) == 0)) {
+        (!kDealtOut && reinterpret_cast<uintptr_t>(out_.dx) % sizeof(Pack<X, N>) == 0)) {
       Pack<X, N> pack;
       round_to(pack, gradient);
       store_pack(p, pack);
@@ -208,7 +209,7 @@ class RingSlice {
         Pack<X, 1> element;
         const float value[1] = {gradient[i]};
         round_to(element, value);
-        detail::store_words<sizeof(X)>(reinterpret_cast<char*>(to + i * kApart), element.words);
+        detail::store_words<sizeof(X)>(reinterpret_cast<char*>(to + column(i)), element.words);
       }
     }
   }
@@ -226,7 +227,7 @@ class RingSlice {
       } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-          if (inside(p, i)) to[p * kStep + i * kApart] = sums[p][i];
+          if (inside(p, i)) to[p * kStep + column(i)] = sums[p][i];
         }
       }
     }

@@ -22,12 +22,12 @@ class StagedParams {
       : own_(reinterpret_cast<float4*>(staged) +
              thread / kWarpSize * (kKinds * kPacks * N / 4 * kWarpSize) + thread % kWarpSize) {}
 
-  // The columns of pack p are col, col + step, ...
-  template <typename In>
-  __device__ void stage(const In& in, int p, int col, int step = 1) const {
+  // Those of pack p, from column `col` on.
+  template <RowsLie kLie = RowsLie::kRegular, typename In>
+  __device__ void stage(const In& in, int p, int col) const {
     const auto params =
         ColumnParams<float, N>::template load<kSaved != Saved::kInput,
-                                              kSaved == Saved::kOutputAndList>(in, col, step);
+                                              kSaved == Saved::kOutputAndList, kLie>(in, col);
     put(kWeight, p, params.weight);
     if (kSaved == Saved::kInput) return;
     put(kShift, p, params.shift);
@@ -41,7 +41,8 @@ class StagedParams {
 
   // The listed columns of a thread, a bit for each; pack p from bit p * N on. `left`: columns of
   // the row from this thread's first on.
-  __device__ uint32_t listed(int left, int step = 1) const {
+  template <RowsLie kLie>
+  __device__ uint32_t listed(int left) const {
     static_assert(kPacks * N <= 32);
     uint32_t bits = 0;
     for (int p = 0; p < kPacks; ++p) {
@@ -49,7 +50,7 @@ class StagedParams {
       get(kScale, p, scale);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        const bool inside = p * kSliceStep<N> + i * step < left;
+        const bool inside = p * kSliceStep<N> + column_in_pack(kLie, N, i) < left;
         bits |= static_cast<uint32_t>(inside && scale[i] == 0.0f) << (p * N + i);
       }
     }

@@ -1,0 +1,208 @@
+// Slices of rows that are dealt out in units, elements or pairs (row_columns.cuh): reading and
+// writing them, and their columns' parameters. Each access of a warp is of neighbours.
+#pragma once
+
+#include "core/common/pack.cuh"
+#include "core/common/row_columns.cuh"
+
+namespace fused_norm {
+
+// Calls visit(i, inside) for the first elements of a pack's units, where `left` columns of the row
+// remain from the thread's first element on. Where the row ends within the group's pack, only as
+// far as that, with `inside` for whether this thread's unit lies in the row.
+template <RowsLie kLie, int N, typename Group, typename Visit>
+__device__ __forceinline__ void visit_units(const Group& group, int left, Visit visit) {
+  constexpr int kUnit = unit_of(kLie, N);
+  const int lanes = group.lanes(), left_of_all = left + group.lane() * kUnit;
+  if (left_of_all >= N * lanes) {
+#pragma unroll
+    for (int i = 0; i < N; i += kUnit) visit(i, true);
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; i += kUnit) {
+      if (i * lanes >= left_of_all) break;
+      visit(i, i * lanes < left);
+    }
+  }
+}
+
+// Calls run(whole) with whether a row's units can be accessed as such, known at compile time: the
+// pairs of a row that starts in the middle of one are two elements each. Once for all of a thread's
+// units, so that none of their accesses waits for a branch.
+template <int kUnit, typename T, typename Run>
+__device__ __forceinline__ void with_units(const T* row, Run run) {
+  if (kUnit == 1 || reinterpret_cast<uintptr_t>(row) % (kUnit * sizeof(T)) == 0) {
+    run(std::true_type());
+  } else {
+    run(std::false_type());
+  }
+}
+
+// A unit as registers hold it.
+template <typename T, int kUnit>
+using Unit = Words<(sizeof(T) * kUnit < 4 ? 4 : sizeof(T) * kUnit)>;
+
+// Loads one, from global memory through the read-only path and past the first-level cache, or from
+// shared memory.
+enum class Memory { kStreamed, kShared };
+template <int kUnit, bool kWhole, Memory kMemory, typename T>
+__device__ __forceinline__ Unit<T, kUnit> load_unit(const T* from) {
+  constexpr bool kShared = kMemory == Memory::kShared;
+  auto bits = [&](int i) -> uint32_t {
+    if constexpr (kShared) return reinterpret_cast<const Bits<T>*>(from)[i];
+    return load_bits_streamed(from + i);
+  };
+  if constexpr (kUnit == 1) {
+    return {bits(0)};
+  } else if constexpr (kWhole) {
+    const auto* const start = reinterpret_cast<const char*>(from);
+    if constexpr (kShared) return *reinterpret_cast<const AlignedWords<kUnit * sizeof(T)>*>(start);
+    return detail::load_streamed<kUnit * sizeof(T)>(start);
+  } else if constexpr (sizeof(T) == 2) {
+    return {bits(0) | bits(1) << 16};
+  } else {
+    return {bits(0), bits(1)};
+  }
+}
+
+template <typename T, int kUnit>
+__device__ __forceinline__ void unpack_unit(const Unit<T, kUnit>& unit, float* out) {
+  if constexpr (kUnit == 1) {
+    out[0] = value_of<T>(unit.at[0]);
+  } else {
+    float values[kUnit];
+    unpack(Pack<T, kUnit>{unit}, values);
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) out[i] = values[i];
+  }
+}
+
+// Reads slices.
+template <typename T, int N, RowsLie kLie, int kPacks>
+class UnitReader {
+  static constexpr int kUnit = unit_of(kLie, N);
+
+ public:
+  // Units stay apart until all are asked for: to put them together waits for them.
+  struct Loaded {
+    Unit<T, kUnit> units[kPacks][N / kUnit] = {};
+  };
+
+  template <typename Group>
+  __device__ __forceinline__ void fetch(const T* at, int left, bool, const Group& group,
+                                        Loaded& loaded) const {
+    const int step = slice_step<N>(group);
+    with_units<kUnit>(at, [&](auto whole) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        visit_units<kLie, N>(group, left - p * step, [&](int i, bool inside) {
+          if (inside) {
+            loaded.units[p][i / kUnit] =
+                load_unit<kUnit, decltype(whole)::value, Memory::kStreamed>(at + p * step +
+                                                                            i * group.lanes());
+          }
+        });
+      }
+    });
+  }
+
+  template <typename Group, typename Put>
+  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&, Put put) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      Pack<T, N> pack;
+      if constexpr (sizeof(T) * kUnit < 4) {
+#pragma unroll
+        for (int i = 0; i < N / 2; ++i)
+          pack.words.at[i] = loaded.units[p][2 * i].at[0] | loaded.units[p][2 * i + 1].at[0] << 16;
+      } else {
+        memcpy(&pack, loaded.units[p], sizeof(pack));
+      }
+      put(p, pack);
+    }
+  }
+  template <typename Group>
+  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&,
+                                          float (&values)[kPacks][N]) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+#pragma unroll
+      for (int i = 0; i < N; i += kUnit)
+        unpack_unit<T, kUnit>(loaded.units[p][i / kUnit], values[p] + i);
+    }
+  }
+};
+
+// Writes them.
+template <typename T, int N, RowsLie kLie, int kPacks>
+class UnitWriter {
+  static constexpr int kUnit = unit_of(kLie, N);
+
+ public:
+  __device__ __forceinline__ void open(T* at, int left) {
+    at_ = at;
+    left_ = left;
+  }
+
+  template <typename Group>
+  __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) const {
+    const int step = slice_step<N>(group);
+    with_units<kUnit>(at_, [&](auto whole) {
+      visit_units<kLie, N>(group, left_ - p * step, [&](int i, bool inside) {
+        if (!inside) return;
+        T* const to = at_ + p * step + i * group.lanes();
+        if constexpr (kUnit > 1 && decltype(whole)::value) {
+          Unit<T, kUnit> unit;
+#pragma unroll
+          for (int word = 0; word < static_cast<int>(sizeof(unit)) / 4; ++word)
+            unit.at[word] = pack.words.at[i * static_cast<int>(sizeof(T)) / 4 + word];
+          detail::store_streamed<sizeof(unit)>(reinterpret_cast<char*>(to), unit);
+        } else {
+#pragma unroll
+          for (int e = 0; e < kUnit; ++e)
+            __stcs(reinterpret_cast<Bits<T>*>(to + e), bits_of(pack, i + e));
+        }
+      });
+    });
+  }
+
+ private:
+  T* at_;
+  int left_;
+};
+
+// Parameters of a pack's columns, from `col` on, in the accumulator's precision.
+// `data` is 16-byte aligned.
+template <typename T, RowsLie kLie, int N, typename Group, typename A>
+__device__ __forceinline__ void load_params_apart(const void* data, int col, int cols,
+                                                  const Group& group, A (&out)[N]) {
+  constexpr int kUnit = unit_of(kLie, N);
+  const T* const from = static_cast<const T*>(data) + col;
+  Pack<T, kUnit> units[N / kUnit] = {};
+  // Outside of the row the group's first, so that no load waits for a condition.
+  visit_units<kLie, N>(group, cols - col, [&](int i, bool inside) {
+    const T* const at = from + (inside ? i * group.lanes() : -group.lane() * kUnit);
+    units[i / kUnit].words =
+        detail::load_words<kUnit * sizeof(T)>(reinterpret_cast<const char*>(at));
+  });
+#pragma unroll
+  for (int i = 0; i < N; i += kUnit) {
+    Accumulator<T> values[kUnit];
+    unpack(units[i / kUnit], values);
+#pragma unroll
+    for (int e = 0; e < kUnit; ++e) out[i + e] = static_cast<A>(values[e]);
+  }
+}
+template <RowsLie kLie, int N, typename Group, typename A>
+__device__ __forceinline__ void load_params_apart(const ParamVector& params, int col, int cols,
+                                                  const Group& group, A (&out)[N]) {
+  if (params.dtype == DType::kBFloat16) {
+    load_params_apart<__nv_bfloat16, kLie>(params.data, col, cols, group, out);
+  } else if (params.dtype == DType::kFloat32) {
+    load_params_apart<float, kLie>(params.data, col, cols, group, out);
+  } else {
+    load_params_apart<__half, kLie>(params.data, col, cols, group, out);
+  }
+}
+
+}  // namespace fused_norm
