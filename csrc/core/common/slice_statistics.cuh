@@ -135,20 +135,19 @@ class SliceValues {
       unpack(pack, values_[p]);
     }
   }
-  // As they were put, or after centre() and recentre().
+  // As they were put, or after centre().
   template <typename Bounds>
   __device__ __forceinline__ void get(int p, const Bounds& bounds, A (&x)[N]) const {
     if constexpr (kPacked) {
       unpack(packs_[p], x);
       if (centred_) subtract(x, mean_, p, bounds);
-      if (recentred_) subtract(x, further_, p, bounds);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) x[i] = values_[p][i];
     }
   }
-  // Makes them differences from `mean`, and these from `further`. Packed or not, the same bits come
-  // out.
+  // Makes them differences from `mean`. Packed or not, the same bits come out; packed, another mean
+  // may follow.
   template <typename Bounds>
   __device__ __forceinline__ void centre(A mean, const Bounds& bounds) {
     if constexpr (kPacked) {
@@ -157,15 +156,6 @@ class SliceValues {
     } else {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) subtract(values_[p], mean, p, bounds);
-    }
-  }
-  template <typename Bounds>
-  __device__ __forceinline__ void recentre(A further, const Bounds& bounds) {
-    if constexpr (kPacked) {
-      further_ = further;
-      recentred_ = true;
-    } else {
-      centre(further, bounds);
     }
   }
 
@@ -185,8 +175,8 @@ class SliceValues {
  private:
   A values_[kPacked ? 1 : kPacks][N];
   Pack<T, N> packs_[kPacked ? kPacks : 1];
-  A mean_, further_;
-  bool centred_ = false, recentred_ = false;
+  A mean_;
+  bool centred_ = false;
 };
 
 // Calls visit(p, x) with each pack's values.

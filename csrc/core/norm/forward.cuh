@@ -107,20 +107,6 @@ class ParamsAhead {
   AlignedPack<X, N>* own_;
 };
 
-// Makes a block's statistics those of the row, given those of the `count` blocks that share it,
-// part_cols columns each but for the last; the values are then as after part_statistics() of it
-// all.
-template <bool kRms, typename T, int N, int kPacks, bool kPacked, typename Bounds, typename A>
-__device__ __forceinline__ void take_all_parts(PartStatistics<A>& statistics,
-                                               const PartStatistics<A>* parts, int count,
-                                               int part_cols, int cols, A per_cols,
-                                               SliceValues<T, N, kPacks, kPacked>& values,
-                                               const Bounds& bounds) {
-  const A part_mean = statistics.mean;
-  statistics = merge_parts<kRms>(parts, count, part_cols, cols, per_cols);
-  if (!kRms && !kCorrectsMean<T>) values.recentre(statistics.mean - part_mean, bounds);
-}
-
 // Writes a thread's columns of y, of centred values.
 template <bool kRms, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
           typename Bounds, typename Params, typename Store, typename A>
@@ -155,7 +141,10 @@ __device__ __forceinline__ void norm_forward_once(
   using X = typename Load::Input;
   using A = Accumulator<X>;
   constexpr int N = kPackElements<Load, Store>;
-  constexpr bool kPacked = kPacks * N > held_values(kLie);
+  // Values that may be centred about the mean of a block's part of the row first, and then about
+  // the row's, must not be rounded twice.
+  constexpr bool kTwice = !kRms && !kCorrectsMean<X> && kPacks == kMostPacks;
+  constexpr bool kPacked = kTwice || kPacks * N > held_values(kLie);
 
   const RowGroup<Barrier::kBlock, whole_warps(kPacks)> group;
   RowCluster cluster;
@@ -182,10 +171,10 @@ __device__ __forceinline__ void norm_forward_once(
   auto statistics = part_statistics<kRms>(group, values, bounds, own_cols, per_own, shared.slots);
   if (spread) {
     cluster.wait();
-    take_all_parts<kRms>(statistics, cluster.gather(statistics, shared.cluster_slots),
-                         blocks_per_row, part_cols, load.cols, out.per_cols, values, bounds);
+    statistics = merge_parts<kRms>(cluster.gather(statistics, shared.cluster_slots), blocks_per_row,
+                                   part_cols, load.cols, out.per_cols);
   }
-  if (!kRms && kCorrectsMean<X>) values.centre(statistics.mean, bounds);
+  if (!kRms && (kCorrectsMean<X> || spread)) values.centre(statistics.mean, bounds);
   if (kLie != RowsLie::kRegular) values.forget();
   const A rstd = out.rstd_of(statistics.squares);
   if (group.thread() == 0 && part_first == 0 && row < load.rows)

@@ -77,9 +77,8 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     // All threads have met since they read the slot.
     if (fills) fill(slot, row + slots * stride);
     parts.send(turn, statistics);
-    take_all_parts<kRms>(statistics, parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols,
-                         values, bounds);
-    if (!kRms && kCorrectsMean<X>) values.centre(statistics.mean, bounds);
+    statistics = merge_parts<kRms>(parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols);
+    if (!kRms) values.centre(statistics.mean, bounds);
     const float rstd = out.rstd_of(statistics.squares);
     if (group.thread() == 0 && first_col == 0) out.template write<kRms>(row, statistics.mean, rstd);
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
