@@ -182,7 +182,7 @@ void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip)
 // Rows that are dealt out in elements or pairs: to whole warps, two packs a thread through shared
 // memory, for which groups of several warps are needed.
 void check_dealt_out(const NormBackwardPlan& plan, const DeviceProperties& chip, int cols,
-                    int saved_size, int dy_size, int param_vectors) {
+                     int saved_size, int dy_size, int param_vectors) {
   EXPECT_NE(cols % plan.pack, 0);
   EXPECT_EQ(plan.threads_per_row % 32, 0);
   if (plan.packs == 1) return;
