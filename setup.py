@@ -116,9 +116,12 @@ def extension():
     # Compiled with OpenMP but not linked to it: the calls bind to the one runtime that torch loads.
     flags = {
         "cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp", "-fno-trapping-math"],
-        # Kernels are compressed, which more than halves them; the driver takes them apart.
         "nvcc": ["-O3", "-Xfatbin=-compress-all"],
     }
+    # Kernels are compressed, and the driver takes them apart: all of CUDA 13 can do that too where
+    # they were made as small as nvcc can (PTX and binary for 9.0: 31 MB -> 22).
+    if cuda and int(torch.version.cuda.split(".")[0]) >= 13:
+        flags["nvcc"].append("--compress-mode=size")
     # torch takes the constructors and operators of the 16-bit types away; CMakeLists.txt does not.
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
         flags["nvcc"].append(f"-U__CUDA_NO_{name}__")
