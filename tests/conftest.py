@@ -4,10 +4,17 @@ import functools
 import os
 import zlib
 
+CORES = len(os.sched_getaffinity(0))
+
 # How often OpenMP's threads look for work before they sleep; read when torch loads, here and in the
 # processes that tests start. By default they spin so long that a test run is several times slower
 # where other programs use the same cores; without spinning it is twice as slow where none do.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
+# `pytest -n` runs several tests at a time, which share the cores. Two threads at least, so that
+# what is done by several is tested as such.
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
+if WORKERS > 1:
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(2, CORES // WORKERS)))
 # Inductor compiles within the test process: its pool of processes has been seen to hang at exit.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -50,6 +57,14 @@ def pytest_runtest_setup(item):
     for mark in ("multi_gpu", "cuda"):
         if item.get_closest_marker(mark) and mark in missing_hardware():
             pytest.skip(NEEDS[mark])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """What `-n auto` means: a process for each core, and of a GPU 10 GB for each."""
+    if "cuda" in missing_hardware():
+        return CORES
+    return max(1, min(CORES, torch.cuda.get_device_properties(0).total_memory // 10**10))
 
 
 @pytest.fixture
