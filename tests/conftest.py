@@ -4,17 +4,14 @@ import functools
 import os
 import zlib
 
-CORES = len(os.sched_getaffinity(0))
-
 # How often OpenMP's threads look for work before they sleep; read when torch loads, here and in the
 # processes that tests start. By default they spin so long that a test run is several times slower
 # where other programs use the same cores; without spinning it is twice as slow where none do.
 os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 # `pytest -n` runs several tests at a time, which share the cores: threads that wait for each other
 # while others run took 3.5 times as long. Tests of what several threads do say how many.
-WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))
-if WORKERS > 1:
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // WORKERS)))
+if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(workers))))
 # Inductor compiles within the test process: its pool of processes has been seen to hang at exit.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -62,9 +59,10 @@ def pytest_runtest_setup(item):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """What `-n auto` means: a process for each core, and of a GPU 10 GB for each."""
+    cores = len(os.sched_getaffinity(0))
     if "cuda" in missing_hardware():
-        return CORES
-    return max(1, min(CORES, torch.cuda.get_device_properties(0).total_memory // 10**10))
+        return cores
+    return max(1, min(cores, torch.cuda.get_device_properties(0).total_memory // 10**10))
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 // or double for fp64), worked on while it is in cache, and rounded once on its way out.
 #include "cpu/softmax.h"
 
-#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/GradMode.h>
 
 #include <algorithm>

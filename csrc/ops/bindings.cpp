@@ -1,8 +1,10 @@
 // The two ways into the library: operators of the dispatcher (torch.ops.fused_norm.*) and the
 // pybind11 module fused_norm._C, over the same functions. Fake kernels and autograd are registered
 // in Python (fused_norm/_ops.py).
-#include <torch/extension.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <cuda.h>

@@ -16,7 +16,6 @@
 // reference would do too, but stands in the way of torch.utils.swap_tensors().
 #include "ops/column_watch.h"
 
-#include <ATen/ATen.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -31,7 +30,9 @@
 #include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/full.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>

@@ -1,6 +1,6 @@
 #include "ops/rows.h"
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <limits>
 #include <optional>

@@ -1,6 +1,6 @@
 #include "ops/softmax.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
 
 #include <cmath>
 #include <limits>

@@ -1,6 +1,9 @@
 #include "ops/softmax_decomposition.h"
 
-#include <ATen/ATen.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/log_softmax.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/softmax.h>
 
 #include <limits>
 
