@@ -17,6 +17,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
+from filelock import FileLock  # torch needs it too
 
 import fused_norm
 
@@ -63,6 +64,16 @@ def pytest_xdist_auto_num_workers():
     if "cuda" in missing_hardware():
         return cores
     return max(1, min(cores, torch.cuda.get_device_properties(0).total_memory // 10**10))
+
+
+@pytest.fixture(autouse=True)
+def alone_on_several_gpus(request, tmp_path_factory):
+    """Under `pytest -n`, tests that take several GPUs wait for each other."""
+    if request.node.get_closest_marker("multi_gpu") is None:
+        yield
+        return
+    with FileLock(tmp_path_factory.getbasetemp().parent / "multi_gpu.lock"):
+        yield
 
 
 @pytest.fixture
