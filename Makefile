@@ -98,10 +98,13 @@ host-tests: $(ENV)
 	$(BIN)/cmake --build build/host
 	$(BIN)/ctest --test-dir build/host --output-on-failure $(if $(IN_CI),--no-tests=error)
 
-# The oldest and the newest supported chip of a data centre, compiled without torch.
+# The oldest and the newest supported chip of a data centre, compiled without torch; and, as it is
+# only to see that they compile, without most optimizations where nvcc (12.9 on) can: five times as
+# fast.
+FAST = $(shell '$(NVCC)' --help | grep -om1 -e '--Ofast-compile')
 core: $(ENV)
 	CUDACXX='$(NVCC)' $(BIN)/cmake -S . -B build/core -G Ninja '-DCMAKE_MAKE_PROGRAM=$(CURDIR)/$(BIN)/ninja' \
-	    -DFUSED_NORM_CUDA=ON -DFUSED_NORM_TESTS=OFF \
+	    -DFUSED_NORM_CUDA=ON -DFUSED_NORM_TESTS=OFF '-DCMAKE_CUDA_FLAGS=$(FAST:%=%=max)' \
 	    '-DFUSED_NORM_CUDA_ARCHITECTURES=80-real;100-real'
 	$(BIN)/cmake --build build/core --target all backward_ladder
 
