@@ -106,7 +106,13 @@ def extension():
     cuda = choose_cuda(torch, cpp_extension.CUDA_HOME)
     files = sources("csrc/ops/*.cpp", "csrc/cpu/*.cpp", "csrc/core/**/*.cpp")
     arch_list = choose_arch_list(torch) if cuda else ""
-    macros = [("FUSED_NORM_VERSION", f'"{version}"'), ("FUSED_NORM_ARCH_LIST", f'"{arch_list}"')]
+    # All but the "+cu130" of it; torch's header lacks the "a0" or ".dev20260105" of other builds.
+    torch_version = torch.__version__.split("+")[0]
+    macros = [
+        ("FUSED_NORM_VERSION", f'"{version}"'),
+        ("FUSED_NORM_TORCH_VERSION", f'"{torch_version}"'),
+        ("FUSED_NORM_ARCH_LIST", f'"{arch_list}"'),
+    ]
     if cuda:
         print(f"fused_norm: CUDA build for compute capability {arch_list}", flush=True)
         os.environ["TORCH_CUDA_ARCH_LIST"] = arch_list

@@ -7,6 +7,7 @@ determine is saved beside it.
 """
 
 import gc
+import math
 
 import torch
 from torch.autograd import forward_ad
@@ -31,17 +32,22 @@ def choose_room(input, weight, bias, normalized_shape, weight_offset, x_dtype, o
     for tensor in (input, weight, bias):
         if tensor is not None and type(tensor) not in _PLAIN:  # a tracer's, or distributed
             return SAVE_INPUT
-    cols = 1
-    for size in normalized_shape:
-        cols *= size
-    room = _ops._C.choose_room(weight, bias, weight_offset, cols, x_dtype, out_dtype)
+    try:
+        cols = math.prod(normalized_shape)
+        room = _ops._C.choose_room(weight, bias, weight_offset, cols, x_dtype, out_dtype)
+    except TypeError:  # the operator says what is wrong
+        return SAVE_INPUT
     if room == _OVERFLOW_PENDING:
         _raise_overflow()
+        return SAVE_INPUT
     return room
 
 
-def _raise_overflow():
-    address, description, columns = _ops._C.take_overflow()
+def _raise_overflow() -> None:
+    overflow = _ops._C.take_overflow()
+    if overflow is None:  # another thread took it, and raises
+        return
+    address, description, columns = overflow
     name = _name_of_norm(address) or description
     raise RuntimeError(
         f"{name}: memory_efficient=True had no room for {columns} column(s) whose weight became "
@@ -54,7 +60,11 @@ def _raise_overflow():
 
 def _name_of_norm(address: int) -> str | None:
     """The norm that owns the parameter, by its longest name in any module; for a message."""
-    modules = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.nn.Module)]
+    modules = [
+        obj
+        for obj in gc.get_objects()
+        if issubclass(type(obj), torch.nn.Module) and "_modules" in obj.__dict__  # initialized
+    ]
     for norm in modules:
         if not isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
             continue
@@ -215,9 +225,14 @@ class NormBackwardFunction(torch.autograd.Function):
 
 
 def is_transformed() -> bool:
-    """Whether a torch.func transform or forward-mode differentiation is at work, which no
-    ``autograd.Function`` here knows: the operator's Autograd kernel then decomposes the norm."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    """Whether a torch.func transform, forward-mode differentiation or torch.jit.trace is at work,
+    which no ``autograd.Function`` here knows: the operator's Autograd kernel is then to
+    differentiate."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch._C._is_tracing()
+    )
 
 
 def _needs_grad(*tensors) -> bool:

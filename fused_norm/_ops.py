@@ -230,10 +230,11 @@ def _scaled_masked_softmax_fake(input, mask, scale=1.0, causal=False, out_dtype=
             lambda: f"mask is on {mask.device}, but input is on {input.device}",
         )
         lead = input.dim() - mask.dim()
+        # Of a size that depends on data it is known that it is the input's, not that it is not 1.
         torch._check(
             lead >= 0
             and all(
-                size == 1 or size == of_input
+                (isinstance(size, int) and size == 1) or size == of_input or size == 1
                 for size, of_input in zip(mask.shape, input.shape[lead:], strict=True)
             ),
             lambda: (

@@ -79,8 +79,8 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
     flag as it is and with the flag on, and which have columns at risk (docs/memory_efficient.md).
 
     Runs ``model(*example_inputs, **keywords)`` twice with gradients enabled, and no backward pass.
-    Parameters, buffers, random states and flags are afterwards as they were. What ``torch.compile``
-    wraps is run eagerly, which saves the same.
+    Buffers, random states and flags are afterwards as they were, and parameters unless the model's
+    own forward writes to them. What ``torch.compile`` wraps is run eagerly, which saves the same.
 
     >>> model = torch.nn.Sequential(LayerNorm(8), torch.nn.Linear(8, 8))
     >>> report = memory_report(model, torch.ones(4, 8))
@@ -204,6 +204,9 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
 
 @contextlib.contextmanager
 def _as_it_was(model):
+    """Puts back the buffers, also where forward put other tensors in their place, and the state of
+    the random number generators."""
+    of_modules = [(module, module._buffers.copy()) for module in model.modules()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {p.device.index for p in model.parameters() if p.is_cuda}
     try:
@@ -213,6 +216,9 @@ def _as_it_was(model):
         with torch.no_grad():
             for buffer, value in buffers:
                 buffer.copy_(value)
+        for module, named in of_modules:
+            module._buffers.clear()
+            module._buffers.update(named)
 
 
 def _tensors(value):

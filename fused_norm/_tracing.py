@@ -20,10 +20,19 @@ def _can_list(input, normalized_shape) -> bool:
     return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and type(input) in _PLAIN
 
 
+def _numbers(*values) -> list:
+    """For checks that need numbers: Dynamo makes a symbol of a float that changed between calls."""
+    from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to load, but loaded then
+
+    return [guard_scalar(value) for value in values]
+
+
 def norm_forward(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient
 ) -> torch.Tensor:
     """The output."""
+    if config.decompose:
+        eps, weight_offset = _numbers(eps, weight_offset)
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
     if config.decompose:
         _ops.check_norm_arguments(*args, out_dtype)
@@ -57,6 +66,8 @@ def add_norm_forward(
     memory_efficient,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, residual_out)."""
+    if config.decompose or torch.compiler._is_exporting_flag:
+        eps, weight_offset = _numbers(eps, weight_offset)
     options = (weight, bias, normalized_shape, eps, weight_offset, rms)
     args = (input, residual, *options, residual_dtype, out_dtype)
     if config.decompose:

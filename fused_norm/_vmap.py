@@ -2,10 +2,34 @@
 the parameters have none, and else a dimension for the decompositions to broadcast over; of a
 softmax it is more rows in any case."""
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
 from fused_norm import _decompositions, _ops
+
+
+@dataclasses.dataclass(frozen=True)
+class _One:
+    """One tensor of a batch, as far as the operators' checks ask."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
+def _one_of_each(in_dims, *tensors) -> list:
+    """The tensors as the function sees them that is mapped over their batch dimensions."""
+    return [
+        tensor
+        if tensor is None or dim is None
+        else _One(tensor.shape[:dim] + tensor.shape[dim + 1 :], tensor.dtype, tensor.device)
+        for tensor, dim in zip(tensors, in_dims, strict=False)
+    ]
 
 
 def _batch_first(tensor: Tensor | None, dim: int | None) -> Tensor | None:
@@ -40,12 +64,14 @@ def _norm_forward(
     rms=False,
     out_dtype=None,
 ):
+    options = (normalized_shape, eps, weight_offset, rms, out_dtype)
+    _ops.check_norm_arguments(*_one_of_each(in_dims, input, weight, bias), *options)
     input = _with_batch(input, in_dims[0], info.batch_size)
     is_kernel = in_dims[1] is None and in_dims[2] is None
     function = _ops.norm_forward if is_kernel else _decompositions.norm_forward
     weight = _parameter(weight, in_dims[1], input.dim())
     bias = _parameter(bias, in_dims[2], input.dim())
-    outputs = function(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
+    outputs = function(input, weight, bias, *options)
     return outputs, (0, None if rms else 0, 0)
 
 
@@ -64,11 +90,13 @@ def _norm_forward_listing(
     room,
 ):
     """By decomposition: no list of columns serves a batch of them."""
+    options = (normalized_shape, eps, weight_offset, rms, out_dtype)
+    _ops.check_norm_arguments(*_one_of_each(in_dims, input, weight, bias), *options)
     input = _with_batch(input, in_dims[0], info.batch_size)
     weight = _parameter(weight, in_dims[1], input.dim())
     bias = _parameter(bias, in_dims[2], input.dim())
     output, rstd, side, columns = _decompositions.norm_forward_listing(
-        input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
+        input, weight, bias, *options, room
     )
     return (output, rstd, side.view(info.batch_size, -1, room), columns), (0, 0, 0, None)
 
@@ -88,13 +116,14 @@ def _add_norm_forward(
     residual_dtype=None,
     out_dtype=None,
 ):
+    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
+    _ops.check_add_norm_arguments(*_one_of_each(in_dims, input, residual, weight, bias), *options)
     input = _with_batch(input, in_dims[0], info.batch_size)
     residual = _with_batch(residual, in_dims[1], info.batch_size)
     is_kernel = in_dims[2] is None and in_dims[3] is None
     function = _ops.add_norm_forward if is_kernel else _decompositions.add_norm_forward
     weight = _parameter(weight, in_dims[2], input.dim())
     bias = _parameter(bias, in_dims[3], input.dim())
-    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
     outputs = function(input, residual, weight, bias, *options)
     return outputs, (0, 0, None if rms else 0, 0)
 
@@ -116,13 +145,14 @@ def _add_norm_forward_listing(
     room,
 ):
     """By decomposition, as norm_forward_listing."""
+    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
+    _ops.check_add_norm_arguments(*_one_of_each(in_dims, input, residual, weight, bias), *options)
     input = _with_batch(input, in_dims[0], info.batch_size)
     residual = _with_batch(residual, in_dims[1], info.batch_size)
     weight = _parameter(weight, in_dims[2], input.dim())
     bias = _parameter(bias, in_dims[3], input.dim())
-    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype, room)
     *outputs, side, columns = _decompositions.add_norm_forward_listing(
-        input, residual, weight, bias, *options
+        input, residual, weight, bias, *options, room
     )
     return (*outputs, side.view(info.batch_size, -1, room), columns), (0, 0, 0, 0, None)
 

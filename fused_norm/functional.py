@@ -35,6 +35,27 @@ def _check_tensor(name: str, value) -> None:
         raise RuntimeError(f"{name} must be a dense strided tensor, but is nested")
 
 
+def _check_number(name: str, value) -> None:
+    """Of an option that is no Python float. Operators take the number out of a tensor, and would
+    leave it without its gradient."""
+    if isinstance(value, Tensor) and (value.requires_grad or value.dim() > 0):
+        raise TypeError(
+            f"{name} must be a number, through which no gradient flows, but is a tensor of shape "
+            f"{list(value.shape)} with requires_grad={value.requires_grad}"
+        )
+
+
+def _as_shape(normalized_shape) -> Sequence[int]:
+    if isinstance(normalized_shape, numbers.Integral):
+        return (int(normalized_shape),)
+    if not isinstance(normalized_shape, Sequence) or isinstance(normalized_shape, str):
+        raise TypeError(
+            "normalized_shape must be an int or a sequence of ints, but is "
+            f"{normalized_shape!r:.80} of type {type(normalized_shape).__name__}"
+        )
+    return normalized_shape
+
+
 def _wants_grad(input, residual, weight, bias) -> bool:
     """Whether autograd records a call; input and residual are known to be tensors."""
     if not torch.is_grad_enabled():
@@ -91,8 +112,11 @@ def _norm(
 ) -> Tensor:
     if type(input) is not Tensor:
         _check_tensor("input", input)
-    if isinstance(normalized_shape, numbers.Integral):
-        normalized_shape = (int(normalized_shape),)
+    if type(normalized_shape) is not tuple:
+        normalized_shape = _as_shape(normalized_shape)
+    if type(eps) is not float or type(weight_offset) is not float:
+        _check_number("eps", eps)
+        _check_number("weight_offset", weight_offset)
     args = (
         input,
         weight,
@@ -202,8 +226,11 @@ def _add_norm(
     if type(input) is not Tensor or type(residual) is not Tensor:
         _check_tensor("input", input)
         _check_tensor("residual", residual)
-    if isinstance(normalized_shape, numbers.Integral):
-        normalized_shape = (int(normalized_shape),)
+    if type(normalized_shape) is not tuple:
+        normalized_shape = _as_shape(normalized_shape)
+    if type(eps) is not float or type(weight_offset) is not float:
+        _check_number("eps", eps)
+        _check_number("weight_offset", weight_offset)
     dtypes = (residual_dtype or residual.dtype, _out_dtype(input, rms, memory_efficient))
     args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms, *dtypes)
     if torch.compiler.is_compiling():
@@ -421,4 +448,6 @@ def scaled_masked_softmax(
     if type(input) is not Tensor:
         _check_tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
+    if type(scale) is not float:
+        _check_number("scale", scale)
     return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))

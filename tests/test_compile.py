@@ -187,6 +187,36 @@ def test_decompose_checks_what_the_operator_checks(device, generator):
         assert str(eager.value).split(",")[0].split("\n")[0] in str(e.value)
 
 
+@pytest.mark.parametrize("of_a_sum", [False, True], ids=["", "add"])
+def test_decompose_takes_options_that_change(of_a_sum, device, generator):
+    """Dynamo makes a symbol of a float once it has seen two values."""
+
+    def call(x, eps):
+        if of_a_sum:
+            return fn.add_rms_norm(x, x, 16, None, eps, weight_offset=eps)[0]
+        return fn.layer_norm(x, 16, None, None, eps)
+
+    torch._dynamo.reset()
+    x = randn(generator, 4, 16)
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    with fused_norm.config.patch(decompose=True):
+        for eps in (1e-5, 1e-2, 1.0):
+            torch.testing.assert_close(compiled(x, eps), call(x, eps))
+
+
+@pytest.mark.parametrize("mask_columns", [16, 1])
+def test_mask_of_a_size_that_depends_on_data(mask_columns, device, generator):
+    def call(x):
+        chosen = x[x[:, 0] > 0]
+        return fn.scaled_masked_softmax(chosen, chosen[:, :mask_columns] > 0.5)
+
+    torch._dynamo.reset()
+    x = randn(generator, 32, 16)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), call(x))
+
+
 @each_flag
 @pytest.mark.parametrize("autocast_dtype", [BF16, FP16], ids=str)
 @each_kind

@@ -201,6 +201,97 @@ CASES = {
         lambda make: fn.add_rms_norm(make(3, 48), make(3, 48), [48], weight_offset=INF),
         ["weight_offset", "inf"],
     ),
+    "normalized_shape as a tensor": (
+        lambda make: fn.layer_norm(make(3, 48), torch.tensor([48])),
+        ["normalized_shape", "tensor"],
+    ),
+    "normalized_shape as text, memory_efficient": (
+        lambda make: fn.layer_norm(make(3, 48), "48", make(48), memory_efficient=True),
+        ["normalized_shape", "'48' of type str"],
+    ),
+    "normalized_shape of floats, memory_efficient": (
+        lambda make: fn.layer_norm(make(3, 48), [48.0], make(48), memory_efficient=True),
+        ["normalized_shape", "48.0"],
+    ),
+    "weight_offset as text, memory_efficient": (
+        lambda make: fn.rms_norm(
+            make(3, 48), 48, make(48), memory_efficient=True, weight_offset="1"
+        ),
+        ["weight_offset", "str"],
+    ),
+    # Operators would take the numbers, and leave the parameters without gradients.
+    "eps that requires grad": (
+        lambda make: fn.layer_norm(make(3, 48), 48, eps=torch.ones((), requires_grad=True)),
+        ["eps", "requires_grad=True"],
+    ),
+    "weight_offset that requires grad": (
+        lambda make: fn.add_rms_norm(
+            make(3, 48), make(3, 48), 48, weight_offset=torch.ones((), requires_grad=True)
+        ),
+        ["weight_offset", "requires_grad=True"],
+    ),
+    "scale that requires grad": (
+        lambda make: fn.scaled_masked_softmax(
+            make(3, 48), scale=torch.ones((), requires_grad=True)
+        ),
+        ["scale", "requires_grad=True"],
+    ),
+}
+
+# What a function that is mapped over a batch sees of its arguments has to fit as well.
+CASES |= {
+    "vmap: residual of another shape": (
+        lambda make: torch.vmap(lambda x, r, w: fn.add_rms_norm(x, r, 48, w))(
+            make(4, 4, 48), make(4, 48), make(4, 48)
+        ),
+        ["residual", r"\[4, 48\]", r"\[48\]"],
+    ),
+    "vmap: normalized_shape does not match": (
+        lambda make: torch.vmap(lambda x, w: fn.layer_norm(x, 37, w))(make(4, 3, 48), make(4, 48)),
+        ["normalized_shape", "37", "3, 48"],
+    ),
+    "vmap: normalized_shape reaches into the batch": (
+        lambda make: torch.vmap(lambda x: fn.rms_norm(x, [4, 3, 48]))(make(4, 3, 48)),
+        ["normalized_shape", "4, 3, 48", r"\[3, 48\]"],
+    ),
+    "vmap: weight of another shape": (
+        lambda make: torch.vmap(lambda x, w: fn.layer_norm(x, 48, w))(make(4, 3, 48), make(4, 1)),
+        ["weight", "48", r"\[1\]"],
+    ),
+    "vmap: fp64 weight": (
+        lambda make: torch.vmap(lambda x, w: fn.rms_norm(x, 48, w), (1, 1))(
+            make(3, 4, 48), make(48, 4, dtype=FP64)
+        ),
+        ["weight", "Double|float64"],
+    ),
+    "vmap: integer input": (
+        lambda make: torch.vmap(lambda x, w: fn.rms_norm(x, 48, w))(
+            make(4, 3, 48, dtype=torch.int32), make(4, 48)
+        ),
+        ["input", "Int|int32"],
+    ),
+    "vmap: negative eps": (
+        lambda make: torch.vmap(lambda x, w: fn.layer_norm(x, 48, w, eps=-0.5))(
+            make(4, 3, 48), make(4, 48)
+        ),
+        ["eps", "-0.5"],
+    ),
+    "vmap: normalized_shape does not match, listing columns": (
+        lambda make: torch.vmap(
+            lambda x, w: torch.ops.fused_norm.norm_forward_listing(
+                x, w, None, [37], 1e-5, 0.0, False, None, 4
+            )
+        )(make(4, 3, 48), make(4, 48)),
+        ["normalized_shape", "37", "3, 48"],
+    ),
+    "vmap: residual of another shape, listing columns": (
+        lambda make: torch.vmap(
+            lambda x, r, w: torch.ops.fused_norm.add_norm_forward_listing(
+                x, r, w, None, [48], 1e-5, 0.0, False, None, None, 4
+            )
+        )(make(4, 4, 48), make(4, 48), make(4, 48)),
+        ["residual", r"\[4, 48\]", r"\[48\]"],
+    ),
 }
 
 
@@ -440,6 +531,16 @@ def test_backward_operator_with_a_part_of_the_listed_columns(device):
     arguments = {**forward_for_backward(device), "from_output": True}
     arguments["side"] = torch.ones(3, 4, device=device)
     patterns = ["side is given", "columns is None", "from_output is True"]
+    check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), patterns)
+
+
+@pytest.mark.parametrize("col", [-1, 48])
+def test_backward_operator_with_a_listed_column_that_is_none(col):
+    """On the CPU, where looking at it is no wait."""
+    arguments = {**forward_for_backward("cpu"), "mean": None, "from_output": True}
+    arguments["side"] = torch.ones(3, 4)
+    arguments["columns"] = torch.tensor([1, col, 0, 0, 0], dtype=torch.int32)
+    patterns = ["columns", "0 to 47", f"holds {col}"]
     check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), patterns)
 
 

@@ -73,6 +73,23 @@ def test_leaves_the_model_as_it_was(device, generator):
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def test_puts_back_buffers_that_forward_replaces(device):
+    class Cache(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = fn.LayerNorm(COLS)
+            self.register_buffer("seen", torch.zeros(0, COLS))
+
+        def forward(self, x):
+            self.seen = torch.cat([self.seen, x])
+            return self.norm(self.seen)
+
+    model = Cache().to(device)
+    seen = model.seen
+    report = fn.memory_report(model, torch.ones(ROWS, COLS, device=device))
+    assert len(report) == 1 and model.seen is seen and seen.shape == (0, COLS)
+
+
 @pytest.mark.parametrize("flag", [False, True], ids=["", "memory_efficient"])
 def test_frees_what_it_ran(flag, device, generator):
     """Nodes that keep their own output are no cycle with what the report looked at."""

@@ -198,3 +198,22 @@ def test_parameters_may_be_replaced(ours, theirs, generator):
     assert shared.grad is not None
     module.weight = None
     torch.testing.assert_close(module(x), theirs(8)(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@each_pair
+def test_traced_saved_and_loaded(ours, theirs, memory_efficient, device, generator):
+    """By torch.jit.trace, gradients included."""
+    module = ours(8, device=device, memory_efficient=memory_efficient)
+    x = torch.randn(4, 8, generator=generator, device=device, requires_grad=True)
+    file = io.BytesIO()
+    torch.jit.save(torch.jit.trace(module, x), file)
+    file.seek(0)
+    loaded = torch.jit.load(file)
+    assert torch.equal(loaded(x), module(x))
+    dy = torch.randn(4, 8, generator=generator, device=device)
+    grads = torch.autograd.grad(loaded(x), [x, *loaded.parameters()], dy)
+    expected = torch.autograd.grad(module(x), [x, *module.parameters()], dy)
+    for grad, correct in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, correct)

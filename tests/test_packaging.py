@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import fused_norm
+from fused_norm import _load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(fused_norm.__file__).parent
@@ -88,6 +89,14 @@ def test_wheel_installs_into_a_clean_environment(source, tmp_path):
     )
     file, cuda = run(python, "-c", code, cwd=tmp_path).split()
     assert str(environment) in file and cuda == "None"
+
+
+@pytest.mark.parametrize("version", ["2.11.0", "2.12.0a0", "2.12.0.dev20260105", "2.12.0rc1"])
+def test_loader_reads_the_whole_version(version):
+    """That of torch's nightly builds, and of those in NVIDIA's containers, is longer than the three
+    numbers of torch's header."""
+    binary = b"\x00fused_norm was built with torch " + version.encode() + b"\x00more"
+    assert _load._torch_of(binary) == version
 
 
 def error_of_import(package, cwd):

@@ -4,7 +4,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
-#include <torch/version.h>
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <cuda.h>
@@ -163,7 +162,7 @@ std::optional<std::tuple<uintptr_t, std::string, int64_t>> take_overflow_tuple()
 
 // The loader reads this from the file, before it loads it into a torch that may be another one
 // (fused_norm/_load.py).
-constexpr char kBuiltWith[] = "fused_norm was built with torch " TORCH_VERSION;
+constexpr char kBuiltWith[] = "fused_norm was built with torch " FUSED_NORM_TORCH_VERSION;
 
 SoftmaxTier tier_of(const std::string& name) {
   if (name == "auto") return SoftmaxTier::kAuto;
@@ -202,7 +201,8 @@ at::Tensor softmax_backward_no_grad(const at::Tensor& dy, const at::Tensor& outp
 py::dict build_info() {
   py::dict info;
   info["version"] = FUSED_NORM_VERSION;
-  info["torch"] = std::string(kBuiltWith).substr(sizeof(kBuiltWith) - sizeof(TORCH_VERSION));
+  info["torch"] =
+      std::string(kBuiltWith).substr(sizeof(kBuiltWith) - sizeof(FUSED_NORM_TORCH_VERSION));
 #ifdef FUSED_NORM_WITH_CUDA
   info["cuda"] =
       std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);

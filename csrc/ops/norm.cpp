@@ -352,6 +352,11 @@ cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight,
     count = std::min<int64_t>(*columns.const_data_ptr<int32_t>(), columns.numel() - 1);
   const Tensor listed =
       count > 0 ? columns.slice(0, 1, 1 + count).to(at::kLong) : at::empty({0}, at::kLong);
+  for (int64_t i = 0; i < listed.numel(); ++i) {
+    const int64_t col = listed.const_data_ptr<int64_t>()[i];
+    TORCH_CHECK(col >= 0 && col < norm.cols, "columns must be those of normalized_shape, 0 to ",
+                norm.cols - 1, ", but holds ", col);
+  }
   if (lost.numel() == 0 && count == 0) return {};
   const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
   if (missing.numel() > 0) report_overflow(norm, missing.numel());
