@@ -125,7 +125,7 @@ def extension():
         "nvcc": ["-O3", "-Xfatbin=-compress-all"],
     }
     # Kernels are compressed, and the driver takes them apart: all of CUDA 13 can do that too where
-    # they were made as small as nvcc can (PTX and binary for 9.0: 31 MB -> 22).
+    # they were made as small as nvcc can (PTX and binary for 9.0: 31 MB -> 20).
     if cuda and int(torch.version.cuda.split(".")[0]) >= 13:
         flags["nvcc"].append("--compress-mode=size")
     # torch takes the constructors and operators of the 16-bit types away; CMakeLists.txt does not.
