@@ -86,7 +86,7 @@ demo: build
 	$(BIN)/python examples/train_gpt.py --norm rms
 	$(BIN)/python examples/train_gpt.py --norm layer
 
-# Memory that a test frees is kept for the next one: to have pages anew took a third of the time.
+# Memory that a test frees is kept for the next one: to have pages anew took a quarter of the time.
 test: host-tests $(CI_KERNELS) build
 	MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000 \
 	    $(BIN)/python -m pytest -n auto --dist worksteal tests

@@ -32,11 +32,10 @@ def norm_forward(
 ) -> torch.Tensor:
     """The output."""
     if config.decompose:
-        eps, weight_offset = _numbers(eps, weight_offset)
-    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
-    if config.decompose:
+        args = (input, weight, bias, normalized_shape, *_numbers(eps, weight_offset), rms)
         _ops.check_norm_arguments(*args, out_dtype)
         return _decompositions.norm_forward(*args, out_dtype)[0]
+    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
     # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
     if not torch.compiler._is_exporting_flag:
         if memory_efficient and _can_list(input, normalized_shape):
@@ -66,7 +65,7 @@ def add_norm_forward(
     memory_efficient,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, residual_out)."""
-    if config.decompose or torch.compiler._is_exporting_flag:
+    if config.decompose:
         eps, weight_offset = _numbers(eps, weight_offset)
     options = (weight, bias, normalized_shape, eps, weight_offset, rms)
     args = (input, residual, *options, residual_dtype, out_dtype)

@@ -45,7 +45,13 @@ def _check_number(name: str, value) -> None:
         )
 
 
-def _as_shape(normalized_shape) -> Sequence[int]:
+def _check_options(normalized_shape, eps, weight_offset) -> Sequence[int]:
+    """normalized_shape as a sequence; the types of all three."""
+    if type(eps) is not float or type(weight_offset) is not float:
+        _check_number("eps", eps)
+        _check_number("weight_offset", weight_offset)
+    if type(normalized_shape) is tuple:
+        return normalized_shape
     if isinstance(normalized_shape, numbers.Integral):
         return (int(normalized_shape),)
     if not isinstance(normalized_shape, Sequence) or isinstance(normalized_shape, str):
@@ -112,11 +118,7 @@ def _norm(
 ) -> Tensor:
     if type(input) is not Tensor:
         _check_tensor("input", input)
-    if type(normalized_shape) is not tuple:
-        normalized_shape = _as_shape(normalized_shape)
-    if type(eps) is not float or type(weight_offset) is not float:
-        _check_number("eps", eps)
-        _check_number("weight_offset", weight_offset)
+    normalized_shape = _check_options(normalized_shape, eps, weight_offset)
     args = (
         input,
         weight,
@@ -226,11 +228,7 @@ def _add_norm(
     if type(input) is not Tensor or type(residual) is not Tensor:
         _check_tensor("input", input)
         _check_tensor("residual", residual)
-    if type(normalized_shape) is not tuple:
-        normalized_shape = _as_shape(normalized_shape)
-    if type(eps) is not float or type(weight_offset) is not float:
-        _check_number("eps", eps)
-        _check_number("weight_offset", weight_offset)
+    normalized_shape = _check_options(normalized_shape, eps, weight_offset)
     dtypes = (residual_dtype or residual.dtype, _out_dtype(input, rms, memory_efficient))
     args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms, *dtypes)
     if torch.compiler.is_compiling():

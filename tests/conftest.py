@@ -11,7 +11,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 # `pytest -n` runs several tests at a time, which share the cores: threads that wait for each other
 # while others run took 3.5 times as long. Tests of what several threads do say how many.
 if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, os.cpu_count() // int(workers))))
+    threads = len(os.sched_getaffinity(0)) // int(workers)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, threads)))
 # Inductor compiles within the test process: its pool of processes has been seen to hang at exit.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
