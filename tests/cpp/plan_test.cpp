@@ -234,6 +234,7 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
             plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, rms, chip);
         EXPECT_GE(plan.partials, 1);
         EXPECT_LE(plan.partials, 65535);  // gridDim.y of the column tiles
+        EXPECT_TRUE(plan.sum_threads == kSumThreads || plan.sum_threads == kFewSumThreads);
         if (plan.tier == Tier::kStreaming) {
           EXPECT_EQ(plan.cluster_blocks, 1);
           EXPECT_LE(plan.threads_per_row * plan.rows_per_block, 512);
@@ -257,6 +258,17 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
       }
     }
   });
+}
+
+TEST(BackwardPlan, PartialRowsOfManyColumnsAreAddedUpBySmallBlocks) {
+  auto threads = [](int cols, bool rms) {
+    return plan_norm_backward(8192, cols, DType::kBFloat16, DType::kBFloat16, false, rms, kH200)
+        .sum_threads;
+  };
+  EXPECT_EQ(threads(4096, false), kSumThreads);
+  EXPECT_EQ(threads(5120, false), kFewSumThreads);
+  EXPECT_EQ(threads(5120, true), kSumThreads);  // dweight alone
+  EXPECT_EQ(threads(32768, true), kFewSumThreads);
 }
 
 TEST(BackwardPlan, RowsDoNotShapeTheReduction) {

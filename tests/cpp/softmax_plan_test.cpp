@@ -139,6 +139,35 @@ TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {
   });
 }
 
+TEST(SoftmaxPlan, LogSoftmaxBackwardOfFp32TakesClustersBeforeEightPacks) {
+  auto plan = [](int cols, bool log, DType dtype, const DeviceProperties& chip) {
+    return plan_softmax(SoftmaxTier::kAuto, true, log, 4096, cols, dtype, dtype, chip);
+  };
+  for (int cols : {8448, 12288, 16384}) {
+    EXPECT_GT(plan(cols, true, DType::kFloat32, kH200).cluster_blocks, 1);
+    EXPECT_EQ(plan(cols, true, DType::kFloat32, kH200).packs, 4);
+    EXPECT_EQ(plan(cols, false, DType::kFloat32, kH200).cluster_blocks, 1);
+    EXPECT_EQ(plan(cols, true, DType::kFloat32, kA100).cluster_blocks, 1);
+  }
+  EXPECT_EQ(plan(8192, true, DType::kFloat32, kH200).cluster_blocks, 1);
+  EXPECT_EQ(plan(20000, true, DType::kBFloat16, kH200).cluster_blocks, 1);
+}
+
+TEST(SoftmaxPlan, ClustersWithARingHaveRoomForTheNextRow) {
+  auto plan = [](int cols) {
+    constexpr DType kType = DType::kBFloat16;
+    return plan_softmax(SoftmaxTier::kAuto, true, false, 4096, cols, kType, kType, kH200);
+  };
+  for (int cols = 57352; cols <= 458752 / 2; cols += 8 * 1021) {
+    const SoftmaxPlan of = plan(cols);
+    EXPECT_EQ(of.place, RowPlace::kRing);
+    EXPECT_GT(of.cluster_blocks, 1);
+    EXPECT_GT(of.slots, of.slice / (kPiecePacks * 32 * of.pack)) << cols;
+  }
+  EXPECT_EQ(plan(49152).cluster_blocks, 1);
+  EXPECT_EQ(plan(458752).cluster_blocks, 8);  // the longest
+}
+
 TEST(SoftmaxPlan, EveryTierServesTheRowsItIsFor) {
   const DType bf16 = DType::kBFloat16, f64 = DType::kFloat64;
   auto tier_of = [](int cols, DType dtype, const DeviceProperties& chip) {

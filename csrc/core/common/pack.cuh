@@ -310,19 +310,28 @@ __device__ __forceinline__ void load_params_of(const void* data, int col, int co
   }
 }
 
+// Calls run(T()) with the type of parameters that come with rows of X: X, fp32, and with fp32 rows
+// also 16 bit.
+template <typename X, typename Run>
+__device__ __forceinline__ void with_param_type(DType dtype, Run run) {
+  if (dtype == DType::kFloat32) {
+    run(float());
+  } else if constexpr (!std::is_same_v<X, float>) {
+    run(X());
+  } else if (dtype == DType::kBFloat16) {
+    run(__nv_bfloat16());
+  } else {
+    run(__half());
+  }
+}
+
 // The same for a dtype known only at run time: one branch a pack, the same for every thread.
-template <bool kRegular, int N, typename A>
+template <typename X, bool kRegular, int N, typename A>
 __device__ __forceinline__ void load_params(const ParamVector& params, int col, int cols,
                                             A (&out)[N]) {
-  if (params.dtype == DType::kBFloat16) {
-    load_params_of<__nv_bfloat16, kRegular>(params.data, col, cols, out);
-  } else if (params.dtype == DType::kFloat32) {
-    load_params_of<float, kRegular>(params.data, col, cols, out);
-  } else if (params.dtype == DType::kFloat16) {
-    load_params_of<__half, kRegular>(params.data, col, cols, out);
-  } else if constexpr (std::is_same_v<A, double>) {
-    load_params_of<double, kRegular>(params.data, col, cols, out);
-  }
+  with_param_type<X>(params.dtype, [&](auto type) {
+    load_params_of<decltype(type), kRegular>(params.data, col, cols, out);
+  });
 }
 
 }  // namespace fused_norm

@@ -21,9 +21,15 @@ constexpr bool dealt_out(RowsLie lie) {
   return lie == RowsLie::kPairs || lie == RowsLie::kElements;
 }
 
-// How the rows of a launch lie that are not whole packs.
-constexpr RowsLie broken_rows(int cols) {
-  return cols % 2 == 0 ? RowsLie::kPairs : RowsLie::kElements;
+// Whether rows of T are dealt out in pairs where they can be: fp32, whose elements are as wide,
+// gains little.
+template <typename T>
+constexpr bool kInPairs = sizeof(T) == 2;
+
+// How the rows of a launch lie that are dealt out.
+template <typename T>
+constexpr RowsLie dealt_out_as(int cols) {
+  return kInPairs<T> && cols % 2 == 0 ? RowsLie::kPairs : RowsLie::kElements;
 }
 
 // How many columns of a thread's pack, of `pack`, follow each other.

@@ -8,9 +8,10 @@
 namespace fused_norm {
 
 // Calls visit(i, inside) for the first elements of a pack's units, where `left` columns of the row
-// remain from the thread's first element on. Where the row ends within the group's pack, only as
-// far as that, with `inside` for whether this thread's unit lies in the row.
-template <RowsLie kLie, int N, typename Group, typename Visit>
+// remain from the thread's first element on; `inside`: whether the unit lies in the row. No branch
+// but one for the pack: what is not inside is left out by predicates. kStops: a branch for each
+// unit, after the row's last one none is visited.
+template <RowsLie kLie, int N, bool kStops = false, typename Group, typename Visit>
 __device__ __forceinline__ void visit_units(const Group& group, int left, Visit visit) {
   constexpr int kUnit = unit_of(kLie, N);
   const int lanes = group.lanes(), left_of_all = left + group.lane() * kUnit;
@@ -20,7 +21,7 @@ __device__ __forceinline__ void visit_units(const Group& group, int left, Visit 
   } else {
 #pragma unroll
     for (int i = 0; i < N; i += kUnit) {
-      if (i * lanes >= left_of_all) break;
+      if (kStops && i * lanes >= left_of_all) break;
       visit(i, i * lanes < left);
     }
   }
@@ -133,8 +134,8 @@ class UnitReader {
   }
 };
 
-// Writes them.
-template <typename T, int N, RowsLie kLie, int kPacks>
+// Writes them. kStops: as in visit_units(), for whom others wait.
+template <typename T, int N, RowsLie kLie, int kPacks, bool kStops = false>
 class UnitWriter {
   static constexpr int kUnit = unit_of(kLie, N);
 
@@ -148,7 +149,7 @@ class UnitWriter {
   __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) const {
     const int step = slice_step<N>(group);
     with_units<kUnit>(at_, [&](auto whole) {
-      visit_units<kLie, N>(group, left_ - p * step, [&](int i, bool inside) {
+      visit_units<kLie, N, kStops>(group, left_ - p * step, [&](int i, bool inside) {
         if (!inside) return;
         T* const to = at_ + p * step + i * group.lanes();
         if constexpr (kUnit > 1 && decltype(whole)::value) {
@@ -179,11 +180,11 @@ __device__ __forceinline__ void load_params_apart(const void* data, int col, int
   constexpr int kUnit = unit_of(kLie, N);
   const T* const from = static_cast<const T*>(data) + col;
   Pack<T, kUnit> units[N / kUnit] = {};
-  // Outside of the row the group's first, so that no load waits for a condition.
   visit_units<kLie, N>(group, cols - col, [&](int i, bool inside) {
-    const T* const at = from + (inside ? i * group.lanes() : -group.lane() * kUnit);
-    units[i / kUnit].words =
-        detail::load_words<kUnit * sizeof(T)>(reinterpret_cast<const char*>(at));
+    if (inside) {
+      units[i / kUnit].words = detail::load_words<kUnit * sizeof(T)>(
+          reinterpret_cast<const char*>(from + i * group.lanes()));
+    }
   });
 #pragma unroll
   for (int i = 0; i < N; i += kUnit) {
@@ -193,16 +194,4 @@ __device__ __forceinline__ void load_params_apart(const void* data, int col, int
     for (int e = 0; e < kUnit; ++e) out[i + e] = static_cast<A>(values[e]);
   }
 }
-template <RowsLie kLie, int N, typename Group, typename A>
-__device__ __forceinline__ void load_params_apart(const ParamVector& params, int col, int cols,
-                                                  const Group& group, A (&out)[N]) {
-  if (params.dtype == DType::kBFloat16) {
-    load_params_apart<__nv_bfloat16, kLie>(params.data, col, cols, group, out);
-  } else if (params.dtype == DType::kFloat32) {
-    load_params_apart<float, kLie>(params.data, col, cols, group, out);
-  } else {
-    load_params_apart<__half, kLie>(params.data, col, cols, group, out);
-  }
-}
-
 }  // namespace fused_norm

@@ -40,9 +40,12 @@ class SliceBounds {
 #pragma unroll
         for (int i = first; i < first + unit_of(kLie, N); ++i) visit(i, inside);
       });
-    } else {
+    } else if (kLie == RowsLie::kRegular || left(p) >= N) {
 #pragma unroll
       for (int i = 0; i < N; ++i) visit(i, true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) visit(i, i < left(p));
     }
   }
 

@@ -29,12 +29,17 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
   constexpr bool kRegular = kLie == RowsLie::kRegular, kShifted = kLie == RowsLie::kShifted;
   constexpr bool kInRing = dealt_out(kLie) && kPacks > 1;
+  // Rows that are dealt out may end in the first half of every lane's pack.
+  constexpr bool kMayBeHalf = dealt_out(kLie) && kPacks == 1;
   extern __shared__ __align__(128) float staged[];
 
   const RowGroup<Barrier::kNamed, (kPacks > 1 || dealt_out(kLie))> group;
   GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
   const int col = slice_column<N, kPacks, kLie>(group);
   const int left = in.cols - col;
+  auto past_half = [half = in.cols <= N / 2 * kWarpSize](int i) {
+    return kMayBeHalf && i == N / 2 && half;
+  };
   const int64_t stride = int64_t{gridDim.x} * group.groups();
   int64_t first = int64_t{blockIdx.x} * group.groups();
   int64_t row = first + group.index();
@@ -100,13 +105,16 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         if (kListed) params.take_listed(in.list, listed, p, row - stride, xhat[p]);
       } else {
 #pragma unroll
-        for (int i = 0; i < N; ++i)
+        for (int i = 0; i < N; ++i) {
+          if (past_half(i)) break;
           xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
+        }
       }
-      float g[N], of_w[N], of_wx[N];
+      float g[N], of_w[N] = {}, of_wx[N] = {};
       params.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
+        if (past_half(i)) break;
         const float d = w[p][i];
         dweight[p][i] += d * xhat[p][i];
         if (!kRms) dbias[p][i] += d;
@@ -124,14 +132,17 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     rows.drop(row);
     if (out.dx != nullptr) {
       const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
-      WriterOf<X, N, kLie, kPacks> writer;
+      WriterOf<X, N, kLie, kPacks, kInRing> writer;
       writer.open(dx, row_left);
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) {
         // The lanes of shifted rows exchange what they write.
         if (!kShifted && p * kSliceStep<N> >= row_left) break;
 #pragma unroll
-        for (int i = 0; i < N; ++i) w[p][i] = gradient.at(w[p][i], xhat[p][i]);
+        for (int i = 0; i < N; ++i) {
+          if (past_half(i)) break;
+          w[p][i] = gradient.at(w[p][i], xhat[p][i]);
+        }
         if (out.dresidual != nullptr) {
           const int64_t at = dx - out.dx + p * kSliceStep<N>;
           const int left_of_pack = row_left - p * kSliceStep<N>;
@@ -165,11 +176,11 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
   } else if (lie == RowsLie::kShifted) {
     norm_backward_once<RowsLie::kShifted, kRms, kSaved, kPacks>(in, out, shared);
   } else if constexpr (kPacks == 1 || kBulkCopies) {
-    if (lie == RowsLie::kPairs) {
-      norm_backward_once<RowsLie::kPairs, kRms, kSaved, kPacks>(in, out, shared);
-    } else {
-      norm_backward_once<RowsLie::kElements, kRms, kSaved, kPacks>(in, out, shared);
+    if constexpr (kInPairs<X>) {
+      if (lie == RowsLie::kPairs)
+        return norm_backward_once<RowsLie::kPairs, kRms, kSaved, kPacks>(in, out, shared);
     }
+    norm_backward_once<RowsLie::kElements, kRms, kSaved, kPacks>(in, out, shared);
   }
 }
 

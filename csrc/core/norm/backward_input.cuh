@@ -190,18 +190,11 @@ struct ColumnParams {
   template <RowsLie kLie>
   __device__ static void load_vector(const ParamVector& params, int col, int cols, A (&out)[N]) {
     if constexpr (!dealt_out(kLie)) {
-      if (col < cols) load_params<false>(params, col, cols, out);
+      if (col < cols) load_params<A, false>(params, col, cols, out);
     } else {
-      switch (params.dtype) {
-        case DType::kFloat16:
-          return load_apart<__half, kLie>(params.data, col, cols, out);
-        case DType::kBFloat16:
-          return load_apart<__nv_bfloat16, kLie>(params.data, col, cols, out);
-        case DType::kFloat32:
-          return load_apart<float, kLie>(params.data, col, cols, out);
-        case DType::kFloat64:
-          return load_apart<double, kLie>(params.data, col, cols, out);
-      }
+      with_param_type<A>(params.dtype, [&](auto type) {
+        load_apart<decltype(type), kLie>(params.data, col, cols, out);
+      });
     }
   }
   // No load waits for another; past the end, the last column's.

@@ -56,9 +56,9 @@ template <typename Form, bool kBias, int N, int kPacks, typename Load, typename 
           bool kWalks = false>
 class ParamsAhead {
   using X = typename Load::Input;
-  static constexpr bool kAhead = Form::kLie == RowsLie::kRegular &&
-                                 std::is_same_v<typename Form::Param, X> &&
-                                 (kWalks || params_ahead(kPacks));
+  static constexpr bool kWhole = Form::kLie == RowsLie::kRegular;
+  static constexpr bool kAhead =
+      kWhole && std::is_same_v<typename Form::Param, X> && (kWalks || params_ahead(kPacks));
 
  public:
   template <typename Group>
@@ -93,7 +93,7 @@ class ParamsAhead {
       unpack(at(0, p)->pack, g);
       if (kBias) unpack(at(1, p)->pack, b);
     } else {
-      store_.template load<Form, kBias, true>(col_ + p * slice_step<N>(group), group, g, b);
+      store_.template load<Form, kBias, kWhole>(col_ + p * slice_step<N>(group), group, g, b);
     }
   }
 
@@ -213,7 +213,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
   const A rstd = out.rstd_of(of_row.sum_of_squares());
   if (group.thread() == 0 && row < load.rows) out.template write<kRms>(row, mean, rstd);
 
-  using AnyForm = RowForm<RowsLie::kShifted, void>;
+  using AnyForm = RowForm<RowsLie::kShifted, X, void>;
   const auto writer = store.template open<N, false>(row, group);
   for (int base = 0; base < load.cols; base += kPacks * step) {
     const int col = base + group.thread() * N;
@@ -236,7 +236,10 @@ __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const StatisticsOf<Load, Store> out, RowsLie lie) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
-  store.template with_form<typename Load::Input, !kRms>(lie, [&](auto form) {
+  using X = typename Load::Input;
+  constexpr BrokenRows kBroken =
+      broken_rows(Load::kAdds, std::is_same_v<X, typename Store::Output>, kPacks, sizeof(X));
+  store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
     norm_forward_once<decltype(form), kRms, kPacks>(load, store, out, shared);
   });
 }

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
   if (fills) {
     for (int slot = 0; slot < slots; ++slot) fill(slot, row + slot * stride);
   }
-  ParamsAhead<RowForm<kLie, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
+  ParamsAhead<RowForm<kLie, X, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
       store, col, group);
   params.fetch(group, bounds);
   cluster.wait();

@@ -2,6 +2,8 @@
 // translation unit.
 #pragma once
 
+#include <algorithm>
+
 #include "core/common/launch.cuh"
 #include "core/norm/backward.cuh"
 #include "core/norm/backward_few.cuh"
@@ -41,12 +43,17 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                                       static_cast<A>(params.eps), static_cast<A>(params.cols),
                                       A(1) / params.cols};
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  const RowsLie lie = params.cols % plan.pack != 0 ? broken_rows(params.cols)
+  const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
+                                : store.template all_of<true>(kDTypeOf<X>);
+  const bool dealt_out =
+      params.cols % plan.pack != 0 && typed && plan.threads_per_row >= kMinDealtOutLanes &&
+      broken_rows(Load::kAdds, std::is_same_v<X, Y>, plan.packs, sizeof(X)).dealt_out;
+  const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols)
                       : reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
                                                     plan.pack, params.y_dtype)
                           ? RowsLie::kRegular
                           : RowsLie::kShifted;
-  int shared_bytes = 0;
+  int shared_bytes = plan.shared_bytes;
   auto run = [&](auto kernel, auto... flags) {
     return detail::launch(kernel, plan.blocks, threads,
                           {shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load, store,
@@ -54,8 +61,7 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
-    if (plan.tier == Tier::kRegisters && lie == RowsLie::kRegular &&
-        store.template all_of<!kRms>(kDTypeOf<X>)) {
+    if (plan.tier == Tier::kRegisters && lie == RowsLie::kRegular && typed) {
       if constexpr (std::is_same_v<Load, InputLoad<Y>> && !std::is_same_v<X, double>) {
         if (const ForwardRing& ring = plan.ring; ring.slots > 0)
           return detail::launch(norm_forward_ring<X, kRms>, ring.blocks, threads,
@@ -63,7 +69,8 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                                 load, store, out, ring.slots);
       }
       if (params_ahead(plan.packs))
-        shared_bytes = plan.threads_per_row * plan.rows_per_block * params_bytes(plan.packs, !kRms);
+        shared_bytes = std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
+                                                  params_bytes(plan.packs, !kRms));
     }
     if constexpr (!Load::kAdds) {
       if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store>, kRms);
@@ -196,7 +203,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
-    const RowsLie lie = plan.dealt_out ? broken_rows(params.cols)
+    const RowsLie lie = plan.dealt_out ? dealt_out_as<X>(params.cols)
                         : regular      ? RowsLie::kRegular
                                        : RowsLie::kShifted;
     if constexpr (std::is_same_v<X, Y> && !kListed) {
@@ -234,10 +241,13 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   };
   add(params.dweight, out.dweight_partials, params.weight.dtype);
   add(params.dbias, out.dbias_partials, params.bias.dtype);
-  const int look_blocks = params.watch.report ? (params.cols + kSumThreads - 1) / kSumThreads : 0;
+  const int look_blocks =
+      params.watch.report ? (params.cols + plan.sum_threads - 1) / plan.sum_threads : 0;
   const dim3 grid(look_blocks + (params.cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(sum_partials<A>, grid, kSumThreads, {0, 1, plan.overlaps}, stream, sums,
-                        look, look_blocks, plan.partials);
+  return detail::launch(plan.sum_threads == kSumThreads ? sum_partials<A, kSumThreads>
+                                                        : sum_partials<A, kFewSumThreads>,
+                        grid, plan.sum_threads, {0, 1, plan.overlaps}, stream, sums, look,
+                        look_blocks, plan.partials);
 }
 
 // Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.

@@ -71,11 +71,9 @@ __device__ void write_partials(const Group& group, float (&dweight)[kPacks][N],
 }
 
 // Stage 2: out[c] = sum over p of partials[p][c], rounded once. blockIdx.y chooses dweight or
-// dbias; a block takes 32 columns, eight threads a partial row, and each thread every 64th row. The
-// first `look_blocks` blocks in x look at the parameters meanwhile, each thread at a column's. A
-// column that is not recoverable and not listed gets NaN, its dbias too.
-constexpr int kSumThreads = 512;
-
+// dbias; a block takes 32 columns, eight threads a partial row, and each thread every
+// (kThreads / 8)th row. The first `look_blocks` blocks in x look at the parameters meanwhile, each
+// thread at a column's. A column that is not recoverable and not listed gets NaN, its dbias too.
 template <typename A>
 struct PartialSums {
   const A* partials[2];
@@ -101,12 +99,12 @@ __device__ __forceinline__ void store_as(DType dtype, void* out, int col, A valu
   }
 }
 
-template <typename A>
-__global__ void __launch_bounds__(kSumThreads, 2)
+template <typename A, int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     sum_partials(const __grid_constant__ PartialSums<A> sums,
                  const __grid_constant__ ColumnLook<A> look, int look_blocks, int rows) {
-  constexpr int kCols = 4, kRowThreads = kWarpSize / kCols, kStep = kSumThreads / kRowThreads;
-  constexpr int kWarps = kSumThreads / kWarpSize;
+  constexpr int kCols = 4, kRowThreads = kWarpSize / kCols, kStep = kThreads / kRowThreads;
+  constexpr int kWarps = kThreads / kWarpSize;
   __shared__ A of_warp[kWarps][kWarpSize + kCols];
   const int cols = look.cols;
   // The parameters may be read before stage 1 is done, which waited for all before it.

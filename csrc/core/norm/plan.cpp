@@ -4,6 +4,8 @@
 #include <climits>
 #include <optional>
 
+#include "core/common/fair_share.h"
+
 namespace fused_norm {
 namespace {
 
@@ -246,6 +248,11 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
   }
   plan.rows_per_block = std::max(1, kBlockThreads / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
+  if (plan.tier == Tier::kRegisters && plan.overlaps) {
+    const int resident = forward_threads(false, plan.packs) * forward_blocks(false) /
+                         (plan.threads_per_row * plan.rows_per_block);
+    plan.shared_bytes = fair_shared_bytes(plan.blocks, resident, device);
+  }
   if (plan.cluster_blocks > 1 && x == y) plan.ring = forward_ring(plan, rows, rms, device);
   return plan;
 }
@@ -255,6 +262,10 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   NormBackwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
+  // Small blocks where a multiprocessor would have large ones in turn, two at a time (1024 x 32768:
+  // LayerNorm 70 -> 66 microseconds, RMSNorm 59 -> 57; 8192 x 768: 14.9 and 15.6; bf16, H200).
+  const int64_t sum_blocks = ceil_div(cols, kWarp) * (rms ? 1 : 2);
+  plan.sum_threads = sum_blocks > 2 * device.sm_count ? kFewSumThreads : kSumThreads;
   const int64_t row_packs = ceil_div(cols, plan.pack);
   const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
   const int saved_size = size_of(from_output ? y : x);

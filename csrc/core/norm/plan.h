@@ -45,6 +45,21 @@ constexpr int forward_threads(bool adds, int packs) {
 }
 constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
+// Forward: what rows that are not whole packs become, by the kernel. What is seldom asked for has
+// no code of its own: they are shifted then as rows of whole packs are, and so they are where not
+// all parameters are of the rows' type.
+struct BrokenRows {
+  bool dealt_out;  // in elements or pairs
+  bool shifted;    // with the type of the parameters known to the kernel, as regular rows have it
+};
+constexpr BrokenRows broken_rows(bool adds, bool one_dtype, int packs, int size) {
+  const bool dealt_out = one_dtype && !adds && (packs != kMostPacks || size == 4);
+  return {dealt_out, adds || (dealt_out ? !whole_warps(packs) : packs == kMostPacks)};
+}
+// To fewer lanes they are not dealt out: these would read too little side by side (1000000 x 37,
+// bf16 on an H200: 248 microseconds, shifted 95).
+constexpr int kMinDealtOutLanes = 8;
+
 // Shared memory of a thread for weight and (bias) bias of so many packs, as they are.
 constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
 
@@ -78,7 +93,8 @@ struct NormBackwardPlan : NormPlan {
   int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
-  bool dealt_out;  // kRegisters: rows that are not whole packs, in elements or pairs
+  bool dealt_out;   // kRegisters: rows that are not whole packs, in elements or pairs
+  int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
 
 constexpr int kFewColumns = 32;
@@ -107,6 +123,7 @@ constexpr int slice_queue_bytes(int packs, int pack, int saved_size, int dy_size
 constexpr int ring_slot(int bytes) { return (bytes + 15 + 16 + 127) / 128 * 128; }
 
 constexpr int kTileThreads = 128;
+constexpr int kSumThreads = 512, kFewSumThreads = 128;
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
                                     bool rms, const DeviceProperties& device);

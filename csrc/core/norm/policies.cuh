@@ -9,10 +9,12 @@
 
 namespace fused_norm {
 
-// How the rows of a launch lie, and the type of its parameters if it is known at compile time.
-template <RowsLie kRowsLie, typename ParamType>
+// How the rows of a launch lie, their type, and that of its parameters if it is known at compile
+// time.
+template <RowsLie kRowsLie, typename InputType, typename ParamType>
 struct RowForm {
   static constexpr RowsLie kLie = kRowsLie;
+  using Input = InputType;
   using Param = ParamType;
 };
 
@@ -137,13 +139,9 @@ struct AffineStore {
     using Param = typename Form::Param;
     auto get = [&](const ParamVector& params, A(&out)[N]) {
       if constexpr (dealt_out(Form::kLie)) {
-        if constexpr (std::is_void_v<Param>) {
-          load_params_apart<Form::kLie>(params, col, cols, group, out);
-        } else {
-          load_params_apart<Param, Form::kLie>(params.data, col, cols, group, out);
-        }
+        load_params_apart<Param, Form::kLie>(params.data, col, cols, group, out);
       } else if constexpr (std::is_void_v<Param>) {
-        load_params<kWhole>(params, col, cols, out);
+        load_params<typename Form::Input, kWhole>(params, col, cols, out);
       } else {
         load_params_of<Param, kWhole>(params.data, col, cols, out);
       }
@@ -186,28 +184,27 @@ struct AffineStore {
   }
 
   // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel.
-  template <typename X, bool kBias, typename Run>
+  // kDealsOut, kTypedShift: of BrokenRows.
+  template <typename X, bool kBias, bool kDealsOut, bool kTypedShift, typename Run>
   __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
-    auto run_broken = [&](auto of_lie) {
-      constexpr RowsLie kLie = decltype(of_lie)::value;
-      if (all_of<kBias>(kDTypeOf<X>)) {
-        run(RowForm<kLie, X>());
-      } else {
-        run(RowForm<kLie, void>());
+    if constexpr (kDealsOut) {
+      if constexpr (kInPairs<X>) {
+        if (lie == RowsLie::kPairs) return run(RowForm<RowsLie::kPairs, X, X>());
       }
-    };
+      if (lie == RowsLie::kElements) return run(RowForm<RowsLie::kElements, X, X>());
+    }
+    const bool typed = all_of<kBias>(kDTypeOf<X>);
     if (lie == RowsLie::kShifted) {
-      run(RowForm<RowsLie::kShifted, void>());
-    } else if (lie == RowsLie::kElements) {
-      run_broken(std::integral_constant<RowsLie, RowsLie::kElements>());
-    } else if (lie == RowsLie::kPairs) {
-      run_broken(std::integral_constant<RowsLie, RowsLie::kPairs>());
-    } else if (all_of<kBias>(kDTypeOf<X>)) {
-      run(RowForm<RowsLie::kRegular, X>());
+      if constexpr (kTypedShift) {
+        if (typed) return run(RowForm<RowsLie::kShifted, X, X>());
+      }
+      run(RowForm<RowsLie::kShifted, X, void>());
+    } else if (typed) {
+      run(RowForm<RowsLie::kRegular, X, X>());
     } else if (!std::is_same_v<X, float> && all_of<kBias>(DType::kFloat32)) {
-      run(RowForm<RowsLie::kRegular, float>());
+      run(RowForm<RowsLie::kRegular, X, float>());
     } else {
-      run(RowForm<RowsLie::kRegular, void>());
+      run(RowForm<RowsLie::kRegular, X, void>());
     }
   }
 };

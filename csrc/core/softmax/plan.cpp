@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <climits>
 
+#include "core/common/fair_share.h"
+
 namespace fused_norm {
 namespace {
 
@@ -37,12 +39,13 @@ struct RowShape {
 // where many small groups share a multiprocessor, and four keep rows in one warp. Forward, which
 // lacks instructions rather than memory, takes four where two would leave lanes without a column:
 // fewer lanes, and what is past the row is left out by the pack (89400 x 408: 36 in place of 40
-// microseconds, bf16 on an H200). Backward does where a quarter of a warp would have none (104857 x
-// 320: 48 and 52, fp16).
+// microseconds, bf16 on an H200). Backward does where more than a quarter of the columns would be
+// missing (104857 x 320: 48 and 52, fp16; with 384 columns 57 and 56, and 5.7 and 5.1 of 6663
+// rows).
 constexpr int kMaxWarpPacks = 4 * kWarp;
 
 RowShape warp_shape(bool backward, int64_t row_packs) {
-  const bool fills = backward ? row_packs <= kWarp || row_packs > 3 * kWarp / 2
+  const bool fills = backward ? row_packs <= kWarp || row_packs >= 3 * kWarp / 2
                               : row_packs == power_of_two_from(row_packs);
   const int packs = row_packs == 1 ? 1 : row_packs <= 2 * kWarp && fills ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
@@ -62,8 +65,10 @@ int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
 }
 
 // Backward where there are bulk copies, which came with clusters. One block takes all of a
-// multiprocessor's shared memory, and a row as few blocks as can hold it: what room it leaves is
-// for the start of the next row. No slots: not even a cluster can.
+// multiprocessor's shared memory, and a row as few blocks as can hold it; of a cluster's blocks, as
+// few as have room for the start of the next row too (2048 x 100352: 305 -> 295 microseconds, 512 x
+// 200000: 163 -> 151; with a block alone 3000 x 49152 would go from 224 to 231; bf16, H200). No
+// slots: not even a cluster can.
 RowShape ring_shape(int64_t row_packs, const DeviceProperties& device) {
   constexpr int64_t kPiece = kPiecePacks * kWarp;
   RowShape shape{RowPlace::kRing, kPiecePacks, kMaxSpanWarps * kWarp, 1, 0, 0, 0};
@@ -75,7 +80,8 @@ RowShape ring_shape(int64_t row_packs, const DeviceProperties& device) {
     const int needed = static_cast<int>(pieces);
     int slots = 2 * needed;
     while (slots >= needed && span_ring_bytes(needed, slots) > room) --slots;
-    if (slots < needed) continue;
+    const bool tight = slots == needed && blocks > 1 && blocks < device.max_cluster_blocks;
+    if (slots < needed || tight) continue;
     shape.cluster_blocks = blocks;
     shape.slice_packs = pieces * kPiece;
     shape.shared_bytes = int64_t{span_ring_bytes(needed, slots)} * kMaxSpanWarps;
@@ -101,15 +107,23 @@ void spread_ring(int64_t rows, const DeviceProperties& device, RowShape& shape) 
 // Longer rows are spread over a cluster where the chip has them, or, backward, pass through a ring:
 // those of whole packs at once, as others must be put together of what they share with their
 // neighbours, and only if a cluster's registers do not hold them. Rows too long for all that are
-// kept in shared memory.
-RowShape block_shape(bool backward, bool whole_packs, int64_t row_packs, int pack_bytes,
+// kept in shared memory. log_softmax's gradient of fp32 takes clusters before it takes eight packs
+// (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288: 161 -> 147; softmax's would go from 140 to
+// 148, H200).
+RowShape block_shape(bool backward, bool log, int cols, DType x, DType y,
                      const DeviceProperties& device) {
+  const int pack = softmax_pack(x, y);
+  const bool whole_packs = cols % pack == 0;
+  const int64_t row_packs = ceil_div(cols, pack);
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
     return {RowPlace::kRegisters, packs, threads, cluster_blocks, int64_t{packs} * threads, 0, 0};
   };
   constexpr int64_t kMostPacks = 8 * kBlockThreads;
   if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
+  if (backward && log && size_of(y) == 4 && device.max_cluster_blocks > 1 &&
+      row_packs <= kMostPacks)
+    return in_registers(4, cluster_for(row_packs, 4 * 320, device));
   if (row_packs <= kMostPacks) return in_registers(8, 1);
   if (backward && whole_packs) return ring_shape(row_packs, device);
   if (row_packs <= kMostPacks * device.max_cluster_blocks) {
@@ -119,8 +133,8 @@ RowShape block_shape(bool backward, bool whole_packs, int64_t row_packs, int pac
   if (backward) return ring_shape(row_packs, device);
   constexpr int kPacks = 4;
   const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, kPacks * kBlockThreads);
-  return {RowPlace::kShared,  kPacks, kBlockThreads, device.max_cluster_blocks, slice,
-          slice * pack_bytes, 0};
+  return {RowPlace::kShared,         kPacks, kBlockThreads, device.max_cluster_blocks, slice,
+          slice * pack * size_of(x), 0};
 }
 
 // A block reads a few chunks at least before it meets the others of its cluster; for log_softmax's
@@ -147,10 +161,7 @@ RowShape shape_in(SoftmaxTier tier, bool backward, bool log, int cols, DType x, 
                   const DeviceProperties& device) {
   const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
   if (tier == SoftmaxTier::kWarp) return warp_shape(backward, row_packs);
-  if (tier == SoftmaxTier::kBlock) {
-    const int pack = softmax_pack(x, y);
-    return block_shape(backward, cols % pack == 0, row_packs, pack * size_of(x), device);
-  }
+  if (tier == SoftmaxTier::kBlock) return block_shape(backward, log, cols, x, y, device);
   return uncached_shape(backward, log, row_packs, device);
 }
 
@@ -213,6 +224,10 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows
         clusters, device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks);
   }
   plan.blocks = clamp_grid(clusters * plan.cluster_blocks);
+  if (tier == SoftmaxTier::kWarp && plan.overlap) {
+    constexpr int kResident = 9;  // or more
+    plan.shared_bytes = fair_shared_bytes(plan.blocks, kResident, device);
+  }
   return plan;
 }
 

@@ -1,0 +1,22 @@
+// How the blocks of small grids are spread evenly over a chip. Plain C++.
+#pragma once
+
+#include "core/common/types.h"
+
+namespace fused_norm {
+
+// Shared memory that each block of a kernel asks for, needed or not, so that a multiprocessor takes
+// no more than its share of a grid that does not fill the chip. Kernels that overlap otherwise pile
+// up where the one before ends first, and leave other multiprocessors empty (LayerNorm, 3000 x 768
+// in fp16 on an H200: 4.4 microseconds, 3.9 so). `resident`: blocks that a multiprocessor has room
+// for. Shares of up to four lose more than they gain (512 x 4096: 3.8 and 4.0), and so do those
+// that leave room for one more alone (1024 x 4096, bf16: 6.25 and 6.35).
+inline int fair_shared_bytes(int blocks, int resident, const DeviceProperties& device) {
+  constexpr int kFew = 4, kReservedPerBlock = 1024, kStatic = 2 * 1024;
+  const int share = (blocks + device.sm_count - 1) / device.sm_count;
+  if (share <= kFew || share >= resident - 1) return 0;
+  const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
+  return capacity / share / 128 * 128 - kReservedPerBlock - kStatic;
+}
+
+}  // namespace fused_norm
