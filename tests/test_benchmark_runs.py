@@ -13,6 +13,7 @@ from benchmark_harness import measured, result  # noqa: E402
 from benchmarks import (  # noqa: E402
     __main__,
     commandline,
+    limits,
     measure,
     norm,
     overhead,
@@ -267,3 +268,38 @@ def test_what_was_measured_is_written_when_a_run_breaks(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="gone"):
         measure.run("norm", jobs, options, [])
     assert len(results.read(tmp_path / "norm.csv")[1]) == 1
+
+
+def test_limits_are_read_from_ncus_table():
+    cases = limits.cases(quick=True)
+    number, (_, case) = next((n, of) for n, of in enumerate(cases) if of[0] is softmax)
+    counted = dict.fromkeys(limits.METRICS.values(), "0")
+    counted[limits.METRICS["nanoseconds"]] = "48,352"
+    counted[limits.METRICS["issue"]] = "0.72"
+    counted |= {
+        limits.METRICS["load_sectors"]: "3,200",
+        limits.METRICS["load_requests"]: "200",
+        limits.STALL.format("wait"): "1.5",
+        limits.STALL.format("long_scoreboard"): "2.25",
+    }
+    stalls = {limits.STALL.format(name): "0" for name in limits.STALLS}
+    columns = {
+        "ID": "0",
+        "thread Domain:Push/Pop_Range:PL_Type": f'1 ""<default domain>:case {number}:none"" ',
+        "Kernel Name": "void softmax_forward_warp<PlainLoad<__half>, 2>(T1, T2, bool)",
+        **(stalls | counted),
+    }
+    line = ",".join
+    lines = [
+        "==PROF== Connected to process 1",
+        line(f'"{name}"' for name in columns),
+        line('"ns"' for _ in columns),
+        line(f'"{value}"' for value in columns.values()),
+    ]
+    (found,) = limits.parse(lines, cases)
+    row = dict(zip(limits.HEADER, found.row(), strict=True))
+    assert row["operation"] == f"{case.operation} {case.direction}"
+    assert row["M x N"] == f"{case.rows} x {case.cols}"
+    assert row["kernel"] == "softmax_forward_warp"
+    assert (row["us"], row["issue"], row["sectors"]) == ("48.4", "72", "16.0 / -")
+    assert row["stalls"].startswith("long scoreboard 2.2, wait 1.5, ")
