@@ -3,9 +3,10 @@
 import time
 
 import pytest
+import softmax_harness as softmax
 import torch
 import torch.nn.functional as F
-from harness import Form, apply, apply_torch, forward_backward, randn, same_bits
+from harness import Form, Verdict, apply, apply_torch, forward_backward, randn, same_bits
 
 import fused_norm.functional as fn
 
@@ -28,6 +29,19 @@ def test_same_bits_on_any_number_of_threads(kind, memory_efficient, dtype, gener
         torch.set_num_threads(threads)
     for first, second, third in zip(*results, strict=True):
         assert same_bits(first, second) and same_bits(first, third)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+def test_fp64_softmax_of_equal_numbers(log, dim, generator):
+    """Whose sums round alike, term for term."""
+    form = softmax.Form(torch.float64, torch.float64, log=log, dim=dim)
+    verdict = Verdict()
+    for size in (511, 3000, 50000):
+        numbers = [randn(generator, 1, 3, dtype=torch.float64).expand(size, 3) for _ in range(2)]
+        x, dy = (n if dim == 0 else n.T for n in numbers)
+        verdict.add(f"{form} of {size}", softmax.check_call(form, x, dy))
+    verdict.check()
 
 
 def fastest(call, repeats=7):

@@ -38,26 +38,10 @@ at::Tensor parameter(const at::Tensor& param, double offset, double if_absent, i
   return offset == 0 ? converted : at::add(converted, offset);
 }
 
-// A sum over a row, of sums over blocks of columns, with what their addition rounds off (Neumaier):
-// a double sum of many doubles would lose digits that fp64 rows show, all the more where they are
-// alike and round alike. So fp64 has shorter blocks, of few additions in each lane of a vector
+// Columns of a block of a RowSum. fp64 has shorter ones, of few additions in each lane of a vector
 // (RMSNorm of 5000 columns around 1e4, four lanes: y off by 9.6 u with blocks of 512, by 3.5 u).
 template <typename Acc>
 constexpr int64_t kBlockCols = std::is_same_v<Acc, double> ? 32 : 512;
-
-class RowSum {
- public:
-  void add(double of_block) {
-    const double sum = sum_ + of_block;
-    const bool larger = std::abs(sum_) >= std::abs(of_block);
-    rest_ += larger ? (sum_ - sum) + of_block : (of_block - sum) + sum_;
-    sum_ = sum;
-  }
-  double value() const { return std::isfinite(rest_) ? sum_ + rest_ : sum_; }
-
- private:
-  double sum_ = 0, rest_ = 0;
-};
 
 // The sum of term(i) over a row of n. Part of the caller, whose instruction set it gets.
 template <typename Acc, typename Term>

@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cmath>
 #include <cstdint>
 
 // Extensions are compiled for the oldest x86-64. As in torch's own CPU operators, each loop exists
@@ -61,6 +62,23 @@ class Rows {
   }
 
   at::Tensor tensor_;
+};
+
+// A sum over a row, of sums over blocks of columns, with what their addition rounds off (Neumaier):
+// a double sum of many doubles would lose digits that fp64 rows show, all the more where they are
+// alike and round alike.
+class RowSum {
+ public:
+  void add(double of_block) {
+    const double sum = sum_ + of_block;
+    const bool larger = std::abs(sum_) >= std::abs(of_block);
+    rest_ += larger ? (sum_ - sum) + of_block : (of_block - sum) + sum_;
+    sum_ = sum;
+  }
+  double value() const { return std::isfinite(rest_) ? sum_ + rest_ : sum_; }
+
+ private:
+  double sum_ = 0, rest_ = 0;
 };
 
 }  // namespace fused_norm::cpu

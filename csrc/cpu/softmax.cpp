@@ -20,12 +20,13 @@ namespace {
 template <typename Acc>
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
-// Terms that are added in Acc before they join a sum in double: few enough for fp32 to lose little
-// of them, enough to make the sum cheap.
+// Terms of a row that are added in Acc before they join a RowSum: few enough for fp32 to lose
+// little of them, enough to make the sum cheap.
 constexpr int64_t kTerms = 512;
 
-// Columns of a tile: 256 bytes of fp32, whole cache lines at 16 bit too.
-constexpr int64_t kTile = 64;
+// Columns of a tile: 256 bytes of fp32, whole cache lines at 16 bit too. Lines of a block of a
+// RowSum.
+constexpr int64_t kTile = 64, kLines = 32;
 
 // Constants of exp(). kMagic is 1.5 * 2^p: adding it leaves a number rounded to an integer, in the
 // low bits of the sum. exp(-kLargest) rounds to zero and exp(kLargest) to infinity.
@@ -102,7 +103,7 @@ FUSED_NORM_SIMD Acc largest_of(const Acc* x, int64_t n) {
 // y = exp(x - shift), and the sum of that.
 template <typename Acc>
 FUSED_NORM_SIMD double exp_row(const Acc* x, Acc shift, Acc* y, int64_t n) {
-  double total = 0;
+  RowSum total;
   for (int64_t start = 0; start < n; start += kTerms) {
     const int64_t end = std::min(n, start + kTerms);
     Acc sum = 0;
@@ -112,22 +113,22 @@ FUSED_NORM_SIMD double exp_row(const Acc* x, Acc shift, Acc* y, int64_t n) {
       y[i] = e;
       sum += e;
     }
-    total += sum;
+    total.add(sum);
   }
-  return total;
+  return total.value();
 }
 
 template <typename Acc>
 FUSED_NORM_SIMD double exp_sum(const Acc* x, Acc shift, int64_t n) {
-  double total = 0;
+  RowSum total;
   for (int64_t start = 0; start < n; start += kTerms) {
     const int64_t end = std::min(n, start + kTerms);
     Acc sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = start; i < end; ++i) sum += exponential(x[i] - shift);
-    total += sum;
+    total.add(sum);
   }
-  return total;
+  return total.value();
 }
 
 template <typename Acc>
@@ -156,15 +157,15 @@ void softmax_row(const Acc* x, bool log, Acc* y, int64_t n) {
 
 template <bool log, typename Acc>
 FUSED_NORM_SIMD double gradient_sum(const Acc* dy, const Acc* y, int64_t n) {
-  double total = 0;
+  RowSum total;
   for (int64_t start = 0; start < n; start += kTerms) {
     const int64_t end = std::min(n, start + kTerms);
     Acc sum = 0;
 #pragma omp simd reduction(+ : sum)
     for (int64_t i = start; i < end; ++i) sum += log ? dy[i] : dy[i] * y[i];
-    total += sum;
+    total.add(sum);
   }
-  return total;
+  return total.value();
 }
 
 template <bool log, typename Acc>
@@ -258,24 +259,30 @@ struct Tiling {
 template <bool log, typename Acc>
 FUSED_NORM_SIMD void softmax_tile(Acc* x, int64_t cols, int64_t width) {
   Acc largest[kTile];
-  double sum[kTile] = {};
+  RowSum sums[kTile];
   for (int64_t j = 0; j < width; ++j) largest[j] = -kInfinity<Acc>;
   for (int64_t c = 0; c < cols; ++c) {
     const Acc* line = x + c * width;
 #pragma omp simd
     for (int64_t j = 0; j < width; ++j) largest[j] = line[j] > largest[j] ? line[j] : largest[j];
   }
-  for (int64_t c = 0; c < cols; ++c) {
-    Acc* line = x + c * width;
+  for (int64_t start = 0; start < cols; start += kLines) {
+    double sum[kTile] = {};
+    for (int64_t c = start; c < std::min(start + kLines, cols); ++c) {
+      Acc* line = x + c * width;
 #pragma omp simd
-    for (int64_t j = 0; j < width; ++j) {
-      const Acc e = exponential(line[j] - largest[j]);
-      if (!log) line[j] = e;
-      sum[j] += e;
+      for (int64_t j = 0; j < width; ++j) {
+        const Acc e = exponential(line[j] - largest[j]);
+        if (!log) line[j] = e;
+        sum[j] += e;
+      }
     }
+    for (int64_t j = 0; j < width; ++j) sums[j].add(sum[j]);
   }
   Acc last[kTile];
-  for (int64_t j = 0; j < width; ++j) last[j] = log ? std::log(sum[j]) : 1 / sum[j];
+  for (int64_t j = 0; j < width; ++j) {
+    last[j] = log ? std::log(sums[j].value()) : 1 / sums[j].value();
+  }
   for (int64_t c = 0; c < cols; ++c) {
     Acc* line = x + c * width;
 #pragma omp simd
@@ -288,14 +295,18 @@ FUSED_NORM_SIMD void softmax_tile(Acc* x, int64_t cols, int64_t width) {
 // Leaves dx in place of dy.
 template <bool log, typename Acc>
 FUSED_NORM_SIMD void gradient_tile(Acc* dy, const Acc* y, Acc scale, int64_t cols, int64_t width) {
-  double sums[kTile] = {};
-  for (int64_t c = 0; c < cols; ++c) {
-    const Acc *dy_line = dy + c * width, *y_line = y + c * width;
+  RowSum sums[kTile];
+  for (int64_t start = 0; start < cols; start += kLines) {
+    double part[kTile] = {};
+    for (int64_t c = start; c < std::min(start + kLines, cols); ++c) {
+      const Acc *dy_line = dy + c * width, *y_line = y + c * width;
 #pragma omp simd
-    for (int64_t j = 0; j < width; ++j) sums[j] += log ? dy_line[j] : dy_line[j] * y_line[j];
+      for (int64_t j = 0; j < width; ++j) part[j] += log ? dy_line[j] : dy_line[j] * y_line[j];
+    }
+    for (int64_t j = 0; j < width; ++j) sums[j].add(part[j]);
   }
   Acc sum[kTile];
-  for (int64_t j = 0; j < width; ++j) sum[j] = sums[j];
+  for (int64_t j = 0; j < width; ++j) sum[j] = sums[j].value();
   for (int64_t c = 0; c < cols; ++c) {
     Acc* dy_line = dy + c * width;
     const Acc* y_line = y + c * width;
