@@ -2,8 +2,8 @@
 //
 // What shapes a row's reduction tree (tier, packs, threads_per_row) depends on the row's length,
 // the dtypes and the kind of norm alone, so a row's result never depends on how many rows come with
-// it. The number of rows chooses only the grid, and in forward whether four packs of a thread are
-// two threads' (which is the same tree: slice_statistics.cuh).
+// it. The number of rows chooses only the grid and how it is spread, and in forward whether four
+// packs of a thread are two threads' (which is the same tree: slice_statistics.cuh).
 #pragma once
 
 #include <cstddef>
