@@ -121,6 +121,29 @@ def test_a_row_among_others_in_other_forms(kind, x_dtype, y_dtype, weight_dtype,
                 assert same_bits(of_many[-1:], of_one), f"{cols} columns"
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_short_rows_by_the_ten_thousand(kind, dtype, generator):
+    """Forward: so many that other lanes share a row than of a few, and of rows that lie across
+    pack boundaries; among them rows of zeros, of -0, of one value, far from zero, with Inf."""
+    rms = kind == "rms"
+    for cols in (64, 104, 128, 192, 232, 256, 400, 512):
+        x = randn(generator, 80001, cols, dtype=dtype)
+        x[1], x[2], x[3], x[4], x[5, -1] = 0.0, -0.0, 0.1, x[4] + 1000, float("inf")
+        weight, bias = randn(generator, cols, dtype=dtype), randn(generator, cols, dtype=dtype)
+        call = weight, None if rms else bias, [cols], 1e-5, 0.0, rms, dtype
+        whole = torch.ops.fused_norm.norm_forward(x, *call)
+        for name, rows, chosen in (
+            ("few", x[:7], slice(7)),
+            ("last", x[-3:], slice(-3, None)),
+            ("misaligned", place(x, 1), slice(None)),
+        ):
+            part = torch.ops.fused_norm.norm_forward(rows, *call)
+            for of_whole, of_part in zip(whole, part, strict=True):  # y, mean, rstd
+                if of_part.numel() > 0:
+                    assert same_bits(of_whole[chosen], of_part), f"{cols} columns, {name}"
+
+
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

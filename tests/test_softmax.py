@@ -170,9 +170,9 @@ def test_large_values(dtype, log, device, generator):
     for size in (1e4, 1e8, 1e30):
         if size > torch.finfo(dtype).max:
             continue
-        for cols in (5, 64, 1000, 5000):
+        for cols in (5, 64, 1000, 5000, 40000):
             noise = randn(generator, 6, cols, dtype=FP64)
-            for dim in (1, 0):
+            for dim in (1, 0) if cols <= 5000 else (1,):
                 form = Form(dtype, dtype, log=log, dim=dim)
                 for label, x in {
                     "plus noise": noise + size,
@@ -186,7 +186,7 @@ def test_large_values(dtype, log, device, generator):
 
 
 @each_log
-@pytest.mark.parametrize("cols", [3, 64, 777, 5000])
+@pytest.mark.parametrize("cols", [3, 64, 777, 5000, 40000])
 def test_shift_invariance(cols, log, device, generator):
     """Numbers that stay exact when shifted give the same result: not a bit of difference, as
     x - max is the same."""

@@ -66,15 +66,16 @@ void check_tier(SoftmaxTier tier, const Tensor& tensor, const Geometry& geometry
 
 #ifdef FUSED_NORM_WITH_CUDA
 
-void check_tier_holds(SoftmaxTier tier, bool backward, const Geometry& geometry, ScalarType x,
+void check_tier_holds(SoftmaxTier tier, SoftmaxPass pass, const Geometry& geometry, ScalarType x,
                       ScalarType y) {
   if (tier == SoftmaxTier::kAuto) return;
   TORCH_CHECK(geometry.outer < int64_t{1} << 28, "tier is '", name_of(tier), "', but input has ",
               geometry.outer, " rows: a tier is forced for less than 2^28");
-  TORCH_CHECK(softmax_tier_holds(tier, backward, static_cast<int>(geometry.cols), to_dtype(x),
+  TORCH_CHECK(softmax_tier_holds(tier, pass, static_cast<int>(geometry.cols), to_dtype(x),
                                  to_dtype(y), current_device_properties()),
               "tier is '", name_of(tier), "', which does not hold rows of ", geometry.cols,
-              " elements of ", x, backward ? " in the backward pass" : " in the forward pass");
+              " elements of ", x,
+              is_backward(pass) ? " in the backward pass" : " in the forward pass");
 }
 
 // Rows along the tensor's last dimension but for ones after it.
@@ -129,7 +130,7 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
 Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor& mask, bool log,
                     double scale, bool causal, ScalarType out_dtype, SoftmaxTier tier) {
   const ScalarType x_dtype = input.scalar_type();
-  check_tier_holds(tier, false, geometry, x_dtype, out_dtype);
+  check_tier_holds(tier, forward_pass(scale, mask.defined(), causal), geometry, x_dtype, out_dtype);
   const Rows x = as_softmax_rows(input, geometry);
   const Tensor y = at::empty(input.sizes(), input.options().dtype(out_dtype));
   SoftmaxForwardParams params{};
@@ -171,7 +172,7 @@ Tensor columns_forward(const Tensor& input, const Geometry& geometry, bool log,
 
 Tensor rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
                      ScalarType input_dtype, double scale, SoftmaxTier tier) {
-  check_tier_holds(tier, true, geometry, input_dtype, dy.scalar_type());
+  check_tier_holds(tier, backward_pass(log), geometry, input_dtype, dy.scalar_type());
   const Rows dy_rows = as_softmax_rows(dy, geometry);
   const Rows y_rows = as_softmax_rows(output, geometry);
   const Tensor dx = at::empty(dy.sizes(), dy.options().dtype(input_dtype));

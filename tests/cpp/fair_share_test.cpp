@@ -50,7 +50,7 @@ TEST(FairShare, IsForKernelsThatOverlap) {
   EXPECT_EQ(forward(100000, 768, kH200), 0);
   EXPECT_EQ(forward(1024, 4096, kH200), 0);  // eight blocks of nine
   auto softmax = [](int64_t rows, int cols, const DeviceProperties& chip) {
-    return plan_softmax(SoftmaxTier::kAuto, false, false, rows, cols, kType, kType, chip)
+    return plan_softmax(SoftmaxTier::kAuto, SoftmaxPass::kForward, rows, cols, kType, kType, chip)
         .shared_bytes;
   };
   EXPECT_GT(softmax(6663, 384, kH200), 0);

@@ -128,6 +128,34 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
   });
 }
 
+TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
+    for (bool rms : {false, true}) {
+      for (int64_t rows : kRows) {
+        const NormForwardPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
+        const FewLanes& few = plan.few_lanes;
+        if (few.lanes == 0) continue;
+        const int row_packs = (cols + plan.pack - 1) / plan.pack;
+        EXPECT_TRUE(!rms && dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
+        EXPECT_EQ(2 * few.lanes, plan.threads_per_row);
+        EXPECT_LE(row_packs, few.lanes * kFewLanesPacks);  // two of each lane's otherwise
+        EXPECT_EQ(few.lanes * few.rows_per_block, 128);
+        EXPECT_GE(int64_t{few.blocks} * few.rows_per_block, rows);
+      }
+    }
+  });
+  auto lanes = [](int64_t rows, int cols, bool rms = false, DType dtype = DType::kBFloat16) {
+    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).few_lanes.lanes;
+  };
+  EXPECT_EQ(lanes(131072, 128), 4);
+  EXPECT_EQ(lanes(131072, 256), 8);
+  EXPECT_EQ(lanes(131072, 512), 16);
+  for (int cols : {64, 96, 192, 320, 520}) EXPECT_EQ(lanes(131072, cols), 0) << cols;
+  EXPECT_EQ(lanes(19008, 128), 0);  // few rows
+  EXPECT_EQ(lanes(131072, 128, true), 0);
+  EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 0);
+}
+
 TEST(ForwardPlan, FewRowsHaveMoreThreads) {
   const auto packs = [](int64_t rows, int cols, DType dtype = DType::kBFloat16, bool rms = false) {
     return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).packs;

@@ -33,6 +33,8 @@ const std::vector<int> kCols = {1,      2,      7,      8,      9,      33,     
                                 2048,   2049,   8192,   16384,  16385,  32768,  32769,   65537,
                                 131072, 131073, 200000, 262144, 262145, 524289, 1000003, 1 << 30};
 const std::vector<int64_t> kRows = {1, 7, 512, 4097, 1 << 20, int64_t{1} << 33};
+const std::vector<SoftmaxPass> kPasses = {SoftmaxPass::kForward, SoftmaxPass::kMaskedForward,
+                                          SoftmaxPass::kBackward, SoftmaxPass::kLogBackward};
 const std::vector<SoftmaxTier> kTiers = {SoftmaxTier::kAuto, SoftmaxTier::kWarp,
                                          SoftmaxTier::kBlock, SoftmaxTier::kUncached};
 
@@ -41,21 +43,18 @@ bool is_lane_count(int threads) {
          threads % 32 == 0;
 }
 
-// Every tier that holds the row, in both directions.
+// Every tier that holds the row, in every pass.
 template <typename Check>
 void for_all(Check check) {
   for (const DeviceProperties& chip : kChips) {
     for (const Dtypes& dtypes : kDtypes) {
       for (int cols : kCols) {
-        for (bool backward : {false, true}) {
+        for (SoftmaxPass pass : kPasses) {
           for (SoftmaxTier tier : kTiers) {
-            if (!softmax_tier_holds(tier, backward, cols, dtypes.x, dtypes.y, chip)) continue;
-            for (bool log : {false, true}) {
-              SCOPED_TRACE(testing::Message()
-                           << cols << " columns, backward " << backward << ", log " << log
-                           << ", tier " << static_cast<int>(tier));
-              check(chip, dtypes, cols, backward, log, tier);
-            }
+            if (!softmax_tier_holds(tier, pass, cols, dtypes.x, dtypes.y, chip)) continue;
+            SCOPED_TRACE(testing::Message() << cols << " columns, pass " << static_cast<int>(pass)
+                                            << ", tier " << static_cast<int>(tier));
+            check(chip, dtypes, cols, pass, tier);
           }
         }
       }
@@ -64,13 +63,12 @@ void for_all(Check check) {
 }
 
 TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
-  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward, bool log,
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, SoftmaxPass pass,
              SoftmaxTier tier) {
     for (int64_t rows : kRows) {
       if (rows > (int64_t{1} << 40) / cols) continue;  // more than any memory holds
       if (tier != SoftmaxTier::kAuto && rows >= 1 << 28) continue;
-      const SoftmaxPlan plan =
-          plan_softmax(tier, backward, log, rows, cols, dtypes.x, dtypes.y, chip);
+      const SoftmaxPlan plan = plan_softmax(tier, pass, rows, cols, dtypes.x, dtypes.y, chip);
       if (tier != SoftmaxTier::kAuto) {
         EXPECT_EQ(plan.tier, tier);
       }
@@ -82,19 +80,27 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
       EXPECT_TRUE(plan.tier != SoftmaxTier::kBlock || plan.rows_per_block == 1);
       EXPECT_TRUE(plan.cluster_blocks == 1 || plan.rows_per_block == 1);
       const bool ring = plan.place == RowPlace::kRing;
-      EXPECT_LE(plan.shared_bytes + (ring ? 512 : 4096), chip.shared_bytes_per_block);
+      EXPECT_LE(plan.shared_bytes + (ring ? 1024 : 4096), chip.shared_bytes_per_block);
       EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
       EXPECT_TRUE(!plan.overlap || chip.max_cluster_blocks > 1);
       EXPECT_EQ(plan.blocks % plan.cluster_blocks, 0);
       if (ring) {  // persistent
-        EXPECT_LE(plan.blocks, chip.cluster_multiprocessors(plan.cluster_blocks));
+        // All are resident: by multiprocessors, and by threads and shared memory of those.
+        const int filled = chip.cluster_multiprocessors(plan.cluster_blocks);
+        const int64_t resident = (plan.blocks + filled - 1) / filled;
+        EXPECT_LE(resident * plan.threads_per_row, kMaxSpanWarps * 32);
+        EXPECT_LE(resident * (plan.shared_bytes + 2048), chip.shared_bytes_per_block + 1024);
         EXPECT_LE(plan.blocks / plan.cluster_blocks, rows);
-        const int warps = plan.threads_per_row / 32, piece = kPiecePacks * 32 * plan.pack;
+        const int warps = plan.threads_per_row / 32, tensors = is_backward(pass) ? 2 : 1;
+        const int piece = span_piece_packs(tensors) * 32 * plan.pack;
         EXPECT_TRUE(warps == 2 || warps == 4 || warps == 8 || warps == kMaxSpanWarps);
-        EXPECT_TRUE(backward && plan.packs == kPiecePacks && plan.slice % piece == 0);
+        EXPECT_TRUE(pass != SoftmaxPass::kMaskedForward);
+        EXPECT_TRUE(is_backward(pass) || dtypes.x == dtypes.y);
+        EXPECT_EQ(plan.slice % (32 * plan.pack), 0);
+        EXPECT_EQ(plan.pieces, (plan.slice + piece - 1) / piece);
         EXPECT_GE(int64_t{plan.slice} * warps * plan.cluster_blocks, cols);
-        EXPECT_GE(plan.slots, plan.slice / piece);  // a row is read twice
-        EXPECT_EQ(plan.shared_bytes, warps * span_ring_bytes(plan.slice / piece, plan.slots));
+        EXPECT_GE(plan.slots, plan.pieces);  // a row is read twice
+        EXPECT_EQ(plan.shared_bytes, warps * span_ring_bytes(tensors, plan.pieces, plan.slots));
         continue;
       }
       // Blocks do not loop over rows, so the grid must reach the last one.
@@ -108,9 +114,9 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
       } else {
         EXPECT_GE(plan.cluster_blocks * in_flight, cols);
       }
-      const int tensors = backward ? 2 : 1;
+      const int tensors = is_backward(pass) ? 2 : 1;
       if (plan.place == RowPlace::kShared) {
-        const int element = size_of(backward ? dtypes.y : dtypes.x);
+        const int element = size_of(is_backward(pass) ? dtypes.y : dtypes.x);
         EXPECT_GE(plan.shared_bytes, int64_t{plan.slice} * element * tensors);
       }
     }
@@ -118,12 +124,11 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
 }
 
 TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {
-  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, bool backward, bool log,
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, SoftmaxPass pass,
              SoftmaxTier tier) {
-    const SoftmaxPlan one = plan_softmax(tier, backward, log, 1, cols, dtypes.x, dtypes.y, chip);
+    const SoftmaxPlan one = plan_softmax(tier, pass, 1, cols, dtypes.x, dtypes.y, chip);
     for (int64_t rows : kRows) {
-      const SoftmaxPlan plan =
-          plan_softmax(tier, backward, log, rows, cols, dtypes.x, dtypes.y, chip);
+      const SoftmaxPlan plan = plan_softmax(tier, pass, rows, cols, dtypes.x, dtypes.y, chip);
       EXPECT_EQ(plan.tier, one.tier);
       EXPECT_EQ(plan.place, one.place);
       EXPECT_EQ(plan.packs, one.packs);
@@ -141,7 +146,8 @@ TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {
 
 TEST(SoftmaxPlan, LogSoftmaxBackwardOfFp32TakesClustersBeforeEightPacks) {
   auto plan = [](int cols, bool log, DType dtype, const DeviceProperties& chip) {
-    return plan_softmax(SoftmaxTier::kAuto, true, log, 4096, cols, dtype, dtype, chip);
+    const SoftmaxPass pass = log ? SoftmaxPass::kLogBackward : SoftmaxPass::kBackward;
+    return plan_softmax(SoftmaxTier::kAuto, pass, 4096, cols, dtype, dtype, chip);
   };
   for (int cols : {8448, 12288, 16384}) {
     EXPECT_GT(plan(cols, true, DType::kFloat32, kH200).cluster_blocks, 1);
@@ -154,24 +160,45 @@ TEST(SoftmaxPlan, LogSoftmaxBackwardOfFp32TakesClustersBeforeEightPacks) {
 }
 
 TEST(SoftmaxPlan, ClustersWithARingHaveRoomForTheNextRow) {
-  auto plan = [](int cols) {
+  auto plan = [](SoftmaxPass pass, int cols) {
     constexpr DType kType = DType::kBFloat16;
-    return plan_softmax(SoftmaxTier::kAuto, true, false, 4096, cols, kType, kType, kH200);
+    return plan_softmax(SoftmaxTier::kAuto, pass, 4096, cols, kType, kType, kH200);
   };
-  for (int cols = 57352; cols <= 458752 / 2; cols += 8 * 1021) {
-    const SoftmaxPlan of = plan(cols);
-    EXPECT_EQ(of.place, RowPlace::kRing);
-    EXPECT_GT(of.cluster_blocks, 1);
-    EXPECT_GT(of.slots, of.slice / (kPiecePacks * 32 * of.pack)) << cols;
+  for (SoftmaxPass pass : {SoftmaxPass::kForward, SoftmaxPass::kBackward}) {
+    const int most = is_backward(pass) ? 458752 : 917504;  // of the longest rows
+    for (int cols = 57352; cols <= most / 2; cols += 8 * 1021) {
+      const SoftmaxPlan of = plan(pass, cols);
+      EXPECT_EQ(of.place, RowPlace::kRing);
+      EXPECT_GT(of.cluster_blocks, 1);
+      EXPECT_GT(of.slots, of.pieces) << cols;
+    }
+    EXPECT_EQ(plan(pass, 49152).cluster_blocks, 1);
+    EXPECT_EQ(plan(pass, most).cluster_blocks, 8);
   }
-  EXPECT_EQ(plan(49152).cluster_blocks, 1);
-  EXPECT_EQ(plan(458752).cluster_blocks, 8);  // the longest
+}
+
+TEST(SoftmaxPlan, FewRowsOfARingHaveAClusterEach) {
+  for (SoftmaxPass pass : {SoftmaxPass::kForward, SoftmaxPass::kBackward}) {
+    for (int cols : {32776, 50304, 65536, 100352, 200000}) {
+      auto plan = [&](int64_t rows) {
+        constexpr DType kType = DType::kBFloat16;
+        return plan_softmax(SoftmaxTier::kAuto, pass, rows, cols, kType, kType, kH200);
+      };
+      const SoftmaxPlan many = plan(1 << 20);
+      const int few = kH200.sm_count / 2 / many.cluster_blocks;
+      EXPECT_EQ(plan(few).cluster_blocks, 8) << cols;
+      EXPECT_EQ(plan(few).blocks, 8 * few) << cols;
+      EXPECT_EQ(plan(few).slots, plan(few).pieces) << cols;
+      EXPECT_EQ(plan(few + 1).cluster_blocks, many.cluster_blocks) << cols;
+    }
+  }
 }
 
 TEST(SoftmaxPlan, EveryTierServesTheRowsItIsFor) {
   const DType bf16 = DType::kBFloat16, f64 = DType::kFloat64;
   auto tier_of = [](int cols, DType dtype, const DeviceProperties& chip) {
-    return plan_softmax(SoftmaxTier::kAuto, false, false, 4096, cols, dtype, dtype, chip).tier;
+    return plan_softmax(SoftmaxTier::kAuto, SoftmaxPass::kForward, 4096, cols, dtype, dtype, chip)
+        .tier;
   };
   for (const DeviceProperties& chip : kChips) {
     EXPECT_EQ(tier_of(1, bf16, chip), SoftmaxTier::kWarp);
@@ -180,20 +207,27 @@ TEST(SoftmaxPlan, EveryTierServesTheRowsItIsFor) {
     EXPECT_EQ(tier_of(32768, bf16, chip), SoftmaxTier::kBlock);
     EXPECT_EQ(tier_of(1 << 20, bf16, chip), SoftmaxTier::kUncached);
     EXPECT_EQ(tier_of(64, f64, chip), SoftmaxTier::kUncached);
-    EXPECT_FALSE(softmax_tier_holds(SoftmaxTier::kWarp, false, 1025, bf16, bf16, chip));
-    EXPECT_FALSE(softmax_tier_holds(SoftmaxTier::kBlock, false, 64, f64, f64, chip));
+    EXPECT_FALSE(
+        softmax_tier_holds(SoftmaxTier::kWarp, SoftmaxPass::kForward, 1025, bf16, bf16, chip));
+    EXPECT_FALSE(
+        softmax_tier_holds(SoftmaxTier::kBlock, SoftmaxPass::kForward, 64, f64, f64, chip));
   }
   EXPECT_EQ(tier_of(262144, bf16, kH200), SoftmaxTier::kBlock);
   EXPECT_EQ(tier_of(262145, bf16, kH200), SoftmaxTier::kUncached);
-  EXPECT_TRUE(softmax_tier_holds(SoftmaxTier::kBlock, false, 262145, bf16, bf16, kH200));
-  auto place_of = [&](int cols, const DeviceProperties& chip) {
-    return plan_softmax(SoftmaxTier::kAuto, true, false, 4096, cols, bf16, bf16, chip).place;
+  EXPECT_TRUE(softmax_tier_holds(SoftmaxTier::kBlock, SoftmaxPass::kMaskedForward, 262145, bf16,
+                                 bf16, kH200));
+  auto place_of = [&](SoftmaxPass pass, int cols, const DeviceProperties& chip) {
+    return plan_softmax(SoftmaxTier::kAuto, pass, 4096, cols, bf16, bf16, chip).place;
   };
-  EXPECT_EQ(place_of(32768, kH200), RowPlace::kRegisters);
-  EXPECT_EQ(place_of(50257, kH200), RowPlace::kRegisters);  // not whole packs
-  for (int cols : {32776, 50264, 151936, 262145, 458752})
-    EXPECT_EQ(place_of(cols, kH200), RowPlace::kRing) << cols;
-  EXPECT_NE(place_of(32776, kA100), RowPlace::kRing);  // without bulk copies
+  for (SoftmaxPass pass : kPasses) {
+    const bool masked = pass == SoftmaxPass::kMaskedForward;
+    EXPECT_EQ(place_of(pass, 32768, kH200), RowPlace::kRegisters);
+    EXPECT_EQ(place_of(pass, 50257, kH200), RowPlace::kRegisters);  // not whole packs
+    for (int cols : {32776, 50264, 151936, 262144, 458752})
+      EXPECT_EQ(place_of(pass, cols, kH200) == RowPlace::kRing, !masked) << cols;
+    EXPECT_NE(place_of(pass, 32776, kA100), RowPlace::kRing);  // without bulk copies
+  }
+  EXPECT_EQ(place_of(SoftmaxPass::kBackward, 262145, kH200), RowPlace::kRing);
   EXPECT_EQ(tier_of(65536, bf16, kA100), SoftmaxTier::kBlock);
   EXPECT_EQ(tier_of(131072, bf16, kA100), SoftmaxTier::kUncached);
 }

@@ -20,13 +20,19 @@ constexpr bool kBulkCopies = false;
 // begun by the threads that start the copies, mostly one.
 class CopyBarrier {
  public:
-  // By one of these `threads`. A barrier of the block follows before the others wait.
-  __device__ void init(int threads = 1) {
+  // By one of these `threads`, which then calls order_inits(). A barrier of the block follows
+  // before the others wait.
+  __device__ __forceinline__ void init(int threads = 1) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(this)), "r"(threads)
                  : "memory");
+#endif
+  }
+  // Puts the barriers that the thread made before copies and other blocks' writes.
+  __device__ __forceinline__ static void order_inits() {
+#if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    order_writes();
 #endif
   }
 

@@ -21,7 +21,10 @@ class ClusterParts {
   // that has not begun.
   __device__ ClusterParts(Slots& slots, const RowCluster& cluster)
       : slots_(slots), blocks_(cluster.blocks()), rank_(cluster.rank()) {
-    if (threadIdx.x < 2) slots.arrived[threadIdx.x].init();
+    if (threadIdx.x < 2) {
+      slots.arrived[threadIdx.x].init();
+      CopyBarrier::order_inits();
+    }
   }
 
   __device__ __forceinline__ int blocks() const { return blocks_; }

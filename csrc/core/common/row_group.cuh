@@ -26,6 +26,8 @@ enum class Barrier { kBlock, kNamed };
 template <Barrier kBarrier, bool kFullWarps = false>
 class RowGroup {
  public:
+  static constexpr bool kWholeWarps = kFullWarps;
+
   __device__ RowGroup() : lanes_(min(blockDim.x, kWarpSize)) {
     const int warps = this->warps();
     while (warp_lanes_ < warps) warp_lanes_ *= 2;
@@ -52,10 +54,10 @@ class RowGroup {
     return butterfly(value, lanes(), combine);
   }
 
-  // The same over kLanes neighbours.
-  template <int kLanes, typename V, typename Combine>
-  __device__ __forceinline__ V reduce_over(V value, Combine combine) const {
-    return butterfly(value, kLanes, combine);
+  // The same over neighbours, a power of two of them.
+  template <typename V, typename Combine>
+  __device__ __forceinline__ V reduce_over(V value, int neighbours, Combine combine) const {
+    return butterfly(value, neighbours, combine);
   }
 
   // Combines `a` over a full warp for its lower half, and `b` for its upper half, each as

@@ -74,14 +74,29 @@ struct SumSlots {
 // The sum over a group is that of its runs' sums. A warp's packs are one run, or two where it has
 // four packs a lane: these give the same bits as twice as many warps with two. (Of two sums at once
 // more than one run each costs too much: 8192 x 4096 in fp32 72 in place of 66 microseconds, H200.)
-constexpr int runs_of(int packs, bool two_sums) { return packs == 4 && !two_sums ? 2 : 1; }
+// What less than a warp has is one run.
+template <typename Group>
+constexpr int runs_of(int packs, bool two_sums) {
+  return Group::kWholeWarps && packs == 4 && !two_sums ? 2 : 1;
+}
 
-// A thread's sums of its runs, from those of its packs.
+// A thread's sums of its runs, from those of its packs: by halved strides, so that half of the
+// packs in twice as many lanes give the same bits.
 template <int kPacks, int kRuns, typename A>
 __device__ __forceinline__ void add_up_runs(const A (&of_pack)[kPacks], A (&runs)[kRuns]) {
+  constexpr int kOfRun = kPacks / kRuns;
 #pragma unroll
-  for (int run = 0; run < kRuns; ++run)
-    runs[run] = tree_sum<kPacks / kRuns>(of_pack + run * (kPacks / kRuns));
+  for (int run = 0; run < kRuns; ++run) {
+    A sums[kOfRun];
+#pragma unroll
+    for (int p = 0; p < kOfRun; ++p) sums[p] = of_pack[run * kOfRun + p];
+#pragma unroll
+    for (int count = kOfRun; count > 1; count = (count + 1) / 2) {
+#pragma unroll
+      for (int p = 0; p < count / 2; ++p) sums[p] += sums[p + (count + 1) / 2];
+    }
+    runs[run] = sums[0];
+  }
 }
 
 struct SumOfTwo {
@@ -116,7 +131,7 @@ __device__ __forceinline__ V sum_of_runs(const Group& group, const V (&runs)[kRu
   __syncthreads();
   const int run = group.lane();
   sum = run < group.warps() * kRuns ? own[run] : V{};
-  return group.template reduce_over<kMaxRuns>(map(own[0], sum, run), add);
+  return group.reduce_over(map(own[0], sum, run), kMaxRuns, add);
 }
 template <int kRuns, typename Group, typename V, typename Add>
 __device__ __forceinline__ V sum_of_runs(const Group& group, const V (&runs)[kRuns],
@@ -244,7 +259,7 @@ __device__ __forceinline__ PartStatistics<A> part_statistics(
     const Group& group, SliceValues<T, N, kPacks, kPacked>& values, const Bounds& bounds, A cols,
     A per_cols, SumSlots<A>& slots) {
   constexpr bool kCorrected = !kRms && kCorrectsMean<T>;
-  constexpr int kRuns = runs_of(kPacks, kCorrected);
+  constexpr int kRuns = runs_of<Group>(kPacks, kCorrected);
   PartStatistics<A> out{};
   A runs[kRuns];
   if constexpr (!kRms) {

@@ -141,6 +141,7 @@ class RowsInRing {
     end_ = start_of(in.rows - 1) + used_;
     if (!of_dy()) {
       for (CopyBarrier& filled : stages.filled) filled.init(2);
+      CopyBarrier::order_inits();
     }
     __syncwarp(kFilling);
     for (int s = 0; s < kRowStages && row < in.rows; ++s, row += stride) {

@@ -133,7 +133,7 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
 // A group of threads takes one row and is done; that the others of its multiprocessor are at other
 // rows, and other blocks follow, keeps the memory busy.
-template <typename Form, bool kRms, int kPacks, typename Load, typename Store>
+template <typename Form, bool kRms, int kPacks, bool kWholeWarps, typename Load, typename Store>
 __device__ __forceinline__ void norm_forward_once(
     const Load& load, const Store& store, const StatisticsOf<Load, Store>& out,
     ForwardShared<Accumulator<typename Load::Input>>& shared) {
@@ -146,7 +146,7 @@ __device__ __forceinline__ void norm_forward_once(
   constexpr bool kTwice = !kRms && !kCorrectsMean<X> && kPacks == kMostPacks;
   constexpr bool kPacked = kTwice || kPacks * N > held_values(kLie);
 
-  const RowGroup<Barrier::kBlock, whole_warps(kPacks)> group;
+  const RowGroup<Barrier::kBlock, kWholeWarps> group;
   RowCluster cluster;
   const bool spread = kPacks == kMostPacks && cluster.blocks() > 1;
   const int blocks_per_row = spread ? cluster.blocks() : 1;
@@ -240,8 +240,19 @@ __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_
   constexpr BrokenRows kBroken =
       broken_rows(Load::kAdds, std::is_same_v<X, typename Store::Output>, kPacks, sizeof(X));
   store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
-    norm_forward_once<decltype(form), kRms, kPacks>(load, store, out, shared);
+    norm_forward_once<decltype(form), kRms, kPacks, whole_warps(kPacks)>(load, store, out, shared);
   });
+}
+
+// LayerNorm of short rows (FewLanes).
+template <typename X>
+__global__ void __launch_bounds__(forward_threads(false, kFewLanesPacks), forward_blocks(false))
+    norm_forward_few_lanes(const __grid_constant__ InputLoad<X> load,
+                           const __grid_constant__ AffineStore<X> store,
+                           const StatisticsOf<InputLoad<X>, AffineStore<X>> out) {
+  __shared__ ForwardShared<Accumulator<X>> shared;
+  norm_forward_once<RowForm<RowsLie::kRegular, X, X>, false, kFewLanesPacks, false>(load, store,
+                                                                                    out, shared);
 }
 
 template <typename Load, typename Store>

@@ -50,6 +50,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
   Parts parts(part_slots, cluster);
   if (fills) {
     for (int slot = 0; slot < slots; ++slot) filled[slot].init();
+    CopyBarrier::order_inits();
   }
   cluster.arrive();
   meet_previous_kernel();

@@ -67,6 +67,12 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
           return detail::launch(norm_forward_ring<X, kRms>, ring.blocks, threads,
                                 {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream,
                                 load, store, out, ring.slots);
+        if constexpr (!kRms && sizeof(X) == 2) {
+          if (const FewLanes& few = plan.few_lanes; few.lanes > 0)
+            return detail::launch(norm_forward_few_lanes<X>, few.blocks,
+                                  dim3(few.lanes, few.rows_per_block),
+                                  {few.shared_bytes, 1, plan.overlaps}, stream, load, store, out);
+        }
       }
       if (params_ahead(plan.packs))
         shared_bytes = std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *

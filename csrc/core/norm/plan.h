@@ -73,8 +73,19 @@ struct ForwardRing {
 };
 constexpr int kMaxForwardSlots = 4;
 
+// kRegisters, less than a warp's lanes or one warp, LayerNorm of one 16-bit dtype: where rows are
+// regular, and all parameters there and of that dtype too, half the lanes with twice the packs do
+// the same, if `lanes` is not zero.
+constexpr int kFewLanesPacks = 4;
+struct FewLanes {
+  int lanes, rows_per_block;
+  int blocks;  // of the grid
+  int shared_bytes;
+};
+
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
+  FewLanes few_lanes;
 };
 
 // The kernels that add have no streaming tier: where the plan says so, x is added up before.

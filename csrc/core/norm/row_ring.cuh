@@ -78,6 +78,7 @@ class RowRing {
   // By the thread that fills the stages.
   __device__ __forceinline__ void init() {
     for (int s = 0; s < count_; ++s) stages_.filled[s].init();
+    CopyBarrier::order_inits();
   }
   // Likewise. Nobody reads the stage any more.
   __device__ __forceinline__ void fill(const RingStage& stage, int64_t row) {

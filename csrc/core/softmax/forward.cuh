@@ -57,6 +57,17 @@ __device__ __forceinline__ void exp_sums(const Kept (&kept)[kPacks], A shift, A 
   }
 }
 
+// The outputs of a pack of scores.
+template <bool kLog, int N, typename A, typename Kept>
+__device__ __forceinline__ void outputs_of(const Kept& kept, A shift, const Finish<kLog, A>& finish,
+                                           A (&y)[N]) {
+  unpack(kept, y);
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
+  }
+}
+
 // A row that lies in the packs of the threads that share it, kPacks each, from its scores to the
 // last store. `cols` are all that the row may have.
 template <bool kLog, bool kMayShare, int kPacks, int N, bool kRegular, bool kZeroIfEmpty,
@@ -98,14 +109,11 @@ __device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& grou
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     A y[N];
-    if constexpr (!kKeep) unpack(kept[p], y);
+    if constexpr (kKeep) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if constexpr (kKeep) {
-        y[i] = finish(A(0), exponentials[i][p]);
-      } else {
-        y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
-      }
+      for (int i = 0; i < N; ++i) y[i] = finish(A(0), exponentials[i][p]);
+    } else {
+      outputs_of(kept[p], shift, finish, y);
     }
     out.template store<kPacks>(p, col, y);
   }
@@ -164,11 +172,7 @@ __device__ __forceinline__ void store_outputs(const Kept (&kept)[kPacks], A shif
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     A y[N];
-    unpack(kept[p], y);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      y[i] = kLog ? finish(y[i] - shift, A(0)) : finish(A(0), exp_of(y[i] - shift));
-    }
+    outputs_of(kept[p], shift, finish, y);
     out.template store<kPacks>(p, col, y);
   }
 }

@@ -3,18 +3,13 @@
 #pragma once
 
 #include "core/common/launch.cuh"
-#include "core/softmax/backward.cuh"
 #include "core/softmax/backward_ring.cuh"
 #include "core/softmax/columns.cuh"
-#include "core/softmax/forward.cuh"
+#include "core/softmax/forward_ring.cuh"
 #include "core/softmax/plan.h"
 #include "core/softmax/softmax.h"
 
 namespace fused_norm {
-
-inline bool is_masked(const SoftmaxForwardParams& params) {
-  return params.scale != 1.0 || params.mask.data || params.causal;
-}
 
 // Runs a plan. One of each a dtype of x, in f16.cu, bf16.cu, f32.cu and f64.cu.
 template <typename X>
@@ -36,24 +31,30 @@ template <typename Load, typename Store>
 cudaError_t launch_forward(const Load& load, const Store& store, bool regular, bool log,
                            const SoftmaxPlan& plan, cudaStream_t stream) {
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  auto run = [&](auto kernel, auto... flags) {
+  auto run_with = [&](auto kernel, const auto& store, auto... flags) {
     return launch(kernel, plan.blocks, threads,
                   {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
                   regular, log, flags...);
   };
+  auto run = [&](auto kernel, auto... flags) { return run_with(kernel, store, flags...); };
+  using X = typename Load::Input;
   if (plan.tier == SoftmaxTier::kUncached || plan.place == RowPlace::kShared) {
     return run(softmax_forward_stream<Load, Store>, plan.slice, plan.place == RowPlace::kShared);
   }
-  if constexpr (!std::is_same_v<typename Load::Input, double>) {
-    if (plan.tier == SoftmaxTier::kWarp) {
-      switch (plan.packs) {
-        case 1:
-          return run(softmax_forward_warp<Load, Store, 1>);
-        case 2:
-          return run(softmax_forward_warp<Load, Store, 2>);
-        default:
-          return run(softmax_forward_warp<Load, Store, 4>);
+  if constexpr (!std::is_same_v<X, double>) {
+    if constexpr (!Load::kMasked && std::is_same_v<X, typename Store::Output>) {
+      if (plan.place == RowPlace::kRing) {
+        const BoundaryStore<X> at_boundaries{store.data, store.cols};
+        return run_with(softmax_forward_ring<X>, at_boundaries, plan.slice, plan.pieces,
+                        plan.slots);
       }
+    }
+    if (plan.tier == SoftmaxTier::kWarp) {
+      if constexpr (!Load::kMasked) {
+        if (plan.packs == 1) return run(softmax_forward_warp<Load, Store, 1>);
+      }
+      return plan.packs <= 2 ? run(softmax_forward_warp<Load, Store, 2>)
+                             : run(softmax_forward_warp<Load, Store, 4>);
     }
     return plan.packs == 4 ? run(softmax_forward_block<Load, Store, 4>)
                            : run(softmax_forward_block<Load, Store, 8>);
@@ -76,9 +77,8 @@ cudaError_t launch_backward(const GradientLoad<Y>& load, const RoundedStore<X>& 
     return run(softmax_backward_stream<Y, Store>, plan.slice);
   if constexpr (!std::is_same_v<Y, double>) {
     if (plan.place == RowPlace::kRing) {
-      const BoundaryStore<Y> any{store.data, kDTypeOf<X>, store.cols};
-      const int pieces = plan.slice / (plan.pack * kPieceGranules);
-      return run_with(softmax_backward_ring<Y>, any, pieces, plan.slots);
+      const AnyBoundaryStore<Y> at_boundaries{store.data, kDTypeOf<X>, store.cols};
+      return run_with(softmax_backward_ring<Y>, at_boundaries, plan.slice, plan.pieces, plan.slots);
     }
     if (plan.tier == SoftmaxTier::kWarp) {
       switch (plan.packs) {
@@ -107,7 +107,7 @@ cudaError_t softmax_forward_as(const SoftmaxForwardParams& params, const Softmax
   const bool regular =
       is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
       is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
-  if (!is_masked(params)) {
+  if (plan.pass == SoftmaxPass::kForward) {
     return detail::launch_forward(PlainLoad<X>{x}, store, regular, params.log, plan, stream);
   }
   const MaskedLoad<X> load{x, static_cast<A>(params.scale), params.mask, params.causal,

@@ -12,7 +12,7 @@ constexpr int kWarp = 32;
 constexpr int kWarpTierThreads = 128;  // of a block
 constexpr int kBlockThreads = 512;
 // Static shared memory of the kernels over rows, and of those with a ring, rounded up.
-constexpr int kStaticShared = 4096, kRingStaticShared = 512;
+constexpr int kStaticShared = 4096, kRingStaticShared = 1024;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -32,7 +32,7 @@ struct RowShape {
   int packs, threads, cluster_blocks;
   int64_t slice_packs;
   int64_t shared_bytes;
-  int slots;
+  int pieces, slots;
 };
 
 // Rows by groups of lanes, 128 packs at most. Two packs a lane of each tensor are enough in flight
@@ -49,7 +49,7 @@ RowShape warp_shape(bool backward, int64_t row_packs) {
                               : row_packs == power_of_two_from(row_packs);
   const int packs = row_packs == 1 ? 1 : row_packs <= 2 * kWarp && fills ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
-  return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0, 0};
+  return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0, 0, 0};
 }
 
 // The smallest cluster whose blocks need take no more than `block_packs` each.
@@ -64,27 +64,33 @@ int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
   return ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
 }
 
-// Backward where there are bulk copies, which came with clusters. One block takes all of a
-// multiprocessor's shared memory, and a row as few blocks as can hold it; of a cluster's blocks, as
-// few as have room for the start of the next row too (2048 x 100352: 305 -> 295 microseconds, 512 x
-// 200000: 163 -> 151; with a block alone 3000 x 49152 would go from 224 to 231; bf16, H200). No
-// slots: not even a cluster can.
-RowShape ring_shape(int64_t row_packs, const DeviceProperties& device) {
-  constexpr int64_t kPiece = kPiecePacks * kWarp;
-  RowShape shape{RowPlace::kRing, kPiecePacks, kMaxSpanWarps * kWarp, 1, 0, 0, 0};
+// Where there are bulk copies, which came with clusters. One block takes all of a multiprocessor's
+// shared memory, and a row as few blocks as can hold it; of a cluster's blocks, as few as have room
+// for the start of the next row too (backward, 2048 x 100352: 305 -> 295 microseconds, 512 x
+// 200000: 163 -> 151; with a block alone 3000 x 49152 would go from 224 to 231; bf16, H200).
+// Forward's rows, of one tensor, leave a block alone sooner, as more than one next row then has
+// room (2048 x 65536: 149 -> 140, 2048 x 100352: 223 -> 208; 2048 x 50304 would go from 112 to
+// 132). No slots: not even a cluster can.
+RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& device) {
+  const int piece_packs = span_piece_packs(tensors);
+  RowShape shape{RowPlace::kRing, piece_packs, kMaxSpanWarps * kWarp, 1, 0, 0, 0, 0};
   if (device.max_cluster_blocks == 1) return shape;
   const int room = (device.shared_bytes_per_block - kRingStaticShared) / kMaxSpanWarps;
   for (int blocks = 1; blocks <= device.max_cluster_blocks; blocks *= 2) {
-    const int64_t pieces = ceil_div(row_packs, kPiece * kMaxSpanWarps * blocks);
-    if (pieces * 2 * kSpanPieceBytes > room) continue;
+    const int64_t lane_packs = ceil_div(row_packs, int64_t{kWarp} * kMaxSpanWarps * blocks);
+    const int64_t pieces = ceil_div(lane_packs, piece_packs);
+    if (pieces * kSpanSlotBytes > room) continue;
+    constexpr int kMostAlone = 14;  // packs of a lane
+    if (tensors == 1 && blocks == 1 && lane_packs > kMostAlone) continue;
     const int needed = static_cast<int>(pieces);
     int slots = 2 * needed;
-    while (slots >= needed && span_ring_bytes(needed, slots) > room) --slots;
+    while (slots >= needed && span_ring_bytes(tensors, needed, slots) > room) --slots;
     const bool tight = slots == needed && blocks > 1 && blocks < device.max_cluster_blocks;
     if (slots < needed || tight) continue;
     shape.cluster_blocks = blocks;
-    shape.slice_packs = pieces * kPiece;
-    shape.shared_bytes = int64_t{span_ring_bytes(needed, slots)} * kMaxSpanWarps;
+    shape.slice_packs = lane_packs * kWarp;
+    shape.shared_bytes = int64_t{span_ring_bytes(tensors, needed, slots)} * kMaxSpanWarps;
+    shape.pieces = needed;
     shape.slots = slots;
     break;
   }
@@ -92,60 +98,70 @@ RowShape ring_shape(int64_t row_packs, const DeviceProperties& device) {
 }
 
 // Deals a ring's warps out to the blocks of the largest cluster, if the rows leave half of the chip
-// without work.
-void spread_ring(int64_t rows, const DeviceProperties& device, RowShape& shape) {
+// without work. No other rows follow then: each has a cluster, of which some share their
+// multiprocessors (forward, 40 x 100352 in bf16: 10.5 microseconds, in turns 21; H200).
+void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, RowShape& shape) {
   if (2 * rows * shape.cluster_blocks > device.sm_count) return;
   const int times = device.max_cluster_blocks / shape.cluster_blocks;
   shape.cluster_blocks *= times;
   shape.threads /= times;
-  shape.shared_bytes /= times;
+  shape.slots = shape.pieces;
+  shape.shared_bytes =
+      int64_t{span_ring_bytes(tensors, shape.pieces, shape.slots)} * (shape.threads / kWarp);
 }
 
 // Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
 // 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
 // where these are of one tensor, they leave as much room and share a barrier among more columns.
-// Longer rows are spread over a cluster where the chip has them, or, backward, pass through a ring:
-// those of whole packs at once, as others must be put together of what they share with their
-// neighbours, and only if a cluster's registers do not hold them. Rows too long for all that are
-// kept in shared memory. log_softmax's gradient of fp32 takes clusters before it takes eight packs
-// (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288: 161 -> 147; softmax's would go from 140 to
-// 148, H200).
-RowShape block_shape(bool backward, bool log, int cols, DType x, DType y,
-                     const DeviceProperties& device) {
+// Longer rows pass through a ring where the chip has them: those of whole packs, as others must be
+// put together of what they share with their neighbours, and lie in a cluster's registers if these
+// hold them; so do rows that are masked, or come as 16 bit and leave as fp32. Rows too long for all
+// that are kept in shared memory. log_softmax's gradient of fp32 takes clusters before it takes
+// eight packs (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288: 161 -> 147; softmax's would go
+// from 140 to 148, H200).
+RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
   const int pack = softmax_pack(x, y);
-  const bool whole_packs = cols % pack == 0;
   const int64_t row_packs = ceil_div(cols, pack);
+  const bool backward = is_backward(pass);
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
-    return {RowPlace::kRegisters, packs, threads, cluster_blocks, int64_t{packs} * threads, 0, 0};
+    return {RowPlace::kRegisters,     packs, threads, cluster_blocks,
+            int64_t{packs} * threads, 0,     0,       0};
   };
   constexpr int64_t kMostPacks = 8 * kBlockThreads;
   if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
-  if (backward && log && size_of(y) == 4 && device.max_cluster_blocks > 1 &&
+  if (pass == SoftmaxPass::kLogBackward && size_of(y) == 4 && device.max_cluster_blocks > 1 &&
       row_packs <= kMostPacks)
     return in_registers(4, cluster_for(row_packs, 4 * 320, device));
   if (row_packs <= kMostPacks) return in_registers(8, 1);
-  if (backward && whole_packs) return ring_shape(row_packs, device);
-  if (row_packs <= kMostPacks * device.max_cluster_blocks) {
+  const bool may_ring = backward || (pass == SoftmaxPass::kForward && x == y);
+  const RowShape ring = ring_shape(backward ? 2 : 1, row_packs, device);
+  if (may_ring && cols % pack == 0 && ring.slots > 0) return ring;
+  if (row_packs <= kMostPacks * device.max_cluster_blocks && (!backward || cols % pack != 0)) {
     // Small blocks hide each other's waiting for their clusters.
     return in_registers(8, cluster_for(row_packs, kMostPacks / 2, device));
   }
-  if (backward) return ring_shape(row_packs, device);
+  if (backward) return ring;
   constexpr int kPacks = 4;
   const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, kPacks * kBlockThreads);
-  return {RowPlace::kShared,         kPacks, kBlockThreads, device.max_cluster_blocks, slice,
-          slice * pack * size_of(x), 0};
+  return {RowPlace::kShared,
+          kPacks,
+          kBlockThreads,
+          device.max_cluster_blocks,
+          slice,
+          slice * pack * size_of(x),
+          0,
+          0};
 }
 
 // A block reads a few chunks at least before it meets the others of its cluster; for log_softmax's
 // gradient, whose sum is of dy alone, twice as many.
-RowShape uncached_shape(bool backward, bool log, int64_t row_packs,
-                        const DeviceProperties& device) {
-  const int packs = backward ? 2 : 4;
+RowShape uncached_shape(SoftmaxPass pass, int64_t row_packs, const DeviceProperties& device) {
+  const int packs = is_backward(pass) ? 2 : 4;
   const int64_t wanted = ceil_div(row_packs, packs);
   const int threads =
       wanted <= kWarp ? power_of_two_from(wanted) : std::min(whole_warps(wanted), kBlockThreads);
-  const int chunks = backward && log ? 8 : 4;
+  const int chunks = pass == SoftmaxPass::kLogBackward ? 8 : 4;
   const int chunk = packs * threads;
   const int cluster_blocks = cluster_for(row_packs, chunks * chunk, device);
   return {RowPlace::kRegisters,
@@ -154,36 +170,36 @@ RowShape uncached_shape(bool backward, bool log, int64_t row_packs,
           cluster_blocks,
           slice_of(row_packs, cluster_blocks, chunk),
           0,
+          0,
           0};
 }
 
-RowShape shape_in(SoftmaxTier tier, bool backward, bool log, int cols, DType x, DType y,
+RowShape shape_in(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                   const DeviceProperties& device) {
   const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
-  if (tier == SoftmaxTier::kWarp) return warp_shape(backward, row_packs);
-  if (tier == SoftmaxTier::kBlock) return block_shape(backward, log, cols, x, y, device);
-  return uncached_shape(backward, log, row_packs, device);
+  if (tier == SoftmaxTier::kWarp) return warp_shape(is_backward(pass), row_packs);
+  if (tier == SoftmaxTier::kBlock) return block_shape(pass, cols, x, y, device);
+  return uncached_shape(pass, row_packs, device);
 }
 
-bool tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
+bool tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                 const DeviceProperties& device) {
   if (tier == SoftmaxTier::kUncached) return true;
   if (x == DType::kFloat64) return false;
   if (tier == SoftmaxTier::kWarp) return ceil_div(cols, softmax_pack(x, y)) <= kMaxWarpPacks;
-  const RowShape shape = shape_in(tier, backward, false, cols, x, y, device);
+  const RowShape shape = shape_in(tier, pass, cols, x, y, device);
   if (shape.place == RowPlace::kRing) return shape.slots > 0;
   return shape.shared_bytes + kStaticShared <= device.shared_bytes_per_block;
 }
 
-SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceProperties& device) {
-  if (tier_holds(SoftmaxTier::kWarp, backward, cols, x, y, device)) return SoftmaxTier::kWarp;
-  if (!tier_holds(SoftmaxTier::kBlock, backward, cols, x, y, device)) {
-    return SoftmaxTier::kUncached;
-  }
+SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
+                        const DeviceProperties& device) {
+  if (tier_holds(SoftmaxTier::kWarp, pass, cols, x, y, device)) return SoftmaxTier::kWarp;
+  if (!tier_holds(SoftmaxTier::kBlock, pass, cols, x, y, device)) return SoftmaxTier::kUncached;
   // What no cluster holds in registers, or in a ring, is read again from the L2 cache: with a
   // cluster to a row few rows are under way, and most of that is there. Without clusters more are,
   // and shared memory is the place.
-  const RowShape block = shape_in(SoftmaxTier::kBlock, backward, false, cols, x, y, device);
+  const RowShape block = shape_in(SoftmaxTier::kBlock, pass, cols, x, y, device);
   const bool has_clusters = device.max_cluster_blocks > 1;
   return block.place == RowPlace::kShared && has_clusters ? SoftmaxTier::kUncached
                                                           : SoftmaxTier::kBlock;
@@ -193,17 +209,18 @@ SoftmaxTier choose_tier(bool backward, int cols, DType x, DType y, const DeviceP
 
 int softmax_pack(DType x, DType y) { return 16 / std::max(size_of(x), size_of(y)); }
 
-bool softmax_tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
+bool softmax_tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                         const DeviceProperties& device) {
-  return tier == SoftmaxTier::kAuto || tier_holds(tier, backward, cols, x, y, device);
+  return tier == SoftmaxTier::kAuto || tier_holds(tier, pass, cols, x, y, device);
 }
 
-SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows, int cols, DType x,
+SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
                          DType y, const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kAuto) tier = choose_tier(backward, cols, x, y, device);
-  RowShape shape = shape_in(tier, backward, log, cols, x, y, device);
-  if (shape.place == RowPlace::kRing) spread_ring(rows, device, shape);
+  if (tier == SoftmaxTier::kAuto) tier = choose_tier(pass, cols, x, y, device);
+  RowShape shape = shape_in(tier, pass, cols, x, y, device);
+  if (shape.place == RowPlace::kRing) spread_ring(is_backward(pass) ? 2 : 1, rows, device, shape);
   SoftmaxPlan plan{};
+  plan.pass = pass;
   plan.tier = tier;
   plan.place = shape.place;
   plan.overlap = device.max_cluster_blocks > 1;
@@ -212,6 +229,7 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows
   plan.threads_per_row = shape.threads;
   plan.cluster_blocks = shape.cluster_blocks;
   plan.slice = static_cast<int>(std::min<int64_t>(shape.slice_packs * plan.pack, INT_MAX));
+  plan.pieces = shape.pieces;
   plan.slots = shape.slots;
   plan.shared_bytes = static_cast<int>(shape.shared_bytes);
   // Small blocks of short rows: many are resident, and hide each other's loads.
@@ -220,8 +238,13 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows
                             : kWarpTierThreads / plan.threads_per_row;
   int64_t clusters = ceil_div(rows, plan.rows_per_block);
   if (plan.place == RowPlace::kRing) {  // they go round
+    constexpr int kReservedPerBlock = 1024;
+    const int resident = (device.shared_bytes_per_block + kReservedPerBlock) /
+                         (plan.shared_bytes + kRingStaticShared + kReservedPerBlock);
+    const int multiprocessors = device.cluster_multiprocessors(plan.cluster_blocks);
     clusters = std::min<int64_t>(
-        clusters, device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks);
+        clusters, multiprocessors / plan.cluster_blocks *
+                      std::min(resident, kMaxSpanWarps * kWarp / plan.threads_per_row));
   }
   plan.blocks = clamp_grid(clusters * plan.cluster_blocks);
   if (tier == SoftmaxTier::kWarp && plan.overlap) {

@@ -16,27 +16,28 @@ namespace fused_norm {
 // Elements a pack: 16 bytes of the wider of the two tensors.
 int softmax_pack(DType x, DType y);
 
-// Where a row of SoftmaxTier::kBlock lies. kRing (backward): in shared memory, on its way through
+// Where a row of SoftmaxTier::kBlock lies. kRing: in shared memory, on its way through
 // (span_ring.cuh).
 enum class RowPlace : uint8_t { kRegisters, kShared, kRing };
 
 // Of kRing: each warp has a span of the row, which comes in pieces of so many packs a lane, of each
-// of two tensors, through a ring of slots.
-constexpr int kPiecePacks = 2;
+// of the tensors, two in backward, through a ring of slots.
+constexpr int span_piece_packs(int tensors) { return 4 / tensors; }
 constexpr int kMaxSpanWarps = 16;  // of a block
-constexpr int kSpanPieceBytes = kPiecePacks * 32 * 16, kSpanEdgeBytes = 32;
+constexpr int kSpanSlotBytes = 4 * 32 * 16, kSpanEdgeBytes = 32;
 
 // Whether there are also pieces of the next row in the ring.
 constexpr int span_edge_sets(int pieces, int slots) { return slots > pieces ? 2 : 1; }
 // Shared memory of a warp: slots, edges and barriers. In whole lines of 128 bytes, so that each
 // warp's slots start on one: copies fill them up to 5 % faster (bf16, 2048 x 151936, H200).
-constexpr int span_ring_bytes(int pieces, int slots) {
-  const int bytes =
-      slots * 2 * kSpanPieceBytes + span_edge_sets(pieces, slots) * 2 * kSpanEdgeBytes + slots * 8;
+constexpr int span_ring_bytes(int tensors, int pieces, int slots) {
+  const int edges = span_edge_sets(pieces, slots);
+  const int bytes = slots * kSpanSlotBytes + tensors * edges * kSpanEdgeBytes + slots * 8;
   return (bytes + 127) / 128 * 128;
 }
 
 struct SoftmaxPlan {
+  SoftmaxPass pass;
   SoftmaxTier tier;
   RowPlace place;
   int pack;             // elements
@@ -45,13 +46,13 @@ struct SoftmaxPlan {
   int rows_per_block;
   int cluster_blocks;  // blocks that share a row
   int slice;           // columns of the row for each of these; kRing: for each of their warps
-  int slots;           // kRing: of a warp's ring
+  int pieces, slots;   // kRing: of a warp's span, and of its ring
   int blocks;
   int shared_bytes;  // dynamic
   bool overlap;      // programmatic dependent launch, from Hopper on
 };
 
-SoftmaxPlan plan_softmax(SoftmaxTier tier, bool backward, bool log, int64_t rows, int cols, DType x,
+SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
                          DType y, const DeviceProperties& device);
 
 // Over another dimension than the last (columns.cuh): `splits` threads share the columns of a pack

@@ -237,52 +237,65 @@ struct RoundedStore {
   }
 };
 
-// The same of a dtype that is known at run time, of results that are fp32 or of one 16-bit type T;
-// without runs, in packs of N at pack boundaries.
+// The same without runs, in packs of N at pack boundaries.
 template <typename T>
 struct BoundaryStore {
-  void* data;
-  DType dtype;  // that of T; where T is float, any but fp64
+  T* data;
   int cols;
 
   // The first column of a row that lies at a pack boundary.
   template <int N>
   __device__ __forceinline__ int first_boundary(int64_t row) const {
-    int first;
-    with_data([&](auto* data) { first = (N - turn_of<N, false>(data + row * cols)) % N; });
-    return first;
+    return (N - turn_of<N, false>(data + row * cols)) % N;
   }
 
   // N results from such a column on, or one from any, as far as the row reaches.
   template <bool kRegular, int N>
   __device__ __forceinline__ void put(int64_t row, int col, const float (&values)[N]) const {
-    with_data([&](auto* data) {
-      using Output = std::remove_pointer_t<decltype(data)>;
-      Pack<Output, N> pack;
-      round_to(pack, values);
-      Output* const at = data + row * cols + col;
-      if (cols - col >= N) {
-        detail::store_words<sizeof(Output) * N>(reinterpret_cast<char*>(at), pack.words);
-      } else if (!kRegular) {
+    Pack<T, N> pack;
+    round_to(pack, values);
+    T* const at = data + row * cols + col;
+    if (cols - col >= N) {
+      detail::store_words<sizeof(T) * N>(reinterpret_cast<char*>(at), pack.words);
+    } else if (!kRegular) {
 #pragma unroll
-        for (int i = 0; i < N - 1; ++i) {
-          if (i < cols - col) reinterpret_cast<Bits<Output>*>(at)[i] = bits_of(pack, i);
-        }
+      for (int i = 0; i < N - 1; ++i) {
+        if (i < cols - col) reinterpret_cast<Bits<T>*>(at)[i] = bits_of(pack, i);
       }
-    });
+    }
+  }
+};
+
+// The same of a dtype that is known at run time, of results that are fp32 or of one 16-bit type T.
+template <typename T>
+struct AnyBoundaryStore {
+  void* data;
+  DType dtype;  // that of T; where T is float, any but fp64
+  int cols;
+
+  template <int N>
+  __device__ __forceinline__ int first_boundary(int64_t row) const {
+    int first;
+    with_store([&](const auto& store) { first = store.template first_boundary<N>(row); });
+    return first;
+  }
+
+  template <bool kRegular, int N>
+  __device__ __forceinline__ void put(int64_t row, int col, const float (&values)[N]) const {
+    with_store([&](const auto& store) { store.template put<kRegular>(row, col, values); });
   }
 
  private:
   template <typename Run>
-  __device__ __forceinline__ void with_data(Run run) const {
+  __device__ __forceinline__ void with_store(Run run) const {
     if constexpr (sizeof(T) == 2) {
-      run(static_cast<T*>(data));
+      run(BoundaryStore<T>{static_cast<T*>(data), cols});
     } else if (dtype == DType::kFloat32) {
-      run(static_cast<float*>(data));
+      run(BoundaryStore<float>{static_cast<float*>(data), cols});
     } else if (dtype == DType::kFloat16) {
-      run(static_cast<__half*>(data));
+      run(BoundaryStore<__half>{static_cast<__half*>(data), cols});
     } else {
-      run(static_cast<__nv_bfloat16*>(data));
+      run(BoundaryStore<__nv_bfloat16>{static_cast<__nv_bfloat16*>(data), cols});
     }
   }
 };

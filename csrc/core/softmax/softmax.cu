@@ -11,9 +11,12 @@ cudaError_t run(const Params& params, const Plan& plan, cudaStream_t stream) {
 }
 
 template <typename Params>
-SoftmaxPlan plan_of(const Params& params, bool backward, const DeviceProperties& device) {
-  return plan_softmax(params.tier, backward, params.log, params.rows, params.cols, params.x_dtype,
-                      params.y_dtype, device);
+cudaError_t run_pass(SoftmaxPass pass, const Params& params, const DeviceProperties& device,
+                     cudaStream_t stream) {
+  return run(params,
+             plan_softmax(params.tier, pass, params.rows, params.cols, params.x_dtype,
+                          params.y_dtype, device),
+             stream);
 }
 
 // fp64 has no packs of columns.
@@ -26,12 +29,13 @@ bool is_aligned(const void* data, int pack, DType dtype) {
 
 cudaError_t launch_softmax_forward(const SoftmaxForwardParams& params,
                                    const DeviceProperties& device, cudaStream_t stream) {
-  return run(params, plan_of(params, false, device), stream);
+  return run_pass(forward_pass(params.scale, params.mask.data != nullptr, params.causal), params,
+                  device, stream);
 }
 
 cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params,
                                     const DeviceProperties& device, cudaStream_t stream) {
-  return run(params, plan_of(params, true, device), stream);
+  return run_pass(backward_pass(params.log), params, device, stream);
 }
 
 cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& params,

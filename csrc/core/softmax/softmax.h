@@ -54,6 +54,13 @@ struct SoftmaxForwardParams {
   SoftmaxTier tier;
 };
 
+constexpr SoftmaxPass forward_pass(double scale, bool has_mask, bool causal) {
+  return scale != 1.0 || has_mask || causal ? SoftmaxPass::kMaskedForward : SoftmaxPass::kForward;
+}
+constexpr SoftmaxPass backward_pass(bool log) {
+  return log ? SoftmaxPass::kLogBackward : SoftmaxPass::kBackward;
+}
+
 cudaError_t launch_softmax_forward(const SoftmaxForwardParams& params,
                                    const DeviceProperties& device, cudaStream_t stream);
 

@@ -1,6 +1,6 @@
 // Long rows on their way through shared memory. Each warp has a span of the row's columns, which
-// comes by bulk copies in pieces, two packs a lane; a ring of slots holds the pieces of a row, and
-// as many of the next one as there is room for.
+// comes by bulk copies in pieces, some packs a lane, of which the last may be smaller; a ring of
+// slots holds the pieces of a row, and as many of the next one as there is room for.
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
@@ -10,48 +10,57 @@
 namespace fused_norm {
 
 constexpr int kGranule = 16;  // bytes; copies start and end at multiples of it
-constexpr int kPieceGranules = kPiecePacks * kWarpSize;
 
-// A warp's ring, of two tensors with the same columns. A span starts in the first of the granules
-// that are copied, and what it shares with the next one, up to N - 1 columns and the rest of their
+// One tensor or two of the same shape, by reference: kernel parameters take no registers.
+template <typename T>
+struct SpanTensors {
+  const Rows<T>&first, &last;
+  __device__ __forceinline__ const Rows<T>& at(int t) const { return t == 0 ? first : last; }
+};
+
+// A warp's ring, of tensors with the same columns. A span starts in the first of the granules that
+// are copied, and what it shares with the next one, up to N - 1 columns and the rest of their
 // granule, comes as an edge after its last piece.
-template <typename T, bool kRegular>
+template <typename T, int kTensors, bool kRegular>
 class SpanRing {
   static constexpr int N = kGranule / sizeof(T);
+  static constexpr int kPieceGranules = span_piece_packs(kTensors) * kWarpSize;
   static constexpr int kPieceBytes = kPieceGranules * kGranule;
-  static_assert(kPieceBytes == kSpanPieceBytes && 2 * kGranule == kSpanEdgeBytes);
+  static_assert(kTensors * kPieceBytes == kSpanSlotBytes && 2 * kGranule == kSpanEdgeBytes);
 
  public:
-  // `memory` is the warp's own, span_ring_bytes(pieces, slots). The spans start at column
-  // `first_col`, of every `stride`-th row from `first_row` on. Whole warps construct theirs; a
-  // barrier of the block follows, and start().
-  __device__ SpanRing(char* memory, const Rows<T>& first, const Rows<T>& second, int first_col,
+  static constexpr int kPiecePacks = span_piece_packs(kTensors), kPieceCols = kPieceGranules * N;
+
+  // `memory` is the warp's own, span_ring_bytes(kTensors, pieces, slots). The spans are `span_cols`
+  // columns, at most, from `first_col` on, of every `stride`-th row from `first_row` on. Whole
+  // warps construct theirs; a barrier of the block follows, and start().
+  __device__ SpanRing(char* memory, const SpanTensors<T>& tensors, int first_col, int span_cols,
                       int64_t first_row, int stride, int pieces, int slots)
-      : first_(first),
-        second_(second),
+      : tensors_(tensors),
         memory_(memory),
-        edges_(memory + slots * 2 * kPieceBytes),
-        filled_(reinterpret_cast<CopyBarrier*>(edges_ +
-                                               span_edge_sets(pieces, slots) * 2 * kSpanEdgeBytes)),
+        edges_(memory + slots * kTensors * kPieceBytes),
+        filled_(reinterpret_cast<CopyBarrier*>(edges_ + span_edge_sets(pieces, slots) * kTensors *
+                                                            kSpanEdgeBytes)),
         first_col_(first_col),
+        span_cols_(span_cols),
         pieces_(pieces),
         slots_(slots),
         stride_(stride),
         row_(first_row) {
-    if (lane() == 0) {
-      for (int s = 0; s < slots; ++s) filled_[s].init();
-    }
+    for (int s = lane(); s < slots; s += kWarpSize) filled_[s].init();
+    CopyBarrier::order_inits();
   }
 
   __device__ __forceinline__ void start() {
     open();
+#pragma unroll 1
     for (int s = 0; s < slots_; ++s) fill();
   }
 
-  // A piece that has been copied: where its granules are in the first tensor's slot and the
-  // second's, and those that follow.
+  // A piece that has been copied: where its granules are in each tensor's slot, and those that
+  // follow.
   struct Piece {
-    const char *at[2], *next[2];
+    const char *at[kTensors], *next[kTensors];
   };
   // Where the pieces of a row are.
   struct Cursor {
@@ -65,13 +74,14 @@ class SpanRing {
     Piece piece;
     filled_[cursor.slot].wait(cursor.parity);
 #pragma unroll
-    for (int t = 0; t < 2; ++t) piece.at[t] = slot(cursor.slot, t);
+    for (int t = 0; t < kTensors; ++t) piece.at[t] = slot(cursor.slot, t);
     if (++cursor.slot == slots_) cursor = {0, cursor.parity ^ 1};
     if constexpr (!kRegular) {
       const bool last = number + 1 == pieces_;
       if (!last) filled_[cursor.slot].wait(cursor.parity);
 #pragma unroll
-      for (int t = 0; t < 2; ++t) piece.next[t] = last ? edge(turn, t) : slot(cursor.slot, t);
+      for (int t = 0; t < kTensors; ++t)
+        piece.next[t] = last ? edge(turn, t) : slot(cursor.slot, t);
     }
     return piece;
   }
@@ -79,7 +89,7 @@ class SpanRing {
   // By how many bytes the spans of a row miss a granule boundary.
   __device__ __forceinline__ int shift(int t, int64_t row) const {
     if constexpr (kRegular) return 0;
-    const T* const start = row_start(tensor(t).data, tensor(t).layout, row);
+    const T* const start = row_start(tensors_.at(t).data, tensors_.at(t).layout, row);
     return static_cast<int>(reinterpret_cast<uintptr_t>(start) % kGranule);
   }
 
@@ -121,16 +131,13 @@ class SpanRing {
 
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
-  __device__ __forceinline__ const Rows<T>& tensor(int t) const {
-    return t == 0 ? first_ : second_;
-  }
   __device__ __forceinline__ char* slot(int s, int t) const {
-    return memory_ + (2 * s + t) * kPieceBytes;
+    return memory_ + (kTensors * s + t) * kPieceBytes;
   }
   // The row of turn `turn` and the one after, if that has pieces here too, have edges of their own.
   __device__ __forceinline__ char* edge(int turn, int t) const {
     const int set = span_edge_sets(pieces_, slots_) > 1 ? turn & 1 : 0;
-    return edges_ + (2 * set + t) * kSpanEdgeBytes;
+    return edges_ + (kTensors * set + t) * kSpanEdgeBytes;
   }
   __device__ __forceinline__ static const char* granule(const Piece& piece, int t, int number) {
     return number < kPieceGranules ? piece.at[t] + number * kGranule
@@ -149,11 +156,11 @@ class SpanRing {
 
   // Finds what there is to copy of the next row.
   __device__ __forceinline__ void open() {
-    if (row_ >= first_.rows || lane() != 0) return;
+    if (row_ >= tensors_.first.rows || lane() != 0) return;
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const Rows<T>& tensor = this->tensor(t);
-      const int most = pieces_ * kPieceGranules * N + (kRegular ? 0 : N - 1);
+    for (int t = 0; t < kTensors; ++t) {
+      const Rows<T>& tensor = tensors_.at(t);
+      const int most = span_cols_ + (kRegular ? 0 : N - 1);
       const int used = max(0, min(tensor.cols - first_col_, most)) * static_cast<int>(sizeof(T));
       const T* const start = row_start(tensor.data, tensor.layout, row_) + first_col_;
       Source& source = sources_[t];
@@ -173,14 +180,14 @@ class SpanRing {
 
   // Starts the copies of the next piece, if there is one, to the oldest slot.
   __device__ __forceinline__ void fill() {
-    if (row_ >= first_.rows) return;
+    if (row_ >= tensors_.first.rows) return;
     const bool last = piece_ + 1 == pieces_;
     if (lane() == 0) {
       CopyBarrier& filled = filled_[slot_];
       const int at = piece_ * kPieceBytes, end = pieces_ * kPieceBytes;
-      int bytes[2], edge_bytes[2];
+      int bytes[kTensors], edge_bytes[kTensors], expected = 0;
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
+      for (int t = 0; t < kTensors; ++t) {
         const Source& source = sources_[t];
         bytes[t] = max(0, min(source.bytes - at, kPieceBytes));
         edge_bytes[t] = !kRegular && last ? max(0, source.bytes - end) : 0;
@@ -194,10 +201,11 @@ class SpanRing {
           }
           CopyBarrier::order_writes();
         }
+        expected += bytes[t] + edge_bytes[t];
       }
-      filled.expect(bytes[0] + bytes[1] + edge_bytes[0] + edge_bytes[1]);
+      filled.expect(expected);
 #pragma unroll
-      for (int t = 0; t < 2; ++t) {
+      for (int t = 0; t < kTensors; ++t) {
         if (bytes[t] > 0) filled.copy(slot(slot_, t), sources_[t].from + at, bytes[t]);
         if (edge_bytes[t] > 0) filled.copy(edge(turn_, t), sources_[t].from + end, edge_bytes[t]);
       }
@@ -212,15 +220,15 @@ class SpanRing {
     }
   }
 
-  const Rows<T>&first_, &second_;
+  const SpanTensors<T> tensors_;
   char *const memory_, *const edges_;
   CopyBarrier* const filled_;
-  const int first_col_, pieces_, slots_, stride_;
+  const int first_col_, span_cols_, pieces_, slots_, stride_;
 
   // The next piece to copy. `sources_` is lane 0's.
   int64_t row_;
   int turn_ = 0, piece_ = 0, slot_ = 0;
-  Source sources_[2];
+  Source sources_[kTensors];
 };
 
 }  // namespace fused_norm

@@ -14,8 +14,13 @@ enum class SoftmaxTier : uint8_t {
   kUncached,  // nowhere: any length, read twice
 };
 
+// What is computed: softmax or log_softmax of rows as they are, softmax of scaled or masked ones,
+// and the gradients.
+enum class SoftmaxPass : uint8_t { kForward, kMaskedForward, kBackward, kLogBackward };
+constexpr bool is_backward(SoftmaxPass pass) { return pass >= SoftmaxPass::kBackward; }
+
 // Whether rows of this length can be run in `tier` on this chip. fp64 has kUncached alone.
-bool softmax_tier_holds(SoftmaxTier tier, bool backward, int cols, DType x, DType y,
+bool softmax_tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                         const DeviceProperties& device);
 
 }  // namespace fused_norm
