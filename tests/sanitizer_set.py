@@ -175,7 +175,7 @@ def run_add(call, pools, x_dtype, y_dtype, rms):
 # Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.
 SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
 # Rows that pass through a ring: more than there are clusters on a chip of 132 multiprocessors, of
-# one block and of two (forward of one); and not of whole packs (forward: of no ring).
+# one block and of two; and not of whole packs (forward: of no ring).
 RING_SHAPES = [(270, 33000, "offset"), (150, 66000, "regular"), (31, 270001, "odd")]
 SOFTMAX_COLUMNS = [(2, 3, 5), (1, 33, 64), (3, 1000, 7), (2, 4097, 8), (1, 40000, 3)]
 
