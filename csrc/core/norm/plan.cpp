@@ -227,7 +227,7 @@ int forward_share(int block_threads, int packs, int blocks, const DeviceProperti
 }
 
 // What is done once a row, by each of its lanes, are most of LayerNorm's instructions for short
-// rows (131072 x 128: 19.8 microseconds, 18.8 so; 198116 x 256 in fp16: 56.0 and 52.7; 500000 x 64
+// rows (131072 x 128: 19.8 microseconds, 18.5 so; 198116 x 256 in fp16: 55.9 and 52.8; 500000 x 64
 // would go from 36 to 44, as two lanes read too little side by side; RMSNorm, which lacks no
 // instructions, from 18.2 to 18.7; H200). Four packs in half of the lanes give the same bits.
 FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,

@@ -69,7 +69,7 @@ int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
 // for the start of the next row too (backward, 2048 x 100352: 305 -> 295 microseconds, 512 x
 // 200000: 163 -> 151; with a block alone 3000 x 49152 would go from 224 to 231; bf16, H200).
 // Forward's rows, of one tensor, leave a block alone sooner, as more than one next row then has
-// room (2048 x 65536: 149 -> 140, 2048 x 100352: 223 -> 208; 2048 x 50304 would go from 112 to
+// room (2048 x 65536: 149 -> 140, 2048 x 100352: 223 -> 210; 2048 x 50304 would go from 112 to
 // 132). No slots: not even a cluster can.
 RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& device) {
   const int piece_packs = span_piece_packs(tensors);
@@ -99,7 +99,7 @@ RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& devi
 
 // Deals a ring's warps out to the blocks of the largest cluster, if the rows leave half of the chip
 // without work. No other rows follow then: each has a cluster, of which some share their
-// multiprocessors (forward, 40 x 100352 in bf16: 10.5 microseconds, in turns 21; H200).
+// multiprocessors (forward, 40 x 100352 in bf16: 10.1 microseconds, in turns 21; H200).
 void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, RowShape& shape) {
   if (2 * rows * shape.cluster_blocks > device.sm_count) return;
   const int times = device.max_cluster_blocks / shape.cluster_blocks;
