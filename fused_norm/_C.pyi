@@ -1,4 +1,5 @@
-"""The operators of ``torch.ops.fused_norm`` without the dispatcher. They do not differentiate."""
+"""The operators of ``torch.ops.fused_norm`` without the dispatcher; they do not differentiate. And
+what ``fused_norm.functional`` calls."""
 
 from collections.abc import Sequence
 from typing import Literal, TypedDict
@@ -104,16 +105,52 @@ def softmax_backward(
 ) -> Tensor:
     """The gradient of the input of either of the above, from its output."""
 
-def choose_room(
+class OverflowPending(RuntimeError):
+    """The call was not made: an earlier call's gradients are NaN, and take_overflow() says whose."""
+
+def norm(
+    input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
     weight_offset: float,
-    cols: int,
-    input_dtype: torch.dtype,
-    out_dtype: torch.dtype,
-) -> int:
-    """The room for listed columns that a call should have; -1: save the input; -2: an earlier call
-    overflowed."""
+    rms: bool,
+    out_dtype: torch.dtype | None,
+    memory_efficient: bool,
+) -> Tensor:
+    """The output of a norm, recorded for autograd where it is to be differentiated."""
+
+def add_norm(
+    input: Tensor,
+    residual: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
+    weight_offset: float,
+    rms: bool,
+    residual_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    memory_efficient: bool,
+) -> tuple[Tensor, Tensor]:
+    """(output, residual_out) of a norm of ``input + residual``, recorded as by :func:`norm`."""
+
+def record_norm(
+    input: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    normalized_shape: Sequence[int],
+    eps: float,
+    weight_offset: float,
+    rms: bool,
+    residual_dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    room: int | None,
+) -> list[Tensor]:
+    """The results of the forward operator that fits, recorded. With ``room`` for listed columns, or
+    for none, it is the output that is saved."""
 
 def fixed_room(cols: int) -> int:
     """The room of a call that cannot choose."""
@@ -122,8 +159,8 @@ def note_optimizer_step() -> None:
     """Says that an optimizer changed its parameters."""
 
 def take_overflow() -> tuple[int, str, int] | None:
-    """The overflow that choose_room() found: address and description of a parameter, and how many
-    columns had no room."""
+    """The overflow that is pending: address and description of a parameter, and how many columns
+    had no room."""
 
 def check_norm_options(
     input: torch.dtype,

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm import _autograd, _ops, _sharding, _tracing
+from fused_norm import _autograd, _C, _ops, _sharding, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+_FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 # Each a single node in the graphs of torch.fx.symbolic_trace; the last one is what modules call.
 for _name in (
@@ -62,22 +63,15 @@ def _check_options(normalized_shape, eps, weight_offset) -> Sequence[int]:
     return normalized_shape
 
 
-def _wants_grad(input, residual, weight, bias) -> bool:
-    """Whether autograd records a call; input and residual are known to be tensors."""
-    if not torch.is_grad_enabled():
-        return False
-    try:
-        return (
-            input.requires_grad
-            or (residual is not None and residual.requires_grad)
-            or (weight is not None and weight.requires_grad)
-            or (bias is not None and bias.requires_grad)
-        )
-    except AttributeError:
-        for name, value in (("weight", weight), ("bias", bias)):
-            if value is not None:
-                _check_tensor(name, value)
-        raise
+def _call(norm, *args):
+    """Calls a norm of the extension; None where it does not take an argument."""
+    while True:
+        try:
+            return norm(*args)
+        except _C.OverflowPending:
+            _autograd.raise_overflow()
+        except TypeError:
+            return None
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
@@ -101,7 +95,7 @@ def _rms_eps(input: Tensor, eps: float | None) -> float:
         return eps
     if type(input) is not Tensor:
         _check_tensor("input", input)
-    return torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+    return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
 
 
 def _norm(
@@ -118,6 +112,7 @@ def _norm(
 ) -> Tensor:
     if type(input) is not Tensor:
         _check_tensor("input", input)
+        _sharding.register_where_loaded()  # it may be the first DTensor
     normalized_shape = _check_options(normalized_shape, eps, weight_offset)
     args = (
         input,
@@ -128,19 +123,14 @@ def _norm(
         weight_offset,
         rms,
         out_dtype or _out_dtype(input, rms, memory_efficient),
+        memory_efficient,
     )
     if torch.compiler.is_compiling():
-        return _tracing.norm_forward(*args, memory_efficient)
-    if _autograd.is_transformed():  # the operator's Autograd kernel differentiates
-        return _ops.norm_forward(*args)[0]
-    if _wants_grad(input, None, weight, bias):
-        room = _autograd.SAVE_INPUT
-        if memory_efficient:
-            room = _autograd.choose_room(
-                input, weight, bias, normalized_shape, weight_offset, input.dtype, args[-1]
-            )
-        return _autograd.NormFunction.apply(*args, room)[0]
-    return _ops.call_below_autograd(_ops.norm_forward, *args)[0]
+        return _tracing.norm_forward(*args)
+    output = _call(_C.norm, *args)
+    if output is None:  # the operator says which argument is wrong
+        return _ops.norm_forward(*args[:-1])[0]
+    return output
 
 
 def layer_norm(
@@ -228,21 +218,17 @@ def _add_norm(
     if type(input) is not Tensor or type(residual) is not Tensor:
         _check_tensor("input", input)
         _check_tensor("residual", residual)
+        _sharding.register_where_loaded()
     normalized_shape = _check_options(normalized_shape, eps, weight_offset)
     dtypes = (residual_dtype or residual.dtype, _out_dtype(input, rms, memory_efficient))
-    args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms, *dtypes)
+    options = (normalized_shape, eps, weight_offset, rms, *dtypes)
+    args = (input, residual, weight, bias, *options, memory_efficient)
     if torch.compiler.is_compiling():
-        return _tracing.add_norm_forward(*args, memory_efficient)
-    if _autograd.is_transformed():
-        return _ops.add_norm_forward(*args)[:2]
-    if _wants_grad(input, residual, weight, bias):
-        room = _autograd.SAVE_INPUT
-        if memory_efficient:
-            room = _autograd.choose_room(
-                input, weight, bias, normalized_shape, weight_offset, *dtypes
-            )
-        return _autograd.AddNormFunction.apply(*args, room)[:2]
-    return _ops.call_below_autograd(_ops.add_norm_forward, *args)[:2]
+        return _tracing.add_norm_forward(*args)
+    outputs = _call(_C.add_norm, *args)
+    if outputs is None:
+        return _ops.add_norm_forward(*args[:-1])[:2]
+    return outputs
 
 
 def add_layer_norm(

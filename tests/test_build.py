@@ -36,11 +36,13 @@ def test_build_info():
 
 
 def test_stub_describes_the_extension():
-    """_C.pyi has every function, and the argument names where they can be passed by name."""
+    """_C.pyi has every name, and those of arguments where they can be passed by name."""
     tree = ast.parse(Path(fused_norm.__file__).with_name("_C.pyi").read_text())
-    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    classes = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
     stub = {node.name: [argument.arg for argument in node.args.args] for node in functions}
-    assert set(stub) == {name for name in dir(_C) if not name.startswith("_")}
+    names = {name for name in {*stub, *classes} if not name.startswith("_")}
+    assert names == {name for name in dir(_C) if not name.startswith("_")}
     for name, arguments in stub.items():
         signature = re.match(r"\w+\((.*)\) -> ", getattr(_C, name).__doc__).group(1)
         of_extension = re.findall(r"(\w+): ", signature)

@@ -10,7 +10,7 @@ from torch import nn
 
 import fused_norm as fn
 
-STEPS, DIM, LAYERS, CONTEXT, BATCH, VOCABULARY = 300, 32, 2, 16, 8, 40
+STEPS, DIM, LAYERS, CONTEXT, BATCH, VOCABULARY = 300, 32, 1, 16, 4, 40
 BF16, FP32 = torch.bfloat16, torch.float32
 PERTURBED_RUNS = 5
 

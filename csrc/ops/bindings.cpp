@@ -1,6 +1,6 @@
 // The two ways into the library: operators of the dispatcher (torch.ops.fused_norm.*) and the
-// pybind11 module fused_norm._C, over the same functions. Fake kernels and autograd are registered
-// in Python (fused_norm/_ops.py).
+// pybind11 module fused_norm._C, over the same functions. Fake kernels, and what differentiates the
+// norms' operators, are registered in Python (fused_norm/_ops.py, _autograd.py).
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -13,6 +13,7 @@
 
 #include "ops/column_watch.h"
 #include "ops/norm.h"
+#include "ops/norm_autograd.h"
 #include "ops/softmax.h"
 
 namespace fused_norm::ops {
@@ -35,6 +36,11 @@ TORCH_LIBRARY(fused_norm, m) {
       "input_dtype, "
       "bool[3] output_mask, Tensor? side=None, Tensor? columns=None, Tensor? dresidual=None) -> "
       "(Tensor dx, Tensor dweight, Tensor dbias)");
+  m.def(
+      "norm_statistics_backward(Tensor? dmean, Tensor? drstd, Tensor? dside, Tensor saved, Tensor? "
+      "mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
+      "weight_offset, bool rms, bool from_output, ScalarType input_dtype, Tensor? side, Tensor? "
+      "columns) -> Tensor");
   m.def(
       "add_norm_forward(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, SymInt[] "
       "normalized_shape, float eps, float weight_offset=0.0, bool rms=False, ScalarType? "
@@ -145,11 +151,37 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward_no_g
                           residual_dtype, out_dtype);
 }
 
-int64_t choose_room_of(const OptionalTensor& weight, const OptionalTensor& bias,
-                       double weight_offset, int64_t cols, at::ScalarType x_dtype,
-                       at::ScalarType y_dtype) {
-  return choose_room({weight.value_or(at::Tensor()), bias.value_or(at::Tensor()), weight_offset,
-                      cols, x_dtype, y_dtype});
+// What functional norms call, and their Autograd kernels.
+using Shape = std::vector<c10::SymInt>;
+
+at::Tensor norm_output(const at::Tensor& input, const OptionalTensor& weight,
+                       const OptionalTensor& bias, Shape normalized_shape, double eps,
+                       double weight_offset, bool rms, std::optional<at::ScalarType> out_dtype,
+                       bool memory_efficient) {
+  const NormOptions options{std::move(normalized_shape), eps, weight_offset, rms, {}, out_dtype};
+  return norm(input, {}, weight, bias, options, memory_efficient)[0];
+}
+
+std::tuple<at::Tensor, at::Tensor> add_norm_outputs(
+    const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
+    const OptionalTensor& bias, Shape normalized_shape, double eps, double weight_offset, bool rms,
+    std::optional<at::ScalarType> residual_dtype, std::optional<at::ScalarType> out_dtype,
+    bool memory_efficient) {
+  const NormOptions options{
+      std::move(normalized_shape), eps, weight_offset, rms, residual_dtype, out_dtype};
+  const auto results = norm(input, residual, weight, bias, options, memory_efficient);
+  return {results[0], results[1]};
+}
+
+std::vector<at::Tensor> record_norm_of(const at::Tensor& input, const OptionalTensor& residual,
+                                       const OptionalTensor& weight, const OptionalTensor& bias,
+                                       Shape normalized_shape, double eps, double weight_offset,
+                                       bool rms, std::optional<at::ScalarType> residual_dtype,
+                                       std::optional<at::ScalarType> out_dtype,
+                                       std::optional<c10::SymInt> room) {
+  const NormOptions options{
+      std::move(normalized_shape), eps, weight_offset, rms, residual_dtype, out_dtype};
+  return record_norm(input, residual, weight, bias, options, room.value_or(kSaveInput));
 }
 
 // None, or (address of the parameter's TensorImpl, description, number of columns).
@@ -220,7 +252,7 @@ py::dict build_info() {
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
-  m.doc() = "fused_norm's operators without the dispatcher. They do not differentiate.";
+  m.doc() = "fused_norm's operators without the dispatcher.";
   m.def("norm_forward", &norm_forward_no_grad, py::arg("input"), py::arg("weight"), py::arg("bias"),
         py::arg("normalized_shape"), py::arg("eps"), py::arg("weight_offset") = 0.0,
         py::arg("rms") = false, py::arg("out_dtype") = py::none(),
@@ -235,7 +267,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("weight_offset") = 0.0, py::arg("rms") = false,
         py::arg("residual_dtype") = py::none(), py::arg("out_dtype") = py::none(),
         py::call_guard<py::gil_scoped_release>());
-  m.def("choose_room", &choose_room_of, py::call_guard<py::gil_scoped_release>());
+  m.def("norm", &norm_output, py::call_guard<py::gil_scoped_release>());
+  m.def("add_norm", &add_norm_outputs, py::call_guard<py::gil_scoped_release>());
+  m.def("record_norm", &record_norm_of, py::call_guard<py::gil_scoped_release>());
+  py::register_exception<OverflowPending>(m, "OverflowPending");
   m.def("fixed_room", &fixed_room);
   m.def("note_optimizer_step", &note_optimizer_step);
   m.def("take_overflow", &take_overflow_tuple);

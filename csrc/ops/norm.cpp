@@ -20,6 +20,7 @@
 #include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include "core/norm/norm.h"
@@ -235,7 +236,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
                     norm_forward_adds(static_cast<int32_t>(geometry.cols), to_dtype(x_dtype),
                                       to_dtype(y_dtype), device);
   if (adds) {
-    out.residual_out = at::empty(input.sizes(), options.dtype(x_dtype));
+    out.residual_out = empty_tensor(input.sizes(), x_dtype);
   } else if (residual.defined()) {
     out.residual_out = add_residual(input, residual, x_dtype);
   }
@@ -244,9 +245,10 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
                                               : input,
                          geometry.row_dims);
   const Tensor g_data = aligned_param(g), b_data = aligned_param(b);
-  out.y = at::empty(input.sizes(), options.dtype(y_dtype));
-  out.rstd = at::empty(geometry.stats_shape, options.dtype(stats_dtype));
-  out.mean = rms ? at::empty({0}, out.rstd.options()) : at::empty_like(out.rstd);
+  out.y = empty_tensor(input.sizes(), y_dtype);
+  out.rstd = empty_tensor(geometry.stats_shape, stats_dtype);
+  out.mean =
+      empty_tensor(rms ? at::IntArrayRef(0) : at::IntArrayRef(geometry.stats_shape), stats_dtype);
 
   NormForwardParams params{};
   params.rows = geometry.rows;
@@ -271,8 +273,8 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
   params.mean = rms ? nullptr : out.mean.mutable_data_ptr();
   params.rstd = out.rstd.mutable_data_ptr();
   if (room > 0) {
-    out.side = at::empty({geometry.rows, room}, out.rstd.options());
-    out.columns = at::empty({1 + room}, options.dtype(at::kInt));
+    out.side = empty_tensor({geometry.rows, room}, stats_dtype);
+    out.columns = empty_tensor({1 + room}, at::kInt);
     params.list = {static_cast<int32_t>(room), out.columns.mutable_data_ptr<int32_t>(),
                    out.side.mutable_data_ptr()};
   }
@@ -467,7 +469,7 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   const Rows saved_rows = as_rows(saved, geometry.row_dims);
   const Tensor g_data = aligned_param(g), b_data = aligned_param(b);
   auto gradient = [&](bool wanted, at::IntArrayRef shape, ScalarType dtype) {
-    return wanted ? at::empty(shape, dy.options().dtype(dtype)) : Tensor();
+    return wanted ? empty_tensor(shape, dtype) : Tensor();
   };
   const Tensor dx = gradient(output_mask[0], dy.sizes(), input_dtype);
   const Tensor dweight =
@@ -503,10 +505,9 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   params.dweight = data_or_null(dweight);
   params.dbias = data_or_null(dbias);
   const DeviceProperties& device = current_device_properties();
-  const Tensor workspace =
-      at::empty({static_cast<int64_t>(norm_backward_workspace(params, device))},
-                dy.options().dtype(at::kByte));
-  params.workspace = workspace.mutable_data_ptr();
+  const c10::DataPtr workspace =
+      c10::cuda::CUDACachingAllocator::get()->allocate(norm_backward_workspace(params, device));
+  params.workspace = workspace.get();
   const auto stream = at::cuda::getCurrentCUDAStream();
   params.watch = watch_backward(norm, from_output, stream);
   check_launch(launch_norm_backward(params, device, stream));

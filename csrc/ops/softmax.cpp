@@ -132,7 +132,7 @@ Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor&
   const ScalarType x_dtype = input.scalar_type();
   check_tier_holds(tier, forward_pass(scale, mask.defined(), causal), geometry, x_dtype, out_dtype);
   const Rows x = as_softmax_rows(input, geometry);
-  const Tensor y = at::empty(input.sizes(), input.options().dtype(out_dtype));
+  const Tensor y = empty_tensor(input.sizes(), out_dtype);
   SoftmaxForwardParams params{};
   params.rows = geometry.outer;
   params.cols = static_cast<int32_t>(geometry.cols);
@@ -155,7 +155,7 @@ Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor&
 Tensor columns_forward(const Tensor& input, const Geometry& geometry, bool log,
                        ScalarType out_dtype) {
   const Tensor x = input.contiguous();
-  const Tensor y = at::empty(input.sizes(), input.options().dtype(out_dtype));
+  const Tensor y = empty_tensor(input.sizes(), out_dtype);
   SoftmaxColumnsForwardParams params{};
   params.outer = geometry.outer;
   params.cols = static_cast<int32_t>(geometry.cols);
@@ -175,7 +175,7 @@ Tensor rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geo
   check_tier_holds(tier, backward_pass(log), geometry, input_dtype, dy.scalar_type());
   const Rows dy_rows = as_softmax_rows(dy, geometry);
   const Rows y_rows = as_softmax_rows(output, geometry);
-  const Tensor dx = at::empty(dy.sizes(), dy.options().dtype(input_dtype));
+  const Tensor dx = empty_tensor(dy.sizes(), input_dtype);
   SoftmaxBackwardParams params{};
   params.rows = geometry.outer;
   params.cols = static_cast<int32_t>(geometry.cols);
@@ -197,7 +197,7 @@ Tensor rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geo
 Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
                         ScalarType input_dtype) {
   const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
-  const Tensor dx = at::empty(dy.sizes(), dy.options().dtype(input_dtype));
+  const Tensor dx = empty_tensor(dy.sizes(), input_dtype);
   SoftmaxColumnsBackwardParams params{};
   params.outer = geometry.outer;
   params.cols = static_cast<int32_t>(geometry.cols);

@@ -2,12 +2,12 @@
 // torch's own softmax takes the host 6 us a call with a graph, and a Python autograd.Function alone
 // as much again. The first derivative is the kernels'; of higher ones, forward mode and torch.func
 // transforms the operators' decompositions take care.
-#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <optional>
 
+#include "ops/autograd.h"
 #include "ops/checks.h"
 #include "ops/softmax_decomposition.h"
 
@@ -24,36 +24,17 @@ using MaskedOp = Tensor(const Tensor&, const std::optional<Tensor>&, double, boo
                         std::optional<ScalarType>);
 using BackwardOp = Tensor(const Tensor&, const Tensor&, int64_t, bool, ScalarType, double);
 
-// Through the dispatcher, so that fake tensors and tracers see the operators too.
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
-
 const auto& forward_op() {
-  static const auto op = find<ForwardOp>("fused_norm::softmax_forward");
+  static const auto op = find_operator<ForwardOp>("fused_norm::softmax_forward");
   return op;
 }
 const auto& masked_op() {
-  static const auto op = find<MaskedOp>("fused_norm::scaled_masked_softmax");
+  static const auto op = find_operator<MaskedOp>("fused_norm::scaled_masked_softmax");
   return op;
 }
 const auto& backward_op() {
-  static const auto op = find<BackwardOp>("fused_norm::softmax_backward");
+  static const auto op = find_operator<BackwardOp>("fused_norm::softmax_backward");
   return op;
-}
-
-// A torch.func transform differentiates, and knows no torch::autograd::Function. What it asks of
-// this level's Autograd kernels passes on to the level below through this key.
-bool is_transformed() {
-  return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
-}
-
-// A tangent of forward mode is on its way, which Function does not know either.
-bool has_tangent(const Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
-
-bool needs_grad(const Tensor& tensor) {
-  return at::GradMode::is_enabled() && tensor.requires_grad();
 }
 
 // The output is all that is saved. What else backward needs to know:
@@ -142,7 +123,7 @@ struct SoftmaxBackwardFunction : torch::autograd::Function<SoftmaxBackwardFuncti
 
 Tensor forward_autograd(const Tensor& input, int64_t dim, bool log,
                         std::optional<ScalarType> out_dtype) {
-  if (is_transformed() || has_tangent(input)) {
+  if (is_transformed(input)) {
     return decomposed::softmax_forward(input, dim, log, out_dtype);
   }
   if (needs_grad(input)) {
@@ -155,10 +136,10 @@ Tensor forward_autograd(const Tensor& input, int64_t dim, bool log,
 
 Tensor masked_autograd(const Tensor& input, const std::optional<Tensor>& mask, double scale,
                        bool causal, std::optional<ScalarType> out_dtype) {
-  TORCH_CHECK(!mask.has_value() || !mask->defined() || !(needs_grad(*mask) || has_tangent(*mask)),
+  TORCH_CHECK(!needs_grad(mask) && !has_tangent(mask),
               "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
               "mask.detach(), or add it to the input before softmax");
-  if (is_transformed() || has_tangent(input)) {
+  if (is_transformed(input)) {
     return decomposed::scaled_masked_softmax(input, mask, scale, causal, out_dtype);
   }
   if (needs_grad(input)) {
@@ -171,10 +152,10 @@ Tensor masked_autograd(const Tensor& input, const std::optional<Tensor>& mask, d
 
 Tensor backward_autograd(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
                          ScalarType input_dtype, double scale) {
-  if (is_transformed() || has_tangent(dy) || has_tangent(output)) {
+  if (is_transformed(dy, output)) {
     return decomposed::softmax_backward(dy, output, dim, log, input_dtype, scale);
   }
-  if (needs_grad(dy) || needs_grad(output)) {
+  if (needs_grad(dy, output)) {
     return SoftmaxBackwardFunction::apply(dy, output, dim, log, input_dtype, scale);
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;

@@ -224,7 +224,7 @@ void check_dealt_out(const NormBackwardPlan& plan, const DeviceProperties& chip,
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int saved_size, int dy_size, int column_vectors) {
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
-  EXPECT_LE(plan.cluster_blocks, column_vectors > 1 ? kMaxRingBlocks : chip.max_cluster_blocks);
+  EXPECT_LE(plan.cluster_blocks, kMaxRingBlocks);
   EXPECT_GT(chip.cluster_multiprocessors(plan.cluster_blocks), 0);
   EXPECT_EQ(plan.rows_per_block, 1);
   EXPECT_EQ(plan.threads_per_row % 32, 0);
@@ -416,7 +416,9 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   // 3 would do, with 6 warps to a scheduler in place of 4.
   EXPECT_EQ(plan_for(32768, false, kH200).cluster_blocks, 4);
   EXPECT_EQ(plan_for(65536, false, kH200).cluster_blocks, 8);
-  EXPECT_EQ(plan_for(131072, false, kH200).tier, Tier::kStreaming);
+  EXPECT_EQ(plan_for(131072, false, kH200).cluster_blocks, kMaxRingBlocks);
+  EXPECT_EQ(plan_for(131072, true, kH200).cluster_blocks, kMaxRingBlocks);
+  EXPECT_EQ(plan_for(262144, false, kH200).tier, Tier::kStreaming);
   EXPECT_EQ(plan_for(8192, false, kA100).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(12288, false, kA100).tier, Tier::kStreaming);
 }

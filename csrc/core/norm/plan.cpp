@@ -149,9 +149,13 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
     if (best && best_spread <= 2) break;
     consider(spread);
   }
-  // The parameters of an output take room that larger clusters have, so that what the input has
-  // room for needs no more kernels from the output.
-  if (!best && column_vectors > 1) consider(kMaxRingBlocks);
+  // Larger clusters than all chips have, for the longest rows (131072 columns of bf16 would be
+  // streamed otherwise) and for the parameters of an output. Where those have no room even so, the
+  // input goes without too: what it takes as one kernel is then one from the output.
+  constexpr int kOutputVectors = 3;
+  if (!best &&
+      ring_shape(kMaxRingBlocks, cols, plan.pack, dy_size, dy_size, kOutputVectors, device))
+    consider(kMaxRingBlocks);
   if (!best) return false;
 
   plan.tier = Tier::kRing;

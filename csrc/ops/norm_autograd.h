@@ -1,0 +1,45 @@
+// The norms as autograd records them: which of a call's tensors are saved, and the gradients from
+// those. In C++, as softmax's (softmax_autograd.cpp): a Python autograd.Function took the host more
+// time than everything else of a call together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <optional>
+#include <stdexcept>
+#include <vector>
+
+namespace fused_norm::ops {
+
+// Thrown before the call does anything: an earlier memory_efficient call's gradients are NaN for
+// want of room, and take_overflow() (column_watch.h) says whose.
+struct OverflowPending : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// What a norm is called with, beside its tensors.
+struct NormOptions {
+  std::vector<c10::SymInt> normalized_shape;
+  double eps, weight_offset;
+  bool rms;
+  std::optional<at::ScalarType> residual_dtype, out_dtype;
+};
+
+// The results of norm_forward, or of add_norm_forward with a residual, or, with room above 0, of
+// their listing forms, on record: differentiable in all that depends on the input. `room` is
+// kSaveInput, or that for listed columns of a call that saves its output.
+std::vector<at::Tensor> record_norm(const at::Tensor& input,
+                                    const std::optional<at::Tensor>& residual,
+                                    const std::optional<at::Tensor>& weight,
+                                    const std::optional<at::Tensor>& bias,
+                                    const NormOptions& options, const c10::SymInt& room);
+
+// What functional norms give: the same results, recorded if autograd is to, with what is saved and
+// the room for it chosen here; or, under a transform, those of the operator's own Autograd kernel.
+std::vector<at::Tensor> norm(const at::Tensor& input, const std::optional<at::Tensor>& residual,
+                             const std::optional<at::Tensor>& weight,
+                             const std::optional<at::Tensor>& bias, const NormOptions& options,
+                             bool memory_efficient);
+
+}  // namespace fused_norm::ops
