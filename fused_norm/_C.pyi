@@ -106,7 +106,7 @@ def softmax_backward(
     """The gradient of the input of either of the above, from its output."""
 
 class OverflowPending(RuntimeError):
-    """The call was not made: an earlier call's gradients are NaN, and take_overflow() says whose."""
+    """The call was not made: an earlier one's gradients are NaN, and take_overflow() says whose."""
 
 def norm(
     input: Tensor,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm import _autograd, _C, _ops, _sharding, _tracing
+from fused_norm import _C, _autograd, _ops, _sharding, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
