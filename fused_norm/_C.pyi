@@ -118,8 +118,9 @@ def norm(
     rms: bool,
     out_dtype: torch.dtype | None,
     memory_efficient: bool,
-) -> Tensor:
-    """The output of a norm, recorded for autograd where it is to be differentiated."""
+) -> Tensor | None:
+    """The output of a norm, recorded for autograd where it is to be differentiated; None for
+    arguments of other types."""
 
 def add_norm(
     input: Tensor,
@@ -133,8 +134,8 @@ def add_norm(
     residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
     memory_efficient: bool,
-) -> tuple[Tensor, Tensor]:
-    """(output, residual_out) of a norm of ``input + residual``, recorded as by :func:`norm`."""
+) -> tuple[Tensor, Tensor] | None:
+    """(output, residual_out) of a norm of ``input + residual``, as by :func:`norm`."""
 
 def record_norm(
     input: Tensor,

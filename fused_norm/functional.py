@@ -64,14 +64,12 @@ def _check_options(normalized_shape, eps, weight_offset) -> Sequence[int]:
 
 
 def _call(norm, *args):
-    """Calls a norm of the extension; None where it does not take an argument."""
+    """Calls a norm of the extension."""
     while True:
         try:
             return norm(*args)
         except _C.OverflowPending:
             _autograd.raise_overflow()
-        except TypeError:
-            return None
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:

@@ -54,6 +54,9 @@ SHAPES = [
     (262153, None),
 ]
 FORWARD_ROWS = 150, 5  # short rows, of which a block takes up to 128 at once, and longer ones
+# 16 bit, forward: so many short rows that tiles of them are normalized in place, on a chip of 132
+# multiprocessors.
+TILED = [(65, 67593), (257, 16901), (258, 16909), (513, 8453), (1025, 8461)]
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
 ALL = (True, True, True)
 MASKS = [(True, False, False), (False, True, True), (True, True, False), (True, False, True)]
@@ -91,6 +94,9 @@ def calls(x_dtype, turn):
             parameters = others[number % len(others)]
             mask = MASKS[number % len(MASKS)] if backward_rows else None
             yield Call(min(rows, FEW_ROWS), columns, layout, *parameters, mask)
+    if x_dtype.itemsize == 2:
+        for cols, rows in TILED:
+            yield Call(rows, cols, "odd", x_dtype, x_dtype, 0.0, None)
 
 
 def tensor(pool, rows, cols, layout):

@@ -125,10 +125,13 @@ def test_a_row_among_others_in_other_forms(kind, x_dtype, y_dtype, weight_dtype,
 @pytest.mark.parametrize("kind", KINDS)
 def test_short_rows_by_the_ten_thousand(kind, dtype, generator):
     """Forward: so many that other lanes share a row than of a few, and of rows that lie across
-    pack boundaries; among them rows of zeros, of -0, of one value, far from zero, with Inf."""
+    pack boundaries, or that tiles of them are normalized in place; among them rows of zeros, of
+    -0, of one value, far from zero, with Inf."""
     rms = kind == "rms"
-    for cols in (64, 104, 128, 192, 232, 256, 400, 512):
-        x = randn(generator, 80001, cols, dtype=dtype)
+    whole_packs = (64, 104, 128, 192, 232, 256, 400, 512)
+    others = (9, 23, 33, 65, 70, 97, 126, 129, 255, 257, 258, 333, 513, 1022, 1023, 1025, 2047)
+    for cols in (*whole_packs, *others):
+        x = randn(generator, 80001 if cols > 60 else 300005, cols, dtype=dtype)
         x[1], x[2], x[3], x[4], x[5, -1] = 0.0, -0.0, 0.1, x[4] + 1000, float("inf")
         weight, bias = randn(generator, cols, dtype=dtype), randn(generator, cols, dtype=dtype)
         call = weight, None if rms else bias, [cols], 1e-5, 0.0, rms, dtype

@@ -34,10 +34,11 @@ const std::vector<Dtypes> kDtypes = {{DType::kBFloat16, DType::kBFloat16},
                                      {DType::kFloat32, DType::kBFloat16},
                                      {DType::kFloat32, DType::kFloat32},
                                      {DType::kFloat64, DType::kFloat64}};
-const std::vector<int> kCols = {
-    1,     2,     7,     8,     9,     255,   256,   257,   768,    1023,   1024,    1025,   2048,
-    2052,  3333,  4096,  4104,  5120,  6144,  8191,  8192,  8193,   10242,  12288,   12289,  16384,
-    16385, 32768, 32769, 50257, 65536, 65537, 98304, 98305, 131072, 131073, 1000003, 1 << 30};
+const std::vector<int> kCols = {1,     2,      7,      8,       9,      65,    255,   256,   257,
+                                258,   513,    768,    1023,    1024,   1025,  2048,  2052,  3333,
+                                4096,  4104,   5120,   6144,    8191,   8192,  8193,  10242, 12288,
+                                12289, 16384,  16385,  32768,   32769,  50257, 65536, 65537, 98304,
+                                98305, 131072, 131073, 1000003, 1 << 30};
 const std::vector<int64_t> kRows = {1, 7, 512, 4097, 1 << 20, int64_t{1} << 33};
 
 bool is_lane_count(int threads) {
@@ -154,6 +155,51 @@ TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
   EXPECT_EQ(lanes(19008, 128), 0);  // few rows
   EXPECT_EQ(lanes(131072, 128, true), 0);
   EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 0);
+}
+
+TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
+    for (bool rms : {false, true}) {
+      for (int64_t rows : kRows) {
+        const NormForwardPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
+        const FlatRows& flat = plan.flat;
+        if (flat.slots == 0) continue;
+        SCOPED_TRACE(testing::Message() << rows << " x " << cols);
+        EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
+        EXPECT_TRUE(dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
+        EXPECT_EQ(plan.tier, Tier::kRegisters);
+        EXPECT_NE(cols % plan.pack, 0);
+        EXPECT_TRUE(plan.packs >= 2 && plan.packs <= 4);  // of which there are kernels
+        EXPECT_GE(flat.slots, 3);
+        EXPECT_LE(flat.slots, kMaxFlatSlots);
+        // Each group has as many rows of a tile; tiles start at multiples of 16 bytes.
+        EXPECT_EQ(plan.threads_per_row * flat.rows_per_block, kFlatThreads);
+        EXPECT_EQ(flat.rows % flat.rows_per_block, 0);
+        EXPECT_EQ(int64_t{flat.rows} * cols * 2 % 16, 0);
+        EXPECT_GE(flat.slot_bytes, flat.rows * cols * 2);
+        EXPECT_EQ(flat.slot_bytes % 16, 0);
+        EXPECT_EQ(flat.params_bytes % 16, 0);
+        EXPECT_GE(flat.params_bytes,
+                  plan.threads_per_row * plan.packs * plan.pack * 4 * (rms ? 1 : 2));
+        EXPECT_EQ(flat.shared_bytes, flat.params_bytes + flat.slots * flat.slot_bytes);
+        // Persistent: all resident at once, and each with tiles to walk over.
+        const int a_multiprocessor = flat.blocks / chip.sm_count;
+        EXPECT_EQ(flat.blocks % chip.sm_count, 0);
+        EXPECT_TRUE(a_multiprocessor >= 1 && a_multiprocessor <= kFlatBlocks);
+        EXPECT_LE(a_multiprocessor * (flat.shared_bytes + 2 * kKilobyte),
+                  chip.shared_bytes_per_block + kKilobyte);
+        EXPECT_GE(rows, int64_t{2} * flat.blocks * flat.rows);
+      }
+    }
+  });
+  auto goes = [](int64_t rows, int cols, DType dtype = DType::kBFloat16) {
+    return plan_norm_forward(rows, cols, dtype, dtype, false, kH200).flat.slots > 0;
+  };
+  for (int cols : {33, 65, 70, 126, 129, 257, 258, 513, 1023, 1025})
+    EXPECT_TRUE(goes(1 << 20, cols)) << cols;
+  for (int cols : {64, 256, 1026, 2049, 3333}) EXPECT_FALSE(goes(1 << 20, cols)) << cols;
+  EXPECT_FALSE(goes(2000, 257));
+  EXPECT_FALSE(goes(1 << 20, 257, DType::kFloat32));
 }
 
 TEST(ForwardPlan, FewRowsHaveMoreThreads) {

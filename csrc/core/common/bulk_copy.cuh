@@ -133,4 +133,27 @@ class CopyBarrier {
   uint64_t word_;
 };
 
+// Starts a copy of a multiple of 16 bytes from shared memory, between multiples of 16, of what was
+// written there before order_writes() and a barrier. Of the thread's own such copies:
+__device__ __forceinline__ void store_bulk(char* to, const char* from, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(bytes)
+               : "memory");
+#endif
+}
+// those since the last call are a group;
+__device__ __forceinline__ void commit_bulk_stores() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// until no more than the last kGroups still read shared memory.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_bulk_reads() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
+#endif
+}
+
 }  // namespace fused_norm

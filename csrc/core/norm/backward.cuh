@@ -166,6 +166,14 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
                               of_block(out.dweight_partials), of_block(out.dbias_partials));
 }
 
+// Rows that are not whole packs go in pairs where that is often asked for.
+template <typename X, typename Y>
+constexpr bool kBackwardInPairs = kInPairs<X>&& std::is_same_v<X, Y>;
+template <typename X, typename Y>
+constexpr RowsLie backward_deals_out(int cols) {
+  return kBackwardInPairs<X, Y> ? dealt_out_as<X>(cols) : RowsLie::kElements;
+}
+
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
@@ -176,7 +184,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
   } else if (lie == RowsLie::kShifted) {
     norm_backward_once<RowsLie::kShifted, kRms, kSaved, kPacks>(in, out, shared);
   } else if constexpr (kPacks == 1 || kBulkCopies) {
-    if constexpr (kInPairs<X>) {
+    if constexpr (kBackwardInPairs<X, Y>) {
       if (lie == RowsLie::kPairs)
         return norm_backward_once<RowsLie::kPairs, kRms, kSaved, kPacks>(in, out, shared);
     }

@@ -19,6 +19,10 @@ namespace fused_norm {
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream);
+// Of rows that lie flat: flat.cu.
+bool takes_flat_rows(const NormForwardParams& params, const NormForwardPlan& plan);
+cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                              cudaStream_t stream);
 // With an addend: add.cu.
 cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream);
@@ -26,22 +30,31 @@ template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream);
 
+template <typename Y>
+AffineStore<Y> affine_store(const NormForwardParams& params) {
+  return {static_cast<Y*>(params.y),
+          params.rows,
+          params.cols,
+          params.weight,
+          params.bias,
+          static_cast<Accumulator<Y>>(params.weight_offset)};
+}
+
+template <typename Load, typename Y>
+StatisticsOf<Load, AffineStore<Y>> statistics_out(const NormForwardParams& params) {
+  using A = Accumulator<typename Load::Input>;
+  return {static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
+          static_cast<A>(params.cols), A(1) / params.cols};
+}
+
 // `reads_regular`: what the policy reads and writes by itself is regular.
 template <typename Y, typename Load>
 cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormForwardParams& params,
                               const NormForwardPlan& plan, cudaStream_t stream) {
   using X = typename Load::Input;
-  using A = Accumulator<X>;
   using Store = AffineStore<Y>;
-  const Store store{static_cast<Y*>(params.y),
-                    params.rows,
-                    params.cols,
-                    params.weight,
-                    params.bias,
-                    static_cast<Accumulator<Y>>(params.weight_offset)};
-  const StatisticsOf<Load, Store> out{static_cast<A*>(params.mean), static_cast<A*>(params.rstd),
-                                      static_cast<A>(params.eps), static_cast<A>(params.cols),
-                                      A(1) / params.cols};
+  const Store store = affine_store<Y>(params);
+  const auto out = statistics_out<Load, Y>(params);
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
                                 : store.template all_of<true>(kDTypeOf<X>);
@@ -209,7 +222,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
-    const RowsLie lie = plan.dealt_out ? dealt_out_as<X>(params.cols)
+    const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
                         : regular      ? RowsLie::kRegular
                                        : RowsLie::kShifted;
     if constexpr (std::is_same_v<X, Y> && !kListed) {
@@ -270,10 +283,13 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwa
                               cudaStream_t stream) {
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     using Y = decltype(y);
-    if (params.from_output && params.list.room > 0)
+    // fp64's kernels find out at run time.
+    if (std::is_same_v<X, double> || (params.from_output && params.list.room > 0))
       return norm_backward_as<X, Y, Saved::kOutputAndList>(params, plan, stream);
-    if (params.from_output) return norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream);
-    return norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
+    if constexpr (!std::is_same_v<X, double>) {
+      if (params.from_output) return norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream);
+      return norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
+    }
   });
 }
 

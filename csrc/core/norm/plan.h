@@ -83,9 +83,23 @@ struct FewLanes {
   int shared_bytes;
 };
 
+// kRegisters, one 16-bit dtype, rows that are not whole packs: where they follow each other without
+// gaps from a multiple of 16 bytes on, and all parameters are there and of that dtype too, blocks
+// that walk over them do the same, if `slots` is not zero (forward_flat.cuh).
+struct FlatRows {
+  int slots;           // of shared memory, for the rows at work and those on their way
+  int rows;            // in a slot: whole 16-byte granules
+  int rows_per_block;  // at work at a time
+  int blocks;          // of the grid
+  int params_bytes, slot_bytes, shared_bytes;
+};
+constexpr int kMaxFlatSlots = 4;
+constexpr int kFlatThreads = 256, kFlatBlocks = 4;
+
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
   FewLanes few_lanes;
+  FlatRows flat;
 };
 
 // The kernels that add have no streaming tier: where the plan says so, x is added up before.

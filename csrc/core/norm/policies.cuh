@@ -41,7 +41,8 @@ struct InputLoad {
    public:
     __device__ Slice(const InputLoad& load, int64_t row, int col)
         : at_(row_start(load.x + col, load.layout, min(row, load.rows - 1))),
-          left_(row < load.rows ? load.cols - col : 0),
+          // Of a row past the end not even the granule in which it would start is read.
+          left_(row < load.rows ? load.cols - col : -N),
           rows_follow_(kLie == RowsLie::kShifted &&
                        rows_follow(load.layout, row, load.rows, load.cols, N)) {}
 
