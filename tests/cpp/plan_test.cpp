@@ -185,7 +185,7 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
         // Persistent: all resident at once, and each with tiles to walk over.
         const int a_multiprocessor = flat.blocks / chip.sm_count;
         EXPECT_EQ(flat.blocks % chip.sm_count, 0);
-        EXPECT_TRUE(a_multiprocessor >= 1 && a_multiprocessor <= kFlatBlocks);
+        EXPECT_TRUE(a_multiprocessor >= 3 && a_multiprocessor <= kFlatBlocks);
         EXPECT_LE(a_multiprocessor * (flat.shared_bytes + 2 * kKilobyte),
                   chip.shared_bytes_per_block + kKilobyte);
         EXPECT_GE(rows, int64_t{2} * flat.blocks * flat.rows);
@@ -197,7 +197,7 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
   };
   for (int cols : {33, 65, 70, 126, 129, 257, 258, 513, 1023, 1025})
     EXPECT_TRUE(goes(1 << 20, cols)) << cols;
-  for (int cols : {64, 256, 1026, 2049, 3333}) EXPECT_FALSE(goes(1 << 20, cols)) << cols;
+  for (int cols : {64, 256, 1026, 2047, 3333}) EXPECT_FALSE(goes(1 << 20, cols)) << cols;
   EXPECT_FALSE(goes(2000, 257));
   EXPECT_FALSE(goes(1 << 20, 257, DType::kFloat32));
 }

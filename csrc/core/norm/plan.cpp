@@ -246,16 +246,16 @@ FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
           std::max(params, forward_share(kForwardBlockThreads, kFewLanesPacks, blocks, device))};
 }
 
-// Rows that are short, and so many that each block has some tiles of them: the longest take as long
-// one by one, and so do longer ones in pairs (bf16 of 128 MB on an H200, LayerNorm and RMSNorm:
-// 65 columns 191 -> 94 and 138 -> 75 microseconds, 257: 162 -> 102 and 106 -> 78, 1025: 122 -> 104
-// and 90 -> 87, 2049: 100 and 82 -> 86; in pairs 258: 104 -> 93 and 81 -> 73, 1500: 81 -> 92 and
-// 69 -> 76). Tiles of 4 to 16 KB are alike; two slots in place of three, or fewer blocks to a
-// multiprocessor, take a tenth longer.
+// Rows that are short, and so many that each block has some tiles of them (bf16 of 128 MB on an
+// H200, LayerNorm and RMSNorm: 65 columns 191 -> 94 and 139 -> 74 microseconds, 257: 162 -> 98 and
+// 106 -> 74, 513: 135 -> 98 and 105 -> 88, 1025: 135 -> 123 and 91 -> 88; in pairs 258: 104 -> 93
+// and 81 -> 73, 1500: 81 -> 92 and 69 -> 76). Tiles of 4 to 16 KB are alike; two slots in place of
+// three take a tenth longer, and so do fewer blocks to a multiprocessor: of 2047 columns there is
+// room for two, which take LayerNorm 138 in place of 100.
 FlatRows flat_rows(const NormPlan& plan, int64_t rows, int cols, bool rms,
                    const DeviceProperties& device) {
   constexpr int kElementBytes = 2, kGranuleRows = 16 / kElementBytes, kTileBytes = 8 * 1024;
-  constexpr int kSlots = 3, kStatic = 2048, kReservedPerBlock = 1024;
+  constexpr int kSlots = 3, kMinBlocks = 3, kStatic = 2048, kReservedPerBlock = 1024;
   const int most_threads = cols % 2 == 0 ? kWarp : 2 * kWarp;
   if (plan.threads_per_row > most_threads) return {};
   FlatRows flat{};
@@ -267,11 +267,10 @@ FlatRows flat_rows(const NormPlan& plan, int64_t rows, int cols, bool rms,
   flat.params_bytes = ring_slot(plan.threads_per_row * plan.packs * plan.pack * 4 * (rms ? 1 : 2));
   flat.shared_bytes = flat.params_bytes + kSlots * flat.slot_bytes;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
-  const int blocks =
-      std::min(kFlatBlocks, capacity / (flat.shared_bytes + kStatic + kReservedPerBlock)) *
-      device.sm_count;
-  if (rows < int64_t{2} * blocks * flat.rows) return {};
-  flat.blocks = blocks;
+  const int resident =
+      std::min(kFlatBlocks, capacity / (flat.shared_bytes + kStatic + kReservedPerBlock));
+  flat.blocks = resident * device.sm_count;
+  if (resident < kMinBlocks || rows < int64_t{2} * flat.blocks * flat.rows) return {};
   return flat;
 }
 
