@@ -124,10 +124,7 @@ def extension():
         "cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp", "-fno-trapping-math"],
         "nvcc": ["-O3", "-Xfatbin=-compress-all"],
     }
-    # Kernels are compressed, and the driver takes them apart: all of CUDA 13 can do that too where
-    # they were made as small as nvcc can (PTX and binary for 9.0: 31 MB -> 20).
-    if cuda and int(torch.version.cuda.split(".")[0]) >= 13:
-        flags["nvcc"].append("--compress-mode=size")
+    # (--compress-mode=size would make the kernels a third smaller, for a tenth of the build's time.)
     # torch takes the constructors and operators of the 16-bit types away; CMakeLists.txt does not.
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
         flags["nvcc"].append(f"-U__CUDA_NO_{name}__")

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
+#include <cstring>
 #include <tuple>
 #include <utility>
 
@@ -98,11 +99,24 @@ variable_list run_forward(const Tensor& input, const OptionalTensor& residual,
 // What a call saves, in this order; undefined what it does not need.
 enum Saved { kSaved, kMean, kRstd, kWeight, kBias, kSide, kColumns, kSavedTensors };
 
-// The rest of it: the number of normalized dimensions, weight_offset and rms; the dtypes of what is
-// normalized, of the input, and of the residual.
-using How = std::tuple<int64_t, double, bool>;
-using Dtypes = std::tuple<ScalarType, ScalarType, ScalarType>;
-constexpr ScalarType kNone = ScalarType::Undefined;
+// The rest of it but weight_offset, as one number: each entry of saved_data takes its time.
+struct Call {
+  uint16_t row_dims;  // how many dimensions are normalized
+  bool rms, from_output, adds;
+  ScalarType x_dtype, input_dtype, residual_dtype;  // x: what is normalized
+
+  int64_t packed() const {
+    int64_t number = 0;
+    static_assert(sizeof(*this) <= sizeof(number));
+    std::memcpy(&number, this, sizeof(*this));
+    return number;
+  }
+  static Call unpack(int64_t number) {
+    Call call;
+    std::memcpy(&call, &number, sizeof(call));
+    return call;
+  }
+};
 
 struct NormFunction : torch::autograd::Function<NormFunction> {
   static constexpr bool is_traceable = true;
@@ -130,25 +144,29 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
-    ctx->saved_data["from_output"] = from_output;
-    ctx->saved_data["how"] = How(how.normalized_shape.size(), how.weight_offset, how.rms);
-    ctx->saved_data["dtypes"] =
-        Dtypes(x.scalar_type(), input.scalar_type(), adds ? residual->scalar_type() : kNone);
+    ctx->saved_data["weight_offset"] = how.weight_offset;
+    ctx->saved_data["call"] = Call{static_cast<uint16_t>(how.normalized_shape.size()),
+                                   how.rms,
+                                   from_output,
+                                   adds,
+                                   x.scalar_type(),
+                                   input.scalar_type(),
+                                   (adds ? *residual : input).scalar_type()}
+                                  .packed();
     return results;
   }
 
   // `grads` are those of the results of the operator.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const bool from_output = ctx->saved_data["from_output"].toBool();
-    const auto [row_dims, weight_offset, rms] = ctx->saved_data["how"].to<How>();
-    const auto [x_dtype, input_dtype, residual_dtype] = ctx->saved_data["dtypes"].to<Dtypes>();
-    const bool adds = residual_dtype != kNone;
+    const double weight_offset = ctx->saved_data["weight_offset"].toDouble();
+    const Call call = Call::unpack(ctx->saved_data["call"].toInt());
+    const bool rms = call.rms, adds = call.adds;
     const variable_list saved = ctx->get_saved_variables();
     const OptionalTensor mean = optional(saved[kMean]), weight = optional(saved[kWeight]),
                          bias = optional(saved[kBias]), side = optional(saved[kSide]),
                          columns = optional(saved[kColumns]);
     const SymIntArrayRef sizes = saved[kSaved].sym_sizes();
-    const SymIntArrayRef shape = sizes.slice(sizes.size() - row_dims);
+    const SymIntArrayRef shape = sizes.slice(sizes.size() - call.row_dims);
 
     // Edges are counted over the tensors that the call had.
     size_t edge = 0;
@@ -168,7 +186,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (!at::GradMode::is_enabled() && !is_decomposed(dy)) below_autograd.emplace();
       std::tie(dx, dweight, dbias) =
           op.call(dy, saved[kSaved], mean, saved[kRstd], weight, bias, shape, weight_offset, rms,
-                  from_output, x_dtype, needs, side, columns, optional(dx));
+                  call.from_output, call.x_dtype, needs, side, columns, optional(dx));
     }
     const size_t first = adds ? 2 : 1;
     const bool lists = columns.has_value();
@@ -180,7 +198,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
           find_operator<StatisticsBackward>("fused_norm::norm_statistics_backward");
       const Tensor more =
           op.call(dmean, drstd, dside, saved[kSaved], mean, saved[kRstd], weight, bias, shape,
-                  weight_offset, rms, from_output, x_dtype, side, columns);
+                  weight_offset, rms, call.from_output, call.x_dtype, side, columns);
       dx = dx.defined() ? at::add(dx, more) : more;
     }
 
@@ -188,7 +206,12 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const auto term = [&](bool wanted, ScalarType dtype) {
       return wanted && dx.defined() ? dx.to(dtype) : Tensor();
     };
-    return {term(of_input, input_dtype), term(of_residual, residual_dtype), dweight, dbias, {}, {}};
+    return {term(of_input, call.input_dtype),
+            term(of_residual, call.residual_dtype),
+            dweight,
+            dbias,
+            {},
+            {}};
   }
 };
 
