@@ -124,7 +124,7 @@ def extension():
         "cxx": ["-O3", "-g0", "-fvisibility=hidden", "-fopenmp", "-fno-trapping-math"],
         "nvcc": ["-O3", "-Xfatbin=-compress-all"],
     }
-    # (--compress-mode=size would make the kernels a third smaller, for a tenth of the build's time.)
+    # --compress-mode=size would make the kernels a third smaller, for a tenth of the build's time.
     # torch takes the constructors and operators of the 16-bit types away; CMakeLists.txt does not.
     for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS"):
         flags["nvcc"].append(f"-U__CUDA_NO_{name}__")
