@@ -84,8 +84,9 @@ struct FewLanes {
 };
 
 // kRegisters, one 16-bit dtype, rows that are not whole packs: where they follow each other without
-// gaps from a multiple of 16 bytes on, and all parameters are there and of that dtype too, blocks
-// that walk over them do the same, if `slots` is not zero (forward_flat.cuh).
+// gaps from a multiple of 16 bytes on, blocks that walk over them do the same, if `slots` is not
+// zero (forward_flat.cuh); rows of whole warps only if all parameters are there and of that dtype
+// too.
 struct FlatRows {
   int slots;           // of shared memory, for the rows at work and those on their way
   int rows;            // in a slot: whole 16-byte granules
