@@ -54,9 +54,11 @@ SHAPES = [
     (262153, None),
 ]
 FORWARD_ROWS = 150, 5  # short rows, of which a block takes up to 128 at once, and longer ones
-# 16 bit, forward: so many short rows that tiles of them are normalized in place, on a chip of 132
-# multiprocessors.
+# 16 bit: so many short rows that tiles of them are normalized in place, on a chip of 132
+# multiprocessors; and that backward's and softmax's blocks fill their slots again.
 TILED = [(65, 67593), (257, 16901), (258, 16909), (513, 8453), (1025, 8461)]
+BACKWARD_TILED = [(65, 101441), (144, 31700), (257, 25401), (513, 16931)]
+SOFTMAX_TILED = [(65, 140001), (513, 32001), (1025, 16001)]
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
 ALL = (True, True, True)
 MASKS = [(True, False, False), (False, True, True), (True, True, False), (True, False, True)]
@@ -97,6 +99,8 @@ def calls(x_dtype, turn):
     if x_dtype.itemsize == 2:
         for cols, rows in TILED:
             yield Call(rows, cols, "odd", x_dtype, x_dtype, 0.0, None)
+        for cols, rows in BACKWARD_TILED:
+            yield Call(rows, cols, "odd", x_dtype, x_dtype, 0.0, ALL)
 
 
 def tensor(pool, rows, cols, layout):
@@ -204,7 +208,8 @@ def softmax_calls(pools, pair):
         yield form, x, dy, (pools[torch.float32][: cols + 1] < 0).cuda()[1:]
         yield form, x, dy, rows.view(cols)
         yield form, x, dy, tensor(pools[pair[0]], x.shape[-2], 1, "regular")
-    for rows, cols, layout in RING_SHAPES:
+    tiled = [(rows, cols, "odd") for cols, rows in SOFTMAX_TILED if pair[0].itemsize == 2]
+    for rows, cols, layout in RING_SHAPES + tiled:
         x, dy = tensors(rows, cols, layout)
         for log in (False, True):
             yield softmax.Form(*pair, log=log), x, dy, None

@@ -86,7 +86,15 @@ def test_row_lengths_around_every_boundary(kind, sums, generator):
 @each_kind
 def test_many_rows(kind, sums, generator):
     verdict = Verdict()
-    for rows, cols in [*SHAPES, (1000003, 8), (300007, 33), (70001, 100), (2000011, 1)]:
+    for rows, cols in [
+        *SHAPES,
+        (1000003, 8),
+        (300007, 33),
+        (70001, 100),
+        (2000011, 1),
+        (150001, 65),
+        (20001, 513),
+    ]:
         form = full_form(kind, sums)
         verdict.add(
             f"{form}, {rows} x {cols}", check_add_call(form, *draw(generator, form, rows, cols))

@@ -148,6 +148,35 @@ def test_short_rows_by_the_ten_thousand(kind, dtype, generator):
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_short_rows_by_the_ten_thousand(kind, dtype, memory_efficient, generator):
+    """Backward of rows that pass through shared memory in tiles, so many that each block fills its
+    slots again and again: dx is that of a few of them, and everything is the same where the rows
+    start anywhere, or lie apart."""
+    form = full_form(kind, dtype, memory_efficient)
+    for cols in (17, 33, 65, 72, 96, 126, 129, 144, 161, 225, 257, 272, 300, 333, 400, 513, 544):
+        rows = 2**24 // cols + 5
+        x, dy = (
+            random_input(generator, rows, cols, dtype),
+            randn(generator, rows, cols, dtype=dtype),
+        )
+        weight, bias = random_parameters(generator, form, [cols], recoverable=True)
+        whole = forward_backward(apply, form, x, [cols], weight, bias, dy)[1]
+        for name, chosen in (("few", slice(7)), ("last", slice(-3, None))):
+            part = forward_backward(apply, form, x[chosen], [cols], weight, bias, dy[chosen])[1]
+            assert same_bits(part["x"], whole["x"][chosen]), f"{cols} columns, {name}"
+        apart = torch.empty(rows, cols + 3, dtype=dtype, device="cuda")[:, 2:-1]
+        for name, moved in (
+            ("misaligned", (place(x, 1), place(dy, 1))),
+            ("apart", (apart.copy_(x), dy)),
+        ):
+            other = forward_backward(apply, form, moved[0], [cols], weight, bias, moved[1])[1]
+            for what, grad in whole.items():
+                assert same_bits(other[what], grad), f"{cols} columns, {name}: {what}"
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_at_any_alignment(kind, dtype, memory_efficient, generator):

@@ -139,6 +139,7 @@ def test_larger_sizes(pair, cols, most_of_the_memory, generator):
 
 
 TALL = [(131072, 128), (100000, 192), (70001, 100), (300007, 33), (1000003, 8), (5000011, 1)]
+TALL += [(250001, 65), (130001, 129), (70001, 257), (40001, 513), (20001, 1025)]
 
 
 @each_pair
@@ -436,6 +437,32 @@ def test_a_column_among_others(pair, log, generator):
                 assert same_bits(result, wanted), f"{form}, {cols}, at {offset}"
         for result, wanted in zip(forward_backward(form, x[1:], dy[1:]), expected, strict=True):
             assert same_bits(result, wanted[1:]), f"{form}, {cols}, one batch"
+
+
+@each_log
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_short_rows_by_the_ten_thousand(dtype, log, generator):
+    """Rows that pass through shared memory in tiles, so many that each block fills its slots again
+    and again: y and dx are those of a few of them, and the same where the rows start anywhere, or
+    lie apart."""
+    form = Form(dtype, dtype, log=log)
+    for cols in (65, 95, 129, 257, 270, 513, 543, 1025, 1032, 1056):
+        rows = 2**24 // cols + 5
+        x = randn(generator, rows, cols, dtype=dtype).mul_(3)
+        dy = randn(generator, rows, cols, dtype=dtype)
+        x[1], x[2, 1:], x[3, -1], x[4, 0] = -math.inf, -math.inf, math.inf, math.nan
+        whole = forward_backward(form, x, dy)
+        for name, chosen in (("few", slice(7)), ("last", slice(-3, None))):
+            part = forward_backward(form, x[chosen], dy[chosen])
+            for of_part, of_whole in zip(part, whole, strict=True):
+                assert same_bits(of_part, of_whole[chosen]), f"{form}, {cols} columns, {name}"
+        apart = torch.empty(rows, cols + 3, dtype=dtype, device="cuda")[:, 2:-1]
+        for name, moved in (
+            ("misaligned", (place(x, 1), place(dy, 1))),
+            ("apart", (apart.copy_(x), dy)),
+        ):
+            for other, of_whole in zip(forward_backward(form, *moved), whole, strict=True):
+                assert same_bits(other, of_whole), f"{form}, {cols} columns, {name}"
 
 
 @each_pair

@@ -157,6 +157,19 @@ TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
   EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 0);
 }
 
+// Tiles of rows of 16 bits an element, of which a block has so many at work: they start at
+// multiples of 16 bytes.
+void check_tiles(const FlatRows& flat, int rows_at_work, int cols) {
+  EXPECT_GE(flat.slots, 3);
+  EXPECT_LE(flat.slots, kMaxFlatSlots);
+  EXPECT_EQ(flat.rows_per_block, rows_at_work);
+  EXPECT_EQ(flat.rows % rows_at_work, 0);
+  EXPECT_EQ(int64_t{flat.rows} * cols * 2 % 16, 0);
+  EXPECT_GE(flat.tile_bytes, flat.rows * cols * 2);
+  EXPECT_EQ(flat.tile_bytes % 16, 0);
+  EXPECT_EQ(flat.params_bytes % 16, 0);
+}
+
 TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
     for (bool rms : {false, true}) {
@@ -170,18 +183,10 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
         EXPECT_EQ(plan.tier, Tier::kRegisters);
         EXPECT_NE(cols % plan.pack, 0);
         EXPECT_TRUE(plan.packs >= 2 && plan.packs <= 4);  // of which there are kernels
-        EXPECT_GE(flat.slots, 3);
-        EXPECT_LE(flat.slots, kMaxFlatSlots);
-        // Each group has as many rows of a tile; tiles start at multiples of 16 bytes.
-        EXPECT_EQ(plan.threads_per_row * flat.rows_per_block, kFlatThreads);
-        EXPECT_EQ(flat.rows % flat.rows_per_block, 0);
-        EXPECT_EQ(int64_t{flat.rows} * cols * 2 % 16, 0);
-        EXPECT_GE(flat.slot_bytes, flat.rows * cols * 2);
-        EXPECT_EQ(flat.slot_bytes % 16, 0);
-        EXPECT_EQ(flat.params_bytes % 16, 0);
+        check_tiles(flat, kFlatThreads / plan.threads_per_row, cols);
         EXPECT_GE(flat.params_bytes,
                   plan.threads_per_row * plan.packs * plan.pack * 4 * (rms ? 1 : 2));
-        EXPECT_EQ(flat.shared_bytes, flat.params_bytes + flat.slots * flat.slot_bytes);
+        EXPECT_EQ(flat.shared_bytes, flat.params_bytes + flat.slots * flat.tile_bytes);
         // Persistent: all resident at once, and each with tiles to walk over.
         const int a_multiprocessor = flat.blocks / chip.sm_count;
         EXPECT_EQ(flat.blocks % chip.sm_count, 0);
@@ -267,6 +272,34 @@ void check_dealt_out(const NormBackwardPlan& plan, const DeviceProperties& chip,
                                    plan.rows_per_block * kRowStages * row);
 }
 
+void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
+                int param_vectors) {
+  const FlatRows& flat = plan.flat;
+  EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
+  ASSERT_GE(flat.row_class, 0);
+  ASSERT_LT(flat.row_class, kFlatClasses);
+  const int units = kFlatUnits[flat.row_class], columns = units * 32;
+  EXPECT_EQ(plan.packs, units);
+  EXPECT_EQ(plan.threads_per_row, 32);
+  // Of the class before, every lane has all columns.
+  EXPECT_LE(cols, columns);
+  EXPECT_TRUE(flat.row_class == 0 || cols > kFlatUnits[flat.row_class - 1] * 32);
+  EXPECT_EQ(plan.shared_bytes, flat.shared_bytes);
+  constexpr int kWarps = kFlatThreads / 32;
+  check_tiles(flat, kWarps * flat_rows_at_once(units), cols);
+  // With a residual too, there is a tile on its way while another is at work.
+  EXPECT_GE(flat.slots * kFlatTensors / (kFlatTensors + 1), 2);
+  EXPECT_GE(flat.params_bytes, columns * 4 * param_vectors);
+  EXPECT_GE(flat.shared_bytes, flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes);
+  EXPECT_GE(flat.shared_bytes, kWarps * columns * 4);  // in the end
+  // Persistent: all resident at once, and none without a tile.
+  const int a_multiprocessor = (plan.blocks + chip.sm_count - 1) / chip.sm_count;
+  EXPECT_LE(a_multiprocessor, flat_backward_blocks(flat.row_class >= kShorterFlatClasses));
+  EXPECT_LE(a_multiprocessor * (flat.shared_bytes + kKilobyte),
+            chip.shared_bytes_per_block + kKilobyte);
+  EXPECT_LE(int64_t{plan.blocks - 1} * flat.rows, rows - 1);
+}
+
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int saved_size, int dy_size, int column_vectors) {
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
@@ -324,6 +357,10 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         const int param_vectors = from_output ? 3 : 1;
         if (plan.tier == Tier::kRing) {
           check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), param_vectors);
+          continue;
+        }
+        if (plan.tier == Tier::kFlat) {
+          check_flat(plan, chip, rows, cols, param_vectors);
           continue;
         }
         check_registers(plan, chip);
@@ -384,16 +421,34 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOut) {
   const auto plan_for = [](int cols, const DeviceProperties& chip) {
     return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, false, chip);
   };
-  EXPECT_FALSE(plan_for(37, kH200).dealt_out);  // would leave most of a warp idle
+  EXPECT_FALSE(plan_for(37, kA100).dealt_out);  // would leave most of a warp idle
   EXPECT_FALSE(plan_for(1000, kH200).dealt_out);
-  EXPECT_EQ(plan_for(91, kH200).threads_per_row, 32);
-  EXPECT_EQ(plan_for(777, kH200).packs, 1);
-  EXPECT_EQ(plan_for(777, kH200).rows_per_block, 2);
+  EXPECT_EQ(plan_for(91, kA100).threads_per_row, 32);
+  EXPECT_EQ(plan_for(777, kA100).packs, 1);
+  EXPECT_EQ(plan_for(777, kA100).rows_per_block, 2);
   EXPECT_EQ(plan_for(3333, kH200).packs, 2);
   EXPECT_EQ(plan_for(3333, kH200).rows_per_block, 2);
-  for (int cols : {91, 126, 777, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
-  EXPECT_TRUE(plan_for(777, kA100).dealt_out);
+  for (int cols : {777, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
+  for (int cols : {91, 126, 777}) EXPECT_TRUE(plan_for(cols, kA100).dealt_out);
   EXPECT_FALSE(plan_for(3333, kA100).dealt_out);  // there are no bulk copies
+}
+
+TEST(BackwardPlan, ShortRowsGoInTiles) {
+  const auto goes = [](int cols, DType x = DType::kBFloat16, DType y = DType::kBFloat16,
+                       int64_t rows = 4096, const DeviceProperties& chip = kH200) {
+    return plan_norm_backward(rows, cols, x, y, false, false, chip).tier == Tier::kFlat;
+  };
+  // Those that are not whole packs, and those that would leave many lanes without one.
+  for (int cols : {17, 33, 65, 126, 129, 257, 513, 543}) EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {72, 80, 96, 136, 144, 192, 224, 264, 384, 400, 520})
+    EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {15, 16, 24, 40, 48, 64, 104, 112, 128, 240, 256, 512, 545, 640, 3333})
+    EXPECT_FALSE(goes(cols)) << cols;
+  for (int64_t rows : {1, 7, 1 << 24})
+    EXPECT_TRUE(goes(65, DType::kBFloat16, DType::kBFloat16, rows));
+  EXPECT_FALSE(goes(65, DType::kFloat32, DType::kFloat32));
+  EXPECT_FALSE(goes(65, DType::kBFloat16, DType::kFloat32));
+  EXPECT_FALSE(goes(65, DType::kBFloat16, DType::kBFloat16, 4096, kA100));  // no bulk copies
 }
 
 TEST(BackwardPlan, FewRowsAreOneKernel) {

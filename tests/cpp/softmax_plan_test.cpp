@@ -62,6 +62,33 @@ void for_all(Check check) {
   }
 }
 
+// Rows in tiles, by persistent blocks.
+void check_flat(const SoftmaxPlan& plan, const DeviceProperties& chip, Dtypes dtypes, int64_t rows,
+                int cols) {
+  const FlatRows& flat = plan.flat;
+  EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
+  EXPECT_TRUE(dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
+  EXPECT_NE(plan.pass, SoftmaxPass::kMaskedForward);
+  ASSERT_GE(flat.row_class, 0);
+  ASSERT_LT(flat.row_class, kSoftmaxFlatClasses);
+  // Every lane has all of its columns but the last.
+  EXPECT_EQ((cols + 31) / 32, kSoftmaxFlatUnits[flat.row_class]);
+  EXPECT_EQ(plan.packs, kSoftmaxFlatUnits[flat.row_class]);
+  EXPECT_EQ(plan.tier, cols <= 1024 ? SoftmaxTier::kWarp : SoftmaxTier::kBlock);
+  EXPECT_EQ(flat.rows_per_block, kFlatThreads / 32 * softmax_flat_rows(plan.packs));
+  EXPECT_EQ(flat.rows % flat.rows_per_block, 0);
+  EXPECT_EQ(int64_t{flat.rows} * cols * 2 % 16, 0);
+  EXPECT_GE(flat.tile_bytes, flat.rows * cols * 2);
+  EXPECT_EQ(flat.tile_bytes % 16, 0);
+  EXPECT_TRUE(flat.slots >= 2 && flat.slots <= kMaxFlatSlots);
+  EXPECT_EQ(plan.shared_bytes, flat.slots * flat.tile_bytes * (is_backward(plan.pass) ? 2 : 1));
+  // All resident at once, and none without a tile.
+  const int a_multiprocessor = (plan.blocks + chip.sm_count - 1) / chip.sm_count;
+  EXPECT_LE(a_multiprocessor, 3);
+  EXPECT_LE(a_multiprocessor * (plan.shared_bytes + 2048), chip.shared_bytes_per_block + 1024);
+  EXPECT_LE(int64_t{plan.blocks - 1} * flat.rows, rows - 1);
+}
+
 TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols, SoftmaxPass pass,
              SoftmaxTier tier) {
@@ -73,6 +100,11 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
         EXPECT_EQ(plan.tier, tier);
       }
       EXPECT_TRUE(is_lane_count(plan.threads_per_row));
+      if (plan.place == RowPlace::kFlat) {
+        EXPECT_EQ(tier, SoftmaxTier::kAuto);
+        check_flat(plan, chip, dtypes, rows, cols);
+        continue;
+      }
       const int threads = plan.threads_per_row * plan.rows_per_block;
       EXPECT_LE(threads, plan.tier == SoftmaxTier::kWarp ? 128 : 512);
       EXPECT_EQ(threads % 32, 0);
@@ -121,6 +153,20 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
       }
     }
   });
+}
+
+TEST(SoftmaxPlan, RowsLongerThanAPowerOfTwoGoInTiles) {
+  const DType bf16 = DType::kBFloat16;
+  auto goes = [&](int cols, SoftmaxTier tier = SoftmaxTier::kAuto,
+                  const DeviceProperties& chip = kH200) {
+    return plan_softmax(tier, SoftmaxPass::kBackward, 4096, cols, bf16, bf16, chip).place ==
+           RowPlace::kFlat;
+  };
+  for (int cols : {65, 95, 129, 257, 287, 513, 1025, 1032, 1056}) EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {33, 64, 72, 97, 127, 136, 264, 289, 511, 520, 777, 1024, 1057, 2049})
+    EXPECT_FALSE(goes(cols)) << cols;
+  EXPECT_FALSE(goes(65, SoftmaxTier::kWarp));
+  EXPECT_FALSE(goes(65, SoftmaxTier::kAuto, kA100));  // no bulk copies
 }
 
 TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {

@@ -16,6 +16,11 @@ inline bool is_regular(const void* data, const RowLayout& layout, int64_t cols, 
          layout.stride % pack == 0 && layout.outer_stride % pack == 0;
 }
 
+// Whether the rows follow each other without gaps from a multiple of 16 bytes on.
+inline bool lies_flat(const void* data, const RowLayout& layout, int64_t cols) {
+  return layout.inner == 0 && layout.stride == cols && reinterpret_cast<uintptr_t>(data) % 16 == 0;
+}
+
 namespace detail {
 
 // How a kernel is launched, beyond its grid.

@@ -146,6 +146,33 @@ __device__ __forceinline__ A lane_sum(A value) {
   return value;
 }
 
+// Combines each of K values, a power of two, over a warp, for all lanes: as reduce_lanes() does, by
+// fewer exchanges.
+template <int K, typename Combine>
+__device__ __forceinline__ void reduce_each(float (&values)[K], Combine combine) {
+  const int lane = threadIdx.x % kWarpSize;
+  float kept[K];
+#pragma unroll
+  for (int j = 0; j < K; ++j) kept[j] = values[j];
+    // One half of the lanes goes on with one half of the values.
+#pragma unroll
+  for (int half = K / 2; half > 0; half /= 2) {
+    const int offset = kWarpSize * half / K;
+    const bool upper = lane & offset;
+#pragma unroll
+    for (int j = 0; j < half; ++j) {
+      const float other = __shfl_xor_sync(kFullMask, upper ? kept[j] : kept[j + half], offset);
+      kept[j] = combine(upper ? kept[j + half] : kept[j], other);
+    }
+  }
+#pragma unroll
+  for (int offset = kWarpSize / K / 2; offset > 0; offset /= 2)
+    kept[0] = combine(kept[0], __shfl_xor_sync(kFullMask, kept[0], offset));
+#pragma unroll
+  for (int j = 0; j < K; ++j)
+    values[j] = K == 1 ? kept[0] : __shfl_sync(kFullMask, kept[0], j * (kWarpSize / K));
+}
+
 // Sums over the threads of a row group: every thread gets the same bits. The tree depends on the
 // number of threads alone. Each group of several warps has a named barrier; with Barrier::kBlock
 // there is one group.

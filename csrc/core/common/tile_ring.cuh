@@ -1,49 +1,134 @@
-// Tiles of rows that follow each other without gaps, which pass through shared memory by bulk
-// copies and are changed there in place.
+// Tiles of rows that pass through shared memory by bulk copies and are changed there in place.
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
+#include "core/common/row_access.cuh"
+#include "core/common/row_group.cuh"
 
 namespace fused_norm {
 
+// Which rows of a tile a group works on, one a turn.
+struct TileTurns {
+  int first, step, count;
+};
+// `rows` is a multiple of the block's groups. `apart`: the groups of a warp keep away from each
+// other, as neighbours often begin in the same banks.
+template <typename Group>
+__device__ __forceinline__ TileTurns tile_turns(const Group& group, int rows, bool apart) {
+  const int neighbours = apart ? max(1, kWarpSize / group.threads()) : 1;
+  return {group.index() % neighbours * (rows / neighbours) + group.index() / neighbours,
+          group.groups() / neighbours, rows / group.groups()};
+}
+
+__device__ __forceinline__ int thread_of_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
+
+// By all threads of the block: copies rows, those from row `first` of a tensor on, to where they
+// follow each other.
+template <typename T>
+__device__ __noinline__ void gather_rows(T* to, const T* base, RowLayout layout, int64_t first,
+                                         int rows, int cols) {
+  const int warp = thread_of_block() / kWarpSize, lane = thread_of_block() % kWarpSize;
+  const int warps = blockDim.x * blockDim.y / kWarpSize;
+  for (int row = warp; row < rows; row += warps) {
+    const T* const from = row_start(base, layout, first + row);
+#pragma unroll 4
+    for (int col = lane; col < cols; col += kWarpSize) to[row * cols + col] = from[col];
+  }
+}
+template <typename T>
+__device__ __noinline__ void copy_elements(T* to, const T* from, int count) {
+  const int threads = blockDim.x * blockDim.y;
+#pragma unroll 4
+  for (int i = thread_of_block(); i < count; i += threads) to[i] = from[i];
+}
+template <typename T>
+__device__ __noinline__ void clear_elements(T* to, int count) {
+  for (int i = thread_of_block(); i < count; i += blockDim.x * blockDim.y) to[i] = T(0.0f);
+}
+
+// A lane's columns: its own and those 32, 64, ... further on, kUnits in all. The first kSure of
+// them every lane has.
+template <int kUnits, int kSure>
+struct LaneColumns {
+  int lane, cols;
+  __device__ __forceinline__ bool inside(int i) const {
+    return i < kSure || i * kWarpSize + lane < cols;
+  }
+};
+
+// A tensor whose rows pass through.
+template <typename T>
+struct TileRows {
+  const T* base;
+  RowLayout layout;
+};
+
 // A persistent block's tiles: every gridDim.x-th, each in a slot of shared memory for as long as
-// the block works on it; others are on their way there, or from there. One thread starts all
-// copies. A tile is whole 16-byte granules, but for the last one of the tensors, whose rest that
-// thread copies itself. Both tensors start on 16 bytes. Shape: `slots`, `rows` of a tile, and
-// `slot_bytes`.
-template <typename T, typename Shape>
+// the block works on it; others are on their way there, or from there. Shape: `slots`, `rows` of a
+// tile, whole 16-byte granules, and `tile_bytes`.
+//
+// Tensors says what passes through: count() tensors, rows_of(t) being tensor t; written(), where
+// what became of tensor kWritten goes, null for nowhere; and flat(), whether in each of them the
+// rows follow each other without gaps from a multiple of 16 bytes on. Others are copied by the
+// block's threads, before and after a tile's turn.
+template <typename T, typename Tensors, typename Shape>
 class TileRing {
  public:
   // `filled` and `memory`, of so many slots, are in shared memory. A barrier of the block follows
   // start().
-  __device__ __forceinline__ TileRing(const T* from, T* to, int64_t rows, int cols,
+  __device__ __forceinline__ TileRing(const Tensors& tensors, int64_t rows, int cols,
                                       const Shape& shape, CopyBarrier* filled, char* memory)
-      : from_(from),
-        to_(to),
-        rows_(rows),
-        tiles_((rows + shape.rows - 1) / shape.rows),
-        tile_(blockIdx.x),
-        cols_(cols),
+      : tensors_(tensors),
         shape_(shape),
         filled_(filled),
-        memory_(memory) {
-    if (!copies()) return;
-    for (int slot = 0; slot < shape.slots; ++slot) filled[slot].init();
+        memory_(memory),
+        cols_(cols),
+        tile_(blockIdx.x),
+        tiles_(static_cast<int>((rows + shape.rows - 1) / shape.rows)),
+        last_rows_(static_cast<int>(rows - int64_t{tiles_ - 1} * shape.rows)) {
+    if (thread_of_block() != 0) return;
+#pragma unroll 1
+    for (int slot = 0; slot < shape.slots; ++slot) filled[slot].init(tensors.count());
     CopyBarrier::order_inits();
   }
+  // By all threads.
   __device__ __forceinline__ void start() {
-    if (!copies()) return;
-    for (int slot = 0; slot < shape_.slots; ++slot) fill(slot, tile_ + slot * int64_t{gridDim.x});
+    __syncwarp();
+    if (!copies() || !tensors_.flat()) return;
+#pragma unroll 1
+    for (int slot = 0; slot < shape_.slots; ++slot) fill(slot, tile_ + slot * gridDim.x);
   }
 
-  // Of the tile at hand: whether there is one; its first row, and how many it has; where it lies,
-  // once it is there. What follows the last rows of the tensor in their slot is anything.
+  // Of the tile at hand: whether there is one; its first row, and how many it has; where its part
+  // of a tensor lies, once it is there. After the tensors' last rows comes anything, or zeros if
+  // kZeros.
   __device__ __forceinline__ bool any() const { return tile_ < tiles_; }
-  __device__ __forceinline__ int64_t first_row() const { return tile_ * shape_.rows; }
+  __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * shape_.rows; }
   __device__ __forceinline__ int rows() const { return rows_of(tile_); }
-  __device__ __forceinline__ T* wait() const {
-    filled_[slot_].wait(parity_);
-    return reinterpret_cast<T*>(at(slot_));
+  __device__ __forceinline__ T* part(int tensor) const {
+    return reinterpret_cast<T*>(part_of(slot_, tensor));
+  }
+  template <bool kZeros>
+  __device__ __forceinline__ void wait() const {
+    const int rows = this->rows();
+    const bool fill_up = kZeros && rows < shape_.rows;
+    if (tensors_.flat()) {
+      filled_[slot_].wait(parity_);
+      if (!fill_up) return;
+    }
+#pragma unroll 1
+    for (int t = 0; t < tensors_.count(); ++t) {
+      if (!tensors_.flat()) {
+        const TileRows<T> of = tensors_.rows_of(t);
+        gather_rows(part(t), of.base, of.layout, first_row(), rows, cols_);
+      }
+      if (fill_up) clear_elements(part(t) + rows * cols_, (shape_.rows - rows) * cols_);
+    }
+    __syncthreads();
+  }
+  // The next tile's first row.
+  __device__ __forceinline__ int64_t next_row() const {
+    return int64_t{tile_ + static_cast<int>(gridDim.x)} * shape_.rows;
   }
 
   // By all threads of the block, when each is done with its part of the tile: writes it, and goes
@@ -51,23 +136,24 @@ class TileRing {
   __device__ __forceinline__ void next() {
     CopyBarrier::order_writes();
     __syncthreads();
-    const int64_t stride = gridDim.x;
-    if (copies()) {
-      const int bytes = bytes_of(tile_);
-      char* const to = reinterpret_cast<char*>(to_ + first_row() * cols_);
-      if (bytes >= kGranule) store_bulk(to, at(slot_), bytes & -kGranule);
-      copy_rest(to, at(slot_), bytes);
-      commit_bulk_stores();
-      // The slot before this one is free when no more than this one's copy is under way.
-      wait_for_bulk_reads<1>();
-      if (tile_ != blockIdx.x)
-        fill(slot_ > 0 ? slot_ - 1 : shape_.slots - 1, tile_ + (shape_.slots - 1) * stride);
+    if (tensors_.flat()) {
+      // Each of some lanes writes and fills the part of a tensor: the slot before this one, when no
+      // more than this one's copy is under way.
+      if (copies()) {
+        if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
+        if (tile_ != static_cast<int>(blockIdx.x))
+          fill(slot_ > 0 ? slot_ - 1 : shape_.slots - 1, tile_ + (shape_.slots - 1) * gridDim.x);
+      }
+      if (++slot_ == shape_.slots) {
+        slot_ = 0;
+        parity_ ^= 1;
+      }
+    } else if (tensors_.written() != nullptr) {
+      copy_elements(tensors_.written() + first_row() * cols_, part(Tensors::kWritten),
+                    rows() * cols_);
+      __syncthreads();
     }
-    tile_ += stride;
-    if (++slot_ == shape_.slots) {
-      slot_ = 0;
-      parity_ ^= 1;
-    }
+    tile_ += gridDim.x;
   }
   __device__ __forceinline__ void finish() const {
     if (copies()) wait_for_bulk_reads<0>();
@@ -75,36 +161,57 @@ class TileRing {
 
  private:
   static constexpr int kGranule = 16;
-  __device__ __forceinline__ static bool copies() { return threadIdx.x + threadIdx.y == 0; }
-  __device__ __forceinline__ char* at(int slot) const { return memory_ + slot * shape_.slot_bytes; }
-  __device__ __forceinline__ int rows_of(int64_t tile) const {
-    return static_cast<int>(min(int64_t{shape_.rows}, rows_ - tile * shape_.rows));
+  // Lanes of the block's first warp, each for a tensor.
+  __device__ __forceinline__ static int tensor() { return threadIdx.x; }
+  __device__ __forceinline__ bool copies() const {
+    return threadIdx.y == 0 && threadIdx.x < tensors_.count();
   }
-  __device__ __forceinline__ int bytes_of(int64_t tile) const {
+  __device__ __forceinline__ char* part_of(int slot, int tensor) const {
+    return memory_ + (slot * tensors_.count() + tensor) * shape_.tile_bytes;
+  }
+  __device__ __forceinline__ int rows_of(int tile) const {
+    return tile + 1 < tiles_ ? shape_.rows : last_rows_;
+  }
+  // Where a tile starts in its tensors, and how long it is, in bytes.
+  __device__ __forceinline__ int64_t start_of(int tile) const {
+    return int64_t{tile} * (shape_.rows * cols_ * static_cast<int>(sizeof(T)));
+  }
+  __device__ __forceinline__ int bytes_of(int tile) const {
     return rows_of(tile) * cols_ * static_cast<int>(sizeof(T));
   }
 
-  __device__ __forceinline__ void fill(int slot, int64_t tile) {
+  __device__ __forceinline__ void fill(int slot, int tile) {
     if (tile >= tiles_) return;
-    const int bytes = bytes_of(tile);
-    const char* const from = reinterpret_cast<const char*>(from_ + tile * shape_.rows * cols_);
-    copy_rest(at(slot), from, bytes);
-    filled_[slot].expect(bytes & -kGranule);
-    if (bytes >= kGranule) filled_[slot].copy(at(slot), from, bytes & -kGranule);
+    const int bytes = bytes_of(tile), granules = bytes & -kGranule;
+    const char* const from =
+        reinterpret_cast<const char*>(tensors_.rows_of(tensor()).base) + start_of(tile);
+    char* const to = part_of(slot, tensor());
+    copy_rest(to, from, bytes);
+    filled_[slot].expect(granules);
+    if (granules > 0) filled_[slot].copy(to, from, granules);
   }
+  __device__ __forceinline__ void write() {
+    const int bytes = bytes_of(tile_), granules = bytes & -kGranule;
+    char* const to = reinterpret_cast<char*>(tensors_.written()) + start_of(tile_);
+    const char* const from = part_of(slot_, Tensors::kWritten);
+    if (granules > 0) store_bulk(to, from, granules);
+    copy_rest(to, from, bytes);
+    commit_bulk_stores();
+    wait_for_bulk_reads<1>();
+  }
+  // A tile is whole granules, but for the tensors' last one, whose rest the lane copies itself.
   __device__ __forceinline__ static void copy_rest(char* to, const char* from, int bytes) {
 #pragma unroll 1
     for (int i = bytes & -kGranule; i < bytes; i += sizeof(T))
       *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
   }
 
-  const T* from_;
-  T* to_;
-  int64_t rows_, tiles_, tile_;
-  int cols_;
+  const Tensors& tensors_;
   const Shape& shape_;
   CopyBarrier* filled_;
   char* memory_;
+  int cols_;
+  int tile_, tiles_, last_rows_;  // rows of the tensors' last tile
   int slot_ = 0;
   uint32_t parity_ = 0;
 };

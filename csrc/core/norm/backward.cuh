@@ -62,11 +62,12 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     }
   };
   auto rows = open_rows();
+  const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
       out.template prefetch_residual<kLie, N, kPacks>(row * in.cols + col, left);
-    if (!kRms && !kFromOutput) next_mean = __ldg(in.mean + row);
+    if (!kFromOutput && has_mean) next_mean = __ldg(in.mean + row);
     next_rstd = __ldg(in.rstd + row);
   };
 
@@ -131,7 +132,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     }
     rows.drop(row);
     if (out.dx != nullptr) {
-      const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
+      const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
       WriterOf<X, N, kLie, kPacks, kInRing> writer;
       writer.open(dx, row_left);
 #pragma unroll

@@ -216,8 +216,8 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
                       const __grid_constant__ BackwardOutput<X, float> out,
                       const __grid_constant__ ColumnGradients gradients,
-                      const __grid_constant__ ColumnLook<float> look, bool rms, bool regular,
-                      int look_blocks, int tiles, int splits) {
+                      const __grid_constant__ ColumnLook<float> look, bool regular, int look_blocks,
+                      int tiles, int splits) {
   __shared__ FewShared shared;
   int block = blockIdx.x;
   meet_previous_kernel();
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
     }
   };
   choose(regular, [&](auto is_regular) {
-    choose(rms, [&](auto is_rms) {
+    choose(in.rms, [&](auto is_rms) {
       choose(in.from_output, [&](auto is_output) {
         constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
         constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;

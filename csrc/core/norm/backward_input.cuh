@@ -21,7 +21,7 @@ struct BackwardInput {
   int64_t rows;
   int cols;
   A per_cols;  // 1 / cols
-  bool from_output;
+  bool rms, from_output;
   const Y* dy;
   RowLayout dy_layout;
   const S* saved;
@@ -44,6 +44,10 @@ struct BackwardInput {
             kRegular || rows_follow(saved_layout, row, rows, cols, N), group.lane(), group.lanes()};
   }
 };
+
+// Whether LayerNorm's kernels are also RMSNorm's, and find out at run time: two dtypes are seldom.
+template <typename X, typename Y>
+constexpr bool kForBothNorms = !std::is_same_v<X, Y>;
 
 // Gradients; null where not asked for. Partials are [2][partial rows][cols]: dweight's, then
 // dbias's.

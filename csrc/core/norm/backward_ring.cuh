@@ -103,7 +103,6 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                                                    RingShared<kRms>& shared) {
   using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
-  constexpr bool kReadsMean = !kRms && kSaved == Saved::kInput;
   extern __shared__ __align__(128) float staged[];
 
   const int threads = blockDim.x, thread = threadIdx.x;
@@ -140,10 +139,11 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   // One thread reads the rows' statistics, two rows ahead.
   const int rounds = static_cast<int>((in.rows - first + stride - 1) / stride);
   float2 next_statistics{};
+  const bool reads_mean = !kRms && kSaved == Saved::kInput && !(kForBothNorms<X, Y> && in.rms);
   auto read_statistics = [&](int turn) {
     if (turn >= rounds) return;
     const int64_t row = first + turn * stride;
-    next_statistics = {kReadsMean ? __ldg(in.mean + row) : 0.0f, __ldg(in.rstd + row)};
+    next_statistics = {reads_mean ? __ldg(in.mean + row) : 0.0f, __ldg(in.rstd + row)};
   };
   auto put_statistics = [&](int turn) { shared.statistics[turn & 3] = next_statistics; };
   if (thread == 0) {

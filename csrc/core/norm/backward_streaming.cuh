@@ -72,8 +72,7 @@ __global__ void __launch_bounds__(512)
 template <typename X, typename Y, typename S, typename A, bool kListed>
 __global__ void __launch_bounds__(128)
     norm_backward_columns(const __grid_constant__ BackwardInput<Y, S, A> in,
-                          const __grid_constant__ BackwardOutput<X, A> out, const A* means,
-                          bool rms) {
+                          const __grid_constant__ BackwardOutput<X, A> out, const A* means) {
   constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
   out.clear_totals();
   const RowGroup<Barrier::kBlock> group;
@@ -95,7 +94,7 @@ __global__ void __launch_bounds__(128)
     const A mean = in.mean ? in.mean[row] : A(0);
     const A rstd = in.rstd[row];
     GradientSums<A, false> row_means{};
-    if (out.dx != nullptr) row_means = {rms ? A(0) : means[2 * row], means[2 * row + 1]};
+    if (out.dx != nullptr) row_means = {in.rms ? A(0) : means[2 * row], means[2 * row + 1]};
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       xhat[i] =

@@ -1,3 +1,4 @@
+#include "core/norm/backward_flat.cuh"
 #include "core/norm/forward_flat.cuh"
 #include "core/norm/launch.cuh"
 
@@ -13,10 +14,9 @@ bool is_typed(const NormForwardParams& params) {
 }  // namespace
 
 bool takes_flat_rows(const NormForwardParams& params, const NormForwardPlan& plan) {
-  const auto aligned = [](const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; };
   // Rows that would be shifted in whole warps lie too much in the same banks.
-  return plan.flat.slots > 0 && params.x_layout.inner == 0 &&
-         params.x_layout.stride == params.cols && aligned(params.x) && aligned(params.y) &&
+  return plan.flat.slots > 0 && lies_flat(params.x, params.x_layout, params.cols) &&
+         lies_flat(params.y, one_stride(params.cols), params.cols) &&
          (is_typed(params) || !whole_warps(plan.packs));
 }
 
@@ -34,5 +34,27 @@ cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForward
         statistics_out<InputLoad<X>, X>(params), lie, params.rms, plan.packs, flat);
   });
 }
+
+template <typename X>
+cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
+                               const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
+                               cudaStream_t stream) {
+  const RowLayout contiguous = one_stride(in.cols);
+  const bool lie_flat =
+      lies_flat(in.saved, in.saved_layout, in.cols) && lies_flat(in.dy, in.dy_layout, in.cols) &&
+      lies_flat(out.dx, contiguous, in.cols) && lies_flat(out.dresidual, contiguous, in.cols);
+  FlatRows flat = plan.flat;
+  if (out.dresidual) flat.slots = flat.slots * kFlatTensors / (kFlatTensors + 1);
+  return detail::launch(flat.row_class < kShorterFlatClasses ? norm_backward_flat<X, false>
+                                                             : norm_backward_flat<X, true>,
+                        plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps}, stream,
+                        in, out, lie_flat, flat);
+}
+template cudaError_t norm_flat_backward(const BackwardInput<__half, __half, float>&,
+                                        const BackwardOutput<__half, float>&,
+                                        const NormBackwardPlan&, cudaStream_t);
+template cudaError_t norm_flat_backward(const BackwardInput<__nv_bfloat16, __nv_bfloat16, float>&,
+                                        const BackwardOutput<__nv_bfloat16, float>&,
+                                        const NormBackwardPlan&, cudaStream_t);
 
 }  // namespace fused_norm

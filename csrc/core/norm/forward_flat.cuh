@@ -122,6 +122,19 @@ class FlatParams {
   int threads_;
 };
 
+// What passes through a ring of tiles: x, in whose place comes y.
+template <typename X>
+struct ForwardTiles {
+  static constexpr int kWritten = 0;
+  const InputLoad<X>& load;
+  X* y;
+
+  __device__ static constexpr int count() { return 1; }
+  __device__ static constexpr bool flat() { return true; }
+  __device__ __forceinline__ TileRows<X> rows_of(int) const { return {load.x, load.layout}; }
+  __device__ __forceinline__ X* written() const { return y; }
+};
+
 // Persistent blocks walk over tiles of rows and normalize them in place: the threads touch but
 // shared memory, where it matters little how a row lies. The reduction tree is that of
 // norm_forward_once().
@@ -136,24 +149,28 @@ __device__ __forceinline__ void norm_forward_in_place(
   const RowGroup<Barrier::kBlock, whole_warps(kPacks)> group;
   const int cols = load.cols, col = slice_column<N, kPacks, kLie>(group);
   const FlatParams<kLie, !kRms, N, kPacks> params(memory, group);
-  TileRing<X, FlatRows> tiles(load.x, store.y, load.rows, cols, flat, filled,
-                              memory + flat.params_bytes);
+  const ForwardTiles<X> tensors{load, store.y};
+  TileRing<X, ForwardTiles<X>, FlatRows> tiles(tensors, load.rows, cols, flat, filled,
+                                               memory + flat.params_bytes);
+  const TileTurns turns = tile_turns(group, flat.rows, dealt_out(kLie));
   meet_previous_kernel();
   tiles.start();
   params.stage(store, col, group);
   __syncthreads();
 
-  for (int turn = 0; tiles.any(); tiles.next()) {
-    X* const tile = tiles.wait();
+  for (int set = 0; tiles.any(); tiles.next()) {
+    tiles.template wait<false>();
+    X* const tile = tiles.part(0);
     const int rows = tiles.rows();
     // Past the last row a group is at work on anything, for its warp's and its block's sake.
-    for (int r = group.index(); r < flat.rows; r += group.groups(), ++turn) {
+    int r = turns.first;
+    for (int turn = 0; turn < turns.count; ++turn, r += turns.step, set ^= 1) {
       const FlatSlice<kLie, X, N, decltype(group)> slice(group, tile + r * cols + col, cols - col);
       SliceValues<X, N, kPacks, false> values;
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) slice.load(p, values.at(p));
       const auto statistics =
-          part_statistics<kRms>(group, values, slice, out.cols, out.per_cols, sums[turn & 1]);
+          part_statistics<kRms>(group, values, slice, out.cols, out.per_cols, sums[set]);
       const float rstd = out.rstd_of(statistics.squares);
       if (group.thread() == 0 && r < rows)
         out.template write<kRms>(tiles.first_row() + r, statistics.mean, rstd);

@@ -29,6 +29,11 @@ cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardP
 template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream);
+// Of Tier::kFlat, for 16-bit types: flat.cu.
+template <typename X>
+cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
+                               const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
+                               cudaStream_t stream);
 
 template <typename Y>
 AffineStore<Y> affine_store(const NormForwardParams& params) {
@@ -163,7 +168,7 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
   return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
                         plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
-                        out, gradients, look, params.rms, regular, looks * splits, tiles, splits);
+                        out, gradients, look, regular, looks * splits, tiles, splits);
 }
 
 template <typename X, typename Y, Saved kSaved>
@@ -176,6 +181,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       params.rows,
       params.cols,
       A(1) / params.cols,
+      params.rms,
       params.from_output,
       static_cast<const Y*>(params.dy),
       params.dy_layout,
@@ -214,7 +220,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     }
     const dim3 grid(plan.tiles, plan.partials);
     error = detail::launch(norm_backward_columns<X, Y, S, A, kListed>, grid, kTileThreads, {},
-                           stream, in, out, static_cast<const A*>(means), params.rms);
+                           stream, in, out, static_cast<const A*>(means));
+  } else if (plan.tier == Tier::kFlat) {
+    if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
+      error = norm_flat_backward(in, out, plan, stream);
   } else if constexpr (!std::is_same_v<X, double>) {
     const bool regular =
         is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
@@ -242,7 +251,11 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, lie)
                              : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, lie);
     };
-    error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
+    if constexpr (kForBothNorms<X, Y>) {
+      error = run_tier(std::false_type());
+    } else {
+      error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
+    }
   }
   if (error != cudaSuccess) return error;
   if (!params.dweight && !params.dbias) {

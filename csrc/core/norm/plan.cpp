@@ -254,24 +254,72 @@ FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
 // room for two, which take LayerNorm 138 in place of 100.
 FlatRows flat_rows(const NormPlan& plan, int64_t rows, int cols, bool rms,
                    const DeviceProperties& device) {
-  constexpr int kElementBytes = 2, kGranuleRows = 16 / kElementBytes, kTileBytes = 8 * 1024;
-  constexpr int kSlots = 3, kMinBlocks = 3, kStatic = 2048, kReservedPerBlock = 1024;
+  constexpr int kMinBlocks = 3, kSlots = 3;
+  constexpr int kTileBytes = 8448;  // of which 16 rows of 257 columns are
   const int most_threads = cols % 2 == 0 ? kWarp : 2 * kWarp;
   if (plan.threads_per_row > most_threads) return {};
-  FlatRows flat{};
-  flat.slots = kSlots;
-  flat.rows_per_block = kFlatThreads / plan.threads_per_row;  // a power of two, as the threads are
-  flat.rows = std::max(flat.rows_per_block, kGranuleRows);
-  while (2 * flat.rows * cols * kElementBytes <= kTileBytes) flat.rows *= 2;
-  flat.slot_bytes = ring_slot(flat.rows * cols * kElementBytes);
+  FlatRows flat = tiles_of(kFlatThreads / plan.threads_per_row, cols, kSlots, kTileBytes);
   flat.params_bytes = ring_slot(plan.threads_per_row * plan.packs * plan.pack * 4 * (rms ? 1 : 2));
-  flat.shared_bytes = flat.params_bytes + kSlots * flat.slot_bytes;
-  const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
-  const int resident =
-      std::min(kFlatBlocks, capacity / (flat.shared_bytes + kStatic + kReservedPerBlock));
+  flat.shared_bytes = flat.params_bytes + flat.slots * flat.tile_bytes;
+  const int resident = resident_flat(flat, kFlatBlocks, device);
   flat.blocks = resident * device.sm_count;
   if (resident < kMinBlocks || rows < int64_t{2} * flat.blocks * flat.rows) return {};
   return flat;
+}
+
+// The class of backward's rows that go in tiles, or kFlatClasses: 16-bit rows that are not whole
+// packs, but for the shortest, of which most lanes would have nothing (7 columns: 752 microseconds,
+// as packs 276); and of whole packs those that would leave so many more lanes without a column as
+// packs, which go to a power of two of them. From the output, whose parameters are read anew for
+// each row, that must be many. (LayerNorm, bf16 of 128 MB a tensor on an H200: 33 columns 469 ->
+// 190, 65: 338 -> 134, 129: 200 -> 116, 257: 219 -> 111, 513: 174 -> 108; 72: 165 -> 123, 80: 150
+// -> 114, 144: 152 -> 108, 272: 131 -> 108, 384: 111 -> 105; 112 would go from 117 to 121, 256 from
+// 106 to 109; from the output 129: 196 -> 126, 192 would go from 122 to 128.)
+int flat_class(int cols, int pack, bool from_output) {
+  constexpr int kMinCols = 17;
+  int row_class = 0;
+  while (row_class < kFlatClasses && kFlatUnits[row_class] * kWarp < cols) ++row_class;
+  if (row_class == kFlatClasses || cols < kMinCols) return kFlatClasses;
+  if (cols % pack != 0) return row_class;
+  int lanes = 1;
+  while (lanes * pack < cols) lanes *= 2;
+  const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarp);
+  const double busy_as_packs = static_cast<double>(cols) / (lanes * pack);
+  const bool gains = busy > busy_as_packs + 0.1 && busy_as_packs <= (from_output ? 0.625 : 1.0);
+  return gains ? row_class : kFlatClasses;
+}
+
+// Fills in the plan for rows of a class: always, however many they are and wherever they lie.
+void plan_flat(int64_t rows, int cols, int row_class, int column_vectors,
+               const DeviceProperties& device, NormBackwardPlan& plan) {
+  constexpr int kWarps = kFlatThreads / kWarp, kSlots = 3;
+  const int units = kFlatUnits[row_class], columns = units * kWarp;
+  const bool longer = row_class >= kShorterFlatClasses;
+  const int params_bytes = ring_slot(columns * column_vectors * 4);
+  // As much as there is room for, but a tile for each block, if there are so many rows.
+  const int most_blocks = flat_backward_blocks(longer);
+  const int64_t room =
+      (device.shared_bytes_per_block - params_bytes - kFlatStatic) / (kSlots * kFlatTensors);
+  const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * cols * 2;
+  const int64_t most_bytes = longer ? 17 * 1024 : 11 * 1024;
+  FlatRows flat = tiles_of(kWarps * flat_rows_at_once(units), cols, kSlots,
+                           std::min({share, room, most_bytes}));
+  flat.row_class = row_class;
+  flat.params_bytes = params_bytes;
+  flat.shared_bytes = std::max(flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes,
+                               kWarps * columns * 4);  // in the end, its warps' sums
+  const int64_t resident = resident_flat(flat, most_blocks, device);
+  flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
+
+  plan.tier = Tier::kFlat;
+  plan.pack = 1;
+  plan.packs = units;
+  plan.threads_per_row = kWarp;
+  plan.rows_per_block = flat.rows_per_block;
+  plan.cluster_blocks = 1;
+  plan.blocks = plan.partials = flat.blocks;
+  plan.shared_bytes = flat.shared_bytes;
+  plan.flat = flat;
 }
 
 }  // namespace
@@ -328,6 +376,14 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const int64_t row_packs = ceil_div(cols, plan.pack);
   const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
   const int saved_size = size_of(from_output ? y : x);
+  const int param_vectors = from_output ? 3 : 1;
+  if (bulk_copies && x == y && size_of(x) == 2) {
+    const int row_class = flat_class(cols, plan.pack, from_output);
+    if (row_class < kFlatClasses) {
+      plan_flat(rows, cols, row_class, param_vectors, device, plan);
+      return plan;
+    }
+  }
   // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
   // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
   // most of a warp idle, and are shifted.
@@ -345,7 +401,6 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
 
   // Shared memory holds the weight as fp32, and with it bias and 1 / weight, and rows on their way;
   // in the end the sums of dweight and dbias.
-  const int param_vectors = from_output ? 3 : 1;
   const int64_t params = int64_t{std::max(threads, kWarp)} * packs * plan.pack * param_vectors * 4;
   int64_t row_bytes =
       int64_t{threads} * slice_queue_bytes(packs, plan.pack, saved_size, size_of(y));

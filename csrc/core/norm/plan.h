@@ -9,19 +9,21 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/common/flat_rows.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
 
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
-  kRing,       // backward: rows pass through shared memory by bulk copies, read once
+  kFlat,       // backward: short rows pass through shared memory in tiles, read once
+  kRing,       // backward: long rows pass through shared memory by bulk copies, read once
   kStreaming,  // any length: the row is read twice
 };
 
 struct NormPlan {
   Tier tier;
-  int pack;             // elements a pack: 16 bytes of the wider of the two tensors
+  int pack;             // elements a pack: 16 bytes of the wider of the two tensors; kFlat: 1
   int packs;            // packs a thread (kStreaming: at a time)
   int threads_per_row;  // 1..16 lanes, or whole warps
   int rows_per_block;
@@ -83,23 +85,16 @@ struct FewLanes {
   int shared_bytes;
 };
 
-// kRegisters, one 16-bit dtype, rows that are not whole packs: where they follow each other without
-// gaps from a multiple of 16 bytes on, blocks that walk over them do the same, if `slots` is not
-// zero (forward_flat.cuh); rows of whole warps only if all parameters are there and of that dtype
-// too.
-struct FlatRows {
-  int slots;           // of shared memory, for the rows at work and those on their way
-  int rows;            // in a slot: whole 16-byte granules
-  int rows_per_block;  // at work at a time
-  int blocks;          // of the grid
-  int params_bytes, slot_bytes, shared_bytes;
-};
-constexpr int kMaxFlatSlots = 4;
-constexpr int kFlatThreads = 256, kFlatBlocks = 4;
+// Forward: blocks of a multiprocessor that registers leave room for, of those with tiles.
+constexpr int kFlatBlocks = 4;
 
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
   FewLanes few_lanes;
+  // kRegisters, one 16-bit dtype, short rows that are not whole packs: where they follow each other
+  // without gaps from a multiple of 16 bytes on, blocks that walk over tiles of them do the same,
+  // if `slots` is not zero (forward_flat.cuh); rows of whole warps only if all parameters are there
+  // and of that dtype too.
   FlatRows flat;
 };
 
@@ -107,8 +102,8 @@ struct NormForwardPlan : NormPlan {
 NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool rms,
                                   const DeviceProperties& device);
 
-// kRegisters, kRing: one kernel gives dx and a partial row of dweight and dbias per block, or
-// some. kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one
+// kRegisters, kFlat, kRing: one kernel gives dx and a partial row of dweight and dbias per block,
+// or some. kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one
 // over column tiles.
 struct NormBackwardPlan : NormPlan {
   int partials;  // rows of fp32 (fp64) partial sums: one or more a block, or row chunks of the
@@ -120,8 +115,18 @@ struct NormBackwardPlan : NormPlan {
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
   bool dealt_out;   // kRegisters: rows that are not whole packs, in elements or pairs
+  FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
+
+// kFlat: warps have so many columns of a row in each lane, the least that suffice, and so many rows
+// at a time. Those of more columns have a kernel of their own, as they take more registers.
+constexpr int kFlatClasses = 7, kShorterFlatClasses = 5;
+constexpr int kFlatUnits[kFlatClasses] = {2, 3, 5, 7, 9, 13, 17};
+constexpr int flat_rows_at_once(int units) { return units <= 3 ? 4 : units <= 5 ? 2 : 1; }
+constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
+// Tensors that pass through, with dresidual one more.
+constexpr int kFlatTensors = 2;
 
 constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;

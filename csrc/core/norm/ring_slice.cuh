@@ -85,7 +85,10 @@ class RingSlice {
   __device__ __forceinline__ void write_dx(const Row& row, const Sums& sums) {
     const float of_xhat = -row.rstd * (sums.wx * in_.per_cols);
     float constant = 0;
-    if constexpr (!kRms) constant = -row.rstd * (sums.w * in_.per_cols);
+    if constexpr (!kRms) {
+      const bool has_mean = !(kForBothNorms<X, Y> && in_.rms);
+      constant = -row.rstd * ((has_mean ? sums.w : 0.0f) * in_.per_cols);
+    }
     auto gradient = [&](int p, float(&w)[N]) {
       float xhat[N], g[N];
       load(row, p, xhat, w);

@@ -45,6 +45,11 @@ __device__ __forceinline__ void gradient_sums(const Pack<Y, N> (&dy)[kPacks],
   }
 }
 
+template <bool kLog, typename A>
+__device__ __forceinline__ A gradient_of(A dy, A y, A sum, A scale) {
+  return (kLog ? fma(-exp_of(y), sum, dy) : (dy - sum) * y) * scale;
+}
+
 template <bool kLog, typename Y, int N, typename A>
 __device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y, N>& y_pack, A sum,
                                          A scale, A (&dx)[N]) {
@@ -52,9 +57,7 @@ __device__ __forceinline__ void gradient(const Pack<Y, N>& dy_pack, const Pack<Y
   unpack(dy_pack, dx);
   unpack(y_pack, y);
 #pragma unroll
-  for (int i = 0; i < N; ++i) {
-    dx[i] = (kLog ? fma(-exp_of(y[i]), sum, dx[i]) : (dx[i] - sum) * y[i]) * scale;
-  }
+  for (int i = 0; i < N; ++i) dx[i] = gradient_of<kLog>(dx[i], y[i], sum, scale);
 }
 
 // A row that lies in the packs of the threads that share it, kPacks of each tensor, to its

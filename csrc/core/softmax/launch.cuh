@@ -25,6 +25,14 @@ template <typename X>
 cudaError_t softmax_of(const SoftmaxColumnsBackwardParams& params, const SoftmaxColumnsPlan& plan,
                        cudaStream_t stream);
 
+// Of RowPlace::kFlat, for 16-bit types: flat.cu.
+template <typename X>
+cudaError_t softmax_flat_forward(const Rows<X>& x, X* y, bool log, const SoftmaxPlan& plan,
+                                 cudaStream_t stream);
+template <typename X>
+cudaError_t softmax_flat_backward(const GradientLoad<X>& load, X* dx, bool log,
+                                  const SoftmaxPlan& plan, cudaStream_t stream);
+
 namespace detail {
 
 template <typename Load, typename Store>
@@ -43,6 +51,10 @@ cudaError_t launch_forward(const Load& load, const Store& store, bool regular, b
   }
   if constexpr (!std::is_same_v<X, double>) {
     if constexpr (!Load::kMasked && std::is_same_v<X, typename Store::Output>) {
+      if constexpr (sizeof(X) == 2) {
+        if (plan.place == RowPlace::kFlat)
+          return softmax_flat_forward(load.x, store.data, log, plan, stream);
+      }
       if (plan.place == RowPlace::kRing) {
         const BoundaryStore<X> at_boundaries{store.data, store.cols};
         return run_with(softmax_forward_ring<X>, at_boundaries, plan.slice, plan.pieces,
@@ -75,6 +87,10 @@ cudaError_t launch_backward(const GradientLoad<Y>& load, const RoundedStore<X>& 
   using Store = RoundedStore<X>;
   if (plan.tier == SoftmaxTier::kUncached)
     return run(softmax_backward_stream<Y, Store>, plan.slice);
+  if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2) {
+    if (plan.place == RowPlace::kFlat)
+      return softmax_flat_backward(load, store.data, log, plan, stream);
+  }
   if constexpr (!std::is_same_v<Y, double>) {
     if (plan.place == RowPlace::kRing) {
       const AnyBoundaryStore<Y> at_boundaries{store.data, kDTypeOf<X>, store.cols};

@@ -205,6 +205,59 @@ SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
                                                           : SoftmaxTier::kBlock;
 }
 
+// The class of rows that go in tiles, or kSoftmaxFlatClasses: 16-bit ones a little longer than a
+// power of two of packs, half of whose lanes would have nothing. Whole packs only where they would
+// no longer be a warp's. (bf16 of 128 MB a tensor on an H200, forward and backward: 65 columns 113
+// -> 86 and 196 -> 112 microseconds, 129: 101 -> 73 and 197 -> 116, 257: 101 -> 79 and 144 -> 112,
+// 513: 100 -> 74 and 142 -> 122, 1025: 108 -> 78 and 154 -> 112, 1032: 82 -> 75 and 103 -> 103; 136
+// would go from 71 to 74 and from 108 to 108, 520 from 73 to 76 and from 95 to 106.)
+int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
+  int row_class = 0;
+  auto units = [&] { return kSoftmaxFlatUnits[row_class]; };
+  while (row_class < kSoftmaxFlatClasses && units() * kWarp < cols) ++row_class;
+  const bool has_tiles = device.max_cluster_blocks > 1 && x == y && size_of(x) == 2 &&
+                         pass != SoftmaxPass::kMaskedForward;
+  const int pack = softmax_pack(x, y);
+  if (!has_tiles || row_class == kSoftmaxFlatClasses || cols <= (units() - 1) * kWarp ||
+      (cols % pack == 0 && cols <= kMaxWarpPacks * pack))
+    return kSoftmaxFlatClasses;
+  return row_class;
+}
+
+SoftmaxPlan plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class, int64_t rows, int cols,
+                      const DeviceProperties& device) {
+  constexpr int kWarps = kFlatThreads / kWarp, kSlots = 3;
+  const int units = kSoftmaxFlatUnits[row_class], tensors = is_backward(pass) ? 2 : 1;
+  const int most_blocks =
+      softmax_flat_blocks(is_backward(pass) && row_class >= kShorterSoftmaxClasses);
+  // As much as there is room for, but a tile for each block, if there are so many rows.
+  constexpr int64_t kMostBytes = 17 * 1024;
+  const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * cols * 2;
+  const int64_t room =
+      (device.shared_bytes_per_block / most_blocks - 2 * kFlatStatic) / (kSlots * tensors);
+  SoftmaxPlan plan{};
+  FlatRows& flat = plan.flat;
+  flat = tiles_of(kWarps * softmax_flat_rows(units), cols, kSlots,
+                  std::min({share, room, kMostBytes}));
+  flat.row_class = row_class;
+  flat.shared_bytes = kSlots * tensors * flat.tile_bytes;
+  const int64_t resident = resident_flat(flat, most_blocks, device);
+  flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
+  plan.pass = pass;
+  plan.tier = tier;
+  plan.place = RowPlace::kFlat;
+  plan.pack = 1;
+  plan.packs = units;
+  plan.threads_per_row = kWarp;
+  plan.rows_per_block = flat.rows_per_block;
+  plan.cluster_blocks = 1;
+  plan.slice = cols;
+  plan.blocks = flat.blocks;
+  plan.shared_bytes = flat.shared_bytes;
+  plan.overlap = true;
+  return plan;
+}
+
 }  // namespace
 
 int softmax_pack(DType x, DType y) { return 16 / std::max(size_of(x), size_of(y)); }
@@ -216,7 +269,12 @@ bool softmax_tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, D
 
 SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
                          DType y, const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kAuto) tier = choose_tier(pass, cols, x, y, device);
+  if (tier == SoftmaxTier::kAuto) {
+    tier = choose_tier(pass, cols, x, y, device);
+    const int row_class = flat_class(pass, cols, x, y, device);
+    if (row_class < kSoftmaxFlatClasses)
+      return plan_flat(tier, pass, row_class, rows, cols, device);
+  }
   RowShape shape = shape_in(tier, pass, cols, x, y, device);
   if (shape.place == RowPlace::kRing) spread_ring(is_backward(pass) ? 2 : 1, rows, device, shape);
   SoftmaxPlan plan{};

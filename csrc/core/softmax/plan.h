@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "core/common/flat_rows.h"
 #include "core/common/types.h"
 #include "core/softmax/tier.h"
 
@@ -16,9 +17,18 @@ namespace fused_norm {
 // Elements a pack: 16 bytes of the wider of the two tensors.
 int softmax_pack(DType x, DType y);
 
-// Where a row of SoftmaxTier::kBlock lies. kRing: in shared memory, on its way through
-// (span_ring.cuh).
-enum class RowPlace : uint8_t { kRegisters, kShared, kRing };
+// Where a row of SoftmaxTier::kWarp or kBlock lies. kRing: in shared memory, on its way through
+// (span_ring.cuh). kFlat: on its way in a tile of rows, each of which is a warp's (flat.cuh), where
+// the tier is the plan's choice.
+enum class RowPlace : uint8_t { kRegisters, kShared, kRing, kFlat };
+
+// Of kFlat: warps have so many columns of a row in each lane, exactly as many as it takes, and so
+// many rows at a time. In backward those of more columns have a kernel of their own, as they take
+// more registers.
+constexpr int kSoftmaxFlatClasses = 5, kShorterSoftmaxClasses = 4;
+constexpr int kSoftmaxFlatUnits[kSoftmaxFlatClasses] = {3, 5, 9, 17, 33};
+constexpr int softmax_flat_rows(int units) { return units <= 3 ? 4 : units <= 9 ? 2 : 1; }
+constexpr int softmax_flat_blocks(bool longer) { return longer ? 2 : 3; }
 
 // Of kRing: each warp has a span of the row, which comes in pieces of so many packs a lane, of each
 // of the tensors, two in backward, through a ring of slots.
@@ -50,6 +60,7 @@ struct SoftmaxPlan {
   int blocks;
   int shared_bytes;  // dynamic
   bool overlap;      // programmatic dependent launch, from Hopper on
+  FlatRows flat;     // kFlat
 };
 
 SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,

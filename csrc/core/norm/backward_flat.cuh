@@ -1,0 +1,279 @@
+// Backward for short rows of one 16-bit dtype, by warps that read them from shared memory.
+#pragma once
+
+#include "core/common/overlap.cuh"
+#include "core/common/row_units.cuh"
+#include "core/common/tile_ring.cuh"
+#include "core/norm/backward_input.cuh"
+#include "core/norm/staged_params.cuh"
+
+namespace fused_norm {
+
+// What passes through a ring of tiles: the saved tensor; dy, in whose place comes dx; and the
+// residual, if there is one.
+template <typename X>
+struct BackwardTiles {
+  enum { kSavedRows, kGradientRows, kResidualRows };
+  static constexpr int kWritten = kGradientRows;
+  const BackwardInput<X, X, float>& in;
+  const BackwardOutput<X, float>& out;
+  bool lie_flat;
+
+  __device__ __forceinline__ int count() const { return out.dresidual != nullptr ? 3 : 2; }
+  __device__ __forceinline__ bool flat() const { return lie_flat; }
+  __device__ __forceinline__ TileRows<X> rows_of(int tensor) const {
+    if (tensor == kSavedRows) return {in.saved, in.saved_layout};
+    if (tensor == kGradientRows) return {in.dy, in.dy_layout};
+    return {out.dresidual, one_stride(in.cols)};
+  }
+  __device__ __forceinline__ X* written() const { return out.dx; }
+};
+
+// Parameters of columns 0 to `count` - 1 in shared memory, as fp32, by all threads of the block:
+// weights, and after them a shift and a scale for each column.
+template <bool kFromOutput, typename X>
+__device__ __noinline__ void stage_columns(const BackwardInput<X, X, float>& in, int count,
+                                           float* params) {
+  float2* const of_output = reinterpret_cast<float2*>(params + count);
+  for (int col = threadIdx.x; col < count; col += kFlatThreads) {
+    const auto of_column = ColumnParams<float, 1>::template load<kFromOutput, kFromOutput>(in, col);
+    params[col] = of_column.weight[0];
+    if (kFromOutput) of_output[col] = {of_column.shift[0], of_column.scale[0]};
+  }
+}
+
+// Writes a block's partial row. Its warps' sums lie in `sums`, `stride` apart.
+__device__ __noinline__ void add_warps(const float* sums, int stride, int cols, float* partial) {
+  for (int col = threadIdx.x; col < cols; col += kFlatThreads) {
+    float sum = 0;
+#pragma unroll
+    for (int w = 0; w < kFlatThreads / kWarpSize; ++w) sum += sums[w * stride + col];
+    partial[col] = sum;
+  }
+}
+
+// Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
+// its lanes keep their columns' weights and sums in registers.
+template <bool kRms, Saved kSaved, int kClass, typename X>
+__device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, float>& in,
+                                                    const BackwardOutput<X, float>& out,
+                                                    bool lie_flat, const FlatRows& flat,
+                                                    CopyBarrier* filled) {
+  using Tiles = BackwardTiles<X>;
+  constexpr int kUnits = kFlatUnits[kClass], kSure = kClass > 0 ? kFlatUnits[kClass - 1] : 0;
+  constexpr int kRows = flat_rows_at_once(kUnits), kCols = kUnits * kWarpSize;
+  constexpr bool kFromOutput = kSaved != Saved::kInput;
+  constexpr bool kReadsMean = !kRms && !kFromOutput;
+  extern __shared__ __align__(128) char memory[];
+  float* const params = reinterpret_cast<float*>(memory);
+
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, cols = in.cols;
+  constexpr int kWarps = kFlatThreads / kWarpSize;
+  const LaneColumns<kUnits, kSure> columns{lane, cols};
+  wait_for_prerequisites();
+  out.clear_totals();
+  const Tiles tensors{in, out, lie_flat};
+  TileRing<X, Tiles, FlatRows> tiles(tensors, in.rows, cols, flat, filled,
+                                     memory + flat.params_bytes);
+  tiles.start();
+  stage_columns<kFromOutput>(in, kCols, params);
+  __syncthreads();
+  // (shift, scale) of the lane's columns.
+  const float2* const of_output = reinterpret_cast<const float2*>(params + kCols) + lane;
+  // Where registers are few, weights are read for each row.
+  constexpr bool kKeepsWeights = !kFromOutput || kUnits <= 5;
+  const float* const weights = params + lane;
+  float kept_weights[kUnits];
+  uint32_t listed = 0;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    kept_weights[i] = weights[i * kWarpSize];
+    if (kFromOutput && columns.inside(i))
+      listed |= uint32_t{of_output[i * kWarpSize].y == 0.0f} << i;
+  }
+
+  // Each of a warp's first lanes asks for a row's statistics, one turn ahead.
+  float next_mean = 0, next_rstd = 0;
+  auto look_ahead = [&](int64_t row) {
+    row += lane;
+    const bool any = lane < kRows && row < in.rows;
+    if (kReadsMean) next_mean = any ? __ldg(in.mean + row) : 0.0f;
+    next_rstd = any ? __ldg(in.rstd + row) : 0.0f;
+  };
+  look_ahead(tiles.first_row() + warp * kRows);
+  float dweight[kUnits] = {}, dbias[kUnits] = {};
+  for (; tiles.any(); tiles.next()) {
+    tiles.template wait<true>();
+    const X* const saved_tile = tiles.part(Tiles::kSavedRows) + lane;
+    X* const dy_tile = tiles.part(Tiles::kGradientRows) + lane;
+    const int64_t first_row = tiles.first_row();
+#pragma unroll 1
+    for (int r = warp * kRows; r < flat.rows; r += kWarps * kRows) {
+      const float own_mean = next_mean, own_rstd = next_rstd;
+      const int next = r + kWarps * kRows;
+      look_ahead(next < flat.rows ? first_row + next : tiles.next_row() + warp * kRows);
+
+      float xhat[kRows][kUnits], w[kRows][kUnits];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const int at = (r + k) * cols;
+        uint32_t saved[kUnits], dy[kUnits];
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          saved[i] = dy[i] = 0;
+          if (!columns.inside(i)) continue;
+          saved[i] = reinterpret_cast<const Bits<X>*>(saved_tile)[at + i * kWarpSize];
+          dy[i] = reinterpret_cast<const Bits<X>*>(dy_tile)[at + i * kWarpSize];
+        }
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          xhat[k][i] = value_of<X>(saved[i]);
+          w[k][i] = value_of<X>(dy[i]);
+        }
+      }
+      float mean[kRows], rstd[kRows];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        mean[k] = kReadsMean ? __shfl_sync(kFullMask, own_mean, k) : 0.0f;
+        rstd[k] = __shfl_sync(kFullMask, own_rstd, k);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        if constexpr (kFromOutput) {
+          const auto [shift, scale] = of_output[i * kWarpSize];
+#pragma unroll
+          for (int k = 0; k < kRows; ++k) xhat[k][i] = (xhat[k][i] - shift) * scale;
+        } else {
+#pragma unroll
+          for (int k = 0; k < kRows; ++k)
+            xhat[k][i] = (kRms ? xhat[k][i] : xhat[k][i] - mean[k]) * rstd[k];
+        }
+      }
+      if (kFromOutput && listed != 0) {
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) {
+          if ((listed >> i & 1) == 0) continue;
+          const int place = static_cast<int>(of_output[i * kWarpSize].x);
+#pragma unroll
+          for (int k = 0; k < kRows; ++k) {
+            const int64_t row = first_row + r + k;
+            if (row < in.rows) xhat[k][i] = in.list.xhat(row, place);
+          }
+        }
+      }
+      // Two chains of each row's sums, of w * xhat and of w. No product is made into one operation
+      // with an addition that follows but where this says so: a row's bits must not depend on its
+      // place among kRows.
+      float sums[kRms ? 1 : 2][kRows][2];
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) {
+        const float weight = kKeepsWeights ? kept_weights[i] : weights[i * kWarpSize];
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          const float d = w[k][i];
+          dweight[i] = fmaf(d, xhat[k][i], dweight[i]);
+          if (!kRms) dbias[i] += d;
+          w[k][i] = __fmul_rn(d, weight);
+          float& sum_wx = sums[0][k][i % 2];
+          sum_wx = i < 2 ? __fmul_rn(w[k][i], xhat[k][i]) : fmaf(w[k][i], xhat[k][i], sum_wx);
+          if (kRms) continue;
+          float& sum_w = sums[kRms ? 0 : 1][k][i % 2];
+          sum_w = i < 2 ? w[k][i] : sum_w + w[k][i];
+        }
+      }
+      if (out.dx == nullptr) continue;
+      constexpr int kSums = kRms ? kRows : 2 * kRows;
+      float of_rows[kSums];
+#pragma unroll
+      for (int k = 0; k < kSums; ++k)
+        of_rows[k] = sums[k / kRows][k % kRows][0] + sums[k / kRows][k % kRows][1];
+      reduce_each(of_rows, [](float a, float b) { return a + b; });
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        const RowGradient<kRms> gradient(rstd[k], in.per_cols,
+                                         kRms ? 0.0f : of_rows[kSums - kRows + k], of_rows[k]);
+#pragma unroll
+        for (int i = 0; i < kUnits; ++i) w[k][i] = gradient.at(w[k][i], xhat[k][i]);
+      }
+      if (out.dresidual != nullptr) {
+        const X* const residual = tiles.part(Tiles::kResidualRows) + lane;
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i) {
+            if (columns.inside(i))
+              w[k][i] += static_cast<float>(residual[(r + k) * cols + i * kWarpSize]);
+          }
+        }
+      }
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) {
+        Bits<X>* const dx = reinterpret_cast<Bits<X>*>(dy_tile) + (r + k) * cols;
+#pragma unroll
+        for (int i = 0; i < kUnits; i += 2) {
+          const bool two = i + 1 < kUnits;
+          const uint32_t pair = detail::round_pair(w[k][i], two ? w[k][i + two] : 0.0f, X());
+          if (columns.inside(i)) dx[i * kWarpSize] = static_cast<uint16_t>(pair);
+          if (two && columns.inside(i + 1))
+            dx[(i + 1) * kWarpSize] = static_cast<uint16_t>(pair >> 16);
+        }
+      }
+    }
+  }
+  tiles.finish();
+  launch_dependents();
+
+  // The warps' sums, one kind after the other.
+  float* const of_warps = reinterpret_cast<float*>(memory);
+#pragma unroll 1
+  for (int kind = 0; kind < (kRms ? 1 : 2); ++kind) {
+    float* const partials = kind == 0 ? out.dweight_partials : out.dbias_partials;
+    if (partials == nullptr) continue;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i)
+      of_warps[warp * kCols + i * kWarpSize + lane] = kind == 0 ? dweight[i] : dbias[i];
+    __syncthreads();
+    add_warps(of_warps, kCols, cols, partials + int64_t{blockIdx.x} * cols);
+  }
+}
+
+// The form of a launch, of the classes from kClass to before kEnd.
+template <int kClass, int kEnd, typename X>
+__device__ __forceinline__ void norm_backward_form(const BackwardInput<X, X, float>& in,
+                                                   const BackwardOutput<X, float>& out,
+                                                   bool lie_flat, const FlatRows& flat,
+                                                   CopyBarrier* filled) {
+  if constexpr (kClass + 1 < kEnd) {
+    if (flat.row_class != kClass)
+      return norm_backward_form<kClass + 1, kEnd>(in, out, lie_flat, flat, filled);
+  }
+  constexpr Saved kInput = Saved::kInput, kOutput = Saved::kOutputAndList;
+  if (in.from_output) {
+    if (in.rms) {
+      norm_backward_tiles<true, kOutput, kClass>(in, out, lie_flat, flat, filled);
+    } else {
+      norm_backward_tiles<false, kOutput, kClass>(in, out, lie_flat, flat, filled);
+    }
+  } else if (in.rms) {
+    norm_backward_tiles<true, kInput, kClass>(in, out, lie_flat, flat, filled);
+  } else {
+    norm_backward_tiles<false, kInput, kClass>(in, out, lie_flat, flat, filled);
+  }
+}
+
+// All forms in one kernel a type for shorter and one for longer rows, which branches once.
+template <typename X, bool kLonger>
+__global__ void __launch_bounds__(kFlatThreads, flat_backward_blocks(kLonger))
+    norm_backward_flat(const __grid_constant__ BackwardInput<X, X, float> in,
+                       const __grid_constant__ BackwardOutput<X, float> out, bool lie_flat,
+                       const __grid_constant__ FlatRows flat) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ CopyBarrier filled[kMaxFlatSlots];
+  constexpr int kFirst = kLonger ? kShorterFlatClasses : 0;
+  constexpr int kEnd = kLonger ? kFlatClasses : kShorterFlatClasses;
+  norm_backward_form<kFirst, kEnd>(in, out, lie_flat, flat, filled);
+#endif
+}
+
+}  // namespace fused_norm
