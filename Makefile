@@ -68,12 +68,14 @@ $(ENV): pyproject.toml
 	@if [ ! -e .venv ]; then \
 	    mkdir .venv; echo '$(CURDIR)' > .venv/.made-by-make; $(PYTHON) -m venv .venv; \
 	fi
-	$(BIN)/python -m pip install --disable-pip-version-check \
+	@# Python compiles the modules that are imported when they are: all would take a minute more.
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 	    'torch==$(TORCH)' 'setuptools>=77' wheel ninja
 	$(BIN)/python -c 'from setuptools.config.pyprojecttoml import read_configuration as read; \
 	    extras = read("pyproject.toml", expand=False)["project"]["optional-dependencies"]; \
 	    print(*sorted(set(sum(extras.values(), []))), sep="\n")' > .venv/requirements.txt
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -r .venv/requirements.txt
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --quiet \
+	    -r .venv/requirements.txt
 	@# The tree is on this environment's import path: scripts run from any folder.
 	@echo '$(CURDIR)' > "$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')/fused_norm_tree.pth"
 	@rm -f .venv/.python-*

@@ -19,7 +19,9 @@ const DeviceProperties kH200{
     {132, 132, 117, 120, 110, 102, 105, 120, 81, 70, 77, 84, 91, 98, 105, 112}};
 const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108}};
 const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72}};
-const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10};
+// Clusters beside little shared memory: compute capability 12.0.
+const DeviceProperties kRtx{170, 99 * kKilobyte, 8, {170, 170, 168, 168, 165, 168, 168, 168}};
+const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10, kRtx};
 
 struct Dtypes {
   DType x, y;
@@ -167,6 +169,8 @@ TEST(SoftmaxPlan, RowsLongerThanAPowerOfTwoGoInTiles) {
     EXPECT_FALSE(goes(cols)) << cols;
   EXPECT_FALSE(goes(65, SoftmaxTier::kWarp));
   EXPECT_FALSE(goes(65, SoftmaxTier::kAuto, kA100));  // no bulk copies
+  EXPECT_TRUE(goes(513, SoftmaxTier::kAuto, kRtx));
+  EXPECT_FALSE(goes(1056, SoftmaxTier::kAuto, kRtx));  // no room
 }
 
 TEST(SoftmaxPlan, RowsDoNotShapeTheReduction) {

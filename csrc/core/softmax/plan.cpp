@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <optional>
 
 #include "core/common/fair_share.h"
 
@@ -224,8 +225,9 @@ int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DevicePropert
   return row_class;
 }
 
-SoftmaxPlan plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class, int64_t rows, int cols,
-                      const DeviceProperties& device) {
+// Nothing where a multiprocessor has no room for three tiles, the least.
+std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class,
+                                     int64_t rows, int cols, const DeviceProperties& device) {
   constexpr int kWarps = kFlatThreads / kWarp, kSlots = 3;
   const int units = kSoftmaxFlatUnits[row_class], tensors = is_backward(pass) ? 2 : 1;
   const int most_blocks =
@@ -242,6 +244,7 @@ SoftmaxPlan plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class, int64_t
   flat.row_class = row_class;
   flat.shared_bytes = kSlots * tensors * flat.tile_bytes;
   const int64_t resident = resident_flat(flat, most_blocks, device);
+  if (resident == 0) return std::nullopt;
   flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
   plan.pass = pass;
   plan.tier = tier;
@@ -272,8 +275,9 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
   if (tier == SoftmaxTier::kAuto) {
     tier = choose_tier(pass, cols, x, y, device);
     const int row_class = flat_class(pass, cols, x, y, device);
-    if (row_class < kSoftmaxFlatClasses)
-      return plan_flat(tier, pass, row_class, rows, cols, device);
+    if (row_class < kSoftmaxFlatClasses) {
+      if (const auto plan = plan_flat(tier, pass, row_class, rows, cols, device)) return *plan;
+    }
   }
   RowShape shape = shape_in(tier, pass, cols, x, y, device);
   if (shape.place == RowPlace::kRing) spread_ring(is_backward(pass) ? 2 : 1, rows, device, shape);
