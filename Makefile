@@ -48,6 +48,10 @@ CI_KERNELS := core
 endif
 endif
 
+# Python compiles the modules that are imported when they first are, and keeps them; to compile all
+# that is installed would take a minute.
+export PYTHONDONTWRITEBYTECODE :=
+
 # An environment of other versions is made anew, unless it is someone else's.
 define CHECK_ENV
 from importlib.metadata import version
@@ -68,7 +72,6 @@ $(ENV): pyproject.toml
 	@if [ ! -e .venv ]; then \
 	    mkdir .venv; echo '$(CURDIR)' > .venv/.made-by-make; $(PYTHON) -m venv .venv; \
 	fi
-	@# Python compiles the modules that are imported when they are: all would take a minute more.
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile \
 	    'torch==$(TORCH)' 'setuptools>=77' wheel ninja
 	$(BIN)/python -c 'from setuptools.config.pyprojecttoml import read_configuration as read; \
