@@ -14,8 +14,7 @@ struct FlatRows {
   int rows;            // of a tile: whole 16-byte granules
   int rows_per_block;  // at work at a time
   int blocks;          // of the grid
-  int row_class;       // where lanes have a number of columns known at compile time:
-                       // which
+  int row_class;       // where the compiler knows how many columns a lane has: which number
   int params_bytes, tile_bytes, shared_bytes;
 };
 constexpr int kMaxFlatSlots = 4;

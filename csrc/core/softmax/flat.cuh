@@ -98,8 +98,8 @@ __device__ __forceinline__ void for_tiles(Tiles& tiles, const FlatRows& flat, Ru
 }
 
 template <bool kLog, int kClass, typename X>
-__device__ __forceinline__ void softmax_forward_tiles(const Rows<X>& x, X* y, bool lie_flat,
-                                                      const FlatRows& flat, CopyBarrier* filled) {
+__device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_flat,
+                                              const FlatRows& flat, CopyBarrier* filled) {
   constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
   using Columns = LaneColumns<kUnits, kUnits - 1>;
   using Warp = WarpRows<kUnits, kRows, X>;
@@ -142,9 +142,8 @@ __device__ __forceinline__ void softmax_forward_tiles(const Rows<X>& x, X* y, bo
 }
 
 template <bool kLog, int kClass, typename X>
-__device__ __forceinline__ void softmax_backward_tiles(const GradientLoad<X>& load, X* dx,
-                                                       bool lie_flat, const FlatRows& flat,
-                                                       CopyBarrier* filled) {
+__device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx, bool lie_flat,
+                                              const FlatRows& flat, CopyBarrier* filled) {
   using Tiles = GradientTiles<X>;
   constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
   using Columns = LaneColumns<kUnits, kUnits - 1>;
@@ -179,24 +178,15 @@ __device__ __forceinline__ void softmax_backward_tiles(const GradientLoad<X>& lo
   });
 }
 
-// All classes in one kernel a type, which branches once; in backward, two.
-template <int kClass, int kEnd, bool kLog, typename X>
-__device__ __forceinline__ void softmax_class(const Rows<X>& x, X* y, bool lie_flat,
+// All classes in one kernel a type, which branches once; in backward, two. From: what is read.
+template <int kClass, int kEnd, bool kLog, typename From, typename X>
+__device__ __forceinline__ void softmax_class(const From& from, X* to, bool lie_flat,
                                               const FlatRows& flat, CopyBarrier* filled) {
   if constexpr (kClass + 1 < kEnd) {
     if (flat.row_class != kClass)
-      return softmax_class<kClass + 1, kEnd, kLog>(x, y, lie_flat, flat, filled);
+      return softmax_class<kClass + 1, kEnd, kLog>(from, to, lie_flat, flat, filled);
   }
-  softmax_forward_tiles<kLog, kClass>(x, y, lie_flat, flat, filled);
-}
-template <int kClass, int kEnd, bool kLog, typename X>
-__device__ __forceinline__ void softmax_class(const GradientLoad<X>& load, X* dx, bool lie_flat,
-                                              const FlatRows& flat, CopyBarrier* filled) {
-  if constexpr (kClass + 1 < kEnd) {
-    if (flat.row_class != kClass)
-      return softmax_class<kClass + 1, kEnd, kLog>(load, dx, lie_flat, flat, filled);
-  }
-  softmax_backward_tiles<kLog, kClass>(load, dx, lie_flat, flat, filled);
+  softmax_tiles<kLog, kClass>(from, to, lie_flat, flat, filled);
 }
 
 template <typename X>
