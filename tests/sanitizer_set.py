@@ -54,10 +54,28 @@ SHAPES = [
     (262153, None),
 ]
 FORWARD_ROWS = 150, 5  # short rows, of which a block takes up to 128 at once, and longer ones
-# 16 bit: so many short rows that tiles of them are normalized in place, on a chip of 132
-# multiprocessors; and that backward's and softmax's blocks fill their slots again.
-TILED = [(65, 67593), (257, 16901), (258, 16909), (513, 8453), (1025, 8461)]
-BACKWARD_TILED = [(65, 101441), (144, 31700), (257, 25401), (513, 16931)]
+# 16 bit: so many rows of each kind that those who normalize tiles of them in place fill their slots
+# again, on a chip of 132 multiprocessors; and backward's and softmax's blocks too.
+TILED = [
+    (7, 1216520),
+    (33, 202777),
+    (65, 101385),
+    (81, 101385),
+    (257, 25351),
+    (258, 25351),
+    (513, 9509),
+    (1025, 4757),
+    (2049, 2381),
+    (4097, 1191),
+]
+BACKWARD_TILED = [
+    (65, 101441),
+    (144, 31700),
+    (257, 25401),
+    (513, 16931),
+    (1025, 6341),
+    (4097, 1591),
+]
 SOFTMAX_TILED = [(65, 140001), (513, 32001), (1025, 16001)]
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
 ALL = (True, True, True)

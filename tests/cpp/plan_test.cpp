@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <vector>
 
@@ -157,54 +158,115 @@ TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
   EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 0);
 }
 
-// Tiles of rows of 16 bits an element, of which a block has so many at work: they start at
-// multiples of 16 bytes.
-void check_tiles(const FlatRows& flat, int rows_at_work, int cols) {
+// Rows of 16 bits an element that go by warps: so many lanes have a row, or a part of it, and so
+// many of its columns each, of which the compiler is told that all lanes have the first `sure`.
+void check_parts(const FlatRows& flat, FlatClass of, int sure, int cols) {
+  EXPECT_GE(flat.parts, 1);
+  EXPECT_LE(flat.parts, kMaxParts);
+  EXPECT_EQ(flat.parts & (flat.parts - 1), 0);
+  EXPECT_LE(flat.part_cols, of.lanes * of.units);
+  EXPECT_GE(flat.parts * flat.part_cols, cols);
+  const int last = cols - (flat.parts - 1) * flat.part_cols;
+  EXPECT_GE(last, std::max(1, sure * of.lanes));
+  EXPECT_TRUE(flat.parts == 1 || may_be_part(of));
+}
+
+// `whole`: the kernel takes for granted that tiles are whole 16-byte granules.
+void check_tiles(const FlatRows& flat, int rows_at_work, bool whole, int cols) {
   EXPECT_GE(flat.slots, 3);
   EXPECT_LE(flat.slots, kMaxFlatSlots);
   EXPECT_EQ(flat.rows_per_block, rows_at_work);
   EXPECT_EQ(flat.rows % rows_at_work, 0);
-  EXPECT_EQ(int64_t{flat.rows} * cols * 2 % 16, 0);
-  EXPECT_GE(flat.tile_bytes, flat.rows * cols * 2);
+  const int bytes = flat.rows * cols * 2;
+  EXPECT_TRUE(!whole || bytes % 16 == 0);
+  EXPECT_GE(flat.tile_bytes, bytes % 16 == 0 ? bytes : bytes + 14 + 15);
   EXPECT_EQ(flat.tile_bytes % 16, 0);
   EXPECT_EQ(flat.params_bytes % 16, 0);
 }
 
-TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
+void check_forward_tiles(const FlatRows& flat, int cols) {
+  const int lanes = kForwardClasses[flat.row_class].lanes;
+  check_tiles(flat, kFlatThreads / lanes / flat.parts, flat.row_class < kShorterForwardClasses,
+              cols);
+  EXPECT_EQ(flat.shared_bytes, flat.slots * flat.tile_bytes);
+  // Each lane of a row keeps the statistics of one turn; rows of a warp are in other banks.
+  const int warp_rows = flat.rows * flat.parts / (kFlatThreads / 32);
+  EXPECT_TRUE(lanes == 1 || warp_rows / (32 / lanes) <= lanes);
+  EXPECT_EQ(flat.rows % (lanes < 32 ? 64 : 1), 0);
+}
+
+TEST(ForwardPlan, RowsThatAreNotWholePacksGoByWarps) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    for (bool rms : {false, true}) {
-      for (int64_t rows : kRows) {
-        const NormForwardPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
-        const FlatRows& flat = plan.flat;
-        if (flat.slots == 0) continue;
-        SCOPED_TRACE(testing::Message() << rows << " x " << cols);
-        EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
-        EXPECT_TRUE(dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
-        EXPECT_EQ(plan.tier, Tier::kRegisters);
-        EXPECT_NE(cols % plan.pack, 0);
-        EXPECT_TRUE(plan.packs >= 2 && plan.packs <= 4);  // of which there are kernels
-        check_tiles(flat, kFlatThreads / plan.threads_per_row, cols);
-        EXPECT_GE(flat.params_bytes,
-                  plan.threads_per_row * plan.packs * plan.pack * 4 * (rms ? 1 : 2));
-        EXPECT_EQ(flat.shared_bytes, flat.params_bytes + flat.slots * flat.tile_bytes);
-        // Persistent: all resident at once, and each with tiles to walk over.
-        const int a_multiprocessor = flat.blocks / chip.sm_count;
-        EXPECT_EQ(flat.blocks % chip.sm_count, 0);
-        EXPECT_TRUE(a_multiprocessor >= 3 && a_multiprocessor <= kFlatBlocks);
-        EXPECT_LE(a_multiprocessor * (flat.shared_bytes + 2 * kKilobyte),
-                  chip.shared_bytes_per_block + kKilobyte);
-        EXPECT_GE(rows, int64_t{2} * flat.blocks * flat.rows);
-      }
+    for (int64_t rows : kRows) {
+      const ForwardWarps warps =
+          plan_norm_forward(rows, cols, dtypes.x, dtypes.y, false, chip).warps;
+      SCOPED_TRACE(testing::Message() << rows << " x " << cols);
+      const bool expected =
+          dtypes.x == dtypes.y && size_of(dtypes.x) == 2 && cols % 8 != 0 && cols <= 8 * 17 * 32;
+      EXPECT_EQ(warps.threads > 0, expected);
+      if (!expected) continue;
+      const FlatRows& flat = warps.flat;
+      const FlatClass of = kForwardClasses[flat.row_class];
+      check_parts(flat, of, forward_sure_units(flat.row_class), cols);
+      EXPECT_EQ(warps.threads % (32 * flat.parts), 0);
+      EXPECT_LE(warps.threads, kFlatThreads);
+      const int rows_at_once = warps.threads / of.lanes / flat.parts;
+      EXPECT_GE(int64_t{warps.blocks} * rows_at_once, std::min<int64_t>(rows, INT_MAX));
+      EXPECT_LE(int64_t{warps.blocks - 1} * rows_at_once, rows - 1);
+      if (flat.slots == 0) continue;
+      EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
+      check_forward_tiles(flat, cols);
+      // Persistent: all resident at once, and each with tiles to walk over.
+      const int a_multiprocessor = flat.blocks / chip.sm_count;
+      EXPECT_EQ(flat.blocks % chip.sm_count, 0);
+      EXPECT_EQ(a_multiprocessor, flat_forward_blocks(flat.row_class >= kShorterForwardClasses));
+      EXPECT_LE(a_multiprocessor * (flat.shared_bytes + 3 * kKilobyte),
+                chip.shared_bytes_per_block + kKilobyte);
+      EXPECT_GT(rows, int64_t{flat.blocks} * flat.rows);
     }
   });
-  auto goes = [](int64_t rows, int cols, DType dtype = DType::kBFloat16) {
-    return plan_norm_forward(rows, cols, dtype, dtype, false, kH200).flat.slots > 0;
+  auto tiled = [](int64_t rows, int cols) {
+    return plan_norm_forward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, kH200)
+               .warps.flat.slots > 0;
   };
-  for (int cols : {33, 65, 70, 126, 129, 257, 258, 513, 1023, 1025})
-    EXPECT_TRUE(goes(1 << 20, cols)) << cols;
-  for (int cols : {64, 256, 1026, 2047, 3333}) EXPECT_FALSE(goes(1 << 20, cols)) << cols;
-  EXPECT_FALSE(goes(2000, 257));
-  EXPECT_FALSE(goes(1 << 20, 257, DType::kFloat32));
+  for (int cols : {7, 33, 65, 70, 126, 129, 257, 258, 513, 1023, 1025, 3333, 4097})
+    EXPECT_TRUE(tiled(1 << 20, cols)) << cols;
+  EXPECT_FALSE(tiled(2000, 257));
+}
+
+TEST(ForwardPlan, TilesAreNeitherTooLargeForTheLastTurnNorTooSmall) {
+  auto rows_of_tile = [](int64_t rows, int cols) {
+    return plan_norm_forward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, kH200)
+        .warps.flat.rows;
+  };
+  EXPECT_EQ(rows_of_tile(261123, 257), 16);  // of 32 there would be 15.5 for each block
+  EXPECT_EQ(rows_of_tile(131328, 511), 16);
+  EXPECT_EQ(rows_of_tile(1 << 24, 511), 16);
+}
+
+TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
+  for (int cols = 1; cols < 5000; ++cols) {
+    if (cols % 8 == 0) continue;
+    SCOPED_TRACE(cols);
+    const DType dtype = DType::kBFloat16;
+    const ForwardWarps warps = plan_norm_forward(1 << 24, cols, dtype, dtype, false, kH200).warps;
+    EXPECT_EQ(warps.threads > 0, cols <= 4352);
+    if (warps.threads > 0) {
+      const int row_class = warps.flat.row_class;
+      check_parts(warps.flat, kForwardClasses[row_class], forward_sure_units(row_class), cols);
+      check_forward_tiles(warps.flat, cols);
+    }
+    for (bool from_output : {false, true}) {
+      const NormBackwardPlan plan =
+          plan_norm_backward(1 << 20, cols, dtype, dtype, from_output, false, kH200);
+      const bool wide = cols > 4096 && cols <= 4352;
+      EXPECT_EQ(plan.tier == Tier::kFlat,
+                cols >= 17 && (from_output ? cols <= 832 : cols <= 1088 || wide));
+      if (plan.tier != Tier::kFlat) continue;
+      const int row_class = plan.flat.row_class;
+      check_parts(plan.flat, {32, kFlatUnits[row_class]}, flat_sure_units(row_class), cols);
+    }
+  }
 }
 
 TEST(ForwardPlan, FewRowsHaveMoreThreads) {
@@ -278,20 +340,22 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
   ASSERT_GE(flat.row_class, 0);
   ASSERT_LT(flat.row_class, kFlatClasses);
-  const int units = kFlatUnits[flat.row_class], columns = units * 32;
+  const int units = kFlatUnits[flat.row_class], columns = staged_columns(flat, units);
+  check_parts(flat, {32, units}, flat_sure_units(flat.row_class), cols);
+  check_tiles(flat, kFlatThreads / 32 / flat.parts * flat_rows_at_once(units), flat.parts == 1,
+              cols);
+  EXPECT_TRUE(flat.parts == 1 || flat_rows_at_once(units) == 1);
   EXPECT_EQ(plan.packs, units);
-  EXPECT_EQ(plan.threads_per_row, 32);
-  // Of the class before, every lane has all columns.
-  EXPECT_LE(cols, columns);
-  EXPECT_TRUE(flat.row_class == 0 || cols > kFlatUnits[flat.row_class - 1] * 32);
+  EXPECT_EQ(plan.threads_per_row, flat.parts * 32);
   EXPECT_EQ(plan.shared_bytes, flat.shared_bytes);
-  constexpr int kWarps = kFlatThreads / 32;
-  check_tiles(flat, kWarps * flat_rows_at_once(units), cols);
   // With a residual too, there is a tile on its way while another is at work.
   EXPECT_GE(flat.slots * kFlatTensors / (kFlatTensors + 1), 2);
-  EXPECT_GE(flat.params_bytes, columns * 4 * param_vectors);
+  // Beside the parameters, of which there are even ones, that pairs of others are aligned.
+  EXPECT_EQ(columns % 2, 0);
+  EXPECT_GE(columns, (flat.parts - 1) * flat.part_cols + units * 32);
+  EXPECT_GE(flat.params_bytes, param_vectors > 1 ? columns * 4 * param_vectors : 0);
   EXPECT_GE(flat.shared_bytes, flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes);
-  EXPECT_GE(flat.shared_bytes, kWarps * columns * 4);  // in the end
+  EXPECT_GE(flat.shared_bytes, kFlatThreads * units * 2 * 4);  // in the end, its warps' sums
   // Persistent: all resident at once, and none without a tile.
   const int a_multiprocessor = (plan.blocks + chip.sm_count - 1) / chip.sm_count;
   EXPECT_LE(a_multiprocessor, flat_backward_blocks(flat.row_class >= kShorterFlatClasses));
@@ -428,20 +492,21 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOut) {
   EXPECT_EQ(plan_for(777, kA100).rows_per_block, 2);
   EXPECT_EQ(plan_for(3333, kH200).packs, 2);
   EXPECT_EQ(plan_for(3333, kH200).rows_per_block, 2);
-  for (int cols : {777, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
+  for (int cols : {1500, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
   for (int cols : {91, 126, 777}) EXPECT_TRUE(plan_for(cols, kA100).dealt_out);
   EXPECT_FALSE(plan_for(3333, kA100).dealt_out);  // there are no bulk copies
 }
 
-TEST(BackwardPlan, ShortRowsGoInTiles) {
+TEST(BackwardPlan, RowsGoInTiles) {
   const auto goes = [](int cols, DType x = DType::kBFloat16, DType y = DType::kBFloat16,
                        int64_t rows = 4096, const DeviceProperties& chip = kH200) {
     return plan_norm_backward(rows, cols, x, y, false, false, chip).tier == Tier::kFlat;
   };
   // Those that are not whole packs, and those that would leave many lanes without one.
-  for (int cols : {17, 33, 65, 126, 129, 257, 513, 543}) EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {17, 33, 65, 126, 129, 257, 513, 545, 1087, 4097})
+    EXPECT_TRUE(goes(cols)) << cols;
   for (int cols : {72, 80, 96, 136, 144, 224, 264, 384, 400, 520}) EXPECT_TRUE(goes(cols)) << cols;
-  for (int cols : {15, 16, 24, 40, 48, 64, 104, 112, 128, 192, 240, 256, 512, 545, 640, 3333})
+  for (int cols : {15, 16, 24, 40, 48, 64, 104, 112, 128, 192, 240, 256, 512, 640, 1089, 3333})
     EXPECT_FALSE(goes(cols)) << cols;
   for (int64_t rows : {1, 7, 1 << 24})
     EXPECT_TRUE(goes(65, DType::kBFloat16, DType::kBFloat16, rows));

@@ -7,28 +7,13 @@
 
 namespace fused_norm {
 
-// Which rows of a tile a group works on, one a turn.
-struct TileTurns {
-  int first, step, count;
-};
-// `rows` is a multiple of the block's groups. `apart`: the groups of a warp keep away from each
-// other, as neighbours often begin in the same banks.
-template <typename Group>
-__device__ __forceinline__ TileTurns tile_turns(const Group& group, int rows, bool apart) {
-  const int neighbours = apart ? max(1, kWarpSize / group.threads()) : 1;
-  return {group.index() % neighbours * (rows / neighbours) + group.index() / neighbours,
-          group.groups() / neighbours, rows / group.groups()};
-}
-
-__device__ __forceinline__ int thread_of_block() { return threadIdx.y * blockDim.x + threadIdx.x; }
-
 // By all threads of the block: copies rows, those from row `first` of a tensor on, to where they
 // follow each other.
 template <typename T>
 __device__ __noinline__ void gather_rows(T* to, const T* base, RowLayout layout, int64_t first,
                                          int rows, int cols) {
-  const int warp = thread_of_block() / kWarpSize, lane = thread_of_block() % kWarpSize;
-  const int warps = blockDim.x * blockDim.y / kWarpSize;
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int warps = blockDim.x / kWarpSize;
   for (int row = warp; row < rows; row += warps) {
     const T* const from = row_start(base, layout, first + row);
 #pragma unroll 4
@@ -37,25 +22,13 @@ __device__ __noinline__ void gather_rows(T* to, const T* base, RowLayout layout,
 }
 template <typename T>
 __device__ __noinline__ void copy_elements(T* to, const T* from, int count) {
-  const int threads = blockDim.x * blockDim.y;
 #pragma unroll 4
-  for (int i = thread_of_block(); i < count; i += threads) to[i] = from[i];
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
 }
 template <typename T>
 __device__ __noinline__ void clear_elements(T* to, int count) {
-  for (int i = thread_of_block(); i < count; i += blockDim.x * blockDim.y) to[i] = T(0.0f);
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = T(0.0f);
 }
-
-// A lane's columns: its own and those 32, 64, ... further on, kUnits in all. The first kSure of
-// them every lane has.
-template <int kUnits, int kSure>
-struct LaneColumns {
-  int lane, cols;
-  __device__ __forceinline__ bool inside(int i) const {
-    return i < kSure || i * kWarpSize + lane < cols;
-  }
-};
-
 // A tensor whose rows pass through.
 template <typename T>
 struct TileRows {
@@ -65,13 +38,15 @@ struct TileRows {
 
 // A persistent block's tiles: every gridDim.x-th, each in a slot of shared memory for as long as
 // the block works on it; others are on their way there, or from there. Shape: `slots`, `rows` of a
-// tile, whole 16-byte granules, and `tile_bytes`.
+// tile, and `tile_bytes` of a slot. Copies are of whole granules of 16 bytes, as tiles are if
+// kWhole. Others begin in their slots where they do in a granule of their tensors'; the first and
+// last ones, of which other tiles have a part, some lanes write.
 //
 // Tensors says what passes through: count() tensors, rows_of(t) being tensor t; written(), where
 // what became of tensor kWritten goes, null for nowhere; and flat(), whether in each of them the
 // rows follow each other without gaps from a multiple of 16 bytes on. Others are copied by the
 // block's threads, before and after a tile's turn.
-template <typename T, typename Tensors, typename Shape>
+template <typename T, bool kWhole, typename Tensors, typename Shape>
 class TileRing {
  public:
   // `filled` and `memory`, of so many slots, are in shared memory. A barrier of the block follows
@@ -86,7 +61,7 @@ class TileRing {
         tile_(blockIdx.x),
         tiles_(static_cast<int>((rows + shape.rows - 1) / shape.rows)),
         last_rows_(static_cast<int>(rows - int64_t{tiles_ - 1} * shape.rows)) {
-    if (thread_of_block() != 0) return;
+    if (threadIdx.x != 0) return;
 #pragma unroll 1
     for (int slot = 0; slot < shape.slots; ++slot) filled[slot].init(tensors.count());
     CopyBarrier::order_inits();
@@ -106,7 +81,7 @@ class TileRing {
   __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * shape_.rows; }
   __device__ __forceinline__ int rows() const { return rows_of(tile_); }
   __device__ __forceinline__ T* part(int tensor) const {
-    return reinterpret_cast<T*>(part_of(slot_, tensor));
+    return reinterpret_cast<T*>(part_of(slot_, tensor) + skew_of(tile_));
   }
   template <bool kZeros>
   __device__ __forceinline__ void wait() const {
@@ -139,6 +114,7 @@ class TileRing {
     if (tensors_.flat()) {
       // Each of some lanes writes and fills the part of a tensor: the slot before this one, when no
       // more than this one's copy is under way.
+      if (tensors_.written() != nullptr) write_ends();
       if (copies()) {
         if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
         if (tile_ != static_cast<int>(blockIdx.x))
@@ -163,47 +139,69 @@ class TileRing {
   static constexpr int kGranule = 16;
   // Lanes of the block's first warp, each for a tensor.
   __device__ __forceinline__ static int tensor() { return threadIdx.x; }
-  __device__ __forceinline__ bool copies() const {
-    return threadIdx.y == 0 && threadIdx.x < tensors_.count();
-  }
+  __device__ __forceinline__ bool copies() const { return threadIdx.x < tensors_.count(); }
   __device__ __forceinline__ char* part_of(int slot, int tensor) const {
     return memory_ + (slot * tensors_.count() + tensor) * shape_.tile_bytes;
   }
   __device__ __forceinline__ int rows_of(int tile) const {
     return tile + 1 < tiles_ ? shape_.rows : last_rows_;
   }
-  // Where a tile starts in its tensors, and how long it is, in bytes.
+  // Where a tile starts in its tensors, in bytes, and how far that is from the granule's start; and
+  // where it ends, from there.
   __device__ __forceinline__ int64_t start_of(int tile) const {
     return int64_t{tile} * (shape_.rows * cols_ * static_cast<int>(sizeof(T)));
   }
-  __device__ __forceinline__ int bytes_of(int tile) const {
-    return rows_of(tile) * cols_ * static_cast<int>(sizeof(T));
+  __device__ __forceinline__ int skew_of(int tile) const {
+    return kWhole ? 0 : static_cast<int>(start_of(tile)) & (kGranule - 1);
   }
+  __device__ __forceinline__ int end_of(int tile) const {
+    return skew_of(tile) + rows_of(tile) * cols_ * static_cast<int>(sizeof(T));
+  }
+  __device__ __forceinline__ static int whole(int bytes) { return bytes & -kGranule; }
 
   __device__ __forceinline__ void fill(int slot, int tile) {
     if (tile >= tiles_) return;
-    const int bytes = bytes_of(tile), granules = bytes & -kGranule;
+    const int skew = skew_of(tile), end = end_of(tile);
     const char* const from =
-        reinterpret_cast<const char*>(tensors_.rows_of(tensor()).base) + start_of(tile);
+        reinterpret_cast<const char*>(tensors_.rows_of(tensor()).base) + start_of(tile) - skew;
     char* const to = part_of(slot, tensor());
-    copy_rest(to, from, bytes);
+    // Past the tensors' end nothing is read: the lane copies the rest itself.
+    const bool last = tile + 1 == tiles_;
+    const int granules = last ? whole(end) : whole(end + kGranule - 1);
+    if (last) copy_rest(to, from, max(granules, skew), end);
     filled_[slot].expect(granules);
     if (granules > 0) filled_[slot].copy(to, from, granules);
   }
+  // The granules that are the tile's alone, and the rest of the tensors' last one.
   __device__ __forceinline__ void write() {
-    const int bytes = bytes_of(tile_), granules = bytes & -kGranule;
-    char* const to = reinterpret_cast<char*>(tensors_.written()) + start_of(tile_);
+    const int skew = skew_of(tile_), end = end_of(tile_), whole_end = whole(end);
+    const int first = skew > 0 ? kGranule : 0;
+    char* const to = reinterpret_cast<char*>(tensors_.written()) + start_of(tile_) - skew;
     const char* const from = part_of(slot_, Tensors::kWritten);
-    if (granules > 0) store_bulk(to, from, granules);
-    copy_rest(to, from, bytes);
+    if (whole_end > first) store_bulk(to + first, from + first, whole_end - first);
+    if (kWhole) copy_rest(to, from, whole_end, end);
     commit_bulk_stores();
     wait_for_bulk_reads<1>();
   }
-  // A tile is whole granules, but for the tensors' last one, whose rest the lane copies itself.
-  __device__ __forceinline__ static void copy_rest(char* to, const char* from, int bytes) {
+  // Where tiles are not whole granules, what is before and after these: an element a lane.
+  __device__ __forceinline__ void write_ends() {
+    constexpr int kElements = kGranule / sizeof(T);
+    const int lane = threadIdx.x;
+    if (kWhole || lane >= 2 * kElements) return;
+    const int skew = skew_of(tile_), end = end_of(tile_), last = whole(end);
+    const bool after = lane >= kElements;
+    const int i = (after ? last : 0) + lane % kElements * static_cast<int>(sizeof(T));
+    const bool any = after ? skew == 0 || last > 0 : skew > 0 && i >= skew;
+    if (any && i < end)
+      copy_element(reinterpret_cast<char*>(tensors_.written()) + start_of(tile_) - skew,
+                   part_of(slot_, Tensors::kWritten), i);
+  }
+  __device__ __forceinline__ static void copy_element(char* to, const char* from, int i) {
+    *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
+  }
+  __device__ __forceinline__ static void copy_rest(char* to, const char* from, int begin, int end) {
 #pragma unroll 1
-    for (int i = bytes & -kGranule; i < bytes; i += sizeof(T))
-      *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
+    for (int i = begin; i < end; i += sizeof(T)) copy_element(to, from, i);
   }
 
   const Tensors& tensors_;

@@ -1,9 +1,11 @@
-// Backward for short rows of one 16-bit dtype, by warps that read them from shared memory.
+// Backward for rows of one 16-bit dtype by warps (warp_rows.cuh) that read them from shared memory.
 #pragma once
 
 #include "core/common/overlap.cuh"
 #include "core/common/row_units.cuh"
+#include "core/common/slice_statistics.cuh"
 #include "core/common/tile_ring.cuh"
+#include "core/common/warp_rows.cuh"
 #include "core/norm/backward_input.cuh"
 #include "core/norm/staged_params.cuh"
 
@@ -30,66 +32,68 @@ struct BackwardTiles {
 };
 
 // Parameters of columns 0 to `count` - 1 in shared memory, as fp32, by all threads of the block:
-// weights, and after them a shift and a scale for each column.
-template <bool kFromOutput, typename X>
+// weights, and after them a shift and a scale for each column, where forward kept the output.
+template <typename X>
 __device__ __noinline__ void stage_columns(const BackwardInput<X, X, float>& in, int count,
                                            float* params) {
   float2* const of_output = reinterpret_cast<float2*>(params + count);
+#pragma unroll 2
   for (int col = threadIdx.x; col < count; col += kFlatThreads) {
-    const auto of_column = ColumnParams<float, 1>::template load<kFromOutput, kFromOutput>(in, col);
+    const auto of_column = ColumnParams<float, 1>::template load<true, true>(in, col);
     params[col] = of_column.weight[0];
-    if (kFromOutput) of_output[col] = {of_column.shift[0], of_column.scale[0]};
+    of_output[col] = {of_column.shift[0], of_column.scale[0]};
   }
 }
 
-// Writes a block's partial row. Its warps' sums lie in `sums`, `stride` apart.
-__device__ __noinline__ void add_warps(const float* sums, int stride, int cols, float* partial) {
-  for (int col = threadIdx.x; col < cols; col += kFlatThreads) {
-    float sum = 0;
-#pragma unroll
-    for (int w = 0; w < kFlatThreads / kWarpSize; ++w) sum += sums[w * stride + col];
-    partial[col] = sum;
-  }
-}
+// Of a row's parts: two sums.
+using PartSums = PartExchange<float2>::Slots;
 
 // Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
 // its lanes keep their columns' weights and sums in registers.
-template <bool kRms, Saved kSaved, int kClass, typename X>
+template <bool kRms, Saved kSaved, int kClass, bool kParts, typename X>
 __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, float>& in,
                                                     const BackwardOutput<X, float>& out,
                                                     bool lie_flat, const FlatRows& flat,
-                                                    CopyBarrier* filled) {
+                                                    CopyBarrier* filled, PartSums& slots) {
   using Tiles = BackwardTiles<X>;
-  constexpr int kUnits = kFlatUnits[kClass], kSure = kClass > 0 ? kFlatUnits[kClass - 1] : 0;
+  constexpr int kUnits = kFlatUnits[kClass], kSure = flat_sure_units(kClass);
   constexpr int kRows = flat_rows_at_once(kUnits), kCols = kUnits * kWarpSize;
   constexpr bool kFromOutput = kSaved != Saved::kInput;
   constexpr bool kReadsMean = !kRms && !kFromOutput;
   extern __shared__ __align__(128) char memory[];
   float* const params = reinterpret_cast<float*>(memory);
 
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, cols = in.cols;
+  const int lane = threadIdx.x % kWarpSize, cols = in.cols;
+  const WarpPart<kParts> part(flat, cols);
   constexpr int kWarps = kFlatThreads / kWarpSize;
-  const LaneColumns<kUnits, kSure> columns{lane, cols};
+  const int step = (kParts ? kWarps / flat.parts : kWarps) * kRows;
+  const LaneColumns<kUnits, kSure> columns(part.cols);
   wait_for_prerequisites();
   out.clear_totals();
   const Tiles tensors{in, out, lie_flat};
-  TileRing<X, Tiles, FlatRows> tiles(tensors, in.rows, cols, flat, filled,
-                                     memory + flat.params_bytes);
+  TileRing<X, !kParts, Tiles, FlatRows> tiles(tensors, in.rows, cols, flat, filled,
+                                              memory + flat.params_bytes);
   tiles.start();
-  stage_columns<kFromOutput>(in, kCols, params);
+  PartExchange<float2> exchange(part, slots);
+  const int staged = kParts ? staged_columns(flat, kUnits) : kCols;
+  if (kFromOutput) stage_columns(in, staged, params);
   __syncthreads();
   // (shift, scale) of the lane's columns.
-  const float2* const of_output = reinterpret_cast<const float2*>(params + kCols) + lane;
+  const float2* const of_output =
+      reinterpret_cast<const float2*>(params + staged) + part.first + lane;
   // Where registers are few, weights are read for each row.
   constexpr bool kKeepsWeights = !kFromOutput || kUnits <= 5;
-  const float* const weights = params + lane;
+  const float* const weights = params + part.first + lane;
   float kept_weights[kUnits];
   uint32_t listed = 0;
+  if constexpr (kFromOutput) {
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    kept_weights[i] = weights[i * kWarpSize];
-    if (kFromOutput && columns.inside(i))
-      listed |= uint32_t{of_output[i * kWarpSize].y == 0.0f} << i;
+    for (int i = 0; i < kUnits; ++i) {
+      kept_weights[i] = weights[i * kWarpSize];
+      if (columns.inside(i)) listed |= uint32_t{of_output[i * kWarpSize].y == 0.0f} << i;
+    }
+  } else {
+    load_weights<X>(in.weight, in.weight_offset, part.first, columns, kept_weights);
   }
 
   // Each of a warp's first lanes asks for a row's statistics, one turn ahead.
@@ -100,18 +104,19 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
     if (kReadsMean) next_mean = any ? __ldg(in.mean + row) : 0.0f;
     next_rstd = any ? __ldg(in.rstd + row) : 0.0f;
   };
-  look_ahead(tiles.first_row() + warp * kRows);
+  const int first = part.group * kRows;
+  look_ahead(tiles.first_row() + first);
   float dweight[kUnits] = {}, dbias[kUnits] = {};
   for (; tiles.any(); tiles.next()) {
     tiles.template wait<true>();
-    const X* const saved_tile = tiles.part(Tiles::kSavedRows) + lane;
-    X* const dy_tile = tiles.part(Tiles::kGradientRows) + lane;
+    const X* const saved_tile = tiles.part(Tiles::kSavedRows) + part.first + lane;
+    X* const dy_tile = tiles.part(Tiles::kGradientRows) + part.first + lane;
     const int64_t first_row = tiles.first_row();
 #pragma unroll 1
-    for (int r = warp * kRows; r < flat.rows; r += kWarps * kRows) {
+    for (int r = first; r < flat.rows; r += step) {
       const float own_mean = next_mean, own_rstd = next_rstd;
-      const int next = r + kWarps * kRows;
-      look_ahead(next < flat.rows ? first_row + next : tiles.next_row() + warp * kRows);
+      const int next = r + step;
+      look_ahead(next < flat.rows ? first_row + next : tiles.next_row() + first);
 
       float xhat[kRows][kUnits], w[kRows][kUnits];
 #pragma unroll
@@ -187,7 +192,17 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
 #pragma unroll
       for (int k = 0; k < kSums; ++k)
         of_rows[k] = sums[k / kRows][k % kRows][0] + sums[k / kRows][k % kRows][1];
-      reduce_each(of_rows, [](float a, float b) { return a + b; });
+      reduce_each(of_rows, SumOfTwo());
+      if constexpr (kParts) {
+        static_assert(kRows == 1);
+        if (flat.parts > 1) {
+          using Exchange = PartExchange<float2>;
+          const float2 of_part = exchange.all({of_rows[0], of_rows[kSums - 1]}, part,
+                                              flat.parts)[Exchange::part_of_lane()];
+          of_rows[0] = Exchange::sum(of_part.x);
+          if (!kRms) of_rows[kSums - 1] = Exchange::sum(of_part.y);
+        }
+      }
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
         const RowGradient<kRms> gradient(rstd[k], in.per_cols,
@@ -196,7 +211,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
         for (int i = 0; i < kUnits; ++i) w[k][i] = gradient.at(w[k][i], xhat[k][i]);
       }
       if (out.dresidual != nullptr) {
-        const X* const residual = tiles.part(Tiles::kResidualRows) + lane;
+        const X* const residual = tiles.part(Tiles::kResidualRows) + part.first + lane;
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
 #pragma unroll
@@ -223,56 +238,80 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   tiles.finish();
   launch_dependents();
 
-  // The warps' sums, one kind after the other.
-  float* const of_warps = reinterpret_cast<float*>(memory);
-#pragma unroll 1
-  for (int kind = 0; kind < (kRms ? 1 : 2); ++kind) {
-    float* const partials = kind == 0 ? out.dweight_partials : out.dbias_partials;
-    if (partials == nullptr) continue;
-    __syncthreads();
+  // What the warps have of the same columns some of them add up. Which these are is found out anew:
+  // nothing more keeps registers before.
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const WarpPart<kParts> own(flat, cols, thread);
+  const LaneColumns<kUnits, kSure> own_columns(own.cols, thread);
+  constexpr int kKinds = kRms ? 1 : 2;
+  float* const of_warps = reinterpret_cast<float*>(memory) + own_columns.first;
+  __syncthreads();
+  float* const to = of_warps + thread / kWarpSize * (kKinds * kCols);
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i)
-      of_warps[warp * kCols + i * kWarpSize + lane] = kind == 0 ? dweight[i] : dbias[i];
-    __syncthreads();
-    add_warps(of_warps, kCols, cols, partials + int64_t{blockIdx.x} * cols);
+  for (int i = 0; i < kUnits; ++i) {
+    to[i * kWarpSize] = dweight[i];
+    if (!kRms) to[kCols + i * kWarpSize] = dbias[i];
+  }
+  __syncthreads();
+  const int parts = kParts ? flat.parts : 1;
+#pragma unroll 1
+  for (int kind = 0; kind < kKinds; ++kind) {
+    float* const partials = kind == 0 ? out.dweight_partials : out.dbias_partials;
+    if (partials == nullptr || own.group != kind % (kWarps / parts)) continue;
+    float sums[kUnits] = {};
+    for (int warp = own.index; warp < kWarps; warp += parts) {
+      const float* const from = of_warps + (warp * kKinds + kind) * kCols;
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) sums[i] += from[i * kWarpSize];
+    }
+    float* const row = partials + int64_t{blockIdx.x} * cols + own.first + own_columns.first;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (own_columns.inside(i)) row[i * kWarpSize] = sums[i];
+    }
   }
 }
 
 // The form of a launch, of the classes from kClass to before kEnd.
-template <int kClass, int kEnd, typename X>
+template <int kClass, int kEnd, bool kParts, typename X>
 __device__ __forceinline__ void norm_backward_form(const BackwardInput<X, X, float>& in,
                                                    const BackwardOutput<X, float>& out,
                                                    bool lie_flat, const FlatRows& flat,
-                                                   CopyBarrier* filled) {
+                                                   CopyBarrier* filled, PartSums& slots) {
   if constexpr (kClass + 1 < kEnd) {
     if (flat.row_class != kClass)
-      return norm_backward_form<kClass + 1, kEnd>(in, out, lie_flat, flat, filled);
+      return norm_backward_form<kClass + 1, kEnd, kParts>(in, out, lie_flat, flat, filled, slots);
   }
-  constexpr Saved kInput = Saved::kInput, kOutput = Saved::kOutputAndList;
+  auto run = [&](auto is_rms, auto saved) {
+    norm_backward_tiles<decltype(is_rms)::value, decltype(saved)::value, kClass, kParts>(
+        in, out, lie_flat, flat, filled, slots);
+  };
+  constexpr std::integral_constant<Saved, Saved::kInput> kInput;
+  constexpr std::integral_constant<Saved, Saved::kOutputAndList> kOutput;
   if (in.from_output) {
-    if (in.rms) {
-      norm_backward_tiles<true, kOutput, kClass>(in, out, lie_flat, flat, filled);
-    } else {
-      norm_backward_tiles<false, kOutput, kClass>(in, out, lie_flat, flat, filled);
-    }
-  } else if (in.rms) {
-    norm_backward_tiles<true, kInput, kClass>(in, out, lie_flat, flat, filled);
+    in.rms ? run(std::true_type(), kOutput) : run(std::false_type(), kOutput);
   } else {
-    norm_backward_tiles<false, kInput, kClass>(in, out, lie_flat, flat, filled);
+    in.rms ? run(std::true_type(), kInput) : run(std::false_type(), kInput);
   }
 }
 
-// All forms in one kernel a type for shorter and one for longer rows, which branches once.
-template <typename X, bool kLonger>
-__global__ void __launch_bounds__(kFlatThreads, flat_backward_blocks(kLonger))
+// All forms in one kernel a type, which branches once: for shorter rows, for longer ones, and for
+// those in parts.
+enum class FlatKernel { kShorter, kLonger, kParts };
+template <typename X, FlatKernel kKernel>
+__global__ void __launch_bounds__(kFlatThreads,
+                                  flat_backward_blocks(kKernel != FlatKernel::kShorter))
     norm_backward_flat(const __grid_constant__ BackwardInput<X, X, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, bool lie_flat,
                        const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  constexpr int kFirst = kLonger ? kShorterFlatClasses : 0;
-  constexpr int kEnd = kLonger ? kFlatClasses : kShorterFlatClasses;
-  norm_backward_form<kFirst, kEnd>(in, out, lie_flat, flat, filled);
+  __shared__ PartSums slots;
+  constexpr bool kShorter = kKernel == FlatKernel::kShorter;
+  norm_backward_form<kShorter ? 0 : kShorterFlatClasses,
+                     kShorter ? kShorterFlatClasses : kFlatClasses, kKernel == FlatKernel::kParts>(
+      in, out, lie_flat, flat, filled, slots);
 #endif
 }
 

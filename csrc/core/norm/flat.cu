@@ -3,35 +3,25 @@
 #include "core/norm/launch.cuh"
 
 namespace fused_norm {
-namespace {
 
-// Whether there are all parameters, of the type of x, and the weight as it is.
-bool is_typed(const NormForwardParams& params) {
-  const auto store = affine_store<float>(params);
-  return params.rms ? store.all_of<false>(params.x_dtype) : store.all_of<true>(params.x_dtype);
-}
-
-}  // namespace
-
-bool takes_flat_rows(const NormForwardParams& params, const NormForwardPlan& plan) {
-  // Rows that would be shifted in whole warps lie too much in the same banks.
-  return plan.flat.slots > 0 && lies_flat(params.x, params.x_layout, params.cols) &&
-         lies_flat(params.y, one_stride(params.cols), params.cols) &&
-         (is_typed(params) || !whole_warps(plan.packs));
-}
-
-cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                              cudaStream_t stream) {
+cudaError_t norm_flat_forward(const NormForwardParams& params, const ForwardWarps& warps,
+                              bool overlaps, cudaStream_t stream) {
   return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
-    const InputLoad<X> load = input_load<X>(params.x, params.x_layout, params);
-    const FlatRows& flat = plan.flat;
-    const bool dealt_out = is_typed(params) && plan.threads_per_row >= kMinDealtOutLanes;
-    const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols) : RowsLie::kShifted;
-    return detail::launch(
-        norm_forward_flat<X>, flat.blocks, dim3(plan.threads_per_row, flat.rows_per_block),
-        {flat.shared_bytes, 1, plan.overlaps}, stream, load, affine_store<X>(params),
-        statistics_out<InputLoad<X>, X>(params), lie, params.rms, plan.packs, flat);
+    auto run = [&](auto kernel, int blocks, int threads, int shared_bytes) {
+      return detail::launch(kernel, blocks, threads, {shared_bytes, 1, overlaps}, stream,
+                            input_load<X>(params.x, params.x_layout, params),
+                            affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
+                            params.rms, warps.flat);
+    };
+    const FlatRows& flat = warps.flat;
+    const bool longer = flat.row_class >= kShorterForwardClasses;
+    if (flat.slots > 0 && lies_flat(params.x, params.x_layout, params.cols) &&
+        lies_flat(params.y, one_stride(params.cols), params.cols))
+      return run(longer ? norm_forward_flat<X, true> : norm_forward_flat<X, false>, flat.blocks,
+                 kFlatThreads, flat.shared_bytes);
+    return run(longer ? norm_forward_rows<X, true> : norm_forward_rows<X, false>, warps.blocks,
+               warps.threads, 0);
   });
 }
 
@@ -45,10 +35,13 @@ cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
       lies_flat(out.dx, contiguous, in.cols) && lies_flat(out.dresidual, contiguous, in.cols);
   FlatRows flat = plan.flat;
   if (out.dresidual) flat.slots = flat.slots * kFlatTensors / (kFlatTensors + 1);
-  return detail::launch(flat.row_class < kShorterFlatClasses ? norm_backward_flat<X, false>
-                                                             : norm_backward_flat<X, true>,
-                        plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps}, stream,
-                        in, out, lie_flat, flat);
+  auto run = [&](auto kernel) {
+    return detail::launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps},
+                          stream, in, out, lie_flat, flat);
+  };
+  if (flat.parts > 1) return run(norm_backward_flat<X, FlatKernel::kParts>);
+  return flat.row_class < kShorterFlatClasses ? run(norm_backward_flat<X, FlatKernel::kShorter>)
+                                              : run(norm_backward_flat<X, FlatKernel::kLonger>);
 }
 template cudaError_t norm_flat_backward(const BackwardInput<__half, __half, float>&,
                                         const BackwardOutput<__half, float>&,

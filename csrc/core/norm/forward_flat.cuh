@@ -1,125 +1,116 @@
-// Forward for short rows that are not whole packs and follow each other without gaps.
+// Forward for rows of one 16-bit dtype that are not whole packs, by warps (warp_rows.cuh).
 #pragma once
 
 #include "core/common/tile_ring.cuh"
+#include "core/common/warp_rows.cuh"
 #include "core/norm/forward.cuh"
 
 namespace fused_norm {
 
-// A thread's share of such a row, which lies in shared memory: its columns are those of
-// row_columns.cuh. Bounds as SliceBounds are, but nothing is visited where no lane has anything.
-template <RowsLie kLie, typename T, int N, typename Group>
-class FlatSlice {
-  static constexpr int kUnit = kLie == RowsLie::kShifted ? 1 : unit_of(kLie, N);
+using RowParts = PartExchange<PartStatistics<float>>;
+
+// Normalizes a warp's columns of rows: one, or one in each kLanes of its lanes. The tree of a row's
+// sums depends on its length alone: a lane's columns are two chains, lanes are combined by
+// butterflies, parts in their order.
+template <bool kRms, int kLanesOfRow, int kColumnsOfLane, int kSure, typename X>
+class WarpNorm {
+  using Statistics = StatisticsOf<InputLoad<X>, AffineStore<X>>;
+  static constexpr int kUnits = kColumnsOfLane;
 
  public:
-  // The slice starts at `at`; `left` columns remain of the row from there on, 0 for no row.
-  __device__ __forceinline__ FlatSlice(const Group& group, T* at, int left)
-      : group_(group), at_(at), left_(left) {}
+  static constexpr bool kMayBeParts = may_be_part({kLanesOfRow, kUnits});
+  static constexpr bool kIsRms = kRms;
+  static constexpr int kLanes = kLanesOfRow, kColumns = kUnits;
+  static constexpr int kRows = kWarpSize / kLanes;  // of a warp, at a time
+  using Columns = LaneColumns<kUnits, kSure, kLanes>;
+  using Part = WarpPart<kMayBeParts>;
 
-  __device__ __forceinline__ bool reach(int p) const { return left(p) > 0; }
-  template <typename Visit>
-  __device__ __forceinline__ void visit(int p, Visit visit) const {
-    visit_units(p, [&](int first, bool inside) {
-#pragma unroll
-      for (int i = first; i < first + kUnit; ++i) visit(i, inside);
-    });
+  // A barrier of the block follows.
+  __device__ __forceinline__ WarpNorm(const FlatRows& flat, const Part& part, const Statistics& out,
+                                      RowParts::Slots& slots)
+      : columns_(part.cols),
+        out_(out),
+        part_(part),
+        parts_(kMayBeParts ? flat.parts : 1),
+        exchange_(part, slots),
+        cols_(static_cast<float>(part.cols)),
+        per_cols_(reciprocal(cols_)) {
+    if (!kMayBeParts) return;
+    const int index = RowParts::part_of_lane(),
+              rest = static_cast<int>(out.cols) - index * flat.part_cols;
+    cols_there_ = static_cast<float>(max(0, min(flat.part_cols, rest)));
   }
 
-  // Zero past the row's end.
-  __device__ __forceinline__ void load(int p, float (&out)[N]) const {
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = 0;
-    visit_units(p, [&](int i, bool inside) {
-      if (inside)
-        unpack_unit<T, kUnit>(load_unit<kUnit, true, Memory::kShared>(unit(p, i)), out + i);
-    });
-  }
-  __device__ __forceinline__ void store(int p, const Pack<T, N>& pack) const {
-    visit_units(p, [&](int i, bool inside) {
-      if (!inside) return;
-      if constexpr (kUnit == 1) {
-        *reinterpret_cast<Bits<T>*>(unit(p, i)) = bits_of(pack, i);
-      } else {
-        *reinterpret_cast<uint32_t*>(unit(p, i)) = pack.words.at[i / 2];
-      }
-    });
-  }
+  __device__ __forceinline__ const Columns& columns() const { return columns_; }
+  // Which of the warp's rows is the lane's.
+  __device__ __forceinline__ static int row_of_lane() { return threadIdx.x % kWarpSize / kLanes; }
 
- private:
-  __device__ __forceinline__ int left(int p) const { return left_ - p * slice_step<N>(group_); }
-  // Of pack p, the unit from its element i on.
-  __device__ __forceinline__ T* unit(int p, int i) const {
-    return at_ + p * slice_step<N>(group_) + (kLie == RowsLie::kShifted ? i : i * group_.lanes());
-  }
-
-  template <typename Visit>
-  __device__ __forceinline__ void visit_units(int p, Visit visit) const {
-    const int lanes = kLie == RowsLie::kShifted ? 1 : group_.lanes();
-    const int of_own = left(p),
-              of_all = kLie == RowsLie::kShifted ? of_own : of_own + group_.lane() * kUnit;
-    if (of_all >= N * lanes) {
+  __device__ __forceinline__ void load_params(const AffineStore<X>& store) {
+    load_weights<X>(store.weight, store.weight_offset, part_.first, columns_, weight_);
+    if constexpr (!kRms) {
 #pragma unroll
-      for (int i = 0; i < N; i += kUnit) visit(i, true);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; i += kUnit) {
-        if (i * lanes >= of_all) break;
-        visit(i, i * lanes < of_own);
-      }
+      for (int i = 0; i < kUnits; ++i) bias_[i] = 0;
+      if (store.bias.data) load_columns<X>(store.bias, part_.first, columns_, bias_);
     }
   }
 
-  const Group& group_;
-  T* at_;
-  int left_;
-};
-
-// Parameters of the threads' columns in shared memory, in fp32: all lanes' next to each other.
-template <RowsLie kLie, bool kBias, int N, int kPacks>
-class FlatParams {
- public:
-  template <typename Group>
-  __device__ FlatParams(char* memory, const Group& group)
-      : own_(reinterpret_cast<float4*>(memory) + group.thread()), threads_(group.threads()) {}
-
-  // By all groups of the block, each some; a barrier of the block's follows. Where rows are
-  // shifted, there may be none, and of any type.
-  template <typename X, typename Group>
-  __device__ void stage(const AffineStore<X>& store, int col, const Group& group) const {
-    const bool typed = store.template all_of<kBias>(kDTypeOf<X>);
-    for (int p = group.index(); p < kPacks; p += group.groups()) {
-      const int first = col + p * slice_step<N>(group);
-      float g[N], b[N];
-      if (dealt_out(kLie) || typed) {
-        store.template load<RowForm<kLie, X, X>, kBias, false>(first, group, g, b);
-      } else {
-        store.template load<RowForm<RowsLie::kShifted, X, void>, kBias, false>(first, group, g, b);
-      }
-      put(0, p, g);
-      if (kBias) put(1, p, b);
+  // Mean and rstd, in all of the row's lanes. Zeros come past the part's end.
+  __device__ __forceinline__ PartStatistics<float> normalize(float (&x)[kUnits]) {
+    PartStatistics<float> of_row{};
+    if constexpr (!kRms) {
+      float chains[2] = {x[0], x[1]};
+#pragma unroll
+      for (int i = 2; i < kUnits; ++i) chains[i % 2] += x[i];
+      const float sum = lane_sum<kLanes>(chains[0] + chains[1]);
+      of_row.mean = quotient(sum, cols_, per_cols_);
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) x[i] = columns_.inside(i) ? x[i] - of_row.mean : 0.0f;
     }
-  }
-  __device__ __forceinline__ void get(int p, float (&g)[N], float (&b)[N]) const {
-    get(0, p, g);
-    if (kBias) get(1, p, b);
+    float chains[2] = {__fmul_rn(x[0], x[0]), __fmul_rn(x[1], x[1])};
+#pragma unroll
+    for (int i = 2; i < kUnits; ++i) chains[i % 2] = fmaf(x[i], x[i], chains[i % 2]);
+    of_row.squares = lane_sum<kLanes>(chains[0] + chains[1]);
+    float from_row = 0;  // of the part's mean
+    if (kMayBeParts && parts_ > 1) from_row = merge(of_row);
+    const float rstd = out_.rstd_of(of_row.squares);
+    const float shift =
+        kMayBeParts && parts_ > 1 ? __fmul_rn(from_row, rstd) : -0.0f;  // adds nothing
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      const float xhat = kRms ? x[i] * rstd : fmaf(x[i], rstd, shift);
+      x[i] = kRms ? xhat * weight_[i] : fmaf(xhat, weight_[i], bias_[i]);
+    }
+    return {of_row.mean, rstd};
   }
 
  private:
-  __device__ __forceinline__ float4* at(int vector, int p, int i) const {
-    return own_ + ((vector * kPacks + p) * (N / 4) + i / 4) * threads_;
-  }
-  __device__ __forceinline__ void put(int vector, int p, const float (&values)[N]) const {
-#pragma unroll
-    for (int i = 0; i < N; i += 4) memcpy(at(vector, p, i), values + i, sizeof(float4));
-  }
-  __device__ __forceinline__ void get(int vector, int p, float (&values)[N]) const {
-#pragma unroll
-    for (int i = 0; i < N; i += 4) memcpy(values + i, at(vector, p, i), sizeof(float4));
+  // Makes the part's statistics the row's, as merge_parts() does, a part a lane. Returns the
+  // difference between their means.
+  __device__ __forceinline__ float merge(PartStatistics<float>& own) {
+    const PartStatistics<float>* const all = exchange_.all(own, part_, parts_);
+    const PartStatistics<float> part = all[RowParts::part_of_lane()];
+    if constexpr (kRms) {
+      own.squares = RowParts::sum(part.squares);
+      return 0;
+    }
+    const float first = all[0].mean, difference = part.mean - first;
+    const float offset =
+        __fmul_rn(RowParts::sum(__fmul_rn(cols_there_, difference)), out_.per_cols);
+    const float from_mean = difference - offset;
+    own.squares = RowParts::sum(fmaf(__fmul_rn(cols_there_, from_mean), from_mean, part.squares));
+    const float from_row = (own.mean - first) - offset;
+    own.mean -= from_row;
+    return from_row;
   }
 
-  float4* own_;
-  int threads_;
+  const Columns columns_;
+  const Statistics& out_;
+  const Part& part_;
+  const int parts_;
+  RowParts exchange_;
+  const float cols_, per_cols_;
+  float cols_there_;  // of the part that is the lane's in an exchange
+  float weight_[kUnits], bias_[kRms ? 1 : kUnits];
 };
 
 // What passes through a ring of tiles: x, in whose place comes y.
@@ -135,96 +126,169 @@ struct ForwardTiles {
   __device__ __forceinline__ X* written() const { return y; }
 };
 
-// Persistent blocks walk over tiles of rows and normalize them in place: the threads touch but
-// shared memory, where it matters little how a row lies. The reduction tree is that of
-// norm_forward_once().
-template <RowsLie kLie, bool kRms, int kPacks, typename X>
-__device__ __forceinline__ void norm_forward_in_place(
-    const InputLoad<X>& load, const AffineStore<X>& store,
-    const StatisticsOf<InputLoad<X>, AffineStore<X>>& out, const FlatRows& flat,
-    SumSlots<float> (&sums)[2], CopyBarrier (&filled)[kMaxFlatSlots]) {
-  constexpr int N = 16 / sizeof(X);
-  extern __shared__ __align__(128) char memory[];
+// What the kernels read and write.
+template <typename X>
+struct FlatForward {
+  const InputLoad<X>& load;
+  const AffineStore<X>& store;
+  const StatisticsOf<InputLoad<X>, AffineStore<X>>& out;
+  const FlatRows& flat;
+};
 
-  const RowGroup<Barrier::kBlock, whole_warps(kPacks)> group;
-  const int cols = load.cols, col = slice_column<N, kPacks, kLie>(group);
-  const FlatParams<kLie, !kRms, N, kPacks> params(memory, group);
-  const ForwardTiles<X> tensors{load, store.y};
-  TileRing<X, ForwardTiles<X>, FlatRows> tiles(tensors, load.rows, cols, flat, filled,
-                                               memory + flat.params_bytes);
-  const TileTurns turns = tile_turns(group, flat.rows, dealt_out(kLie));
+// Which of a tile's rows are a warp's n-th, and its lanes'. Neighbouring rows are other warps': the
+// rows of one are so far apart that they begin in different banks.
+template <int kLanes>
+class RowsOfTile {
+ public:
+  __device__ __forceinline__ explicit RowsOfTile(int cols)
+      : apart_(kLanes == 1 ? 1 : max(1, 2 * kLanes / (cols & -cols))) {}
+  __device__ __forceinline__ int row(int n, int of_warp) const {
+    return n + (n & -apart_) * (kWarpSize / kLanes - 1) + of_warp * apart_;
+  }
+
+ private:
+  int apart_;  // a power of two
+};
+
+// Persistent blocks walk over tiles of rows and normalize them in place.
+template <typename Norm, typename X>
+__device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, RowParts::Slots& slots,
+                                                   CopyBarrier* filled) {
+  constexpr int kLanes = Norm::kLanes;
+  extern __shared__ __align__(128) char memory[];
+  const int cols = of.load.cols;
+  const ForwardTiles<X> tensors{of.load, of.store.y};
+  TileRing<X, !Norm::kMayBeParts, ForwardTiles<X>, FlatRows> tiles(tensors, of.load.rows, cols,
+                                                                   of.flat, filled, memory);
+  const typename Norm::Part part(of.flat, cols);
+  Norm norm(of.flat, part, of.out, slots);
   meet_previous_kernel();
   tiles.start();
-  params.stage(store, col, group);
+  norm.load_params(of.store);
   __syncthreads();
-
-  for (int set = 0; tiles.any(); tiles.next()) {
+  const RowsOfTile<kLanes> rows(cols);
+  const int step = kFlatThreads / kWarpSize / of.flat.parts,
+            turns = of.flat.rows / (step * Norm::kRows);
+  const int lane = threadIdx.x % kLanes, own_row = Norm::row_of_lane();
+  for (; tiles.any(); tiles.next()) {
     tiles.template wait<false>();
-    X* const tile = tiles.part(0);
-    const int rows = tiles.rows();
-    // Past the last row a group is at work on anything, for its warp's and its block's sake.
-    int r = turns.first;
-    for (int turn = 0; turn < turns.count; ++turn, r += turns.step, set ^= 1) {
-      const FlatSlice<kLie, X, N, decltype(group)> slice(group, tile + r * cols + col, cols - col);
-      SliceValues<X, N, kPacks, false> values;
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) slice.load(p, values.at(p));
-      const auto statistics =
-          part_statistics<kRms>(group, values, slice, out.cols, out.per_cols, sums[set]);
-      const float rstd = out.rstd_of(statistics.squares);
-      if (group.thread() == 0 && r < rows)
-        out.template write<kRms>(tiles.first_row() + r, statistics.mean, rstd);
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        if (!slice.reach(p)) break;
-        float x[N], g[N], b[N];
-        params.get(p, g, b);
-        values.get(p, slice, x);
-#pragma unroll
-        for (int i = 0; i < N; ++i) x[i] *= rstd;
-        slice.store(p, store.template apply<!kRms>(x, g, b));
+    const int left = part.first == 0 ? tiles.rows() : 0;  // whose statistics the warp writes
+    const int64_t first_row = tiles.first_row();
+    int begin = static_cast<int>(
+        reinterpret_cast<char*>(tiles.part(0) + part.first + norm.columns().first) - memory);
+    keep(begin);
+    // Those of turn n the n-th lane keeps, until they are written together.
+    PartStatistics<float> kept{};
+#pragma unroll 1
+    for (int turn = 0; turn < turns; ++turn) {
+      const int row = rows.row(turn * step + part.group, own_row);
+      X* const own = reinterpret_cast<X*>(memory + begin) + row * cols;
+      float x[1][Norm::kColumns];
+      load_rows(own, 0, norm.columns(), 0.0f, x);
+      const PartStatistics<float> of_row = norm.normalize(x[0]);
+      store_rows(own, 0, norm.columns(), x);
+      if (kLanes > 1) {
+        if (turn == lane) kept = of_row;
+      } else if (row < left) {
+        of.out.template write<Norm::kIsRms>(first_row + row, of_row.mean, of_row.squares);
       }
+    }
+    if (kLanes > 1 && lane < turns) {
+      const int row = rows.row(lane * step + part.group, own_row);
+      if (row < left) of.out.template write<Norm::kIsRms>(first_row + row, kept.mean, kept.squares);
     }
   }
   tiles.finish();
 }
 
-// All forms in one kernel a type, which branches once.
-template <typename X>
-__global__ void __launch_bounds__(kFlatThreads, kFlatBlocks)
+// Rows anywhere: warps read and write them where they are, one each or some, and are done.
+template <typename Norm, typename X>
+__device__ __forceinline__ void norm_forward_direct(const FlatForward<X>& of,
+                                                    RowParts::Slots& slots) {
+  const typename Norm::Part part(of.flat, of.load.cols);
+  Norm norm(of.flat, part, of.out, slots);
+  const int groups = static_cast<int>(blockDim.x) / kWarpSize / of.flat.parts;
+  const int64_t warp = int64_t{blockIdx.x} * groups + part.group;
+  const int64_t row = warp * Norm::kRows + Norm::row_of_lane();
+  const bool any = row < of.load.rows;  // else the lane does as others do
+  const int64_t there = any ? row : of.load.rows - 1;
+  const int col = part.first + norm.columns().first;
+  meet_previous_kernel();
+  __syncthreads();
+  // The row and its parameters are asked for together.
+  const Bits<X>* const from =
+      reinterpret_cast<const Bits<X>*>(row_start(of.load.x, of.load.layout, there) + col);
+  uint32_t bits[Norm::kColumns];
+#pragma unroll
+  for (int i = 0; i < Norm::kColumns; ++i) {
+    bits[i] = 0;
+    if (norm.columns().inside(i)) bits[i] = from[i * Norm::kLanes];
+  }
+  norm.load_params(of.store);
+  float x[1][Norm::kColumns];
+#pragma unroll
+  for (int i = 0; i < Norm::kColumns; ++i) x[0][i] = value_of<X>(bits[i]);
+  const PartStatistics<float> of_row = norm.normalize(x[0]);
+  if (!any) return;
+  store_rows(of.store.y + row * of.load.cols + col, 0, norm.columns(), x);
+  if (col == 0) of.out.template write<Norm::kIsRms>(row, of_row.mean, of_row.squares);
+}
+
+template <typename T>
+struct NormType {
+  using Norm = T;
+};
+template <bool kRms, int kClass, typename X>
+using NormOfClass = WarpNorm<kRms, kForwardClasses[kClass].lanes, kForwardClasses[kClass].units,
+                             forward_sure_units(kClass), X>;
+
+// Calls run(norm) with the one of a row class among those from kClass to before kEnd; all forms are
+// in one kernel a type for shorter and one for longer rows, which branches once.
+template <bool kRms, int kClass, int kEnd, typename X, typename Run>
+__device__ __forceinline__ void with_class(int row_class, Run run) {
+  if constexpr (kClass + 1 < kEnd) {
+    if (row_class != kClass) return with_class<kRms, kClass + 1, kEnd, X>(row_class, run);
+  }
+  run(NormType<NormOfClass<kRms, kClass, X>>());
+}
+template <typename X, bool kLonger, typename Run>
+__device__ __forceinline__ void with_norm(bool rms, int row_class, Run run) {
+  constexpr int kFirst = kLonger ? kShorterForwardClasses : 0;
+  constexpr int kEnd = kLonger ? kForwardFlatClasses : kShorterForwardClasses;
+  if (rms) {
+    with_class<true, kFirst, kEnd, X>(row_class, run);
+  } else {
+    with_class<false, kFirst, kEnd, X>(row_class, run);
+  }
+}
+
+template <typename X, bool kLonger>
+__global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kLonger))
     norm_forward_flat(const __grid_constant__ InputLoad<X> load,
                       const __grid_constant__ AffineStore<X> store,
-                      const StatisticsOf<InputLoad<X>, AffineStore<X>> out, RowsLie lie, bool rms,
-                      int packs, const FlatRows flat) {
+                      const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,
+                      bool rms, const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
-  __shared__ SumSlots<float> sums[2];
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  auto run = [&](auto of_lie, auto is_rms, auto of_packs) {
-    norm_forward_in_place<decltype(of_lie)::value, decltype(is_rms)::value,
-                          decltype(of_packs)::value>(load, store, out, flat, sums, filled);
-  };
-  auto run_packs = [&](auto of_lie, auto is_rms) {
-    if constexpr (decltype(of_lie)::value != RowsLie::kShifted) {
-      if (packs == 2) return run(of_lie, is_rms, std::integral_constant<int, 2>());
-      if (packs == 4) return run(of_lie, is_rms, std::integral_constant<int, 4>());
-    }
-    run(of_lie, is_rms, std::integral_constant<int, 3>());
-  };
-  auto run_kind = [&](auto of_lie) {
-    if (rms) {
-      run_packs(of_lie, std::true_type());
-    } else {
-      run_packs(of_lie, std::false_type());
-    }
-  };
-  if (lie == RowsLie::kPairs) {
-    run_kind(std::integral_constant<RowsLie, RowsLie::kPairs>());
-  } else if (lie == RowsLie::kElements) {
-    run_kind(std::integral_constant<RowsLie, RowsLie::kElements>());
-  } else {
-    run_kind(std::integral_constant<RowsLie, RowsLie::kShifted>());
-  }
+  __shared__ RowParts::Slots slots;
+  with_norm<X, kLonger>(rms, flat.row_class, [&](auto norm) {
+    norm_forward_tiles<typename decltype(norm)::Norm>(FlatForward<X>{load, store, out, flat}, slots,
+                                                      filled);
+  });
 #endif
+}
+
+template <typename X, bool kLonger>
+__global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kLonger))
+    norm_forward_rows(const __grid_constant__ InputLoad<X> load,
+                      const __grid_constant__ AffineStore<X> store,
+                      const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,
+                      bool rms, const __grid_constant__ FlatRows flat) {
+  __shared__ RowParts::Slots slots;
+  with_norm<X, kLonger>(rms, flat.row_class, [&](auto norm) {
+    norm_forward_direct<typename decltype(norm)::Norm>(FlatForward<X>{load, store, out, flat},
+                                                       slots);
+  });
 }
 
 }  // namespace fused_norm

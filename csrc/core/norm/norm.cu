@@ -15,8 +15,8 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
                                                  params.y_dtype, params.rms, device);
   const cudaError_t error =
       adds ? norm_add_forward(params, plan, stream)
-      : takes_flat_rows(params, plan)
-          ? norm_flat_forward(params, plan, stream)
+      : plan.warps.threads > 0
+          ? norm_flat_forward(params, plan.warps, plan.overlaps, stream)
           : with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
               return norm_forward_of<decltype(x)>(params, plan, stream);
             });

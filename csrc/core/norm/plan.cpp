@@ -9,7 +9,7 @@
 namespace fused_norm {
 namespace {
 
-constexpr int kWarp = 32;
+constexpr int kWarp = 32, kBanks = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -246,81 +246,149 @@ FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
           std::max(params, forward_share(kForwardBlockThreads, kFewLanesPacks, blocks, device))};
 }
 
-// Rows that are short, and so many that each block has some tiles of them (bf16 of 128 MB on an
-// H200, LayerNorm and RMSNorm: 65 columns 191 -> 94 and 139 -> 74 microseconds, 257: 162 -> 98 and
-// 106 -> 74, 513: 135 -> 98 and 105 -> 88, 1025: 135 -> 123 and 91 -> 88; in pairs 258: 104 -> 93
-// and 81 -> 73, 1500: 81 -> 92 and 69 -> 76). Tiles of 4 to 16 KB are alike; two slots in place of
-// three take a tenth longer, and so do fewer blocks to a multiprocessor: of 2047 columns there is
-// room for two, which take LayerNorm 138 in place of 100.
-FlatRows flat_rows(const NormPlan& plan, int64_t rows, int cols, bool rms,
-                   const DeviceProperties& device) {
-  constexpr int kMinBlocks = 3, kSlots = 3;
-  constexpr int kTileBytes = 8448;  // of which 16 rows of 257 columns are
-  const int most_threads = cols % 2 == 0 ? kWarp : 2 * kWarp;
-  if (plan.threads_per_row > most_threads) return {};
-  FlatRows flat = tiles_of(kFlatThreads / plan.threads_per_row, cols, kSlots, kTileBytes);
-  flat.params_bytes = ring_slot(plan.threads_per_row * plan.packs * plan.pack * 4 * (rms ? 1 : 2));
-  flat.shared_bytes = flat.params_bytes + flat.slots * flat.tile_bytes;
-  const int resident = resident_flat(flat, kFlatBlocks, device);
-  flat.blocks = resident * device.sm_count;
-  if (resident < kMinBlocks || rows < int64_t{2} * flat.blocks * flat.rows) return {};
-  return flat;
-}
-
-// The class of backward's rows that go in tiles, or kFlatClasses: 16-bit rows that are not whole
-// packs, but for the shortest, of which most lanes would have nothing (7 columns: 752 microseconds,
-// as packs 276); and of whole packs those that would leave so many more lanes without a column as
-// packs, which go to a power of two of them. From the output, whose parameters are read anew for
-// each row, that must be many. (LayerNorm, bf16 of 128 MB a tensor on an H200: 33 columns 469 ->
-// 190, 65: 338 -> 134, 129: 200 -> 116, 257: 219 -> 111, 513: 174 -> 108; 72: 165 -> 123, 80: 150
-// -> 114, 144: 152 -> 108, 272: 131 -> 108, 384: 111 -> 105; 112 would go from 117 to 121, 256 from
-// 106 to 109, 192 from 122 to 114 but 100000 rows of it from 38.7 to 40.0; from the output 129: 196
-// -> 126, 400 would go from 112 to 115.)
-int flat_class(int cols, int pack, bool from_output) {
-  constexpr int kMinCols = 17;
+// The least columns of each lane that suffice for so many in a warp, or kFlatClasses.
+int flat_class(int64_t cols) {
   int row_class = 0;
   while (row_class < kFlatClasses && kFlatUnits[row_class] * kWarp < cols) ++row_class;
-  if (row_class == kFlatClasses || cols < kMinCols) return kFlatClasses;
-  if (cols % pack != 0) return row_class;
+  return row_class;
+}
+
+// Cuts rows in parts for warps of a block, as few as there can be. False if they are too long.
+bool set_parts(int cols, FlatRows& flat) {
+  constexpr int kMostCols = kFlatUnits[kFlatClasses - 1] * kWarp;
+  if (cols > kMaxParts * kMostCols) return false;
+  flat.parts = 1;
+  while (flat.parts * kMostCols < cols) flat.parts *= 2;
+  flat.part_cols = static_cast<int>(ceil_div(cols, flat.parts));
+  return true;
+}
+
+// Of tiles of `least` bytes and some steps more those that let `blocks` be done first with so many
+// bytes: a block's turns, a tile each and what that costs beside, as much as some bytes; and
+// the first tile's way in and the last one's way out, during which it does nothing else. (Tiles of
+// 8 and 16 KB, microseconds for 2^26 elements of bf16 on an H200, RMSNorm: 257 columns 73 and 76,
+// 511: 73.5 and 72; LayerNorm: 333 columns 76 and 81, 4097: 81.5 and 78.5.)
+int64_t best_tile_bytes(int64_t least, int64_t step, int64_t most, int64_t all, int64_t blocks) {
+  constexpr int kBeside = 600;
+  constexpr double kInAndOut = 0.75;
+  double least_time = 0;
+  int64_t best = 0;
+  for (int64_t bytes = least; bytes <= std::max(most, least); bytes += step) {
+    const int64_t turns = ceil_div(ceil_div(all, bytes), blocks);
+    const double time = static_cast<double>(turns * (bytes + kBeside)) + kInAndOut * bytes;
+    if (best > 0 && time > least_time) continue;
+    least_time = time;
+    best = bytes;
+  }
+  return best;
+}
+
+// Forward of rows by warps: through tiles where each block has some. (LayerNorm and RMSNorm, bf16
+// of 128 MB on an H200, microseconds; as packs, shifted or dealt out, and so: 129 columns 192 -> 79
+// and 139 -> 73, 257: 162 -> 76 and 106 -> 73, 1025: 135 -> 82 and 91 -> 78, 2049: 100 -> 83 and 83
+// -> 78, 4097: 92 -> 78 and 81 -> 74. 500 x 2049, without tiles: LayerNorm 4.4 -> 3.8.)
+ForwardWarps forward_warps(int64_t rows, int cols, const DeviceProperties& device) {
+  constexpr int kSlots = 3;
+  constexpr int64_t kFewBytes = 8448, kMostBytes = 17 * 1024, kElementBytes = 2;
+  ForwardWarps warps{};
+  FlatRows& flat = warps.flat;
+  if (!set_parts(cols, flat)) return warps;
+  flat.row_class = flat.parts > 1 ? kShorterForwardClasses : 0;
+  while (kForwardClasses[flat.row_class].lanes * kForwardClasses[flat.row_class].units <
+         flat.part_cols)
+    ++flat.row_class;
+  const int lanes = kForwardClasses[flat.row_class].lanes;
+  warps.threads = std::max(kForwardBlockThreads, flat.parts * kWarp);
+  warps.blocks = clamp_grid(ceil_div(rows, warps.threads / lanes / flat.parts));
+
+  // Tiles are so many rows that those of a warp are apart, and no more than a lane for each turn.
+  flat.slots = kSlots;
+  const int rows_at_work = kFlatThreads / lanes / flat.parts;
+  const int least_rows = lanes < kWarp ? std::max(rows_at_work, 2 * kBanks) : rows_at_work;
+  const int64_t step = least_rows * cols * kElementBytes, all = rows * cols * kElementBytes;
+  const int64_t least = step * std::max<int64_t>(1, kFewBytes / step);
+  const int64_t turns_bytes = lanes > 1 ? step / least_rows * rows_at_work * lanes : kMostBytes;
+  const int most_blocks = flat_forward_blocks(flat.row_class >= kShorterForwardClasses);
+  const int64_t blocks = int64_t{most_blocks} * device.sm_count;
+  const int64_t room = flat_room(flat, kSlots, most_blocks, device);
+  set_tiles(least_rows, cols, kSlots,
+            best_tile_bytes(least, step, std::min({turns_bytes, kMostBytes, room}), all, blocks),
+            flat);
+  flat.rows_per_block = rows_at_work;
+  flat.shared_bytes = kSlots * flat.tile_bytes;
+  flat.blocks = static_cast<int>(blocks);
+  const bool bulk_copies = device.max_cluster_blocks > 1;
+  if (!bulk_copies || resident_flat(flat, most_blocks, device) < most_blocks ||
+      all < 2 * blocks * least)
+    flat.slots = 0;
+  return warps;
+}
+
+// Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
+// the shortest, of which most lanes would have nothing (7 columns: 752 microseconds, as packs 276);
+// and of whole packs those that would leave so many more lanes without a column as packs, which go
+// to a power of two of them. From the output, whose parameters are read anew for each row, that
+// must be many. (LayerNorm, bf16 of 128 MB a tensor on an H200: 33 columns 469 -> 190, 65: 338 ->
+// 134, 129: 200 -> 116, 257: 219 -> 111, 513: 174 -> 108; 72: 165 -> 123, 80: 150 -> 114, 144: 152
+// -> 108, 272: 131 -> 108, 384: 111 -> 105; 112 would go from 117 to 121, 256 from 106 to 109, 192
+// from 122 to 114 but 100000 rows of it from 38.7 to 40.0; from the output 129: 196 -> 126, 400
+// would go from 112 to 115.)
+bool goes_flat(int cols, int pack, bool from_output) {
+  constexpr int kMinCols = 17;
+  if (cols < kMinCols) return false;
+  if (cols % pack != 0) return true;
+  const int row_class = flat_class(cols);
+  if (row_class == kFlatClasses) return false;
   int lanes = 1;
   while (lanes * pack < cols) lanes *= 2;
   const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarp);
   const double busy_as_packs = static_cast<double>(cols) / (lanes * pack);
-  const bool gains = busy > busy_as_packs + 0.12 && busy_as_packs <= (from_output ? 0.625 : 1.0);
-  return gains ? row_class : kFlatClasses;
+  return busy > busy_as_packs + 0.12 && busy_as_packs <= (from_output ? 0.625 : 1.0);
 }
 
-// Fills in the plan for rows of a class: always, however many they are and wherever they lie.
-void plan_flat(int64_t rows, int cols, int row_class, int column_vectors,
-               const DeviceProperties& device, NormBackwardPlan& plan) {
+// Fills in the plan for rows in tiles: always, however many they are and wherever they lie. False
+// if they are too long, or there is too little shared memory.
+bool plan_flat(int64_t rows, int cols, int column_vectors, const DeviceProperties& device,
+               NormBackwardPlan& plan) {
   constexpr int kWarps = kFlatThreads / kWarp, kSlots = 3;
-  const int units = kFlatUnits[row_class], columns = units * kWarp;
-  const bool longer = row_class >= kShorterFlatClasses;
-  const int params_bytes = ring_slot(columns * column_vectors * 4);
+  FlatRows flat{};
+  if (!set_parts(cols, flat)) return false;
+  flat.row_class = flat_class(flat.part_cols);
+  if (flat.parts > 1) flat.row_class = std::max(flat.row_class, kShorterFlatClasses);
+  // More than two parts wait for each other too often, but where as packs rows would leave much of
+  // a block idle: those of more than 4096 columns (LayerNorm: 777 columns 160 -> 113, 1025: 160 ->
+  // 117, 1500 would go from 112 to 124, 3333 from 129 to 142, 4097: 171 -> 127). From the output,
+  // registers do not suffice for the most columns (777: 169 -> 129, 1025 167 either way).
+  constexpr int kMostParts = 2, kWideCols = 4096;
+  if (flat.parts > kMostParts && cols <= kWideCols) return false;
+  if (flat.parts > 1 && column_vectors > 1 && flat.row_class == kFlatClasses - 1) return false;
+  const int units = kFlatUnits[flat.row_class];
+  const bool longer = flat.row_class >= kShorterFlatClasses;
+  if (column_vectors > 1)
+    flat.params_bytes = ring_slot(staged_columns(flat, units) * column_vectors * 4);
   // As much as there is room for, but a tile for each block, if there are so many rows.
   const int most_blocks = flat_backward_blocks(longer);
-  const int64_t room =
-      (device.shared_bytes_per_block - params_bytes - kFlatStatic) / (kSlots * kFlatTensors);
   const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * cols * 2;
   const int64_t most_bytes = longer ? 17 * 1024 : 11 * 1024;
-  FlatRows flat = tiles_of(kWarps * flat_rows_at_once(units), cols, kSlots,
-                           std::min({share, room, most_bytes}));
-  flat.row_class = row_class;
-  flat.params_bytes = params_bytes;
+  const int64_t room = flat_room(flat, kSlots * kFlatTensors, most_blocks, device);
+  set_tiles(kWarps / flat.parts * flat_rows_at_once(units), cols, kSlots,
+            std::min({share, room, most_bytes}), flat);
   flat.shared_bytes = std::max(flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes,
-                               kWarps * columns * 4);  // in the end, its warps' sums
+                               kWarps * units * kWarp * 2 * 4);  // in the end, its warps' sums
   const int64_t resident = resident_flat(flat, most_blocks, device);
+  if (resident == 0) return false;
   flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
 
   plan.tier = Tier::kFlat;
   plan.pack = 1;
   plan.packs = units;
-  plan.threads_per_row = kWarp;
+  plan.threads_per_row = kWarp * flat.parts;
   plan.rows_per_block = flat.rows_per_block;
   plan.cluster_blocks = 1;
   plan.blocks = plan.partials = flat.blocks;
   plan.shared_bytes = flat.shared_bytes;
   plan.flat = flat;
+  return true;
 }
 
 }  // namespace
@@ -359,9 +427,8 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
   if (plan.tier == Tier::kRegisters && x == y && size_of(x) == 2 && !rms &&
       !takes_two_packs(rows, row_packs, device))
     plan.few_lanes = few_lanes(plan, rows, row_packs, device);
-  if (plan.tier == Tier::kRegisters && x == y && size_of(x) == 2 && plan.packs <= 4 &&
-      cols % plan.pack != 0 && device.max_cluster_blocks > 1)
-    plan.flat = flat_rows(plan, rows, cols, rms, device);
+  if (plan.tier == Tier::kRegisters && x == y && size_of(x) == 2 && cols % plan.pack != 0)
+    plan.warps = forward_warps(rows, cols, device);
   return plan;
 }
 
@@ -378,13 +445,9 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
   const int saved_size = size_of(from_output ? y : x);
   const int param_vectors = from_output ? 3 : 1;
-  if (bulk_copies && x == y && size_of(x) == 2) {
-    const int row_class = flat_class(cols, plan.pack, from_output);
-    if (row_class < kFlatClasses) {
-      plan_flat(rows, cols, row_class, param_vectors, device, plan);
-      return plan;
-    }
-  }
+  if (bulk_copies && x == y && size_of(x) == 2 && goes_flat(cols, plan.pack, from_output) &&
+      plan_flat(rows, cols, param_vectors, device, plan))
+    return plan;
   // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
   // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
   // most of a warp idle, and are shifted.

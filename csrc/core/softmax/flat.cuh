@@ -6,6 +6,7 @@
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/common/tile_ring.cuh"
+#include "core/common/warp_rows.cuh"
 #include "core/softmax/backward.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/plan.h"
@@ -45,41 +46,9 @@ struct GradientTiles {
   __device__ __forceinline__ X* written() const { return dx; }
 };
 
-// A warp's kRows rows of a tile, from `at` on.
-template <int kUnits, int kRows, typename X>
-struct WarpRows {
-  using Columns = LaneColumns<kUnits, kUnits - 1>;
-
-  __device__ __forceinline__ static void load(const X* at, const Columns& columns, float filler,
-                                              float (&values)[kRows][kUnits]) {
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        values[k][i] = filler;
-        if (columns.inside(i))
-          values[k][i] =
-              value_of<X>(reinterpret_cast<const Bits<X>*>(at)[k * columns.cols + i * kWarpSize]);
-      }
-    }
-  }
-  __device__ __forceinline__ static void store(X* at, const Columns& columns,
-                                               const float (&values)[kRows][kUnits]) {
-#pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      Bits<X>* const to = reinterpret_cast<Bits<X>*>(at) + k * columns.cols;
-#pragma unroll
-      for (int i = 0; i < kUnits; i += 2) {
-        const bool two = i + 1 < kUnits;
-        const uint32_t pair =
-            detail::round_pair(values[k][i], two ? values[k][i + two] : 0.0f, X());
-        if (columns.inside(i)) to[i * kWarpSize] = static_cast<uint16_t>(pair);
-        if (two && columns.inside(i + 1))
-          to[(i + 1) * kWarpSize] = static_cast<uint16_t>(pair >> 16);
-      }
-    }
-  }
-};
+// A lane's columns: of each but the last of them there is one in every lane.
+template <int kUnits>
+using RowColumns = LaneColumns<kUnits, kUnits - 1>;
 
 // Persistent blocks walk over tiles; calls run(r) for the first of each of a warp's rows of one.
 template <int kRows, typename Tiles, typename Run>
@@ -101,23 +70,21 @@ template <bool kLog, int kClass, typename X>
 __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_flat,
                                               const FlatRows& flat, CopyBarrier* filled) {
   constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
-  using Columns = LaneColumns<kUnits, kUnits - 1>;
-  using Warp = WarpRows<kUnits, kRows, X>;
   extern __shared__ __align__(128) char memory[];
-  const Columns columns{static_cast<int>(threadIdx.x) % kWarpSize, x.cols};
+  const RowColumns<kUnits> columns(x.cols);
   const ForwardTiles<X> tensors{x, y, lie_flat};
-  TileRing<X, ForwardTiles<X>, FlatRows> tiles(tensors, x.rows, x.cols, flat, filled, memory);
+  TileRing<X, true, ForwardTiles<X>, FlatRows> tiles(tensors, x.rows, x.cols, flat, filled, memory);
   for_tiles<kRows>(tiles, flat, [&](int r) {
-    X* const at = tiles.part(0) + r * columns.cols + columns.lane;
+    X* const at = tiles.part(0) + r * x.cols + columns.first;
     float values[kRows][kUnits], top[kRows], sum[kRows];
-    Warp::load(at, columns, kLowest<float>, values);
+    load_rows(at, x.cols, columns, kLowest<float>, values);
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
       top[k] = values[k][0];
 #pragma unroll
       for (int i = 1; i < kUnits; ++i) top[k] = larger_of(top[k], values[k][i]);
     }
-    reduce_each(top, LargerOf());
+    const float own_top = reduce_each(top, LargerOf());
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
       const float shift = shift_of(top[k]);
@@ -130,14 +97,16 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
       }
       sum[k] = tree_sum<kUnits>(exponentials);
     }
-    reduce_each(sum, SumOf());
+    reduce_each(sum, SumOf(), [&](float of_row) {
+      return Finish<kLog, float>({own_top, of_row}, own_top, false).value;
+    });
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const Finish<kLog, float> finish({top[k], sum[k]}, top[k], false);
+      const Finish<kLog, float> finish(sum[k]);
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
     }
-    Warp::store(at, columns, values);
+    store_rows(at, x.cols, columns, values);
   });
 }
 
@@ -146,18 +115,17 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
                                               const FlatRows& flat, CopyBarrier* filled) {
   using Tiles = GradientTiles<X>;
   constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
-  using Columns = LaneColumns<kUnits, kUnits - 1>;
-  using Warp = WarpRows<kUnits, kRows, X>;
   extern __shared__ __align__(128) char memory[];
-  const Columns columns{static_cast<int>(threadIdx.x) % kWarpSize, load.y.cols};
+  const int cols = load.y.cols;
+  const RowColumns<kUnits> columns(cols);
   const Tiles tensors{load, dx, lie_flat};
-  TileRing<X, Tiles, FlatRows> tiles(tensors, load.y.rows, columns.cols, flat, filled, memory);
+  TileRing<X, true, Tiles, FlatRows> tiles(tensors, load.y.rows, cols, flat, filled, memory);
   for_tiles<kRows>(tiles, flat, [&](int r) {
-    const int at = r * columns.cols + columns.lane;
+    const int at = r * cols + columns.first;
     X* const dy_at = tiles.part(Tiles::kGradientRows) + at;
     float y[kRows][kUnits], dy[kRows][kUnits], sum[kRows];
-    Warp::load(tiles.part(Tiles::kOutputRows) + at, columns, 0.0f, y);
-    Warp::load(dy_at, columns, 0.0f, dy);
+    load_rows(tiles.part(Tiles::kOutputRows) + at, cols, columns, 0.0f, y);
+    load_rows(dy_at, cols, columns, 0.0f, dy);
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
       // Two chains.
@@ -174,7 +142,7 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
       for (int i = 0; i < kUnits; ++i)
         dy[k][i] = gradient_of<kLog>(dy[k][i], y[k][i], sum[k], load.scale);
     }
-    Warp::store(dy_at, columns, dy);
+    store_rows(dy_at, cols, columns, dy);
   });
 }
 

@@ -239,8 +239,8 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
       (device.shared_bytes_per_block / most_blocks - 2 * kFlatStatic) / (kSlots * tensors);
   SoftmaxPlan plan{};
   FlatRows& flat = plan.flat;
-  flat = tiles_of(kWarps * softmax_flat_rows(units), cols, kSlots,
-                  std::min({share, room, kMostBytes}));
+  set_tiles(kWarps * softmax_flat_rows(units), cols, kSlots, std::min({share, room, kMostBytes}),
+            flat);
   flat.row_class = row_class;
   flat.shared_bytes = kSlots * tensors * flat.tile_bytes;
   const int64_t resident = resident_flat(flat, most_blocks, device);
