@@ -184,6 +184,11 @@ void check_tiles(const FlatRows& flat, int rows_at_work, bool whole, int cols) {
   EXPECT_EQ(flat.params_bytes % 16, 0);
 }
 
+// Which lengths go by warps, in forward.
+bool goes_by_warps(int cols) {
+  return cols % 8 != 0 && (cols <= 17 * 32 || (cols % 2 != 0 && cols <= 8 * 17 * 32));
+}
+
 void check_forward_tiles(const FlatRows& flat, int cols) {
   const int lanes = kForwardClasses[flat.row_class].lanes;
   check_tiles(flat, kFlatThreads / lanes / flat.parts, flat.row_class < kShorterForwardClasses,
@@ -201,8 +206,7 @@ TEST(ForwardPlan, RowsThatAreNotWholePacksGoByWarps) {
       const ForwardWarps warps =
           plan_norm_forward(rows, cols, dtypes.x, dtypes.y, false, chip).warps;
       SCOPED_TRACE(testing::Message() << rows << " x " << cols);
-      const bool expected =
-          dtypes.x == dtypes.y && size_of(dtypes.x) == 2 && cols % 8 != 0 && cols <= 8 * 17 * 32;
+      const bool expected = dtypes.x == dtypes.y && size_of(dtypes.x) == 2 && goes_by_warps(cols);
       EXPECT_EQ(warps.threads > 0, expected);
       if (!expected) continue;
       const FlatRows& flat = warps.flat;
@@ -250,7 +254,7 @@ TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
     SCOPED_TRACE(cols);
     const DType dtype = DType::kBFloat16;
     const ForwardWarps warps = plan_norm_forward(1 << 24, cols, dtype, dtype, false, kH200).warps;
-    EXPECT_EQ(warps.threads > 0, cols <= 4352);
+    EXPECT_EQ(warps.threads > 0, goes_by_warps(cols));
     if (warps.threads > 0) {
       const int row_class = warps.flat.row_class;
       check_parts(warps.flat, kForwardClasses[row_class], forward_sure_units(row_class), cols);
@@ -260,8 +264,8 @@ TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
       const NormBackwardPlan plan =
           plan_norm_backward(1 << 20, cols, dtype, dtype, from_output, false, kH200);
       const bool wide = cols > 4096 && cols <= 4352;
-      EXPECT_EQ(plan.tier == Tier::kFlat,
-                cols >= 17 && (from_output ? cols <= 832 : cols <= 1088 || wide));
+      EXPECT_EQ(plan.tier == Tier::kFlat, cols >= 17 && goes_by_warps(cols) &&
+                                              (from_output ? cols <= 832 : cols <= 1088 || wide));
       if (plan.tier != Tier::kFlat) continue;
       const int row_class = plan.flat.row_class;
       check_parts(plan.flat, {32, kFlatUnits[row_class]}, flat_sure_units(row_class), cols);
@@ -492,7 +496,7 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOut) {
   EXPECT_EQ(plan_for(777, kA100).rows_per_block, 2);
   EXPECT_EQ(plan_for(3333, kH200).packs, 2);
   EXPECT_EQ(plan_for(3333, kH200).rows_per_block, 2);
-  for (int cols : {1500, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
+  for (int cols : {1022, 1500, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
   for (int cols : {91, 126, 777}) EXPECT_TRUE(plan_for(cols, kA100).dealt_out);
   EXPECT_FALSE(plan_for(3333, kA100).dealt_out);  // there are no bulk copies
 }

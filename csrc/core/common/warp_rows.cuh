@@ -23,9 +23,9 @@ struct LaneColumns {
 // Which of its block's rows at work a warp is at, and which columns of theirs are its own. kParts:
 // whether rows may be in parts.
 template <bool kParts>
-struct WarpPart {
+struct RowPart {
   int group, index = 0, first = 0, cols;
-  __device__ __forceinline__ WarpPart(const FlatRows& flat, int row_cols, int thread = threadIdx.x)
+  __device__ __forceinline__ RowPart(const FlatRows& flat, int row_cols, int thread = threadIdx.x)
       : group(thread / kWarpSize), cols(row_cols) {
     if (!kParts) return;
     index = group % flat.parts;
@@ -45,7 +45,7 @@ class PartExchange {
 
   // All threads of the block construct theirs, and a barrier of the block follows.
   template <bool kParts>
-  __device__ __forceinline__ PartExchange(const WarpPart<kParts>& part, Slots& slots)
+  __device__ __forceinline__ PartExchange(const RowPart<kParts>& part, Slots& slots)
       : slots_(slots + part.group * kMaxParts) {
     if (!kParts) return;
     if (part.index == 0 && lane() < kMaxParts) slots_[lane()] = slots_[kSet + lane()] = V{};
@@ -54,7 +54,7 @@ class PartExchange {
   // What the warps have, each the same in all lanes, in the order of the row's parts; zeros after
   // the last.
   template <bool kParts>
-  __device__ __forceinline__ const V* all(const V& own, const WarpPart<kParts>& part, int parts) {
+  __device__ __forceinline__ const V* all(const V& own, const RowPart<kParts>& part, int parts) {
     V* const slots = slots_ + (odd_ ? kSet : 0);
     odd_ = !odd_;
     if (lane() == 0) slots[part.index] = own;

@@ -64,7 +64,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   float* const params = reinterpret_cast<float*>(memory);
 
   const int lane = threadIdx.x % kWarpSize, cols = in.cols;
-  const WarpPart<kParts> part(flat, cols);
+  const RowPart<kParts> part(flat, cols);
   constexpr int kWarps = kFlatThreads / kWarpSize;
   const int step = (kParts ? kWarps / flat.parts : kWarps) * kRows;
   const LaneColumns<kUnits, kSure> columns(part.cols);
@@ -242,7 +242,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   // nothing more keeps registers before.
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const WarpPart<kParts> own(flat, cols, thread);
+  const RowPart<kParts> own(flat, cols, thread);
   const LaneColumns<kUnits, kSure> own_columns(own.cols, thread);
   constexpr int kKinds = kRms ? 1 : 2;
   float* const of_warps = reinterpret_cast<float*>(memory) + own_columns.first;

@@ -7,7 +7,7 @@
 
 namespace fused_norm {
 
-using RowParts = PartExchange<PartStatistics<float>>;
+using StatisticsExchange = PartExchange<PartStatistics<float>>;
 
 // Normalizes a warp's columns of rows: one, or one in each kLanes of its lanes. The tree of a row's
 // sums depends on its length alone: a lane's columns are two chains, lanes are combined by
@@ -23,11 +23,11 @@ class WarpNorm {
   static constexpr int kLanes = kLanesOfRow, kColumns = kUnits;
   static constexpr int kRows = kWarpSize / kLanes;  // of a warp, at a time
   using Columns = LaneColumns<kUnits, kSure, kLanes>;
-  using Part = WarpPart<kMayBeParts>;
+  using Part = RowPart<kMayBeParts>;
 
   // A barrier of the block follows.
   __device__ __forceinline__ WarpNorm(const FlatRows& flat, const Part& part, const Statistics& out,
-                                      RowParts::Slots& slots)
+                                      StatisticsExchange::Slots& slots)
       : columns_(part.cols),
         out_(out),
         part_(part),
@@ -36,7 +36,7 @@ class WarpNorm {
         cols_(static_cast<float>(part.cols)),
         per_cols_(reciprocal(cols_)) {
     if (!kMayBeParts) return;
-    const int index = RowParts::part_of_lane(),
+    const int index = StatisticsExchange::part_of_lane(),
               rest = static_cast<int>(out.cols) - index * flat.part_cols;
     cols_there_ = static_cast<float>(max(0, min(flat.part_cols, rest)));
   }
@@ -62,7 +62,7 @@ class WarpNorm {
 #pragma unroll
       for (int i = 2; i < kUnits; ++i) chains[i % 2] += x[i];
       const float sum = lane_sum<kLanes>(chains[0] + chains[1]);
-      of_row.mean = quotient(sum, cols_, per_cols_);
+      of_row.mean = quotient(sum + 0.0f, cols_, per_cols_);  // zeros turn -0 to 0
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) x[i] = columns_.inside(i) ? x[i] - of_row.mean : 0.0f;
     }
@@ -88,16 +88,17 @@ class WarpNorm {
   // difference between their means.
   __device__ __forceinline__ float merge(PartStatistics<float>& own) {
     const PartStatistics<float>* const all = exchange_.all(own, part_, parts_);
-    const PartStatistics<float> part = all[RowParts::part_of_lane()];
+    const PartStatistics<float> part = all[StatisticsExchange::part_of_lane()];
     if constexpr (kRms) {
-      own.squares = RowParts::sum(part.squares);
+      own.squares = StatisticsExchange::sum(part.squares);
       return 0;
     }
     const float first = all[0].mean, difference = part.mean - first;
     const float offset =
-        __fmul_rn(RowParts::sum(__fmul_rn(cols_there_, difference)), out_.per_cols);
+        __fmul_rn(StatisticsExchange::sum(__fmul_rn(cols_there_, difference)), out_.per_cols);
     const float from_mean = difference - offset;
-    own.squares = RowParts::sum(fmaf(__fmul_rn(cols_there_, from_mean), from_mean, part.squares));
+    own.squares =
+        StatisticsExchange::sum(fmaf(__fmul_rn(cols_there_, from_mean), from_mean, part.squares));
     const float from_row = (own.mean - first) - offset;
     own.mean -= from_row;
     return from_row;
@@ -107,7 +108,7 @@ class WarpNorm {
   const Statistics& out_;
   const Part& part_;
   const int parts_;
-  RowParts exchange_;
+  StatisticsExchange exchange_;
   const float cols_, per_cols_;
   float cols_there_;  // of the part that is the lane's in an exchange
   float weight_[kUnits], bias_[kRms ? 1 : kUnits];
@@ -152,7 +153,8 @@ class RowsOfTile {
 
 // Persistent blocks walk over tiles of rows and normalize them in place.
 template <typename Norm, typename X>
-__device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, RowParts::Slots& slots,
+__device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of,
+                                                   StatisticsExchange::Slots& slots,
                                                    CopyBarrier* filled) {
   constexpr int kLanes = Norm::kLanes;
   extern __shared__ __align__(128) char memory[];
@@ -204,7 +206,7 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Row
 // Rows anywhere: warps read and write them where they are, one each or some, and are done.
 template <typename Norm, typename X>
 __device__ __forceinline__ void norm_forward_direct(const FlatForward<X>& of,
-                                                    RowParts::Slots& slots) {
+                                                    StatisticsExchange::Slots& slots) {
   const typename Norm::Part part(of.flat, of.load.cols);
   Norm norm(of.flat, part, of.out, slots);
   const int groups = static_cast<int>(blockDim.x) / kWarpSize / of.flat.parts;
@@ -270,7 +272,7 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kLonger))
                       bool rms, const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  __shared__ RowParts::Slots slots;
+  __shared__ StatisticsExchange::Slots slots;
   with_norm<X, kLonger>(rms, flat.row_class, [&](auto norm) {
     norm_forward_tiles<typename decltype(norm)::Norm>(FlatForward<X>{load, store, out, flat}, slots,
                                                       filled);
@@ -284,7 +286,7 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kLonger))
                       const __grid_constant__ AffineStore<X> store,
                       const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,
                       bool rms, const __grid_constant__ FlatRows flat) {
-  __shared__ RowParts::Slots slots;
+  __shared__ StatisticsExchange::Slots slots;
   with_norm<X, kLonger>(rms, flat.row_class, [&](auto norm) {
     norm_forward_direct<typename decltype(norm)::Norm>(FlatForward<X>{load, store, out, flat},
                                                        slots);

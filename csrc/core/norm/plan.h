@@ -49,17 +49,17 @@ constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
 // Forward: what rows that are not whole packs become, by the kernel. What is seldom asked for has
 // no code of its own: they are shifted then as rows of whole packs are, and so they are where not
-// all parameters are of the rows' type. (16-bit rows of three packs a thread go by warps.)
+// all parameters are of the rows' type.
 struct BrokenRows {
   bool dealt_out;  // in elements or pairs
   bool shifted;    // with the type of the parameters known to the kernel, as regular rows have it
 };
 constexpr BrokenRows broken_rows(bool adds, bool one_dtype, int packs, int size) {
-  const bool plain = one_dtype && !adds, whole = whole_warps(packs);
-  const bool dealt_out = plain && (size == 4 || (whole && packs != kMostPacks));
-  return {dealt_out, adds || (plain && !whole) || (!dealt_out && packs == kMostPacks)};
+  const bool dealt_out = one_dtype && !adds && (packs != kMostPacks || size == 4);
+  return {dealt_out, adds || (dealt_out ? !whole_warps(packs) : packs == kMostPacks)};
 }
-// To fewer lanes they are not dealt out: these would read too little side by side.
+// To fewer lanes they are not dealt out: these would read too little side by side (1000000 x 37,
+// bf16 on an H200: 248 microseconds, shifted 95).
 constexpr int kMinDealtOutLanes = 8;
 
 // Shared memory of a thread for weight and (bias) bias of so many packs, as they are.
@@ -109,10 +109,10 @@ constexpr int forward_sure_units(int row_class) {
 // Blocks of a multiprocessor that registers leave room for, of those with tiles.
 constexpr int flat_forward_blocks(bool longer) { return longer ? 3 : 4; }
 
-// kRegisters, one 16-bit dtype, rows that are not whole packs: all of these, without an addend, go
-// by warps, if `threads` is not zero (forward_flat.cuh). Where they follow each other without gaps
-// from a multiple of 16 bytes on, and `flat.slots` is not zero, in tiles; else by blocks of so
-// many threads.
+// kRegisters, one 16-bit dtype, rows that are not whole packs: without an addend all that are short
+// enough go by warps, if `threads` is not zero (forward_flat.cuh). Where they follow each other
+// without gaps from a multiple of 16 bytes on, and `flat.slots` is not zero, in tiles; else by
+// blocks of so many threads.
 struct ForwardWarps {
   int threads, blocks;
   FlatRows flat;

@@ -93,31 +93,29 @@ __device__ __forceinline__ A max_of(const A (&values)[N]) {
 }
 
 // How elements become outputs, given the row's sum and the shift their exponents were taken by.
-// softmax: y = exp(x - shift) * value; log_softmax: y = (x - shift) + value.
+// softmax: y = exp(x - shift) * factor; log_softmax: y = (x - shift) + offset.
 template <bool kLog, typename A>
 struct Finish;
 
 template <typename A>
 struct Finish<false, A> {
-  A value;
-  __device__ explicit Finish(A value) : value(value) {}
+  A factor;
   // `part_max`: the maximum that the shift came from. A sum of zero, a row of nothing but -inf,
   // gives NaN or zeros.
   __device__ Finish(const ExpSum<A>& row, A part_max, bool zero_if_empty) {
-    value = exp_of(part_max - shift_of(row.max)) * reciprocal(row.sum);
-    if (zero_if_empty && row.sum == A(0)) value = 0;
+    factor = exp_of(part_max - shift_of(row.max)) * reciprocal(row.sum);
+    if (zero_if_empty && row.sum == A(0)) factor = 0;
   }
-  __device__ A operator()(A, A exponential) const { return exponential * value; }
+  __device__ A operator()(A, A exponential) const { return exponential * factor; }
 };
 
 template <typename A>
 struct Finish<true, A> {
-  A value;
-  __device__ explicit Finish(A value) : value(value) {}
+  A offset;
   __device__ Finish(const ExpSum<A>& row, A part_max, bool) {
-    value = (shift_of(part_max) - shift_of(row.max)) - log_of(row.sum);
+    offset = (shift_of(part_max) - shift_of(row.max)) - log_of(row.sum);
   }
-  __device__ A operator()(A difference, A) const { return difference + value; }
+  __device__ A operator()(A difference, A) const { return difference + offset; }
 };
 
 }  // namespace fused_norm

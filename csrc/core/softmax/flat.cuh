@@ -84,7 +84,7 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
 #pragma unroll
       for (int i = 1; i < kUnits; ++i) top[k] = larger_of(top[k], values[k][i]);
     }
-    const float own_top = reduce_each(top, LargerOf());
+    reduce_each(top, LargerOf());
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
       const float shift = shift_of(top[k]);
@@ -97,12 +97,10 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
       }
       sum[k] = tree_sum<kUnits>(exponentials);
     }
-    reduce_each(sum, SumOf(), [&](float of_row) {
-      return Finish<kLog, float>({own_top, of_row}, own_top, false).value;
-    });
+    reduce_each(sum, SumOf());
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const Finish<kLog, float> finish(sum[k]);
+      const Finish<kLog, float> finish({top[k], sum[k]}, top[k], false);
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
     }
