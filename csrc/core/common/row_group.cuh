@@ -147,10 +147,9 @@ __device__ __forceinline__ A lane_sum(A value) {
 }
 
 // Combines each of K values, a power of two, over a warp, for all lanes: as reduce_lanes() does, by
-// fewer exchanges. What comes of each goes through finish() first, in a share of the lanes: the
-// first 32 / K have the first one, and so on. Each lane's own is also returned.
-template <int K, typename Combine, typename Finish>
-__device__ __forceinline__ float reduce_each(float (&values)[K], Combine combine, Finish finish) {
+// fewer exchanges.
+template <int K, typename Combine>
+__device__ __forceinline__ void reduce_each(float (&values)[K], Combine combine) {
   const int lane = threadIdx.x % kWarpSize;
   float kept[K];
 #pragma unroll
@@ -169,15 +168,9 @@ __device__ __forceinline__ float reduce_each(float (&values)[K], Combine combine
 #pragma unroll
   for (int offset = kWarpSize / K / 2; offset > 0; offset /= 2)
     kept[0] = combine(kept[0], __shfl_xor_sync(kFullMask, kept[0], offset));
-  kept[0] = finish(kept[0]);
 #pragma unroll
   for (int j = 0; j < K; ++j)
     values[j] = K == 1 ? kept[0] : __shfl_sync(kFullMask, kept[0], j * (kWarpSize / K));
-  return kept[0];
-}
-template <int K, typename Combine>
-__device__ __forceinline__ float reduce_each(float (&values)[K], Combine combine) {
-  return reduce_each(values, combine, [](float value) { return value; });
 }
 
 // Sums over the threads of a row group: every thread gets the same bits. The tree depends on the
