@@ -287,9 +287,9 @@ int64_t best_tile_bytes(int64_t least, int64_t step, int64_t most, int64_t all, 
 }
 
 // Forward of rows by warps: through tiles where each block has some. (LayerNorm and RMSNorm, bf16
-// of 128 MB on an H200, microseconds; as packs, shifted or dealt out, and so: 129 columns 192 -> 79
-// and 139 -> 73, 257: 162 -> 76 and 106 -> 73, 1025: 135 -> 82 and 91 -> 78, 2049: 100 -> 83 and 83
-// -> 78, 4097: 92 -> 78 and 81 -> 74. 500 x 2049, without tiles: LayerNorm 4.4 -> 3.8.)
+// of 128 MB on an H200, microseconds; as packs, shifted or dealt out, and so: 129 columns 167 -> 79
+// and 156 -> 73, 257: 162 -> 77 and 106 -> 73, 1025: 135 -> 82 and 91 -> 78, 2049: 111 -> 83 and 83
+// -> 78, 4097: 105 -> 78 and 81 -> 74. 500 x 2049, without tiles: LayerNorm 4.4 -> 3.8.)
 ForwardWarps forward_warps(int64_t rows, int cols, const DeviceProperties& device) {
   constexpr int kSlots = 3;
   constexpr int64_t kFewBytes = 8448, kMostBytes = 17 * 1024, kElementBytes = 2;
