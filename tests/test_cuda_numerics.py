@@ -25,7 +25,8 @@ from reference import NormCheck
 pytestmark = pytest.mark.cuda
 
 COLS = [1, 2, 31, 32, 33, 96, 126, 255, 256, 768, 1000, 1023, 1025, 3333, 3334, 4095, 4096, 4097]
-COLS += [5120, 8192, 12288, 16384, 20000, 40000, 50257, 65536, 131072, 1000003]
+COLS += [5120, 8192, 8193, 12288, 16384, 16386, 20000, 32769, 40000, 50257, 65536, 65537, 131072]
+COLS += [1000003]
 ROWS = [1, 7, 512, 4097]
 FULL_PRODUCT = 2**26  # elements up to which every form runs
 DTYPES = list(OUTPUTS)

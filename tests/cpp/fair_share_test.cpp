@@ -2,15 +2,12 @@
 
 #include <gtest/gtest.h>
 
+#include "chips.h"
 #include "core/norm/plan.h"
 #include "core/softmax/plan.h"
 
 namespace fused_norm {
 namespace {
-
-constexpr int kKilobyte = 1024;
-const DeviceProperties kH200{132, 227 * kKilobyte, 8, {132, 132, 117, 120, 110, 102, 105, 120}};
-const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108}};
 
 // Blocks with that much dynamic shared memory that fit a multiprocessor, with up to a kilobyte of
 // static one and what the chip takes for itself.

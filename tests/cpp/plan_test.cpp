@@ -9,23 +9,10 @@
 #include <cstdint>
 #include <vector>
 
+#include "chips.h"
+
 namespace fused_norm {
 namespace {
-
-constexpr int kKilobyte = 1024;
-// Properties like those of compute capability 9.0, 8.0 and 8.6.
-const DeviceProperties kH200{
-    132,
-    227 * kKilobyte,
-    8,
-    {132, 132, 117, 120, 110, 102, 105, 120, 81, 70, 77, 84, 91, 98, 105, 112}};
-const DeviceProperties kA100{108, 163 * kKilobyte, 1, {108}};
-const DeviceProperties kA10{72, 99 * kKilobyte, 1, {72}};
-// Clusters beside little shared memory: compute capability 12.0.
-const DeviceProperties kRtx{170, 99 * kKilobyte, 8, {170, 170, 168, 168, 165, 168, 168, 168}};
-// A slice of a chip.
-const DeviceProperties kSlice{16, 227 * kKilobyte, 2, {16, 16, 15}};
-const std::vector<DeviceProperties> kChips = {kH200, kA100, kA10, kRtx, kSlice};
 
 struct Dtypes {
   DType x, y;
@@ -162,12 +149,21 @@ TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
 // many of its columns each, of which the compiler is told that all lanes have the first `sure`.
 void check_parts(const FlatRows& flat, FlatClass of, int sure, int cols) {
   EXPECT_GE(flat.parts, 1);
-  EXPECT_LE(flat.parts, kMaxParts);
-  EXPECT_EQ(flat.parts & (flat.parts - 1), 0);
-  EXPECT_LE(flat.part_cols, of.lanes * of.units);
-  EXPECT_GE(flat.parts * flat.part_cols, cols);
-  const int last = cols - (flat.parts - 1) * flat.part_cols;
-  EXPECT_GE(last, std::max(1, sure * of.lanes));
+  if (flat.parts <= kBlockParts) {
+    EXPECT_EQ(flat.parts & (flat.parts - 1), 0);
+  } else {
+    EXPECT_EQ(flat.parts, kBlockParts * cluster_of(flat));
+    EXPECT_LE(flat.parts, kMaxClusterParts);
+  }
+  int first = 0;
+  for (int part = 0; part < flat.parts; ++part) {
+    ASSERT_EQ(first_of_part(flat, part), first);
+    ASSERT_LE(cols_of_part(flat, part), of.lanes * of.units);
+    ASSERT_GE(cols_of_part(flat, part), std::max(1, sure * of.lanes));
+    first += cols_of_part(flat, part);
+  }
+  EXPECT_EQ(first, cols);
+  EXPECT_EQ(first_of_part(flat, flat.parts), cols);
   EXPECT_TRUE(flat.parts == 1 || may_be_part(of));
 }
 
@@ -184,16 +180,39 @@ void check_tiles(const FlatRows& flat, int rows_at_work, bool whole, int cols) {
   EXPECT_EQ(flat.params_bytes % 16, 0);
 }
 
-// Which lengths go by warps, in forward.
+// Which lengths go by warps, of one block's.
 bool goes_by_warps(int cols) {
   return cols % 8 != 0 && (cols <= 17 * 32 || (cols % 2 != 0 && cols <= 8 * 17 * 32));
 }
+// In forward, longer rows of odd length, and of any from where pairs end, go by those of a cluster
+// if they fill its lanes; 0: not even so.
+int blocks_of_warps(int cols, const DeviceProperties& chip) {
+  if (goes_by_warps(cols)) return 1;
+  if (cols % 8 == 0 || (cols % 2 == 0 && cols <= 16384)) return 0;
+  for (int blocks : {2, 4, 8, 16}) {
+    const double filled = cols / (blocks * 8 * 17 * 32.0);
+    if (filled > 1) continue;
+    const bool fills = filled >= (blocks > 4 ? 0.875 : 0.75);
+    return fills && chip.cluster_multiprocessors(blocks) > 0 ? blocks : 0;
+  }
+  return 0;
+}
 
 void check_forward_tiles(const FlatRows& flat, int cols) {
+  EXPECT_EQ(flat.shared_bytes, flat.slots * flat.tile_bytes);
+  if (cluster_of(flat) > 1) {  // of which each block has a slice, of a row at a time
+    for (int first = 0; first < flat.parts; first += kBlockParts) {
+      const int slice = first_of_part(flat, first + kBlockParts) - first_of_part(flat, first);
+      EXPECT_GE(flat.tile_bytes, slice * 2 + 14 + 15);
+    }
+    EXPECT_EQ(flat.tile_bytes % 16, 0);
+    EXPECT_EQ(flat.rows, 1);
+    EXPECT_GE(flat.slots, 3);
+    return;
+  }
   const int lanes = kForwardClasses[flat.row_class].lanes;
   check_tiles(flat, kFlatThreads / lanes / flat.parts, flat.row_class < kShorterForwardClasses,
               cols);
-  EXPECT_EQ(flat.shared_bytes, flat.slots * flat.tile_bytes);
   // Each lane of a row keeps the statistics of one turn; rows of a warp are in other banks.
   const int warp_rows = flat.rows * flat.parts / (kFlatThreads / 32);
   EXPECT_TRUE(lanes == 1 || warp_rows / (32 / lanes) <= lanes);
@@ -206,26 +225,35 @@ TEST(ForwardPlan, RowsThatAreNotWholePacksGoByWarps) {
       const ForwardWarps warps =
           plan_norm_forward(rows, cols, dtypes.x, dtypes.y, false, chip).warps;
       SCOPED_TRACE(testing::Message() << rows << " x " << cols);
-      const bool expected = dtypes.x == dtypes.y && size_of(dtypes.x) == 2 && goes_by_warps(cols);
-      EXPECT_EQ(warps.threads > 0, expected);
-      if (!expected) continue;
+      const int spread =
+          dtypes.x == dtypes.y && size_of(dtypes.x) == 2 ? blocks_of_warps(cols, chip) : 0;
+      EXPECT_EQ(warps.threads > 0, spread > 0);
+      if (spread == 0) continue;
       const FlatRows& flat = warps.flat;
       const FlatClass of = kForwardClasses[flat.row_class];
       check_parts(flat, of, forward_sure_units(flat.row_class), cols);
-      EXPECT_EQ(warps.threads % (32 * flat.parts), 0);
+      EXPECT_EQ(cluster_of(flat), spread);
+      EXPECT_EQ(warps.threads * spread % (32 * flat.parts), 0);
       EXPECT_LE(warps.threads, kFlatThreads);
-      const int rows_at_once = warps.threads / of.lanes / flat.parts;
-      EXPECT_GE(int64_t{warps.blocks} * rows_at_once, std::min<int64_t>(rows, INT_MAX));
-      EXPECT_LE(int64_t{warps.blocks - 1} * rows_at_once, rows - 1);
+      const int rows_at_once = warps.threads * spread / of.lanes / flat.parts;
+      const int64_t all = int64_t{warps.blocks} / spread * rows_at_once;
+      EXPECT_EQ(warps.blocks % spread, 0);
+      EXPECT_GE(all, std::min<int64_t>(rows, INT_MAX / spread));
+      EXPECT_LE(all - rows_at_once, rows - 1);
       if (flat.slots == 0) continue;
       EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
       check_forward_tiles(flat, cols);
       // Persistent: all resident at once, and each with tiles to walk over.
-      const int a_multiprocessor = flat.blocks / chip.sm_count;
-      EXPECT_EQ(flat.blocks % chip.sm_count, 0);
-      EXPECT_EQ(a_multiprocessor, flat_forward_blocks(flat.row_class >= kShorterForwardClasses));
+      const int a_multiprocessor = flat_forward_blocks(flat.row_class >= kShorterForwardClasses);
       EXPECT_LE(a_multiprocessor * (flat.shared_bytes + 3 * kKilobyte),
                 chip.shared_bytes_per_block + kKilobyte);
+      if (spread > 1) {
+        const int clusters = chip.cluster_multiprocessors(spread) / spread * a_multiprocessor;
+        EXPECT_EQ(flat.blocks, clusters * spread);
+        EXPECT_GE(rows, clusters);
+        continue;
+      }
+      EXPECT_EQ(flat.blocks, a_multiprocessor * chip.sm_count);
       EXPECT_GT(rows, int64_t{flat.blocks} * flat.rows);
     }
   });
@@ -233,9 +261,11 @@ TEST(ForwardPlan, RowsThatAreNotWholePacksGoByWarps) {
     return plan_norm_forward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, kH200)
                .warps.flat.slots > 0;
   };
-  for (int cols : {7, 33, 65, 70, 126, 129, 257, 258, 513, 1023, 1025, 3333, 4097})
+  for (int cols : {7, 33, 65, 70, 126, 129, 257, 258, 513, 1023, 1025, 3333, 4097, 8193, 65537})
     EXPECT_TRUE(tiled(1 << 20, cols)) << cols;
   EXPECT_FALSE(tiled(2000, 257));
+  EXPECT_TRUE(tiled(198, 8193));
+  EXPECT_FALSE(tiled(197, 8193));  // less than one for each cluster
 }
 
 TEST(ForwardPlan, TilesAreNeitherTooLargeForTheLastTurnNorTooSmall) {
@@ -249,12 +279,12 @@ TEST(ForwardPlan, TilesAreNeitherTooLargeForTheLastTurnNorTooSmall) {
 }
 
 TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
-  for (int cols = 1; cols < 5000; ++cols) {
+  for (int cols = 1; cols < 72000; ++cols) {
     if (cols % 8 == 0) continue;
     SCOPED_TRACE(cols);
     const DType dtype = DType::kBFloat16;
     const ForwardWarps warps = plan_norm_forward(1 << 24, cols, dtype, dtype, false, kH200).warps;
-    EXPECT_EQ(warps.threads > 0, goes_by_warps(cols));
+    EXPECT_EQ(warps.threads > 0, blocks_of_warps(cols, kH200) > 0);
     if (warps.threads > 0) {
       const int row_class = warps.flat.row_class;
       check_parts(warps.flat, kForwardClasses[row_class], forward_sure_units(row_class), cols);
@@ -356,7 +386,7 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
   EXPECT_GE(flat.slots * kFlatTensors / (kFlatTensors + 1), 2);
   // Beside the parameters, of which there are even ones, that pairs of others are aligned.
   EXPECT_EQ(columns % 2, 0);
-  EXPECT_GE(columns, (flat.parts - 1) * flat.part_cols + units * 32);
+  EXPECT_GE(columns, first_of_part(flat, flat.parts - 1) + units * 32);
   EXPECT_GE(flat.params_bytes, param_vectors > 1 ? columns * 4 * param_vectors : 0);
   EXPECT_GE(flat.shared_bytes, flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes);
   EXPECT_GE(flat.shared_bytes, kFlatThreads * units * 2 * 4);  // in the end, its warps' sums

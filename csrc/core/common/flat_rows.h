@@ -10,8 +10,9 @@ namespace fused_norm {
 
 // Rows of one 16-bit dtype.
 struct FlatRows {
-  int parts = 1;       // warps that share a row, a power of two of them
-  int part_cols;       // columns for each of them
+  int parts = 1;       // warps that share a row
+  int part_cols;       // columns for each of them, and
+  int wider;           // so many of the first ones have one more
   int slots;           // of shared memory, for the tiles at work and those on their way
   int rows;            // of a tile
   int rows_per_block;  // at work at a time
@@ -20,16 +21,35 @@ struct FlatRows {
   int params_bytes, tile_bytes, shared_bytes;
 };
 
+constexpr int first_of_part(const FlatRows& flat, int part) {
+  return part * flat.part_cols + (part < flat.wider ? part : flat.wider);
+}
+constexpr int cols_of_part(const FlatRows& flat, int part) {
+  return flat.part_cols + (part < flat.wider ? 1 : 0);
+}
+
 // Columns that the warps of a row may ask for, of so many a lane: their last part's too. Even.
 constexpr int staged_columns(const FlatRows& flat, int units) {
-  return ((flat.parts - 1) * flat.part_cols + units * 32 + 1) / 2 * 2;
+  return (first_of_part(flat, flat.parts - 1) + units * 32 + 1) / 2 * 2;
 }
 constexpr int kMaxFlatSlots = 4;
 constexpr int kFlatThreads = 256;
-constexpr int kMaxParts = 8;  // all of a block's warps
+// All of a block's warps, of which a row takes a power of two; or it takes those of all blocks of a
+// cluster.
+constexpr int kBlockParts = kFlatThreads / 32;
+constexpr int cluster_of(const FlatRows& flat) {
+  return flat.parts <= kBlockParts ? 1 : flat.parts / kBlockParts;
+}
+constexpr int kMaxClusterParts = kBlockParts * kMaxClusterBlocks;
+
+inline void cut_in_parts(int cols, int parts, FlatRows& flat) {
+  flat.parts = parts;
+  flat.part_cols = cols / parts;
+  flat.wider = cols % parts;
+}
 
 // Static shared memory of the kernels, rounded up.
-constexpr int kFlatStatic = 2048;
+constexpr int kFlatStatic = 2048, kClusterStatic = 2304;
 
 // Bytes of shared memory for a tile: copies fill slots that start at multiples of 128 up to 7 %
 // faster (H200).
@@ -47,11 +67,21 @@ inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes,
   flat.tile_bytes = flat_tile_bytes(bytes % kGranule == 0 ? bytes : bytes + 2 * kGranule);
 }
 
+// Tiles that are slices of one row, for each block of a cluster; the first one is the widest.
+inline void set_slices(int slots, FlatRows& flat) {
+  constexpr int kElementBytes = 2, kGranule = 16;
+  flat.slots = slots;
+  flat.rows = flat.rows_per_block = 1;
+  flat.tile_bytes =
+      flat_tile_bytes(first_of_part(flat, kBlockParts) * kElementBytes + 2 * kGranule);
+}
+
 // Blocks of a multiprocessor, of so many that its registers leave room for.
 constexpr int kReservedPerBlock = 1024;
 inline int resident_flat(const FlatRows& flat, int most, const DeviceProperties& device) {
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
-  return std::min(most, capacity / (flat.shared_bytes + kFlatStatic + kReservedPerBlock));
+  const int fixed = (cluster_of(flat) > 1 ? kClusterStatic : kFlatStatic) + kReservedPerBlock;
+  return std::min(most, capacity / (flat.shared_bytes + fixed));
 }
 // Bytes for a tile where so many blocks hold so many beside parameters.
 inline int flat_room(const FlatRows& flat, int tiles, int blocks, const DeviceProperties& device) {

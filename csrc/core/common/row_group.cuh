@@ -136,6 +136,7 @@ class RowGroup {
 
 // Keeps a value in its register: what is made of few instructions would be made anew at each use.
 __device__ __forceinline__ void keep(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)); }
 
 // The sum over kLanes neighbours, in all of them.
 template <int kLanes, typename A>
@@ -146,10 +147,15 @@ __device__ __forceinline__ A lane_sum(A value) {
   return value;
 }
 
+struct AsItIs {
+  __device__ __forceinline__ float operator()(float value) const { return value; }
+};
+
 // Combines each of K values, a power of two, over a warp, for all lanes: as reduce_lanes() does, by
-// fewer exchanges.
-template <int K, typename Combine>
-__device__ __forceinline__ void reduce_each(float (&values)[K], Combine combine) {
+// fewer exchanges. What becomes of each in the end is reckoned by some lanes, not by all.
+template <int K, typename Combine, typename Finish = AsItIs>
+__device__ __forceinline__ void reduce_each(float (&values)[K], Combine combine,
+                                            Finish finish = Finish()) {
   const int lane = threadIdx.x % kWarpSize;
   float kept[K];
 #pragma unroll
@@ -168,6 +174,7 @@ __device__ __forceinline__ void reduce_each(float (&values)[K], Combine combine)
 #pragma unroll
   for (int offset = kWarpSize / K / 2; offset > 0; offset /= 2)
     kept[0] = combine(kept[0], __shfl_xor_sync(kFullMask, kept[0], offset));
+  kept[0] = finish(kept[0]);
 #pragma unroll
   for (int j = 0; j < K; ++j)
     values[j] = K == 1 ? kept[0] : __shfl_sync(kFullMask, kept[0], j * (kWarpSize / K));

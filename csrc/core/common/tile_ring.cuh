@@ -36,29 +36,39 @@ struct TileRows {
   RowLayout layout;
 };
 
-// A persistent block's tiles: every gridDim.x-th, each in a slot of shared memory for as long as
-// the block works on it; others are on their way there, or from there. Shape: `slots`, `rows` of a
-// tile, and `tile_bytes` of a slot. Copies are of whole granules of 16 bytes, as tiles are if
-// kWhole. Others begin in their slots where they do in a granule of their tensors'; the first and
-// last ones, of which other tiles have a part, some lanes write.
+// What tiles are: rows, in whole granules of 16 bytes or not; or a slice of one row, for each block
+// of a cluster.
+enum class TileKind { kWhole, kRows, kSlices };
+
+// A persistent block's (or cluster's) tiles: every gridDim.x-th, each in a slot of shared memory
+// for as long as the block works on it; others are on their way there, or from there. Shape:
+// `slots`, `rows` of a tile, and `tile_bytes` of a slot. Copies are of whole granules. Tiles that
+// are not begin in their slots where they do in a granule of their tensors'; the first and last
+// ones, of which other tiles have a part, some lanes write.
 //
 // Tensors says what passes through: count() tensors, rows_of(t) being tensor t; written(), where
 // what became of tensor kWritten goes, null for nowhere; and flat(), whether in each of them the
 // rows follow each other without gaps from a multiple of 16 bytes on. Others are copied by the
 // block's threads, before and after a tile's turn.
-template <typename T, bool kWhole, typename Tensors, typename Shape>
+template <typename T, TileKind kKind, typename Tensors, typename Shape>
 class TileRing {
+  static constexpr bool kWhole = kKind == TileKind::kWhole, kSlices = kKind == TileKind::kSlices;
+
  public:
   // `filled` and `memory`, of so many slots, are in shared memory. A barrier of the block follows
-  // start().
-  __device__ __forceinline__ TileRing(const Tensors& tensors, int64_t rows, int cols,
-                                      const Shape& shape, CopyBarrier* filled, char* memory)
+  // start(). Slices, of tensors that lie flat, are so many columns from the first one on.
+  __device__ __forceinline__ TileRing(const Tensors& tensors, int64_t rows, int row_cols,
+                                      const Shape& shape, CopyBarrier* filled, char* memory,
+                                      int first_col = 0, int cols = 0)
       : tensors_(tensors),
         shape_(shape),
         filled_(filled),
         memory_(memory),
-        cols_(cols),
-        tile_(blockIdx.x),
+        cols_(kSlices ? cols : row_cols),
+        row_cols_(row_cols),
+        first_col_(first_col),
+        clusters_(kSlices ? gridDim.x / RowCluster().blocks() : 0),
+        tile_(first_tile()),
         tiles_(static_cast<int>((rows + shape.rows - 1) / shape.rows)),
         last_rows_(static_cast<int>(rows - int64_t{tiles_ - 1} * shape.rows)) {
     if (threadIdx.x != 0) return;
@@ -71,7 +81,7 @@ class TileRing {
     __syncwarp();
     if (!copies() || !tensors_.flat()) return;
 #pragma unroll 1
-    for (int slot = 0; slot < shape_.slots; ++slot) fill(slot, tile_ + slot * gridDim.x);
+    for (int slot = 0; slot < shape_.slots; ++slot) fill(slot, tile_ + slot * stride());
   }
 
   // Of the tile at hand: whether there is one; its first row, and how many it has; where its part
@@ -81,7 +91,11 @@ class TileRing {
   __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * shape_.rows; }
   __device__ __forceinline__ int rows() const { return rows_of(tile_); }
   __device__ __forceinline__ T* part(int tensor) const {
-    return reinterpret_cast<T*>(part_of(slot_, tensor) + skew_of(tile_));
+    return reinterpret_cast<T*>(memory_ + offset(tensor));
+  }
+  // So many bytes into the memory.
+  __device__ __forceinline__ int offset(int tensor) const {
+    return (slot_ * tensors_.count() + tensor) * shape_.tile_bytes + skew_of(tile_);
   }
   template <bool kZeros>
   __device__ __forceinline__ void wait() const {
@@ -103,7 +117,7 @@ class TileRing {
   }
   // The next tile's first row.
   __device__ __forceinline__ int64_t next_row() const {
-    return int64_t{tile_ + static_cast<int>(gridDim.x)} * shape_.rows;
+    return int64_t{tile_ + stride()} * shape_.rows;
   }
 
   // By all threads of the block, when each is done with its part of the tile: writes it, and goes
@@ -117,8 +131,8 @@ class TileRing {
       if (tensors_.written() != nullptr) write_ends();
       if (copies()) {
         if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
-        if (tile_ != static_cast<int>(blockIdx.x))
-          fill(slot_ > 0 ? slot_ - 1 : shape_.slots - 1, tile_ + (shape_.slots - 1) * gridDim.x);
+        if (tile_ != first_tile())
+          fill(slot_ > 0 ? slot_ - 1 : shape_.slots - 1, tile_ + (shape_.slots - 1) * stride());
       }
       if (++slot_ == shape_.slots) {
         slot_ = 0;
@@ -129,7 +143,7 @@ class TileRing {
                     rows() * cols_);
       __syncthreads();
     }
-    tile_ += gridDim.x;
+    tile_ += stride();
   }
   __device__ __forceinline__ void finish() const {
     if (copies()) wait_for_bulk_reads<0>();
@@ -143,15 +157,26 @@ class TileRing {
   __device__ __forceinline__ char* part_of(int slot, int tensor) const {
     return memory_ + (slot * tensors_.count() + tensor) * shape_.tile_bytes;
   }
+  __device__ __forceinline__ int stride() const {
+    return kSlices ? clusters_ : static_cast<int>(gridDim.x);
+  }
+  __device__ __forceinline__ static int first_tile() {
+    return blockIdx.x / (kSlices ? RowCluster().blocks() : 1);
+  }
   __device__ __forceinline__ int rows_of(int tile) const {
     return tile + 1 < tiles_ ? shape_.rows : last_rows_;
   }
   // Where a tile starts in its tensors, in bytes, and how far that is from the granule's start; and
   // where it ends, from there.
   __device__ __forceinline__ int64_t start_of(int tile) const {
+    if (kSlices) return (int64_t{tile} * row_cols_ + first_col_) * static_cast<int64_t>(sizeof(T));
     return int64_t{tile} * (shape_.rows * cols_ * static_cast<int>(sizeof(T)));
   }
   __device__ __forceinline__ int skew_of(int tile) const {
+    if (kSlices) {
+      const uint32_t start = static_cast<uint32_t>(tile) * row_cols_ + first_col_;
+      return static_cast<int>(start * sizeof(T) % kGranule);
+    }
     return kWhole ? 0 : static_cast<int>(start_of(tile)) & (kGranule - 1);
   }
   __device__ __forceinline__ int end_of(int tile) const {
@@ -208,8 +233,9 @@ class TileRing {
   const Shape& shape_;
   CopyBarrier* filled_;
   char* memory_;
-  int cols_;
-  int tile_, tiles_, last_rows_;  // rows of the tensors' last tile
+  int cols_;                             // of a tile
+  int row_cols_, first_col_, clusters_;  // kSlices
+  int tile_, tiles_, last_rows_;         // rows of the tensors' last tile
   int slot_ = 0;
   uint32_t parity_ = 0;
 };

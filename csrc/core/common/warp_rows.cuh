@@ -1,8 +1,10 @@
 // Rows of a 16-bit type whose columns are dealt out to the lanes of warps one by one: neighbouring
 // columns are neighbouring lanes'. Short rows are a warp's each; longer ones are cut in parts, a
-// warp's each, and those warps exchange what they know (FlatRows: how many).
+// warp's each, and those warps, of a block or of a cluster's, exchange what they know (FlatRows:
+// how many).
 #pragma once
 
+#include "core/common/bulk_copy.cuh"
 #include "core/common/flat_rows.h"
 #include "core/common/pack.cuh"
 #include "core/common/row_group.cuh"
@@ -20,41 +22,60 @@ struct LaneColumns {
   __device__ __forceinline__ bool inside(int i) const { return i < kSure || i * kLanes < left; }
 };
 
-// Which of its block's rows at work a warp is at, and which columns of theirs are its own. kParts:
-// whether rows may be in parts.
-template <bool kParts>
+// Whose a row is: a warp's; warps' of one block, or of all blocks of a cluster.
+enum class Sharing { kWarp, kBlock, kCluster };
+
+// Which of its block's rows at work a warp is at, and which columns of theirs are its own.
+template <Sharing kSharing>
 struct RowPart {
   int group, index = 0, first = 0, cols;
   __device__ __forceinline__ RowPart(const FlatRows& flat, int row_cols, int thread = threadIdx.x)
       : group(thread / kWarpSize), cols(row_cols) {
-    if (!kParts) return;
-    index = group % flat.parts;
-    group /= flat.parts;
-    first = index * flat.part_cols;
-    cols = min(flat.part_cols, row_cols - first);
+    if (kSharing == Sharing::kWarp) return;
+    if (kSharing == Sharing::kBlock) {
+      index = group % flat.parts;
+      group /= flat.parts;
+    } else {
+      index = RowCluster().rank() * kBlockParts + group;
+      group = 0;
+    }
+    first = first_of_part(flat, index);
+    cols = cols_of_part(flat, index);
+  }
+};
+
+// Which columns of rows their block has.
+template <Sharing kSharing>
+struct BlockColumns {
+  int first = 0, cols;
+  __device__ __forceinline__ BlockColumns(const FlatRows& flat, int row_cols) : cols(row_cols) {
+    if (kSharing != Sharing::kCluster) return;
+    const int part = RowCluster().rank() * kBlockParts;
+    first = first_of_part(flat, part);
+    cols = first_of_part(flat, part + kBlockParts) - first;
   }
 };
 
 // What the warps of a row tell each other, a V each, in shared memory: two sets used in turn, as
 // the barrier of one exchange also says that everybody has read the one before.
-template <typename V>
+template <typename V, Sharing kSharing>
 class PartExchange {
+  using Part = RowPart<kSharing>;
+
  public:
-  static constexpr int kSet = kFlatThreads / kWarpSize * kMaxParts;
+  static constexpr int kSet = kFlatThreads / kWarpSize * kBlockParts;
   using Slots = V[2 * kSet];
 
   // All threads of the block construct theirs, and a barrier of the block follows.
-  template <bool kParts>
-  __device__ __forceinline__ PartExchange(const RowPart<kParts>& part, Slots& slots)
-      : slots_(slots + part.group * kMaxParts) {
-    if (!kParts) return;
-    if (part.index == 0 && lane() < kMaxParts) slots_[lane()] = slots_[kSet + lane()] = V{};
+  __device__ __forceinline__ PartExchange(const Part& part, Slots& slots)
+      : slots_(slots + part.group * kBlockParts) {
+    if (kSharing == Sharing::kWarp) return;
+    if (part.index == 0 && lane() < kBlockParts) slots_[lane()] = slots_[kSet + lane()] = V{};
   }
 
   // What the warps have, each the same in all lanes, in the order of the row's parts; zeros after
   // the last.
-  template <bool kParts>
-  __device__ __forceinline__ const V* all(const V& own, const RowPart<kParts>& part, int parts) {
+  __device__ __forceinline__ const V* all(const V& own, const Part& part, int parts) {
     V* const slots = slots_ + (odd_ ? kSet : 0);
     odd_ = !odd_;
     if (lane() == 0) slots[part.index] = own;
@@ -62,15 +83,64 @@ class PartExchange {
     return slots;
   }
 
-  // The lane's part among kMaxParts, and the sum over these, in all lanes.
-  __device__ __forceinline__ static int part_of_lane() { return lane() % kMaxParts; }
-  __device__ __forceinline__ static float sum(float value) { return lane_sum<kMaxParts>(value); }
+  // The sum over parts, those after the last too, of what value_of(part) gives; in all lanes.
+  template <typename ValueOf>
+  __device__ __forceinline__ static float sum(int, ValueOf value_of) {
+    return lane_sum<kBlockParts>(value_of(lane() % kBlockParts));
+  }
 
  private:
   __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
 
   V* slots_;
   bool odd_ = false;
+};
+
+// The same of the warps of a cluster: each sends what it has to all blocks. Nobody sends for a row
+// before all have sent for the one before, and so are done with the set used last but one.
+template <typename V>
+class PartExchange<V, Sharing::kCluster> {
+  using Part = RowPart<Sharing::kCluster>;
+
+ public:
+  struct Slots {
+    V parts[2][kMaxClusterParts];
+    CopyBarrier arrived[2];
+  };
+
+  // A barrier of the cluster's follows, as nobody may send to a block that has not begun.
+  __device__ __forceinline__ PartExchange(const Part&, Slots& slots)
+      : slots_(slots), blocks_(RowCluster().blocks()) {
+    for (int part = threadIdx.x; part < kMaxClusterParts; part += blockDim.x)
+      slots.parts[0][part] = slots.parts[1][part] = V{};
+    if (threadIdx.x >= 2) return;
+    slots.arrived[threadIdx.x].init();
+    CopyBarrier::order_inits();
+  }
+
+  __device__ __forceinline__ const V* all(const V& own, const Part& part, int parts) {
+    const int set = turn_ & 1;
+    const uint32_t parity = turn_++ >> 1 & 1;
+    CopyBarrier& arrived = slots_.arrived[set];
+    if (threadIdx.x == 0) arrived.expect(parts * sizeof(V));
+    if (lane() < blocks_) arrived.send(own, &slots_.parts[set][part.index], lane());
+    arrived.template wait<true>(parity);
+    return slots_.parts[set];
+  }
+
+  template <typename ValueOf>
+  __device__ __forceinline__ static float sum(int parts, ValueOf value_of) {
+    float sum = value_of(lane());
+#pragma unroll 1
+    for (int first = kWarpSize; first < parts; first += kWarpSize) sum += value_of(first + lane());
+    return lane_sum<kWarpSize>(sum);
+  }
+
+ private:
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
+
+  Slots& slots_;
+  int blocks_, turn_ = 0;
 };
 
 // A lane's values of kRows rows, `stride` apart, of which its first columns begin at `own`;

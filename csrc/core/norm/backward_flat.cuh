@@ -46,7 +46,7 @@ __device__ __noinline__ void stage_columns(const BackwardInput<X, X, float>& in,
 }
 
 // Of a row's parts: two sums.
-using PartSums = PartExchange<float2>::Slots;
+using PartSums = PartExchange<float2, Sharing::kBlock>::Slots;
 
 // Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
 // its lanes keep their columns' weights and sums in registers.
@@ -64,17 +64,18 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   float* const params = reinterpret_cast<float*>(memory);
 
   const int lane = threadIdx.x % kWarpSize, cols = in.cols;
-  const RowPart<kParts> part(flat, cols);
+  constexpr Sharing kSharing = kParts ? Sharing::kBlock : Sharing::kWarp;
+  const RowPart<kSharing> part(flat, cols);
   constexpr int kWarps = kFlatThreads / kWarpSize;
   const int step = (kParts ? kWarps / flat.parts : kWarps) * kRows;
   const LaneColumns<kUnits, kSure> columns(part.cols);
   wait_for_prerequisites();
   out.clear_totals();
   const Tiles tensors{in, out, lie_flat};
-  TileRing<X, !kParts, Tiles, FlatRows> tiles(tensors, in.rows, cols, flat, filled,
-                                              memory + flat.params_bytes);
+  TileRing<X, kParts ? TileKind::kRows : TileKind::kWhole, Tiles, FlatRows> tiles(
+      tensors, in.rows, cols, flat, filled, memory + flat.params_bytes);
   tiles.start();
-  PartExchange<float2> exchange(part, slots);
+  PartExchange<float2, kSharing> exchange(part, slots);
   const int staged = kParts ? staged_columns(flat, kUnits) : kCols;
   if (kFromOutput) stage_columns(in, staged, params);
   __syncthreads();
@@ -196,11 +197,10 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
       if constexpr (kParts) {
         static_assert(kRows == 1);
         if (flat.parts > 1) {
-          using Exchange = PartExchange<float2>;
-          const float2 of_part = exchange.all({of_rows[0], of_rows[kSums - 1]}, part,
-                                              flat.parts)[Exchange::part_of_lane()];
-          of_rows[0] = Exchange::sum(of_part.x);
-          if (!kRms) of_rows[kSums - 1] = Exchange::sum(of_part.y);
+          const float2* const all =
+              exchange.all({of_rows[0], of_rows[kSums - 1]}, part, flat.parts);
+          of_rows[0] = exchange.sum(flat.parts, [&](int p) { return all[p].x; });
+          if (!kRms) of_rows[kSums - 1] = exchange.sum(flat.parts, [&](int p) { return all[p].y; });
         }
       }
 #pragma unroll
@@ -242,7 +242,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   // nothing more keeps registers before.
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const RowPart<kParts> own(flat, cols, thread);
+  const RowPart<kSharing> own(flat, cols, thread);
   const LaneColumns<kUnits, kSure> own_columns(own.cols, thread);
   constexpr int kKinds = kRms ? 1 : 2;
   float* const of_warps = reinterpret_cast<float*>(memory) + own_columns.first;

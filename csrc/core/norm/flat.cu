@@ -8,20 +8,26 @@ cudaError_t norm_flat_forward(const NormForwardParams& params, const ForwardWarp
                               bool overlaps, cudaStream_t stream) {
   return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
-    auto run = [&](auto kernel, int blocks, int threads, int shared_bytes) {
-      return detail::launch(kernel, blocks, threads, {shared_bytes, 1, overlaps}, stream,
-                            input_load<X>(params.x, params.x_layout, params),
-                            affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
-                            params.rms, warps.flat);
-    };
     const FlatRows& flat = warps.flat;
-    const bool longer = flat.row_class >= kShorterForwardClasses;
-    if (flat.slots > 0 && lies_flat(params.x, params.x_layout, params.cols) &&
-        lies_flat(params.y, one_stride(params.cols), params.cols))
-      return run(longer ? norm_forward_flat<X, true> : norm_forward_flat<X, false>, flat.blocks,
-                 kFlatThreads, flat.shared_bytes);
-    return run(longer ? norm_forward_rows<X, true> : norm_forward_rows<X, false>, warps.blocks,
-               warps.threads, 0);
+    auto run = [&](auto kernel, int blocks, int threads, int shared_bytes) {
+      return detail::launch(kernel, blocks, threads, {shared_bytes, cluster_of(flat), overlaps},
+                            stream, input_load<X>(params.x, params.x_layout, params),
+                            affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
+                            params.rms, flat);
+    };
+    const bool in_tiles = flat.slots > 0 && lies_flat(params.x, params.x_layout, params.cols) &&
+                          lies_flat(params.y, one_stride(params.cols), params.cols);
+    auto run_shared_by = [&](auto sharing) {
+      constexpr Sharing kSharing = decltype(sharing)::value;
+      return in_tiles
+                 ? run(norm_forward_flat<X, kSharing>, flat.blocks, kFlatThreads, flat.shared_bytes)
+                 : run(norm_forward_rows<X, kSharing>, warps.blocks, warps.threads, 0);
+    };
+    if (cluster_of(flat) > 1)
+      return run_shared_by(std::integral_constant<Sharing, Sharing::kCluster>());
+    if (flat.row_class >= kShorterForwardClasses)
+      return run_shared_by(std::integral_constant<Sharing, Sharing::kBlock>());
+    return run_shared_by(std::integral_constant<Sharing, Sharing::kWarp>());
   });
 }
 

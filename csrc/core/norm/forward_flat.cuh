@@ -7,38 +7,39 @@
 
 namespace fused_norm {
 
-using StatisticsExchange = PartExchange<PartStatistics<float>>;
+template <Sharing kSharing>
+using StatisticsExchange = PartExchange<PartStatistics<float>, kSharing>;
 
 // Normalizes a warp's columns of rows: one, or one in each kLanes of its lanes. The tree of a row's
-// sums depends on its length alone: a lane's columns are two chains, lanes are combined by
-// butterflies, parts in their order.
-template <bool kRms, int kLanesOfRow, int kColumnsOfLane, int kSure, typename X>
+// sums depends on its length alone: a lane's columns are two chains, lanes and parts are combined
+// by butterflies.
+template <bool kRms, int kLanesOfRow, int kColumnsOfLane, int kSure, Sharing kSharingOfRow,
+          typename X>
 class WarpNorm {
   using Statistics = StatisticsOf<InputLoad<X>, AffineStore<X>>;
   static constexpr int kUnits = kColumnsOfLane;
 
  public:
-  static constexpr bool kMayBeParts = may_be_part({kLanesOfRow, kUnits});
-  static constexpr bool kIsRms = kRms;
+  static constexpr Sharing kSharing = kSharingOfRow;
+  static constexpr bool kMayBeParts = kSharing != Sharing::kWarp, kIsRms = kRms;
+  static_assert(!kMayBeParts || may_be_part({kLanesOfRow, kUnits}));
   static constexpr int kLanes = kLanesOfRow, kColumns = kUnits;
   static constexpr int kRows = kWarpSize / kLanes;  // of a warp, at a time
   using Columns = LaneColumns<kUnits, kSure, kLanes>;
-  using Part = RowPart<kMayBeParts>;
+  using Part = RowPart<kSharing>;
+  using Exchange = StatisticsExchange<kSharing>;
 
-  // A barrier of the block follows.
+  // A barrier of the block follows, or of the cluster.
   __device__ __forceinline__ WarpNorm(const FlatRows& flat, const Part& part, const Statistics& out,
-                                      StatisticsExchange::Slots& slots)
+                                      typename Exchange::Slots& slots)
       : columns_(part.cols),
         out_(out),
+        flat_(flat),
         part_(part),
-        parts_(kMayBeParts ? flat.parts : 1),
         exchange_(part, slots),
         cols_(static_cast<float>(part.cols)),
         per_cols_(reciprocal(cols_)) {
-    if (!kMayBeParts) return;
-    const int index = StatisticsExchange::part_of_lane(),
-              rest = static_cast<int>(out.cols) - index * flat.part_cols;
-    cols_there_ = static_cast<float>(max(0, min(flat.part_cols, rest)));
+    keep(per_cols_);
   }
 
   __device__ __forceinline__ const Columns& columns() const { return columns_; }
@@ -71,10 +72,9 @@ class WarpNorm {
     for (int i = 2; i < kUnits; ++i) chains[i % 2] = fmaf(x[i], x[i], chains[i % 2]);
     of_row.squares = lane_sum<kLanes>(chains[0] + chains[1]);
     float from_row = 0;  // of the part's mean
-    if (kMayBeParts && parts_ > 1) from_row = merge(of_row);
+    if (may_merge()) from_row = merge(of_row);
     const float rstd = out_.rstd_of(of_row.squares);
-    const float shift =
-        kMayBeParts && parts_ > 1 ? __fmul_rn(from_row, rstd) : -0.0f;  // adds nothing
+    const float shift = may_merge() ? __fmul_rn(from_row, rstd) : -0.0f;  // adds nothing
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       const float xhat = kRms ? x[i] * rstd : fmaf(x[i], rstd, shift);
@@ -84,21 +84,31 @@ class WarpNorm {
   }
 
  private:
-  // Makes the part's statistics the row's, as merge_parts() does, a part a lane. Returns the
+  __device__ __forceinline__ bool may_merge() const {
+    return kSharing == Sharing::kCluster || (kMayBeParts && flat_.parts > 1);
+  }
+  // Of a part; none after the last.
+  __device__ __forceinline__ float cols_of(int part) const {
+    const float cols = static_cast<float>(cols_of_part(flat_, part));
+    return part < flat_.parts ? cols : 0.0f;
+  }
+  // Makes the part's statistics the row's, as merge_parts() does, some parts a lane. Returns the
   // difference between their means.
   __device__ __forceinline__ float merge(PartStatistics<float>& own) {
-    const PartStatistics<float>* const all = exchange_.all(own, part_, parts_);
-    const PartStatistics<float> part = all[StatisticsExchange::part_of_lane()];
+    const PartStatistics<float>* const all = exchange_.all(own, part_, flat_.parts);
     if constexpr (kRms) {
-      own.squares = StatisticsExchange::sum(part.squares);
+      own.squares = exchange_.sum(flat_.parts, [&](int p) { return all[p].squares; });
       return 0;
     }
-    const float first = all[0].mean, difference = part.mean - first;
+    const float first = all[0].mean;
     const float offset =
-        __fmul_rn(StatisticsExchange::sum(__fmul_rn(cols_there_, difference)), out_.per_cols);
-    const float from_mean = difference - offset;
-    own.squares =
-        StatisticsExchange::sum(fmaf(__fmul_rn(cols_there_, from_mean), from_mean, part.squares));
+        __fmul_rn(exchange_.sum(flat_.parts,
+                                [&](int p) { return __fmul_rn(cols_of(p), all[p].mean - first); }),
+                  out_.per_cols);
+    own.squares = exchange_.sum(flat_.parts, [&](int p) {
+      const float from_mean = (all[p].mean - first) - offset;
+      return fmaf(__fmul_rn(cols_of(p), from_mean), from_mean, all[p].squares);
+    });
     const float from_row = (own.mean - first) - offset;
     own.mean -= from_row;
     return from_row;
@@ -106,11 +116,11 @@ class WarpNorm {
 
   const Columns columns_;
   const Statistics& out_;
+  const FlatRows& flat_;
   const Part& part_;
-  const int parts_;
-  StatisticsExchange exchange_;
-  const float cols_, per_cols_;
-  float cols_there_;  // of the part that is the lane's in an exchange
+  Exchange exchange_;
+  const float cols_;
+  float per_cols_;
   float weight_[kUnits], bias_[kRms ? 1 : kUnits];
 };
 
@@ -151,33 +161,43 @@ class RowsOfTile {
   int apart_;  // a power of two
 };
 
-// Persistent blocks walk over tiles of rows and normalize them in place.
+// Persistent blocks walk over tiles of rows, or clusters over rows, and normalize them in place.
 template <typename Norm, typename X>
 __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of,
-                                                   StatisticsExchange::Slots& slots,
+                                                   typename Norm::Exchange::Slots& slots,
                                                    CopyBarrier* filled) {
   constexpr int kLanes = Norm::kLanes;
+  constexpr bool kCluster = Norm::kSharing == Sharing::kCluster;
+  constexpr TileKind kKind = kCluster            ? TileKind::kSlices
+                             : Norm::kMayBeParts ? TileKind::kRows
+                                                 : TileKind::kWhole;
   extern __shared__ __align__(128) char memory[];
   const int cols = of.load.cols;
   const ForwardTiles<X> tensors{of.load, of.store.y};
-  TileRing<X, !Norm::kMayBeParts, ForwardTiles<X>, FlatRows> tiles(tensors, of.load.rows, cols,
-                                                                   of.flat, filled, memory);
   const typename Norm::Part part(of.flat, cols);
+  const RowCluster cluster;
+  const BlockColumns<Norm::kSharing> of_block(of.flat, cols);
+  TileRing<X, kKind, ForwardTiles<X>, FlatRows> tiles(tensors, of.load.rows, cols, of.flat, filled,
+                                                      memory, of_block.first, of_block.cols);
   Norm norm(of.flat, part, of.out, slots);
+  if (kCluster) cluster.arrive();
   meet_previous_kernel();
   tiles.start();
   norm.load_params(of.store);
   __syncthreads();
+  if (kCluster) cluster.wait();
   const RowsOfTile<kLanes> rows(cols);
-  const int step = kFlatThreads / kWarpSize / of.flat.parts,
-            turns = of.flat.rows / (step * Norm::kRows);
+  const int step = kCluster ? 1 : kBlockParts / of.flat.parts,
+            turns = kCluster ? 1 : of.flat.rows / (step * Norm::kRows);
   const int lane = threadIdx.x % kLanes, own_row = Norm::row_of_lane();
+  int own_bytes =
+      static_cast<int>((part.first - of_block.first + norm.columns().first) * sizeof(X));
+  keep(own_bytes);
   for (; tiles.any(); tiles.next()) {
     tiles.template wait<false>();
     const int left = part.first == 0 ? tiles.rows() : 0;  // whose statistics the warp writes
     const int64_t first_row = tiles.first_row();
-    int begin = static_cast<int>(
-        reinterpret_cast<char*>(tiles.part(0) + part.first + norm.columns().first) - memory);
+    int begin = tiles.offset(0) + own_bytes;
     keep(begin);
     // Those of turn n the n-th lane keeps, until they are written together.
     PartStatistics<float> kept{};
@@ -206,17 +226,21 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of,
 // Rows anywhere: warps read and write them where they are, one each or some, and are done.
 template <typename Norm, typename X>
 __device__ __forceinline__ void norm_forward_direct(const FlatForward<X>& of,
-                                                    StatisticsExchange::Slots& slots) {
+                                                    typename Norm::Exchange::Slots& slots) {
+  constexpr bool kCluster = Norm::kSharing == Sharing::kCluster;
+  const RowCluster cluster;
   const typename Norm::Part part(of.flat, of.load.cols);
   Norm norm(of.flat, part, of.out, slots);
+  if (kCluster) cluster.arrive();
   const int groups = static_cast<int>(blockDim.x) / kWarpSize / of.flat.parts;
-  const int64_t warp = int64_t{blockIdx.x} * groups + part.group;
+  const int64_t warp =
+      kCluster ? int64_t{blockIdx.x} / cluster.blocks() : int64_t{blockIdx.x} * groups + part.group;
   const int64_t row = warp * Norm::kRows + Norm::row_of_lane();
   const bool any = row < of.load.rows;  // else the lane does as others do
   const int64_t there = any ? row : of.load.rows - 1;
   const int col = part.first + norm.columns().first;
   meet_previous_kernel();
-  __syncthreads();
+  if (!kCluster) __syncthreads();
   // The row and its parameters are asked for together.
   const Bits<X>* const from =
       reinterpret_cast<const Bits<X>*>(row_start(of.load.x, of.load.layout, there) + col);
@@ -230,6 +254,7 @@ __device__ __forceinline__ void norm_forward_direct(const FlatForward<X>& of,
   float x[1][Norm::kColumns];
 #pragma unroll
   for (int i = 0; i < Norm::kColumns; ++i) x[0][i] = value_of<X>(bits[i]);
+  if (kCluster) cluster.wait();
   const PartStatistics<float> of_row = norm.normalize(x[0]);
   if (!any) return;
   store_rows(of.store.y + row * of.load.cols + col, 0, norm.columns(), x);
@@ -240,54 +265,56 @@ template <typename T>
 struct NormType {
   using Norm = T;
 };
-template <bool kRms, int kClass, typename X>
+template <bool kRms, int kClass, Sharing kSharing, typename X>
 using NormOfClass = WarpNorm<kRms, kForwardClasses[kClass].lanes, kForwardClasses[kClass].units,
-                             forward_sure_units(kClass), X>;
+                             forward_sure_units(kClass), kSharing, X>;
 
 // Calls run(norm) with the one of a row class among those from kClass to before kEnd; all forms are
-// in one kernel a type for shorter and one for longer rows, which branches once.
-template <bool kRms, int kClass, int kEnd, typename X, typename Run>
+// in one kernel a type for shorter rows, one for longer ones and those in parts, and one for those
+// of clusters, which branches once.
+template <bool kRms, int kClass, int kEnd, Sharing kSharing, typename X, typename Run>
 __device__ __forceinline__ void with_class(int row_class, Run run) {
   if constexpr (kClass + 1 < kEnd) {
-    if (row_class != kClass) return with_class<kRms, kClass + 1, kEnd, X>(row_class, run);
+    if (row_class != kClass) return with_class<kRms, kClass + 1, kEnd, kSharing, X>(row_class, run);
   }
-  run(NormType<NormOfClass<kRms, kClass, X>>());
+  run(NormType<NormOfClass<kRms, kClass, kSharing, X>>());
 }
-template <typename X, bool kLonger, typename Run>
+template <typename X, Sharing kSharing, typename Run>
 __device__ __forceinline__ void with_norm(bool rms, int row_class, Run run) {
-  constexpr int kFirst = kLonger ? kShorterForwardClasses : 0;
-  constexpr int kEnd = kLonger ? kForwardFlatClasses : kShorterForwardClasses;
+  constexpr bool kShorter = kSharing == Sharing::kWarp;
+  constexpr int kFirst = kShorter ? 0 : kShorterForwardClasses;
+  constexpr int kEnd = kShorter ? kShorterForwardClasses : kForwardFlatClasses;
   if (rms) {
-    with_class<true, kFirst, kEnd, X>(row_class, run);
+    with_class<true, kFirst, kEnd, kSharing, X>(row_class, run);
   } else {
-    with_class<false, kFirst, kEnd, X>(row_class, run);
+    with_class<false, kFirst, kEnd, kSharing, X>(row_class, run);
   }
 }
 
-template <typename X, bool kLonger>
-__global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kLonger))
+template <typename X, Sharing kSharing>
+__global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kSharing != Sharing::kWarp))
     norm_forward_flat(const __grid_constant__ InputLoad<X> load,
                       const __grid_constant__ AffineStore<X> store,
                       const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,
                       bool rms, const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  __shared__ StatisticsExchange::Slots slots;
-  with_norm<X, kLonger>(rms, flat.row_class, [&](auto norm) {
+  __shared__ typename StatisticsExchange<kSharing>::Slots slots;
+  with_norm<X, kSharing>(rms, flat.row_class, [&](auto norm) {
     norm_forward_tiles<typename decltype(norm)::Norm>(FlatForward<X>{load, store, out, flat}, slots,
                                                       filled);
   });
 #endif
 }
 
-template <typename X, bool kLonger>
-__global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kLonger))
+template <typename X, Sharing kSharing>
+__global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kSharing != Sharing::kWarp))
     norm_forward_rows(const __grid_constant__ InputLoad<X> load,
                       const __grid_constant__ AffineStore<X> store,
                       const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,
                       bool rms, const __grid_constant__ FlatRows flat) {
-  __shared__ StatisticsExchange::Slots slots;
-  with_norm<X, kLonger>(rms, flat.row_class, [&](auto norm) {
+  __shared__ typename StatisticsExchange<kSharing>::Slots slots;
+  with_norm<X, kSharing>(rms, flat.row_class, [&](auto norm) {
     norm_forward_direct<typename decltype(norm)::Norm>(FlatForward<X>{load, store, out, flat},
                                                        slots);
   });

@@ -253,16 +253,37 @@ int flat_class(int64_t cols) {
   return row_class;
 }
 
+constexpr int kMostPartCols = kFlatUnits[kFlatClasses - 1] * kWarp;
+
 // Cuts rows in parts for warps of a block, as few as there can be. False if they are too long; and
 // for longer ones of even length, which other kernels deal out in pairs: that is a little slower
 // (LayerNorm forward of 1500 columns: 83 microseconds, in parts 78), but faster where rows are
 // neither few nor many (2421 x 758 in fp16, RMSNorm: 3.9 and 8.4, in parts 5.2 and 10.7; H200).
 bool set_parts(int cols, FlatRows& flat) {
-  constexpr int kMostCols = kFlatUnits[kFlatClasses - 1] * kWarp;
-  if (cols > kMaxParts * kMostCols || (cols > kMostCols && cols % 2 == 0)) return false;
-  flat.parts = 1;
-  while (flat.parts * kMostCols < cols) flat.parts *= 2;
-  flat.part_cols = static_cast<int>(ceil_div(cols, flat.parts));
+  if (cols > kBlockParts * kMostPartCols || (cols > kMostPartCols && cols % 2 == 0)) return false;
+  int parts = 1;
+  while (parts * kMostPartCols < cols) parts *= 2;
+  cut_in_parts(cols, parts, flat);
+  return true;
+}
+
+// The same of longer rows, for all warps of a cluster's blocks, if there are columns for most of
+// their lanes: a row takes them hardly less time where it is shorter. Even lengths as long as other
+// kernels deal them out in pairs do not. (2^26 elements of bf16 on an H200, LayerNorm and RMSNorm,
+// microseconds; dealt out or shifted, and so: 8193 columns 92 -> 85 and 82 -> 74, 14001: 116 -> 107
+// and 100 -> 81, 16385: 115 -> 94 and 86 -> 75, 32769: 129 -> 101 and 106 -> 76, 65537: 140 -> 120
+// and 114 -> 90; 11001 would go from 99 to 120 and from 87 to 94, 28001 from 108 to 115 and from 86
+// to 86, 50257 from 133 to 141 and from 109 to 112. 64 x 16385, LayerNorm: 8.0 -> 4.7.)
+bool set_cluster_parts(int cols, const DeviceProperties& device, FlatRows& flat) {
+  constexpr int kMostInPairs = 4 * kMaxForwardThreads * 8;
+  if (cols % 2 == 0 && cols <= kMostInPairs) return false;
+  int blocks = 2, most = 2 * kBlockParts * kMostPartCols;
+  for (; cols > most; most *= 2) blocks *= 2;
+  // The largest clusters leave a part of the chip without work.
+  const int eighths = blocks <= 4 ? 6 : 7;
+  if (blocks > kMaxClusterBlocks || cols < most / 8 * eighths) return false;
+  if (device.cluster_multiprocessors(blocks) == 0) return false;
+  cut_in_parts(cols, blocks * kBlockParts, flat);
   return true;
 }
 
@@ -292,15 +313,30 @@ int64_t best_tile_bytes(int64_t least, int64_t step, int64_t most, int64_t all, 
 // -> 78, 4097: 105 -> 78 and 81 -> 74. 500 x 2049, without tiles: LayerNorm 4.4 -> 3.8.)
 ForwardWarps forward_warps(int64_t rows, int cols, const DeviceProperties& device) {
   constexpr int kSlots = 3;
-  constexpr int64_t kFewBytes = 8448, kMostBytes = 17 * 1024, kElementBytes = 2;
+  constexpr int64_t kFewBytes = 8448, kMostBytes = 17 * 1024;
+  constexpr int kElementBytes = 2;
   ForwardWarps warps{};
   FlatRows& flat = warps.flat;
-  if (!set_parts(cols, flat)) return warps;
+  if (!set_parts(cols, flat) && !set_cluster_parts(cols, device, flat)) return warps;
   flat.row_class = flat.parts > 1 ? kShorterForwardClasses : 0;
   while (kForwardClasses[flat.row_class].lanes * kForwardClasses[flat.row_class].units <
-         flat.part_cols)
+         cols_of_part(flat, 0))
     ++flat.row_class;
   const int lanes = kForwardClasses[flat.row_class].lanes;
+  const int most_blocks = flat_forward_blocks(flat.row_class >= kShorterForwardClasses);
+  if (const int spread = cluster_of(flat); spread > 1) {
+    warps.threads = kFlatThreads;
+    warps.blocks = clamp_grid(rows * spread) / spread * spread;
+    for (int slots : {kMaxFlatSlots, kSlots}) {
+      set_slices(slots, flat);
+      flat.shared_bytes = slots * flat.tile_bytes;
+      if (resident_flat(flat, most_blocks, device) == most_blocks) break;
+    }
+    const int clusters = device.cluster_multiprocessors(spread) / spread * most_blocks;
+    flat.blocks = clusters * spread;
+    if (rows < clusters) flat.slots = 0;
+    return warps;
+  }
   warps.threads = std::max(kForwardBlockThreads, flat.parts * kWarp);
   warps.blocks = clamp_grid(ceil_div(rows, warps.threads / lanes / flat.parts));
 
@@ -308,10 +344,10 @@ ForwardWarps forward_warps(int64_t rows, int cols, const DeviceProperties& devic
   flat.slots = kSlots;
   const int rows_at_work = kFlatThreads / lanes / flat.parts;
   const int least_rows = lanes < kWarp ? std::max(rows_at_work, 2 * kBanks) : rows_at_work;
-  const int64_t step = least_rows * cols * kElementBytes, all = rows * cols * kElementBytes;
+  const int64_t step = int64_t{least_rows} * cols * kElementBytes,
+                all = rows * cols * kElementBytes;
   const int64_t least = step * std::max<int64_t>(1, kFewBytes / step);
   const int64_t turns_bytes = lanes > 1 ? step / least_rows * rows_at_work * lanes : kMostBytes;
-  const int most_blocks = flat_forward_blocks(flat.row_class >= kShorterForwardClasses);
   const int64_t blocks = int64_t{most_blocks} * device.sm_count;
   const int64_t room = flat_room(flat, kSlots, most_blocks, device);
   set_tiles(least_rows, cols, kSlots,
@@ -356,7 +392,7 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   constexpr int kWarps = kFlatThreads / kWarp, kSlots = 3;
   FlatRows flat{};
   if (!set_parts(cols, flat)) return false;
-  flat.row_class = flat_class(flat.part_cols);
+  flat.row_class = flat_class(cols_of_part(flat, 0));
   if (flat.parts > 1) flat.row_class = std::max(flat.row_class, kShorterFlatClasses);
   // More than two parts wait for each other too often, but where as packs rows would leave much of
   // a block idle: those of more than 4096 columns (LayerNorm: 777 columns 160 -> 113, 1025: 160 ->

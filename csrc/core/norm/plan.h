@@ -109,8 +109,8 @@ constexpr int forward_sure_units(int row_class) {
 // Blocks of a multiprocessor that registers leave room for, of those with tiles.
 constexpr int flat_forward_blocks(bool longer) { return longer ? 3 : 4; }
 
-// kRegisters, one 16-bit dtype, rows that are not whole packs: without an addend all that are short
-// enough go by warps, if `threads` is not zero (forward_flat.cuh). Where they follow each other
+// kRegisters, one 16-bit dtype, rows that are not whole packs: without an addend those of many
+// lengths go by warps, if `threads` is not zero (forward_flat.cuh). Where they follow each other
 // without gaps from a multiple of 16 bytes on, and `flat.slots` is not zero, in tiles; else by
 // blocks of so many threads.
 struct ForwardWarps {

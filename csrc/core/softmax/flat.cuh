@@ -73,7 +73,8 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
   extern __shared__ __align__(128) char memory[];
   const RowColumns<kUnits> columns(x.cols);
   const ForwardTiles<X> tensors{x, y, lie_flat};
-  TileRing<X, true, ForwardTiles<X>, FlatRows> tiles(tensors, x.rows, x.cols, flat, filled, memory);
+  TileRing<X, TileKind::kWhole, ForwardTiles<X>, FlatRows> tiles(tensors, x.rows, x.cols, flat,
+                                                                 filled, memory);
   for_tiles<kRows>(tiles, flat, [&](int r) {
     X* const at = tiles.part(0) + r * x.cols + columns.first;
     float values[kRows][kUnits], top[kRows], sum[kRows];
@@ -97,12 +98,14 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
       }
       sum[k] = tree_sum<kUnits>(exponentials);
     }
-    reduce_each(sum, SumOf());
+    // All elements were shifted alike: what Finish makes of the sum does not depend on the maximum.
+    reduce_each(sum, SumOf(),
+                [](float of_row) { return kLog ? 0.0f - log_of(of_row) : reciprocal(of_row); });
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
-      const Finish<kLog, float> finish({top[k], sum[k]}, top[k], false);
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
+      for (int i = 0; i < kUnits; ++i)
+        values[k][i] = kLog ? values[k][i] + sum[k] : values[k][i] * sum[k];
     }
     store_rows(at, x.cols, columns, values);
   });
@@ -117,7 +120,8 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
   const int cols = load.y.cols;
   const RowColumns<kUnits> columns(cols);
   const Tiles tensors{load, dx, lie_flat};
-  TileRing<X, true, Tiles, FlatRows> tiles(tensors, load.y.rows, cols, flat, filled, memory);
+  TileRing<X, TileKind::kWhole, Tiles, FlatRows> tiles(tensors, load.y.rows, cols, flat, filled,
+                                                       memory);
   for_tiles<kRows>(tiles, flat, [&](int r) {
     const int at = r * cols + columns.first;
     X* const dy_at = tiles.part(Tiles::kGradientRows) + at;
