@@ -42,9 +42,9 @@ enum class TileKind { kWhole, kRows, kSlices };
 
 // A persistent block's (or cluster's) tiles: every gridDim.x-th, each in a slot of shared memory
 // for as long as the block works on it; others are on their way there, or from there. Shape:
-// `slots`, `rows` of a tile, and `tile_bytes` of a slot. Copies are of whole granules. Tiles that
-// are not begin in their slots where they do in a granule of their tensors'; the first and last
-// ones, of which other tiles have a part, some lanes write.
+// `slots`, `rows` of a tile, and `tile_bytes` of a slot. Copies are of whole granules. A tile of
+// others begins in its slot where it does in a granule of its tensor; the first and last granules,
+// of which other tiles have a part, some lanes write.
 //
 // Tensors says what passes through: count() tensors, rows_of(t) being tensor t; written(), where
 // what became of tensor kWritten goes, null for nowhere; and flat(), whether in each of them the
