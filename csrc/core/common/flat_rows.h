@@ -54,26 +54,27 @@ constexpr int kFlatStatic = 2048, kClusterStatic = 2304;
 // Bytes of shared memory for a tile: copies fill slots that start at multiples of 128 up to 7 %
 // faster (H200).
 constexpr int flat_tile_bytes(int bytes) { return (bytes + 127) / 128 * 128; }
+// Of one that is not whole granules: it begins and ends in the middle of one.
+constexpr int kGranuleBytes = 16;
+constexpr int broken_tile_bytes(int bytes) { return flat_tile_bytes(bytes + 2 * kGranuleBytes); }
 
 // Sets tiles up to `most_bytes` if they can be; a block has so many rows at work at a time.
 inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes, FlatRows& flat) {
-  constexpr int kElementBytes = 2, kGranule = 16;
+  constexpr int kElementBytes = 2;
   flat.slots = slots;
   flat.rows_per_block = rows_at_work;
   const int64_t times = most_bytes / (int64_t{rows_at_work} * cols * kElementBytes);
   flat.rows = rows_at_work * static_cast<int>(std::max<int64_t>(1, times));
-  // Those that are not whole granules begin and end in the middle of one.
   const int bytes = flat.rows * cols * kElementBytes;
-  flat.tile_bytes = flat_tile_bytes(bytes % kGranule == 0 ? bytes : bytes + 2 * kGranule);
+  flat.tile_bytes = bytes % kGranuleBytes == 0 ? flat_tile_bytes(bytes) : broken_tile_bytes(bytes);
 }
 
 // Tiles that are slices of one row, for each block of a cluster; the first one is the widest.
 inline void set_slices(int slots, FlatRows& flat) {
-  constexpr int kElementBytes = 2, kGranule = 16;
+  constexpr int kElementBytes = 2;
   flat.slots = slots;
   flat.rows = flat.rows_per_block = 1;
-  flat.tile_bytes =
-      flat_tile_bytes(first_of_part(flat, kBlockParts) * kElementBytes + 2 * kGranule);
+  flat.tile_bytes = broken_tile_bytes(first_of_part(flat, kBlockParts) * kElementBytes);
 }
 
 // Blocks of a multiprocessor, of so many that its registers leave room for.

@@ -95,7 +95,7 @@ class TileRing {
   }
   // So many bytes into the memory.
   __device__ __forceinline__ int offset(int tensor) const {
-    return (slot_ * tensors_.count() + tensor) * shape_.tile_bytes + skew_of(tile_);
+    return offset_of(slot_, tensor) + skew_of(tile_);
   }
   template <bool kZeros>
   __device__ __forceinline__ void wait() const {
@@ -154,8 +154,11 @@ class TileRing {
   // Lanes of the block's first warp, each for a tensor.
   __device__ __forceinline__ static int tensor() { return threadIdx.x; }
   __device__ __forceinline__ bool copies() const { return threadIdx.x < tensors_.count(); }
+  __device__ __forceinline__ int offset_of(int slot, int tensor) const {
+    return (slot * tensors_.count() + tensor) * shape_.tile_bytes;
+  }
   __device__ __forceinline__ char* part_of(int slot, int tensor) const {
-    return memory_ + (slot * tensors_.count() + tensor) * shape_.tile_bytes;
+    return memory_ + offset_of(slot, tensor);
   }
   __device__ __forceinline__ int stride() const {
     return kSlices ? clusters_ : static_cast<int>(gridDim.x);

@@ -50,12 +50,13 @@ using PartSums = PartExchange<float2, Sharing::kBlock>::Slots;
 
 // Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
 // its lanes keep their columns' weights and sums in registers.
-template <bool kRms, Saved kSaved, int kClass, bool kParts, typename X>
+template <bool kRms, Saved kSaved, int kClass, Sharing kSharing, typename X>
 __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, float>& in,
                                                     const BackwardOutput<X, float>& out,
                                                     bool lie_flat, const FlatRows& flat,
                                                     CopyBarrier* filled, PartSums& slots) {
   using Tiles = BackwardTiles<X>;
+  constexpr bool kParts = kSharing == Sharing::kBlock;
   constexpr int kUnits = kFlatUnits[kClass], kSure = flat_sure_units(kClass);
   constexpr int kRows = flat_rows_at_once(kUnits), kCols = kUnits * kWarpSize;
   constexpr bool kFromOutput = kSaved != Saved::kInput;
@@ -64,7 +65,6 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   float* const params = reinterpret_cast<float*>(memory);
 
   const int lane = threadIdx.x % kWarpSize, cols = in.cols;
-  constexpr Sharing kSharing = kParts ? Sharing::kBlock : Sharing::kWarp;
   const RowPart<kSharing> part(flat, cols);
   constexpr int kWarps = kFlatThreads / kWarpSize;
   const int step = (kParts ? kWarps / flat.parts : kWarps) * kRows;
@@ -274,17 +274,17 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
 }
 
 // The form of a launch, of the classes from kClass to before kEnd.
-template <int kClass, int kEnd, bool kParts, typename X>
+template <int kClass, int kEnd, Sharing kSharing, typename X>
 __device__ __forceinline__ void norm_backward_form(const BackwardInput<X, X, float>& in,
                                                    const BackwardOutput<X, float>& out,
                                                    bool lie_flat, const FlatRows& flat,
                                                    CopyBarrier* filled, PartSums& slots) {
   if constexpr (kClass + 1 < kEnd) {
     if (flat.row_class != kClass)
-      return norm_backward_form<kClass + 1, kEnd, kParts>(in, out, lie_flat, flat, filled, slots);
+      return norm_backward_form<kClass + 1, kEnd, kSharing>(in, out, lie_flat, flat, filled, slots);
   }
   auto run = [&](auto is_rms, auto saved) {
-    norm_backward_tiles<decltype(is_rms)::value, decltype(saved)::value, kClass, kParts>(
+    norm_backward_tiles<decltype(is_rms)::value, decltype(saved)::value, kClass, kSharing>(
         in, out, lie_flat, flat, filled, slots);
   };
   constexpr std::integral_constant<Saved, Saved::kInput> kInput;
@@ -310,7 +310,8 @@ __global__ void __launch_bounds__(kFlatThreads,
   __shared__ PartSums slots;
   constexpr bool kShorter = kKernel == FlatKernel::kShorter;
   norm_backward_form<kShorter ? 0 : kShorterFlatClasses,
-                     kShorter ? kShorterFlatClasses : kFlatClasses, kKernel == FlatKernel::kParts>(
+                     kShorter ? kShorterFlatClasses : kFlatClasses,
+                     kKernel == FlatKernel::kParts ? Sharing::kBlock : Sharing::kWarp>(
       in, out, lie_flat, flat, filled, slots);
 #endif
 }

@@ -28,8 +28,9 @@ int threads_for(int64_t row_packs, int packs) {
 // longer rows have four, as more rows than a multiprocessor holds are the faster the fewer threads
 // take part in a sum (2560 columns: 58 microseconds with two, 49 with four; LayerNorm, 10^8 bytes
 // of bf16 on an H200).
+constexpr int kMostFourPacks = 4 * kMaxForwardThreads;
 int forward_packs(int64_t block_packs, int cluster_blocks) {
-  if (cluster_blocks > 1 || block_packs > 4 * kMaxForwardThreads) return kMostPacks;
+  if (cluster_blocks > 1 || block_packs > kMostFourPacks) return kMostPacks;
   if (block_packs <= 3 * kWarp / 2) return 3;
   return block_packs <= 2 * kWarp ? 2 : 4;
 }
@@ -268,15 +269,15 @@ bool set_parts(int cols, FlatRows& flat) {
 }
 
 // The same of longer rows, for all warps of a cluster's blocks, if there are columns for most of
-// their lanes: a row takes them hardly less time where it is shorter. Even lengths as long as other
+// their lanes: a row takes them little less time where it is shorter. Even lengths as long as other
 // kernels deal them out in pairs do not. (2^26 elements of bf16 on an H200, LayerNorm and RMSNorm,
-// microseconds; dealt out or shifted, and so: 8193 columns 92 -> 85 and 82 -> 74, 14001: 116 -> 107
-// and 100 -> 81, 16385: 115 -> 94 and 86 -> 75, 32769: 129 -> 101 and 106 -> 76, 65537: 140 -> 120
+// microseconds; dealt out or shifted, and so: 8193 columns 96 -> 88 and 82 -> 74, 14001: 116 -> 107
+// and 100 -> 81, 16385: 117 -> 97 and 86 -> 74, 32769: 130 -> 102 and 107 -> 76, 65537: 140 -> 120
 // and 114 -> 90; 11001 would go from 99 to 120 and from 87 to 94, 28001 from 108 to 115 and from 86
 // to 86, 50257 from 133 to 141 and from 109 to 112. 64 x 16385, LayerNorm: 8.0 -> 4.7.)
 bool set_cluster_parts(int cols, const DeviceProperties& device, FlatRows& flat) {
-  constexpr int kMostInPairs = 4 * kMaxForwardThreads * 8;
-  if (cols % 2 == 0 && cols <= kMostInPairs) return false;
+  constexpr int kPack = 8;
+  if (cols % 2 == 0 && cols <= kMostFourPacks * kPack) return false;
   int blocks = 2, most = 2 * kBlockParts * kMostPartCols;
   for (; cols > most; most *= 2) blocks *= 2;
   // The largest clusters leave a part of the chip without work.

@@ -100,6 +100,9 @@ struct Finish;
 template <typename A>
 struct Finish<false, A> {
   A factor;
+  // Where all elements were shifted by the row's maximum: of what of_sum() gives.
+  __device__ explicit Finish(A factor) : factor(factor) {}
+  __device__ static A of_sum(A sum) { return reciprocal(sum); }
   // `part_max`: the maximum that the shift came from. A sum of zero, a row of nothing but -inf,
   // gives NaN or zeros.
   __device__ Finish(const ExpSum<A>& row, A part_max, bool zero_if_empty) {
@@ -112,6 +115,8 @@ struct Finish<false, A> {
 template <typename A>
 struct Finish<true, A> {
   A offset;
+  __device__ explicit Finish(A offset) : offset(offset) {}
+  __device__ static A of_sum(A sum) { return A(0) - log_of(sum); }
   __device__ Finish(const ExpSum<A>& row, A part_max, bool) {
     offset = (shift_of(part_max) - shift_of(row.max)) - log_of(row.sum);
   }

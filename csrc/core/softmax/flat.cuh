@@ -98,14 +98,12 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
       }
       sum[k] = tree_sum<kUnits>(exponentials);
     }
-    // All elements were shifted alike: what Finish makes of the sum does not depend on the maximum.
-    reduce_each(sum, SumOf(),
-                [](float of_row) { return kLog ? 0.0f - log_of(of_row) : reciprocal(of_row); });
+    reduce_each(sum, SumOf(), [](float of_row) { return Finish<kLog, float>::of_sum(of_row); });
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
+      const Finish<kLog, float> finish(sum[k]);
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i)
-        values[k][i] = kLog ? values[k][i] + sum[k] : values[k][i] * sum[k];
+      for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
     }
     store_rows(at, x.cols, columns, values);
   });
