@@ -65,7 +65,7 @@ def parse(arguments):
             command.add_argument(
                 "--out",
                 type=Path,
-                default=Path("benchmarks/results"),
+                default=Path("build/benchmarks"),
                 help="folder for the tables; default: %(default)s",
             )
     return parser.parse_args(arguments)

@@ -1,6 +1,7 @@
 """What a run was made on: facts as (name, value)."""
 
 import datetime
+import hashlib
 import os
 import platform
 import subprocess
@@ -11,12 +12,37 @@ import torch
 
 import fused_norm as fn
 
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = "csrc"
+
 
 def command():
+    """When, and by which command; where it wrote its results is left out."""
+    words = sys.argv[1:]
+    if "--out" in words:
+        at = words.index("--out")
+        words = words[:at] + words[at + 2 :]
     return [
         ("date", datetime.datetime.now().isoformat(" ", "minutes")),
-        ("command", f"python -m benchmarks {' '.join(sys.argv[1:])}"),
+        ("command", " ".join(["python -m benchmarks", *words])),
     ]
+
+
+def git_hash(path):
+    """What git calls a file or folder of these contents, as 20 bytes: `git rev-parse COMMIT:PATH`
+    tells it of a commit, and this of a copy that has no repository."""
+    if path.is_dir():
+        kind, entries = b"tree", []
+        for child in path.iterdir():
+            mode = (
+                "40000" if child.is_dir() else "100755" if os.access(child, os.X_OK) else "100644"
+            )
+            order = child.name + "/" * child.is_dir()
+            entries.append((order.encode(), f"{mode} {child.name}".encode(), git_hash(child)))
+        body = b"".join(entry + b"\0" + digest for _, entry, digest in sorted(entries))
+    else:
+        kind, body = b"blob", path.read_bytes()
+    return hashlib.sha1(kind + b" %d\0" % len(body) + body).digest()
 
 
 def versions():
@@ -32,14 +58,24 @@ def versions():
         ),
         (
             "fused_norm",
-            f"{fn.__version__}, built for {built_for}, torch {build['torch']}",
+            f"{fn.__version__}, built for {built_for}, torch {build['torch']}; "
+            f"{SOURCES} is git tree {git_hash(ROOT / SOURCES).hex()[:12]}",
         ),
     ]
 
 
+def keep_busy(seconds=1.5, size=2**30):
+    """Launch copies that take about so long."""
+    source = torch.empty(size, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    for _ in range(int(seconds * 4e12 / (2 * size))):
+        target.copy_(source)
+
+
 def facts(bandwidth=None):
-    """Of the current GPU, with its clocks at this moment."""
+    """Of the current GPU, with its clocks while it works."""
     device = torch.cuda.get_device_properties(0)
+    keep_busy()
     query = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.limit"
     try:
         call = [
@@ -51,6 +87,7 @@ def facts(bandwidth=None):
         answer = subprocess.run(call, capture_output=True, text=True, check=True, timeout=30).stdout
     except (OSError, subprocess.SubprocessError) as error:
         answer = f"nvidia-smi failed: {error}"
+    torch.cuda.synchronize()
     clocks = dict(zip(query.split(","), answer.strip().split(", "), strict=False))
     copy = f"{(bandwidth or 0) / 1e12:.3f} TB/s (read + written, 2 GiB device copy)"
     return [

@@ -1,7 +1,8 @@
 """Host time of a call at a tiny size: the public functions and modules, forward and backward.
 
-The input and the parameters need gradients. Rounds of calls alternate between the implementations;
-each time is the median of its rounds. On a CPU the operator's own work is in it.
+The input and the parameters need gradients. Each implementation's output and gradients are first
+compared with torch's. Rounds of calls alternate between the implementations; each time is the
+median of its rounds. On a CPU the operator's own work is in it.
 """
 
 import dataclasses
@@ -22,6 +23,7 @@ needs_gpu = False
 
 ROWS, COLS = 4, 256
 FORWARD_LIMIT, BACKWARD_LIMIT = 1.5, 1.0  # times torch's own
+TOLERANCE = 1e-5  # of fp32 results beside torch's, times the largest of these
 OPERATIONS = ("layer_norm", "rms_norm", "softmax", "log_softmax")
 MODULES = {
     "layer_norm": lambda library: library.LayerNorm(COLS),
@@ -88,6 +90,29 @@ def backward_seconds(subject, calls, synchronize):
     return (time.perf_counter() - start) / calls
 
 
+def outcome(subject):
+    """[y] and [gradients], of a dy that is no constant, as softmax would take that to zero."""
+    y = subject.call()
+    dy = torch.linspace(-1, 1, y.numel(), device=y.device).view_as(y)
+    return [y.detach()], list(torch.autograd.grad(y, subject.leaves, dy))
+
+
+def errors(found, failed):
+    """{(subject's index, direction): largest difference from torch's results over the tolerance}"""
+    expected = {subject.operation: outcome(subject) for subject in found if subject.name == "torch"}
+    worst = {}
+    for index, subject in enumerate(found):
+        if index in failed:
+            continue
+        both = zip(outcome(subject), expected[subject.operation], strict=True)
+        for direction, (results, of_torch) in zip(("forward", "backward"), both, strict=True):
+            worst[index, direction] = max(
+                ((a - b).abs().max() / (TOLERANCE * b.abs().max())).item()
+                for a, b in zip(results, of_torch, strict=True)
+            )
+    return worst
+
+
 def measure(found, calls, rounds, synchronize):
     """{(subject's index, direction): seconds}, and {subject's index: why it does not run}."""
     times, failed = {}, {}
@@ -112,7 +137,7 @@ def measure(found, calls, rounds, synchronize):
     return {key: statistics.median(values) for key, values in times.items()}, failed
 
 
-def judge(found, times, failed):
+def judge(found, times, failed, worst):
     """Results, ours held to torch's time of the same operation and direction."""
     torch_times = {
         (found[index].operation, direction): seconds
@@ -128,7 +153,8 @@ def judge(found, times, failed):
                 note=failed.get(index, ""),
             )  # fmt: skip
             seconds = times.get((index, direction))
-            results.append(dataclasses.replace(base, seconds=seconds, error=0.0))
+            error = worst.get((index, direction))
+            results.append(dataclasses.replace(base, seconds=seconds, error=error))
     return results
 
 
@@ -143,6 +169,7 @@ def run(options):
         torch.set_num_threads(1)  # waiting for a second one is no overhead of a call
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     times, failed = measure(found, options.calls, options.rounds, synchronize)
+    worst = errors(found, failed)
     torch.set_num_threads(threads)
     facts = [
         ("suite", "overhead"),
@@ -153,5 +180,6 @@ def run(options):
         facts.append(("note", "on a CPU, one thread, the operator's own work is in each time"))
     for name, value in facts:
         print(f"{name}: {value}", flush=True)
-    report.write("overhead", judge(found, times, failed), facts, options.out)
-    return 0
+    judged = judge(found, times, failed, worst)
+    report.write("overhead", judged, facts, options.out)
+    return 1 if any(r.ours and not r.correct for r in judged) else 0

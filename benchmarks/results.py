@@ -94,10 +94,8 @@ def summary(results):
     """Sentences: how many cases of each study met their target, and in which a peer is ahead."""
     sentences = []
     for study in dict.fromkeys(r.study for r in results):
-        verdicts = {
-            case: verdict(of_case)
-            for case, of_case in by_case(r for r in results if r.study == study).items()
-        }
+        cases = by_case(r for r in results if r.study == study)
+        verdicts = {case: verdict(of_case) for case, of_case in cases.items()}
         verdicts = {case: words for case, words in verdicts.items() if words != "-"}
         if not verdicts:
             continue
@@ -105,8 +103,13 @@ def summary(results):
         ahead = {case: words for case, words in verdicts.items() if "ahead" in words}
         wrong = sum(words == "WRONG" for words in verdicts.values())
         sentence = f"{study}: {met} of {len(verdicts)} cases meet the target"
-        if study != "host":
-            sentence += f"; a peer is ahead in {len(ahead)}"
+        compared = sum(best_rival(cases[case]) is not None for case in verdicts)
+        if study != "host" and compared:
+            sentence += (
+                f"; a peer is ahead in {len(ahead)} of the {compared} where one was measured"
+            )
+        elif study != "host":
+            sentence += "; no peer was measured"
         sentences.append(sentence + (f"; {wrong} WRONG." if wrong else "."))
         sentences += [f"  {name(case)}: {words}" for case, words in ahead.items()]
     return sentences

@@ -1,4 +1,4 @@
-"""Sizes that nothing was tuned for: N at a fixed M x N, M at a fixed N, and random shapes.
+"""More sizes than the targets name: N at a fixed M x N, M at a fixed N, and random shapes.
 
 Over N our operators are measured at powers of two, beside them and between them, the peers at the
 powers of two alone. Over M only ours are. Random shapes come from a seeded generator and are
@@ -34,11 +34,13 @@ def add_arguments(parser):
 
 
 def column_sizes():
-    """Each N of the sweep: powers of two, +-1, + 8, + 128 and times three."""
+    """Each N of the sweep: powers of two, + 8 and + 128, three times them, and the odd neighbours
+    of both."""
     sizes = set()
-    power = LOW
+    power = LOW // 2
     while power <= HIGH:
-        sizes |= {power + step for step in (-1, 0, 1, 8, 128)} | {3 * power}
+        sizes |= {power + step for step in (-1, 0, 1, 8, 128)}
+        sizes |= {3 * power + step for step in (-1, 0, 1)}
         power *= 2
     return sorted(n for n in sizes if LOW <= n <= HIGH)
 

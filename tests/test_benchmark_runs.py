@@ -84,8 +84,8 @@ def test_a_step_is_uneven_growth():
 def test_sweep_has_the_sizes_of_its_rule():
     sizes = sweep.column_sizes()
     assert sizes[0] == 64 and sizes[-1] == 131072
-    for size in (65, 72, 127, 192, 4095, 4096, 4097, 4104, 4224, 12288, 98304, 131071):
-        assert size in sizes
+    expected = {65, 72, 96, 97, 127, 192, 4095, 4096, 4097, 4104, 4224, 12287, 12288, 12289, 98304}
+    assert expected <= set(sizes) and 131071 in sizes
 
 
 def test_random_shapes_follow_the_seed():
@@ -160,6 +160,25 @@ def test_compiled_peer(case, direction):
     assert only.correct and not only.note, only
 
 
+def test_no_peer_is_always_measured_first():
+    job = measure.Job(None, ("a", "b", "c"))
+    orders = [measure.turned(job, index).peers for index in range(4)]
+    assert [order[0] for order in orders] == ["a", "b", "c", "a"]
+    assert all(sorted(order) == ["a", "b", "c"] for order in orders)
+
+
+@pytest.mark.parametrize("rms", [False, True], ids=["layer", "rms"])
+def test_statistics_for_peers_without_an_operator_of_their_own(rms):
+    """Of any pair of dtypes, those of the other norms."""
+    case = norm.Case(rms, 16, 257, "bf16-fp32w", "backward")
+    x, weight = torch.randn(16, 257).bfloat16() + 2, torch.ones(257)
+    saved = peers.saved_by_plain_torch(case, x)
+    expected = [t for t in ours.Norm().saved(case, x, weight, None) if t is not None]
+    assert saved[0] is x and len(saved) == (2 if rms else 3)
+    for a, b in zip(saved, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_absent_peers_are_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "apex", None)
     monkeypatch.setitem(sys.modules, "fused_layer_norm_cuda", None)
@@ -198,7 +217,9 @@ def test_merge_makes_tables_and_plots(tmp_path, capsys):
     for name in ("sweep-columns", "sweep-rows", "sweep-random"):
         assert f"![{name}]({name}.png)" in markdown
         assert (tmp_path / "merged" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    assert "a peer is ahead in 1" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "a peer is ahead in 1 of the 1 where one was measured" in printed
+    assert "; no peer was measured" in printed
     _, merged = results.read(tmp_path / "merged" / "sweep.csv")
     assert len(merged) == len(columns + rows + random)
 
@@ -236,8 +257,23 @@ def test_host_times_are_held_to_torch(tmp_path):
     ]
     times = {(0, "forward"): 14e-6, (1, "forward"): 10e-6}
     times |= {(0, "backward"): 11e-6, (1, "backward"): 10e-6}
-    judged = results.by_case(overhead.judge(subjects, times, {}))
+    right = dict.fromkeys(times, 0.5)
+    judged = results.by_case(overhead.judge(subjects, times, {}, right))
     assert [results.verdict(of_case) for of_case in judged.values()] == ["met", "10% over"]
+
+
+@pytest.mark.parametrize(("scale", "right"), [(1.0, True), (1.001, False)])
+@pytest.mark.parametrize("operation", overhead.OPERATIONS)
+def test_host_times_of_wrong_results_do_not_count(operation, scale, right):
+    both = {"fused_norm": ours.functions(), "torch": eager.functions()}
+    found = [s for s in overhead.subjects(both, "cpu") if s.operation == operation]
+    call = found[0].call
+    found[0].call = lambda: call() * scale
+    worst = overhead.errors(found, {})
+    assert [worst[0, d] <= 1 for d in ("forward", "backward")] == [right, right]
+    times = dict.fromkeys(worst, 1e-5)
+    words = results.verdict(overhead.judge(found, times, {}, worst)[::2])
+    assert words == ("met" if right else "WRONG")
 
 
 def test_overhead_runs_on_a_cpu(tmp_path):

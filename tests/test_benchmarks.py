@@ -257,6 +257,32 @@ def test_results_say_what_they_were_measured_on():
         assert re.match(r"\d+", facts[name]), facts
 
 
+def test_results_say_of_which_sources_they_are(tmp_path):
+    """By git's own hash, whether or not there is a repository."""
+    (tmp_path / "a" / "deep").mkdir(parents=True)
+    for name, text in (("a.h", "1"), ("a/run", "2"), ("a/deep/x.cu", "3\n"), ("a-b", "")):
+        (tmp_path / name).write_text(text)
+    (tmp_path / "a" / "run").chmod(0o755)
+
+    def git(*words):
+        return subprocess.run(
+            ["git", *words], cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    expected = environment.git_hash(tmp_path).hex()
+    git("init", "--quiet")
+    git("add", "--all")
+    assert git("write-tree") == expected
+    assert f"csrc is git tree {environment.git_hash(ROOT / 'csrc').hex()[:12]}" in str(
+        environment.versions()
+    )
+
+
+def test_where_results_go_is_no_part_of_the_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["", "norm", "--out", "somewhere", "--quick"])
+    assert dict(environment.command())["command"] == "python -m benchmarks norm --quick"
+
+
 def command_line(*arguments):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     return subprocess.run(

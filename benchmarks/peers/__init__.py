@@ -34,6 +34,16 @@ class Unsupported(Exception):
     """This implementation does not have this operation, direction, size or dtype."""
 
 
+def saved_by_plain_torch(case, x):
+    """(x, statistics...) for a backward pass, from no norm's operator: of any pair of dtypes."""
+    wide = x.float()
+    statistics = []
+    if not case.rms:
+        statistics = [wide.mean(-1, keepdim=True)]
+        wide = wide - statistics[0]
+    return x, *statistics, (wide.square().mean(-1, keepdim=True) + case.eps).rsqrt()
+
+
 class SavesInput:
     """A norm whose backward takes x and the statistics that `forward` gives after y."""
 

@@ -9,7 +9,7 @@ import functools
 
 import torch
 
-from benchmarks.peers import eager
+from benchmarks.peers import eager, saved_by_plain_torch
 
 VERSION = torch.__version__
 
@@ -45,7 +45,9 @@ class Compiled:
 class Norm(Compiled):
     def __init__(self):
         super().__init__(eager.Norm())
-        self.saved = self.implementation.saved  # by torch's own operator
+
+    def saved(self, case, x, weight, bias):
+        return saved_by_plain_torch(case, x)
 
 
 class Softmax(Compiled):

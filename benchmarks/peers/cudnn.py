@@ -3,7 +3,7 @@
 import cudnn
 import torch
 
-from benchmarks.peers import eager
+from benchmarks.peers import saved_by_plain_torch
 
 VERSION = f"{cudnn.backend_version_string()} (frontend {cudnn.__version__})"
 LACKS = {
@@ -25,7 +25,7 @@ class Norm:
         self.case = None
 
     def saved(self, case, x, weight, bias):
-        return eager.Norm().saved(case, x, weight, bias)
+        return saved_by_plain_torch(case, x)
 
     def forward(self, case, x, weight, bias):
         given = {"x": x, "weight": weight, "bias": bias}
