@@ -602,3 +602,16 @@ def test_a_bias_does_not_go_with_rms(direction):
         else:
             x, weight = x.to("meta"), weight.to("meta")
             torch.ops.fused_norm.norm_forward(x, weight, weight, [8], 1e-5, 0.0, True)
+
+
+@pytest.mark.parametrize("room", [-1, 2**24 + 1])
+def test_room_for_listed_columns(room):
+    """Kernels keep places in the list as fp32, so that it ends before many columns do."""
+    cols = 2**25
+    x = torch.empty(1).expand(1, cols)  # takes no memory
+    check_raises(
+        lambda: torch.ops.fused_norm.norm_forward_listing(
+            x, x[0], None, [cols], 1e-5, 0.0, False, None, room
+        ),
+        ["room", str(room), "16777216", str(cols)],
+    )

@@ -505,3 +505,20 @@ def test_output_is_contiguous_and_new(dtype, log, device, generator):
     for dim in range(3):
         y = FUNCTIONS[log][0](x, dim)
         assert y.is_contiguous() and y.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")
+@each_log
+def test_memory_of_a_long_column(log):
+    """On the CPU: that of the tensors and of a copy of them in fp32, however few columns."""
+    x = torch.randn(2**16, 2, requires_grad=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the profiler sees this one's
+    try:
+        with torch.profiler.profile(profile_memory=True) as profiled:
+            y = FUNCTIONS[log][0](x, 0)
+            y.backward(y.detach())
+    finally:
+        torch.set_num_threads(threads)
+    largest = max(event.cpu_memory_usage for event in profiled.events())
+    assert x.nbytes <= largest <= 4 * x.nbytes

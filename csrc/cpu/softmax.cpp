@@ -253,7 +253,10 @@ struct Tiling {
   }
 
   // Few enough tiles for each thread to be worth it.
-  int64_t grain() const { return std::max<int64_t>(kGrain / (cols * std::min(kTile, inner)), 1); }
+  // Of the widest tile.
+  int64_t elements() const { return cols * std::min(kTile, inner); }
+
+  int64_t grain() const { return std::max<int64_t>(kGrain / elements(), 1); }
 };
 
 template <bool log, typename Acc>
@@ -325,7 +328,7 @@ at::Tensor columns_forward(const at::Tensor& x, bool log, at::ScalarType out_dty
   const Tiling tiling(x.size(0), x.size(1), x.size(2));
   const auto run = log ? softmax_tile<true, Acc> : softmax_tile<false, Acc>;
   at::parallel_for(0, tiling.count, tiling.grain(), [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({tiling.cols, kTile}, kType<Acc>);
+    const at::Tensor storage = at::empty({tiling.elements()}, kType<Acc>);
     Acc* buffer = storage.mutable_data_ptr<Acc>();
     for (int64_t index = begin; index < end; ++index) {
       const Tile tile = tiling.tile(index);
@@ -344,9 +347,9 @@ at::Tensor columns_backward(const at::Tensor& dy, const at::Tensor& y, at::Scala
   const at::Tensor dx = at::empty(dy.sizes(), input_dtype);
   const Tiling tiling(dy.size(0), dy.size(1), dy.size(2));
   at::parallel_for(0, tiling.count, tiling.grain(), [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({2, tiling.cols, kTile}, kType<Acc>);
+    const at::Tensor storage = at::empty({2, tiling.elements()}, kType<Acc>);
     Acc* dy_buffer = storage.mutable_data_ptr<Acc>();
-    Acc* y_buffer = dy_buffer + tiling.cols * kTile;
+    Acc* y_buffer = dy_buffer + tiling.elements();
     for (int64_t index = begin; index < end; ++index) {
       const Tile tile = tiling.tile(index);
       tiling.read(dy_from, tile, dy_buffer);

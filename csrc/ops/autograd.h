@@ -6,7 +6,9 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <cstring>
 #include <optional>
+#include <type_traits>
 
 namespace fused_norm::ops {
 
@@ -14,6 +16,21 @@ namespace fused_norm::ops {
 template <typename Signature>
 c10::TypedOperatorHandle<Signature> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+// A small struct as one number: each entry of AutogradContext::saved_data takes its time.
+template <typename T>
+int64_t packed(const T& fields) {
+  static_assert(sizeof(T) <= sizeof(int64_t) && std::is_trivially_copyable_v<T>);
+  int64_t number = 0;
+  std::memcpy(&number, &fields, sizeof(T));
+  return number;
+}
+template <typename T>
+T unpacked(int64_t number) {
+  T fields;
+  std::memcpy(&fields, &number, sizeof(T));
+  return fields;
 }
 
 inline bool has_tangent(const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }

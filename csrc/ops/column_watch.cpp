@@ -56,8 +56,7 @@ int64_t element_size(ScalarType type) { return static_cast<int64_t>(c10::element
 // Beyond so many columns the side tensor takes more than half of the saving.
 int64_t most_listed(const NormColumns& norm) {
   const int64_t side = norm.x_dtype == at::kDouble ? 8 : 4;
-  // Kernels keep places in the list as fp32.
-  return std::min(norm.cols * element_size(norm.x_dtype) / (2 * side), int64_t{1} << 24);
+  return std::min(norm.cols * element_size(norm.x_dtype) / (2 * side), kMostRoom);
 }
 
 int64_t round_room(int64_t columns, int64_t cols) { return std::min((columns + 3) / 4 * 4, cols); }
@@ -371,7 +370,8 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   const uint32_t version = version_of(norm.weight) + version_of(norm.bias);
   const bool swapped = weight_data != watch->weight_data || bias_data != watch->bias_data;
   const uint32_t step = version - watch->version;
-  const bool optimized = optimizer_steps != watch->optimizer_steps;
+  const uint64_t steps = optimizer_steps;  // once: another thread may take one meanwhile
+  const bool optimized = steps != watch->optimizer_steps;
   const bool moved = step != 0 || optimized;
   const uint64_t move = uint64_t{step} << 1 | optimized;
   const auto known = watch->known_moves.begin();
@@ -427,7 +427,7 @@ int64_t choose_on_gpu(const NormColumns& norm) {
   watch->weight_data = weight_data;
   watch->bias_data = bias_data;
   watch->version = version;
-  watch->optimizer_steps = optimizer_steps;
+  watch->optimizer_steps = steps;
   watch->backward_ran = false;
   watch->outstanding = in_backward ? 0 : 1;
   return watch->room;

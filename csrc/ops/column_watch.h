@@ -17,6 +17,7 @@
 
 namespace fused_norm::ops {
 
+constexpr int64_t kMostRoom = int64_t{1} << 24;  // kernels keep places in the list as fp32
 constexpr int64_t kSaveInput = -1;
 constexpr int64_t kOverflowPending = -2;
 

@@ -288,9 +288,10 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
 // For a call that lists columns.
 void check_room(int64_t room, at::IntArrayRef normalized_shape) {
   check_overflow();
-  TORCH_CHECK(room >= 0 && room <= c10::multiply_integers(normalized_shape), "room is ", room,
-              "; it must lie between 0 and the ", c10::multiply_integers(normalized_shape),
-              " columns of normalized_shape ", normalized_shape);
+  const int64_t most = std::min(c10::multiply_integers(normalized_shape), kMostRoom);
+  TORCH_CHECK(room >= 0 && room <= most, "room is ", room, "; it must lie between 0 and ", most,
+              ", for the ", c10::multiply_integers(normalized_shape),
+              " columns of normalized_shape ", normalized_shape, " and at most 2^24");
 }
 
 // Where there are no rows, or no room.
@@ -318,16 +319,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward_listing(
   auto out = run_forward(input, {}, weight, bias, normalized_shape,
                          {eps, weight_offset, rms, out_dtype, room});
   list_nothing(out, room);
-  return {out.y, out.rstd, out.side, out.columns};
+  return {std::move(out.y), std::move(out.rstd), std::move(out.side), std::move(out.columns)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_forward(
     const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps, double weight_offset,
     bool rms, std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype) {
-  const auto out = run_forward(input, residual, weight, bias, normalized_shape,
-                               {eps, weight_offset, rms, out_dtype, 0, residual_dtype});
-  return {out.y, out.residual_out, out.mean, out.rstd};
+  auto out = run_forward(input, residual, weight, bias, normalized_shape,
+                         {eps, weight_offset, rms, out_dtype, 0, residual_dtype});
+  return {std::move(out.y), std::move(out.residual_out), std::move(out.mean), std::move(out.rstd)};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_norm_forward_listing(
@@ -339,7 +340,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_norm_forward_listing(
   auto out = run_forward(input, residual, weight, bias, normalized_shape,
                          {eps, weight_offset, rms, out_dtype, room, residual_dtype});
   list_nothing(out, room);
-  return {out.y, out.residual_out, out.rstd, out.side, out.columns};
+  return {std::move(out.y), std::move(out.residual_out), std::move(out.rstd), std::move(out.side),
+          std::move(out.columns)};
 }
 
 namespace {

@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
-#include <cstring>
 #include <tuple>
 #include <utility>
 
@@ -67,7 +66,12 @@ OptionalTensor optional(const Tensor& tensor) {
 template <typename Tuple>
 variable_list listed(Tuple&& results) {
   return std::apply(
-      [](auto&&... tensors) { return variable_list{std::forward<decltype(tensors)>(tensors)...}; },
+      [](auto&&... tensors) {
+        variable_list list;
+        list.reserve(sizeof...(tensors));
+        (list.push_back(std::forward<decltype(tensors)>(tensors)), ...);
+        return list;
+      },
       std::forward<Tuple>(results));
 }
 
@@ -99,23 +103,11 @@ variable_list run_forward(const Tensor& input, const OptionalTensor& residual,
 // What a call saves, in this order; undefined what it does not need.
 enum Saved { kSaved, kMean, kRstd, kWeight, kBias, kSide, kColumns, kSavedTensors };
 
-// The rest of it but weight_offset, as one number: each entry of saved_data takes its time.
+// The rest of it but weight_offset.
 struct Call {
   uint16_t row_dims;  // how many dimensions are normalized
   bool rms, from_output, adds;
   ScalarType x_dtype, input_dtype, residual_dtype;  // x: what is normalized
-
-  int64_t packed() const {
-    int64_t number = 0;
-    static_assert(sizeof(*this) <= sizeof(number));
-    std::memcpy(&number, this, sizeof(*this));
-    return number;
-  }
-  static Call unpack(int64_t number) {
-    Call call;
-    std::memcpy(&call, &number, sizeof(call));
-    return call;
-  }
 };
 
 struct NormFunction : torch::autograd::Function<NormFunction> {
@@ -145,21 +137,16 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     ctx->saved_data["weight_offset"] = how.weight_offset;
-    ctx->saved_data["call"] = Call{static_cast<uint16_t>(how.normalized_shape.size()),
-                                   how.rms,
-                                   from_output,
-                                   adds,
-                                   x.scalar_type(),
-                                   input.scalar_type(),
-                                   (adds ? *residual : input).scalar_type()}
-                                  .packed();
+    ctx->saved_data["call"] = packed(
+        Call{static_cast<uint16_t>(how.normalized_shape.size()), how.rms, from_output, adds,
+             x.scalar_type(), input.scalar_type(), (adds ? *residual : input).scalar_type()});
     return results;
   }
 
   // `grads` are those of the results of the operator.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const double weight_offset = ctx->saved_data["weight_offset"].toDouble();
-    const Call call = Call::unpack(ctx->saved_data["call"].toInt());
+    const Call call = unpacked<Call>(ctx->saved_data["call"].toInt());
     const bool rms = call.rms, adds = call.adds;
     const variable_list saved = ctx->get_saved_variables();
     const OptionalTensor mean = optional(saved[kMean]), weight = optional(saved[kWeight]),
@@ -204,7 +191,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
 
     // One tensor for both terms where their dtypes agree.
     const auto term = [&](bool wanted, ScalarType dtype) {
-      return wanted && dx.defined() ? dx.to(dtype) : Tensor();
+      if (!wanted || !dx.defined()) return Tensor();
+      return dx.scalar_type() == dtype ? dx : dx.to(dtype);
     };
     return {term(of_input, call.input_dtype),
             term(of_residual, call.residual_dtype),

@@ -6,6 +6,7 @@
 #include <torch/library.h>
 
 #include <optional>
+#include <utility>
 
 #include "ops/autograd.h"
 #include "ops/checks.h"
@@ -37,24 +38,31 @@ const auto& backward_op() {
   return op;
 }
 
-// The output is all that is saved. What else backward needs to know:
-void save(AutogradContext* ctx, const Tensor& output, int64_t dim, bool log, ScalarType input_dtype,
-          double scale) {
-  ctx->save_for_backward({output});
+// What a call saves beside tensors, and the scale of its input.
+struct Call {
+  int16_t dim;
+  bool log;
+  ScalarType input_dtype;
+};
+
+void save(AutogradContext* ctx, variable_list tensors, int64_t dim, bool log,
+          ScalarType input_dtype, double scale) {
+  ctx->save_for_backward(std::move(tensors));
   ctx->set_materialize_grads(false);
-  ctx->saved_data["dim"] = dim;
-  ctx->saved_data["log"] = log;
-  ctx->saved_data["input_dtype"] = input_dtype;
+  ctx->saved_data["call"] = packed(Call{static_cast<int16_t>(dim), log, input_dtype});
   ctx->saved_data["scale"] = scale;
 }
+
+Call saved_call(AutogradContext* ctx) { return unpacked<Call>(ctx->saved_data["call"].toInt()); }
+
+double saved_scale(AutogradContext* ctx) { return ctx->saved_data["scale"].toDouble(); }
 
 Tensor gradient(AutogradContext* ctx, const Tensor& dy) {
   if (!dy.defined()) return {};
   const Tensor output = ctx->get_saved_variables()[0];
+  const Call call = saved_call(ctx);
   const auto run = [&] {
-    return backward_op().call(
-        dy, output, ctx->saved_data["dim"].toInt(), ctx->saved_data["log"].toBool(),
-        ctx->saved_data["input_dtype"].toScalarType(), ctx->saved_data["scale"].toDouble());
+    return backward_op().call(dy, output, call.dim, call.log, call.input_dtype, saved_scale(ctx));
   };
   // With create_graph=True, or a tangent, the operator's own Autograd kernel decides.
   if (at::GradMode::is_enabled() || has_tangent(dy)) return run();
@@ -69,7 +77,7 @@ struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
                         std::optional<ScalarType> out_dtype) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const Tensor output = forward_op().call(input, dim, log, out_dtype);
-    save(ctx, output, dim, log, input.scalar_type(), 1);
+    save(ctx, {output}, dim, log, input.scalar_type(), 1);
     return output;
   }
 
@@ -86,7 +94,7 @@ struct ScaledMaskedSoftmaxFunction : torch::autograd::Function<ScaledMaskedSoftm
                         std::optional<ScalarType> out_dtype) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const Tensor output = masked_op().call(input, mask, scale, causal, out_dtype);
-    save(ctx, output, -1, false, input.scalar_type(), scale);
+    save(ctx, {output}, -1, false, input.scalar_type(), scale);
     return output;
   }
 
@@ -103,20 +111,16 @@ struct SoftmaxBackwardFunction : torch::autograd::Function<SoftmaxBackwardFuncti
   static Tensor forward(AutogradContext* ctx, const Tensor& dy, const Tensor& output, int64_t dim,
                         bool log, ScalarType input_dtype, double scale) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    ctx->save_for_backward({dy, output});
-    ctx->set_materialize_grads(false);
-    ctx->saved_data["dim"] = dim;
-    ctx->saved_data["log"] = log;
-    ctx->saved_data["scale"] = scale;
+    save(ctx, {dy, output}, dim, log, input_dtype, scale);
     return backward_op().call(dy, output, dim, log, input_dtype, scale);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& ddx) {
     if (!ddx[0].defined()) return {{}, {}, {}, {}, {}, {}};
     const auto saved = ctx->get_saved_variables();
+    const Call call = saved_call(ctx);
     const auto [of_dy, of_output] = decomposed::softmax_backward_backward(
-        ddx[0], saved[0], saved[1], ctx->saved_data["dim"].toInt(), ctx->saved_data["log"].toBool(),
-        ctx->saved_data["scale"].toDouble());
+        ddx[0], saved[0], saved[1], call.dim, call.log, saved_scale(ctx));
     return {of_dy, of_output, {}, {}, {}, {}};
   }
 };

@@ -25,7 +25,10 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
   properties->max_cluster_blocks = 1;
   std::fill_n(properties->filled_by_clusters, kMaxClusterBlocks, 0);
   properties->filled_by_clusters[0] = properties->sm_count;
-  if (major < 9) return cudaSuccess;
+  // Code that the driver compiled from an older chip's PTX has nothing of what 9.0 brought.
+  cudaFuncAttributes compiled;
+  if ((error = cudaFuncGetAttributes(&compiled, fill_multiprocessor)) != cudaSuccess) return error;
+  if (major < 9 || compiled.ptxVersion < 90) return cudaSuccess;
 
   // A block with more than half of the shared memory has a multiprocessor to itself.
   const int shared_bytes = properties->shared_bytes_per_block / 4 * 3;
