@@ -136,9 +136,14 @@ def extension():
         define_macros=macros,
         extra_compile_args=flags if cuda else flags["cxx"],
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": cpp_extension.BuildExtension}}
+    return {
+        "ext_modules": [module],
+        "cmdclass": {"build_ext": cpp_extension.BuildExtension},
+        "install_requires": [f"torch=={torch_version}"],  # no other one can load the extension
+    }
 
 
 # A source distribution needs no compiler and no torch.
-metadata_only = not {"egg_info", "sdist"}.isdisjoint(sys.argv)
-setuptools.setup(**({} if metadata_only else extension()))
+BUILDS = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
+metadata_only = not {"egg_info", "sdist"}.isdisjoint(sys.argv) and BUILDS.isdisjoint(sys.argv)
+setuptools.setup(**({"install_requires": ["torch>=2.9"]} if metadata_only else extension()))

@@ -425,13 +425,17 @@ def main(arguments=None):
     plot_losses(results, title, plot)
     print(f"Losses are plotted in {plot}")
 
+    wrong = [
+        f"{name}: a loss is not finite."
+        for name, result in results.items()
+        if not all(map(math.isfinite, result.losses))
+    ]
     # Elsewhere rounding and the order of additions on a GPU leave too wide a margin to judge.
     if options.device.type == "cpu" and not preset.bf16:
-        wrong = list(failures(results, predicted))
-        for sentence in wrong:
-            print(f"FAILED: {sentence}", file=sys.stderr)
-        return 1 if wrong else 0
-    return 0
+        wrong += failures(results, predicted)
+    for sentence in wrong:
+        print(f"FAILED: {sentence}", file=sys.stderr)
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
@@ -99,6 +100,13 @@ def test_number_of_kernels():
     assert targets, f"no kernels in:\n{listing[:2000]}"
     counts = {target: len(names) for target, names in targets.items()}
     assert max(counts.values()) <= MAX_KERNELS, counts
+
+
+@pytest.mark.skipif(not os.environ.get("CI"), reason="elsewhere what is missing is left out")
+def test_ci_leaves_nothing_out_for_want_of_a_package():
+    packages = ("hypothesis", "matplotlib", "rich", "tqdm", "transformers", "benchmarks")
+    assert [name for name in packages if importlib.util.find_spec(name) is None] == []
+    assert INFO["cuda"] is None or cuda_tool("cuobjdump") is not None
 
 
 @pytest.mark.skipif(

@@ -217,3 +217,9 @@ def test_traced_saved_and_loaded(ours, theirs, memory_efficient, device, generat
     expected = torch.autograd.grad(module(x), [x, *module.parameters()], dy)
     for grad, correct in zip(grads, expected, strict=True):
         torch.testing.assert_close(grad, correct)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_jit_script_says_that_it_cannot():
+    with pytest.raises(torch.jit.frontend.NotSupportedError, match="keyword-only"):
+        torch.jit.script(fn.LayerNorm(4))

@@ -89,6 +89,9 @@ def test_wheel_installs_into_a_clean_environment(source, tmp_path):
     )
     file, cuda = run(python, "-c", code, cwd=tmp_path).split()
     assert str(environment) in file and cuda == "None"
+    code = "import importlib.metadata as m; print(m.requires('fused_norm')[0])"
+    needed = run(python, "-c", code, cwd=tmp_path).strip()
+    assert needed == f"torch=={torch.__version__.split('+')[0]}"
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.0a0", "2.12.0.dev20260105", "2.12.0rc1"])
