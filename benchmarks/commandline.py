@@ -91,6 +91,10 @@ def add_case_arguments(parser, dtypes, kinds):
         "--dtype", choices=dtypes, help="this one only (of a new shape: default bf16)"
     )
     parser.add_argument("--direction", choices=("forward", "backward"))
+    parser.add_argument(
+        "--apart", action="store_true",
+        help="each call after a kernel of torch's, whose own time is taken off",
+    )  # fmt: skip
     parser.add_argument("--kind", choices=kinds)
 
 

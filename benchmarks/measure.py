@@ -113,6 +113,8 @@ def run(suite, jobs, options, absent, more_facts=()):
     for name, value in facts:
         print(f"{name}: {value}", flush=True)
     results, patience = [], budget(options.quick)
+    apart = getattr(options, "apart", False)  # of suites that have the option
+    clock = timing.graph_time_apart if apart else timing.graph_time
     try:
         with Progress(console=Console(stderr=True)) as progress:
             task = progress.add_task("", total=len(jobs))
@@ -120,7 +122,7 @@ def run(suite, jobs, options, absent, more_facts=()):
                 case = job.case
                 what = f"{case.operation} {case.direction} {case.rows} x {case.cols} {case.dtype}"
                 progress.update(task, description=what)
-                here = list(measure(turned(job, index), bandwidth, patience))
+                here = list(measure(turned(job, index), bandwidth, patience, clock))
                 results += here
                 cells = "; ".join(f"{r.peer} {report.cell(r)}" for r in here)
                 progress.console.print(f"{what}: {cells}", highlight=False, markup=False)

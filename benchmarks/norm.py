@@ -127,4 +127,4 @@ def run(options):
     efficient = [ours.NormMemoryEfficient()] if options.memory_efficient else []
     everyone = (ours.Norm(), *efficient, *present.values())
     jobs = [measure.Job(case, everyone) for case in commandline.cases(options, Case, KINDS, *LISTS)]
-    return measure.run("norm", jobs, options, absent)
+    return measure.run("norm" + "-apart" * options.apart, jobs, options, absent)

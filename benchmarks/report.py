@@ -12,7 +12,9 @@ from benchmarks.peers import ranked
 
 TITLES = {
     "norm": "LayerNorm and RMSNorm",
+    "norm-apart": "LayerNorm and RMSNorm, each call after another kernel",
     "softmax": "softmax and log_softmax",
+    "softmax-apart": "softmax and log_softmax, each call after another kernel",
     "sweep": "Sweeps over sizes",
     "overhead": "Host time of a call",
 }

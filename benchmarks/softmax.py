@@ -109,4 +109,5 @@ def run(options):
     everyone = (ours.Softmax(options.tier), *present.values())
     jobs = [measure.Job(case, everyone) for case in commandline.cases(options, Case, KINDS, *LISTS)]
     suite = "softmax" if options.tier == "auto" else f"softmax-{options.tier}"
+    suite += "-apart" * options.apart
     return measure.run(suite, jobs, options, absent, [("tier", options.tier)])

@@ -18,9 +18,10 @@ def copy_bandwidth(copies=20):
     return 2 * source.nbytes / seconds
 
 
-def graph_time(call, inputs, calls, replays):
+def graph_time(call, inputs, calls, replays, between=None):
     """Median GPU seconds of one `call(inputs[i])`, over replays of a CUDA graph of `calls` calls.
 
+    With `between`, that is called before each of them, and what it takes by itself is taken off.
     The calls walk through `inputs` again and again, and the results of the last `len(inputs)` calls
     stay alive, so that reads and writes both rotate through memory: choose enough inputs to leave
     the L2 cache behind. Everything that a call launches is timed. Returns (seconds, outputs) with
@@ -32,15 +33,28 @@ def graph_time(call, inputs, calls, replays):
     with torch.cuda.stream(stream):
         for _ in range(2):  # loads kernels and libraries, which capture forbids
             call(inputs[0])
+            if between:
+                between()
     torch.cuda.synchronize()
 
     graph = torch.cuda.CUDAGraph()
     outputs = collections.deque(maxlen=len(inputs))
     with torch.cuda.graph(graph, stream=stream):
         for i in range(calls):
+            if between:
+                between()
             outputs.append(call(inputs[i % len(inputs)]))
     seconds = _median_seconds(graph.replay, replays) / calls
+    if between:
+        seconds -= graph_time(lambda _: between(), [None], calls, replays)[0]
     return seconds, list(outputs)
+
+
+def graph_time_apart(call, inputs, calls, replays):
+    """As above, each call after a kernel of torch's on a few megabytes, as in a model: launching
+    then takes as long as after any other kernel, and does not overlap the call before."""
+    scratch = torch.zeros(2**20, device="cuda")
+    return graph_time(call, inputs, calls, replays, lambda: scratch.add_(1))
 
 
 def _median_seconds(launch, repeats):

@@ -137,6 +137,10 @@ def add_norm(
 ) -> tuple[Tensor, Tensor] | None:
     """(output, residual_out) of a norm of ``input + residual``, as by :func:`norm`."""
 
+def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor:
+    """The operator softmax_forward, recorded for autograd; without ``torch.ops``, whose reading of
+    the arguments takes the host a quarter of a small call."""
+
 def record_norm(
     input: Tensor,
     residual: Tensor | None,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from fused_norm import _C, _autograd, _ops, _sharding, _tracing
 
+_PLAIN = (Tensor, torch.nn.Parameter)
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
@@ -357,6 +358,8 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
             raise TypeError(f"dtype must be a torch.dtype, but is {dtype!r}")
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
+    if type(input) in _PLAIN and type(dim) is int and not torch.compiler.is_compiling():
+        return _C.softmax(input, dim, log, dtype)
     return _ops.softmax_forward(input, dim, log, dtype)
 
 

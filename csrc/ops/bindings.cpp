@@ -284,6 +284,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_add_norm_options", &check_add_norm_options, py::arg("input"), py::arg("residual"),
         py::arg("residual_out"), py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("eps"),
         py::arg("weight_offset"));
+  m.def("softmax", &softmax, py::call_guard<py::gil_scoped_release>());
   m.def("softmax_forward", &softmax_forward_no_grad, py::arg("input"), py::arg("dim"),
         py::arg("log") = false, py::arg("out_dtype") = py::none(), py::arg("tier") = "auto",
         py::call_guard<py::gil_scoped_release>());

@@ -28,6 +28,10 @@ at::Tensor softmax_forward(const at::Tensor& input, int64_t dim, bool log,
                            std::optional<at::ScalarType> out_dtype,
                            SoftmaxTier tier = SoftmaxTier::kAuto);
 
+// The same through the dispatcher, and so recorded for autograd (softmax_autograd.cpp).
+at::Tensor softmax(const at::Tensor& input, int64_t dim, bool log,
+                   std::optional<at::ScalarType> out_dtype);
+
 // softmax of scale * input over the last dimension, without the elements where a boolean mask is
 // true, or with a floating mask added. The mask broadcasts against the input. causal: the last two
 // dimensions are (queries, keys), and key j is masked for query i where j > i + keys - queries. A

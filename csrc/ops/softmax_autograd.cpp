@@ -10,6 +10,7 @@
 
 #include "ops/autograd.h"
 #include "ops/checks.h"
+#include "ops/softmax.h"
 #include "ops/softmax_decomposition.h"
 
 namespace fused_norm::ops {
@@ -173,4 +174,9 @@ TORCH_LIBRARY_IMPL(fused_norm, Autograd, m) {
 }
 
 }  // namespace
+
+Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype) {
+  return forward_op().call(input, dim, log, out_dtype);
+}
+
 }  // namespace fused_norm::ops
