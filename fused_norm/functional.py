@@ -77,7 +77,7 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype
     with ``memory_efficient``, because a saved fp32 copy would undo the saving."""
     dtype = input.dtype
-    device_type = input.device.type
+    device_type = "cuda" if input.is_cuda else input.device.type  # slower: it makes an object
     if dtype is torch.float64 or device_type not in ("cuda", "cpu"):
         return dtype
     if not torch.is_autocast_enabled(device_type):
@@ -336,11 +336,7 @@ _softmax_dim._dynamo_marked_constant = True
 def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
     """The output's dtype where the call does not name one: None for the input's, and fp32 for
     16-bit input under autocast on CUDA, where torch runs its softmaxes in fp32."""
-    if (
-        input.dtype in _SIXTEEN_BIT
-        and input.device.type == "cuda"
-        and torch.is_autocast_enabled("cuda")
-    ):
+    if input.dtype in _SIXTEEN_BIT and input.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.float32
     return None
 
