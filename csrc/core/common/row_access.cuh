@@ -5,14 +5,11 @@
 
 namespace fused_norm {
 
-// Rows are regular when every one starts on a pack boundary and is a whole number of packs. The
-// caller finds out on the host; kernels hold both forms, with the same arithmetic, and branch once.
-//
-// Reads packs of one row. Loads are always of aligned granules; in an irregular row a pack lies
-// across two of them, and the second comes from the next lane, which loads it anyway. Columns past
-// the row read as zero. Granules may reach into the memory before and after the row, but not past
-// that of the last row.
-template <typename T, int N, bool kRegular>
+// Reads packs of one row. Loads are always of aligned granules; a pack that is not one lies across
+// two of them, and the second comes from the next lane, which loads it anyway. Columns past the row
+// read as zero. Granules may reach into the memory before and after the row, but not past that of
+// the last row.
+template <typename T, int N>
 class RowReader {
   static constexpr int kBytes = sizeof(T) * N;
 
@@ -26,19 +23,19 @@ class RowReader {
         rows_follow_(rows_follow),
         lane_(lane),
         lanes_(lanes),
-        shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
+        shift_(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)) {}
 
   // Packs as they are loaded: the granules in which they start, and for the last lane those after
   // them.
   template <int kPacks>
   struct Fetched {
-    Words<kBytes> granules[kPacks], edges[kRegular ? 1 : kPacks];
+    Words<kBytes> granules[kPacks], edges[kPacks];
   };
 
   // Loads the packs at columns col, col + step, ..., all of them in flight at once.
   template <int kPacks>
   __device__ __forceinline__ void fetch(Fetched<kPacks>& fetched, int col, int step) const {
-    if (kRegular || rows_follow_) {
+    if (rows_follow_) {
       fetch_granules<false>(fetched, col, step);
     } else {
       fetch_granules<true>(fetched, col, step);
@@ -52,17 +49,13 @@ class RowReader {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       const Words<kBytes>& low = fetched.granules[p];
-      if constexpr (kRegular) {
-        packs[p].words = low;
-      } else {
-        Words<kBytes> high;
+      Words<kBytes> high;
 #pragma unroll
-        for (int i = 0; i < kBytes / 4; ++i) {
-          high.at[i] = __shfl_down_sync(0xffffffffu, low.at[i], 1, lanes_);
-          if (lane_ == lanes_ - 1) high.at[i] = fetched.edges[p].at[i];
-        }
-        packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * step);
+      for (int i = 0; i < kBytes / 4; ++i) {
+        high.at[i] = __shfl_down_sync(0xffffffffu, low.at[i], 1, lanes_);
+        if (lane_ == lanes_ - 1) high.at[i] = fetched.edges[p].at[i];
       }
+      packs[p] = finish(detail::shifted_bytes<kBytes>(low, high, shift_), col + p * step);
     }
   }
 
@@ -79,11 +72,9 @@ class RowReader {
                                                  int step) const {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) fetched.granules[p] = granule<kGuarded>(col + p * step, 0);
-    if constexpr (!kRegular) {
-      if (lane_ != lanes_ - 1 || shift_ == 0) return;
+    if (lane_ != lanes_ - 1 || shift_ == 0) return;
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) fetched.edges[p] = granule<kGuarded>(col + p * step, kBytes);
-    }
+    for (int p = 0; p < kPacks; ++p) fetched.edges[p] = granule<kGuarded>(col + p * step, kBytes);
   }
 
   // The granule `offset` bytes after the one in which the pack at `col` starts, if the row reaches
@@ -161,7 +152,7 @@ __device__ __forceinline__ void store_to(char* start, const Words<kBytes>& words
 // call store() together, with consecutive packs in consecutive lanes: in a row that does not start
 // on a pack boundary each lane writes the aligned granule that ends with its own first columns and
 // begins with its neighbour's last ones.
-template <typename T, int N, bool kRegular>
+template <typename T, int N>
 class RowWriter {
  public:
   // `lane` counts from 0 to `lanes` - 1 among the warp's lanes that share the row, `mask` names
@@ -171,15 +162,15 @@ class RowWriter {
         cols_(cols),
         lane_(lane),
         lanes_(lanes),
-        shift_(kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)),
+        shift_(static_cast<int>(reinterpret_cast<uintptr_t>(row) % kBytes)),
         mask_(mask) {}
 
   __device__ __forceinline__ void store(int col, const Pack<T, N>& pack) const {
     const int count = cols_ - col;  // N or more: a whole pack; 0 or less: nothing
-    if (kRegular || shift_ == 0) {
+    if (shift_ == 0) {
       if (count >= N) {
         detail::store_words<kBytes>(address(col), pack.words);
-      } else if (!kRegular) {
+      } else {
         store_elements(col, pack, 0, count);
       }
       return;
@@ -263,6 +254,15 @@ __device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row
   }
   const char* const base = nullptr;
   return row < rows && row_start(base, layout, rows - 1) - row_start(base, layout, row) >= elements;
+}
+
+// A row of a tensor, for a group; past the last of them, an empty one. By reference: what a
+// kernel's parameters hold takes no registers before it is used.
+template <int N, typename T, typename Group>
+__device__ RowReader<T, N> open_row(const T* const& base, const RowLayout& layout, int64_t row,
+                                    const int64_t& rows, const int& cols, const Group& group) {
+  return {row_start(base, layout, row), row < rows ? cols : 0,
+          rows_follow(layout, row, rows, cols, N), group.lane(), group.lanes()};
 }
 
 }  // namespace fused_norm

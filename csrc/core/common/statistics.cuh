@@ -98,7 +98,7 @@ struct Moments {
 
 // Calls visit(x) for the elements of `packs` that lie in a row of `cols`; pack p starts at column
 // col + p * step.
-template <bool kRegular, typename T, int N, int kPacks, typename Visit>
+template <typename T, int N, int kPacks, typename Visit>
 __device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks], int col, int step,
                                                int cols, Visit visit) {
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks]
     if (in_row >= N) {
 #pragma unroll
       for (int i = 0; i < N; ++i) visit(x[i]);
-    } else if (!kRegular) {
+    } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         if (i < in_row) visit(x[i]);
@@ -123,7 +123,7 @@ __device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks]
 // the second, about the first one's mean, also finds how far that is off, so that rows far from
 // zero lose nothing and the mean of a constant row is exact (the corrected two-pass algorithm of
 // Chan, Golub and LeVeque).
-template <bool kRegular, typename Group, typename T, int N, int kPacks>
+template <typename Group, typename T, int N, int kPacks>
 __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& group,
                                                                 const Pack<T, N> (&packs)[kPacks],
                                                                 int col, int step, int cols) {
@@ -136,12 +136,12 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
 
   const A per_count = reciprocal(static_cast<A>(max(count, 1)));
   Sum<A> sum{0};
-  visit_elements<kRegular>(packs, col, step, cols, [&](A x) { sum.value += x; });
+  visit_elements(packs, col, step, cols, [&](A x) { sum.value += x; });
   sum = group.reduce_lanes(sum, Sum<A>::merge);
   const A mean = sum.value * per_count;
 
   SumAndSquares<A> centred{0, 0};
-  visit_elements<kRegular>(packs, col, step, cols, [&](A x) {
+  visit_elements(packs, col, step, cols, [&](A x) {
     const A difference = x - mean;
     centred.sum += difference;
     centred.squares += difference * difference;
@@ -157,10 +157,10 @@ struct RowStatistics : Moments<A> {
   __device__ RowStatistics() : Moments<A>{0, 0, 0, 0, 0} {}
   __device__ RowStatistics(const Moments<A>& moments) : Moments<A>(moments) {}
 
-  template <bool kRegular, typename Group, typename T, int N, int kPacks>
+  template <typename Group, typename T, int N, int kPacks>
   __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int col,
                                      int step, int cols) {
-    return warp_moments<kRegular>(group, packs, col, step, cols);
+    return warp_moments(group, packs, col, step, cols);
   }
   __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
     return Moments<A>::merge(a, b);
@@ -174,7 +174,7 @@ struct RowStatistics<A, true> {
   A sum = 0, rest = 0;  // of the squares, and what their addition rounded off
 
   // Columns past the row are zero and add nothing.
-  template <bool kRegular, typename Group, typename T, int N, int kPacks>
+  template <typename Group, typename T, int N, int kPacks>
   __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int,
                                      int, int) {
     RowStatistics statistics;

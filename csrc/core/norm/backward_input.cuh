@@ -33,15 +33,13 @@ struct BackwardInput {
   ListedColumns<A> list;
 
   // Rows past the end are empty.
-  template <int N, bool kRegular, typename Group>
-  __device__ RowReader<Y, N, kRegular> open_dy(int64_t row, const Group& group) const {
-    return {row_start(dy, dy_layout, row), row < rows ? cols : 0,
-            kRegular || rows_follow(dy_layout, row, rows, cols, N), group.lane(), group.lanes()};
+  template <int N, typename Group>
+  __device__ RowReader<Y, N> open_dy(int64_t row, const Group& group) const {
+    return open_row<N>(dy, dy_layout, row, rows, cols, group);
   }
-  template <int N, bool kRegular, typename Group>
-  __device__ RowReader<S, N, kRegular> open_saved(int64_t row, const Group& group) const {
-    return {row_start(saved, saved_layout, row), row < rows ? cols : 0,
-            kRegular || rows_follow(saved_layout, row, rows, cols, N), group.lane(), group.lanes()};
+  template <int N, typename Group>
+  __device__ RowReader<S, N> open_saved(int64_t row, const Group& group) const {
+    return open_row<N>(saved, saved_layout, row, rows, cols, group);
   }
 };
 
@@ -118,17 +116,15 @@ struct BackwardOutput {
     }
   }
 
-  template <int N, bool kRegular, typename Group>
-  __device__ RowWriter<X, N, kRegular> open_dx(int64_t row, int64_t rows, int cols,
-                                               const Group& group) const {
+  template <int N, typename Group>
+  __device__ RowWriter<X, N> open_dx(int64_t row, int64_t rows, int cols,
+                                     const Group& group) const {
     return {dx + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
-  template <int N, bool kRegular, typename Group>
-  __device__ RowReader<X, N, kRegular> open_dresidual(int64_t row, int64_t rows, int cols,
-                                                      const Group& group) const {
-    return {dresidual + row * cols, row < rows ? cols : 0,
-            kRegular || rows_follow(one_stride(cols), row, rows, cols, N), group.lane(),
-            group.lanes()};
+  template <int N, typename Group>
+  __device__ RowReader<X, N> open_dresidual(int64_t row, int64_t rows, int cols,
+                                            const Group& group) const {
+    return open_row<N>(dresidual, one_stride(cols), row, rows, cols, group);
   }
 };
 

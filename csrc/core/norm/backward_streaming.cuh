@@ -30,8 +30,8 @@ __global__ void __launch_bounds__(512)
     const bool in_range = row < in.rows;
     const A mean = in.mean && in_range ? in.mean[row] : A(0);
     const A rstd = in_range ? in.rstd[row] : A(0);
-    const auto saved_row = in.template open_saved<N, false>(row, group);
-    const auto dy_row = in.template open_dy<N, false>(row, group);
+    const auto saved_row = in.template open_saved<N>(row, group);
+    const auto dy_row = in.template open_dy<N>(row, group);
     Sums sums{};
     for (int base = 0; base < in.cols; base += kPacks * step) {
       const int col = base + group.thread() * N;
@@ -82,8 +82,8 @@ __global__ void __launch_bounds__(128)
   Pack<S, N> saved[1];
   Pack<Y, N> dy[1];
   auto fetch = [&](int64_t row) {
-    in.template open_saved<N, false>(row, group).load(saved, col, 0);
-    in.template open_dy<N, false>(row, group).load(dy, col, 0);
+    in.template open_saved<N>(row, group).load(saved, col, 0);
+    in.template open_dy<N>(row, group).load(dy, col, 0);
   };
   fetch(blockIdx.y);
   for (int64_t row = blockIdx.y; row < in.rows; row += gridDim.y) {
@@ -112,14 +112,14 @@ __global__ void __launch_bounds__(128)
       Pack<X, N> dx;
       if (out.dresidual != nullptr) {
         Pack<X, N> residual[1];
-        out.template open_dresidual<N, false>(row, in.rows, in.cols, group).load(residual, col, 0);
+        out.template open_dresidual<N>(row, in.rows, in.cols, group).load(residual, col, 0);
         A added[N];
         unpack(residual[0], added);
 #pragma unroll
         for (int i = 0; i < N; ++i) gradient[i] += added[i];
       }
       round_to(dx, gradient);
-      out.template open_dx<N, false>(row, in.rows, in.cols, group).store(col, dx);
+      out.template open_dx<N>(row, in.rows, in.cols, group).store(col, dx);
     }
   }
   const int64_t partial = int64_t{blockIdx.y} * in.cols;

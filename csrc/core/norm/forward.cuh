@@ -199,14 +199,13 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
   meet_previous_kernel();
   const int step = group.threads() * N;
   const int64_t row = int64_t{blockIdx.x} * group.groups() + group.index();
-  const auto reader = load.template open<N, false>(row, group);
+  const auto reader = load.template open<N>(row, group);
   Pack<X, N> packs[kPacks];
   Statistics of_warp;
   for (int base = 0; base < load.cols; base += kPacks * step) {
     const int col = base + group.thread() * N;
     reader.load(packs, col, step);
-    of_warp = Statistics::merge(of_warp,
-                                Statistics::template of<false>(group, packs, col, step, load.cols));
+    of_warp = Statistics::merge(of_warp, Statistics::of(group, packs, col, step, load.cols));
   }
   const Statistics of_row = group.reduce_warps(of_warp, Statistics(), slots, Statistics::merge);
   const A mean = of_row.row_mean();
@@ -214,7 +213,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
   if (group.thread() == 0 && row < load.rows) out.template write<kRms>(row, mean, rstd);
 
   using AnyForm = RowForm<RowsLie::kShifted, X, void>;
-  const auto writer = store.template open<N, false>(row, group);
+  const auto writer = store.template open<N>(row, group);
   for (int base = 0; base < load.cols; base += kPacks * step) {
     const int col = base + group.thread() * N;
     reader.load(packs, col, step);

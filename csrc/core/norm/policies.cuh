@@ -29,10 +29,9 @@ struct InputLoad {
   int cols;
 
   // A row index past the end opens an empty row.
-  template <int N, bool kRegular, typename Group>
-  __device__ RowReader<T, N, kRegular> open(int64_t row, const Group& group) const {
-    return {row_start(x, layout, row), row < rows ? cols : 0,
-            kRegular || rows_follow(layout, row, rows, cols, N), group.lane(), group.lanes()};
+  template <int N, typename Group>
+  __device__ RowReader<T, N> open(int64_t row, const Group& group) const {
+    return open_row<N>(x, layout, row, rows, cols, group);
   }
 
   // A thread's slice of a row, from column `col` on.
@@ -128,8 +127,8 @@ struct AffineStore {
   ParamVector weight, bias;
   Accumulator<T> weight_offset;
 
-  template <int N, bool kRegular, typename Group>
-  __device__ RowWriter<T, N, kRegular> open(int64_t row, const Group& group) const {
+  template <int N, typename Group>
+  __device__ RowWriter<T, N> open(int64_t row, const Group& group) const {
     return {y + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
   }
 
