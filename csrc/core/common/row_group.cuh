@@ -15,6 +15,13 @@ constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
+struct SumOf {
+  template <typename A>
+  __device__ __forceinline__ A operator()(A a, A b) const {
+    return a + b;
+  }
+};
+
 // How the warps of a group meet. Named barriers let a block hold several groups that never wait for
 // each other, but a kernel that uses them takes all 16 of a block, and a multiprocessor has 64: no
 // more than four blocks are resident.

@@ -56,19 +56,12 @@ class SliceBounds {
   int left_;
 };
 
-// Two sums at once.
-template <typename A>
-struct Sums {
-  A a, b;
-  __device__ static Sums merge(const Sums& x, const Sums& y) { return {x.a + y.a, x.b + y.b}; }
-};
-
 // Shared memory for two sums over a row, one after the other.
 constexpr int kMaxRuns = 32;
 template <typename A>
 struct SumSlots {
   A first[kMaxRuns], other[kMaxRuns];
-  Sums<A> second[kMaxRuns];
+  SumAndSquares<A> second[kMaxRuns];
 };
 
 // The sum over a group is that of its runs' sums. A warp's packs are one run, or two where it has
@@ -98,13 +91,6 @@ __device__ __forceinline__ void add_up_runs(const A (&of_pack)[kPacks], A (&runs
     runs[run] = sums[0];
   }
 }
-
-struct SumOfTwo {
-  template <typename A>
-  __device__ __forceinline__ A operator()(A x, A y) const {
-    return x + y;
-  }
-};
 
 // The sum over a group's runs, of what its threads hold of each: every thread gets the same bits.
 // map(first, sum, run) makes of the sums of the first run and of run `run` what is added. `slots`
@@ -244,7 +230,7 @@ __device__ __forceinline__ A mean_of_runs(const Group& group, const A (&runs)[kR
                                           A cols, A per_cols, A (&slots)[kMaxRuns]) {
   const A most = static_cast<A>(run_cols), per_first = cols < most ? per_cols : A(1) / most;
   A mean_quarter;  // of the first run
-  const A rest = sum_of_runs(group, runs, slots, SumOfTwo(), [&](A first, A sum, int run) {
+  const A rest = sum_of_runs(group, runs, slots, SumOf(), [&](A first, A sum, int run) {
     mean_quarter = __fmul_rn(first, A(0.25) * per_first);
     const A count = min(max(cols - static_cast<A>(run * run_cols), A(0)), most);
     return __fmul_rn(fma(-count, mean_quarter, A(0.25) * sum), A(4) * per_cols);
@@ -269,7 +255,7 @@ __device__ __forceinline__ PartStatistics<A> part_statistics(
     visit_packs(values, bounds, [&](int p, const A(&x)[N]) { of_pack[p] = tree_sum<N>(x); });
     add_up_runs(of_pack, runs);
     if constexpr (kCorrected) {
-      out.mean = quotient(sum_of_runs(group, runs, slots.first, SumOfTwo()), cols, per_cols);
+      out.mean = quotient(sum_of_runs(group, runs, slots.first, SumOf()), cols, per_cols);
     } else {
       constexpr int kRunCols = kPacks / kRuns * N * kWarpSize;
       out.mean = mean_of_runs(group, runs, kRunCols, cols, per_cols, slots.first);
@@ -287,15 +273,15 @@ __device__ __forceinline__ PartStatistics<A> part_statistics(
   A squares[kRuns];
   add_up_runs(squares_of_pack, squares);
   if constexpr (!kCorrected) {
-    out.squares = sum_of_runs(group, squares, slots.other, SumOfTwo());
+    out.squares = sum_of_runs(group, squares, slots.other, SumOf());
   } else {
     add_up_runs(of_pack, runs);
-    const Sums<A> both[1] = {{runs[0], squares[0]}};
-    const Sums<A> sums = sum_of_runs(group, both, slots.second, Sums<A>::merge);
-    const A correction = sums.a * per_cols;
-    const A about_mean = fma(-sums.a, correction, sums.b);
+    const SumAndSquares<A> both[1] = {{runs[0], squares[0]}};
+    const SumAndSquares<A> total = sum_of_runs(group, both, slots.second, SumAndSquares<A>::merge);
+    const A correction = total.sum * per_cols;
+    const A about_mean = fma(-total.sum, correction, total.squares);
     out.squares = about_mean < A(0) ? A(0) : about_mean;
-    out.mean = fma(sums.a, per_cols, out.mean);
+    out.mean = fma(total.sum, per_cols, out.mean);
   }
   return out;
 }

@@ -58,12 +58,6 @@ __device__ __forceinline__ double reciprocal_root_mean(double squares, double co
 }
 
 template <typename A>
-struct Sum {
-  A value;
-  __device__ static Sum merge(const Sum& a, const Sum& b) { return {a.value + b.value}; }
-};
-
-template <typename A>
 struct SumAndSquares {
   A sum, squares;
   __device__ static SumAndSquares merge(const SumAndSquares& a, const SumAndSquares& b) {
@@ -135,10 +129,9 @@ __device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& gro
   for (int p = 0; p < kPacks; ++p) count += max(0, min(warp_cols, cols - (first_col + p * step)));
 
   const A per_count = reciprocal(static_cast<A>(max(count, 1)));
-  Sum<A> sum{0};
-  visit_elements(packs, col, step, cols, [&](A x) { sum.value += x; });
-  sum = group.reduce_lanes(sum, Sum<A>::merge);
-  const A mean = sum.value * per_count;
+  A sum = 0;
+  visit_elements(packs, col, step, cols, [&](A x) { sum += x; });
+  const A mean = group.reduce_lanes(sum, SumOf()) * per_count;
 
   SumAndSquares<A> centred{0, 0};
   visit_elements(packs, col, step, cols, [&](A x) {

@@ -15,7 +15,7 @@ using GroupSums = RowSums<float>;
 
 struct BackwardShared {
   GroupSums::Slots slots[kMaxGroups];
-  RowStages stages[kMaxGroups];
+  RingStages<kRowStages> stages[kMaxGroups];
 };
 
 // Persistent blocks walk over the rows. A group of threads keeps its columns' sums in registers;

@@ -193,7 +193,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
 #pragma unroll
       for (int k = 0; k < kSums; ++k)
         of_rows[k] = sums[k / kRows][k % kRows][0] + sums[k / kRows][k % kRows][1];
-      reduce_each(of_rows, SumOfTwo());
+      reduce_each(of_rows, SumOf());
       if constexpr (kParts) {
         static_assert(kRows == 1);
         if (flat.parts > 1) {

@@ -88,7 +88,7 @@ class LateSums {
 // A block's shared memory beside the staged parameters and the ring.
 template <bool kRms>
 struct RingShared {
-  RingStages stages;
+  RingStages<kMaxRingStages> stages;
   typename LateSums<kRms>::Slots slots;
   float2 statistics[4];  // mean and rstd of the row before, the one at hand, and the next
 };

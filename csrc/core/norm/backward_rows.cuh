@@ -6,6 +6,7 @@
 #include "core/common/slice_queue.cuh"
 #include "core/norm/backward_input.cuh"
 #include "core/norm/plan.h"
+#include "core/norm/row_ring.cuh"
 
 namespace fused_norm {
 
@@ -114,12 +115,6 @@ class RowsInQueue {
   SliceQueue<S, Y, N, kPacks> queue_;
 };
 
-// Of each stage: its barrier, and where in its slots the rows of both tensors start.
-struct RowStages {
-  CopyBarrier filled[kRowStages];
-  int shift[kRowStages][2];
-};
-
 // Rows that are dealt out, by bulk copies: a warp reads neighbours from shared memory wherever they
 // lie, and more rows than the next are on their way. For groups of several warps.
 template <typename Y, typename S, int N, RowsLie kLie, int kPacks, typename Group>
@@ -127,7 +122,7 @@ class RowsInRing {
  public:
   // `memory`: of the block, kRowStages rows for each group. A barrier of the block's follows.
   __device__ RowsInRing(const BackwardInput<Y, S, float>& in, const Group& group, int col,
-                        int64_t row, int64_t stride, char* memory, RowStages& stages)
+                        int64_t row, int64_t stride, char* memory, RingStages<kRowStages>& stages)
       : in_(in), group_(group), col_(col), ahead_((kRowStages - 1) * stride), stages_(stages) {
     const int of_saved = ring_slot(in.cols * sizeof(S));
     second_ = of_saved;
@@ -243,7 +238,7 @@ class RowsInRing {
   const Group& group_;
   int col_;
   int64_t ahead_;
-  RowStages& stages_;
+  RingStages<kRowStages>& stages_;
   char* memory_;
   int second_, stage_bytes_;  // where dy's row lies in a stage, and the size of a stage
   // Of a thread that fills: where the last row on its way starts, where the tensor ends.

@@ -43,9 +43,10 @@ struct RingTensor {
 };
 
 // Of each stage: its barrier, and where in its slots the parts of both rows start.
+template <int kStages>
 struct RingStages {
-  CopyBarrier filled[kMaxRingStages];
-  int2 shift[kMaxRingStages];
+  CopyBarrier filled[kStages];
+  int shift[kStages][2];
 };
 
 // A stage that is in use: its number, where in the ring it starts, and the parity of its barrier's
@@ -60,7 +61,8 @@ struct RingStage {
 template <typename T, typename U, bool kWholeT, bool kWholeU>
 class RowRing {
  public:
-  __device__ RowRing(char* memory, RingStages& stages, const RingTensor<T>& first,
+  using Stages = RingStages<kMaxRingStages>;
+  __device__ RowRing(char* memory, Stages& stages, const RingTensor<T>& first,
                      const RingTensor<U>& second, int count)
       : memory_(memory),
         stages_(stages),
@@ -88,7 +90,10 @@ class RowRing {
     const auto b = second_.template span<kWholeU>(row);
     if (!kWholeT) first_.copy_end(a, first);
     if (!kWholeU) second_.copy_end(b, second);
-    if (!kWholeT || !kWholeU) stages_.shift[stage.number] = {a.shift, b.shift};
+    if (!kWholeT || !kWholeU) {
+      stages_.shift[stage.number][0] = a.shift;
+      stages_.shift[stage.number][1] = b.shift;
+    }
     filled.expect(a.bytes + b.bytes);
     if (a.bytes > 0) filled.copy(first, a.start, a.bytes);
     if (b.bytes > 0) filled.copy(second, b.start, b.bytes);
@@ -101,16 +106,16 @@ class RowRing {
   // Where the block's columns start in a stage.
   __device__ __forceinline__ const T* first(const RingStage& stage) const {
     const char* const start = memory_ + stage.at;
-    return reinterpret_cast<const T*>(start + (kWholeT ? 0 : stages_.shift[stage.number].x));
+    return reinterpret_cast<const T*>(start + (kWholeT ? 0 : stages_.shift[stage.number][0]));
   }
   __device__ __forceinline__ const U* second(const RingStage& stage) const {
     const char* const start = memory_ + stage.at + second_at_;
-    return reinterpret_cast<const U*>(start + (kWholeU ? 0 : stages_.shift[stage.number].y));
+    return reinterpret_cast<const U*>(start + (kWholeU ? 0 : stages_.shift[stage.number][1]));
   }
 
  private:
   char* memory_;
-  RingStages& stages_;
+  Stages& stages_;
   RingTensor<T> first_;
   RingTensor<U> second_;
   int second_at_, size_;  // of a stage

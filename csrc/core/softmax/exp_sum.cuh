@@ -58,12 +58,6 @@ struct LargerOf {
     return larger_of(a, b);
   }
 };
-struct SumOf {
-  template <typename A>
-  __device__ A operator()(A a, A b) const {
-    return a + b;
-  }
-};
 
 // The sum of N values as a tree: short chains of dependent additions, small rounding errors.
 template <typename A, int N>
