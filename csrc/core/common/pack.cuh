@@ -45,6 +45,9 @@ constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kFloat16
                            : std::is_same_v<T, float>         ? DType::kFloat32
                                                               : DType::kFloat64;
 
+template <typename A, typename B = A>
+constexpr int kPackElements = pack_elements(kDTypeOf<A>, kDTypeOf<B>);
+
 // The type of a row's arithmetic: fp32, or fp64 for fp64 data.
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;

@@ -11,6 +11,11 @@ constexpr int size_of(DType dtype) {
   return dtype == DType::kFloat64 ? 8 : dtype == DType::kFloat32 ? 4 : 2;
 }
 
+// Elements of a pack (pack.cuh): 16 bytes of the wider of two tensors.
+constexpr int pack_elements(DType a, DType b) {
+  return 16 / (size_of(a) > size_of(b) ? size_of(a) : size_of(b));
+}
+
 // Division by a fixed number, for dividends below 2^31 (Granlund and Montgomery, 1994):
 // n / divisor == (high word of n * multiplier, + n) >> shift.
 struct Divider {

@@ -25,7 +25,7 @@ template <RowsLie kLie, bool kRms, Saved kSaved, int kPacks, typename X, typenam
 __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out,
                                                    BackwardShared& shared) {
-  constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+  constexpr int N = kPackElements<X, Y>;
   constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
   constexpr bool kRegular = kLie == RowsLie::kRegular, kShifted = kLie == RowsLie::kShifted;
   constexpr bool kInRing = dealt_out(kLie) && kPacks > 1;

@@ -33,7 +33,7 @@ template <bool kRegular, bool kRms, Saved kSaved, typename X>
 __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
                                          const BackwardOutput<X, float>& out, int64_t row,
                                          FewRowSums::Slots& slots) {
-  constexpr int N = 16 / sizeof(X), kPacks = 2;
+  constexpr int N = kPackElements<X>, kPacks = 2;
   extern __shared__ __align__(16) float few_staged[];
 
   const RowGroup<Barrier::kBlock, true> group;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
                                             const ColumnGradients& gradients, int tile, int split,
                                             int splits, FewShared& shared) {
   constexpr bool kFromOutput = kSaved == Saved::kOutput;
-  constexpr int N = 16 / sizeof(X), kLanes = kFewColumns / N, kRows = 3;
+  constexpr int N = kPackElements<X>, kLanes = kFewColumns / N, kRows = 3;
   const int thread = threadIdx.x, lane = thread % kLanes;
   const int first_col = tile * kFewColumns, col = first_col + lane * N;
   const int64_t step = int64_t{blockDim.x} / kLanes * splits;

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(768, 1)
                        int stages, int partial_sets, int rows_in_sequence) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
-  constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+  constexpr int N = kPackElements<X, Y>;
   if (regular) {
     norm_backward_late<RowsLie::kRegular, kRms, kSaved>(in, out, stages, partial_sets,
                                                         rows_in_sequence, shared);

@@ -17,7 +17,7 @@ __device__ __forceinline__ A gradient_of_x(A w, A xhat, A rstd,
 template <typename Y, typename S, typename A, bool kListed>
 __global__ void __launch_bounds__(512)
     norm_backward_row_means(const __grid_constant__ BackwardInput<Y, S, A> in, A* means) {
-  constexpr int N = 16 / (sizeof(S) > sizeof(Y) ? sizeof(S) : sizeof(Y));
+  constexpr int N = kPackElements<S, Y>;
   constexpr int kPacks = sizeof(A) == 8 ? 1 : 2;
   using Sums = GradientSums<A, false>;
   __shared__ Sums slots[2][kMaxWarps];
@@ -73,7 +73,7 @@ template <typename X, typename Y, typename S, typename A, bool kListed>
 __global__ void __launch_bounds__(128)
     norm_backward_columns(const __grid_constant__ BackwardInput<Y, S, A> in,
                           const __grid_constant__ BackwardOutput<X, A> out, const A* means) {
-  constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+  constexpr int N = kPackElements<X, Y>;
   out.clear_totals();
   const RowGroup<Barrier::kBlock> group;
   const int col = (blockIdx.x * blockDim.x + threadIdx.x) * N;

@@ -28,11 +28,6 @@ template <typename Load, typename Store>
 using StatisticsOf =
     StatisticsOut<Accumulator<typename Load::Input>, std::is_same_v<typename Store::Output, float>>;
 
-template <typename Load, typename Store>
-constexpr int kPackElements = 16 / (sizeof(typename Load::Input) > sizeof(typename Store::Output)
-                                        ? sizeof(typename Load::Input)
-                                        : sizeof(typename Store::Output));
-
 // How many values of a row a thread holds as fp32. Rows that are not regular need registers to be
 // put together.
 constexpr int held_values(RowsLie lie) {
@@ -140,7 +135,7 @@ __device__ __forceinline__ void norm_forward_once(
   constexpr RowsLie kLie = Form::kLie;
   using X = typename Load::Input;
   using A = Accumulator<X>;
-  constexpr int N = kPackElements<Load, Store>;
+  constexpr int N = kPackElements<X, typename Store::Output>;
   // Values that may be centred about the mean of a block's part of the row first, and then about
   // the row's, must not be rounded twice.
   constexpr bool kTwice = !kRms && !kCorrectsMean<X> && kPacks == kMostPacks;
@@ -190,7 +185,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
   using X = typename Load::Input;
   using A = Accumulator<X>;
   using Statistics = RowStatistics<A, kRms>;
-  constexpr int N = kPackElements<Load, Store>;
+  constexpr int N = kPackElements<X, typename Store::Output>;
   constexpr int kPacks = 4;
   __shared__ __align__(16) char slot_bytes[2 * kMaxWarps * sizeof(Statistics)];
   auto& slots = reinterpret_cast<Statistics(&)[2][kMaxWarps]>(slot_bytes);

@@ -17,7 +17,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
                       const StatisticsOf<InputLoad<X>, AffineStore<X>> out, int slots) {
 #if __CUDA_ARCH__ >= 900
   constexpr RowsLie kLie = RowsLie::kRegular;
-  constexpr int N = 16 / sizeof(X), kPacks = kMostPacks;
+  constexpr int N = kPackElements<X>, kPacks = kMostPacks;
   constexpr bool kPacked = kPacks * N > held_values(kLie);
   using Parts = ClusterParts<PartStatistics<float>, kPortableClusterBlocks>;
   __shared__ SumSlots<float> sums[2];  // used in turn

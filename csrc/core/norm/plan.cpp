@@ -13,8 +13,6 @@ constexpr int kWarp = 32, kBanks = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-int pack_elements(DType x, DType y) { return 16 / std::max(size_of(x), size_of(y)); }
-
 // Rows up to a warp's packs take the lanes they need, as a power of two; longer rows whole warps.
 int threads_for(int64_t row_packs, int packs) {
   const int64_t threads = ceil_div(row_packs, packs);

@@ -22,7 +22,7 @@ struct RingRow {
 template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 class RingSlice {
  public:
-  static constexpr int N = 16 / (sizeof(X) > sizeof(Y) ? sizeof(X) : sizeof(Y));
+  static constexpr int N = kPackElements<X, Y>;
   static constexpr int kPacks = 16 / N;
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kListed = kSaved == Saved::kOutputAndList;

@@ -16,7 +16,7 @@ namespace fused_norm {
 
 // What passes through a ring of tiles: x, in whose place comes y.
 template <typename X>
-struct ForwardTiles {
+struct SoftmaxTiles {
   static constexpr int kWritten = 0;
   const Rows<X>& x;
   X* y;
@@ -72,8 +72,8 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
   constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
   extern __shared__ __align__(128) char memory[];
   const RowColumns<kUnits> columns(x.cols);
-  const ForwardTiles<X> tensors{x, y, lie_flat};
-  TileRing<X, TileKind::kWhole, ForwardTiles<X>, FlatRows> tiles(tensors, x.rows, x.cols, flat,
+  const SoftmaxTiles<X> tensors{x, y, lie_flat};
+  TileRing<X, TileKind::kWhole, SoftmaxTiles<X>, FlatRows> tiles(tensors, x.rows, x.cols, flat,
                                                                  filled, memory);
   for_tiles<kRows>(tiles, flat, [&](int r) {
     X* const at = tiles.part(0) + r * x.cols + columns.first;

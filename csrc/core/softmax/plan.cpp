@@ -121,7 +121,7 @@ void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, RowS
 // eight packs (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288: 161 -> 147; softmax's would go
 // from 140 to 148, H200).
 RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
-  const int pack = softmax_pack(x, y);
+  const int pack = pack_elements(x, y);
   const int64_t row_packs = ceil_div(cols, pack);
   const bool backward = is_backward(pass);
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
@@ -177,7 +177,7 @@ RowShape uncached_shape(SoftmaxPass pass, int64_t row_packs, const DevicePropert
 
 RowShape shape_in(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                   const DeviceProperties& device) {
-  const int64_t row_packs = ceil_div(cols, softmax_pack(x, y));
+  const int64_t row_packs = ceil_div(cols, pack_elements(x, y));
   if (tier == SoftmaxTier::kWarp) return warp_shape(is_backward(pass), row_packs);
   if (tier == SoftmaxTier::kBlock) return block_shape(pass, cols, x, y, device);
   return uncached_shape(pass, row_packs, device);
@@ -187,7 +187,7 @@ bool tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                 const DeviceProperties& device) {
   if (tier == SoftmaxTier::kUncached) return true;
   if (x == DType::kFloat64) return false;
-  if (tier == SoftmaxTier::kWarp) return ceil_div(cols, softmax_pack(x, y)) <= kMaxWarpPacks;
+  if (tier == SoftmaxTier::kWarp) return ceil_div(cols, pack_elements(x, y)) <= kMaxWarpPacks;
   const RowShape shape = shape_in(tier, pass, cols, x, y, device);
   if (shape.place == RowPlace::kRing) return shape.slots > 0;
   return shape.shared_bytes + kStaticShared <= device.shared_bytes_per_block;
@@ -218,7 +218,7 @@ int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DevicePropert
   while (row_class < kSoftmaxFlatClasses && units() * kWarp < cols) ++row_class;
   const bool has_tiles = device.max_cluster_blocks > 1 && x == y && size_of(x) == 2 &&
                          pass != SoftmaxPass::kMaskedForward;
-  const int pack = softmax_pack(x, y);
+  const int pack = pack_elements(x, y);
   if (!has_tiles || row_class == kSoftmaxFlatClasses || cols <= (units() - 1) * kWarp ||
       (cols % pack == 0 && cols <= kMaxWarpPacks * pack))
     return kSoftmaxFlatClasses;
@@ -263,8 +263,6 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
 
 }  // namespace
 
-int softmax_pack(DType x, DType y) { return 16 / std::max(size_of(x), size_of(y)); }
-
 bool softmax_tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                         const DeviceProperties& device) {
   return tier == SoftmaxTier::kAuto || tier_holds(tier, pass, cols, x, y, device);
@@ -286,7 +284,7 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
   plan.tier = tier;
   plan.place = shape.place;
   plan.overlap = device.max_cluster_blocks > 1;
-  plan.pack = softmax_pack(x, y);
+  plan.pack = pack_elements(x, y);
   plan.packs = shape.packs;
   plan.threads_per_row = shape.threads;
   plan.cluster_blocks = shape.cluster_blocks;
@@ -320,7 +318,7 @@ SoftmaxColumnsPlan plan_softmax_columns(bool backward, bool vectorized, int64_t 
                                         int64_t inner, DType x, DType y,
                                         const DeviceProperties& device) {
   SoftmaxColumnsPlan plan{};
-  plan.pack = vectorized ? softmax_pack(x, y) : 1;
+  plan.pack = vectorized ? pack_elements(x, y) : 1;
   // At least eight packs side by side, 128 bytes where the tensors are 16 bit.
   constexpr int kMaxSplits = 32;
   const int items = backward ? kBackwardColumnItems : kForwardColumnItems;

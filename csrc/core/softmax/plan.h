@@ -14,9 +14,6 @@
 
 namespace fused_norm {
 
-// Elements a pack: 16 bytes of the wider of the two tensors.
-int softmax_pack(DType x, DType y);
-
 // Where a row of SoftmaxTier::kWarp or kBlock lies. kRing: in shared memory, on its way through
 // (span_ring.cuh). kFlat: on its way in a tile of rows, each of which is a warp's (flat.cuh), where
 // the tier is the plan's choice.

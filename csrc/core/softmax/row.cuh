@@ -12,9 +12,6 @@ namespace fused_norm {
 constexpr int kWarpTierThreads = 128;
 constexpr int kBlockTierThreads = 512;
 
-template <typename In, typename Out>
-constexpr int kPackElements = 16 / (sizeof(In) > sizeof(Out) ? sizeof(In) : sizeof(Out));
-
 // Calls run(regular, log) with both known at compile time, after the kernel before. Chosen once, at
 // the top of a kernel.
 template <bool kMayLog, typename Run>

@@ -40,7 +40,7 @@ cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params,
 
 cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& params,
                                            const DeviceProperties& device, cudaStream_t stream) {
-  const int pack = softmax_pack(params.x_dtype, params.y_dtype);
+  const int pack = pack_elements(params.x_dtype, params.y_dtype);
   const bool vectorized = params.inner % pack == 0 && is_aligned(params.x, pack, params.x_dtype) &&
                           is_aligned(params.y, pack, params.y_dtype);
   return run(params,
@@ -51,7 +51,7 @@ cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& pa
 
 cudaError_t launch_softmax_columns_backward(const SoftmaxColumnsBackwardParams& params,
                                             const DeviceProperties& device, cudaStream_t stream) {
-  const int pack = softmax_pack(params.x_dtype, params.y_dtype);
+  const int pack = pack_elements(params.x_dtype, params.y_dtype);
   const bool vectorized = params.inner % pack == 0 && is_aligned(params.dx, pack, params.x_dtype) &&
                           is_aligned(params.dy, pack, params.y_dtype) &&
                           is_aligned(params.y, pack, params.y_dtype);
