@@ -238,8 +238,7 @@ template <typename T>
 __device__ __forceinline__ T* row_start(T* base, const RowLayout& layout, int64_t row) {
   if (layout.inner == 0) return base + row * layout.stride;
   const uint32_t index = static_cast<uint32_t>(row);
-  const uint32_t outer =
-      (__umulhi(index, layout.multiplier) + index) >> layout.shift;  // index / inner
+  const uint32_t outer = divide(index, {layout.inner, layout.multiplier, layout.shift});
   return base + outer * layout.outer_stride + (index - outer * layout.inner) * layout.stride;
 }
 
