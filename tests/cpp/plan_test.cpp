@@ -171,7 +171,6 @@ void check_parts(const FlatRows& flat, FlatClass of, int sure, int cols) {
 void check_tiles(const FlatRows& flat, int rows_at_work, bool whole, int cols) {
   EXPECT_GE(flat.slots, 3);
   EXPECT_LE(flat.slots, kMaxFlatSlots);
-  EXPECT_EQ(flat.rows_per_block, rows_at_work);
   EXPECT_EQ(flat.rows % rows_at_work, 0);
   const int bytes = flat.rows * cols * 2;
   EXPECT_TRUE(!whole || bytes % 16 == 0);

@@ -65,8 +65,8 @@ void check_flat(const SoftmaxPlan& plan, const DeviceProperties& chip, Dtypes dt
   EXPECT_EQ((cols + 31) / 32, kSoftmaxFlatUnits[flat.row_class]);
   EXPECT_EQ(plan.packs, kSoftmaxFlatUnits[flat.row_class]);
   EXPECT_EQ(plan.tier, cols <= 1024 ? SoftmaxTier::kWarp : SoftmaxTier::kBlock);
-  EXPECT_EQ(flat.rows_per_block, kFlatThreads / 32 * softmax_flat_rows(plan.packs));
-  EXPECT_EQ(flat.rows % flat.rows_per_block, 0);
+  EXPECT_EQ(plan.rows_per_block, kFlatThreads / 32 * softmax_flat_rows(plan.packs));
+  EXPECT_EQ(flat.rows % plan.rows_per_block, 0);
   EXPECT_EQ(int64_t{flat.rows} * cols * 2 % 16, 0);
   EXPECT_GE(flat.tile_bytes, flat.rows * cols * 2);
   EXPECT_EQ(flat.tile_bytes % 16, 0);

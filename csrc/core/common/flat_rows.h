@@ -10,15 +10,15 @@ namespace fused_norm {
 
 // Rows of one 16-bit dtype.
 struct FlatRows {
-  int parts = 1;       // warps that share a row
-  int part_cols;       // columns for each of them, and
-  int wider;           // so many of the first ones have one more
-  int slots;           // of shared memory, for the tiles at work and those on their way
-  int rows;            // of a tile
-  int rows_per_block;  // at work at a time
-  int blocks;          // of the grid
-  int row_class;       // where the compiler knows how many columns a lane has: which number
-  int params_bytes, tile_bytes, shared_bytes;
+  int parts = 1;     // warps that share a row
+  int part_cols;     // columns for each of them, and
+  int wider;         // so many of the first ones have one more
+  int slots;         // of shared memory, for the tiles at work and those on their way
+  int rows;          // of a tile
+  int blocks;        // of the grid
+  int shared_bytes;  // of a block
+  int row_class;     // where the compiler knows how many columns a lane has: which number
+  int params_bytes, tile_bytes;
 };
 
 constexpr int first_of_part(const FlatRows& flat, int part) {
@@ -62,7 +62,6 @@ constexpr int broken_tile_bytes(int bytes) { return flat_tile_bytes(bytes + 2 * 
 inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes, FlatRows& flat) {
   constexpr int kElementBytes = 2;
   flat.slots = slots;
-  flat.rows_per_block = rows_at_work;
   const int64_t times = most_bytes / (int64_t{rows_at_work} * cols * kElementBytes);
   flat.rows = rows_at_work * static_cast<int>(std::max<int64_t>(1, times));
   const int bytes = flat.rows * cols * kElementBytes;
@@ -73,7 +72,7 @@ inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes,
 inline void set_slices(int slots, FlatRows& flat) {
   constexpr int kElementBytes = 2;
   flat.slots = slots;
-  flat.rows = flat.rows_per_block = 1;
+  flat.rows = 1;
   flat.tile_bytes = broken_tile_bytes(first_of_part(flat, kBlockParts) * kElementBytes);
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
+#include "core/common/flat_rows.h"
 #include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 
@@ -41,16 +42,15 @@ struct TileRows {
 enum class TileKind { kWhole, kRows, kSlices };
 
 // A persistent block's (or cluster's) tiles: every gridDim.x-th, each in a slot of shared memory
-// for as long as the block works on it; others are on their way there, or from there. Shape:
-// `slots`, `rows` of a tile, and `tile_bytes` of a slot. Copies are of whole granules. A tile of
-// others begins in its slot where it does in a granule of its tensor; the first and last granules,
-// of which other tiles have a part, some lanes write.
+// for as long as the block works on it; others are on their way there, or from there. Copies are of
+// whole granules. A tile of others begins in its slot where it does in a granule of its tensor; the
+// first and last granules, of which other tiles have a part, some lanes write.
 //
 // Tensors says what passes through: count() tensors, rows_of(t) being tensor t; written(), where
 // what became of tensor kWritten goes, null for nowhere; and flat(), whether in each of them the
 // rows follow each other without gaps from a multiple of 16 bytes on. Others are copied by the
 // block's threads, before and after a tile's turn.
-template <typename T, TileKind kKind, typename Tensors, typename Shape>
+template <typename T, TileKind kKind, typename Tensors>
 class TileRing {
   static constexpr bool kWhole = kKind == TileKind::kWhole, kSlices = kKind == TileKind::kSlices;
 
@@ -58,10 +58,10 @@ class TileRing {
   // `filled` and `memory`, of so many slots, are in shared memory. A barrier of the block follows
   // start(). Slices, of tensors that lie flat, are so many columns from the first one on.
   __device__ __forceinline__ TileRing(const Tensors& tensors, int64_t rows, int row_cols,
-                                      const Shape& shape, CopyBarrier* filled, char* memory,
+                                      const FlatRows& flat, CopyBarrier* filled, char* memory,
                                       int first_col = 0, int cols = 0)
       : tensors_(tensors),
-        shape_(shape),
+        flat_(flat),
         filled_(filled),
         memory_(memory),
         cols_(kSlices ? cols : row_cols),
@@ -69,11 +69,11 @@ class TileRing {
         first_col_(first_col),
         clusters_(kSlices ? gridDim.x / RowCluster().blocks() : 0),
         tile_(first_tile()),
-        tiles_(static_cast<int>((rows + shape.rows - 1) / shape.rows)),
-        last_rows_(static_cast<int>(rows - int64_t{tiles_ - 1} * shape.rows)) {
+        tiles_(static_cast<int>((rows + flat.rows - 1) / flat.rows)),
+        last_rows_(static_cast<int>(rows - int64_t{tiles_ - 1} * flat.rows)) {
     if (threadIdx.x != 0) return;
 #pragma unroll 1
-    for (int slot = 0; slot < shape.slots; ++slot) filled[slot].init(tensors.count());
+    for (int slot = 0; slot < flat.slots; ++slot) filled[slot].init(tensors.count());
     CopyBarrier::order_inits();
   }
   // By all threads.
@@ -81,14 +81,14 @@ class TileRing {
     __syncwarp();
     if (!copies() || !tensors_.flat()) return;
 #pragma unroll 1
-    for (int slot = 0; slot < shape_.slots; ++slot) fill(slot, tile_ + slot * stride());
+    for (int slot = 0; slot < flat_.slots; ++slot) fill(slot, tile_ + slot * stride());
   }
 
   // Of the tile at hand: whether there is one; its first row, and how many it has; where its part
   // of a tensor lies, once it is there. After the tensors' last rows comes anything, or zeros if
   // kZeros.
   __device__ __forceinline__ bool any() const { return tile_ < tiles_; }
-  __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * shape_.rows; }
+  __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * flat_.rows; }
   __device__ __forceinline__ int rows() const { return rows_of(tile_); }
   __device__ __forceinline__ T* part(int tensor) const {
     return reinterpret_cast<T*>(memory_ + offset(tensor));
@@ -100,7 +100,7 @@ class TileRing {
   template <bool kZeros>
   __device__ __forceinline__ void wait() const {
     const int rows = this->rows();
-    const bool fill_up = kZeros && rows < shape_.rows;
+    const bool fill_up = kZeros && rows < flat_.rows;
     if (tensors_.flat()) {
       filled_[slot_].wait(parity_);
       if (!fill_up) return;
@@ -111,13 +111,13 @@ class TileRing {
         const TileRows<T> of = tensors_.rows_of(t);
         gather_rows(part(t), of.base, of.layout, first_row(), rows, cols_);
       }
-      if (fill_up) clear_elements(part(t) + rows * cols_, (shape_.rows - rows) * cols_);
+      if (fill_up) clear_elements(part(t) + rows * cols_, (flat_.rows - rows) * cols_);
     }
     __syncthreads();
   }
   // The next tile's first row.
   __device__ __forceinline__ int64_t next_row() const {
-    return int64_t{tile_ + stride()} * shape_.rows;
+    return int64_t{tile_ + stride()} * flat_.rows;
   }
 
   // By all threads of the block, when each is done with its part of the tile: writes it, and goes
@@ -132,9 +132,9 @@ class TileRing {
       if (copies()) {
         if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
         if (tile_ != first_tile())
-          fill(slot_ > 0 ? slot_ - 1 : shape_.slots - 1, tile_ + (shape_.slots - 1) * stride());
+          fill(slot_ > 0 ? slot_ - 1 : flat_.slots - 1, tile_ + (flat_.slots - 1) * stride());
       }
-      if (++slot_ == shape_.slots) {
+      if (++slot_ == flat_.slots) {
         slot_ = 0;
         parity_ ^= 1;
       }
@@ -155,7 +155,7 @@ class TileRing {
   __device__ __forceinline__ static int tensor() { return threadIdx.x; }
   __device__ __forceinline__ bool copies() const { return threadIdx.x < tensors_.count(); }
   __device__ __forceinline__ int offset_of(int slot, int tensor) const {
-    return (slot * tensors_.count() + tensor) * shape_.tile_bytes;
+    return (slot * tensors_.count() + tensor) * flat_.tile_bytes;
   }
   __device__ __forceinline__ char* part_of(int slot, int tensor) const {
     return memory_ + offset_of(slot, tensor);
@@ -167,13 +167,13 @@ class TileRing {
     return blockIdx.x / (kSlices ? RowCluster().blocks() : 1);
   }
   __device__ __forceinline__ int rows_of(int tile) const {
-    return tile + 1 < tiles_ ? shape_.rows : last_rows_;
+    return tile + 1 < tiles_ ? flat_.rows : last_rows_;
   }
   // Where a tile starts in its tensors, in bytes, and how far that is from the granule's start; and
   // where it ends, from there.
   __device__ __forceinline__ int64_t start_of(int tile) const {
     if (kSlices) return (int64_t{tile} * row_cols_ + first_col_) * static_cast<int64_t>(sizeof(T));
-    return int64_t{tile} * (shape_.rows * cols_ * static_cast<int>(sizeof(T)));
+    return int64_t{tile} * (flat_.rows * cols_ * static_cast<int>(sizeof(T)));
   }
   __device__ __forceinline__ int skew_of(int tile) const {
     if (kSlices) {
@@ -233,7 +233,7 @@ class TileRing {
   }
 
   const Tensors& tensors_;
-  const Shape& shape_;
+  const FlatRows& flat_;
   CopyBarrier* filled_;
   char* memory_;
   int cols_;                             // of a tile

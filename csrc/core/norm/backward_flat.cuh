@@ -72,7 +72,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   wait_for_prerequisites();
   out.clear_totals();
   const Tiles tensors{in, out, lie_flat};
-  TileRing<X, kParts ? TileKind::kRows : TileKind::kWhole, Tiles, FlatRows> tiles(
+  TileRing<X, kParts ? TileKind::kRows : TileKind::kWhole, Tiles> tiles(
       tensors, in.rows, cols, flat, filled, memory + flat.params_bytes);
   tiles.start();
   PartExchange<float2, kSharing> exchange(part, slots);

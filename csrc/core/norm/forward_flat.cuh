@@ -177,8 +177,8 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of,
   const typename Norm::Part part(of.flat, cols);
   const RowCluster cluster;
   const BlockColumns<Norm::kSharing> of_block(of.flat, cols);
-  TileRing<X, kKind, ForwardTiles<X>, FlatRows> tiles(tensors, of.load.rows, cols, of.flat, filled,
-                                                      memory, of_block.first, of_block.cols);
+  TileRing<X, kKind, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled, memory,
+                                            of_block.first, of_block.cols);
   Norm norm(of.flat, part, of.out, slots);
   if (kCluster) cluster.arrive();
   meet_previous_kernel();

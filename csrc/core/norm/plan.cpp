@@ -352,7 +352,6 @@ ForwardWarps forward_warps(int64_t rows, int cols, const DeviceProperties& devic
   set_tiles(least_rows, cols, kSlots,
             best_tile_bytes(least, step, std::min({turns_bytes, kMostBytes, room}), all, blocks),
             flat);
-  flat.rows_per_block = rows_at_work;
   flat.shared_bytes = kSlots * flat.tile_bytes;
   flat.blocks = static_cast<int>(blocks);
   const bool bulk_copies = device.max_cluster_blocks > 1;
@@ -409,8 +408,8 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * cols * 2;
   const int64_t most_bytes = longer ? 17 * 1024 : 11 * 1024;
   const int64_t room = flat_room(flat, kSlots * kFlatTensors, most_blocks, device);
-  set_tiles(kWarps / flat.parts * flat_rows_at_once(units), cols, kSlots,
-            std::min({share, room, most_bytes}), flat);
+  const int rows_at_work = kWarps / flat.parts * flat_rows_at_once(units);
+  set_tiles(rows_at_work, cols, kSlots, std::min({share, room, most_bytes}), flat);
   flat.shared_bytes = std::max(flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes,
                                kWarps * units * kWarp * 2 * 4);  // in the end, its warps' sums
   const int64_t resident = resident_flat(flat, most_blocks, device);
@@ -421,7 +420,7 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   plan.pack = 1;
   plan.packs = units;
   plan.threads_per_row = kWarp * flat.parts;
-  plan.rows_per_block = flat.rows_per_block;
+  plan.rows_per_block = rows_at_work;
   plan.cluster_blocks = 1;
   plan.blocks = plan.partials = flat.blocks;
   plan.shared_bytes = flat.shared_bytes;

@@ -73,8 +73,8 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
   extern __shared__ __align__(128) char memory[];
   const RowColumns<kUnits> columns(x.cols);
   const SoftmaxTiles<X> tensors{x, y, lie_flat};
-  TileRing<X, TileKind::kWhole, SoftmaxTiles<X>, FlatRows> tiles(tensors, x.rows, x.cols, flat,
-                                                                 filled, memory);
+  TileRing<X, TileKind::kWhole, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled,
+                                                       memory);
   for_tiles<kRows>(tiles, flat, [&](int r) {
     X* const at = tiles.part(0) + r * x.cols + columns.first;
     float values[kRows][kUnits], top[kRows], sum[kRows];
@@ -118,8 +118,7 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
   const int cols = load.y.cols;
   const RowColumns<kUnits> columns(cols);
   const Tiles tensors{load, dx, lie_flat};
-  TileRing<X, TileKind::kWhole, Tiles, FlatRows> tiles(tensors, load.y.rows, cols, flat, filled,
-                                                       memory);
+  TileRing<X, TileKind::kWhole, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
   for_tiles<kRows>(tiles, flat, [&](int r) {
     const int at = r * cols + columns.first;
     X* const dy_at = tiles.part(Tiles::kGradientRows) + at;

@@ -239,8 +239,8 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
       (device.shared_bytes_per_block / most_blocks - 2 * kFlatStatic) / (kSlots * tensors);
   SoftmaxPlan plan{};
   FlatRows& flat = plan.flat;
-  set_tiles(kWarps * softmax_flat_rows(units), cols, kSlots, std::min({share, room, kMostBytes}),
-            flat);
+  const int rows_at_work = kWarps * softmax_flat_rows(units);
+  set_tiles(rows_at_work, cols, kSlots, std::min({share, room, kMostBytes}), flat);
   flat.row_class = row_class;
   flat.shared_bytes = kSlots * tensors * flat.tile_bytes;
   const int64_t resident = resident_flat(flat, most_blocks, device);
@@ -252,7 +252,7 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
   plan.pack = 1;
   plan.packs = units;
   plan.threads_per_row = kWarp;
-  plan.rows_per_block = flat.rows_per_block;
+  plan.rows_per_block = rows_at_work;
   plan.cluster_blocks = 1;
   plan.slice = cols;
   plan.blocks = flat.blocks;
