@@ -281,7 +281,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                         look_blocks, plan.partials);
 }
 
-// Defines norm_forward_of<X> and norm_backward_of<X> for outputs of X or one of Others.
+// norm_forward_of<X> and norm_backward_of<X>, for outputs of X or one of Others.
 template <typename X, typename... Others>
 cudaError_t dispatch_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream) {

@@ -115,8 +115,8 @@ cudaError_t launch_backward(const GradientLoad<Y>& load, const RoundedStore<X>& 
 }  // namespace detail
 
 template <typename X, typename Y>
-cudaError_t softmax_forward_as(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
-                               cudaStream_t stream) {
+cudaError_t softmax_as(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
+                       cudaStream_t stream) {
   using A = Accumulator<X>;
   const Rows<X> x{static_cast<const X*>(params.x), params.x_layout, params.rows, params.cols};
   const RoundedStore<Y> store{static_cast<Y*>(params.y), params.rows, params.cols};
@@ -132,8 +132,8 @@ cudaError_t softmax_forward_as(const SoftmaxForwardParams& params, const Softmax
 }
 
 template <typename X, typename Y>
-cudaError_t softmax_backward_as(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
-                                cudaStream_t stream) {
+cudaError_t softmax_as(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
+                       cudaStream_t stream) {
   const Rows<Y> dy{static_cast<const Y*>(params.dy), params.dy_layout, params.rows, params.cols};
   const Rows<Y> y{static_cast<const Y*>(params.y), params.y_layout, params.rows, params.cols};
   const GradientLoad<Y> load{dy, y, static_cast<Accumulator<Y>>(params.scale)};
@@ -146,8 +146,8 @@ cudaError_t softmax_backward_as(const SoftmaxBackwardParams& params, const Softm
 }
 
 template <typename X, typename Y>
-cudaError_t softmax_columns_forward_as(const SoftmaxColumnsForwardParams& params,
-                                       const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
+cudaError_t softmax_as(const SoftmaxColumnsForwardParams& params, const SoftmaxColumnsPlan& plan,
+                       cudaStream_t stream) {
   constexpr int N = kPackElements<X, Y>;
   const int64_t inner_packs = params.inner / plan.pack;
   const ColumnsShape shape{params.outer * inner_packs, inner_packs, params.cols};
@@ -163,8 +163,8 @@ cudaError_t softmax_columns_forward_as(const SoftmaxColumnsForwardParams& params
 }
 
 template <typename X, typename Y>
-cudaError_t softmax_columns_backward_as(const SoftmaxColumnsBackwardParams& params,
-                                        const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
+cudaError_t softmax_as(const SoftmaxColumnsBackwardParams& params, const SoftmaxColumnsPlan& plan,
+                       cudaStream_t stream) {
   constexpr int N = kPackElements<X, Y>;
   const int64_t inner_packs = params.inner / plan.pack;
   const ColumnsShape shape{params.outer * inner_packs, inner_packs, params.cols};
@@ -179,34 +179,11 @@ cudaError_t softmax_columns_backward_as(const SoftmaxColumnsBackwardParams& para
   return run(softmax_columns_backward<X, Y, 1>);
 }
 
-// Defines the functions above for outputs of X or one of Others.
-template <typename X, typename... Others>
-cudaError_t dispatch_softmax(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
-                             cudaStream_t stream) {
-  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
-    return softmax_forward_as<X, decltype(y)>(params, plan, stream);
-  });
-}
-template <typename X, typename... Others>
-cudaError_t dispatch_softmax(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
-                             cudaStream_t stream) {
-  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
-    return softmax_backward_as<X, decltype(y)>(params, plan, stream);
-  });
-}
-template <typename X, typename... Others>
-cudaError_t dispatch_softmax(const SoftmaxColumnsForwardParams& params,
-                             const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
-  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
-    return softmax_columns_forward_as<X, decltype(y)>(params, plan, stream);
-  });
-}
-template <typename X, typename... Others>
-cudaError_t dispatch_softmax(const SoftmaxColumnsBackwardParams& params,
-                             const SoftmaxColumnsPlan& plan, cudaStream_t stream) {
-  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
-    return softmax_columns_backward_as<X, decltype(y)>(params, plan, stream);
-  });
+// softmax_of<X>, for outputs of X or one of Others.
+template <typename X, typename... Others, typename Params, typename Plan>
+cudaError_t dispatch_softmax(const Params& params, const Plan& plan, cudaStream_t stream) {
+  return with_dtype<X, Others...>(
+      params.y_dtype, [&](auto y) { return softmax_as<X, decltype(y)>(params, plan, stream); });
 }
 
 }  // namespace fused_norm
