@@ -1,6 +1,7 @@
 // How the blocks of small grids are spread evenly over a chip. Plain C++.
 #pragma once
 
+#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
@@ -12,8 +13,8 @@ namespace fused_norm {
 // for. Shares of up to four lose more than they gain (512 x 4096: 3.8 and 4.0), and so do those
 // that leave room for one more alone (1024 x 4096, bf16: 6.25 and 6.35).
 inline int fair_shared_bytes(int blocks, int resident, const DeviceProperties& device) {
-  constexpr int kFew = 4, kReservedPerBlock = 1024, kStatic = 2 * 1024;
-  const int share = (blocks + device.sm_count - 1) / device.sm_count;
+  constexpr int kFew = 4, kStatic = 2 * 1024;
+  const int share = static_cast<int>(ceil_div(blocks, device.sm_count));
   if (share <= kFew || share >= resident - 1) return 0;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   return capacity / share / 128 * 128 - kReservedPerBlock - kStatic;

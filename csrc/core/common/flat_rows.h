@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
@@ -30,13 +31,13 @@ constexpr int cols_of_part(const FlatRows& flat, int part) {
 
 // Columns that the warps of a row may ask for, of so many a lane: their last part's too. Even.
 constexpr int staged_columns(const FlatRows& flat, int units) {
-  return (first_of_part(flat, flat.parts - 1) + units * 32 + 1) / 2 * 2;
+  return (first_of_part(flat, flat.parts - 1) + units * kWarpSize + 1) / 2 * 2;
 }
 constexpr int kMaxFlatSlots = 4;
 constexpr int kFlatThreads = 256;
 // All of a block's warps, of which a row takes a power of two; or it takes those of all blocks of a
 // cluster.
-constexpr int kBlockParts = kFlatThreads / 32;
+constexpr int kBlockParts = kFlatThreads / kWarpSize;
 constexpr int cluster_of(const FlatRows& flat) {
   return flat.parts <= kBlockParts ? 1 : flat.parts / kBlockParts;
 }
@@ -55,8 +56,7 @@ constexpr int kFlatStatic = 2048, kClusterStatic = 2304;
 // faster (H200).
 constexpr int flat_tile_bytes(int bytes) { return (bytes + 127) / 128 * 128; }
 // Of one that is not whole granules: it begins and ends in the middle of one.
-constexpr int kGranuleBytes = 16;
-constexpr int broken_tile_bytes(int bytes) { return flat_tile_bytes(bytes + 2 * kGranuleBytes); }
+constexpr int broken_tile_bytes(int bytes) { return flat_tile_bytes(bytes + 2 * kGranule); }
 
 // Sets tiles up to `most_bytes` if they can be; a block has so many rows at work at a time.
 inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes, FlatRows& flat) {
@@ -65,7 +65,7 @@ inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes,
   const int64_t times = most_bytes / (int64_t{rows_at_work} * cols * kElementBytes);
   flat.rows = rows_at_work * static_cast<int>(std::max<int64_t>(1, times));
   const int bytes = flat.rows * cols * kElementBytes;
-  flat.tile_bytes = bytes % kGranuleBytes == 0 ? flat_tile_bytes(bytes) : broken_tile_bytes(bytes);
+  flat.tile_bytes = bytes % kGranule == 0 ? flat_tile_bytes(bytes) : broken_tile_bytes(bytes);
 }
 
 // Tiles that are slices of one row, for each block of a cluster; the first one is the widest.
@@ -77,7 +77,6 @@ inline void set_slices(int slots, FlatRows& flat) {
 }
 
 // Blocks of a multiprocessor, of so many that its registers leave room for.
-constexpr int kReservedPerBlock = 1024;
 inline int resident_flat(const FlatRows& flat, int most, const DeviceProperties& device) {
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int fixed = (cluster_of(flat) > 1 ? kClusterStatic : kFlatStatic) + kReservedPerBlock;
@@ -87,7 +86,7 @@ inline int resident_flat(const FlatRows& flat, int most, const DeviceProperties&
 inline int flat_room(const FlatRows& flat, int tiles, int blocks, const DeviceProperties& device) {
   const int capacity = (device.shared_bytes_per_block + kReservedPerBlock) / blocks;
   const int left = capacity - kReservedPerBlock - kFlatStatic - flat.params_bytes;
-  return left / tiles / 128 * 128 - 2 * 16;
+  return left / tiles / 128 * 128 - 2 * kGranule;
 }
 
 }  // namespace fused_norm

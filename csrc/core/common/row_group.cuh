@@ -7,11 +7,11 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
 
-constexpr int kWarpSize = 32;
 constexpr int kMaxWarps = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 

@@ -150,7 +150,6 @@ class TileRing {
   }
 
  private:
-  static constexpr int kGranule = 16;
   // Lanes of the block's first warp, each for a tensor.
   __device__ __forceinline__ static int tensor() { return threadIdx.x; }
   __device__ __forceinline__ bool copies() const { return threadIdx.x < tensors_.count(); }

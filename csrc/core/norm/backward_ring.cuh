@@ -191,9 +191,9 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   write_row_before();
 }
 
-// 768 threads of 80 registers: 16 columns each, with two accumulators a column.
+// 80 registers a thread hold two accumulators of each of its columns.
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved>
-__global__ void __launch_bounds__(768, 1)
+__global__ void __launch_bounds__(kMaxRingThreads, 1)
     norm_backward_ring(const __grid_constant__ BackwardInput<Y, S, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, bool regular,
                        int stages, int partial_sets, int rows_in_sequence) {

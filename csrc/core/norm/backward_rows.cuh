@@ -191,11 +191,11 @@ class RowsInRing {
   __device__ __forceinline__ void fill(int stage) {
     CopyBarrier& filled = stages_.filled[stage];
     char* const to = memory_ + stage * stage_bytes_ + (of_dy() ? second_ : 0);
-    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(at_) % 16);
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(at_) % kGranule);
     const char* const start = at_ - shift;
-    int bytes = (shift + used_ + 15) & ~15;
+    int bytes = (shift + used_ + kGranule - 1) & -kGranule;
     if (start + bytes > end_) {
-      bytes -= 16;
+      bytes -= kGranule;
 #pragma unroll 1
       for (int at = bytes; at < shift + used_; at += 2)
         *reinterpret_cast<uint16_t*>(to + at) = *reinterpret_cast<const uint16_t*>(start + at);

@@ -15,7 +15,7 @@ __device__ __forceinline__ A gradient_of_x(A w, A xhat, A rstd,
 // Any length, first kernel: the sums of w and w * xhat of each row, as means[row] = {mean(w),
 // mean(w * xhat)}.
 template <typename Y, typename S, typename A, bool kListed>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kMaxRowMeansThreads)
     norm_backward_row_means(const __grid_constant__ BackwardInput<Y, S, A> in, A* means) {
   constexpr int N = kPackElements<S, Y>;
   constexpr int kPacks = sizeof(A) == 8 ? 1 : 2;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(512)
 // Any length, second kernel: a thread owns one pack of columns and walks over every gridDim.y-th
 // row.
 template <typename X, typename Y, typename S, typename A, bool kListed>
-__global__ void __launch_bounds__(128)
+__global__ void __launch_bounds__(kTileThreads)
     norm_backward_columns(const __grid_constant__ BackwardInput<Y, S, A> in,
                           const __grid_constant__ BackwardOutput<X, A> out, const A* means) {
   constexpr int N = kPackElements<X, Y>;

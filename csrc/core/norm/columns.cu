@@ -123,7 +123,7 @@ cudaError_t launch_column_look(const ColumnLookParams& params, cudaStream_t stre
                              false,
                              params.watch,
                              nullptr};
-    return detail::launch(column_look<A>, 1, 1024, {}, stream, look);
+    return detail::launch(column_look<A>, 1, kLookThreads, {}, stream, look);
   };
   return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
 }

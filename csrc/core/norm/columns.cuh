@@ -208,8 +208,10 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
   look.report(found);
 }
 
+constexpr int kLookThreads = 1024;
 template <typename A>
-__global__ void __launch_bounds__(1024) column_look(const __grid_constant__ ColumnLook<A> look) {
+__global__ void __launch_bounds__(kLookThreads)
+    column_look(const __grid_constant__ ColumnLook<A> look) {
   look_at_columns(look);
 }
 

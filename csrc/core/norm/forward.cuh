@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(forward_threads(false, kFewLanesPacks), forwar
 }
 
 template <typename Load, typename Store>
-__global__ void __launch_bounds__(512)
+__global__ void __launch_bounds__(kMaxForwardThreads)
     norm_forward_streaming(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const StatisticsOf<Load, Store> out, bool rms) {
   if (rms) {

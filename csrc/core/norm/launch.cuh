@@ -259,7 +259,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   if (error != cudaSuccess) return error;
   if (!params.dweight && !params.dbias) {
     if (!params.watch.report) return error;
-    return detail::launch(column_look<A>, 1, 1024, {}, stream, look);
+    return detail::launch(column_look<A>, 1, kLookThreads, {}, stream, look);
   }
 
   PartialSums<A> sums{};

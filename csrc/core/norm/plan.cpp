@@ -5,18 +5,17 @@
 #include <optional>
 
 #include "core/common/fair_share.h"
+#include "core/common/sizes.h"
 
 namespace fused_norm {
 namespace {
 
-constexpr int kWarp = 32, kBanks = 32;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int kBanks = 32;
 
 // Rows up to a warp's packs take the lanes they need, as a power of two; longer rows whole warps.
 int threads_for(int64_t row_packs, int packs) {
   const int64_t threads = ceil_div(row_packs, packs);
-  if (threads > kWarp / 2) return static_cast<int>(ceil_div(threads, kWarp) * kWarp);
+  if (threads > kWarpSize / 2) return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
   int lanes = 1;
   while (lanes < threads) lanes *= 2;
   return lanes;
@@ -29,8 +28,8 @@ int threads_for(int64_t row_packs, int packs) {
 constexpr int kMostFourPacks = 4 * kMaxForwardThreads;
 int forward_packs(int64_t block_packs, int cluster_blocks) {
   if (cluster_blocks > 1 || block_packs > kMostFourPacks) return kMostPacks;
-  if (block_packs <= 3 * kWarp / 2) return 3;
-  return block_packs <= 2 * kWarp ? 2 : 4;
+  if (block_packs <= 3 * kWarpSize / 2) return 3;
+  return block_packs <= 2 * kWarpSize ? 2 : 4;
 }
 
 // Rows so few that all are at work at once: two packs in twice as many threads then shorten each
@@ -43,8 +42,6 @@ bool takes_two_packs(int64_t rows, int64_t block_packs, const DeviceProperties& 
   return rows <= int64_t{rows_at_once} * device.sm_count;
 }
 
-int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
-
 // Partial rows: gridDim.y of the column tiles.
 constexpr int64_t kMaxPartials = 65535;
 
@@ -54,23 +51,22 @@ constexpr int kStaticShared = 5 * 1024;
 // Long rows where there are bulk copies, which came with clusters: how `spread` blocks share a row,
 // if they can.
 //
-// A thread has 16 columns, in 80 registers, so that a block of 768 has all of a multiprocessor's.
-// Smaller blocks share it, up to 12 warps, and hide each other's barriers; more would make more
-// partial rows. Three stages hold the row at work, the one before, of which dx is still to be
-// written, and the next. There are more where these would leave too little on its way, or room for
-// another block: when kernels overlap, the first multiprocessors to be free then get that too, and
-// others stay empty (a block of 384 threads, the kernel alone: 100 in place of 81 microseconds,
-// RMSNorm, 8192 x 6144 in bf16 on an H200). Each stage beyond costs about 1 % for want of overlap.
+// Blocks of less than kMaxRingThreads share a multiprocessor, up to 12 warps, and hide each other's
+// barriers; more would make more partial rows. Three stages hold the row at work, the one before,
+// of which dx is still to be written, and the next. There are more where these would leave too
+// little on its way, or room for another block: when kernels overlap, the first multiprocessors to
+// be free then get that too, and others stay empty (a block of 384 threads, the kernel alone: 100
+// in place of 81 microseconds, RMSNorm, 8192 x 6144 in bf16 on an H200). Each stage beyond costs
+// about 1 % for want of overlap.
 struct RingShape {
   int threads, stages, shared_bytes;
   int blocks;  // of a multiprocessor
 };
-constexpr int kRingCols = 16, kMaxRingThreads = 768;
 
 std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_size, int dy_size,
                                     int column_vectors, const DeviceProperties& device) {
   constexpr int kEnoughThreads = 384, kMinStages = 3;
-  constexpr int kStatic = 1024, kReservedPerBlock = 1024, kEnoughBytes = 40 * 1024;
+  constexpr int kStatic = 1024, kEnoughBytes = 40 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
   if (block_packs * pack > kMaxRingThreads * kRingCols) return std::nullopt;
@@ -106,7 +102,7 @@ std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_si
 int64_t ring_time(int spread, int threads) {
   constexpr int kProcessingCluster = 16, kSchedulers = 4, kLonger = 2;
   const int filled = kProcessingCluster / spread * spread;
-  const int64_t warps = ceil_div(threads, kWarp * kSchedulers);
+  const int64_t warps = ceil_div(threads, kWarpSize * kSchedulers);
   return (int64_t{1} << 20) * spread * (warps + kLonger) / filled;
 }
 
@@ -195,7 +191,7 @@ int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties&
 // RMSNorm 122 -> 114.
 ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
                          const DeviceProperties& device) {
-  constexpr int kStatic = 1024, kReservedPerBlock = 1024, kMaxThreads = 65536 / 80;
+  constexpr int kStatic = 1024, kMaxThreads = 65536 / 80;
   ForwardRing ring{};
   const int clusters = device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
   const int slot = plan.threads_per_row * plan.packs * 16;
@@ -237,7 +233,7 @@ FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
                    const DeviceProperties& device) {
   constexpr int kMinLanes = 4;
   const int lanes = threads_for(row_packs, kFewLanesPacks);
-  if (lanes < kMinLanes || lanes >= kWarp || lanes == plan.threads_per_row) return {};
+  if (lanes < kMinLanes || lanes >= kWarpSize || lanes == plan.threads_per_row) return {};
   const int rows_per_block = kForwardBlockThreads / lanes;
   const int blocks = clamp_grid(ceil_div(rows, rows_per_block));
   const int params = kForwardBlockThreads * params_bytes(kFewLanesPacks, true);
@@ -248,11 +244,11 @@ FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
 // The least columns of each lane that suffice for so many in a warp, or kFlatClasses.
 int flat_class(int64_t cols) {
   int row_class = 0;
-  while (row_class < kFlatClasses && kFlatUnits[row_class] * kWarp < cols) ++row_class;
+  while (row_class < kFlatClasses && kFlatUnits[row_class] * kWarpSize < cols) ++row_class;
   return row_class;
 }
 
-constexpr int kMostPartCols = kFlatUnits[kFlatClasses - 1] * kWarp;
+constexpr int kMostPartCols = kFlatUnits[kFlatClasses - 1] * kWarpSize;
 
 // Cuts rows in parts for warps of a block, as few as there can be. False if they are too long; and
 // for longer ones of even length, which other kernels deal out in pairs: that is a little slower
@@ -336,13 +332,13 @@ ForwardWarps forward_warps(int64_t rows, int cols, const DeviceProperties& devic
     if (rows < clusters) flat.slots = 0;
     return warps;
   }
-  warps.threads = std::max(kForwardBlockThreads, flat.parts * kWarp);
+  warps.threads = std::max(kForwardBlockThreads, flat.parts * kWarpSize);
   warps.blocks = clamp_grid(ceil_div(rows, warps.threads / lanes / flat.parts));
 
   // Tiles are so many rows that those of a warp are apart, and no more than a lane for each turn.
   flat.slots = kSlots;
   const int rows_at_work = kFlatThreads / lanes / flat.parts;
-  const int least_rows = lanes < kWarp ? std::max(rows_at_work, 2 * kBanks) : rows_at_work;
+  const int least_rows = lanes < kWarpSize ? std::max(rows_at_work, 2 * kBanks) : rows_at_work;
   const int64_t step = int64_t{least_rows} * cols * kElementBytes,
                 all = rows * cols * kElementBytes;
   const int64_t least = step * std::max<int64_t>(1, kFewBytes / step);
@@ -378,7 +374,7 @@ bool goes_flat(int cols, int pack, bool from_output) {
   if (row_class == kFlatClasses) return false;
   int lanes = 1;
   while (lanes * pack < cols) lanes *= 2;
-  const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarp);
+  const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarpSize);
   const double busy_as_packs = static_cast<double>(cols) / (lanes * pack);
   return busy > busy_as_packs + 0.12 && busy_as_packs <= (from_output ? 0.625 : 1.0);
 }
@@ -387,7 +383,7 @@ bool goes_flat(int cols, int pack, bool from_output) {
 // if they are too long, or there is too little shared memory.
 bool plan_flat(int64_t rows, int cols, int column_vectors, const DeviceProperties& device,
                NormBackwardPlan& plan) {
-  constexpr int kWarps = kFlatThreads / kWarp, kSlots = 3;
+  constexpr int kWarps = kFlatThreads / kWarpSize, kSlots = 3;
   FlatRows flat{};
   if (!set_parts(cols, flat)) return false;
   flat.row_class = flat_class(cols_of_part(flat, 0));
@@ -411,7 +407,7 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   const int rows_at_work = kWarps / flat.parts * flat_rows_at_once(units);
   set_tiles(rows_at_work, cols, kSlots, std::min({share, room, most_bytes}), flat);
   flat.shared_bytes = std::max(flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes,
-                               kWarps * units * kWarp * 2 * 4);  // in the end, its warps' sums
+                               kWarps * units * kWarpSize * 2 * 4);  // in the end, its warps' sums
   const int64_t resident = resident_flat(flat, most_blocks, device);
   if (resident == 0) return false;
   flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
@@ -419,7 +415,7 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   plan.tier = Tier::kFlat;
   plan.pack = 1;
   plan.packs = units;
-  plan.threads_per_row = kWarp * flat.parts;
+  plan.threads_per_row = kWarpSize * flat.parts;
   plan.rows_per_block = rows_at_work;
   plan.cluster_blocks = 1;
   plan.blocks = plan.partials = flat.blocks;
@@ -476,7 +472,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.pack = pack_elements(x, y);
   // Small blocks where a multiprocessor would have large ones in turn, two at a time (1024 x 32768:
   // LayerNorm 70 -> 66 microseconds, RMSNorm 59 -> 57; 8192 x 768: 14.9 and 15.6; bf16, H200).
-  const int64_t sum_blocks = ceil_div(cols, kWarp) * (rms ? 1 : 2);
+  const int64_t sum_blocks = ceil_div(cols, kWarpSize) * (rms ? 1 : 2);
   plan.sum_threads = sum_blocks > 2 * device.sm_count ? kFewSumThreads : kSumThreads;
   const int64_t row_packs = ceil_div(cols, plan.pack);
   const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
@@ -488,21 +484,22 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
   // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
   // most of a warp idle, and are shifted.
-  constexpr int kFewPacks = kWarp / 4, kManyPacks = 5 * kWarp;
+  constexpr int kFewPacks = kWarpSize / 4, kManyPacks = 5 * kWarpSize;
   plan.dealt_out =
       !whole_packs && row_packs > kFewPacks && (row_packs <= kManyPacks || bulk_copies);
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
   // go over more warps, and in one warp nobody waits. To put packs together takes registers.
-  const bool single = row_packs <= kWarp || (plan.dealt_out && row_packs <= kManyPacks) ||
-                      (whole_packs && row_packs > 2 * kWarp && row_packs <= 3 * kWarp);
+  const bool single = row_packs <= kWarpSize || (plan.dealt_out && row_packs <= kManyPacks) ||
+                      (whole_packs && row_packs > 2 * kWarpSize && row_packs <= 3 * kWarpSize);
   const int packs = single ? 1 : 2;
   const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
-  const int threads = plan.dealt_out ? std::max(needed, kWarp) : needed;
+  const int threads = plan.dealt_out ? std::max(needed, kWarpSize) : needed;
   const int block_threads = backward_threads(packs);
 
   // Shared memory holds the weight as fp32, and with it bias and 1 / weight, and rows on their way;
   // in the end the sums of dweight and dbias.
-  const int64_t params = int64_t{std::max(threads, kWarp)} * packs * plan.pack * param_vectors * 4;
+  const int64_t params =
+      int64_t{std::max(threads, kWarpSize)} * packs * plan.pack * param_vectors * 4;
   int64_t row_bytes =
       int64_t{threads} * slice_queue_bytes(packs, plan.pack, saved_size, size_of(y));
   if (plan.dealt_out) {
@@ -554,7 +551,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   plan.tier = Tier::kStreaming;
   plan.shared_bytes = 0;
   plan.packs = 4;
-  plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), 512);
+  plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kMaxRowMeansThreads);
   plan.rows_per_block = std::max(1, 128 / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
   plan.tiles = static_cast<int>(ceil_div(row_packs, kTileThreads));

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "core/common/flat_rows.h"
+#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
@@ -162,6 +163,9 @@ constexpr int flat_sure_units(int row_class) {
 constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;
 
+// kRing: a thread's columns, and most threads of a block, which has all of a multiprocessor's
+// registers then: 80 each.
+constexpr int kRingCols = 16, kMaxRingThreads = 768;
 constexpr int kMaxRingStages = 6;
 constexpr int kMaxRingBlocks = kMaxClusterBlocks;
 // kRegisters: rows of a group in shared memory at once, where they pass through that.
@@ -182,9 +186,10 @@ constexpr int slice_queue_bytes(int packs, int pack, int saved_size, int dy_size
 // Bytes of shared memory for so many of a row: copies start and end at multiples of 16, where the
 // row's first byte need not lie. Slots start at multiples of 128, which copies fill up to 7 %
 // faster (measured with the ring, H200).
-constexpr int ring_slot(int bytes) { return (bytes + 15 + 16 + 127) / 128 * 128; }
+constexpr int ring_slot(int bytes) { return (bytes + 2 * kGranule - 1 + 127) / 128 * 128; }
 
-constexpr int kTileThreads = 128;
+// kStreaming: most threads of a block for rows' sums, and those for a tile.
+constexpr int kMaxRowMeansThreads = 512, kTileThreads = 128;
 constexpr int kSumThreads = 512, kFewSumThreads = 128;
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,

@@ -23,7 +23,7 @@ template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typenam
 class RingSlice {
  public:
   static constexpr int N = kPackElements<X, Y>;
-  static constexpr int kPacks = 16 / N;
+  static constexpr int kPacks = kRingCols / N;
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kListed = kSaved == Saved::kOutputAndList;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;

@@ -3,6 +3,7 @@
 
 #include "core/common/bulk_copy.cuh"
 #include "core/common/row_access.cuh"
+#include "core/common/sizes.h"
 #include "core/norm/plan.h"
 
 namespace fused_norm {
@@ -26,9 +27,9 @@ struct RingTensor {
   __device__ __forceinline__ Span span(int64_t row) const {
     const char* const from = reinterpret_cast<const char*>(row_start(base, layout, row));
     if (kWhole) return {from, 0, used()};
-    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % 16);
-    int bytes = cols > 0 ? (shift + used() + 15) / 16 * 16 : 0;
-    if (bytes > 0 && from - shift + bytes > end) bytes -= 16;
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(from) % kGranule);
+    int bytes = cols > 0 ? (shift + used() + kGranule - 1) / kGranule * kGranule : 0;
+    if (bytes > 0 && from - shift + bytes > end) bytes -= kGranule;
     return {from - shift, shift, bytes};
   }
   // Copies what a span left out of a row, less than 16 bytes at the tensor's end.

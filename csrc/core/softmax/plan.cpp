@@ -5,19 +5,13 @@
 #include <optional>
 
 #include "core/common/fair_share.h"
+#include "core/common/sizes.h"
 
 namespace fused_norm {
 namespace {
 
-constexpr int kWarp = 32;
-constexpr int kWarpTierThreads = 128;  // of a block
-constexpr int kBlockThreads = 512;
 // Static shared memory of the kernels over rows, and of those with a ring, rounded up.
 constexpr int kStaticShared = 4096, kRingStaticShared = 1024;
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-int clamp_grid(int64_t blocks) { return static_cast<int>(std::clamp<int64_t>(blocks, 1, INT_MAX)); }
 
 int power_of_two_from(int64_t at_least) {
   int power = 1;
@@ -25,7 +19,9 @@ int power_of_two_from(int64_t at_least) {
   return power;
 }
 
-int whole_warps(int64_t threads) { return static_cast<int>(ceil_div(threads, kWarp) * kWarp); }
+int whole_warps(int64_t threads) {
+  return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
+}
 
 // How one row is run: what plan_softmax() says but for the number of rows.
 struct RowShape {
@@ -43,12 +39,12 @@ struct RowShape {
 // microseconds, bf16 on an H200). Backward does where more than a quarter of the columns would be
 // missing (104857 x 320: 48 and 52, fp16; with 384 columns 57 and 56, and 5.7 and 5.1 of 6663
 // rows).
-constexpr int kMaxWarpPacks = 4 * kWarp;
+constexpr int kMaxWarpPacks = 4 * kWarpSize;
 
 RowShape warp_shape(bool backward, int64_t row_packs) {
-  const bool fills = backward ? row_packs <= kWarp || row_packs >= 3 * kWarp / 2
+  const bool fills = backward ? row_packs <= kWarpSize || row_packs >= 3 * kWarpSize / 2
                               : row_packs == power_of_two_from(row_packs);
-  const int packs = row_packs == 1 ? 1 : row_packs <= 2 * kWarp && fills ? 2 : 4;
+  const int packs = row_packs == 1 ? 1 : row_packs <= 2 * kWarpSize && fills ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
   return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0, 0, 0};
 }
@@ -74,11 +70,11 @@ int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
 // 132). No slots: not even a cluster can.
 RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& device) {
   const int piece_packs = span_piece_packs(tensors);
-  RowShape shape{RowPlace::kRing, piece_packs, kMaxSpanWarps * kWarp, 1, 0, 0, 0, 0};
+  RowShape shape{RowPlace::kRing, piece_packs, kMaxSpanWarps * kWarpSize, 1, 0, 0, 0, 0};
   if (device.max_cluster_blocks == 1) return shape;
   const int room = (device.shared_bytes_per_block - kRingStaticShared) / kMaxSpanWarps;
   for (int blocks = 1; blocks <= device.max_cluster_blocks; blocks *= 2) {
-    const int64_t lane_packs = ceil_div(row_packs, int64_t{kWarp} * kMaxSpanWarps * blocks);
+    const int64_t lane_packs = ceil_div(row_packs, int64_t{kWarpSize} * kMaxSpanWarps * blocks);
     const int64_t pieces = ceil_div(lane_packs, piece_packs);
     if (pieces * kSpanSlotBytes > room) continue;
     constexpr int kMostAlone = 14;  // packs of a lane
@@ -89,7 +85,7 @@ RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& devi
     const bool tight = slots == needed && blocks > 1 && blocks < device.max_cluster_blocks;
     if (slots < needed || tight) continue;
     shape.cluster_blocks = blocks;
-    shape.slice_packs = lane_packs * kWarp;
+    shape.slice_packs = lane_packs * kWarpSize;
     shape.shared_bytes = int64_t{span_ring_bytes(tensors, needed, slots)} * kMaxSpanWarps;
     shape.pieces = needed;
     shape.slots = slots;
@@ -108,7 +104,7 @@ void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, RowS
   shape.threads /= times;
   shape.slots = shape.pieces;
   shape.shared_bytes =
-      int64_t{span_ring_bytes(tensors, shape.pieces, shape.slots)} * (shape.threads / kWarp);
+      int64_t{span_ring_bytes(tensors, shape.pieces, shape.slots)} * (shape.threads / kWarpSize);
 }
 
 // Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
@@ -129,8 +125,8 @@ RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceP
     return {RowPlace::kRegisters,     packs, threads, cluster_blocks,
             int64_t{packs} * threads, 0,     0,       0};
   };
-  constexpr int64_t kMostPacks = 8 * kBlockThreads;
-  if (row_packs <= (backward ? 4 : 2) * kBlockThreads) return in_registers(4, 1);
+  constexpr int64_t kMostPacks = 8 * kBlockTierThreads;
+  if (row_packs <= (backward ? 4 : 2) * kBlockTierThreads) return in_registers(4, 1);
   if (pass == SoftmaxPass::kLogBackward && size_of(y) == 4 && device.max_cluster_blocks > 1 &&
       row_packs <= kMostPacks)
     return in_registers(4, cluster_for(row_packs, 4 * 320, device));
@@ -144,10 +140,10 @@ RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceP
   }
   if (backward) return ring;
   constexpr int kPacks = 4;
-  const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, kPacks * kBlockThreads);
+  const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, kPacks * kBlockTierThreads);
   return {RowPlace::kShared,
           kPacks,
-          kBlockThreads,
+          kBlockTierThreads,
           device.max_cluster_blocks,
           slice,
           slice * pack * size_of(x),
@@ -160,8 +156,8 @@ RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceP
 RowShape uncached_shape(SoftmaxPass pass, int64_t row_packs, const DeviceProperties& device) {
   const int packs = is_backward(pass) ? 2 : 4;
   const int64_t wanted = ceil_div(row_packs, packs);
-  const int threads =
-      wanted <= kWarp ? power_of_two_from(wanted) : std::min(whole_warps(wanted), kBlockThreads);
+  const int threads = wanted <= kWarpSize ? power_of_two_from(wanted)
+                                          : std::min(whole_warps(wanted), kBlockTierThreads);
   const int chunks = pass == SoftmaxPass::kLogBackward ? 8 : 4;
   const int chunk = packs * threads;
   const int cluster_blocks = cluster_for(row_packs, chunks * chunk, device);
@@ -215,11 +211,11 @@ SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
 int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
   int row_class = 0;
   auto units = [&] { return kSoftmaxFlatUnits[row_class]; };
-  while (row_class < kSoftmaxFlatClasses && units() * kWarp < cols) ++row_class;
+  while (row_class < kSoftmaxFlatClasses && units() * kWarpSize < cols) ++row_class;
   const bool has_tiles = device.max_cluster_blocks > 1 && x == y && size_of(x) == 2 &&
                          pass != SoftmaxPass::kMaskedForward;
   const int pack = pack_elements(x, y);
-  if (!has_tiles || row_class == kSoftmaxFlatClasses || cols <= (units() - 1) * kWarp ||
+  if (!has_tiles || row_class == kSoftmaxFlatClasses || cols <= (units() - 1) * kWarpSize ||
       (cols % pack == 0 && cols <= kMaxWarpPacks * pack))
     return kSoftmaxFlatClasses;
   return row_class;
@@ -228,7 +224,7 @@ int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DevicePropert
 // Nothing where a multiprocessor has no room for three tiles, the least.
 std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class,
                                      int64_t rows, int cols, const DeviceProperties& device) {
-  constexpr int kWarps = kFlatThreads / kWarp, kSlots = 3;
+  constexpr int kWarps = kFlatThreads / kWarpSize, kSlots = 3;
   const int units = kSoftmaxFlatUnits[row_class], tensors = is_backward(pass) ? 2 : 1;
   const int most_blocks =
       softmax_flat_blocks(is_backward(pass) && row_class >= kShorterSoftmaxClasses);
@@ -251,7 +247,7 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
   plan.place = RowPlace::kFlat;
   plan.pack = 1;
   plan.packs = units;
-  plan.threads_per_row = kWarp;
+  plan.threads_per_row = kWarpSize;
   plan.rows_per_block = rows_at_work;
   plan.cluster_blocks = 1;
   plan.slice = cols;
@@ -293,18 +289,17 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
   plan.slots = shape.slots;
   plan.shared_bytes = static_cast<int>(shape.shared_bytes);
   // Small blocks of short rows: many are resident, and hide each other's loads.
-  plan.rows_per_block = tier == SoftmaxTier::kBlock || plan.threads_per_row > kWarp
+  plan.rows_per_block = tier == SoftmaxTier::kBlock || plan.threads_per_row > kWarpSize
                             ? 1
                             : kWarpTierThreads / plan.threads_per_row;
   int64_t clusters = ceil_div(rows, plan.rows_per_block);
   if (plan.place == RowPlace::kRing) {  // they go round
-    constexpr int kReservedPerBlock = 1024;
     const int resident = (device.shared_bytes_per_block + kReservedPerBlock) /
                          (plan.shared_bytes + kRingStaticShared + kReservedPerBlock);
     const int multiprocessors = device.cluster_multiprocessors(plan.cluster_blocks);
     clusters = std::min<int64_t>(
         clusters, multiprocessors / plan.cluster_blocks *
-                      std::min(resident, kMaxSpanWarps * kWarp / plan.threads_per_row));
+                      std::min(resident, kMaxSpanWarps * kWarpSize / plan.threads_per_row));
   }
   plan.blocks = clamp_grid(clusters * plan.cluster_blocks);
   if (tier == SoftmaxTier::kWarp && plan.overlap) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/common/flat_rows.h"
+#include "core/common/sizes.h"
 #include "core/common/types.h"
 #include "core/softmax/tier.h"
 
@@ -18,6 +19,9 @@ namespace fused_norm {
 // (span_ring.cuh). kFlat: on its way in a tile of rows, each of which is a warp's (flat.cuh), where
 // the tier is the plan's choice.
 enum class RowPlace : uint8_t { kRegisters, kShared, kRing, kFlat };
+
+// Threads of a block of SoftmaxTier::kWarp, and most of one of the other tiers.
+constexpr int kWarpTierThreads = 128, kBlockTierThreads = 512;
 
 // Of kFlat: warps have so many columns of a row in each lane, exactly as many as it takes, and so
 // many rows at a time. In backward those of more columns have a kernel of their own, as they take
@@ -31,7 +35,7 @@ constexpr int softmax_flat_blocks(bool longer) { return longer ? 2 : 3; }
 // of the tensors, two in backward, through a ring of slots.
 constexpr int span_piece_packs(int tensors) { return 4 / tensors; }
 constexpr int kMaxSpanWarps = 16;  // of a block
-constexpr int kSpanSlotBytes = 4 * 32 * 16, kSpanEdgeBytes = 32;
+constexpr int kSpanSlotBytes = 4 * kWarpSize * kGranule, kSpanEdgeBytes = 2 * kGranule;
 
 // Whether there are also pieces of the next row in the ring.
 constexpr int span_edge_sets(int pieces, int slots) { return slots > pieces ? 2 : 1; }

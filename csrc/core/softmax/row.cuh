@@ -6,11 +6,9 @@
 #include "core/common/overlap.cuh"
 #include "core/common/row_run.cuh"
 #include "core/softmax/exp_sum.cuh"
+#include "core/softmax/plan.h"
 
 namespace fused_norm {
-
-constexpr int kWarpTierThreads = 128;
-constexpr int kBlockTierThreads = 512;
 
 // Calls run(regular, log) with both known at compile time, after the kernel before. Chosen once, at
 // the top of a kernel.

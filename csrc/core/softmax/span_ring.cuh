@@ -4,12 +4,11 @@
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
+#include "core/common/sizes.h"
 #include "core/softmax/plan.h"
 #include "core/softmax/policies.cuh"
 
 namespace fused_norm {
-
-constexpr int kGranule = 16;  // bytes; copies start and end at multiples of it
 
 // One tensor or two of the same shape, by reference: kernel parameters take no registers.
 template <typename T>
@@ -26,7 +25,7 @@ class SpanRing {
   static constexpr int N = kGranule / sizeof(T);
   static constexpr int kPieceGranules = span_piece_packs(kTensors) * kWarpSize;
   static constexpr int kPieceBytes = kPieceGranules * kGranule;
-  static_assert(kTensors * kPieceBytes == kSpanSlotBytes && 2 * kGranule == kSpanEdgeBytes);
+  static_assert(kTensors * kPieceBytes == kSpanSlotBytes);
 
  public:
   static constexpr int kPiecePacks = span_piece_packs(kTensors), kPieceCols = kPieceGranules * N;
