@@ -146,6 +146,17 @@ __device__ __forceinline__ void store_to(char* start, const Words<kBytes>& words
   }
 }
 
+// Elements [begin, end) of a pack that starts at column `col`.
+template <typename T, int N>
+__device__ void store_elements(T* row, int col, const Pack<T, N>& pack, int begin, int end) {
+  T elements[N];
+  memcpy(elements, &pack, sizeof(pack));
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i >= begin && i < end) row[col + i] = elements[i];
+  }
+}
+
 }  // namespace detail
 
 // Writes packs of one row; the counterpart of RowReader. All lanes that share the row in a warp
@@ -171,7 +182,7 @@ class RowWriter {
       if (count >= N) {
         detail::store_words<kBytes>(address(col), pack.words);
       } else {
-        store_elements(col, pack, 0, count);
+        detail::store_elements(row_, col, pack, 0, count);
       }
       return;
     }
@@ -201,9 +212,9 @@ class RowWriter {
     } else if (count > 0) {  // the row's end
       if (has_before && count >= head) {
         detail::store_words<kBytes>(start, granule);
-        store_elements(col, pack, head, count);
+        detail::store_elements(row_, col, pack, head, count);
       } else {
-        store_elements(col, pack, 0, count);
+        detail::store_elements(row_, col, pack, 0, count);
       }
     }
   }
@@ -213,14 +224,6 @@ class RowWriter {
 
   __device__ char* address(int col) const {
     return reinterpret_cast<char*>(row_) + static_cast<int64_t>(col) * sizeof(T);
-  }
-  __device__ void store_elements(int col, const Pack<T, N>& pack, int begin, int end) const {
-    T elements[N];
-    memcpy(elements, &pack, sizeof(pack));
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (i >= begin && i < end) row_[col + i] = elements[i];
-    }
   }
 
   T* row_;

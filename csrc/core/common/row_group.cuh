@@ -27,6 +27,11 @@ struct SumOf {
 // more than four blocks are resident.
 enum class Barrier { kBlock, kNamed };
 
+// Until so many threads, of whole warps, have come to a named barrier; 0 is the block's own.
+__device__ __forceinline__ void meet_at(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 // The blockDim.x threads of equal threadIdx.y share a row: 1, 2, 4, 8 or 16 lanes of a warp, or
 // whole warps (kFullWarps: always). A block holds blockDim.y such groups. Groups of one warp or
 // less never wait for anyone. With Barrier::kBlock all groups of larger ones meet at once.
@@ -106,7 +111,7 @@ class RowGroup {
     if constexpr (kBarrier == Barrier::kBlock) {
       __syncthreads();
     } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(index() + 1), "r"(threads()) : "memory");
+      meet_at(index() + 1, threads());
     }
   }
 
@@ -266,7 +271,7 @@ class RowSums {
     if constexpr (kBarrier == Barrier::kBlock) {
       __syncthreads();
     } else {
-      asm volatile("bar.sync %0, %1;" ::"r"(group.index() + 1), "r"(group.threads()) : "memory");
+      meet_at(group.index() + 1, group.threads());
     }
   }
   __device__ __forceinline__ void turn() {

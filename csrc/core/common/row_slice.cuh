@@ -171,7 +171,7 @@ class SliceWriter {
       if (kRegular ? count > 0 : count >= N) {
         detail::store_streamed<kBytes>(own, pack.words);
       } else if (!kRegular) {
-        store_elements(own, pack, 0, count);
+        detail::store_elements(reinterpret_cast<T*>(own), 0, pack, 0, count);
       }
       return;
     }
@@ -203,20 +203,11 @@ class SliceWriter {
     } else if (count > 0) {  // the row's end
       const bool whole = !starts && count >= head;
       if (whole) detail::store_streamed<kBytes>(own - shift_, granule);
-      store_elements(own, pack, whole ? head : 0, count);
+      detail::store_elements(reinterpret_cast<T*>(own), 0, pack, whole ? head : 0, count);
     }
   }
 
  private:
-  __device__ static void store_elements(char* start, const Pack<T, N>& pack, int begin, int end) {
-    T elements[N];
-    memcpy(elements, &pack, sizeof(pack));
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (i >= begin && i < end) reinterpret_cast<T*>(start)[i] = elements[i];
-    }
-  }
-
   char* start_;
   int end_, shift_;
   Words<kBytes> carried_ = {};

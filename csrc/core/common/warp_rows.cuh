@@ -79,7 +79,7 @@ class PartExchange {
     V* const slots = slots_ + (odd_ ? kSet : 0);
     odd_ = !odd_;
     if (lane() == 0) slots[part.index] = own;
-    asm volatile("bar.sync %0, %1;" ::"r"(part.group + 1), "r"(parts * kWarpSize) : "memory");
+    meet_at(part.group + 1, parts * kWarpSize);
     return slots;
   }
 
