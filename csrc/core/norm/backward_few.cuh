@@ -20,7 +20,7 @@ struct ColumnGradients {
   DType dtype[2];
 };
 
-// A block's shared memory, one or the other.
+// A block's shared memory: `slots` are for the dx of a row, the others for sums of columns.
 struct FewShared {
   FewRowSums::Slots slots;
   float of_warp[backward_threads(2) / kWarpSize][2][kFewColumns];

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "core/common/overlap.cuh"
-#include "core/common/row_units.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/common/tile_ring.cuh"
 #include "core/common/warp_rows.cuh"

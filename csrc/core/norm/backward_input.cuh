@@ -3,8 +3,9 @@
 //   dx = rstd * (w - mean(w) - xhat * mean(w * xhat))      (RMSNorm: without mean(w))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 // in two stages without atomics: blocks that walk over rows write partial sums (backward.cuh,
-// backward_ring.cuh for long rows, or backward_streaming.cuh for any length), then sum_partials()
-// adds those in a fixed order (partial_sums.cuh).
+// backward_flat.cuh for rows in tiles, backward_ring.cuh for long rows, or backward_streaming.cuh
+// for any length), then sum_partials() adds those in a fixed order (partial_sums.cuh). Of few rows
+// one kernel makes all (backward_few.cuh).
 #pragma once
 
 #include "core/common/row_slice.cuh"

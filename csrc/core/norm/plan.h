@@ -17,7 +17,8 @@ namespace fused_norm {
 
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
-  kFlat,       // backward: short rows pass through shared memory in tiles, read once
+  kFlat,       // backward: short rows, and odd ones of 4097 to 4351 columns, pass through shared
+               // memory in tiles, read once
   kRing,       // backward: long rows pass through shared memory by bulk copies, read once
   kStreaming,  // any length: the row is read twice
 };
@@ -25,7 +26,7 @@ enum class Tier : uint8_t {
 struct NormPlan {
   Tier tier;
   int pack;             // elements a pack: 16 bytes of the wider of the two tensors; kFlat: 1
-  int packs;            // packs a thread (kStreaming: at a time)
+  int packs;            // packs a thread (kStreaming: what its threads are counted by)
   int threads_per_row;  // 1..16 lanes, or whole warps
   int rows_per_block;
   int cluster_blocks;  // kRegisters and kRing: blocks that share a row

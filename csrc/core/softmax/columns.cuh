@@ -4,7 +4,7 @@
 // a thread sums depends on cols and the dtypes alone.
 #pragma once
 
-#include "core/common/row_access.cuh"
+#include "core/common/pack.cuh"
 #include "core/common/statistics.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/plan.h"
