@@ -339,3 +339,19 @@ def test_limits_are_read_from_ncus_table():
     assert row["kernel"] == "softmax_forward_warp"
     assert (row["us"], row["issue"], row["sectors"]) == ("48.4", "72", "16.0 / -")
     assert row["stalls"].startswith("long scoreboard 2.2, wait 1.5, ")
+
+
+def test_verdict_on_the_second_stage():
+    def limit(kernel, nanoseconds, cols=8192):
+        zeros = dict.fromkeys([*limits.METRICS], 0.0) | {"nanoseconds": nanoseconds}
+        case = ("LayerNorm", "backward", 8192, cols, "bf16", kernel)
+        return limits.Limit(*case, **zeros, stalls="")
+
+    first, second = limit("norm_backward_ring", 96.0), limit("sum_partials", 4.0)
+    text = limits.text([first, second])
+    assert "- LayerNorm 8192 x 8192 bf16: 4.0%" in text and "(0 of 1 met;" in text
+    assert "(1 of 1 met;" in limits.text([first, limit("sum_partials", 2.0)])
+    # Too long a row, a kernel that does all: no part is held to anything.
+    assert limits.text([limit("norm_backward_few", 5.0)]) == limits.TEXT
+    longer = [limit(name, 50.0, cols=32768) for name in ("norm_backward_ring", "sum_partials")]
+    assert limits.text(longer) == limits.TEXT

@@ -79,13 +79,14 @@ def cuda_tool(name):
 
 
 def kernels_of_each_target(listing):
-    """{target: set of kernel names} of `cuobjdump --dump-resource-usage`."""
+    """{target: names of its kernels} of `cuobjdump --dump-resource-usage`; of a kernel that several
+    sources hold, a name for each."""
     targets, current = {}, None
     for line in listing.splitlines():
         if match := re.match(r"arch = (\S+)", line):
-            current = targets.setdefault(match[1], set())
+            current = targets.setdefault(match[1], [])
         elif (match := re.match(r"\s*Function (\S+?):?\s*$", line)) and current is not None:
-            current.add(match[1])
+            current.append(match[1])
     return {target: names for target, names in targets.items() if names}
 
 

@@ -33,6 +33,11 @@ template <typename X>
 cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
                                const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
                                cudaStream_t stream);
+// Sums of the partial rows, and the look at the parameters: second_stage.cu.
+template <typename A>
+cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                              const A* dweight_partials, const A* dbias_partials,
+                              const ColumnLook<A>& look, cudaStream_t stream);
 
 template <typename Y>
 AffineStore<Y> affine_store(const NormForwardParams& params) {
@@ -261,24 +266,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     if (!params.watch.report) return error;
     return detail::launch(column_look<A>, 1, kLookThreads, {}, stream, look);
   }
-
-  PartialSums<A> sums{};
-  int count = 0;
-  auto add = [&](void* gradient, const A* from, DType dtype) {
-    if (!gradient) return;
-    sums.partials[count] = from;
-    sums.out[count] = gradient;
-    sums.dtype[count++] = dtype;
-  };
-  add(params.dweight, out.dweight_partials, params.weight.dtype);
-  add(params.dbias, out.dbias_partials, params.bias.dtype);
-  const int look_blocks =
-      params.watch.report ? (params.cols + plan.sum_threads - 1) / plan.sum_threads : 0;
-  const dim3 grid(look_blocks + (params.cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(plan.sum_threads == kSumThreads ? sum_partials<A, kSumThreads>
-                                                        : sum_partials<A, kFewSumThreads>,
-                        grid, plan.sum_threads, {0, 1, plan.overlaps}, stream, sums, look,
-                        look_blocks, plan.partials);
+  return norm_second_stage(params, plan, out.dweight_partials, out.dbias_partials, look, stream);
 }
 
 // norm_forward_of<X> and norm_backward_of<X>, for outputs of X or one of Others.
