@@ -354,7 +354,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
             raise TypeError(f"dtype must be a torch.dtype, but is {dtype!r}")
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if type(input) in _PLAIN and type(dim) is int and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and type(input) in _PLAIN and type(dim) is int:
         return _C.softmax(input, dim, log, dtype)
     return _ops.softmax_forward(input, dim, log, dtype)
 
