@@ -138,8 +138,7 @@ def add_norm(
     """(output, residual_out) of a norm of ``input + residual``, as by :func:`norm`."""
 
 def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor:
-    """The operator softmax_forward, recorded for autograd; without ``torch.ops``, whose reading of
-    the arguments takes the host a quarter of a small call."""
+    """The operator softmax_forward, recorded for autograd, by a shorter way than ``torch.ops``."""
 
 def record_norm(
     input: Tensor,

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from fused_norm import _C, _autograd, _ops, _sharding, _tracing
 
-_PLAIN = (Tensor, torch.nn.Parameter)
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
@@ -77,7 +76,8 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype
     with ``memory_efficient``, because a saved fp32 copy would undo the saving."""
     dtype = input.dtype
-    device_type = "cuda" if input.is_cuda else input.device.type  # slower: it makes an object
+    # A device makes an object; is_cuda takes a sixth of the time.
+    device_type = "cuda" if input.is_cuda else input.device.type
     if dtype is torch.float64 or device_type not in ("cuda", "cpu"):
         return dtype
     if not torch.is_autocast_enabled(device_type):
@@ -354,7 +354,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
             raise TypeError(f"dtype must be a torch.dtype, but is {dtype!r}")
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if not torch.compiler.is_compiling() and type(input) in _PLAIN and type(dim) is int:
+    if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN and type(dim) is int:
         return _C.softmax(input, dim, log, dtype)
     return _ops.softmax_forward(input, dim, log, dtype)
 

@@ -11,6 +11,7 @@ import argparse
 import concurrent.futures
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,6 +42,10 @@ def main(arguments=None):
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) - 2))
     parser.add_argument("parts", nargs="*", metavar="FAMILY K/N")
     options = parser.parse_args(arguments)
+    if len(options.parts) % 2:
+        parser.error(f"parts are pairs such as norm 13/20, not {' '.join(options.parts)}")
+    if not shutil.which("compute-sanitizer"):
+        parser.error("compute-sanitizer, of the CUDA toolkit, is not on PATH")
     parts = list(zip(options.parts[::2], options.parts[1::2], strict=True)) or [
         (family, f"{k}/{n}") for family, n in PARTS.items() for k in range(1, n + 1)
     ]
