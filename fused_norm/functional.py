@@ -1,4 +1,4 @@
-"""Functional norms and softmaxes. See each function for shapes, dtypes and errors."""
+"""Functional norms, softmaxes and attention. See each function for shapes, dtypes and errors."""
 
 import numbers
 import warnings
@@ -8,6 +8,11 @@ import torch
 from torch import Tensor
 
 from fused_norm import _C, _autograd, _ops, _sharding, _tracing
+from fused_norm._attention import (  # noqa: F401
+    flash_attention,
+    flash_attention_varlen,
+    scaled_dot_product_attention,
+)
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
@@ -22,6 +27,9 @@ for _name in (
     "log_softmax",
     "scaled_masked_softmax",
     "_softmax",
+    "scaled_dot_product_attention",
+    "flash_attention",
+    "flash_attention_varlen",
 ):
     torch.fx.wrap(_name)
 
