@@ -1,5 +1,6 @@
 // Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
 #include "core/attention/plan.h"
+#include "core/attention/portable.h"
 #include "core/attention/workspace.h"
 #include "core/common/launch.cuh"
 
@@ -67,6 +68,10 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
                                           /*of_keys=*/false, params.lse, device, stream);
   if (error != cudaSuccess) return error;
   switch (resolve(params, device, tier)) {
+    case AttentionTier::kPortable:
+      return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
+        return attention_forward_portable<decltype(t)>(params, device, stream);
+      });
     default:
       return attention_forward_plain(params, stream);
   }

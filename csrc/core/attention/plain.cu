@@ -60,7 +60,7 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
                                              const Sequence& s, int head, int query, int col) {
   const int kv_head = head / (params.heads / params.kv_heads);
   const Band band = band_of(params, s);
-  const ScoreRules<A, false> rules(params, s, head);
+  const ScoreRules<A> rules(params, s, head);
   const int query_end = min(query + kTile, s.queries);
   const Range range = band.keys_of(query, query_end, s.keys);
   const Rows queries = rows_of(params.query, params.dtype, s.batch, head, s.query_begin,
@@ -173,7 +173,7 @@ struct HeadRows {
 template <typename A>
 __device__ __forceinline__ void score_gradient(ScoreTile<A>& tile, Fragment<A>& gradient,
                                                Shared<A>& shared, const AttentionGradient& g,
-                                               const ScoreRules<A, false>& rules, const Band& band,
+                                               const ScoreRules<A>& rules, const Band& band,
                                                const HeadRows& rows, const Sequence& s, int head,
                                                int query, int key) {
   const DType dtype = g.params.forward.dtype;
@@ -276,7 +276,7 @@ __device__ __forceinline__ void query_gradient_tile(const AttentionGradient& g, 
                                                     int col) {
   const AttentionParams& params = g.params.forward;
   const Band band = band_of(params, s);
-  const ScoreRules<A, false> rules(params, s, head);
+  const ScoreRules<A> rules(params, s, head);
   const int query_end = min(query + kTile, s.queries);
   const Range range = band.keys_of(query, query_end, s.keys);
   const HeadRows rows(g.params, s, head, {query, query_end}, range);
@@ -325,7 +325,7 @@ __device__ __forceinline__ void key_gradient_tile(const AttentionGradient& g, Sh
   const Range range = band.queries_of(key, key_end, s.queries);
   Fragment<A> dkey[kTilesOfChunk] = {}, dvalue[kTilesOfChunk] = {};
   for (int head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-    const ScoreRules<A, false> rules(params, s, head);
+    const ScoreRules<A> rules(params, s, head);
     const HeadRows rows(g.params, s, head, range, {key, key_end});
     for (int query = range.begin / kTile * kTile; query < range.end; query += kTile) {
       ScoreTile<A> tile;
@@ -416,7 +416,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
     const Range queries = served(place.chunk, shape[2], (s.queries + kTile - 1) / kTile);
     const Range keys = served(place.tile, shape[3], (s.keys + kTile - 1) / kTile);
     for (int head = heads.begin; head < heads.end; ++head) {
-      const ScoreRules<A, false> rules(params, s, head);
+      const ScoreRules<A> rules(params, s, head);
       const HeadRows rows(g.params, s, head, {0, s.queries}, {0, s.keys});
       for (int query = queries.begin * kTile; query < queries.end * kTile; query += kTile) {
         const Range seen = band.keys_of(query, min(query + kTile, s.queries), s.keys);

@@ -256,7 +256,7 @@ struct ScoreTile {
 template <typename A>
 __device__ __forceinline__ void score_tile(ScoreTile<A>& tile, Shared<A>& shared,
                                            const AttentionParams& params,
-                                           const ScoreRules<A, false>& rules, const Band& band,
+                                           const ScoreRules<A>& rules, const Band& band,
                                            const Rows& queries, int query, const Rows& keys,
                                            int key) {
   multiply_rows(tile.value, shared, params.dtype, queries, query, keys, key);

@@ -14,7 +14,8 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
     case AttentionTier::kPlain:
       return true;
     case AttentionTier::kPortable:
-      return false;
+      return size_of(params.dtype) == 2 && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
+             params.head_dim <= kMaxPortableHeadDim && params.value_dim <= kMaxPortableHeadDim;
     default:
       return false;
   }

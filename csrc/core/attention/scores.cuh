@@ -4,7 +4,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <climits>
 #include <cmath>
 
 #include "core/attention/attention.h"
@@ -82,25 +81,11 @@ struct Band {
 
 __device__ __forceinline__ Band band_of(const AttentionParams& params, const Sequence& s) {
   const int64_t shift = params.top_left ? 0 : int64_t{s.keys} - s.queries;
-  constexpr int64_t kFar = INT_MAX;
+  constexpr int64_t kFar = 1 << 30;  // more than any length, and its sums with lengths fit
   const int64_t low = params.window_left < 0 ? -kFar : shift - params.window_left;
   const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
   return {static_cast<int>(max(-kFar, min(kFar, low))),
           static_cast<int>(max(-kFar, min(kFar, high)))};
-}
-
-// tanh by one exponential, good to 2^-22 absolute, which is what scores of 16-bit inputs need.
-__device__ __forceinline__ float fast_tanh(float x) {
-  return 1 - __fdividef(2.f, 1 + __expf(2 * x));
-}
-
-template <bool kFast>
-__device__ __forceinline__ float tanh_of(float x) {
-  return kFast ? fast_tanh(x) : tanhf(x);
-}
-template <bool kFast>
-__device__ __forceinline__ double tanh_of(double x) {
-  return tanh(x);
 }
 
 // A score, and its derivative by query . key * scale.
@@ -109,8 +94,8 @@ struct Score {
   A value, slope;
 };
 
-// The options of one head of one sequence, each a uniform branch. kFast: for 16-bit inputs.
-template <typename A, bool kFast>
+// The options of one head of one sequence, each a uniform branch.
+template <typename A>
 struct ScoreRules {
   A scale, softcap, alibi_slope;
   int alibi_shift;
@@ -171,7 +156,7 @@ struct ScoreRules {
   __device__ __forceinline__ Score<A> score(A dot, int query, int key) const {
     Score<A> s{dot * scale, A(1)};
     if (softcap > 0) {
-      const A t = tanh_of<kFast>(s.value / softcap);
+      const A t = tanh(s.value / softcap);
       s = {t * softcap, 1 - t * t};
     }
     if (alibi_slope != 0) {
@@ -186,6 +171,14 @@ struct ScoreRules {
 
   __device__ __forceinline__ bool drops() const { return dropout_threshold != 0; }
 
+  // Four bits, of the key's multiple of 4 and the next three: 1 where the probability is kept.
+  __device__ __forceinline__ uint32_t kept_nibble(int query, int key) const {
+    const DropoutDraw draw = draw_dropout(seed, offset, dropout_row, query, key);
+    uint32_t kept = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept |= (draw.of_key[i] < dropout_threshold ? 0u : 1u) << i;
+    return kept;
+  }
   // Factors of four probabilities, of keys `key` to `key + 3`; key is a multiple of 4.
   __device__ __forceinline__ void dropout_factors(int query, int key, float (&factor)[4]) const {
     const DropoutDraw draw = draw_dropout(seed, offset, dropout_row, query, key);
