@@ -100,6 +100,11 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
   switch (resolve(forward, device, tier)) {
+    case AttentionTier::kPortable:
+      error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
+        return attention_backward_portable<decltype(t)>(gradient, stream);
+      });
+      break;
     default:
       error = attention_backward_plain(gradient, stream);
   }

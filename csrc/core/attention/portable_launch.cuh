@@ -5,6 +5,7 @@
 #include <climits>
 
 #include "core/attention/portable.h"
+#include "core/attention/portable_backward.cuh"
 #include "core/attention/portable_forward.cuh"
 #include "core/common/launch.cuh"
 
@@ -12,7 +13,7 @@ namespace fused_norm {
 namespace portable {
 
 // A block for each tile of `rows` rows of each head; nothing is launched for no rows.
-template <typename Params, typename... Rest>
+template <typename Params>
 cudaError_t launch_tiles(void (*kernel)(Params, int), const Params& params, int rows, int tile,
                          int heads, int batch, int threads, int shared_bytes, cudaStream_t stream) {
   const int tiles = static_cast<int>(std::max<int64_t>(1, ceil_div(rows, tile)));
@@ -36,6 +37,43 @@ cudaError_t forward(const AttentionParams& params, const DeviceProperties& devic
   if (dim <= 64) return launch_forward<ForwardShape<T, 64, 4, 2, 64, kGeneral>>(params, stream);
   if (dim <= 128) return launch_forward<ForwardShape<T, 128, 4, 2, 64, kGeneral>>(params, stream);
   return launch_forward<ForwardShape<T, 256, 4, 1, 64, kGeneral>>(params, stream);
+}
+
+template <typename S>
+cudaError_t launch_query_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const AttentionParams& params = g.params.forward;
+  if (g.params.dquery.data == nullptr) return cudaSuccess;
+  return launch_tiles(attention_portable_query_gradient<S>, g, params.queries, S::kOwn,
+                      params.heads, params.batch, S::kThreads, S::kSharedBytes, stream);
+}
+
+template <typename S, bool kBoth>
+cudaError_t launch_key_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const AttentionParams& params = g.params.forward;
+  if (g.params.dkey.data == nullptr && g.params.dvalue.data == nullptr) return cudaSuccess;
+  return launch_tiles(attention_portable_key_gradient<S, kBoth>, g, params.keys,
+                      kBoth ? S::kOwn : S::kOwn / 2, params.kv_heads, params.batch, S::kThreads,
+                      S::kSharedBytes, stream);
+}
+
+template <typename T, bool kGeneral>
+cudaError_t backward(const AttentionGradient& g, cudaStream_t stream) {
+  const int dim = std::max(g.params.forward.head_dim, g.params.forward.value_dim);
+  cudaError_t error;
+  if (dim <= 64) {
+    error = launch_query_gradient<BackwardShape<T, 64, 4, 2, 32, 2, kGeneral>>(g, stream);
+    if (error != cudaSuccess) return error;
+    return launch_key_gradient<BackwardShape<T, 64, 4, 2, 32, 2, kGeneral>, true>(g, stream);
+  }
+  if (dim <= 128) {
+    error = launch_query_gradient<BackwardShape<T, 128, 4, 1, 64, 2, kGeneral>>(g, stream);
+    if (error != cudaSuccess) return error;
+    return launch_key_gradient<BackwardShape<T, 128, 4, 1, kGeneral ? 32 : 64, 2, kGeneral>, true>(
+        g, stream);
+  }
+  error = launch_query_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>>(g, stream);
+  if (error != cudaSuccess) return error;
+  return launch_key_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>, false>(g, stream);
 }
 
 }  // namespace portable

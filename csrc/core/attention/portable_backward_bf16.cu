@@ -1,0 +1,13 @@
+#include "core/attention/portable_launch.cuh"
+
+namespace fused_norm {
+
+template <>
+cudaError_t attention_backward_portable<__nv_bfloat16>(const AttentionGradient& g,
+                                                       cudaStream_t stream) {
+  return attention_scores_are_plain(g.params.forward)
+             ? portable::backward<__nv_bfloat16, false>(g, stream)
+             : portable::backward<__nv_bfloat16, true>(g, stream);
+}
+
+}  // namespace fused_norm
