@@ -32,10 +32,27 @@ __device__ __forceinline__ float exponent_of(float lse) {
   return lse == -INFINITY ? INFINITY : lse * kLog2E;
 }
 
+// Of a warp's rows from `query` on: what probabilities are relative to, and delta.
+template <int kM>
+__device__ __forceinline__ void load_statistics(float (&lse)[2 * kM], float (&delta)[2 * kM],
+                                                const AttentionGradient& g, const Sequence& s,
+                                                int head, int query) {
+  const int64_t first = first_lse(g.params.forward, s, head);
+#pragma unroll
+  for (int r = 0; r < 2 * kM; ++r) {
+    const int row = query + r * 8 + threadIdx.x % 32 / 4;
+    const bool inside = row < s.queries;
+    const float* lses = static_cast<const float*>(g.params.forward.lse);
+    lse[r] = inside ? exponent_of(lses[first + row]) : INFINITY;
+    delta[r] = inside ? static_cast<const float*>(g.delta)[first + row] : 0;
+  }
+}
+
 // Turns scores into probabilities, and dprobabilities (dout . value) into the derivative by
-// query . key * scale. `lse` and `delta` give those of element (m, n, e). Scores of hidden keys are
-// hidden here. Probabilities have their dropout only on return, for dvalue.
-template <typename S, bool kTransposed, typename Lse, typename Delta>
+// query . key * scale (kBySoftcapped: by the score that the mask is added to). `lse` and `delta`
+// give those of element (m, n, e). Scores of hidden keys are hidden here. Probabilities have their
+// dropout only on return, for dvalue.
+template <typename S, bool kTransposed, bool kBySoftcapped = false, typename Lse, typename Delta>
 __device__ __forceinline__ void differentiate(typename S::Scores& scores,
                                               typename S::Scores& gradient,
                                               const AttentionParams& params,
@@ -57,6 +74,7 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
       gradient[m][n][e] = S::kGeneral && p == 0 ? 0 : p * gradient[m][n][e];
     });
   };
+  float(*by_dot)[kN][4] = kBySoftcapped ? nullptr : gradient;
   if constexpr (!S::kGeneral) {
     subtract_delta();
     exponentiate();
@@ -64,12 +82,12 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
     const Kept kept(rules, place);
     kept.apply(gradient, rules.dropout_scale);
     subtract_delta();
-    apply_options<kTransposed, kM, kN>(scores, gradient, params, rules, place);
+    apply_options<kTransposed, kM, kN>(scores, by_dot, params, rules, place);
     exponentiate();
     kept.apply(scores, rules.dropout_scale);
   } else {
     subtract_delta();
-    apply_options<kTransposed, kM, kN>(scores, gradient, params, rules, place);
+    apply_options<kTransposed, kM, kN>(scores, by_dot, params, rules, place);
     exponentiate();
   }
 }
@@ -98,7 +116,7 @@ __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, 
   using T = typename S::T;
   constexpr int kDim = S::kDim, kKeys = S::kOthers, kThreads = S::kThreads, kM = S::kM;
   const AttentionParams& params = g.params.forward;
-  const int kv_head = head / (params.heads / params.kv_heads), lane = threadIdx.x % 32;
+  const int kv_head = head / (params.heads / params.kv_heads);
   const int warp_row = threadIdx.x / 32 * kM * 16;
   const Band band = band_of(params, s);
   const int query_end = min(query + S::kOwn, s.queries);
@@ -131,14 +149,7 @@ __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, 
   int key = range.begin / kKeys * kKeys, stage = 0;
   copy_pair(key, 0);
   float lse[2 * kM], delta[2 * kM];
-  const int64_t first = first_lse(params, s, head);
-#pragma unroll
-  for (int r = 0; r < 2 * kM; ++r) {
-    const int row = query + warp_row + r * 8 + lane / 4;
-    const bool inside = row < query_end;
-    lse[r] = inside ? exponent_of(static_cast<const float*>(params.lse)[first + row]) : INFINITY;
-    delta[r] = inside ? static_cast<const float*>(g.delta)[first + row] : 0;
-  }
+  load_statistics<kM>(lse, delta, g, s, head, query + warp_row);
 
   typename S::Gradient acc;
   mma::clear<kM, kDim / 8>(acc);

@@ -10,4 +10,10 @@ cudaError_t attention_backward_portable<__nv_bfloat16>(const AttentionGradient& 
              : portable::backward<__nv_bfloat16, true>(g, stream);
 }
 
+template <>
+cudaError_t attention_mask_gradient_portable<__nv_bfloat16>(const AttentionGradient& g,
+                                                            cudaStream_t stream) {
+  return portable::mask_gradient<__nv_bfloat16>(g, stream);
+}
+
 }  // namespace fused_norm

@@ -8,4 +8,10 @@ cudaError_t attention_backward_portable<__half>(const AttentionGradient& g, cuda
                                                       : portable::backward<__half, true>(g, stream);
 }
 
+template <>
+cudaError_t attention_mask_gradient_portable<__half>(const AttentionGradient& g,
+                                                     cudaStream_t stream) {
+  return portable::mask_gradient<__half>(g, stream);
+}
+
 }  // namespace fused_norm

@@ -7,6 +7,7 @@
 #include "core/attention/portable.h"
 #include "core/attention/portable_backward.cuh"
 #include "core/attention/portable_forward.cuh"
+#include "core/attention/portable_mask_gradient.cuh"
 #include "core/common/launch.cuh"
 
 namespace fused_norm {
@@ -74,6 +75,27 @@ cudaError_t backward(const AttentionGradient& g, cudaStream_t stream) {
   error = launch_query_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>>(g, stream);
   if (error != cudaSuccess) return error;
   return launch_key_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>, false>(g, stream);
+}
+
+template <typename S>
+cudaError_t launch_mask_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const int* shape = g.params.mask_shape;
+  const int64_t key_tiles = ceil_div(shape[3], S::kOthers);
+  const int64_t query_tiles = ceil_div(shape[2], S::kOwn);
+  const int64_t blocks = key_tiles * query_tiles * shape[1] * shape[0];
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  return detail::launch(attention_portable_mask_gradient<S>, dim3(static_cast<unsigned>(blocks)),
+                        dim3(S::kThreads), {S::kSharedBytes}, stream, g,
+                        static_cast<int>(key_tiles), static_cast<int>(query_tiles));
+}
+
+template <typename T>
+cudaError_t mask_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const int dim = std::max(g.params.forward.head_dim, g.params.forward.value_dim);
+  if (dim <= 64) return launch_mask_gradient<BackwardShape<T, 64, 8, 1, 64, 1, true>>(g, stream);
+  if (dim <= 128) return launch_mask_gradient<BackwardShape<T, 128, 8, 1, 64, 1, true>>(g, stream);
+  return launch_mask_gradient<BackwardShape<T, 256, 4, 1, 32, 1, true>>(g, stream);
 }
 
 }  // namespace portable
