@@ -99,12 +99,18 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   }
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
-  switch (resolve(forward, device, tier)) {
-    default:
-      error = attention_backward_plain(gradient, stream);
-  }
-  if (error == cudaSuccess && params.dmask != nullptr) {
-    error = attention_mask_gradient_plain(gradient, stream);
+  if (resolve(forward, device, tier) == AttentionTier::kPortable) {
+    error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
+      using T = decltype(t);
+      const cudaError_t result = attention_backward_portable<T>(gradient, stream);
+      if (result != cudaSuccess || params.dmask == nullptr) return result;
+      return attention_mask_gradient_portable<T>(gradient, stream);
+    });
+  } else {
+    error = attention_backward_plain(gradient, stream);
+    if (error == cudaSuccess && params.dmask != nullptr) {
+      error = attention_mask_gradient_plain(gradient, stream);
+    }
   }
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);

@@ -126,6 +126,19 @@ __device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base) {
 template <int kM, int kN>
 using Accumulators = float[kM][kN][4];
 
+// Calls use(m, n, e, row, col) for a thread's elements, which lie `row` and `col` from its first.
+template <int kM, int kN, typename Use>
+__device__ __forceinline__ void for_elements(Use use) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) use(m, n, e, m * 16 + e / 2 * 8, n * 8 + e % 2);
+    }
+  }
+}
+
 template <int kM, int kN>
 __device__ __forceinline__ void clear(Accumulators<kM, kN>& acc) {
 #pragma unroll

@@ -287,12 +287,9 @@ __device__ __forceinline__ void query_gradient_tile(const AttentionGradient& g, 
     ScoreTile<A> tile;
     Fragment<A> gradient;
     score_gradient(tile, gradient, shared, g, rules, band, rows, s, head, query, key);
-    if (seen_keys.seen != nullptr) {
-      store_scores(shared, tile.value);
-      find_seen_keys(shared);
-    }
     multiply_by(gradient, tile.slope);
     store_scores(shared, gradient);
+    if (seen_keys.seen != nullptr) find_seen_keys(shared);
     multiply_scores<A, false>(acc, shared, params.dtype, seen_keys, key, col);
   }
   scale_chunk(acc, params.scale);

@@ -5,14 +5,16 @@
 #include <climits>
 
 #include "core/attention/portable.h"
+#include "core/attention/portable_backward.cuh"
 #include "core/attention/portable_forward.cuh"
+#include "core/attention/portable_mask_gradient.cuh"
 #include "core/common/launch.cuh"
 
 namespace fused_norm {
 namespace portable {
 
 // A block for each tile of `rows` rows of each head; nothing is launched for no rows.
-template <typename Params, typename... Rest>
+template <typename Params>
 cudaError_t launch_tiles(void (*kernel)(Params, int), const Params& params, int rows, int tile,
                          int heads, int batch, int threads, int shared_bytes, cudaStream_t stream) {
   const int tiles = static_cast<int>(std::max<int64_t>(1, ceil_div(rows, tile)));
@@ -36,6 +38,64 @@ cudaError_t forward(const AttentionParams& params, const DeviceProperties& devic
   if (dim <= 64) return launch_forward<ForwardShape<T, 64, 4, 2, 64, kGeneral>>(params, stream);
   if (dim <= 128) return launch_forward<ForwardShape<T, 128, 4, 2, 64, kGeneral>>(params, stream);
   return launch_forward<ForwardShape<T, 256, 4, 1, 64, kGeneral>>(params, stream);
+}
+
+template <typename S>
+cudaError_t launch_query_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const AttentionParams& params = g.params.forward;
+  if (g.params.dquery.data == nullptr) return cudaSuccess;
+  return launch_tiles(attention_portable_query_gradient<S>, g, params.queries, S::kOwn,
+                      params.heads, params.batch, S::kThreads, S::kSharedBytes, stream);
+}
+
+template <typename S, bool kBoth>
+cudaError_t launch_key_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const AttentionParams& params = g.params.forward;
+  if (g.params.dkey.data == nullptr && g.params.dvalue.data == nullptr) return cudaSuccess;
+  return launch_tiles(attention_portable_key_gradient<S, kBoth>, g, params.keys,
+                      kBoth ? S::kOwn : S::kOwn / 2, params.kv_heads, params.batch, S::kThreads,
+                      S::kSharedBytes, stream);
+}
+
+template <typename T, bool kGeneral>
+cudaError_t backward(const AttentionGradient& g, cudaStream_t stream) {
+  const int dim = std::max(g.params.forward.head_dim, g.params.forward.value_dim);
+  cudaError_t error;
+  if (dim <= 64) {
+    error = launch_query_gradient<BackwardShape<T, 64, 4, 2, 32, 2, kGeneral>>(g, stream);
+    if (error != cudaSuccess) return error;
+    return launch_key_gradient<BackwardShape<T, 64, 4, 2, 32, 2, kGeneral>, true>(g, stream);
+  }
+  if (dim <= 128) {
+    error = launch_query_gradient<BackwardShape<T, 128, 4, 1, 64, 2, kGeneral>>(g, stream);
+    if (error != cudaSuccess) return error;
+    return launch_key_gradient<BackwardShape<T, 128, 4, 1, kGeneral ? 32 : 64, 2, kGeneral>, true>(
+        g, stream);
+  }
+  error = launch_query_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>>(g, stream);
+  if (error != cudaSuccess) return error;
+  return launch_key_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>, false>(g, stream);
+}
+
+template <typename S>
+cudaError_t launch_mask_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const int* shape = g.params.mask_shape;
+  const int64_t key_tiles = ceil_div(shape[3], S::kOthers);
+  const int64_t query_tiles = ceil_div(shape[2], S::kOwn);
+  const int64_t blocks = key_tiles * query_tiles * shape[1] * shape[0];
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  return detail::launch(attention_portable_mask_gradient<S>, dim3(static_cast<unsigned>(blocks)),
+                        dim3(S::kThreads), {S::kSharedBytes}, stream, g,
+                        static_cast<int>(key_tiles), static_cast<int>(query_tiles));
+}
+
+template <typename T>
+cudaError_t mask_gradient(const AttentionGradient& g, cudaStream_t stream) {
+  const int dim = std::max(g.params.forward.head_dim, g.params.forward.value_dim);
+  if (dim <= 64) return launch_mask_gradient<BackwardShape<T, 64, 8, 1, 64, 1, true>>(g, stream);
+  if (dim <= 128) return launch_mask_gradient<BackwardShape<T, 128, 8, 1, 64, 1, true>>(g, stream);
+  return launch_mask_gradient<BackwardShape<T, 256, 4, 1, 32, 1, true>>(g, stream);
 }
 
 }  // namespace portable
