@@ -278,7 +278,10 @@ def check(case: Case, tensors, ours: dict) -> dict:
             limit = limit + 2 * UNIT[value.dtype] * scale
         else:
             usual = _largest((composed[name].double() - ref).abs())
-            limit = case.factor * usual + 2 * UNIT[case.dtype] * scale  # value.dtype's is no larger
+            # In fp32 both sum the same terms in another order: of few elements the largest error of
+            # one draw may well be twice that of another.
+            factor = case.factor + (case.dtype == FP32)
+            limit = factor * usual + 2 * UNIT[case.dtype] * scale
         assert value.isfinite().all(), f"{name} is not finite"
         # Where the exact value is 0, so is ours: of rows that see nothing.
         ratios[name] = torch.where(error == 0, 0, error / limit)
