@@ -70,7 +70,7 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
   switch (resolve(params, device, tier)) {
     case AttentionTier::kPortable:
       return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-        return attention_forward_portable<decltype(t)>(params, device, stream);
+        return attention_forward_portable<decltype(t)>(params, stream);
       });
     default:
       return attention_forward_plain(params, stream);

@@ -15,12 +15,12 @@ template <typename T_, int kDim_, int kWarps_, int kM_, int kOthers_, int kStage
 struct BackwardShape {
   using T = T_;
   static constexpr int kDim = kDim_, kWarps = kWarps_, kM = kM_, kOthers = kOthers_;
-  static constexpr int kStages = kStages_, kThreads = kWarps * 32, kOwn = kWarps * kM * 16;
+  static constexpr int kStages = kStages_;
+  static constexpr AttentionTiles kTiles{kDim, kWarps, kM, kOthers, kStages};
+  static constexpr int kThreads = kTiles.threads(), kOwn = kTiles.own();
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kOwnBytes = kOwn * kDim * 2, kOtherBytes = kOthers * kDim * 2;
-  // Two tiles of each side; the log-sum-exp and delta of queries on the other side.
-  static constexpr int kSharedBytes =
-      2 * kOwnBytes + kStages * (2 * kOtherBytes + 2 * kOthers * static_cast<int>(sizeof(float)));
+  static constexpr int kSharedBytes = backward_shared_bytes(kTiles);
 
   using Scores = mma::Accumulators<kM, kOthers / 8>;
   using Gradient = mma::Accumulators<kM, kDim / 8>;
