@@ -235,7 +235,7 @@ __device__ __forceinline__ A dot_rows(const T* a, const T* b, int cols, bool ali
   return sum;
 }
 
-// delta = rowsum(dout * out) - dlse; a warp a row.
+// AttentionGradient's delta and exponents; a warp a row.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
     attention_delta(const __grid_constant__ AttentionGradient g, int tiles, bool aligned) {
@@ -255,7 +255,11 @@ __global__ void __launch_bounds__(kThreads)
                                row_of<const T>(g.params.dout, s.batch, place.head, at),
                                params.value_dim, aligned);
         if (dlse != nullptr) sum -= dlse[first + row];
-        if (threadIdx.x % 32 == 0) static_cast<A*>(g.delta)[first + row] = sum;
+        if (threadIdx.x % 32 != 0) continue;
+        static_cast<A*>(g.delta)[first + row] = sum;
+        const A lse = static_cast<const A*>(params.lse)[first + row];
+        static_cast<A*>(g.exponents)[first + row] =
+            lse == kLowest<A> ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
       }
     });
   }

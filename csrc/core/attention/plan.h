@@ -46,17 +46,16 @@ constexpr int attention_tiles_index(int head_dim, int value_dim) {
 // accumulators of a thread are fragments / 2 x (columns of outputs + 8 / 8 of `others`), and
 // everything must fit in the 99 KB of the smallest chips. Two fragments read each row of the other
 // side once for 32 rows.
-constexpr AttentionTiles kForwardTiles[kPortableDims] = {
-    {64, 4, 2, 64, 1},
-    {128, 4, 2, 64, 1},
-    {256, 4, 1, 64, 1},  // the output alone is 128 accumulators
+// The first of a pair is for plain scores, the second for others, which need registers for their
+// options.
+constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
+    {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
+    {{64, 4, 2, 64, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
 };
-constexpr AttentionTiles kQueryGradientTiles[kPortableDims] = {
-    {64, 4, 2, 32, 2},
-    {128, 4, 1, 64, 2},
-    {256, 4, 1, 32, 1},
+constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
+    {{64, 4, 2, 64, 2}, {128, 4, 2, 32, 2}, {256, 4, 1, 32, 1}},
+    {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
 };
-// Of plain scores, and of others, which need registers for their options.
 constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
     {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},

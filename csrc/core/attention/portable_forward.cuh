@@ -163,7 +163,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
 
     const TilePlace<false> place(s, query + warp_row, key);
     if constexpr (S::kGeneral) {
-      apply_options<false, S::kM, kKeys / 8>(scores, nullptr, params, rules, place);
+      apply_options<false, S::kM, kKeys / 8>(scores, nullptr, rules, place);
     }
     if (key + kKeys > s.keys || !band.sees_all(query, query_end, key, key + kKeys)) {
       hide_outside<false, S::kM, kKeys / 8>(scores, band, place);

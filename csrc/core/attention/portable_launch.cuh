@@ -48,7 +48,7 @@ cudaError_t with_tiles(const AttentionParams& params, Launch launch) {
 template <typename T, bool kGeneral>
 cudaError_t forward(const AttentionParams& params, cudaStream_t stream) {
   return with_tiles(params, [&](auto i) {
-    constexpr AttentionTiles t = kForwardTiles[decltype(i)::value];
+    constexpr AttentionTiles t = kForwardTiles[kGeneral][decltype(i)::value];
     return launch_forward<ForwardShape<T, t.dim, t.warps, t.fragments, t.others, kGeneral>>(params,
                                                                                             stream);
   });
@@ -74,7 +74,7 @@ cudaError_t launch_key_gradient(const AttentionGradient& g, cudaStream_t stream)
 template <typename T, bool kGeneral>
 cudaError_t backward(const AttentionGradient& g, cudaStream_t stream) {
   return with_tiles(g.params.forward, [&](auto i) {
-    constexpr AttentionTiles q = kQueryGradientTiles[decltype(i)::value];
+    constexpr AttentionTiles q = kQueryGradientTiles[kGeneral][decltype(i)::value];
     const cudaError_t error = launch_query_gradient<
         BackwardShape<T, q.dim, q.warps, q.fragments, q.others, q.stages, kGeneral>>(g, stream);
     if (error != cudaSuccess) return error;
