@@ -70,7 +70,7 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
   switch (resolve(params, device, tier)) {
     case AttentionTier::kPortable:
       return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-        return attention_forward_portable<decltype(t)>(params, device, stream);
+        return attention_forward_portable<decltype(t)>(params, stream);
       });
     default:
       return attention_forward_plain(params, stream);
@@ -79,14 +79,15 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, const DeviceProperties&,
                                     AttentionTier) {
-  return lse_rows(params.forward) * (params.forward.dtype == DType::kFloat64 ? 8 : 4);
+  return 2 * lse_bytes(params.forward);
 }
 
 cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       const DeviceProperties& device, AttentionTier tier,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
-  const AttentionGradient gradient{params, workspace};
+  const AttentionGradient gradient{params, workspace,
+                                   static_cast<char*>(workspace) + lse_bytes(forward)};
   cudaError_t error = clear_outside(forward, params.dquery, forward.heads, forward.head_dim,
                                     /*of_keys=*/false, nullptr, device, stream);
   if (error == cudaSuccess) {

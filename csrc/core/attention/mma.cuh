@@ -101,11 +101,18 @@ class LaneRow {
   }
   // 16 columns from 16 `step`, `rows` rows further (a multiple of 8); both constants.
   __device__ __forceinline__ uint32_t at(int step, int rows) const {
-    return at_[step % 4] + step / 4 * 128 + rows * Tile<kDim>::kPitch;
+    return at_[step % 4] + step / 4 * 128 + rows * Tile<kDim>::kPitch + further_;
+  }
+  // The same of another tile, a constant number of bytes further: it takes no registers.
+  __device__ __forceinline__ LaneRow further(int bytes) const {
+    LaneRow other = *this;
+    other.further_ += bytes;
+    return other;
   }
 
  private:
   uint32_t at_[4];
+  int further_ = 0;
 };
 
 // For 16 x 16 of a left factor, whose rows are the tile's; or, transposed, of a right factor whose

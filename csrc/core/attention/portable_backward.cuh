@@ -15,80 +15,121 @@ template <typename T_, int kDim_, int kWarps_, int kM_, int kOthers_, int kStage
 struct BackwardShape {
   using T = T_;
   static constexpr int kDim = kDim_, kWarps = kWarps_, kM = kM_, kOthers = kOthers_;
-  static constexpr int kStages = kStages_, kThreads = kWarps * 32, kOwn = kWarps * kM * 16;
+  static constexpr int kStages = kStages_;
+  static constexpr AttentionTiles kTiles{kDim, kWarps, kM, kOthers, kStages};
+  static constexpr int kThreads = kTiles.threads(), kOwn = kTiles.own();
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kOwnBytes = kOwn * kDim * 2, kOtherBytes = kOthers * kDim * 2;
-  // Two tiles of each side; the log-sum-exp and delta of queries on the other side.
-  static constexpr int kSharedBytes =
-      2 * kOwnBytes + kStages * (2 * kOtherBytes + 2 * kOthers * static_cast<int>(sizeof(float)));
+  static constexpr int kSharedBytes = backward_shared_bytes(kTiles);
 
   using Scores = mma::Accumulators<kM, kOthers / 8>;
   using Gradient = mma::Accumulators<kM, kDim / 8>;
 };
 
-// What a query's probabilities are relative to, as an exponent of 2: a query that sees nothing has
-// no probabilities.
-__device__ __forceinline__ float exponent_of(float lse) {
-  return lse == -INFINITY ? INFINITY : lse * kLog2E;
-}
-
-// Of a warp's rows from `query` on: what probabilities are relative to, and delta.
+// Exponents and delta of a warp's rows.
 template <int kM>
-__device__ __forceinline__ void load_statistics(float (&lse)[2 * kM], float (&delta)[2 * kM],
-                                                const AttentionGradient& g, const Sequence& s,
-                                                int head, int query) {
-  const int64_t first = first_lse(g.params.forward, s, head);
+struct RowStatistic {
+  float of_row[2 * kM];
+  __device__ __forceinline__ float at(int m, int, int e) const { return of_row[m * 2 + e / 2]; }
+};
+template <int kM>
+class RowsStatistics {
+ public:
+  // Of the warp's queries from `query` on.
+  __device__ __forceinline__ RowsStatistics(const AttentionGradient& g, const Sequence& s, int head,
+                                            int query) {
+    const int64_t first = first_lse(g.params.forward, s, head);
 #pragma unroll
-  for (int r = 0; r < 2 * kM; ++r) {
-    const int row = query + r * 8 + threadIdx.x % 32 / 4;
-    const bool inside = row < s.queries;
-    const float* lses = static_cast<const float*>(g.params.forward.lse);
-    lse[r] = inside ? exponent_of(lses[first + row]) : INFINITY;
-    delta[r] = inside ? static_cast<const float*>(g.delta)[first + row] : 0;
+    for (int r = 0; r < 2 * kM; ++r) {
+      const int row = query + r * 8 + threadIdx.x % 32 / 4;
+      const bool inside = row < s.queries;
+      exponents_.of_row[r] =
+          inside ? static_cast<const float*>(g.exponents)[first + row] : INFINITY;
+      delta_.of_row[r] = inside ? static_cast<const float*>(g.delta)[first + row] : 0;
+    }
   }
-}
+  __device__ __forceinline__ const RowStatistic<kM>& exponents() const { return exponents_; }
+  __device__ __forceinline__ const RowStatistic<kM>& delta() const { return delta_; }
 
-// Turns scores into probabilities, and dprobabilities (dout . value) into the derivative by
-// query . key * scale (kBySoftcapped: by the score that the mask is added to). `lse` and `delta`
-// give those of element (m, n, e). Scores of hidden keys are hidden here. Probabilities have their
-// dropout only on return, for dvalue.
-template <typename S, bool kTransposed, bool kBySoftcapped = false, typename Lse, typename Delta>
+ private:
+  RowStatistic<kM> exponents_, delta_;
+};
+
+// Exponents and delta of a tile's columns: kN * 8 of each in shared memory.
+template <int kN>
+struct ColumnStatistic {
+  float2 of_columns[kN];
+  __device__ __forceinline__ float at(int, int n, int e) const {
+    return e % 2 ? of_columns[n].y : of_columns[n].x;
+  }
+};
+template <int kN>
+struct ColumnsStatistics {
+  const float* first;  // of this thread's columns
+
+  __device__ __forceinline__ ColumnStatistic<kN> load(int from) const {
+    ColumnStatistic<kN> to;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      to.of_columns[n] = *reinterpret_cast<const float2*>(first + from + n * 8);
+    }
+    return to;
+  }
+  __device__ __forceinline__ ColumnStatistic<kN> exponents() const { return load(0); }
+  __device__ __forceinline__ ColumnStatistic<kN> delta() const { return load(kN * 8); }
+};
+
+// Turns query . key into probabilities, and the product of dout and value, which `multiply_values`
+// makes, into the derivative by query . key * scale (kBySoftcapped: by the score that the mask is
+// added to). Probabilities have their dropout on return. `unit`: scores times it are exponents.
+template <typename S, bool kTransposed, bool kBySoftcapped = false, typename Statistics,
+          typename MultiplyValues>
 __device__ __forceinline__ void differentiate(typename S::Scores& scores,
                                               typename S::Scores& gradient,
-                                              const AttentionParams& params,
                                               const ScoreRules<float>& rules, const Band& band,
                                               const TilePlace<kTransposed>& place, bool all_is_seen,
-                                              float unit, Lse lse, Delta delta) {
+                                              float unit, const Statistics& statistics,
+                                              MultiplyValues multiply_values) {
   constexpr int kM = S::kM, kN = S::kOthers / 8;
-  using Kept = KeptElements<kTransposed, kM, kN>;
-  const auto subtract_delta = [&] {
-    mma::for_elements<kM, kN>(
-        [&](int m, int n, int e, int, int) { gradient[m][n][e] -= delta(m, n, e); });
-  };
   const auto exponentiate = [&] {
     if (!all_is_seen) hide_outside<kTransposed, kM, kN>(scores, band, place);
+    const auto exponents = statistics.exponents();
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      const float p = mma::exp2_of(fmaf(scores[m][n][e], unit, -lse(m, n, e)));
-      scores[m][n][e] = p;
-      // Without a mask, what a hidden key holds is zero already, but for its neighbours' keys.
-      gradient[m][n][e] = S::kGeneral && p == 0 ? 0 : p * gradient[m][n][e];
+      scores[m][n][e] = mma::exp2_of(fmaf(scores[m][n][e], unit, -exponents.at(m, n, e)));
     });
   };
-  float(*by_dot)[kN][4] = kBySoftcapped ? nullptr : gradient;
+  const auto subtract_delta = [&] {
+    const auto delta = statistics.delta();
+    mma::for_elements<kM, kN>(
+        [&](int m, int n, int e, int, int) { gradient[m][n][e] -= delta.at(m, n, e); });
+  };
   if constexpr (!S::kGeneral) {
-    subtract_delta();
+    // The exponentials can run beside the products.
     exponentiate();
-  } else if (rules.drops()) {
-    const Kept kept(rules, place);
-    kept.apply(gradient, rules.dropout_scale);
+    multiply_values();
     subtract_delta();
-    apply_options<kTransposed, kM, kN>(scores, by_dot, params, rules, place);
-    exponentiate();
-    kept.apply(scores, rules.dropout_scale);
+    mma::for_elements<kM, kN>(
+        [&](int m, int n, int e, int, int) { gradient[m][n][e] *= scores[m][n][e]; });
   } else {
-    subtract_delta();
-    apply_options<kTransposed, kM, kN>(scores, by_dot, params, rules, place);
-    exponentiate();
+    const auto finish = [&] {
+      subtract_delta();
+      apply_options<kTransposed, kM, kN>(scores, kBySoftcapped ? nullptr : gradient, rules, place);
+      exponentiate();
+      // Hidden keys may hold a NaN.
+      mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+        const float p = scores[m][n][e];
+        gradient[m][n][e] = p == 0 ? 0 : p * gradient[m][n][e];
+      });
+    };
+    multiply_values();
+    if (rules.drops()) {
+      const KeptElements<kTransposed, kM, kN> kept(rules, place);
+      kept.apply(gradient, rules.dropout_scale);
+      finish();
+      kept.apply(scores, rules.dropout_scale);
+    } else {
+      finish();
+    }
   }
 }
 
@@ -129,7 +170,7 @@ __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, 
   const uint32_t query_tile = mma::shared_address(shared), dout_tile = query_tile + S::kOwnBytes;
   const uint32_t other_tiles = dout_tile + S::kOwnBytes;
   const auto query_rows = mma::left_rows<kDim>(query_tile, warp_row);
-  const auto dout_rows = mma::left_rows<kDim>(dout_tile, warp_row);
+  const auto dout_rows = query_rows.further(S::kOwnBytes);
   const auto copy_pair = [&](int key, int stage) {
     const uint32_t to = other_tiles + stage * 2 * S::kOtherBytes;
     copy_rows<T, kDim, kKeys, kThreads>(to, keys, params.key.row_stride, key, range,
@@ -148,8 +189,7 @@ __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, 
                                         g.params.dout.row_stride, query, own, params.value_dim);
   int key = range.begin / kKeys * kKeys, stage = 0;
   copy_pair(key, 0);
-  float lse[2 * kM], delta[2 * kM];
-  load_statistics<kM>(lse, delta, g, s, head, query + warp_row);
+  const RowsStatistics<kM> statistics(g, s, head, query + warp_row);
 
   typename S::Gradient acc;
   mma::clear<kM, kDim / 8>(acc);
@@ -158,16 +198,17 @@ __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, 
     __syncthreads();
     if (S::kStages == 2 && key + kKeys < range.end) copy_pair(key + kKeys, stage ^ 1);
     const uint32_t key_tile = other_tiles + stage * 2 * S::kOtherBytes;
+    const auto key_rows = mma::right_rows<kDim>(key_tile);
     typename S::Scores scores, gradient;
-    mma::multiply_rows<T, kDim, kM, kKeys / 8>(scores, query_rows, mma::right_rows<kDim>(key_tile));
-    mma::multiply_rows<T, kDim, kM, kKeys / 8>(gradient, dout_rows,
-                                               mma::right_rows<kDim>(key_tile + S::kOtherBytes));
+    mma::multiply_rows<T, kDim, kM, kKeys / 8>(scores, query_rows, key_rows);
     const bool all_is_seen =
         key + kKeys <= s.keys && band.sees_all(query, query_end, key, key + kKeys);
-    differentiate<S, false>(
-        scores, gradient, params, rules, band, TilePlace<false>(s, query + warp_row, key),
-        all_is_seen, unit, [&](int m, int, int e) { return lse[m * 2 + e / 2]; },
-        [&](int m, int, int e) { return delta[m * 2 + e / 2]; });
+    differentiate<S, false>(scores, gradient, rules, band,
+                            TilePlace<false>(s, query + warp_row, key), all_is_seen, unit,
+                            statistics, [&] {
+                              mma::multiply_rows<T, kDim, kM, kKeys / 8>(
+                                  gradient, dout_rows, key_rows.further(S::kOtherBytes));
+                            });
     if (S::kGeneral && clean) {
       __syncthreads();
       clear_unseen_rows<kDim, kKeys, kThreads, kM>(shared + (key_tile - query_tile), gradient);
@@ -227,11 +268,11 @@ __device__ __forceinline__ void add_head(const AttentionGradient& g, char* share
   const T* queries = head_of<T>(params.query, s, head, s.query_begin);
   const T* douts = head_of<T>(g.params.dout, s, head, s.query_begin);
   const int64_t first = first_lse(params, s, head);
-  const uint32_t key_tile = mma::shared_address(shared), value_tile = key_tile + S::kOwnBytes;
-  const uint32_t other_tiles = value_tile + S::kOwnBytes;
+  const uint32_t key_tile = mma::shared_address(shared);
+  const uint32_t other_tiles = key_tile + 2 * S::kOwnBytes;
   const uint32_t statistics = other_tiles + S::kStages * 2 * S::kOtherBytes;
   const auto key_rows = mma::left_rows<kDim>(key_tile, warp_row);
-  const auto value_rows = mma::left_rows<kDim>(value_tile, warp_row);
+  const auto value_rows = key_rows.further(S::kOwnBytes);
   const auto copy_pair = [&](int query, int stage) {
     const uint32_t to = other_tiles + stage * 2 * S::kOtherBytes;
     copy_rows<T, kDim, kQueries, kThreads>(to, queries, params.query.row_stride, query, range,
@@ -240,7 +281,7 @@ __device__ __forceinline__ void add_head(const AttentionGradient& g, char* share
                                            query, range, params.value_dim);
     if (threadIdx.x < 2 * kQueries) {
       const int row = query + threadIdx.x % kQueries;
-      const float* from = static_cast<const float*>(threadIdx.x < kQueries ? params.lse : g.delta);
+      const float* from = static_cast<const float*>(threadIdx.x < kQueries ? g.exponents : g.delta);
       mma::copy_async_word(statistics + stage * 2 * kRowBytes + threadIdx.x * 4, from + first + row,
                            row < s.queries);
     }
@@ -255,32 +296,31 @@ __device__ __forceinline__ void add_head(const AttentionGradient& g, char* share
     __syncthreads();
     if (S::kStages == 2 && query + kQueries < range.end) copy_pair(query + kQueries, stage ^ 1);
     const uint32_t query_tile = other_tiles + stage * 2 * S::kOtherBytes;
-    const uint32_t dout_tile = query_tile + S::kOtherBytes;
-    const float* lse =
+    const float* of_columns =
         reinterpret_cast<const float*>(shared + (statistics - key_tile) + stage * 2 * kRowBytes) +
         column;
+    const auto query_rows = mma::right_rows<kDim>(query_tile);
+    const auto query_columns = mma::left_rows<kDim>(query_tile, 0);
     typename S::Scores scores, gradient;
-    mma::multiply_rows<T, kDim, kM, kQueries / 8>(scores, key_rows,
-                                                  mma::right_rows<kDim>(query_tile));
-    if (kBoth || of_key) {
-      mma::multiply_rows<T, kDim, kM, kQueries / 8>(gradient, value_rows,
-                                                    mma::right_rows<kDim>(dout_tile));
-    } else {
-      mma::clear<kM, kQueries / 8>(gradient);
-    }
+    mma::multiply_rows<T, kDim, kM, kQueries / 8>(scores, key_rows, query_rows);
     const bool all_is_seen = key + S::kOwn <= s.keys && query + kQueries <= s.queries &&
                              band.sees_all(query, query + kQueries, key, key + S::kOwn);
-    differentiate<S, true>(
-        scores, gradient, params, rules, band, TilePlace<true>(s, query, key + warp_row),
-        all_is_seen, unit, [&](int, int n, int e) { return exponent_of(lse[n * 8 + e % 2]); },
-        [&](int, int n, int e) { return lse[kQueries + n * 8 + e % 2]; });
+    differentiate<S, true>(scores, gradient, rules, band, TilePlace<true>(s, query, key + warp_row),
+                           all_is_seen, unit, ColumnsStatistics<kQueries / 8>{of_columns}, [&] {
+                             if (kBoth || of_key) {
+                               mma::multiply_rows<T, kDim, kM, kQueries / 8>(
+                                   gradient, value_rows, query_rows.further(S::kOtherBytes));
+                             } else {
+                               mma::clear<kM, kQueries / 8>(gradient);
+                             }
+                           });
     if (kBoth || !of_key) {
       mma::multiply_weights<T, kDim, kM, kQueries / 8, kDim / 8>(
-          dvalue, scores, mma::left_rows<kDim>(dout_tile, 0));
+          dvalue, scores, query_columns.further(S::kOtherBytes));
     }
     if (kBoth || of_key) {
-      mma::multiply_weights<T, kDim, kM, kQueries / 8, kDim / 8>(
-          kBoth ? dkey : dvalue, gradient, mma::left_rows<kDim>(query_tile, 0));
+      mma::multiply_weights<T, kDim, kM, kQueries / 8, kDim / 8>(kBoth ? dkey : dvalue, gradient,
+                                                                 query_columns);
     }
     if constexpr (S::kStages == 2) {
       stage ^= 1;
@@ -310,6 +350,7 @@ __device__ __forceinline__ void key_gradient_tile(const AttentionGradient& g, ch
   copy_rows<T, kDim, S::kOwn, S::kThreads>(key_tile + S::kOwnBytes,
                                            head_of<T>(params.value, s, kv_head, s.key_begin),
                                            params.value.row_stride, key, own, params.value_dim);
+  mma::commit_copies();
   typename S::Gradient dkey, dvalue;
   mma::clear<S::kM, kDim / 8>(dkey);
   mma::clear<S::kM, kDim / 8>(dvalue);

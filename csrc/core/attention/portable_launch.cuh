@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "core/attention/portable.h"
 #include "core/attention/portable_backward.cuh"
@@ -31,13 +32,26 @@ cudaError_t launch_forward(const AttentionParams& params, cudaStream_t stream) {
                       params.heads, params.batch, S::kThreads, S::kSharedBytes, stream);
 }
 
+// Calls launch(std::integral_constant<int, i>{}) with the index of the call's tiles.
+template <typename Launch>
+cudaError_t with_tiles(const AttentionParams& params, Launch launch) {
+  switch (attention_tiles_index(params.head_dim, params.value_dim)) {
+    case 0:
+      return launch(std::integral_constant<int, 0>());
+    case 1:
+      return launch(std::integral_constant<int, 1>());
+    default:
+      return launch(std::integral_constant<int, 2>());
+  }
+}
+
 template <typename T, bool kGeneral>
-cudaError_t forward(const AttentionParams& params, const DeviceProperties& device,
-                    cudaStream_t stream) {
-  const int dim = std::max(params.head_dim, params.value_dim);
-  if (dim <= 64) return launch_forward<ForwardShape<T, 64, 4, 2, 64, kGeneral>>(params, stream);
-  if (dim <= 128) return launch_forward<ForwardShape<T, 128, 4, 2, 64, kGeneral>>(params, stream);
-  return launch_forward<ForwardShape<T, 256, 4, 1, 64, kGeneral>>(params, stream);
+cudaError_t forward(const AttentionParams& params, cudaStream_t stream) {
+  return with_tiles(params, [&](auto i) {
+    constexpr AttentionTiles t = kForwardTiles[kGeneral][decltype(i)::value];
+    return launch_forward<ForwardShape<T, t.dim, t.warps, t.fragments, t.others, kGeneral>>(params,
+                                                                                            stream);
+  });
 }
 
 template <typename S>
@@ -59,22 +73,16 @@ cudaError_t launch_key_gradient(const AttentionGradient& g, cudaStream_t stream)
 
 template <typename T, bool kGeneral>
 cudaError_t backward(const AttentionGradient& g, cudaStream_t stream) {
-  const int dim = std::max(g.params.forward.head_dim, g.params.forward.value_dim);
-  cudaError_t error;
-  if (dim <= 64) {
-    error = launch_query_gradient<BackwardShape<T, 64, 4, 2, 32, 2, kGeneral>>(g, stream);
+  return with_tiles(g.params.forward, [&](auto i) {
+    constexpr AttentionTiles q = kQueryGradientTiles[kGeneral][decltype(i)::value];
+    const cudaError_t error = launch_query_gradient<
+        BackwardShape<T, q.dim, q.warps, q.fragments, q.others, q.stages, kGeneral>>(g, stream);
     if (error != cudaSuccess) return error;
-    return launch_key_gradient<BackwardShape<T, 64, 4, 2, 32, 2, kGeneral>, true>(g, stream);
-  }
-  if (dim <= 128) {
-    error = launch_query_gradient<BackwardShape<T, 128, 4, 1, 64, 2, kGeneral>>(g, stream);
-    if (error != cudaSuccess) return error;
-    return launch_key_gradient<BackwardShape<T, 128, 4, 1, kGeneral ? 32 : 64, 2, kGeneral>, true>(
-        g, stream);
-  }
-  error = launch_query_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>>(g, stream);
-  if (error != cudaSuccess) return error;
-  return launch_key_gradient<BackwardShape<T, 256, 4, 1, 32, 1, kGeneral>, false>(g, stream);
+    constexpr AttentionTiles k = kKeyGradientTiles[kGeneral][decltype(i)::value];
+    return launch_key_gradient<
+        BackwardShape<T, k.dim, k.warps, k.fragments, k.others, k.stages, kGeneral>,
+        makes_both_key_gradients(k)>(g, stream);
+  });
 }
 
 template <typename S>
@@ -92,10 +100,11 @@ cudaError_t launch_mask_gradient(const AttentionGradient& g, cudaStream_t stream
 
 template <typename T>
 cudaError_t mask_gradient(const AttentionGradient& g, cudaStream_t stream) {
-  const int dim = std::max(g.params.forward.head_dim, g.params.forward.value_dim);
-  if (dim <= 64) return launch_mask_gradient<BackwardShape<T, 64, 8, 1, 64, 1, true>>(g, stream);
-  if (dim <= 128) return launch_mask_gradient<BackwardShape<T, 128, 8, 1, 64, 1, true>>(g, stream);
-  return launch_mask_gradient<BackwardShape<T, 256, 4, 1, 32, 1, true>>(g, stream);
+  return with_tiles(g.params.forward, [&](auto i) {
+    constexpr AttentionTiles t = kMaskGradientTiles[decltype(i)::value];
+    return launch_mask_gradient<
+        BackwardShape<T, t.dim, t.warps, t.fragments, t.others, t.stages, true>>(g, stream);
+  });
 }
 
 }  // namespace portable

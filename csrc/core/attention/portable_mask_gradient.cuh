@@ -71,27 +71,24 @@ __device__ __forceinline__ void add_mask_gradient(const AttentionGradient& g, ch
   copy(Own(), dout_tile, g.params.dout, head, s.query_begin, queries, params.value_dim);
   copy(Others(), value_tile, params.value, kv_head, s.key_begin, keys, params.value_dim);
   mma::commit_copies();
-  float lse[2 * kM], delta[2 * kM];
-  load_statistics<kM>(lse, delta, g, s, head, query + warp_row);
+  const RowsStatistics<kM> statistics(g, s, head, query + warp_row);
 
   typename S::Scores scores, gradient;
   mma::wait_copies<1>();
   __syncthreads();
   mma::multiply_rows<T, kDim, kM, kKeys / 8>(scores, mma::left_rows<kDim>(query_tile, warp_row),
                                              mma::right_rows<kDim>(key_tile));
-  mma::wait_copies<0>();
-  __syncthreads();
-  mma::multiply_rows<T, kDim, kM, kKeys / 8>(gradient, mma::left_rows<kDim>(dout_tile, warp_row),
-                                             mma::right_rows<kDim>(value_tile));
   const Band band = band_of(params, s);
   const bool all_is_seen =
       key + kKeys <= s.keys && band.sees_all(query, queries.end, key, key + kKeys);
-  // The derivative by the masked score: the chain rule of softcap comes after the mask.
   differentiate<S, false, /*kBySoftcapped=*/true>(
-      scores, gradient, params, ScoreRules<float>(params, s, head), band,
-      TilePlace<false>(s, query + warp_row, key), all_is_seen, kLog2E,
-      [&](int m, int, int e) { return lse[m * 2 + e / 2]; },
-      [&](int m, int, int e) { return delta[m * 2 + e / 2]; });
+      scores, gradient, ScoreRules<float>(params, s, head), band,
+      TilePlace<false>(s, query + warp_row, key), all_is_seen, kLog2E, statistics, [&] {
+        mma::wait_copies<0>();
+        __syncthreads();
+        mma::multiply_rows<T, kDim, kM, kKeys / 8>(
+            gradient, mma::left_rows<kDim>(dout_tile, warp_row), mma::right_rows<kDim>(value_tile));
+      });
   mma::for_elements<kM, kKeys / 8>(
       [&](int m, int n, int e, int, int) { sums[m][n][e] += gradient[m][n][e]; });
 }

@@ -102,7 +102,6 @@ __device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], const char*
 // sequence is arbitrary.
 template <bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void apply_options(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
-                                              const AttentionParams& params,
                                               const ScoreRules<float>& rules,
                                               const TilePlace<kTransposed>& place) {
   if (rules.softcap > 0) {
