@@ -120,7 +120,8 @@ FACTORS = {
              (13, 13), (64, 24), (192, 128), (120, 17)],
     "heads": [(1, 1, 1), (2, 4, 4), (2, 4, 2), (1, 6, 1)],
     "band": list(BANDS),
-    "mask": ["none", "bool", "bool keys", "float", "float heads", "float rows", "fp32", "float keys"],
+    "mask": ["none", "bool", "bool keys", "float", "float heads", "float rows", "fp32",
+             "float keys"],
     "softcap": [0.0, 5.0],
     "sink": ["none", "same", "fp32"],
     "alibi": ["none", "heads", "batch"],
@@ -141,9 +142,7 @@ def covering_sample(factors=FACTORS, seed=0) -> list[Case]:
     }
 
     def pairs(values):
-        return {
-            (a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)
-        } & left
+        return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)} & left
 
     cases = []
     while left:

@@ -107,7 +107,7 @@ def test_long(tier, case, seed):
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @each_tier
 def test_layouts(tier, dtype, seed):
-    """out and the gradients are in their inputs' order of strides, and values do not depend on it."""
+    """out and the gradients are in their inputs' order of strides; values do not depend on it."""
     if tier == "portable" and dtype not in (BF16, FP16):
         pytest.skip("the tier does not take it")
     results = {}
@@ -162,13 +162,15 @@ def test_batch_invariance(tier, seed):
                 torch.tensor([1, 9, 9 + n], dtype=torch.int32, device=device) for n in (70, 90)
             )
 
-            def varlen(*leaves, **options):
+            def varlen(*leaves, cu_q=cu_q, cu_k=cu_k, **options):
                 return fn.flash_attention_varlen(*leaves, cu_q, cu_k, 90, 90, **options)
 
             douts = torch.cat([dout[2, :, :9].transpose(0, 1), dout[0].transpose(0, 1)])
             packed = results(*pack, dout=douts, function=varlen)
             packed[1] = packed[1].transpose(0, 1)
-            for name, a, of_all in zip(("out", "lse", "dq", "dk", "dv"), packed, whole, strict=True):
+            for name, a, of_all in zip(
+                ("out", "lse", "dq", "dk", "dv"), packed, whole, strict=True
+            ):
                 of_sequence = a[9:].transpose(0, 1)
                 assert same_bits(of_sequence, of_all[0]), name
             assert packed[0][0].eq(0).all() and packed[1][0].eq(-torch.inf).all()
@@ -210,7 +212,10 @@ def test_rows_that_see_nothing(tier, seed):
                 assert results["out"][batch, :, row].eq(0).all()
                 expected = tensors["sink"].float() if sink == "same" else -torch.inf
                 lse = results["lse"][batch, :, row].float()
-                assert torch.allclose(lse, torch.as_tensor(expected, device=device)), (lse, expected)
+                assert torch.allclose(lse, torch.as_tensor(expected, device=device)), (
+                    lse,
+                    expected,
+                )
                 assert results["dquery"][batch, :, row].eq(0).all()
             assert results["dkey"][0, :, 5].eq(0).all() and results["dvalue"][0, :, 5].eq(0).all()
             ratios = check(case, tensors, results)
@@ -251,10 +256,11 @@ def test_hidden_keys_may_hold_anything(tier, poison, seed):
             clean, dirty = (run(call(case), case, t) for t in (tensors, poisoned))
             for name, value in clean.items():
                 assert same_bits(value, dirty[name]), name
-            q, k, v = (tensors[n][0].transpose(0, 1).contiguous() for n in ("query", "key", "value"))
-            cu_q, cu_k = (
-                torch.tensor(c, dtype=torch.int32, device=device) for c in ([0, 30, 70], [0, 45, 90])
+            q, k, v = (
+                tensors[n][0].transpose(0, 1).contiguous() for n in ("query", "key", "value")
             )
+            cu_q = torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
+            cu_k = torch.tensor([0, 45, 90], dtype=torch.int32, device=device)
             results = []
             for fill in (0.0, poison):
                 leaves = [t.clone() for t in (q, k, v)]
@@ -429,15 +435,15 @@ class TestTorchsFunction:
         logged = q.as_subclass(Logged)
         out = fn.scaled_dot_product_attention(logged, q, q, mask)
         assert isinstance(out, Logged) and fn.scaled_dot_product_attention in seen
-        torch.testing.assert_close(torch.Tensor(out), fn.scaled_dot_product_attention(q, q, q, mask))
+        torch.testing.assert_close(
+            torch.Tensor(out), fn.scaled_dot_product_attention(q, q, q, mask)
+        )
         assert isinstance(fn.flash_attention(q, logged, q), Logged)
         packed, cu = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
         function = fn.flash_attention_varlen
-        assert isinstance(function(packed.as_subclass(Logged), packed, packed, cu, cu, 5, 5), Logged)
-
-
-def threshold(p):
-    return torch.tensor(p, dtype=FP32).double().mul(2**32).floor().long()
+        assert isinstance(
+            function(packed.as_subclass(Logged), packed, packed, cu, cu, 5, 5), Logged
+        )
 
 
 class TestDropout:

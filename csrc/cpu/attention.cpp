@@ -451,8 +451,8 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   Acc* dropped = p.dropout_p > 0 ? buffers.dropped.at_least(total) : s;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = block.head_of(r);
-    const int64_t at = (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) +
-                       block.place_of(r);
+    const int64_t at =
+        (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
     Acc *p_row = s + r * width, *ds_row = ds + r * width;
     // Divided by their own sum: of exp(score - lse) the rounding of lse is a part of the sum.
     const double sink = sink_of(p, head);

@@ -17,9 +17,8 @@
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAGuard.h>
-
 #include <ATen/ops/constant_pad_nd.h>
+#include <c10/cuda/CUDAGuard.h>
 
 #include "core/attention/attention.h"
 #include "core/attention/plan.h"
@@ -71,8 +70,8 @@ void check_tensors(const AttentionCall& call, const std::array<Tensor, 3>& qkv) 
   const int64_t dims = call.is_packed() ? 3 : 4;
   for (int i = 0; i < 3; ++i) {
     check_beside(qkv[i], names[i], query);
-    TORCH_CHECK(qkv[i].scalar_type() == query.scalar_type(), names[i], " is ",
-                qkv[i].scalar_type(), ", but query is ", query.scalar_type(),
+    TORCH_CHECK(qkv[i].scalar_type() == query.scalar_type(), names[i], " is ", qkv[i].scalar_type(),
+                ", but query is ", query.scalar_type(),
                 ": query, key and value must have one dtype");
     TORCH_CHECK(qkv[i].dim() == dims, names[i], " must be ",
                 call.is_packed() ? "(rows, heads, head dim) with cu_seqlens"
@@ -121,8 +120,8 @@ void check_options(const AttentionCall& call) {
   TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p < 1,
               "dropout_p must be at least 0 and below 1, but is ", call.dropout_p);
   if (call.window_left.has_value()) {
-    TORCH_SYM_CHECK(call.window_left->sym_ge(0), "window's left limit must not be negative, but is ",
-                    *call.window_left);
+    TORCH_SYM_CHECK(call.window_left->sym_ge(0),
+                    "window's left limit must not be negative, but is ", *call.window_left);
   }
   if (call.window_right.has_value()) {
     TORCH_SYM_CHECK(call.window_right->sym_ge(0),
@@ -140,9 +139,9 @@ std::array<Tensor, 3> AttentionCall::apart() const {
   const int64_t dims = is_packed() ? 3 : 4;
   const auto check = [&](const Tensor& tensor, int64_t count, const char* name,
                          const char* missing) {
-    TORCH_CHECK(tensor.dim() == dims + 1 && tensor.sym_size(0) == count, name,
-                " must hold ", count, " tensors of ", dims, " dimensions, as there is no ", missing,
-                ", but has shape ", tensor.sym_sizes());
+    TORCH_CHECK(tensor.dim() == dims + 1 && tensor.sym_size(0) == count, name, " must hold ", count,
+                " tensors of ", dims, " dimensions, as there is no ", missing, ", but has shape ",
+                tensor.sym_sizes());
   };
   if (!has(key)) {
     TORCH_CHECK(!has(value), "value has shape ", value->sym_sizes(), ", but there is no key");
@@ -181,9 +180,9 @@ void check_attention(const AttentionCall& call) {
     TORCH_CHECK(slopes.scalar_type() == at::kFloat, "alibi_slopes must be float32, but is ",
                 slopes.scalar_type());
     const SymInt batch = sequences_of(call);
-    const bool fits = (slopes.dim() == 1 && slopes.sym_size(0) == heads) ||
-                      (slopes.dim() == 2 && slopes.sym_size(0) == batch &&
-                       slopes.sym_size(1) == heads);
+    const bool fits =
+        (slopes.dim() == 1 && slopes.sym_size(0) == heads) ||
+        (slopes.dim() == 2 && slopes.sym_size(0) == batch && slopes.sym_size(1) == heads);
     TORCH_CHECK(fits, "alibi_slopes must be (heads,) = (", heads, ",) or (batch, heads) = (", batch,
                 ", ", heads, "), but has shape ", slopes.sym_sizes());
   }
@@ -198,10 +197,10 @@ void check_attention(const AttentionCall& call) {
     TORCH_CHECK(has(call.rng), "rng must hold a seed and an offset with dropout_p ", call.dropout_p,
                 ", but is None");
     check_beside(*call.rng, "rng", query);
-    TORCH_CHECK(call.rng->scalar_type() == at::kLong && call.rng->dim() == 1 &&
-                    call.rng->sym_size(0) == 2,
-                "rng must be int64 of shape (2,), but is ", call.rng->scalar_type(), " of shape ",
-                call.rng->sym_sizes());
+    TORCH_CHECK(
+        call.rng->scalar_type() == at::kLong && call.rng->dim() == 1 && call.rng->sym_size(0) == 2,
+        "rng must be int64 of shape (2,), but is ", call.rng->scalar_type(), " of shape ",
+        call.rng->sym_sizes());
   }
 }
 
@@ -346,8 +345,7 @@ void cpu_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& 
   cpu::attention_backward(problem, lse.contiguous(), dense(dout),
                           has(dlse) ? dlse->contiguous() : Tensor(), gradients);
   if (dmask.defined()) {
-    made.returned.attn_mask =
-        dmask.to(call.attn_mask->scalar_type()).view(call.attn_mask->sizes());
+    made.returned.attn_mask = dmask.to(call.attn_mask->scalar_type()).view(call.attn_mask->sizes());
   }
   if (gradients.sink.defined()) {
     made.returned.sink = gradients.sink.to(call.sink->scalar_type());
@@ -594,8 +592,7 @@ void cuda_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
   params.dkey = optional_tensor(dkey);
   params.dvalue = optional_tensor(dvalue);
   if (wanted[3] && has(call.attn_mask)) {
-    made.returned.attn_mask =
-        empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
+    made.returned.attn_mask = empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
     params.dmask = made.returned.attn_mask.mutable_data_ptr();
     const Tensor mask = of_four_dims(*call.attn_mask);
     for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(mask.size(d));
@@ -698,8 +695,10 @@ void force_attention_tier(const std::string& name) {
 #else
   if (name == "auto") return;
 #endif
-  TORCH_CHECK_VALUE(false, "tier must be 'auto' or, of a build with CUDA, 'plain', 'portable' or "
-                    "'hopper', but is '", name, "'");
+  TORCH_CHECK_VALUE(false,
+                    "tier must be 'auto' or, of a build with CUDA, 'plain', 'portable' or "
+                    "'hopper', but is '",
+                    name, "'");
 }
 
 std::string attention_tier_of(const AttentionCall& call) {
