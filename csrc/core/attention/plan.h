@@ -3,19 +3,13 @@
 // lengths or the number of multiprocessors: a row's sums have one order.
 #pragma once
 
-#include <algorithm>
-
-#include "core/attention/attention.h"
+#include "core/attention/params.h"
 #include "core/common/sizes.h"
 
 namespace fused_norm {
 
 // The bounds on head dimensions of the plain tier, and of the portable one.
 constexpr int kMaxHeadDim = 512, kMaxPortableHeadDim = 256;
-
-// What the tensor-core tiers ask of a tensor that they read or write in place: 16 bytes at a time,
-// and no stride of 0 in rows that are written. Callers copy another once; the plain tier takes any.
-bool attention_is_aligned(const AttentionTensor& tensor, DType dtype);
 
 // Whether a tier has kernels for the call, whatever the tensors' alignment.
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
