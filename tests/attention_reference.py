@@ -1,12 +1,17 @@
 """Attention composed of torch's operators: in fp64 it is the reference, in the input's dtype the
 measure of an error (ATTENTION's contract in docs/attention.md). And the seeded sample of calls."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import random
 
 import torch
+from harness import randn
+
+import fused_norm.functional as fn
+from fused_norm import _C
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 UNIT = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24, FP64: 2**-53}
@@ -179,8 +184,6 @@ def laid_out(tensor, layout):
 
 def tensors_of(case: Case, generator) -> dict:
     """query, key, value, attn_mask, sink, alibi_slopes, those that the case has, and gradients."""
-    from harness import randn
-
     batch, heads, kv_heads = case.heads
     queries, keys = case.size
     d, dv = case.dims
@@ -217,6 +220,40 @@ def tensors_of(case: Case, generator) -> dict:
     lse_dtype = FP64 if case.dtype == FP64 else FP32
     made["dlse"] = randn(generator, batch, heads, queries, dtype=lse_dtype)
     return made
+
+
+@contextlib.contextmanager
+def forced(tier):
+    _C.force_attention_tier(tier)
+    try:
+        yield
+    finally:
+        _C.force_attention_tier("auto")
+
+
+def takes(tier, case):
+    """Whether a tier runs the case."""
+    return tier in ("cpu", "auto", "plain") or (
+        case.dtype in (BF16, FP16) and max(case.dims) <= 256
+    )
+
+
+def attend(case):
+    """The case as a function of its tensors, to (out, lse)."""
+
+    def attention(query, key, value, **options):
+        return fn.flash_attention(
+            query,
+            key,
+            value,
+            window=case.window,
+            softcap=case.softcap,
+            scale=case.scale,
+            return_lse=True,
+            **options,
+        )
+
+    return attention
 
 
 LEAVES = ("query", "key", "value", "attn_mask", "sink")

@@ -15,55 +15,26 @@ from attention_reference import (
     LONG,
     SAMPLE,
     Case,
+    attend,
     check,
     compose,
+    forced,
     laid_out,
     run,
+    takes,
     tensors_of,
 )
 from harness import Verdict, held_for_backward, rand_generator, randn, same_bits, unwritten_is_nan
 
 import fused_norm.functional as fn
-from fused_norm import _C, flash_attn
+from fused_norm import flash_attn
 
 cuda = pytest.mark.cuda
-
-
-@contextlib.contextmanager
-def forced(tier):
-    _C.force_attention_tier(tier)
-    try:
-        yield
-    finally:
-        _C.force_attention_tier("auto")
-
-
-def takes(tier, case):
-    """Whether a forced tier runs the case."""
-    return tier in ("cpu", "auto", "plain") or (
-        case.dtype in (BF16, FP16) and max(case.dims) <= 256
-    )
 
 
 each_tier = pytest.mark.parametrize(
     "tier", ["cpu", *(pytest.param(t, marks=cuda) for t in ("auto", "plain", "portable"))]
 )
-
-
-def call(case):
-    def attention(query, key, value, **options):
-        return fn.flash_attention(
-            query,
-            key,
-            value,
-            window=case.window,
-            softcap=case.softcap,
-            scale=case.scale,
-            return_lse=True,
-            **options,
-        )
-
-    return attention
 
 
 def run_case(case, tier, seed):
@@ -75,7 +46,7 @@ def run_case(case, tier, seed):
         if tier != "cpu":
             stack.enter_context(forced(tier))
         stack.enter_context(unwritten_is_nan(device, *sizes))
-        return tensors, run(call(case), case, tensors)
+        return tensors, run(attend(case), case, tensors)
 
 
 PARTS = 8  # of the sample, so that processes share it
@@ -187,7 +158,7 @@ def test_threads_do_not_matter_within_a_sequence(threads, seed):
         _, alone = run_case(case, "cpu", seed)
         tensors = tensors_of(case, rand_generator("cpu", seed))
         twice = {n: torch.cat([t, t]) for n, t in tensors.items()}
-        both = run(call(case), case, twice)
+        both = run(attend(case), case, twice)
     finally:
         torch.set_num_threads(before)
     for name, value in alone.items():
@@ -207,7 +178,7 @@ def test_rows_that_see_nothing(tier, seed):
             tensors["attn_mask"][1, :, 30] = False
             tensors["attn_mask"][0, :, :, 5] = False
             with forced("auto" if tier == "cpu" else tier):
-                results = run(call(case), case, tensors)
+                results = run(attend(case), case, tensors)
             for batch, row in ((0, 0), (0, 15), (1, 30)):
                 assert results["out"][batch, :, row].eq(0).all()
                 expected = tensors["sink"].float() if sink == "same" else -torch.inf
@@ -269,7 +240,7 @@ def test_hidden_keys_may_hold_anything(tier, poison, seed):
             poisoned[name][:, :, 60:] = poison
             poisoned[name][:, :, :15] = poison  # more than 5 before the first query's place
         with forced("auto" if tier == "cpu" else tier):
-            clean, dirty = (run(call(case), case, t) for t in (tensors, poisoned))
+            clean, dirty = (run(attend(case), case, t) for t in (tensors, poisoned))
             for name, value in clean.items():
                 assert same_bits(value, dirty[name]), name
             q, k, v = (
@@ -345,7 +316,8 @@ def test_offsets_are_clamped(device, generator):
     results = [fn.flash_attention_varlen(q, k, v, cu, cu, 10, 10) for cu in (wrong, right)]
     assert same_bits(*results)
     descending = torch.tensor([8, 2, -5, 12], dtype=torch.int32, device=device)
-    assert fn.flash_attention_varlen(q, k, v, descending, right[[0, 1, 2, 2]], 10, 10).isfinite().all()
+    offsets = descending, right[[0, 1, 2, 2]]
+    assert fn.flash_attention_varlen(q, k, v, *offsets, 10, 10).isfinite().all()
 
 
 class TestTorchsFunction:
