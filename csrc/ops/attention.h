@@ -55,6 +55,9 @@ AttentionGradients attention_backward(const at::Tensor& dout, const OptionalTens
                                       const at::Tensor& out, const at::Tensor& lse,
                                       const AttentionCall& call, const std::array<bool, 5>& wanted);
 
+// attention_forward through the dispatcher, and so recorded for autograd (attention_autograd.cpp).
+std::pair<at::Tensor, at::Tensor> attention(const AttentionCall& call);
+
 // Seed and offset of a call's dropout: int64 (2,) on query's device, from its default generator.
 at::Tensor attention_rng(const at::Tensor& query);
 
