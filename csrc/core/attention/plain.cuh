@@ -274,7 +274,12 @@ __device__ __forceinline__ void score_tile(ScoreTile<A>& tile, Shared<A>& shared
       tile.slope[i][j] = s.slope;
       tile.kept[i][j] = 1;
     }
-    if (rules.drops()) rules.dropout_factors(row, first, tile.kept[i]);
+    if (rules.drops()) {
+      const Dropout dropout = rules.dropout();
+      const uint32_t kept = dropout.kept(row, first);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) tile.kept[i][j] = kept >> j & 1 ? dropout.scale : 0;
+    }
   }
 }
 
