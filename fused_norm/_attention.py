@@ -276,11 +276,8 @@ def scaled_dot_product_attention(
     if attn_mask is not None and attn_mask.is_floating_point():
         (attn_mask,) = _cast(attn_mask)
     shape = None
-    sizes = query.shape, key.shape, value.shape
-    if not (
-        len(sizes[0]) == len(sizes[1]) == len(sizes[2]) == 4
-        and sizes[0][:2] == sizes[1][:2] == sizes[2][:2]
-    ):
+    q, k, v = query.shape, key.shape, value.shape
+    if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == k[1] == v[1]):
         query, key, value, attn_mask, shape = _of_four_dims(
             query, key, value, attn_mask, enable_gqa
         )
