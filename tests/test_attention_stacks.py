@@ -376,11 +376,14 @@ class TestVmap:
         ):
             torch.testing.assert_close(a, b)
 
-    def test_batched_gradients(self, device, generator):
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+    def test_batched_gradients(self, dropout_p, device, generator):
         """The backward operator under vmap, with a mask that no batch dimension has."""
         inputs = leaves(generator, (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (5, 1), (4,))
         q, k, v, mask, sink = inputs
-        outputs = fn.flash_attention(q, k, v, attn_mask=mask, sink=sink, return_lse=True)
+        outputs = fn.flash_attention(
+            q, k, v, attn_mask=mask, sink=sink, dropout_p=dropout_p, return_lse=True
+        )
         douts = [randn(generator, 3, *o.shape, dtype=FP64) for o in outputs]
         ours = torch.autograd.grad(outputs, inputs, douts, is_grads_batched=True, retain_graph=True)
         theirs = [
