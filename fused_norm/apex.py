@@ -25,7 +25,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm import functional, modules
+from fused_norm import _arguments, functional, modules
 
 torch.fx.wrap("_norm")  # a single node in the graphs of torch.fx.symbolic_trace
 
@@ -75,11 +75,11 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
 
 def _norm(input, weight, bias, normalized_shape, eps, memory_efficient, *, rms, mixed) -> Tensor:
     if type(input) is not Tensor:
-        functional._check_tensor("input", input)
+        _arguments.tensor("input", input)
     if weight is not None or mixed:
-        functional._check_tensor("weight", weight)
+        _arguments.tensor("weight", weight)
     if bias is not None:
-        functional._check_tensor("bias", bias)
+        _arguments.tensor("bias", bias)
     out_dtype = weight.dtype if mixed else input.dtype
     autocast = _autocast_dtype(input)
     if autocast is not None and out_dtype is not torch.float64:

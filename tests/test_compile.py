@@ -193,7 +193,7 @@ def test_decompose_takes_options_that_change(of_a_sum, device, generator):
 
     def call(x, eps):
         if of_a_sum:
-            return fn.add_rms_norm(x, x, 16, None, eps, weight_offset=eps)[0]
+            return fn.add_rms_norm(x, x, 16, x[0], eps, weight_offset=eps)[0]
         return fn.layer_norm(x, 16, None, None, eps)
 
     torch._dynamo.reset()
