@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fused_norm import _arguments, functional, modules
@@ -87,12 +88,12 @@ class ConvertedRMSNorm(modules.RMSNorm):
         )
 
 
-torch.fx.wrap("_rms_norm")  # a single node in the graphs of torch.fx.symbolic_trace
-
-
 def _rms_norm(
     input, weight, normalized_shape, eps, weight_offset, memory_efficient, output_rule
 ) -> Tensor:
+    if has_torch_function_variadic(input, weight) and functional._is_overridden(input, weight):
+        args = (weight, normalized_shape, eps, weight_offset, memory_efficient, output_rule)
+        return handle_torch_function(_rms_norm, (input, weight), input, *args)
     saves_autocast = memory_efficient and torch.is_autocast_enabled(input.device.type)
     return functional._norm(
         input,

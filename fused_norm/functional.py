@@ -12,19 +12,6 @@ from fused_norm import _C, _arguments, _autograd, _jagged, _ops, _sharding, _tra
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
-# Each a single node in the graphs of torch.fx.symbolic_trace; the last one is what modules call.
-for _name in (
-    "layer_norm",
-    "rms_norm",
-    "add_layer_norm",
-    "add_rms_norm",
-    "softmax",
-    "log_softmax",
-    "scaled_masked_softmax",
-    "_softmax",
-):
-    torch.fx.wrap(_name)
-
 
 def _is_overridden(*tensors) -> bool:
     """Whether ``__torch_function__`` of an argument, or a mode, takes the call; asked where one of
@@ -142,7 +129,10 @@ def _norm(
     if is_compiling:
         _arguments.optional_tensor("weight", weight)
         _arguments.optional_tensor("bias", bias)
-        return _tracing.norm_forward(input, weight, bias, *options)
+        output = _tracing.norm_forward(input, weight, bias, *options)
+        if not rms or input.dim() not in (4, 5):
+            return output
+        return output.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
     output = _call(_C.norm, input, weight, bias, *options)
     if output is None:
         tensors = {"input": input, "weight": weight, "bias": bias}
@@ -225,8 +215,8 @@ def rms_norm(
             (Gemma-style) weights. Without a weight it must be 0.
 
     Returns:
-        A contiguous tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of
-        the autocast dtype.
+        A tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of the
+        autocast dtype. It is contiguous, or ``channels_last`` where the input is, as torch has it.
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
@@ -523,10 +513,11 @@ def scaled_masked_softmax(
     Args:
         input: ``(*, queries, keys)``, or any shape without ``causal``, in fp16, bf16, fp32 or fp64.
             Rows may be strided.
-        mask: broadcasts to input's shape. Boolean: ``True`` is masked out, as in
-            :meth:`torch.Tensor.masked_fill`, whatever the input holds there. fp16, bf16, fp32 or
-            fp64: added to ``scale * input``; it is not differentiated, and fp64 is rounded to fp32
-            unless the input is fp64.
+        mask: broadcasts to input's shape. Boolean: **True hides**, as in
+            :meth:`torch.Tensor.masked_fill`, whatever the input holds there; **in the mask of**
+            :func:`torch.nn.functional.scaled_dot_product_attention` **True shows**. fp16, bf16,
+            fp32 or fp64: added to ``scale * input``; it is not differentiated, and fp64 is rounded
+            to fp32 unless the input is fp64.
         scale: finite; multiplies the input.
         causal: key ``j`` is masked for query ``i`` where ``j > i + keys - queries``: the last query
             sees every key. May be combined with ``mask``.
@@ -553,5 +544,7 @@ def scaled_masked_softmax(
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
-    scale = _arguments.number("scale", scale)
+    if mask is not None and type(mask) is not Tensor:
+        _arguments.optional_tensor("mask", mask)
+    scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
     return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))

@@ -326,8 +326,8 @@ def test_symbolic_trace(device, generator):
     names = [getattr(node.target, "__name__", "") for node in traced.graph.nodes]
     ours = [name for name in names if "norm" in name or "softmax" in name]
     assert sorted(ours) == sorted(
-        ["layer_norm", "rms_norm", "add_rms_norm", "_norm", "_rms_norm"]
-        + ["_softmax", "softmax", "log_softmax", "scaled_masked_softmax"]
+        ["layer_norm", "rms_norm", "add_rms_norm", "mixed_dtype_fused_layer_norm_affine"]
+        + ["_rms_norm", "softmax", "softmax", "log_softmax", "scaled_masked_softmax"]
     )
     x = randn(generator, 5, 8)
     assert same_bits(traced(x).detach(), model(x).detach())

@@ -162,7 +162,9 @@ at::Tensor norm_output(const at::Tensor& input, const OptionalTensor& weight,
                        bool memory_efficient) {
   if (at::tracer::impl::is_dispatch_enabled()) return {};  // None, as for arguments of other types
   const NormOptions options{std::move(normalized_shape), eps, weight_offset, rms, {}, out_dtype};
-  return norm(input, {}, weight, bias, options, memory_efficient)[0];
+  const at::Tensor y = norm(input, {}, weight, bias, options, memory_efficient)[0];
+  // As torch's, whose RMSNorm alone keeps channels_last.
+  return rms ? y.contiguous(input.suggest_memory_format()) : y;
 }
 
 std::optional<std::tuple<at::Tensor, at::Tensor>> add_norm_outputs(
