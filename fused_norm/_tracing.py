@@ -1,5 +1,5 @@
-"""A norm as ``torch.compile`` and ``torch.export`` see it: one operator, whose Autograd kernel
-differentiates, or its decomposition (``config.decompose``)."""
+"""A norm or softmax as ``torch.compile`` and ``torch.export`` see it: one operator, whose Autograd
+kernel differentiates, or its decomposition (``config.decompose``, and for ONNX)."""
 
 import math
 
@@ -8,6 +8,23 @@ import torch
 from fused_norm import _decompositions, _ops, config
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what no subclass has changed
+
+
+def _is_onnx_export() -> bool:
+    """Whether an export to ONNX is at work, by torch.export or by torch.jit.trace."""
+    is_tracing = torch.compiler._is_exporting_flag or torch._C._is_tracing()
+    return is_tracing and torch.onnx.is_in_onnx_export()
+
+
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it and keeps no
+# trace of it.
+_is_onnx_export._dynamo_marked_constant = True
+
+
+def decomposes() -> bool:
+    """Whether a norm is traced as torch's elementary operators: where the user asks for it, and in
+    an export to ONNX, whose operators are the only ones there."""
+    return config.decompose or _is_onnx_export()
 
 
 def _fixed_room(cols: int) -> int:
@@ -32,7 +49,7 @@ def norm_forward(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient
 ) -> torch.Tensor:
     """The output."""
-    if config.decompose:
+    if decomposes():
         args = (input, weight, bias, normalized_shape, *_numbers(eps, weight_offset), rms)
         _ops.check_norm_arguments(*args, out_dtype)
         return _decompositions.norm_forward(*args, out_dtype)[0]
@@ -56,6 +73,22 @@ def norm_forward(
     return _ops.norm_forward(*args)[0].to(out_dtype)
 
 
+def recorded_norm(*args) -> torch.Tensor:
+    """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
+    if _is_onnx_export():
+        _ops.check_norm_arguments(*args)
+        return _decompositions.norm_forward(*args)[0]
+    return _ops.norm_forward(*args)[0]
+
+
+def recorded_add_norm(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a sum."""
+    if _is_onnx_export():
+        _ops.check_add_norm_arguments(*args)
+        return _decompositions.add_norm_forward(*args)[:2]
+    return _ops.add_norm_forward(*args)[:2]
+
+
 def add_norm_forward(
     input,
     residual,
@@ -70,11 +103,11 @@ def add_norm_forward(
     memory_efficient,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, residual_out)."""
-    if config.decompose:
+    if decomposes():
         eps, weight_offset = _numbers(eps, weight_offset)
     options = (weight, bias, normalized_shape, eps, weight_offset, rms)
     args = (input, residual, *options, residual_dtype, out_dtype)
-    if config.decompose:
+    if decomposes():
         _ops.check_add_norm_arguments(*args)
         return _decompositions.add_norm_forward(*args)[:2]
     lists = memory_efficient and _can_list(input, normalized_shape)
@@ -93,3 +126,17 @@ def add_norm_forward(
     residual_out = _decompositions.add(input, residual, residual_dtype)
     output = norm_forward(residual_out, *options, out_dtype, memory_efficient)
     return output, residual_out
+
+
+def softmax_forward(input, dim, log, out_dtype) -> torch.Tensor:
+    """A softmax or its logarithm."""
+    if _is_onnx_export():
+        return _decompositions.softmax_forward(input, dim, log, out_dtype)
+    return _ops.softmax_forward(input, dim, log, out_dtype)
+
+
+def scaled_masked_softmax(input, mask, scale, causal, out_dtype) -> torch.Tensor:
+    """The softmax of attention scores."""
+    if _is_onnx_export():
+        return _decompositions.scaled_masked_softmax(input, mask, scale, causal, out_dtype)
+    return _ops.scaled_masked_softmax(input, mask, scale, causal, out_dtype)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _C, _arguments, _autograd, _jagged, _ops, _sharding, _tracing
+from fused_norm import _C, _arguments, _autograd, _jagged, _sharding, _tracing
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
@@ -136,7 +136,7 @@ def _norm(
     output = _call(_C.norm, input, weight, bias, *options)
     if output is None:
         tensors = {"input": input, "weight": weight, "bias": bias}
-        return _retry(_C.norm, lambda *args: _ops.norm_forward(*args)[0], tensors, *options)
+        return _retry(_C.norm, _tracing.recorded_norm, tensors, *options)
     return output
 
 
@@ -288,9 +288,7 @@ def _add_norm(
     outputs = _call(_C.add_norm, input, residual, weight, bias, *options)
     if outputs is None:
         tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
-        return _retry(
-            _C.add_norm, lambda *args: _ops.add_norm_forward(*args)[:2], tensors, *options
-        )
+        return _retry(_C.add_norm, _tracing.recorded_add_norm, tensors, *options)
     return outputs
 
 
@@ -460,8 +458,10 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
     if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
-        return _C.softmax(input, dim, log, dtype)
-    return _ops.softmax_forward(input, dim, log, dtype)
+        output = _C.softmax(input, dim, log, dtype)
+        if output is not None:  # as in torch.jit.trace
+            return output
+    return _tracing.softmax_forward(input, dim, log, dtype)
 
 
 def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -547,4 +547,5 @@ def scaled_masked_softmax(
     if mask is not None and type(mask) is not Tensor:
         _arguments.optional_tensor("mask", mask)
     scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
-    return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))
+    dtype = _softmax_out_dtype(input)
+    return _tracing.scaled_masked_softmax(input, mask, scale, causal, dtype)

@@ -152,6 +152,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward_no_g
                           residual_dtype, out_dtype);
 }
 
+// What functional softmaxes call.
+at::Tensor softmax_output(const at::Tensor& input, int64_t dim, bool log,
+                          std::optional<at::ScalarType> out_dtype) {
+  if (at::tracer::impl::is_dispatch_enabled()) return {};  // None, as below
+  return softmax(input, dim, log, out_dtype);
+}
+
 // What functional norms call, and their Autograd kernels. None: the caller is to say what is wrong,
 // or to see to it that torch.jit.trace records an operator.
 using Shape = std::vector<c10::SymInt>;
@@ -290,7 +297,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_add_norm_options", &check_add_norm_options, py::arg("input"), py::arg("residual"),
         py::arg("residual_out"), py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("eps"),
         py::arg("weight_offset"));
-  m.def("softmax", &softmax, py::call_guard<py::gil_scoped_release>());
+  m.def("softmax", &softmax_output, py::call_guard<py::gil_scoped_release>());
   m.def("softmax_forward", &softmax_forward_no_grad, py::arg("input"), py::arg("dim"),
         py::arg("log") = false, py::arg("out_dtype") = py::none(), py::arg("tier") = "auto",
         py::call_guard<py::gil_scoped_release>());
