@@ -125,3 +125,11 @@ def test_statistics_of_16_bit_input_are_fp32(generator):
 def test_other_exports_keep_the_operators():
     program = torch.export.export(fused_norm.LayerNorm(16), (torch.randn(3, 16),))
     assert any("fused_norm.norm_forward" in str(node.target) for node in program.graph.nodes)
+
+
+def test_a_program_exported_before_is_refused():
+    """It holds this library's operators."""
+    x = torch.randn(3, 16)
+    program = torch.export.export(fused_norm.LayerNorm(16), (x,))
+    with pytest.raises(torch.onnx.OnnxExporterError, match="fused_norm"):
+        torch.onnx.export(program, (x,), dynamo=True, verbose=False)
