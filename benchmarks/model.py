@@ -67,6 +67,10 @@ def add_arguments(parser):
     parser.add_argument(
         "--no-kernels", action="store_true", help="steps only; else the first process profiles"
     )
+    parser.add_argument(
+        "--zeros", action="store_true",
+        help="all numbers 0: the chip then stays below its power limit, and keeps its clock",
+    )  # fmt: skip
     parser.add_argument("--child", type=commandline.count, help=argparse.SUPPRESS)
 
 
@@ -122,7 +126,7 @@ def child(options):
 
     records, absent = model_steps.measure(
         options.blocks, options.modes, options.variants, options.child, options.rounds,
-        options.seconds, options.child == 1 and not options.no_kernels, begin,
+        options.seconds, options.child == 1 and not options.no_kernels, begin, options.zeros,
     )  # fmt: skip
     write_records(options.out / f"{options.child}.csv", list(absent.items()), records)
     return 0

@@ -19,6 +19,7 @@ from torch import nn
 
 import fused_norm as fn
 from benchmarks import memory, sensors, timing
+from benchmarks.peers import first_line
 
 MODES = ("replayed", "compiled")
 VARIANTS = ("torch", "fused", "fused, flag", "fused, residual inside", "liger")
@@ -210,6 +211,12 @@ class Bench:
             if not error <= TOLERANCE:
                 raise ValueError(f"{self.case.name}, {variant}: results are off by {error:.2g}")
 
+    def zero(self):
+        """Make every number 0, in the memory that captured graphs read."""
+        with torch.no_grad():
+            for tensor in (*self.parameters, *self.inputs, *self.gradients):
+                tensor.zero_()
+
     def prepare(self, variant, mode, pool):
         """Compile or capture a variant's step; one that cannot is left out, with its reason."""
         if variant not in self.blocks:
@@ -227,7 +234,7 @@ class Bench:
         except Exception as error:
             if variant.startswith("fused"):
                 raise
-            self.absent[f"{variant}, {mode}"] = (str(error).strip() or "failed").splitlines()[0]
+            self.absent[f"{variant}, {mode}"] = first_line(error)
 
 
 def captured(call, pool=None, warm_up=3):
@@ -298,74 +305,49 @@ class Kernel:
     gap: float  # before the next one starts; below 0 where the two overlap
 
 
-def profiled(launch, repeats=8):
-    """The kernels of one of so many launches, in order: each one's median over the launches."""
+def profiled(launches, repeats=6, pause=0.01):
+    """The kernels of one call of each of the launches, in order: each one's median over so many
+    calls. ValueError where calls differ in their kernels.
+
+    One profile for all, as to begin one takes long; pauses tell the launches apart.
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
-        for _ in range(repeats):
-            launch()
-        torch.cuda.synchronize()
-    events = [
-        (e.time_range.start, e.time_range.end, e.name)
+    with torch.profiler.profile(activities=activities, acc_events=True) as profile:
+        for launch in launches:
+            for _ in range(repeats):
+                launch()
+            torch.cuda.synchronize()
+            time.sleep(pause)
+    events = sorted(
+        (e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.name)
         for e in profile.events()
         if e.device_type == torch.autograd.DeviceType.CUDA
-    ]
-    events.sort()
-    each, rest = divmod(len(events), repeats)
-    names = [name for *_, name in events]
-    if rest or not each or names != names[:each] * repeats:
-        raise ValueError(f"{len(events)} kernels of {repeats} launches are no whole steps")
-    kernels = []
-    for at in range(each):
-        same = range(at, len(events), each)
-        follows = [events[i + 1][0] - events[i][1] for i in same if i + 1 < len(events)]
-        kernels.append(
-            Kernel(
-                names[at],
-                statistics.median(events[i][1] - events[i][0] for i in same) * 1e-6,
-                statistics.median(follows) * 1e-6,
-            )
-        )
-    return kernels
-
-
-def alone(norm, like, footprint=2**30):
-    """({direction: seconds of a call}, {direction: its kernels}) of a norm by itself, on enough
-    rotating inputs to leave the cache behind."""
-    sets = max(4, math.ceil(footprint / like.nbytes))
-    inputs = [[torch.randn_like(like).requires_grad_() for _ in range(2)] for _ in range(sets)]
-    gradients = [torch.randn_like(like) for _ in range(2 * sets)]
-
-    def forward():
-        return [norm.alone(*pair) for pair in inputs]
-
-    def both():
-        results = []
-        for index, (outputs, leaves) in enumerate(forward()):
-            dys = gradients[2 * index : 2 * index + len(outputs)]
-            wanted = [*leaves, *norm.parameters()]
-            results.append(torch.autograd.grad(outputs, wanted, dys))
-        return results
-
-    seconds, kernels = [], []
-    for call in (forward, both):
-        graph, kept = captured(call, warm_up=1)
-        seconds.append(timing.median_seconds(graph.replay, 11) / sets)
-        found = profiled(graph.replay, 4)
-        kernels.append((found, len(found) // sets))
-        del graph, kept
-    (first, count), (whole, total) = kernels
-    return (
-        {"forward": seconds[0], "backward": seconds[1] - seconds[0]},
-        {
-            "forward": averaged(first, count),
-            "backward": averaged(whole[sets * count :], total - count),
-        },
     )
+    groups = []
+    for event in events:
+        if not groups or event[0] - groups[-1][-1][1] > pause / 2:
+            groups.append([])
+        groups[-1].append(event)
+    if len(groups) != len(launches):
+        raise ValueError(f"{len(groups)} groups of kernels of {len(launches)} launches")
+    return [averaged(of_group(group), repeats) for group in groups]
 
 
-def averaged(kernels, period):
-    """Of the kernels of equal calls: those of one call, each one's median."""
+def of_group(events):
+    """Kernels of (start, end, name) in order."""
+    ends = [start for start, *_ in events[1:]] + [events[-1][1]]
+    return [
+        Kernel(name, end - start, after - end)
+        for (start, end, name), after in zip(events, ends, strict=True)
+    ]
+
+
+def averaged(kernels, calls):
+    """Of the kernels of so many equal calls: those of one call, each one's median."""
+    period, rest = divmod(len(kernels), calls)
+    names = [k.name for k in kernels]
+    if rest or names != names[:period] * calls:
+        raise ValueError(f"{len(kernels)} kernels are not those of {calls} equal calls")
     return [
         Kernel(
             kernels[at].name,
@@ -374,6 +356,49 @@ def averaged(kernels, period):
         )
         for at in range(period)
     ]
+
+
+class Alone:
+    """A norm by itself, on enough rotating inputs to leave the cache behind: CUDA graphs of all its
+    forward calls, and of them with all its backward calls after them."""
+
+    def __init__(self, norm, like, footprint=2**30):
+        self.sets = max(4, math.ceil(footprint / like.nbytes))
+        inputs = [[like.clone().requires_grad_() for _ in range(2)] for _ in range(self.sets)]
+        gradients = [torch.randn_like(like) for _ in range(2 * self.sets)]
+
+        def forward():
+            return [norm.alone(*pair) for pair in inputs]
+
+        def both():
+            results = []
+            for index, (outputs, leaves) in enumerate(forward()):
+                dys = gradients[2 * index : 2 * index + len(outputs)]
+                wanted = [*leaves, *norm.parameters()]
+                results.append(torch.autograd.grad(outputs, wanted, dys))
+            return results
+
+        self.seconds, self.kept = [], [inputs, gradients]
+        for call in (forward, both):
+            self.graph, results = captured(call, warm_up=1)
+            self.seconds.append(timing.median_seconds(self.graph.replay, 11) / self.sets)
+            self.kept.append(results)  # their memory is not written twice
+
+    def call_seconds(self):
+        forward, both = self.seconds
+        return {"forward": forward, "backward": both - forward}
+
+    def patterns(self, kernels):
+        """{direction: kernels of a call} from those of the second graph."""
+        for count in range(1, len(kernels) // self.sets):
+            try:
+                return {
+                    "forward": averaged(kernels[: count * self.sets], self.sets),
+                    "backward": averaged(kernels[count * self.sets :], self.sets),
+                }
+            except ValueError:
+                continue
+        raise ValueError("calls of the norm alone differ in their kernels")
 
 
 def places(kernels, pattern):
@@ -406,30 +431,34 @@ def by_kind(kernels, patterns):
 
 def kernel_numbers(bench):
     """Yields (mode, variant, quantity, seconds) of the kernels in the step and alone."""
+    norms, like = {}, bench.inputs[0].flatten(0, 1)
     for variant, block in bench.blocks.items():
         try:
-            seconds, patterns = alone(block.norm1, bench.inputs[0].flatten(0, 1))
+            norms[variant] = Alone(block.norm1, like)
         except Exception as error:
-            bench.absent[f"{variant}, alone"] = str(error)
-            continue
-        for direction, pattern in patterns.items():
-            yield "alone", variant, direction, sum(k.seconds for k in pattern)
-            yield "alone", variant, f"{direction}, call", seconds[direction]
-        for mode, calls in bench.calls.items():
-            if variant not in calls:
-                continue
-            try:
-                kernels = profiled(calls[variant])
-            except ValueError as error:
-                bench.absent[f"{variant}, {mode}, kernels"] = str(error)
-                continue
-            for kind, value in by_kind(kernels, patterns).items():
-                yield mode, variant, kind, value
-            yield mode, variant, "norms", len(places(kernels, patterns["forward"]))
+            if variant.startswith("fused"):
+                raise
+            bench.absent[f"{variant}, alone"] = first_line(error)
+    launches = {("alone", variant): norm.graph.replay for variant, norm in norms.items()}
+    for mode, calls in bench.calls.items():
+        launches |= {(mode, variant): calls[variant] for variant in norms if variant in calls}
+    found = dict(zip(launches, profiled(list(launches.values())), strict=True))
+    for variant, norm in norms.items():
+        patterns = norm.patterns(found.pop(("alone", variant)))
+        for direction, seconds in norm.call_seconds().items():
+            yield "alone", variant, direction, sum(k.seconds for k in patterns[direction])
+            yield "alone", variant, f"{direction}, call", seconds
+        for mode in MODES:
+            if (mode, variant) in found:
+                kernels = found[mode, variant]
+                for kind, value in by_kind(kernels, patterns).items():
+                    yield mode, variant, kind, value
+                yield mode, variant, "norms", len(places(kernels, patterns["forward"]))
 
 
-def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
+def measure(cases, modes, variants, process, rounds, seconds, profile, begin, zeros=False):
     """(records, {what: why it is absent}); `begin()` is called when all is compiled and captured.
+    With `zeros` every number is 0 from then on: matrix products of zeros draw little power.
 
     Processes that start together begin their preparations at different cases, so that each compiles
     another part, and finds the rest in the cache on disk.
@@ -442,6 +471,8 @@ def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
     turned = len(todo) * (process % 5) // 5
     for bench, mode, variant in todo[turned:] + todo[:turned]:
         bench.prepare(variant, mode, pool)
+    for bench in benches if zeros else ():
+        bench.zero()
     gc.collect()
     torch.cuda.synchronize()
     begin()
@@ -455,9 +486,12 @@ def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
                 for quantity, value in numbers.items():
                     records.append(Record(process, *identity, mode, variant, quantity, value))
         if profile:
-            for mode, variant, quantity, value in kernel_numbers(bench):
-                name = f"kernels, {quantity}"
-                records.append(Record(process, *identity, mode, variant, name, value))
+            try:
+                for mode, variant, quantity, value in kernel_numbers(bench):
+                    name = f"kernels, {quantity}"
+                    records.append(Record(process, *identity, mode, variant, name, value))
+            except ValueError as error:
+                absent[f"{bench.case.name}, kernels"] = str(error)
         absent |= {f"{bench.case.name}, {what}": why for what, why in bench.absent.items()}
     gc.enable()
     return records, absent
