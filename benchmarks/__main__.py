@@ -20,10 +20,10 @@ from benchmarks import (
     limits,
     memory,
     merge,
+    model,
     norm,
     overhead,
     softmax,
-    step,
     sweep,
 )
 
@@ -37,7 +37,7 @@ COMMANDS = {
     "compare": compare,
     "memory": memory,
     "limits": limits,
-    "step": step,
+    "model": model,
     "cpu": cpu,
     "ladder": backward_ladder,
 }

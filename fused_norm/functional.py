@@ -1,4 +1,4 @@
-"""Functional norms and softmaxes. See each function for shapes, dtypes and errors."""
+"""Functional norms, softmaxes and attention. See each function for shapes, dtypes and errors."""
 
 import warnings
 from collections.abc import Sequence
@@ -8,6 +8,11 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
 from fused_norm import _C, _arguments, _autograd, _jagged, _sharding, _tracing
+from fused_norm._attention import (  # noqa: F401
+    flash_attention,
+    flash_attention_varlen,
+    scaled_dot_product_attention,
+)
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps

@@ -12,6 +12,7 @@
 
 #include <sstream>
 
+#include "ops/attention.h"
 #include "ops/column_watch.h"
 #include "ops/norm.h"
 #include "ops/norm_autograd.h"
@@ -311,6 +312,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("ndim"), py::arg("dim"));
   m.def("check_masked_softmax_options", &check_masked_softmax_options, py::arg("input"),
         py::arg("mask"), py::arg("out"), py::arg("ndim"), py::arg("scale"), py::arg("causal"));
+  m.def("force_attention_tier", &force_attention_tier);
   m.def("build_info", &build_info);
 }
 
