@@ -448,9 +448,10 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
+    is_compiling = torch.compiler.is_compiling()
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
-    elif not torch.compiler.is_compiling() and type(dim) is not int:
+    elif not is_compiling and type(dim) is not int:
         dim = _arguments.integer("dim", dim)
     if type(input) is not Tensor and input.is_nested:
         return _jagged.of_dim(
@@ -462,7 +463,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         dtype = _arguments.softmax_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
+    if not is_compiling and type(input) in _tracing.PLAIN:
         output = _C.softmax(input, dim, log, dtype)
         if output is not None:  # as in torch.jit.trace
             return output
@@ -551,6 +552,7 @@ def scaled_masked_softmax(
         _sharding.register_where_loaded()  # it may be the first DTensor
     if mask is not None and type(mask) is not Tensor:
         _arguments.optional_tensor("mask", mask)
-    scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
+    if type(scale) is not float or type(causal) is not bool:
+        scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
     dtype = _softmax_out_dtype(input)
     return _tracing.scaled_masked_softmax(input, mask, scale, causal, dtype)
