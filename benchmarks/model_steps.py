@@ -321,7 +321,7 @@ def profiled(launches, repeats=6, pause=0.01):
     events = sorted(
         (e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.name)
         for e in profile.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
     )
     groups = []
     for event in events:
