@@ -196,4 +196,8 @@ def check_masked_softmax_options(
     scale: float,
     causal: bool,
 ) -> None: ...
+def force_attention_tier(name: Literal["auto", "plain", "portable", "hopper"]) -> None:
+    """Which kernels run attention on CUDA, for tests and measurements; an error at the next call
+    that they do not take."""
+
 def build_info() -> _BuildInfo: ...

@@ -1,10 +1,10 @@
-"""Fused LayerNorm, RMSNorm and softmax for PyTorch: drop-in modules and CUDA kernels.
+"""Fused LayerNorm, RMSNorm, softmax and attention for PyTorch: drop-in modules and CUDA kernels.
 
 >>> import fused_norm as fn
 >>> norm = fn.LayerNorm(4096, memory_efficient=True)  # a torch.nn.LayerNorm
 """
 
-from fused_norm import _load, _vmap, apex, config, functional  # noqa: F401
+from fused_norm import _load, _vmap, apex, config, flash_attn, functional  # noqa: F401
 from fused_norm._C import build_info as _build_info
 from fused_norm._convert import ConvertReport, convert
 from fused_norm._report import memory_report
@@ -22,6 +22,7 @@ __all__ = [
     "build_info",
     "config",
     "convert",
+    "flash_attn",
     "functional",
     "memory_report",
 ]

@@ -21,6 +21,9 @@ unrecoverable_columns = torch.ops.fused_norm.unrecoverable_columns.default
 softmax_forward = torch.ops.fused_norm.softmax_forward.default
 scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
 softmax_backward = torch.ops.fused_norm.softmax_backward.default
+attention_forward = torch.ops.fused_norm.attention_forward.default
+attention_backward = torch.ops.fused_norm.attention_backward.default
+attention_rng = torch.ops.fused_norm.attention_rng.default
 
 
 def call_below_autograd(op, *args) -> Any:

@@ -16,8 +16,9 @@ def _fixed_room(cols: int) -> int:
 
 
 def _can_list(input, normalized_shape) -> bool:
-    # A DTensor saves its input, traced or not.
-    return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and type(input) in PLAIN
+    # A DTensor saves its input, traced or not. torch.export traces fake tensors.
+    is_plain = type(input) in PLAIN or isinstance(input, torch._subclasses.FakeTensor)
+    return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and is_plain
 
 
 def _numbers(*values) -> list:
@@ -36,9 +37,10 @@ def norm_forward(
         _ops.check_norm_arguments(*args, out_dtype)
         return _decompositions.norm_forward(*args, out_dtype)[0]
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
+    lists = memory_efficient and _can_list(input, normalized_shape)
     # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
     if not torch.compiler._is_exporting_flag:
-        if memory_efficient and _can_list(input, normalized_shape):
+        if lists:
             room = _fixed_room(math.prod(normalized_shape))
             return _ops.norm_forward_listing(*args, out_dtype, room)[0]
         return _ops.norm_forward(*args, out_dtype)[0]
@@ -48,6 +50,9 @@ def norm_forward(
     if out_dtype is torch.float32:
         input = input.to(out_dtype)
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
+    if lists:
+        room = _fixed_room(math.prod(normalized_shape))
+        return _ops.norm_forward_listing(*args, None, room)[0].to(out_dtype)
     return _ops.norm_forward(*args)[0].to(out_dtype)
 
 
@@ -72,13 +77,19 @@ def add_norm_forward(
     if config.decompose:
         _ops.check_add_norm_arguments(*args)
         return _decompositions.add_norm_forward(*args)[:2]
+    lists = memory_efficient and _can_list(input, normalized_shape)
     if not torch.compiler._is_exporting_flag:
-        if memory_efficient and _can_list(input, normalized_shape):
+        if lists:
             room = _fixed_room(math.prod(normalized_shape))
             return _ops.add_norm_forward_listing(*args, room)[:2]
         return _ops.add_norm_forward(*args)[:2]
     _ops.check_add_norm_arguments(*args)
     if out_dtype is input.dtype:  # both dtypes are the operator's defaults
-        return _ops.add_norm_forward(input, residual.to(residual_dtype), *options)[:2]
+        args = (input, residual.to(residual_dtype), *options)
+        if lists:
+            room = _fixed_room(math.prod(normalized_shape))
+            return _ops.add_norm_forward_listing(*args, None, None, room)[:2]
+        return _ops.add_norm_forward(*args)[:2]
     residual_out = _decompositions.add(input, residual, residual_dtype)
-    return norm_forward(residual_out, *options, out_dtype, False), residual_out
+    output = norm_forward(residual_out, *options, out_dtype, memory_efficient)
+    return output, residual_out

@@ -1,6 +1,7 @@
 // The two ways into the library: operators of the dispatcher (torch.ops.fused_norm.*) and the
 // pybind11 module fused_norm._C, over the same functions. Fake kernels, and what differentiates the
 // norms' operators, are registered in Python (fused_norm/_ops.py, _autograd.py).
+#include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
@@ -11,6 +12,7 @@
 
 #include <sstream>
 
+#include "ops/attention.h"
 #include "ops/column_watch.h"
 #include "ops/norm.h"
 #include "ops/norm_autograd.h"
@@ -151,26 +153,31 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward_no_g
                           residual_dtype, out_dtype);
 }
 
-// What functional norms call, and their Autograd kernels.
+// What functional norms call, and their Autograd kernels. None: the caller is to say what is wrong,
+// or to see to it that torch.jit.trace records an operator.
 using Shape = std::vector<c10::SymInt>;
 
 at::Tensor norm_output(const at::Tensor& input, const OptionalTensor& weight,
                        const OptionalTensor& bias, Shape normalized_shape, double eps,
                        double weight_offset, bool rms, std::optional<at::ScalarType> out_dtype,
                        bool memory_efficient) {
+  if (at::tracer::impl::is_dispatch_enabled()) return {};  // None, as for arguments of other types
   const NormOptions options{std::move(normalized_shape), eps, weight_offset, rms, {}, out_dtype};
-  return norm(input, {}, weight, bias, options, memory_efficient)[0];
+  const at::Tensor y = norm(input, {}, weight, bias, options, memory_efficient)[0];
+  // As torch's, whose RMSNorm alone keeps channels_last.
+  return rms ? y.contiguous(input.suggest_memory_format()) : y;
 }
 
-std::tuple<at::Tensor, at::Tensor> add_norm_outputs(
+std::optional<std::tuple<at::Tensor, at::Tensor>> add_norm_outputs(
     const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
     const OptionalTensor& bias, Shape normalized_shape, double eps, double weight_offset, bool rms,
     std::optional<at::ScalarType> residual_dtype, std::optional<at::ScalarType> out_dtype,
     bool memory_efficient) {
+  if (at::tracer::impl::is_dispatch_enabled()) return std::nullopt;
   const NormOptions options{
       std::move(normalized_shape), eps, weight_offset, rms, residual_dtype, out_dtype};
   const auto results = norm(input, residual, weight, bias, options, memory_efficient);
-  return {results[0], results[1]};
+  return std::tuple{results[0], results[1]};
 }
 
 std::vector<at::Tensor> record_norm_of(const at::Tensor& input, const OptionalTensor& residual,
@@ -298,6 +305,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("ndim"), py::arg("dim"));
   m.def("check_masked_softmax_options", &check_masked_softmax_options, py::arg("input"),
         py::arg("mask"), py::arg("out"), py::arg("ndim"), py::arg("scale"), py::arg("causal"));
+  m.def("force_attention_tier", &force_attention_tier);
   m.def("build_info", &build_info);
 }
 

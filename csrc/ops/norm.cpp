@@ -55,6 +55,8 @@ void check_options(ScalarType x, const char* x_name, std::optional<ScalarType> w
   check_param_dtype(x, x_name, bias, "bias");
   TORCH_CHECK(std::isfinite(eps) && eps >= 0, "eps must be finite and not negative, but is ", eps);
   TORCH_CHECK(std::isfinite(weight_offset), "weight_offset must be finite, but is ", weight_offset);
+  TORCH_CHECK(weight.has_value() || weight_offset == 0, "weight_offset is ", weight_offset,
+              ", but there is no weight to add it to");
 }
 
 std::optional<ScalarType> dtype_of(const OptionalTensor& tensor) {
@@ -126,8 +128,14 @@ void check_add_norm_options(ScalarType input, ScalarType residual, ScalarType re
                             std::optional<ScalarType> weight, std::optional<ScalarType> bias,
                             ScalarType out, double eps, double weight_offset) {
   check_floating(input, "input");
-  TORCH_CHECK(residual_out == input || (is_16_bit(input) && residual_out == at::kFloat),
-              "residual_dtype is ", residual_out, ", which does not go with ", input,
+  const auto goes_with_input = [&](ScalarType dtype) {
+    return dtype == input || (is_16_bit(input) && dtype == at::kFloat);
+  };
+  // residual_dtype is the residual's by default: a caller who gave none reads of the residual.
+  TORCH_CHECK(goes_with_input(residual), "residual is ", residual, ", which does not go with ",
+              input, " input: it must have the input's dtype, or be float32 for 16-bit input");
+  TORCH_CHECK(goes_with_input(residual_out), "residual_dtype is ", residual_out,
+              ", which does not go with ", input,
               " input: it must be the input's dtype, or float32 for 16-bit input");
   TORCH_CHECK(residual == input || residual == residual_out, "residual is ", residual,
               ", which does not go with ", input, " input and residual_dtype ", residual_out,

@@ -110,6 +110,9 @@ struct Call {
   ScalarType x_dtype, input_dtype, residual_dtype;  // x: what is normalized
 };
 
+}  // namespace
+
+// Profiles show this name, which is to be the same in every build.
 struct NormFunction : torch::autograd::Function<NormFunction> {
   static constexpr bool is_traceable = true;
 
@@ -202,6 +205,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
             {}};
   }
 };
+
+namespace {
 
 bool is_subclass(const OptionalTensor& tensor) {  // a tracer's, or distributed
   return tensor.has_value() && tensor->key_set().has(c10::DispatchKey::Python);

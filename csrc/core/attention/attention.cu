@@ -1,0 +1,115 @@
+// Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
+#include "core/attention/plan.h"
+#include "core/attention/portable.h"
+#include "core/attention/workspace.h"
+#include "core/common/launch.cuh"
+
+namespace fused_norm {
+namespace {
+
+constexpr int kThreads = 256;
+
+// Zeros the rows of a packed tensor (rows, heads, cols) outside [offsets[0], offsets[sequences]),
+// and sets their log-sum-exp (of type `lse_dtype`, null: none) to -inf. A warp a row of a head.
+__global__ void __launch_bounds__(kThreads)
+    attention_clear_outside(AttentionTensor tensor, int bytes_of_row, int element_bytes, int heads,
+                            int rows, const int32_t* offsets, int sequences, void* lse,
+                            DType lse_dtype) {
+  const int begin = min(max(offsets[0], 0), rows);
+  const int end = min(max(offsets[sequences], begin), rows);
+  const int64_t outside = int64_t{begin} + rows - end;
+  const int warps = gridDim.x * (kThreads / kWarpSize), lane = threadIdx.x % kWarpSize;
+  for (int64_t at = blockIdx.x * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
+       at < outside * heads; at += warps) {
+    const int head = static_cast<int>(at / outside);
+    int64_t row = at % outside;
+    if (row >= begin) row += end - begin;
+    char* data = static_cast<char*>(tensor.data) +
+                 (head * tensor.head_stride + row * tensor.row_stride) * element_bytes;
+    for (int i = lane * 2; i < bytes_of_row; i += kWarpSize * 2) {
+      *reinterpret_cast<uint16_t*>(data + i) = 0;
+    }
+    if (lse == nullptr || lane != 0) continue;
+    const int64_t of_lse = int64_t{head} * rows + row;
+    if (lse_dtype == DType::kFloat64) {
+      static_cast<double*>(lse)[of_lse] = -INFINITY;
+    } else {
+      static_cast<float*>(lse)[of_lse] = -INFINITY;
+    }
+  }
+}
+
+cudaError_t clear_outside(const AttentionParams& params, const AttentionTensor& tensor, int heads,
+                          int cols, bool of_keys, void* lse, const DeviceProperties& device,
+                          cudaStream_t stream) {
+  const int32_t* offsets = of_keys ? params.key_offsets : params.query_offsets;
+  if (offsets == nullptr || tensor.data == nullptr) return cudaSuccess;
+  const int bytes = size_of(params.dtype);
+  return detail::launch(attention_clear_outside, dim3(device.sm_count), dim3(kThreads), {}, stream,
+                        tensor, cols * bytes, bytes, heads,
+                        of_keys ? params.total_keys : params.total_queries, offsets, params.batch,
+                        lse, params.dtype);
+}
+
+AttentionTier resolve(const AttentionParams& params, const DeviceProperties& device,
+                      AttentionTier tier) {
+  return tier == AttentionTier::kAuto ? attention_tier(params, device, tier) : tier;
+}
+
+}  // namespace
+
+size_t attention_forward_workspace(const AttentionParams&, const DeviceProperties&, AttentionTier) {
+  return 0;
+}
+
+cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
+                                     AttentionTier tier, void*, cudaStream_t stream) {
+  const cudaError_t error = clear_outside(params, params.out, params.heads, params.value_dim,
+                                          /*of_keys=*/false, params.lse, device, stream);
+  if (error != cudaSuccess) return error;
+  switch (resolve(params, device, tier)) {
+    case AttentionTier::kPortable:
+      return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
+        return attention_forward_portable<decltype(t)>(params, device, stream);
+      });
+    default:
+      return attention_forward_plain(params, stream);
+  }
+}
+
+size_t attention_backward_workspace(const AttentionBackwardParams& params, const DeviceProperties&,
+                                    AttentionTier) {
+  return lse_rows(params.forward) * (params.forward.dtype == DType::kFloat64 ? 8 : 4);
+}
+
+cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
+                                      const DeviceProperties& device, AttentionTier tier,
+                                      void* workspace, cudaStream_t stream) {
+  const AttentionParams& forward = params.forward;
+  const AttentionGradient gradient{params, workspace};
+  cudaError_t error = clear_outside(forward, params.dquery, forward.heads, forward.head_dim,
+                                    /*of_keys=*/false, nullptr, device, stream);
+  if (error == cudaSuccess) {
+    error = clear_outside(forward, params.dkey, forward.kv_heads, forward.head_dim,
+                          /*of_keys=*/true, nullptr, device, stream);
+  }
+  if (error == cudaSuccess) {
+    error = clear_outside(forward, params.dvalue, forward.kv_heads, forward.value_dim,
+                          /*of_keys=*/true, nullptr, device, stream);
+  }
+  if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
+  if (error != cudaSuccess) return error;
+  switch (resolve(forward, device, tier)) {
+    default:
+      error = attention_backward_plain(gradient, stream);
+  }
+  if (error == cudaSuccess && params.dmask != nullptr) {
+    error = attention_mask_gradient_plain(gradient, stream);
+  }
+  if (error == cudaSuccess && params.dsink != nullptr) {
+    error = attention_sink_gradient(gradient, stream);
+  }
+  return error;
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,195 @@
+// The tensor-core instructions of compute capability 8.0, and tiles of 16-bit rows in shared
+// memory that they read without bank conflicts.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "core/common/pack.cuh"
+
+namespace fused_norm {
+namespace mma {
+
+__device__ __forceinline__ uint32_t shared_address(const void* data) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(data));
+}
+
+// Starts to copy 16 bytes to shared memory; zeros where `valid` is false, and then reads nothing.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+// As copy_async, of 4 bytes.
+__device__ __forceinline__ void copy_async_word(uint32_t to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+// Ends a group of the thread's copies.
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
+// Waits until all but the thread's last `kLeft` groups have arrived; a barrier shows them to
+// others.
+template <int kLeft>
+__device__ __forceinline__ void wait_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// Loads four 8 x 8 matrices, of whose 32 rows each lane names one. Lane l gets of each matrix
+// row l / 4, columns 2 (l % 4) and the next; transposed, column l / 4 and these rows.
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+               : "r"(row)
+               : "memory");
+}
+
+// acc (16 x 8) += a (16 x 16) b (16 x 8). Lane l has rows l / 4 and l / 4 + 8 of acc, two elements
+// each, in columns 2 (l % 4) and the next.
+__device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1, __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
+                                         uint32_t b1, __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// 2^x; 0 for -inf.
+__device__ __forceinline__ float exp2_of(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Rows of kDim 16-bit elements in shared memory, 64, 128 or 256. Chunk c of 16 bytes of row r lies
+// at chunk c ^ (r % 8), so that eight rows' chunks of one column lie in different banks.
+template <int kDim>
+struct Tile {
+  static constexpr int kPitch = kDim * 2, kChunks = kDim / 8;
+
+  __device__ __forceinline__ static uint32_t at(uint32_t base, int row, int chunk) {
+    return base + row * kPitch + ((chunk ^ (row % 8)) * 16);
+  }
+};
+
+// What a lane names to load_matrices: row `row` (of 8 in a row from a multiple of 8) of a tile that
+// begins at `base`, and the first or second chunk of 16 columns.
+template <int kDim>
+class LaneRow {
+ public:
+  __device__ __forceinline__ LaneRow(uint32_t base, int row, int half) {
+    const uint32_t first = Tile<kDim>::at(base, row, half);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) at_[i] = first ^ (i * 32);
+  }
+  // 16 columns from 16 `step`, `rows` rows further (a multiple of 8); both constants.
+  __device__ __forceinline__ uint32_t at(int step, int rows) const {
+    return at_[step % 4] + step / 4 * 128 + rows * Tile<kDim>::kPitch;
+  }
+
+ private:
+  uint32_t at_[4];
+};
+
+// For 16 x 16 of a left factor, whose rows are the tile's; or, transposed, of a right factor whose
+// depth is the tile's rows.
+template <int kDim>
+__device__ __forceinline__ LaneRow<kDim> left_rows(uint32_t base, int first_row) {
+  const int lane = threadIdx.x % 32;
+  return LaneRow<kDim>(base, first_row + lane % 16, lane / 16);
+}
+// For 16 columns of a right factor that are rows of the tile.
+template <int kDim>
+__device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base) {
+  const int lane = threadIdx.x % 32;
+  return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// Accumulators of a warp: 16 kM rows, 8 kN columns.
+template <int kM, int kN>
+using Accumulators = float[kM][kN][4];
+
+template <int kM, int kN>
+__device__ __forceinline__ void clear(Accumulators<kM, kN>& acc) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0;
+    }
+  }
+}
+
+// acc = left x right^T, of rows of tiles.
+template <typename T, int kDim, int kM, int kN>
+__device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& acc, const LaneRow<kDim>& left,
+                                              const LaneRow<kDim>& right) {
+  clear<kM, kN>(acc);
+#pragma unroll
+  for (int k = 0; k < kDim / 16; ++k) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) load_matrices(a[m], left.at(k, m * 16));
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      load_matrices(b, right.at(k, n * 8));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        multiply(acc[m][n], a[m], b[0], b[1], T());
+        multiply(acc[m][n + 1], a[m], b[2], b[3], T());
+      }
+    }
+  }
+}
+
+// acc += weights x rows: the weights are accumulators of a product, rounded; `rows` names rows of a
+// tile by left_rows, one for each column of the weights.
+template <typename T, int kDim, int kM, int kDepth, int kN>
+__device__ __forceinline__ void multiply_weights(Accumulators<kM, kN>& acc,
+                                                 const Accumulators<kM, kDepth>& weights,
+                                                 const LaneRow<kDim>& rows) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 2) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* w = weights[m][k + i / 2] + i % 2 * 2;
+        a[m][i] = detail::round_pair(w[0], w[1], T());
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      load_transposed(b, rows.at(n / 2, k * 8));
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        multiply(acc[m][n], a[m], b[0], b[1], T());
+        multiply(acc[m][n + 1], a[m], b[2], b[3], T());
+      }
+    }
+  }
+}
+
+}  // namespace mma
+}  // namespace fused_norm

@@ -1,0 +1,282 @@
+// The plain tier: CUDA cores, fp32 or fp64 arithmetic, every dtype, head dimension, stride and
+// option. Tiles of 64 queries by 64 keys; all products go through one function. What is right here
+// is the reference of the faster tiers.
+#pragma once
+
+#include "core/attention/scores.cuh"
+#include "core/attention/workspace.h"
+#include "core/common/pack.cuh"
+
+namespace fused_norm {
+namespace plain {
+
+constexpr int kTile = 64;      // queries, keys, and columns of a product
+constexpr int kDepth = 16;     // of a product, staged at a time
+constexpr int kThreads = 256;  // 16 x 16, each with 4 x 4 elements of a tile
+constexpr int kChunk = 128;    // columns of the outputs that a block holds in registers
+constexpr int kTilesOfChunk = kChunk / kTile;
+// Of a multiprocessor; fp64 needs the registers.
+template <typename A>
+constexpr int kBlocks = sizeof(A) == 4 ? 2 : 1;
+
+template <typename A>
+struct Shared {
+  // Depth-major, padded to spread banks and keep 16-byte rows.
+  A left[kDepth][kTile + 4], right[kDepth][kTile + 4];
+  A scores[kTile][kTile + 1];
+  bool key_is_seen[kTile];
+};
+
+template <typename A>
+using Fragment = A[4][4];
+
+__device__ __forceinline__ int tile_row() { return threadIdx.x / 16 * 4; }
+__device__ __forceinline__ int tile_col() { return threadIdx.x % 16 * 4; }
+
+// Calls use(T{}) with the type in memory; fp64 arithmetic means fp64 in memory.
+template <typename A, typename Use>
+__device__ __forceinline__ void with_storage(DType dtype, Use use) {
+  if constexpr (sizeof(A) == 8) {
+    use(double{});
+  } else {
+    if (dtype == DType::kFloat32) return use(float{});
+    if (dtype == DType::kBFloat16) return use(__nv_bfloat16{});
+    use(__half{});
+  }
+}
+
+// Of masks and sinks, which may be fp32 beside fp64.
+template <typename A, typename Use>
+__device__ __forceinline__ void with_option_storage(DType dtype, Use use) {
+  if (sizeof(A) == 8 && dtype == DType::kFloat32) return use(float{});
+  with_storage<A>(dtype, use);
+}
+
+// Rows of a tensor as one factor of a product: element (row, col) is zero outside [begin, end) x
+// [0, cols), and in rows that `seen`, where given, leaves out; so a NaN there does no harm.
+struct Rows {
+  const void* data;  // row 0, column 0
+  int64_t stride;
+  int begin, end, cols;
+  const bool* seen;  // of a row's place in its tile
+
+  template <typename T>
+  __device__ __forceinline__ T at(int row, int col) const {
+    const bool inside =
+        row >= begin && row < end && col < cols && (seen == nullptr || seen[row % kTile]);
+    return inside ? static_cast<const T*>(data)[row * stride + col] : T(0.f);
+  }
+};
+
+// Stages a 64 x kDepth part of a factor: rows from `row`, columns from `col`. kAlongDepth: the
+// rows' columns are the product's depth; else the rows are.
+template <typename A, bool kAlongDepth>
+__device__ __forceinline__ void stage(A (&to)[kDepth][kTile + 4], const Rows& rows, DType dtype,
+                                      int row, int col) {
+  with_storage<A>(dtype, [&](auto t) {
+    using T = decltype(t);
+#pragma unroll
+    for (int i = 0; i < kDepth * kTile / kThreads; ++i) {
+      const int at = i * kThreads + threadIdx.x;
+      if constexpr (kAlongDepth) {
+        to[at % kDepth][at / kDepth] =
+            static_cast<A>(rows.at<T>(row + at / kDepth, col + at % kDepth));
+      } else {
+        to[at / kTile][at % kTile] = static_cast<A>(rows.at<T>(row + at / kTile, col + at % kTile));
+      }
+    }
+  });
+}
+
+template <typename A>
+__device__ __forceinline__ void multiply_staged(Fragment<A>& acc, const Shared<A>& shared) {
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k) {
+    A left[4], right[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      left[i] = shared.left[k][tile_row() + i];
+      right[i] = shared.right[k][tile_col() + i];
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) acc[i][j] = fma(left[i], right[j], acc[i][j]);
+    }
+  }
+}
+
+// acc[i][j] = row (left_row + i) of `left` . row (right_row + j) of `right`.
+template <typename A>
+__device__ __forceinline__ void multiply_rows(Fragment<A>& acc, Shared<A>& shared, DType dtype,
+                                              const Rows& left, int left_row, const Rows& right,
+                                              int right_row) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) acc[i][j] = 0;
+  }
+  for (int d = 0; d < left.cols; d += kDepth) {
+    __syncthreads();
+    stage<A, true>(shared.left, left, dtype, left_row, d);
+    stage<A, true>(shared.right, right, dtype, right_row, d);
+    __syncthreads();
+    multiply_staged(acc, shared);
+  }
+  __syncthreads();
+}
+
+// acc[c] += scores x (64 columns from `col` + 64 c of the rows from `row`); transposed: scores^T x.
+template <typename A, bool kTransposed>
+__device__ __forceinline__ void multiply_scores(Fragment<A> (&acc)[kTilesOfChunk],
+                                                Shared<A>& shared, DType dtype, const Rows& rows,
+                                                int row, int col) {
+#pragma unroll
+  for (int c = 0; c < kTilesOfChunk; ++c) {
+    if (col + c * kTile >= rows.cols) break;
+    for (int k = 0; k < kTile; k += kDepth) {
+      __syncthreads();
+      stage<A, false>(shared.right, rows, dtype, row + k, col + c * kTile);
+#pragma unroll
+      for (int i = 0; i < kDepth * kTile / kThreads; ++i) {
+        const int at = i * kThreads + threadIdx.x;
+        if constexpr (kTransposed) {
+          shared.left[at / kTile][at % kTile] = shared.scores[k + at / kTile][at % kTile];
+        } else {
+          shared.left[at % kDepth][at / kDepth] = shared.scores[at / kDepth][k + at % kDepth];
+        }
+      }
+      __syncthreads();
+      multiply_staged(acc[c], shared);
+    }
+  }
+  __syncthreads();
+}
+
+template <typename A>
+__device__ __forceinline__ void store_scores(Shared<A>& shared, const Fragment<A>& values) {
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) shared.scores[tile_row() + i][tile_col() + j] = values[i][j];
+  }
+}
+
+// Over the 16 threads that hold a row.
+template <typename A, typename Op>
+__device__ __forceinline__ A reduce_row(A value, Op op) {
+#pragma unroll
+  for (int mask = 8; mask > 0; mask /= 2) {
+    value = op(value, __shfl_xor_sync(0xffffffffu, value, mask));
+  }
+  return value;
+}
+
+template <typename A>
+__device__ __forceinline__ A sum_row(A value) {
+  return reduce_row(value, [](A a, A b) { return a + b; });
+}
+
+// Writes rows [0, rows) of a chunk's accumulators, from column `col` on.
+template <typename A>
+__device__ __forceinline__ void store_chunk(const Fragment<A> (&acc)[kTilesOfChunk], DType dtype,
+                                            void* data, int64_t stride, int rows, int col,
+                                            int cols) {
+  with_storage<A>(dtype, [&](auto t) {
+    using T = decltype(t);
+#pragma unroll
+    for (int c = 0; c < kTilesOfChunk; ++c) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int row = tile_row() + i, column = col + c * kTile + tile_col() + j;
+          if (row < rows && column < cols) {
+            static_cast<T*>(data)[row * stride + column] = static_cast<T>(acc[c][i][j]);
+          }
+        }
+      }
+    }
+  });
+}
+
+// Which (tile, chunk of columns, head, batch) a block has. Tiles vary fastest.
+struct Place {
+  int tile, chunk, head, batch;
+};
+
+__device__ __forceinline__ Place place_of(int tiles, int chunks, int heads) {
+  unsigned block = blockIdx.x;
+  Place p;
+  p.tile = block % tiles;
+  block /= tiles;
+  p.chunk = block % chunks;
+  block /= chunks;
+  p.head = block % heads;
+  p.batch = block / heads;
+  return p;
+}
+
+// Row 0 of a sequence's head, rows [begin, end) of which take part.
+__device__ __forceinline__ Rows rows_of(const AttentionTensor& tensor, DType dtype, int batch,
+                                        int head, int first, Range range, int cols) {
+  const int64_t at =
+      batch * tensor.batch_stride + head * tensor.head_stride + first * tensor.row_stride;
+  return {static_cast<const char*>(tensor.data) + at * size_of(dtype),
+          tensor.row_stride,
+          range.begin,
+          range.end,
+          cols,
+          nullptr};
+}
+__device__ __forceinline__ void* data_at(const Rows& rows, DType dtype, int row) {
+  return const_cast<char*>(static_cast<const char*>(rows.data)) +
+         row * rows.stride * size_of(dtype);
+}
+
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+template <typename A>
+constexpr A kLowest = -static_cast<A>(INFINITY);
+
+// exp(a - b), where b is -inf only if nothing was seen.
+template <typename A>
+__device__ __forceinline__ A exp_difference(A a, A b) {
+  return b == kLowest<A> ? A(0) : exp_of(a - b);
+}
+
+// A thread's part of a tile of scores, hidden ones at -inf, and the factors of its dropout.
+template <typename A>
+struct ScoreTile {
+  Fragment<A> value, slope;
+  float kept[4][4];
+};
+
+template <typename A>
+__device__ __forceinline__ void score_tile(ScoreTile<A>& tile, Shared<A>& shared,
+                                           const AttentionParams& params,
+                                           const ScoreRules<A>& rules, const Band& band,
+                                           const Rows& queries, int query, const Rows& keys,
+                                           int key) {
+  multiply_rows(tile.value, shared, params.dtype, queries, query, keys, key);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = query + tile_row() + i, first = key + tile_col();
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int col = first + j;
+      Score<A> s{kLowest<A>, A(0)};
+      if (row < queries.end && col < keys.end && band.sees(row, col)) {
+        s = rules.score(tile.value[i][j], row, col);
+      }
+      tile.value[i][j] = s.value;
+      tile.slope[i][j] = s.slope;
+      tile.kept[i][j] = 1;
+    }
+    if (rules.drops()) rules.dropout_factors(row, first, tile.kept[i]);
+  }
+}
+
+}  // namespace plain
+}  // namespace fused_norm

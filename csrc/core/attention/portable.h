@@ -1,0 +1,15 @@
+// The portable tier, by type; instantiated in portable_*.cu.
+#pragma once
+
+#include "core/attention/workspace.h"
+
+namespace fused_norm {
+
+template <typename T>
+cudaError_t attention_forward_portable(const AttentionParams& params,
+                                       const DeviceProperties& device, cudaStream_t stream);
+template <typename T>
+cudaError_t attention_backward_portable(const AttentionGradient& gradient,
+                                        const DeviceProperties& device, cudaStream_t stream);
+
+}  // namespace fused_norm

@@ -1,0 +1,190 @@
+// Where a sequence's rows lie, which keys a query sees, and what a score is: shared by all tiers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+
+#include "core/attention/attention.h"
+#include "core/attention/dropout.h"
+
+namespace fused_norm {
+
+// One sequence of a call. Packed tensors have their sequences one after the other.
+struct Sequence {
+  int batch;
+  int query_begin, queries;
+  int key_begin, keys;
+};
+
+__device__ __forceinline__ int clamp_offset(int offset, int low, int high) {
+  return min(max(offset, low), high);
+}
+
+__device__ __forceinline__ Sequence sequence_of(const AttentionParams& params, int batch) {
+  Sequence s{batch, 0, params.queries, 0, params.keys};
+  if (params.query_offsets != nullptr) {
+    s.query_begin = clamp_offset(params.query_offsets[batch], 0, params.total_queries);
+    s.queries = clamp_offset(params.query_offsets[batch + 1], s.query_begin, params.total_queries) -
+                s.query_begin;
+  }
+  if (params.key_offsets != nullptr) {
+    s.key_begin = clamp_offset(params.key_offsets[batch], 0, params.total_keys);
+    s.keys =
+        clamp_offset(params.key_offsets[batch + 1], s.key_begin, params.total_keys) - s.key_begin;
+  }
+  return s;
+}
+
+// The first element of row `row` of a head, counted in the whole tensor.
+template <typename T>
+__device__ __forceinline__ T* row_of(const AttentionTensor& tensor, int batch, int head, int row) {
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +
+         row * tensor.row_stride;
+}
+
+// Where the log-sum-exp of a sequence's first query lies.
+__device__ __forceinline__ int64_t first_lse(const AttentionParams& params, const Sequence& s,
+                                             int head) {
+  return params.query_offsets != nullptr
+             ? int64_t{head} * params.total_queries + s.query_begin
+             : (int64_t{s.batch} * params.heads + head) * params.queries;
+}
+
+struct Range {
+  int begin, end;
+};
+
+// Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
+struct Band {
+  int lowest, highest;
+
+  __device__ __forceinline__ bool sees(int query, int key) const {
+    return key - query >= lowest && key - query <= highest;
+  }
+  // Keys that any query of [begin, end) sees; empty ranges have end <= begin.
+  __device__ __forceinline__ Range keys_of(int begin, int end, int keys) const {
+    return {static_cast<int>(max(int64_t{0}, int64_t{begin} + lowest)),
+            static_cast<int>(min(int64_t{keys}, int64_t{end} + highest))};
+  }
+  // Queries that see any key of [begin, end).
+  __device__ __forceinline__ Range queries_of(int begin, int end, int queries) const {
+    return {static_cast<int>(max(int64_t{0}, int64_t{begin} - highest)),
+            static_cast<int>(min(int64_t{queries}, int64_t{end} - lowest))};
+  }
+  // Whether every query of [query, query_end) sees every key of [key, key_end).
+  __device__ __forceinline__ bool sees_all(int query, int query_end, int key, int key_end) const {
+    return key - (query_end - 1) >= lowest && key_end - 1 - query <= highest;
+  }
+};
+
+__device__ __forceinline__ Band band_of(const AttentionParams& params, const Sequence& s) {
+  const int64_t shift = params.top_left ? 0 : int64_t{s.keys} - s.queries;
+  constexpr int64_t kFar = 1 << 30;  // more than any length, and its sums with lengths fit
+  const int64_t low = params.window_left < 0 ? -kFar : shift - params.window_left;
+  const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
+  return {static_cast<int>(max(-kFar, min(kFar, low))),
+          static_cast<int>(max(-kFar, min(kFar, high)))};
+}
+
+// A score, and its derivative by query . key * scale.
+template <typename A>
+struct Score {
+  A value, slope;
+};
+
+// The options of one head of one sequence, each a uniform branch.
+template <typename A>
+struct ScoreRules {
+  A scale, softcap, alibi_slope;
+  int alibi_shift;
+  const char* mask;  // of this batch index and head
+  int64_t mask_row_stride, mask_key_stride;
+  bool mask_is_boolean;
+  DType mask_dtype;
+  uint32_t dropout_threshold, dropout_row;
+  float dropout_scale;  // 1 / (1 - p)
+  uint64_t seed, offset;
+
+  __device__ __forceinline__ ScoreRules(const AttentionParams& params, const Sequence& s,
+                                        int head) {
+    scale = static_cast<A>(params.scale);
+    softcap = static_cast<A>(params.softcap);
+    alibi_slope = params.alibi_slopes == nullptr
+                      ? A(0)
+                      : params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
+    alibi_shift = s.keys - s.queries;
+    mask_is_boolean = params.mask.boolean;
+    mask_dtype = params.mask.dtype;
+    mask_row_stride = params.mask.row_stride;
+    mask_key_stride = params.mask.key_stride;
+    mask = static_cast<const char*>(params.mask.data);
+    if (mask != nullptr) {
+      const int bytes = mask_is_boolean                 ? 1
+                        : mask_dtype == DType::kFloat64 ? 8
+                        : mask_dtype == DType::kFloat32 ? 4
+                                                        : 2;
+      mask += (s.batch * params.mask.batch_stride + head * params.mask.head_stride) * bytes;
+    }
+    dropout_threshold = 0;
+    dropout_scale = 1;
+    if (params.dropout_p > 0) {
+      dropout_threshold = fused_norm::dropout_threshold(params.dropout_p);
+      dropout_scale = params.dropout_p < 1 ? 1 / (1 - params.dropout_p) : 0;
+      dropout_row = static_cast<uint32_t>(s.batch * params.heads + head);
+      seed = static_cast<uint64_t>(params.rng[0]);
+      offset = static_cast<uint64_t>(params.rng[1]);
+    }
+  }
+
+  // What the mask adds; -inf hides.
+  __device__ __forceinline__ A mask_at(int query, int key) const {
+    const int64_t at = query * mask_row_stride + key * mask_key_stride;
+    if (mask_is_boolean) return mask[at] ? A(0) : -static_cast<A>(INFINITY);
+    if (mask_dtype == DType::kFloat32) return reinterpret_cast<const float*>(mask)[at];
+    if constexpr (sizeof(A) == 8) {
+      return reinterpret_cast<const double*>(mask)[at];
+    } else {
+      return mask_dtype == DType::kBFloat16
+                 ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(mask)[at])
+                 : __half2float(reinterpret_cast<const __half*>(mask)[at]);
+    }
+  }
+
+  // Of a key that the band shows; -inf where the mask hides it, whatever the key holds.
+  __device__ __forceinline__ Score<A> score(A dot, int query, int key) const {
+    Score<A> s{dot * scale, A(1)};
+    if (softcap > 0) {
+      const A t = tanh(s.value / softcap);
+      s = {t * softcap, 1 - t * t};
+    }
+    if (alibi_slope != 0) {
+      s.value -= alibi_slope * abs(static_cast<A>(query + alibi_shift - key));
+    }
+    if (mask != nullptr) {
+      const A added = mask_at(query, key);
+      s.value = added == -static_cast<A>(INFINITY) ? added : s.value + added;
+    }
+    return s;
+  }
+
+  __device__ __forceinline__ bool drops() const { return dropout_threshold != 0; }
+
+  // Four bits, of the key's multiple of 4 and the next three: 1 where the probability is kept.
+  __device__ __forceinline__ uint32_t kept_nibble(int query, int key) const {
+    const DropoutDraw draw = draw_dropout(seed, offset, dropout_row, query, key);
+    uint32_t kept = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept |= (draw.of_key[i] < dropout_threshold ? 0u : 1u) << i;
+    return kept;
+  }
+  // Factors of four probabilities, of keys `key` to `key + 3`; key is a multiple of 4.
+  __device__ __forceinline__ void dropout_factors(int query, int key, float (&factor)[4]) const {
+    const DropoutDraw draw = draw_dropout(seed, offset, dropout_row, query, key);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) factor[i] = draw.of_key[i] < dropout_threshold ? 0 : dropout_scale;
+  }
+};
+
+}  // namespace fused_norm

@@ -1,0 +1,582 @@
+// A block of queries, of all heads that share a key head, meets the keys that one of them sees: two
+// matrix products of ATen, and between them rows of scores while they are in cache. Each block is
+// the work of one thread, in buffers of its own: its bits depend neither on the other blocks nor on
+// strides.
+#include "cpu/attention.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/mm.h>
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "core/attention/dropout.h"
+#include "cpu/exponential.h"
+#include "cpu/rows.h"
+
+namespace fused_norm::cpu {
+namespace {
+
+using at::Tensor;
+
+// Rows of a block: enough for the products to run at full speed, few enough for a row of a few
+// thousand scores each to stay in the second-level cache.
+constexpr int64_t kBlockRows = 64;
+
+template <typename Acc>
+constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
+
+struct Sequence {
+  int64_t index, batch, first_query, queries, first_key, keys;
+};
+
+std::vector<Sequence> sequences_of(const AttentionProblem& p) {
+  std::vector<Sequence> sequences;
+  if (p.query_offsets.empty()) {
+    for (int64_t b = 0; b < p.query.size(0); ++b) {
+      sequences.push_back({b, b, 0, p.query.size(2), 0, p.key.size(2)});
+    }
+  }
+  for (size_t i = 0; i + 1 < p.query_offsets.size(); ++i) {
+    sequences.push_back({static_cast<int64_t>(i), 0, p.query_offsets[i],
+                         p.query_offsets[i + 1] - p.query_offsets[i], p.key_offsets[i],
+                         p.key_offsets[i + 1] - p.key_offsets[i]});
+  }
+  return sequences;
+}
+
+// Runs function(first, last) over [0, count) on ATen's threads. A single task runs beside an empty
+// one: alone it would not be on a thread of its own, and its matrix products would use several.
+template <typename Function>
+void in_parallel(int64_t count, const Function& function) {
+  at::parallel_for(0, std::max<int64_t>(count, 2), 1, [&](int64_t first, int64_t last) {
+    const at::NoGradGuard no_grad;
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    if (first < count) function(first, std::min(last, count));
+  });
+}
+
+template <typename Acc>
+class Buffer {
+ public:
+  Acc* at_least(int64_t n) {
+    if (!memory_.defined() || memory_.numel() < n) {
+      memory_ = at::empty({n}, at::TensorOptions().dtype(kType<Acc>));
+    }
+    return memory_.template mutable_data_ptr<Acc>();
+  }
+
+ private:
+  Tensor memory_;
+};
+
+template <typename Acc>
+Tensor matrix(Acc* data, int64_t rows, int64_t cols) {
+  return at::from_blob(data, {rows, cols}, at::TensorOptions().dtype(kType<Acc>));
+}
+
+// to = a b
+template <typename Acc>
+void product(const Tensor& a, const Tensor& b, Acc* to) {
+  Tensor result = matrix(to, a.size(0), b.size(1));
+  at::mm_out(result, a, b);
+}
+
+template <typename Acc>
+bool is_finite(const Acc* x, int64_t n) {
+  Acc sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i] * 0;
+  return sum == 0;
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD Acc largest(const Acc* x, int64_t n) {
+  Acc value = -kInfinity<Acc>;
+#pragma omp simd reduction(max : value)
+  for (int64_t i = 0; i < n; ++i) value = x[i] > value ? x[i] : value;
+  return value;
+}
+
+// x = exp(x - shift), and the sum of that.
+template <typename Acc>
+FUSED_NORM_SIMD double exp_row(Acc* x, Acc shift, int64_t n) {
+  constexpr int64_t kTerms = 512;  // in Acc, before they join the sum
+  RowSum total;
+  for (int64_t start = 0; start < n; start += kTerms) {
+    const int64_t end = std::min(n, start + kTerms);
+    Acc sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = start; i < end; ++i) {
+      x[i] = exponential(x[i] - shift);
+      sum += x[i];
+    }
+    total.add(sum);
+  }
+  return total.value();
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD void multiply(Acc* x, Acc factor, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD void subtract_distances(Acc* x, Acc slope, Acc distance, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] -= slope * std::abs(distance - Acc(i));
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD double dot(const Acc* a, const Acc* b, int64_t n) {
+  double sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += double{a[i]} * double{b[i]};
+  return sum;
+}
+
+// The gradient of the scores, in place of that of the probabilities. Where a key is hidden its
+// probability is 0, whatever its value holds.
+template <typename Acc>
+FUSED_NORM_SIMD void score_gradients(Acc* x, const Acc* p, Acc delta, int64_t n) {
+#pragma omp simd
+  for (int64_t i = 0; i < n; ++i) x[i] = p[i] == 0 ? Acc(0) : p[i] * (x[i] - delta);
+}
+
+// `x` where the draw keeps a probability, times `scale`, else 0; of keys from `first` on.
+template <typename Acc>
+void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, Acc* x, int64_t n) {
+  const uint32_t threshold = dropout_threshold(static_cast<float>(p.dropout_p));
+  const Acc scale = static_cast<Acc>(1 / (1 - p.dropout_p));
+  DropoutDraw draw{};
+  for (int64_t i = 0; i < n; ++i) {
+    const auto key = static_cast<uint32_t>(first + i);
+    if (i == 0 || key % 4 == 0) {
+      draw = draw_dropout(p.seed, p.offset, static_cast<uint32_t>(row),
+                          static_cast<uint32_t>(query), key);
+    }
+    x[i] = draw.of_key[key % 4] < threshold ? Acc(0) : x[i] * scale;
+  }
+}
+
+const char* row_of(const Tensor& t, int64_t batch, int64_t head, int64_t row) {
+  return static_cast<const char*>(t.const_data_ptr()) +
+         (batch * t.stride(0) + head * t.stride(1) + row * t.stride(2)) * t.itemsize();
+}
+
+// The scores of one block after the other.
+template <typename Acc>
+class Block {
+ public:
+  explicit Block(const AttentionProblem& problem)
+      : p(problem),
+        group(problem.query.size(1) / problem.key.size(1)),
+        head_dim(problem.query.size(3)),
+        value_dim(problem.value.size(3)) {}
+
+  static int64_t queries_of_block(const AttentionProblem& problem) {
+    return std::max<int64_t>(1, kBlockRows * problem.key.size(1) / problem.query.size(1));
+  }
+
+  void set_head(const Sequence& of, int64_t head) {
+    sequence = of;
+    kv_head = head;
+    keys = load(p.key, of.first_key, of.keys, &key_buffer_);
+    values = load(p.value, of.first_key, of.keys, &value_buffer_);
+  }
+
+  void set_queries(int64_t first, int64_t count) {
+    first_query = first;
+    queries = count;
+    const int64_t shift = p.top_left ? 0 : sequence.keys - sequence.queries;
+    low = 0;
+    high = sequence.keys;
+    if (p.window_left != p.kNoLimit) low = std::max(low, first + shift - p.window_left);
+    if (p.window_right != p.kNoLimit) {
+      high = std::min(high, first + count + shift + p.window_right);
+    }
+    low = std::min(low, sequence.keys);
+    high = std::max(high, low);
+  }
+
+  int64_t rows() const { return group * queries; }
+  int64_t width() const { return high - low; }
+  int64_t head_of(int64_t row) const { return kv_head * group + row / queries; }
+  int64_t query_of(int64_t row) const { return first_query + row % queries; }
+  // Where a row is in tensors of (batch, heads, rows).
+  int64_t place_of(int64_t row) const { return sequence.first_query + query_of(row); }
+
+  // The block's rows of a tensor that is shaped as query is.
+  Acc* gather(const Tensor& from, Buffer<Acc>* buffer) const {
+    const int64_t cols = from.size(3);
+    Acc* to = buffer->at_least(rows() * cols);
+    for (int64_t r = 0; r < rows(); ++r) {
+      widen(from.scalar_type(), row_of(from, sequence.batch, head_of(r), place_of(r)),
+            to + r * cols, cols);
+    }
+    return to;
+  }
+
+  void scatter(const Acc* from, const Tensor& to) const {
+    const int64_t cols = to.size(3);
+    for (int64_t r = 0; r < rows(); ++r) {
+      narrow(to.scalar_type(), from + r * cols,
+             const_cast<char*>(row_of(to, sequence.batch, head_of(r), place_of(r))), cols);
+    }
+  }
+
+  // rows() x width(). Hidden keys have -inf, whatever they hold. With `slopes`, also the derivative
+  // of softcap there.
+  Acc* scores(const Acc* q, Buffer<Acc>* slopes = nullptr) {
+    const int64_t n = rows() * width();
+    Acc* s = score_buffer_.at_least(n);
+    if (n == 0) return s;
+    product(matrix(const_cast<Acc*>(q), rows(), head_dim),
+            matrix(keys + low * head_dim, width(), head_dim).t(), s);
+    if (p.softcap > 0) {
+      Tensor all = matrix(s, rows(), width());
+      all.mul_(p.scale / p.softcap).tanh_();
+      if (slopes != nullptr) {
+        Acc* slope = slopes->at_least(n);
+        for (int64_t i = 0; i < n; ++i) slope[i] = 1 - s[i] * s[i];
+      }
+      all.mul_(p.softcap);
+    } else {
+      multiply(s, static_cast<Acc>(p.scale), n);
+    }
+    for (int64_t r = 0; r < rows(); ++r) finish_row(r, s + r * width());
+    return s;
+  }
+
+  // weights (rows() x width()) times keys or values (their column count is `cols`). Keys that no
+  // row of the block sees may hold NaN or Inf; they then count as zeros.
+  void weighted_sum(Acc* weights, Acc* of, int64_t cols, Acc* to) {
+    const Tensor all = matrix(weights, rows(), width());
+    product(all, matrix(of + low * cols, width(), cols), to);
+    if (is_finite(to, rows() * cols)) return;
+    Acc* clean = clean_buffer_.at_least(width() * cols);
+    std::copy_n(of + low * cols, width() * cols, clean);
+    for (int64_t j = 0; j < width(); ++j) {
+      bool hidden = true;
+      for (int64_t r = 0; r < rows(); ++r) hidden = hidden && weights[r * width() + j] == 0;
+      if (hidden) std::fill_n(clean + j * cols, cols, Acc(0));
+    }
+    product(all, matrix(clean, width(), cols), to);
+  }
+
+  const AttentionProblem& p;
+  const int64_t group, head_dim, value_dim;
+  Sequence sequence{};
+  int64_t kv_head = 0, first_query = 0, queries = 0;
+  int64_t low = 0, high = 0;  // keys that the window lets a row of the block see
+  Acc *keys = nullptr, *values = nullptr;
+
+ private:
+  Acc* load(const Tensor& from, int64_t first, int64_t count, Buffer<Acc>* buffer) const {
+    const int64_t cols = from.size(3);
+    Acc* to = buffer->at_least(count * cols);
+    for (int64_t j = 0; j < count; ++j) {
+      widen(from.scalar_type(), row_of(from, sequence.batch, kv_head, first + j), to + j * cols,
+            cols);
+    }
+    return to;
+  }
+
+  void finish_row(int64_t r, Acc* s) {
+    const int64_t head = head_of(r), query = query_of(r);
+    const int64_t of_query = query + sequence.keys - sequence.queries;
+    if (p.alibi_slopes.defined()) {
+      const float* slopes = p.alibi_slopes.const_data_ptr<float>();
+      const float slope =
+          slopes[sequence.index * p.alibi_slopes.stride(0) + head * p.alibi_slopes.stride(1)];
+      subtract_distances(s, static_cast<Acc>(slope), static_cast<Acc>(of_query - low), width());
+    }
+    if (p.mask.defined()) apply_mask(row_of(p.mask, sequence.batch, head, query), s);
+    const int64_t centre = p.top_left ? query : of_query;
+    if (p.window_left != p.kNoLimit) {
+      const int64_t hidden = std::clamp<int64_t>(centre - p.window_left - low, 0, width());
+      std::fill_n(s, hidden, -kInfinity<Acc>);
+    }
+    if (p.window_right != p.kNoLimit) {
+      const int64_t seen = std::clamp<int64_t>(centre + p.window_right + 1 - low, 0, width());
+      std::fill(s + seen, s + width(), -kInfinity<Acc>);
+    }
+  }
+
+  void apply_mask(const char* row, Acc* s) {
+    const int64_t stride = p.mask.stride(3), size = p.mask.itemsize();
+    const char* mask = row + low * stride * size;
+    if (p.mask.scalar_type() == at::kBool) {
+      for (int64_t j = 0; j < width(); ++j) {
+        if (mask[j * stride] == 0) s[j] = -kInfinity<Acc>;
+      }
+      return;
+    }
+    Acc* added = mask_buffer_.at_least(width());
+    if (stride == 1) {
+      widen(p.mask.scalar_type(), mask, added, width());
+    } else {
+      for (int64_t j = 0; j < width(); ++j) {
+        widen(p.mask.scalar_type(), mask + j * stride * size, added + j, 1);
+      }
+    }
+    for (int64_t j = 0; j < width(); ++j) {
+      s[j] = added[j] == -kInfinity<Acc> ? -kInfinity<Acc> : s[j] + added[j];
+    }
+  }
+
+  Buffer<Acc> key_buffer_, value_buffer_, score_buffer_, mask_buffer_, clean_buffer_;
+};
+
+double sink_of(const AttentionProblem& p, int64_t head) {
+  return p.sink.defined() ? p.sink.const_data_ptr<double>()[head] : -kInfinity<double>;
+}
+
+template <typename Acc>
+void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* out_buffer,
+                   const Tensor& out, Acc* lse) {
+  const AttentionProblem& p = block.p;
+  const int64_t width = block.width(), dv = block.value_dim;
+  Acc* s = block.scores(block.gather(p.query, query_buffer));
+  Acc* result = out_buffer->at_least(block.rows() * dv);
+  std::vector<double> sums(block.rows());
+  for (int64_t r = 0; r < block.rows(); ++r) {
+    const int64_t head = block.head_of(r);
+    const double sink = sink_of(p, head);
+    Acc* row = s + r * width;
+    const Acc shift = std::max(largest(row, width), static_cast<Acc>(sink));
+    Acc* log_sum =
+        lse + (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
+    if (shift == -kInfinity<Acc>) {  // nothing is seen, or only NaN
+      const bool is_nan = !std::all_of(row, row + width, [](Acc x) { return x < 0; });
+      std::fill_n(row, width, is_nan ? std::numeric_limits<Acc>::quiet_NaN() : Acc(0));
+      sums[r] = 1;
+      *log_sum = is_nan ? std::numeric_limits<Acc>::quiet_NaN() : -kInfinity<Acc>;
+      continue;
+    }
+    sums[r] = exp_row(row, shift, width) + (p.sink.defined() ? std::exp(sink - shift) : 0);
+    *log_sum = static_cast<Acc>(shift + std::log(sums[r]));
+    if (p.dropout_p > 0) {
+      drop(p, block.sequence.index * p.query.size(1) + head, block.query_of(r), block.low, row,
+           width);
+    }
+  }
+  if (width == 0) {
+    std::fill_n(result, block.rows() * dv, Acc(0));
+  } else {
+    block.weighted_sum(s, block.values, dv, result);
+  }
+  for (int64_t r = 0; r < block.rows(); ++r) {
+    multiply(result + r * dv, static_cast<Acc>(1 / sums[r]), dv);
+  }
+  block.scatter(result, out);
+}
+
+template <typename Acc>
+void forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
+  struct Task {
+    const Sequence* sequence;
+    int64_t kv_head, first_query;
+  };
+  const std::vector<Sequence> sequences = sequences_of(p);
+  const int64_t step = Block<Acc>::queries_of_block(p);
+  std::vector<Task> tasks;
+  for (const Sequence& sequence : sequences) {
+    for (int64_t head = 0; head < p.key.size(1); ++head) {
+      for (int64_t i = 0; i < sequence.queries; i += step) tasks.push_back({&sequence, head, i});
+    }
+  }
+  Acc* log_sums = lse.mutable_data_ptr<Acc>();
+  in_parallel(static_cast<int64_t>(tasks.size()), [&](int64_t first, int64_t last) {
+    Block<Acc> block(p);
+    Buffer<Acc> query_buffer, out_buffer;
+    for (int64_t i = first; i < last; ++i) {
+      const Task& task = tasks[i];
+      if (i == first || task.sequence != tasks[i - 1].sequence ||
+          task.kv_head != tasks[i - 1].kv_head) {
+        block.set_head(*task.sequence, task.kv_head);
+      }
+      block.set_queries(task.first_query,
+                        std::min(step, task.sequence->queries - task.first_query));
+      forward_block(block, &query_buffer, &out_buffer, out, log_sums);
+    }
+  });
+}
+
+template <typename Acc>
+struct BackwardBuffers {
+  Buffer<Acc> query, out, dout, dquery, dscores, slopes, dropped, dkey, dvalue;
+};
+
+// Adds to the block's rows of dmask; strides are 0 where the mask broadcasts.
+template <typename Acc>
+void add_mask_gradient(const Block<Acc>& block, const Acc* ds, const Tensor& dmask) {
+  const int64_t stride = dmask.stride(3);
+  for (int64_t r = 0; r < block.rows(); ++r) {
+    auto* to = reinterpret_cast<Acc*>(const_cast<char*>(
+        row_of(dmask, block.sequence.batch, block.head_of(r), block.query_of(r))));
+    to += block.low * stride;
+    for (int64_t j = 0; j < block.width(); ++j) to[j * stride] += ds[r * block.width() + j];
+  }
+}
+
+// a^T b, added to the rows of `to` that belong to the block's keys.
+template <typename Acc>
+void add_product(const Block<Acc>& block, Acc* a, Acc* b, int64_t cols, Acc* to) {
+  Tensor sum = matrix(to + block.low * cols, block.width(), cols);
+  sum.addmm_(matrix(a, block.rows(), block.width()).t(), matrix(b, block.rows(), cols));
+}
+
+// The gradients of a block's queries, and its share of those of keys and values. Returns, row by
+// row, dsink's share in `of_sink`.
+template <typename Acc>
+void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Tensor& out,
+                    const Acc* lse, const Tensor& dout, const Acc* dlse, Acc* dkey, Acc* dvalue,
+                    const AttentionProblemGradients& gradients, double* dsink) {
+  const AttentionProblem& p = block.p;
+  const int64_t rows = block.rows(), width = block.width(), dv = block.value_dim;
+  const int64_t total = rows * width;
+  Acc* q = block.gather(p.query, &buffers.query);
+  Acc* o = block.gather(out, &buffers.out);
+  Acc* d_out = block.gather(dout, &buffers.dout);
+  Acc* s = block.scores(q, &buffers.slopes);
+  Acc* ds = buffers.dscores.at_least(total);
+  if (total > 0) {
+    product(matrix(d_out, rows, dv), matrix(block.values + block.low * dv, width, dv).t(), ds);
+  }
+  Acc* dropped = p.dropout_p > 0 ? buffers.dropped.at_least(total) : s;
+  for (int64_t r = 0; r < rows; ++r) {
+    const int64_t head = block.head_of(r);
+    const int64_t at = (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) +
+                       block.place_of(r);
+    Acc *p_row = s + r * width, *ds_row = ds + r * width;
+    const double of_lse = dlse == nullptr ? 0 : dlse[at];
+    const double delta = dot(o + r * dv, d_out + r * dv, dv) - of_lse;
+    if (lse[at] == -kInfinity<Acc>) {
+      std::fill_n(p_row, width, Acc(0));
+    } else {
+      exp_row(p_row, lse[at], width);
+      if (dsink != nullptr) dsink[head] -= std::exp(sink_of(p, head) - lse[at]) * delta;
+    }
+    if (p.dropout_p > 0) {
+      const int64_t row = block.sequence.index * p.query.size(1) + head;
+      std::copy_n(p_row, width, dropped + r * width);
+      drop(p, row, block.query_of(r), block.low, dropped + r * width, width);
+      drop(p, row, block.query_of(r), block.low, ds_row, width);
+    }
+    score_gradients(ds_row, p_row, static_cast<Acc>(delta), width);
+  }
+  if (gradients.mask.defined()) add_mask_gradient(block, ds, gradients.mask);
+  if (gradients.value.defined() && total > 0) add_product(block, dropped, d_out, dv, dvalue);
+  if (p.softcap > 0) {
+    const Acc* slopes = buffers.slopes.at_least(total);
+    for (int64_t i = 0; i < total; ++i) ds[i] *= slopes[i];
+  }
+  multiply(ds, static_cast<Acc>(p.scale), total);
+  if (gradients.query.defined()) {
+    Acc* dq = buffers.dquery.at_least(rows * block.head_dim);
+    if (width == 0) {
+      std::fill_n(dq, rows * block.head_dim, Acc(0));
+    } else {
+      block.weighted_sum(ds, block.keys, block.head_dim, dq);
+    }
+    block.scatter(dq, gradients.query);
+  }
+  if (gradients.key.defined() && total > 0) add_product(block, ds, q, block.head_dim, dkey);
+}
+
+template <typename Acc>
+void write_rows(const Acc* from, const Sequence& sequence, int64_t head, const Tensor& to) {
+  const int64_t cols = to.size(3);
+  for (int64_t j = 0; j < sequence.keys; ++j) {
+    narrow(to.scalar_type(), from + j * cols,
+           const_cast<char*>(row_of(to, sequence.batch, head, sequence.first_key + j)), cols);
+  }
+}
+
+template <typename Acc>
+void backward(const AttentionProblem& p, const Tensor& out, const Tensor& lse, const Tensor& dout,
+              const Tensor& dlse, const AttentionProblemGradients& gradients) {
+  const std::vector<Sequence> sequences = sequences_of(p);
+  const int64_t kv_heads = p.key.size(1), heads = p.query.size(1);
+  const int64_t count = static_cast<int64_t>(sequences.size());
+  // Tasks that add to the same elements of dmask belong to one chain, and run one after another.
+  const bool by_batch = !gradients.mask.defined() || gradients.mask.stride(0) != 0;
+  const bool by_head = !gradients.mask.defined() || gradients.mask.stride(1) != 0;
+  const int64_t batch_chains = by_batch ? count : std::min<int64_t>(count, 1);
+  const int64_t head_chains = by_head ? kv_heads : 1;
+  std::vector<double> dsinks(gradients.sink.defined() ? count * heads : 0);
+
+  const int64_t step = Block<Acc>::queries_of_block(p);
+  const auto run = [&](Block<Acc>& block, BackwardBuffers<Acc>& buffers, int64_t s, int64_t head) {
+    const Sequence& sequence = sequences[s];
+    block.set_head(sequence, head);
+    Acc* dkey = buffers.dkey.at_least(sequence.keys * block.head_dim);
+    Acc* dvalue = buffers.dvalue.at_least(sequence.keys * block.value_dim);
+    std::fill_n(dkey, sequence.keys * block.head_dim, Acc(0));
+    std::fill_n(dvalue, sequence.keys * block.value_dim, Acc(0));
+    for (int64_t i = 0; i < sequence.queries; i += step) {
+      block.set_queries(i, std::min(step, sequence.queries - i));
+      backward_block(block, buffers, out, lse.const_data_ptr<Acc>(), dout,
+                     dlse.defined() ? dlse.const_data_ptr<Acc>() : nullptr, dkey, dvalue, gradients,
+                     dsinks.empty() ? nullptr : dsinks.data() + s * heads);
+    }
+    if (gradients.key.defined()) write_rows(dkey, sequence, head, gradients.key);
+    if (gradients.value.defined()) write_rows(dvalue, sequence, head, gradients.value);
+  };
+  in_parallel(batch_chains * head_chains, [&](int64_t first, int64_t last) {
+    Block<Acc> block(p);
+    BackwardBuffers<Acc> buffers;
+    for (int64_t chain = first; chain < last; ++chain) {
+      const int64_t s = chain / head_chains, head = chain % head_chains;
+      for (int64_t i = s; i < (by_batch ? s + 1 : count); ++i) {
+        for (int64_t h = head; h < (by_head ? head + 1 : kv_heads); ++h) run(block, buffers, i, h);
+      }
+    }
+  });
+  if (!gradients.sink.defined()) return;
+  double* dsink = gradients.sink.mutable_data_ptr<double>();
+  std::fill_n(dsink, heads, 0.0);
+  for (size_t i = 0; i < dsinks.size(); ++i) dsink[i % heads] += dsinks[i];
+}
+
+// The rows of no sequence, and all of a tensor without sequences.
+void zero_outside(const Tensor& t, const std::vector<int64_t>& offsets) {
+  if (!t.defined() || offsets.empty()) return;
+  t.narrow(2, 0, offsets.front()).zero_();
+  t.narrow(2, offsets.back(), t.size(2) - offsets.back()).zero_();
+}
+
+}  // namespace
+
+void attention_forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
+  const at::NoGradGuard no_grad;
+  zero_outside(out, p.query_offsets);
+  if (!p.query_offsets.empty()) lse.fill_(-kInfinity<double>);
+  if (out.scalar_type() == at::kDouble) {
+    forward<double>(p, out, lse);
+  } else {
+    forward<float>(p, out, lse);
+  }
+}
+
+void attention_backward(const AttentionProblem& p, const Tensor& out, const Tensor& lse,
+                        const Tensor& dout, const Tensor& dlse,
+                        const AttentionProblemGradients& gradients) {
+  const at::NoGradGuard no_grad;
+  zero_outside(gradients.query, p.query_offsets);
+  zero_outside(gradients.key, p.key_offsets);
+  zero_outside(gradients.value, p.key_offsets);
+  if (out.scalar_type() == at::kDouble) {
+    backward<double>(p, out, lse, dout, dlse, gradients);
+  } else {
+    backward<float>(p, out, lse, dout, dlse, gradients);
+  }
+}
+
+}  // namespace fused_norm::cpu
