@@ -10,6 +10,7 @@ import argparse
 import csv
 import dataclasses
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -46,7 +47,10 @@ def block(text):
 
 
 def limit(case, mode):
-    """The most that a step of ours may take, as a part of the step with torch's norms, less 1."""
+    """The most that a step of ours may take, as a part of the step with torch's norms, less 1. None
+    for zeros."""
+    if mode == "zeros":
+        return None
     if case.norm == "LayerNorm" and case.hidden <= 1024:
         return -0.035 if mode == "replayed" else -0.01
     if mode == "replayed":
@@ -67,10 +71,6 @@ def add_arguments(parser):
     parser.add_argument(
         "--no-kernels", action="store_true", help="steps only; else the first process profiles"
     )
-    parser.add_argument(
-        "--zeros", action="store_true",
-        help="all numbers 0: the chip then stays below its power limit, and keeps its clock",
-    )  # fmt: skip
     parser.add_argument("--child", type=commandline.count, help=argparse.SUPPRESS)
 
 
@@ -126,10 +126,10 @@ def child(options):
 
     records, absent = model_steps.measure(
         options.blocks, options.modes, options.variants, options.child, options.rounds,
-        options.seconds, options.child == 1 and not options.no_kernels, begin, options.zeros,
+        options.seconds, options.child == 1 and not options.no_kernels, begin,
     )  # fmt: skip
     write_records(options.out / f"{options.child}.csv", list(absent.items()), records)
-    return 0
+    os._exit(0)  # at once: the next process waits, and to take all of this down takes seconds
 
 
 def measure(options):
@@ -146,17 +146,24 @@ def measure(options):
             )
             for number in range(1, options.processes + 1)
         ]  # fmt: skip
-        ready = [process.stdout.readline().strip() == "ready" for process in children]
         records, absent = [], {}
-        for number, process in enumerate(children, 1):
-            print(f"process {number} of {len(children)}", file=sys.stderr, flush=True)
-            _, _ = process.communicate("go\n" if ready[number - 1] else None)
-            if process.returncode == 0:
-                why, found = read_records(Path(folder) / f"{number}.csv")
-                records += found
-                absent |= why
-            else:
-                absent[f"process {number}"] = f"ended with exit code {process.returncode}"
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+        try:
+            ready = [process.stdout.readline().strip() == "ready" for process in children]
+            for number, process in enumerate(children, 1):
+                print(f"process {number} of {len(children)}", file=sys.stderr, flush=True)
+                process.communicate("go\n" if ready[number - 1] else None)
+                if process.returncode == 0:
+                    why, found = read_records(Path(folder) / f"{number}.csv")
+                    records += found
+                    absent |= why
+                else:
+                    absent[f"process {number}"] = f"ended with exit code {process.returncode}"
+        except (KeyboardInterrupt, SystemExit):  # what was measured is written
+            absent["the other processes"] = "interrupted"
+        finally:
+            for process in children:
+                process.kill()
         return records, list(absent.items())
 
 
@@ -209,7 +216,10 @@ def step_table(numbers):
     for case, mode in numbers.rows():
         changes = numbers.all(case, mode, "fused", "change")
         most = limit(case, mode)
-        met = "-" if not changes else "met" if statistics.median(changes) <= most else "missed"
+        target = "-"
+        if changes and most is not None:
+            verdict = "met" if statistics.median(changes) <= most else "missed"
+            target = f"{most:+.1%}: {verdict}"
         rows.append(
             [
                 case.name,
@@ -217,7 +227,7 @@ def step_table(numbers):
                 cell(numbers.median(case, mode, "torch", "seconds"), 1e3, 3),
                 *(spread(numbers.all(case, mode, v, "change")) for v in changed),
                 spread(numbers.flag(case, mode)),
-                f"{most:+.1%}: {met}",
+                target,
             ]
         )
     return header, rows
@@ -245,7 +255,7 @@ def kernel_table(numbers):
 
 def alone_table(numbers):
     header = ["block", "variant", "direction", "a call alone", "its kernels alone"]
-    header += [f"kernels in the step, {mode}" for mode in MODES]
+    header += [f"kernels in the step, {mode}" for mode in MODES[:2]]
     rows = []
     for case in numbers.cases:
         for variant in numbers.variants:
@@ -256,7 +266,7 @@ def alone_table(numbers):
                     continue
                 kernels = numbers.median(case, "alone", variant, name)
                 inside = []
-                for mode in MODES:
+                for mode in MODES[:2]:
                     norms = numbers.median(case, mode, variant, "kernels, norms")
                     value = numbers.median(case, mode, variant, name)
                     inside.append(cell(value / norms if norms else None, 1e6, 1))
@@ -283,7 +293,8 @@ TEXTS = {
     "Steps": "Time with torch's norms, and what the others take more (+) or less (-) than that: "
     "median and\nquartiles over the processes. *Fused*: this library; *flag*: "
     "`memory_efficient=True`; *residual inside*:\n`add_layer_norm` and `add_rms_norm` in place of "
-    "an addition and a norm.",
+    "an addition and a norm. *Zeros*: replayed, all numbers 0,\nso that the chip stays below its "
+    "power limit (first process only).",
     "Kernels of a step, microseconds": "From the profiler (CUPTI), first process. *The next "
     "kernels*: those right behind the norms' kernels,\ncounted under *matmul* (matrix products and "
     "attention) or *others* too. *Gaps*: between kernels,\nthe profiler's own included. Inductor "

@@ -9,6 +9,7 @@ CUDA graphs: only the norms differ.
 
 import dataclasses
 import gc
+import logging
 import math
 import re
 import statistics
@@ -21,7 +22,7 @@ import fused_norm as fn
 from benchmarks import memory, sensors, timing
 from benchmarks.peers import first_line
 
-MODES = ("replayed", "compiled")
+MODES = ("replayed", "compiled", "zeros")  # zeros: replayed again, all numbers 0
 VARIANTS = ("torch", "fused", "fused, flag", "fused, residual inside", "liger")
 EPS = 1e-5
 CONTEXT = 2048
@@ -187,7 +188,7 @@ class Bench:
             except ImportError as error:
                 self.absent[variant] = str(error)
         self.parameters = list({p for b in self.blocks.values() for p in b.parameters()})
-        self.calls = {mode: {} for mode in MODES}  # {mode: {variant: what makes a step}}
+        self.calls = {"replayed": {}, "compiled": {}}  # {mode: {variant: what makes a step}}
 
     def step(self, block):
         outputs = block(*Source.apply(self.anchor, *self.inputs), self.rotation)
@@ -274,7 +275,7 @@ def in_turns(calls, rounds, seconds, sensor):
     names = list(calls)
     first = calls[names[0]]
     one = turn(first, 3, sensor, [])[0]
-    turn(first, max(1, int(0.2 / one)), sensor, [])  # the chip is warm from here on
+    turn(first, max(1, int(0.1 / one)), sensor, [])  # the chip is warm from here on
     count = max(2, round(seconds / one))
     times, samples = {name: [] for name in names}, {name: [] for name in names}
     for number in range(rounds):
@@ -305,32 +306,41 @@ class Kernel:
     gap: float  # before the next one starts; below 0 where the two overlap
 
 
-def profiled(launches, repeats=6, pause=0.01):
-    """The kernels of one call of each of the launches, in order: each one's median over so many
+def profiled(launches, repeats=3, rounds=3, pause=0.01):
+    """The kernels of one call of each of the launches, in order: each one's median over all its
     calls. ValueError where calls differ in their kernels.
 
-    One profile for all, as to begin one takes long; pauses tell the launches apart.
+    One profile for all, as to begin one takes long; pauses tell the launches apart. They alternate
+    as the turns do, since a cool chip is faster; a first round warms it, and does not count.
     """
+    everyone = list(range(len(launches)))
+    order = everyone * 2
+    for number in range(rounds):
+        at = number * len(everyone) // rounds
+        order += (everyone[at:] + everyone[:at])[:: -1 if number % 2 else 1]
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
-        for launch in launches:
+        for index in order:
             for _ in range(repeats):
-                launch()
+                launches[index]()
             torch.cuda.synchronize()
             time.sleep(pause)
     events = sorted(
         (e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.name)
         for e in profile.events()
-        if e.device_type == torch.autograd.DeviceType.CUDA
+        if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
     )
     groups = []
     for event in events:
         if not groups or event[0] - groups[-1][-1][1] > pause / 2:
             groups.append([])
         groups[-1].append(event)
-    if len(groups) != len(launches):
-        raise ValueError(f"{len(groups)} groups of kernels of {len(launches)} launches")
-    return [averaged(of_group(group), repeats) for group in groups]
+    if len(groups) != len(order):
+        raise ValueError(f"{len(groups)} groups of kernels of {len(order)} launches")
+    kernels = [[] for _ in launches]
+    for index, group in list(zip(order, groups, strict=True))[2 * len(everyone) :]:
+        kernels[index] += of_group(group)
+    return [averaged(found, repeats * rounds) for found in kernels]
 
 
 def of_group(events):
@@ -448,7 +458,7 @@ def kernel_numbers(bench):
         for direction, seconds in norm.call_seconds().items():
             yield "alone", variant, direction, sum(k.seconds for k in patterns[direction])
             yield "alone", variant, f"{direction}, call", seconds
-        for mode in MODES:
+        for mode in bench.calls:
             if (mode, variant) in found:
                 kernels = found[mode, variant]
                 for kind, value in by_kind(kernels, patterns).items():
@@ -456,42 +466,55 @@ def kernel_numbers(bench):
                 yield mode, variant, "norms", len(places(kernels, patterns["forward"]))
 
 
-def measure(cases, modes, variants, process, rounds, seconds, profile, begin, zeros=False):
+def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
     """(records, {what: why it is absent}); `begin()` is called when all is compiled and captured.
-    With `zeros` every number is 0 from then on: matrix products of zeros draw little power.
 
     Processes that start together begin their preparations at different cases, so that each compiles
-    another part, and finds the rest in the cache on disk.
+    another part, and finds the rest in the cache on disk. Zeros, whose times hardly differ, are
+    measured by the first process alone.
     """
     torch._dynamo.config.recompile_limit = 1000
     torch._dynamo.config.accumulated_recompile_limit = 1000
+    # Where Inductor cannot analyse a kernel of Liger's, it tells so at great length.
+    logging.getLogger("torch._higher_order_ops.triton_kernel_wrap").setLevel(logging.ERROR)
     benches = [Bench(case, variants) for case in cases]
     pool = torch.cuda.graph_pool_handle()
-    todo = [(b, mode, variant) for b in benches for mode in modes for variant in b.blocks]
+    wanted = [mode for mode in ("replayed", "compiled") if mode in modes]
+    if "zeros" in modes and process == 1 and "replayed" not in modes:
+        wanted.append("replayed")
+    todo = [(b, mode, variant) for b in benches for mode in wanted for variant in b.blocks]
     turned = len(todo) * (process % 5) // 5
     for bench, mode, variant in todo[turned:] + todo[:turned]:
         bench.prepare(variant, mode, pool)
-    for bench in benches if zeros else ():
-        bench.zero()
     gc.collect()
     torch.cuda.synchronize()
     begin()
     gc.disable()
     sensor, records, absent = sensors.Sensors(), [], {}
-    for bench in benches:
+
+    def keep(bench, mode, variant, quantity, value):
         identity = dataclasses.astuple(bench.case)
+        records.append(Record(process, *identity, mode, variant, quantity, value))
+
+    def time_steps(bench, mode, calls):
+        calls = {variant: calls[variant] for variant in variants if variant in calls}
+        for variant, numbers in in_turns(calls, rounds, seconds, sensor).items():
+            for quantity, value in numbers.items():
+                keep(bench, mode, variant, quantity, value)
+
+    for bench in benches:
         for mode in modes:
-            calls = {v: bench.calls[mode][v] for v in variants if v in bench.calls[mode]}
-            for variant, numbers in in_turns(calls, rounds, seconds, sensor).items():
-                for quantity, value in numbers.items():
-                    records.append(Record(process, *identity, mode, variant, quantity, value))
+            if mode != "zeros":
+                time_steps(bench, mode, bench.calls[mode])
         if profile:
             try:
                 for mode, variant, quantity, value in kernel_numbers(bench):
-                    name = f"kernels, {quantity}"
-                    records.append(Record(process, *identity, mode, variant, name, value))
+                    keep(bench, mode, variant, f"kernels, {quantity}", value)
             except ValueError as error:
                 absent[f"{bench.case.name}, kernels"] = str(error)
+        if "zeros" in modes and process == 1:
+            bench.zero()
+            time_steps(bench, "zeros", bench.calls["replayed"])
         absent |= {f"{bench.case.name}, {what}": why for what, why in bench.absent.items()}
     gc.enable()
     return records, absent

@@ -112,6 +112,7 @@ def records(changes, flags, mode="replayed"):
         ([-0.02, -0.011, 0.3], "replayed", "-1.0%: met"),  # the median decides
         ([-0.02, -0.009, 0.3], "replayed", "-1.0%: missed"),
         ([0.009], "compiled", "+1.0%: met"),
+        ([-0.02], "zeros", "-"),
     ],
 )
 def test_step_table(changes, mode, verdict):
@@ -151,7 +152,7 @@ def test_what_is_no_block_is_one_sentence(text, capsys):
 
 @pytest.mark.cuda
 def test_a_small_run(tmp_path):
-    """Two processes, both modes, with the kernels."""
+    """Two processes, all modes, with the kernels; zeros in the first process alone."""
     words = ["model", "--blocks", "LayerNorm:256x512", "--processes", "2", "--rounds", "2"]
     words += ["--seconds", "0.005", "--variants", *OURS[:3], "--out", str(tmp_path)]
     done = subprocess.run(
@@ -162,6 +163,6 @@ def test_a_small_run(tmp_path):
     assert done.returncode in (0, 1), done.stderr  # so small a step tells nothing of the flag
     _, found = model.read_records(tmp_path / "model.csv")
     steps = [r for r in found if r.quantity == "seconds"]
-    assert len(steps) == 2 * 2 * 3 and all(r.value > 0 for r in steps)
+    assert len(steps) == 5 * 3 and all(r.value > 0 for r in steps)
     markdown = (tmp_path / "model.md").read_text()
     assert markdown.count("\n## ") == 4
