@@ -17,9 +17,11 @@
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include "core/attention/attention.h"
+#include "core/attention/plan.h"
 #include "ops/device.h"
 #include "ops/rows.h"
 #endif
@@ -30,8 +32,6 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 using c10::SymInt;
-
-constexpr int64_t kMaxHeadDim = 512;  // of the kernels
 
 bool has(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 
@@ -70,8 +70,8 @@ void check_tensors(const AttentionCall& call, const std::array<Tensor, 3>& qkv) 
   const int64_t dims = call.is_packed() ? 3 : 4;
   for (int i = 0; i < 3; ++i) {
     check_beside(qkv[i], names[i], query);
-    TORCH_CHECK(qkv[i].scalar_type() == query.scalar_type(), names[i], " is ",
-                qkv[i].scalar_type(), ", but query is ", query.scalar_type(),
+    TORCH_CHECK(qkv[i].scalar_type() == query.scalar_type(), names[i], " is ", qkv[i].scalar_type(),
+                ", but query is ", query.scalar_type(),
                 ": query, key and value must have one dtype");
     TORCH_CHECK(qkv[i].dim() == dims, names[i], " must be ",
                 call.is_packed() ? "(rows, heads, head dim) with cu_seqlens"
@@ -120,8 +120,8 @@ void check_options(const AttentionCall& call) {
   TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p < 1,
               "dropout_p must be at least 0 and below 1, but is ", call.dropout_p);
   if (call.window_left.has_value()) {
-    TORCH_SYM_CHECK(call.window_left->sym_ge(0), "window's left limit must not be negative, but is ",
-                    *call.window_left);
+    TORCH_SYM_CHECK(call.window_left->sym_ge(0),
+                    "window's left limit must not be negative, but is ", *call.window_left);
   }
   if (call.window_right.has_value()) {
     TORCH_SYM_CHECK(call.window_right->sym_ge(0),
@@ -139,9 +139,9 @@ std::array<Tensor, 3> AttentionCall::apart() const {
   const int64_t dims = is_packed() ? 3 : 4;
   const auto check = [&](const Tensor& tensor, int64_t count, const char* name,
                          const char* missing) {
-    TORCH_CHECK(tensor.dim() == dims + 1 && tensor.sym_size(0) == count, name,
-                " must hold ", count, " tensors of ", dims, " dimensions, as there is no ", missing,
-                ", but has shape ", tensor.sym_sizes());
+    TORCH_CHECK(tensor.dim() == dims + 1 && tensor.sym_size(0) == count, name, " must hold ", count,
+                " tensors of ", dims, " dimensions, as there is no ", missing, ", but has shape ",
+                tensor.sym_sizes());
   };
   if (!has(key)) {
     TORCH_CHECK(!has(value), "value has shape ", value->sym_sizes(), ", but there is no key");
@@ -180,9 +180,9 @@ void check_attention(const AttentionCall& call) {
     TORCH_CHECK(slopes.scalar_type() == at::kFloat, "alibi_slopes must be float32, but is ",
                 slopes.scalar_type());
     const SymInt batch = sequences_of(call);
-    const bool fits = (slopes.dim() == 1 && slopes.sym_size(0) == heads) ||
-                      (slopes.dim() == 2 && slopes.sym_size(0) == batch &&
-                       slopes.sym_size(1) == heads);
+    const bool fits =
+        (slopes.dim() == 1 && slopes.sym_size(0) == heads) ||
+        (slopes.dim() == 2 && slopes.sym_size(0) == batch && slopes.sym_size(1) == heads);
     TORCH_CHECK(fits, "alibi_slopes must be (heads,) = (", heads, ",) or (batch, heads) = (", batch,
                 ", ", heads, "), but has shape ", slopes.sym_sizes());
   }
@@ -197,10 +197,10 @@ void check_attention(const AttentionCall& call) {
     TORCH_CHECK(has(call.rng), "rng must hold a seed and an offset with dropout_p ", call.dropout_p,
                 ", but is None");
     check_beside(*call.rng, "rng", query);
-    TORCH_CHECK(call.rng->scalar_type() == at::kLong && call.rng->dim() == 1 &&
-                    call.rng->sym_size(0) == 2,
-                "rng must be int64 of shape (2,), but is ", call.rng->scalar_type(), " of shape ",
-                call.rng->sym_sizes());
+    TORCH_CHECK(
+        call.rng->scalar_type() == at::kLong && call.rng->dim() == 1 && call.rng->sym_size(0) == 2,
+        "rng must be int64 of shape (2,), but is ", call.rng->scalar_type(), " of shape ",
+        call.rng->sym_sizes());
   }
 }
 
@@ -325,8 +325,8 @@ cpu::AttentionProblem cpu_problem(const AttentionCall& call, const std::array<Te
   return problem;
 }
 
-void cpu_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out,
-                  const Tensor& lse, const AttentionCall& call, const std::array<Tensor, 3>& qkv,
+void cpu_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& lse,
+                  const AttentionCall& call, const std::array<Tensor, 3>& qkv,
                   const std::array<bool, 5>& wanted, NewGradients& made) {
   const bool packed = call.is_packed();
   const auto dense = [&](const Tensor& tensor) {
@@ -342,11 +342,10 @@ void cpu_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& 
   if (wanted[4] && has(call.sink)) {
     gradients.sink = at::empty(call.sink->sizes(), lse.options().dtype(at::kDouble));
   }
-  cpu::attention_backward(problem, dense(out), lse.contiguous(), dense(dout),
+  cpu::attention_backward(problem, lse.contiguous(), dense(dout),
                           has(dlse) ? dlse->contiguous() : Tensor(), gradients);
   if (dmask.defined()) {
-    made.returned.attn_mask =
-        dmask.to(call.attn_mask->scalar_type()).view(call.attn_mask->sizes());
+    made.returned.attn_mask = dmask.to(call.attn_mask->scalar_type()).view(call.attn_mask->sizes());
   }
   if (gradients.sink.defined()) {
     made.returned.sink = gradients.sink.to(call.sink->scalar_type());
@@ -387,17 +386,47 @@ const char* name_of(AttentionTier tier) {
 }
 
 AttentionTensor as_tensor(const Tensor& t, bool packed) {
+  // A dimension of size 1 may have any stride.
+  const auto stride = [&](int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); };
   void* data = const_cast<void*>(t.const_data_ptr());
-  if (packed) return {data, 0, t.stride(1), t.stride(0)};
-  return {data, t.stride(0), t.stride(1), t.stride(2)};
+  if (packed) return {data, 0, stride(1), stride(0)};
+  return {data, stride(0), stride(1), stride(2)};
 }
+
+// Columns that tensor cores take: whole packs of 16 bytes of a 16-bit type.
+int64_t padded(int64_t cols) { return (cols + 7) / 8 * 8; }
 
 // A call's parameters, and the tensors that own what they point to.
 struct Launch {
   AttentionParams params{};
+  bool packed;
+  bool aligned;  // tensors are as the tensor-core tiers read and write them
   std::array<Tensor, 3> qkv;
   Tensor cu_seqlens_q, cu_seqlens_k, mask, alibi_slopes, sink, rng;
+
+  // The tensor as kernels read it: itself, or one copy.
+  Tensor readable(const Tensor& t) const {
+    if (aligned && t.size(-1) % 8 != 0) {
+      return at::constant_pad_nd(t, {0, padded(t.size(-1)) - t.size(-1)});
+    }
+    const Tensor rows = with_dense_rows(t);
+    if (!aligned || attention_is_aligned(as_tensor(rows, packed), params.dtype)) return rows;
+    return rows.clone(at::MemoryFormat::Contiguous);
+  }
+
+  // A tensor that kernels write: `t` itself, or a wider one to be copied from.
+  Tensor writable(const Tensor& t) const {
+    if (!t.defined() || !aligned || t.size(-1) % 8 == 0) return t;
+    at::DimVector sizes(t.sizes());
+    sizes.back() = padded(sizes.back());
+    return empty_tensor(sizes, t.scalar_type());
+  }
 };
+
+// What writable() gave, into what was asked for.
+void finish(const Tensor& written, const Tensor& t) {
+  if (t.defined() && !written.is_same(t)) t.copy_(written.narrow(-1, 0, t.size(-1)));
+}
 
 int32_t narrowed(int64_t size, const char* what) {
   TORCH_CHECK(size <= std::numeric_limits<int32_t>::max(), what, " is ", size,
@@ -411,17 +440,18 @@ int32_t limit_of(const std::optional<SymInt>& window) {
   return limit > std::numeric_limits<int32_t>::max() ? -1 : static_cast<int32_t>(limit);
 }
 
+// A hint, by which kernels choose their grid: no result depends on it.
+int32_t longest(const SymInt& hint, int32_t total) {
+  const int64_t rows = hint.expect_int();
+  return rows > 0 ? static_cast<int32_t>(std::min<int64_t>(rows, total)) : total;
+}
+
 void set_shape(const AttentionCall& call, Launch* launch) {
   AttentionParams& p = launch->params;
   const auto& [query, key, value] = launch->qkv;
-  const bool packed = call.is_packed();
-  p.dtype = to_dtype(query.scalar_type());
+  const bool packed = launch->packed;
   p.heads = narrowed(query.size(1), "the number of heads");
   p.kv_heads = narrowed(key.size(1), "the number of heads");
-  for (const Tensor& t : {query, value}) {
-    TORCH_CHECK(t.size(-1) <= kMaxHeadDim, "query has head dim ", query.size(-1), " and value ",
-                value.size(-1), "; on CUDA at most ", kMaxHeadDim, " is supported");
-  }
   p.head_dim = static_cast<int32_t>(query.size(-1));
   p.value_dim = static_cast<int32_t>(value.size(-1));
   if (packed) {
@@ -432,9 +462,8 @@ void set_shape(const AttentionCall& call, Launch* launch) {
     p.batch = narrowed(call.cu_seqlens_q->size(0) - 1, "the number of sequences");
     p.total_queries = narrowed(query.size(0), "the number of queries");
     p.total_keys = narrowed(key.size(0), "the number of keys");
-    // No result depends on what the caller believes the longest sequence to be.
-    p.queries = p.total_queries;
-    p.keys = p.total_keys;
+    p.queries = longest(call.max_seqlen_q, p.total_queries);
+    p.keys = longest(call.max_seqlen_k, p.total_keys);
   } else {
     p.batch = narrowed(query.size(0), "the batch size");
     p.queries = narrowed(query.size(2), "the number of queries");
@@ -482,9 +511,26 @@ void set_options(const AttentionCall& call, Launch* launch) {
   }
 }
 
+// Whether a tensor-core tier takes the call once its tensors are aligned and padded.
+bool takes_aligned(const std::array<Tensor, 3>& qkv, AttentionParams params) {
+  if (wanted_tier.load(std::memory_order_relaxed) == AttentionTier::kPlain) return false;
+  params.head_dim = static_cast<int32_t>(padded(qkv[0].size(-1)));
+  params.value_dim = static_cast<int32_t>(padded(qkv[2].size(-1)));
+  const DeviceProperties& device = current_device_properties();
+  return attention_tier_takes(AttentionTier::kPortable, params, device) ||
+         attention_tier_takes(AttentionTier::kHopper, params, device);
+}
+
 Launch prepared(const AttentionCall& call, const std::array<Tensor, 3>& qkv) {
+  for (const Tensor& t : {qkv[0], qkv[2]}) {
+    TORCH_CHECK(t.size(-1) <= kMaxHeadDim, "query has head dim ", qkv[0].size(-1), " and value ",
+                qkv[2].size(-1), "; on CUDA at most ", kMaxHeadDim, " is supported");
+  }
   Launch launch;
-  for (int i = 0; i < 3; ++i) launch.qkv[i] = with_dense_rows(qkv[i]);
+  launch.packed = call.is_packed();
+  launch.params.dtype = to_dtype(qkv[0].scalar_type());
+  launch.aligned = takes_aligned(qkv, launch.params);
+  for (int i = 0; i < 3; ++i) launch.qkv[i] = launch.readable(qkv[i]);
   set_shape(call, &launch);
   set_options(call, &launch);
   return launch;
@@ -512,39 +558,41 @@ void cuda_forward(const AttentionCall& call, const std::array<Tensor, 3>& qkv, c
   const c10::cuda::CUDAGuard guard(out.device());
   Launch launch = prepared(call, qkv);
   AttentionParams& params = launch.params;
-  params.out = as_tensor(out, call.is_packed());
+  const Tensor written = launch.writable(out);
+  params.out = as_tensor(written, launch.packed);
   params.lse = lse.mutable_data_ptr();
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params);
   const Tensor workspace = workspace_of(attention_forward_workspace(params, device, tier));
   check_launch(launch_attention_forward(params, device, tier, data_of(workspace),
                                         at::cuda::getCurrentCUDAStream()));
+  finish(written, out);
 }
 
 void cuda_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out,
                    const Tensor& lse, const AttentionCall& call, const std::array<Tensor, 3>& qkv,
                    const std::array<bool, 5>& wanted, NewGradients& made) {
   const c10::cuda::CUDAGuard guard(out.device());
-  const bool packed = call.is_packed();
+  const Launch launch = prepared(call, qkv);
   const auto optional_tensor = [&](const Tensor& t) {
-    return t.defined() ? as_tensor(t, packed) : AttentionTensor{};
+    return t.defined() ? as_tensor(t, launch.packed) : AttentionTensor{};
   };
-  Launch launch = prepared(call, qkv);
-  const Tensor out_rows = with_dense_rows(out), dout_rows = with_dense_rows(dout);
+  const Tensor out_rows = launch.readable(out), dout_rows = launch.readable(dout);
   const Tensor lse_rows = lse.contiguous();
   const Tensor dlse_rows = has(dlse) ? dlse->contiguous() : Tensor();
+  const Tensor dquery = launch.writable(made.query), dkey = launch.writable(made.key),
+               dvalue = launch.writable(made.value);
   AttentionBackwardParams params{};
   params.forward = launch.params;
-  params.forward.out = as_tensor(out_rows, packed);
+  params.forward.out = as_tensor(out_rows, launch.packed);
   params.forward.lse = data_of(lse_rows);
-  params.dout = as_tensor(dout_rows, packed);
+  params.dout = as_tensor(dout_rows, launch.packed);
   params.dlse = data_of(dlse_rows);
-  params.dquery = optional_tensor(made.query);
-  params.dkey = optional_tensor(made.key);
-  params.dvalue = optional_tensor(made.value);
+  params.dquery = optional_tensor(dquery);
+  params.dkey = optional_tensor(dkey);
+  params.dvalue = optional_tensor(dvalue);
   if (wanted[3] && has(call.attn_mask)) {
-    made.returned.attn_mask =
-        empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
+    made.returned.attn_mask = empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
     params.dmask = made.returned.attn_mask.mutable_data_ptr();
     const Tensor mask = of_four_dims(*call.attn_mask);
     for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(mask.size(d));
@@ -558,6 +606,9 @@ void cuda_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
   const Tensor workspace = workspace_of(attention_backward_workspace(params, device, tier));
   check_launch(launch_attention_backward(params, device, tier, data_of(workspace),
                                          at::cuda::getCurrentCUDAStream()));
+  finish(dquery, made.query);
+  finish(dkey, made.key);
+  finish(dvalue, made.value);
   if (made.returned.sink.defined()) {
     made.returned.sink = made.returned.sink.to(call.sink->scalar_type());
   }
@@ -617,7 +668,7 @@ AttentionGradients attention_backward(const Tensor& dout, const OptionalTensor& 
   }
   if (is_empty(call, out)) return zeroed(std::move(made), call, wanted);
   if (out.is_cpu()) {
-    cpu_backward(dout, dlse, out, lse, call, qkv, wanted, made);
+    cpu_backward(dout, dlse, lse, call, qkv, wanted, made);
     return made.returned;
   }
 #ifdef FUSED_NORM_WITH_CUDA
@@ -644,8 +695,10 @@ void force_attention_tier(const std::string& name) {
 #else
   if (name == "auto") return;
 #endif
-  TORCH_CHECK_VALUE(false, "tier must be 'auto' or, of a build with CUDA, 'plain', 'portable' or "
-                    "'hopper', but is '", name, "'");
+  TORCH_CHECK_VALUE(false,
+                    "tier must be 'auto' or, of a build with CUDA, 'plain', 'portable' or "
+                    "'hopper', but is '",
+                    name, "'");
 }
 
 std::string attention_tier_of(const AttentionCall& call) {
@@ -653,7 +706,9 @@ std::string attention_tier_of(const AttentionCall& call) {
 #ifdef FUSED_NORM_WITH_CUDA
   if (call.query.is_cuda()) {
     const c10::cuda::CUDAGuard guard(call.query.device());
-    return name_of(tier_of(prepared(call, call.apart()).params));
+    Launch launch = prepared(call, call.apart());
+    launch.params.out = launch.params.query;
+    return name_of(tier_of(launch.params));
   }
 #endif
   TORCH_CHECK(false, "query is on ", call.query.device(), ": only the CUDA kernels have tiers");

@@ -70,7 +70,7 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
   switch (resolve(params, device, tier)) {
     case AttentionTier::kPortable:
       return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-        return attention_forward_portable<decltype(t)>(params, device, stream);
+        return attention_forward_portable<decltype(t)>(params, stream);
       });
     default:
       return attention_forward_plain(params, stream);
@@ -79,14 +79,15 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, const DeviceProperties&,
                                     AttentionTier) {
-  return lse_rows(params.forward) * (params.forward.dtype == DType::kFloat64 ? 8 : 4);
+  return 2 * lse_bytes(params.forward);
 }
 
 cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       const DeviceProperties& device, AttentionTier tier,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
-  const AttentionGradient gradient{params, workspace};
+  const AttentionGradient gradient{params, workspace,
+                                   static_cast<char*>(workspace) + lse_bytes(forward)};
   cudaError_t error = clear_outside(forward, params.dquery, forward.heads, forward.head_dim,
                                     /*of_keys=*/false, nullptr, device, stream);
   if (error == cudaSuccess) {
@@ -99,12 +100,18 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   }
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
-  switch (resolve(forward, device, tier)) {
-    default:
-      error = attention_backward_plain(gradient, stream);
-  }
-  if (error == cudaSuccess && params.dmask != nullptr) {
-    error = attention_mask_gradient_plain(gradient, stream);
+  if (resolve(forward, device, tier) == AttentionTier::kPortable) {
+    error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
+      using T = decltype(t);
+      const cudaError_t result = attention_backward_portable<T>(gradient, stream);
+      if (result != cudaSuccess || params.dmask == nullptr) return result;
+      return attention_mask_gradient_portable<T>(gradient, stream);
+    });
+  } else {
+    error = attention_backward_plain(gradient, stream);
+    if (error == cudaSuccess && params.dmask != nullptr) {
+      error = attention_mask_gradient_plain(gradient, stream);
+    }
   }
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);

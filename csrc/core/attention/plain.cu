@@ -3,6 +3,7 @@
 #include <climits>
 
 #include "core/attention/plain.cuh"
+#include "core/attention/plan.h"
 #include "core/common/launch.cuh"
 #include "core/common/sizes.h"
 
@@ -203,35 +204,64 @@ __device__ __forceinline__ void scale_chunk(Fragment<A> (&acc)[kTilesOfChunk], d
   }
 }
 
-// delta = rowsum(dout * out) - dlse; a warp a row.
+// The sum of a row of products, by a warp, in an order that does not depend on the rows' alignment.
+template <typename T, typename A>
+__device__ __forceinline__ A dot_rows(const T* a, const T* b, int cols, bool aligned) {
+  constexpr int kPack = 16 / sizeof(T);
+  A sum = 0;
+  for (int col = threadIdx.x % 32 * kPack; col < cols; col += 32 * kPack) {
+    Pack<T, kPack> left, right;
+    if (aligned && col + kPack <= cols) {
+      left = reinterpret_cast<const AlignedPack<T, kPack>*>(a + col)->pack;
+      right = reinterpret_cast<const AlignedPack<T, kPack>*>(b + col)->pack;
+    } else {
+      T elements[2][kPack];
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        elements[0][i] = col + i < cols ? a[col + i] : T(0.f);
+        elements[1][i] = col + i < cols ? b[col + i] : T(0.f);
+      }
+      memcpy(&left, elements[0], sizeof(left));
+      memcpy(&right, elements[1], sizeof(right));
+    }
+    Accumulator<T> x[kPack], y[kPack];
+    unpack(left, x);
+    unpack(right, y);
+#pragma unroll
+    for (int i = 0; i < kPack; ++i) sum = fma(static_cast<A>(x[i]), static_cast<A>(y[i]), sum);
+  }
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
+  return sum;
+}
+
+// AttentionGradient's delta and exponents; a warp a row.
 template <typename A>
-__global__ void __launch_bounds__(kThreads, kBlocks<A>)
-    attention_delta(const __grid_constant__ AttentionGradient g, int tiles) {
+__global__ void __launch_bounds__(kThreads)
+    attention_delta(const __grid_constant__ AttentionGradient g, int tiles, bool aligned) {
   const AttentionParams& params = g.params.forward;
   const Place place = place_of(tiles, 1, params.heads);
   const Sequence s = sequence_of(params, place.batch);
-  const Range all{0, s.queries};
-  const Rows out =
-      rows_of(params.out, params.dtype, s.batch, place.head, s.query_begin, all, params.value_dim);
-  const Rows dout = rows_of(g.params.dout, params.dtype, s.batch, place.head, s.query_begin, all,
-                            params.value_dim);
   const int64_t first = first_lse(params, s, place.head);
-  const int lane = threadIdx.x % 32;
+  const A* dlse = static_cast<const A*>(g.params.dlse);
   for (int tile = place.tile; tile < (s.queries + kTile - 1) / kTile; tile += tiles) {
     const int end = min((tile + 1) * kTile, s.queries);
-    for (int row = tile * kTile + threadIdx.x / 32; row < end; row += kThreads / 32) {
-      A sum = 0;
-      with_storage<A>(params.dtype, [&](auto t) {
-        using T = decltype(t);
-        for (int col = lane; col < params.value_dim; col += 32) {
-          sum = fma(static_cast<A>(out.at<T>(row, col)), static_cast<A>(dout.at<T>(row, col)), sum);
-        }
-      });
-      for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-      const void* dlse = g.params.dlse;
-      if (dlse != nullptr) sum -= static_cast<const A*>(dlse)[first + row];
-      if (lane == 0) static_cast<A*>(g.delta)[first + row] = sum;
-    }
+    with_storage<A>(params.dtype, [&](auto t) {
+      using T = decltype(t);
+#pragma unroll 2
+      for (int row = tile * kTile + threadIdx.x / 32; row < end; row += kThreads / 32) {
+        const int at = s.query_begin + row;
+        A sum = dot_rows<T, A>(row_of<const T>(params.out, s.batch, place.head, at),
+                               row_of<const T>(g.params.dout, s.batch, place.head, at),
+                               params.value_dim, aligned);
+        if (dlse != nullptr) sum -= dlse[first + row];
+        if (threadIdx.x % 32 != 0) continue;
+        static_cast<A*>(g.delta)[first + row] = sum;
+        const A lse = static_cast<const A*>(params.lse)[first + row];
+        static_cast<A*>(g.exponents)[first + row] =
+            lse == kLowest<A> ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
+      }
+    });
   }
 }
 
@@ -287,12 +317,9 @@ __device__ __forceinline__ void query_gradient_tile(const AttentionGradient& g, 
     ScoreTile<A> tile;
     Fragment<A> gradient;
     score_gradient(tile, gradient, shared, g, rules, band, rows, s, head, query, key);
-    if (seen_keys.seen != nullptr) {
-      store_scores(shared, tile.value);
-      find_seen_keys(shared);
-    }
     multiply_by(gradient, tile.slope);
     store_scores(shared, gradient);
+    if (seen_keys.seen != nullptr) find_seen_keys(shared);
     multiply_scores<A, false>(acc, shared, params.dtype, seen_keys, key, col);
   }
   scale_chunk(acc, params.scale);
@@ -497,9 +524,11 @@ cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t st
   using namespace plain;
   const AttentionParams& params = g.params.forward;
   const int tiles = tiles_of(params.queries);
+  const bool aligned = attention_is_aligned(params.out, params.dtype) &&
+                       attention_is_aligned(g.params.dout, params.dtype);
   return with_arithmetic(params.dtype, [&](auto a) {
     return launch_tiles(attention_delta<decltype(a)>, 0,
-                        int64_t{tiles} * params.heads * params.batch, stream, g, tiles);
+                        int64_t{tiles} * params.heads * params.batch, stream, g, tiles, aligned);
   });
 }
 

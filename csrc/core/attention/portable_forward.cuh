@@ -12,10 +12,10 @@ template <typename T_, int kDim_, int kWarps_, int kM_, int kKeys_, bool kGenera
 struct ForwardShape {
   using T = T_;
   static constexpr int kDim = kDim_, kWarps = kWarps_, kM = kM_, kKeys = kKeys_;
-  static constexpr int kThreads = kWarps * 32, kQueries = kWarps * kM * 16;
+  static constexpr AttentionTiles kTiles{kDim, kWarps, kM, kKeys, 1};
+  static constexpr int kThreads = kTiles.threads(), kQueries = kTiles.own();
   static constexpr bool kGeneral = kGeneral_;
-  // Queries, keys and values.
-  static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kDim * 2;
+  static constexpr int kSharedBytes = forward_shared_bytes(kTiles);
 
   using Scores = mma::Accumulators<kM, kKeys / 8>;
   using Out = mma::Accumulators<kM, kDim / 8>;
@@ -163,7 +163,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
 
     const TilePlace<false> place(s, query + warp_row, key);
     if constexpr (S::kGeneral) {
-      apply_options<false, S::kM, kKeys / 8>(scores, nullptr, params, rules, place);
+      apply_options<false, S::kM, kKeys / 8>(scores, nullptr, rules, place);
     }
     if (key + kKeys > s.keys || !band.sees_all(query, query_end, key, key + kKeys)) {
       hide_outside<false, S::kM, kKeys / 8>(scores, band, place);

@@ -21,18 +21,6 @@ struct TilePlace {
         keys(s.keys) {}
 };
 
-template <int kM, int kN, typename Use>
-__device__ __forceinline__ void for_elements(Use use) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) use(m, n, e, m * 16 + e / 2 * 8, n * 8 + e % 2);
-    }
-  }
-}
-
 // Hides what lies outside the band and the sequence.
 template <bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const Band& band,
@@ -68,7 +56,7 @@ __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient
                                     float scale, float softcap) {
   // tanh x = 1 - 2 / (1 + e^(2 x)), good to 2^-22 absolute.
   const float exponent = scale / softcap * 2 * kLog2E;
-  for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+  mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
     const float t = 1 - __fdividef(2.f, 1 + mma::exp2_of(scores[m][n][e] * exponent));
     scores[m][n][e] = t * softcap;
     if (gradient != nullptr) gradient[m][n][e] *= 1 - t * t;
@@ -114,18 +102,18 @@ __device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], const char*
 // sequence is arbitrary.
 template <bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void apply_options(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
-                                              const AttentionParams& params,
                                               const ScoreRules<float>& rules,
                                               const TilePlace<kTransposed>& place) {
   if (rules.softcap > 0) {
     cap<kM, kN>(scores, gradient, rules.scale, rules.softcap);
   } else {
-    for_elements<kM, kN>([&](int m, int n, int e, int, int) { scores[m][n][e] *= rules.scale; });
+    mma::for_elements<kM, kN>(
+        [&](int m, int n, int e, int, int) { scores[m][n][e] *= rules.scale; });
   }
   if (rules.alibi_slope != 0) {
     const int distance = kTransposed ? place.col - place.row : place.row - place.col;
     const float first = static_cast<float>(distance + rules.alibi_shift);
-    for_elements<kM, kN>([&](int m, int n, int e, int row, int col) {
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int row, int col) {
       const float further = static_cast<float>(kTransposed ? col - row : row - col);
       scores[m][n][e] -= rules.alibi_slope * fabsf(first + further);
     });
@@ -181,7 +169,7 @@ class KeptElements {
   }
   // Multiplies by 1 / (1 - p) or 0.
   __device__ __forceinline__ void apply(float (&weights)[kM][kN][4], float scale) const {
-    for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
       weights[m][n][e] = at(m, n, e) ? weights[m][n][e] * scale : 0;
     });
   }
