@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fused_norm import _C, _autograd, _ops, _sharding, _tracing
+from fused_norm import _C, _autograd, _ops, _sharding, _tracing  # noqa: F401
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
@@ -65,11 +65,7 @@ def _check_options(normalized_shape, eps, weight_offset) -> Sequence[int]:
 
 def _call(norm, *args):
     """Calls a norm of the extension."""
-    while True:
-        try:
-            return norm(*args)
-        except _C.OverflowPending:
-            _autograd.raise_overflow()
+    return norm(*args)
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:

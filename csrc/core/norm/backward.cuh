@@ -64,9 +64,11 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   auto rows = open_rows();
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
+  uint32_t listed = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
       out.template prefetch_residual<kLie, N, kPacks>(row * in.cols + col, left);
+    if (kListed && listed != 0) params.prefetch_listed(in.list, listed, row);
     if (!kFromOutput && has_mean) next_mean = __ldg(in.mean + row);
     next_rstd = __ldg(in.rstd + row);
   };
@@ -83,7 +85,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   rows.ask_for_first(row);
   if (row < in.rows) look_ahead();
   if (kRegular) stage_params();
-  const uint32_t listed = kListed ? params.template listed<kLie>(left) : 0;
+  if (kListed) listed = params.template listed<kLie>(left);
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
     float xhat[kPacks][N], w[kPacks][N];

@@ -178,6 +178,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.wait(stage);
       sums.put(turn, slice.add_up(row_at(turn, stage)));
       if (turn > 0) write_row_before();
+      slice.ask_for_listed(first + (turn + 1) * stride, first + (turn + 2) * stride);
       __syncthreads();
       sums.share(turn);
       if (fills && turn > 0 && turn + stages - 1 < rounds)
@@ -210,6 +211,8 @@ __global__ void __launch_bounds__(kMaxRingThreads, 1)
     norm_backward_late<RowsLie::kElements, kRms, kSaved>(in, out, stages, partial_sets,
                                                          rows_in_sequence, shared);
   }
+#else
+  __trap();  // no plan asks for it
 #endif
 }
 
