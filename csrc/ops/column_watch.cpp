@@ -178,6 +178,7 @@ struct Watch {
   ParamsHistory history;
   int64_t room = kSaveInput;  // of the next eager call
   int64_t least_room = -1;    // of the backward calls since the last step; -1: none
+  bool waits = false;         // the step is waiting for its report
   bool traced = false, captured = false;
 
   ReportArena::Slot slot;
@@ -387,20 +388,25 @@ std::vector<Overflow> take_overflows() {
 
 // Whether the host must wait before an optimizer's step for the sake of this norm.
 bool must_wait(Watch& watch) {
-  const int64_t room = watch.least_room;
-  if (!watch.captured) watch.least_room = -1;
-  if (room < 0) return false;
-  const bool fixed = watch.traced || watch.captured;
+  if (watch.least_room < 0) return false;
   watch.history.see(params_of(watch));
+  const bool fixed = watch.traced || watch.captured;
   const ColumnCounts counts = read_report(watch);
-  const bool near = fixed ? is_near(counts.at_risk, room, watch.norm.cols) : counts.at_risk > room;
-  if (near && watch.traced) {
+  const bool near = fixed ? is_near(counts.at_risk, watch.least_room, watch.norm.cols)
+                          : counts.at_risk > watch.least_room;
+  return near || watch.history.is_doubtful(counts, fixed, watch.captured);
+}
+
+// Before the step, with the report that it waited for, if it did.
+void leave(Watch& watch) {
+  if (watch.waits) watch.history.verified();
+  watch.waits = false;
+  if (watch.traced && watch.least_room >= 0 &&
+      is_near(read_report(watch).at_risk, watch.least_room, watch.norm.cols)) {
     compile_anew = true;
     watch.traced = false;  // until it is traced again
   }
-  if (!near && !watch.history.is_doubtful(counts, fixed, watch.captured)) return false;
-  watch.history.verified();
-  return true;
+  if (!watch.captured) watch.least_room = -1;
 }
 
 #endif  // FUSED_NORM_WITH_CUDA
@@ -492,18 +498,19 @@ void note_listing(const NormColumns& norm, int64_t room, int64_t listed) {
 bool before_optimizer_step() {
 #ifdef FUSED_NORM_WITH_CUDA
   std::vector<c10::Device> devices;
-  {
+  auto for_each_watch = [](auto run) {
     const std::lock_guard lock(mutex);
-    if (!registry().watches.empty() && !is_capturing()) {
-      for (const auto& [index, watch] : registry().watches) {
-        if (must_wait(*watch) &&
-            std::find(devices.begin(), devices.end(), watch->device) == devices.end())
-          devices.push_back(watch->device);
-      }
-    }
-  }
+    if (registry().watches.empty() || is_capturing()) return;
+    for (const auto& [index, watch] : registry().watches) run(*watch);
+  };
+  for_each_watch([&](Watch& watch) {
+    watch.waits = must_wait(watch);
+    if (watch.waits && std::find(devices.begin(), devices.end(), watch.device) == devices.end())
+      devices.push_back(watch.device);
+  });
   for (const c10::Device device : devices)
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device.index()));
+  for_each_watch(leave);
   check_overflow();
 #endif
   return compile_anew.exchange(false);

@@ -177,21 +177,29 @@ constexpr RowsLie backward_deals_out(int cols) {
   return kBackwardInPairs<X, Y> ? dealt_out_as<X>(cols) : RowsLie::kElements;
 }
 
+template <RowsLie kLie>
+using ConstantLie = std::integral_constant<RowsLie, kLie>;
+template <Saved kSaved>
+using ConstantSaved = std::integral_constant<Saved, kSaved>;
+
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;
+  auto run = [&](auto as, auto saved) {
+    norm_backward_once<decltype(as)::value, kRms, decltype(saved)::value, kPacks>(in, out, shared);
+  };
   if (lie == RowsLie::kRegular) {
-    norm_backward_once<RowsLie::kRegular, kRms, kSaved, kPacks>(in, out, shared);
+    with_saved<kSaved>(in, [&](auto saved) { run(ConstantLie<RowsLie::kRegular>(), saved); });
   } else if (lie == RowsLie::kShifted) {
-    norm_backward_once<RowsLie::kShifted, kRms, kSaved, kPacks>(in, out, shared);
+    run(ConstantLie<RowsLie::kShifted>(), ConstantSaved<kSaved>());
   } else if constexpr (kPacks == 1 || kBulkCopies) {
     if constexpr (kBackwardInPairs<X, Y>) {
       if (lie == RowsLie::kPairs)
-        return norm_backward_once<RowsLie::kPairs, kRms, kSaved, kPacks>(in, out, shared);
+        return run(ConstantLie<RowsLie::kPairs>(), ConstantSaved<kSaved>());
     }
-    norm_backward_once<RowsLie::kElements, kRms, kSaved, kPacks>(in, out, shared);
+    run(ConstantLie<RowsLie::kElements>(), ConstantSaved<kSaved>());
   }
 }
 

@@ -253,16 +253,23 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   };
   choose(regular, [&](auto is_regular) {
     choose(in.rms, [&](auto is_rms) {
-      choose(in.from_output, [&](auto is_output) {
+      auto run = [&](auto saved) {
         constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
-        constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutputAndList : Saved::kInput;
+        constexpr Saved kSaved = decltype(saved)::value;
         if (row < 0) {
           few_columns<kRegular, kRms, kSaved>(in, gradients, block / splits, block % splits, splits,
                                               shared);
         } else {
           few_rows<kRegular, kRms, kSaved>(in, out, row, shared.slots);
         }
-      });
+      };
+      if (!in.from_output) {
+        run(std::integral_constant<Saved, Saved::kInput>());
+      } else if (in.list.room == 0) {
+        run(std::integral_constant<Saved, Saved::kOutput>());
+      } else {
+        with_saved<Saved::kOutputAndList>(in, run);
+      }
     });
   });
 }

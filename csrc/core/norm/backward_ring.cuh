@@ -201,16 +201,19 @@ __global__ void __launch_bounds__(kMaxRingThreads, 1)
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
-  if (regular) {
-    norm_backward_late<RowsLie::kRegular, kRms, kSaved>(in, out, stages, partial_sets,
-                                                        rows_in_sequence, shared);
-  } else if (in.cols % N == 0) {
-    norm_backward_late<RowsLie::kShifted, kRms, kSaved>(in, out, stages, partial_sets,
-                                                        rows_in_sequence, shared);
-  } else {
-    norm_backward_late<RowsLie::kElements, kRms, kSaved>(in, out, stages, partial_sets,
+  with_saved<kSaved>(in, [&](auto saved) {
+    constexpr Saved kKept = decltype(saved)::value;
+    if (regular) {
+      norm_backward_late<RowsLie::kRegular, kRms, kKept>(in, out, stages, partial_sets,
                                                          rows_in_sequence, shared);
-  }
+    } else if (in.cols % N == 0) {
+      norm_backward_late<RowsLie::kShifted, kRms, kKept>(in, out, stages, partial_sets,
+                                                         rows_in_sequence, shared);
+    } else {
+      norm_backward_late<RowsLie::kElements, kRms, kKept>(in, out, stages, partial_sets,
+                                                          rows_in_sequence, shared);
+    }
+  });
 #else
   __trap();  // no plan asks for it
 #endif

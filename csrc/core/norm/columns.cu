@@ -7,7 +7,7 @@
 namespace fused_norm {
 namespace {
 
-constexpr int kListThreads = 256;
+constexpr int kListThreads = 512;
 constexpr int kListPack = 8;  // columns that a thread tests at once: 16 bytes of a 16-bit weight
 constexpr int kListTurn = kListThreads * kListPack;
 constexpr int kListedAtOnce = 1024;
@@ -55,7 +55,7 @@ struct ListInput {
 // each block gathers those of its part from the rows of its cluster: the last rows first, which may
 // still be in the L2 cache.
 template <typename X>
-__global__ void __launch_bounds__(kListThreads, 3)
+__global__ void __launch_bounds__(kListThreads, 1)
     list_columns(const __grid_constant__ ListInput<X> in) {
   using A = Accumulator<X>;
   using Scan = cub::BlockScan<int, kListThreads>;
@@ -166,9 +166,9 @@ __global__ void __launch_bounds__(kListThreads, 3)
 
 cudaError_t launch_list_columns(const NormForwardParams& params, const DeviceProperties& device,
                                 cudaStream_t stream) {
-  // Blocks of a cluster share the columns, so that one turn finds them all where they can.
+  // Blocks of a cluster share the columns, which takes a barrier of the cluster.
   int cluster = 1;
-  while (cluster < device.max_cluster_blocks && cluster * kListTurn < params.cols) cluster *= 2;
+  while (cluster < device.max_cluster_blocks && cluster * kListTurn * 2 < params.cols) cluster *= 2;
   const int packs = (params.cols + kListPack - 1) / kListPack;
   const int part_cols = (packs + cluster - 1) / cluster * kListPack;
   const int64_t elements = params.rows * std::min(params.list.room, cluster * kListedAtOnce);

@@ -28,6 +28,7 @@ class RingSlice {
   static constexpr bool kListed = kSaved == Saved::kOutputAndList;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
   static constexpr bool kDealtOut = dealt_out(kLie);
+  static constexpr bool kAsksAhead = kListed && !kDealtOut;  // for listed columns
   using Params = StagedParams<kPacks, N, kSaved>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
@@ -49,8 +50,8 @@ class RingSlice {
         writes_(out.dx == nullptr ? 0 : left_) {
     for (int p = 0; p < kPacks; ++p) params.template stage<kLie>(in, p, first_ + p * kStep);
     // A thread reads but its own parameters.
-    if constexpr (kListed) {
-      listed_ = params.template listed<kLie>(left_);
+    if (kListed) listed_ = params.template listed<kLie>(left_);
+    if constexpr (kAsksAhead) {
       params.first_places(listed_, places_);
       ask_for_listed(row, row + stride);
     }
@@ -59,7 +60,7 @@ class RingSlice {
   // Asks for the listed columns of the row that comes next, once the row before this one is
   // written, and brings those of the row after it near.
   __device__ __forceinline__ void ask_for_listed(int64_t row, int64_t next) {
-    if constexpr (kListed) {
+    if constexpr (kAsksAhead) {
       ++turn_;
       if (row >= in_.rows) return;
       params_.ask_for_listed(in_.list, listed_, places_, row, turn_);
@@ -74,7 +75,7 @@ class RingSlice {
   // Adds a row to the columns' sums; returns what the thread has of the row's.
   __device__ __forceinline__ Sums add_up(const Row& row) {
     Sums sums{};
-    if (kListed && listed_ != 0) Params::wait_for_listed();
+    if (kAsksAhead && listed_ != 0) Params::wait_for_listed();
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       one_by_one();
@@ -199,7 +200,11 @@ class RingSlice {
     read(row.dy, p, dy);
     if constexpr (kFromOutput) {
       params_.take_back(p, xhat);
-      if (kListed) params_.take_asked_for(listed_, p, turn, xhat);
+      if constexpr (kAsksAhead) {
+        params_.take_asked_for(listed_, p, turn, xhat);
+      } else if constexpr (kListed) {
+        params_.take_listed(in_.list, listed_, p, row.index, xhat);
+      }
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i)

@@ -8,6 +8,17 @@ namespace fused_norm {
 // What forward kept: the input, the output, or that and the list of columns that it does not hold.
 enum class Saved { kInput, kOutput, kOutputAndList };
 
+// Calls run(saved) with what was kept in the end: a call with room for listed columns mostly lists
+// none, and is then one without.
+template <Saved kSaved, typename In, typename Run>
+__device__ __forceinline__ void with_saved(const In& in, Run run) {
+  if constexpr (kSaved == Saved::kOutputAndList) {
+    wait_for_prerequisites();
+    if (*in.list.columns == 0) return run(std::integral_constant<Saved, Saved::kOutput>());
+  }
+  run(std::integral_constant<Saved, kSaved>());
+}
+
 // The column parameters of a thread in shared memory, as fp32; each thread has its own. Of a warp's
 // part, lane l finds 4 columns of pack p at float4 index [kind][p][quarter][l], so that a warp's
 // accesses are consecutive and free of bank conflicts.
@@ -78,9 +89,9 @@ class StagedParams {
     }
   }
 
-  // Where a thread takes its rows one by one, their listed xhat pass through its own slots of
-  // `shift` and `scale`, in turn, which listed columns do not need. Asks for those of a row;
-  // `places`: of the first in each pack, from first_places().
+  // Where a thread takes its rows one by one, and a pack's columns follow each other, their listed
+  // xhat pass through its own slots of `shift` and `scale`, in turn, which listed columns do not
+  // need. Asks for those of a row; `places`: of the first in each pack, from first_places().
   __device__ __forceinline__ void ask_for_listed(const ListedColumns<float>& list, uint32_t bits,
                                                  const int (&places)[kPacks], int64_t row,
                                                  int turn) const {
@@ -89,10 +100,8 @@ class StagedParams {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       int place = places[p];
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (bits >> (p * N + i) & 1) detail::copy_async<4>(slot(turn, p, i), from + place++);
-      }
+      for (uint32_t rest = bits >> p * N & ((1u << N) - 1); rest != 0; rest &= rest - 1)
+        detail::copy_async<4>(slot(turn, p, __ffs(rest) - 1), from + place++);
     }
   }
   __device__ __forceinline__ void first_places(uint32_t bits, int (&places)[kPacks]) const {
