@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from fused_norm import _decompositions, _ops, config
+from fused_norm import _C, _decompositions, _ops, config
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what no subclass has changed
 
@@ -28,14 +28,67 @@ def decomposes() -> bool:
 
 
 def _fixed_room(cols: int) -> int:
-    """The room for listed columns of a traced call; captured ones: csrc/ops/column_watch.cpp."""
+    """The room for listed columns of an exported call, whose parameters nobody can look at."""
     return min(cols, -(-max(16, cols // 256) // 4) * 4)
 
 
-def _can_list(input, normalized_shape) -> bool:
-    # A DTensor saves its input, traced or not. torch.export traces fake tensors.
+def _can_list_exported(input, normalized_shape) -> bool:
+    # torch.export traces fake tensors.
     is_plain = type(input) in PLAIN or isinstance(input, torch._subclasses.FakeTensor)
     return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and is_plain
+
+
+class _Rooms:
+    """What compiled code was compiled for. Dynamo guards on ``generation`` wherever a room was
+    chosen, so that a change compiles all such code anew, and each norm is looked at again. A
+    string: of a number that changes Dynamo would make a symbol."""
+
+    generation = "0"
+
+
+_rooms = _Rooms()
+
+
+def compile_anew() -> None:
+    """With more room for listed columns, where they are needed (csrc/core/norm/room.h)."""
+    _rooms.generation = str(int(_rooms.generation) + 1)
+
+
+def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
+    """The room for listed columns, or -1 to save the input, from the parameters as they are. 0, or
+    -1 for good, where no generation is given."""
+    if not all(param is None or type(param) in PLAIN for param in (weight, bias)):
+        return -1
+    args = (weight, bias, weight_offset, x_dtype, y_dtype)
+    return _C.traced_room(*args, int(generation or _rooms.generation), generation is not None)
+
+
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it, with the
+# parameters themselves, and keeps no trace of it.
+_look._dynamo_marked_constant = True
+
+
+def _is_parameter(tensor) -> bool:
+    """Whether the next call finds the same tensor: not one that is computed in each call."""
+    return (
+        tensor is None
+        or isinstance(tensor, torch.nn.Parameter)
+        or (tensor.is_leaf and tensor.requires_grad)
+    )
+
+
+def _room(input, weight, bias, weight_offset, x_dtype, y_dtype) -> int:
+    """The room for listed columns of a memory_efficient call; 0 or less: it has no list."""
+    # A DTensor saves its input, traced or not.
+    if not torch.is_grad_enabled() or type(input) not in PLAIN:
+        return -1
+    if (weight is None and bias is None) or not (_is_parameter(weight) and _is_parameter(bias)):
+        return -1
+    (weight_offset,) = _numbers(weight_offset)
+    args = (weight, bias, weight_offset, x_dtype, y_dtype)
+    if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
+        return -1
+    return _look(*args, _rooms.generation)
 
 
 def _numbers(*values) -> list:
@@ -54,12 +107,12 @@ def norm_forward(
         _ops.check_norm_arguments(*args, out_dtype)
         return _decompositions.norm_forward(*args, out_dtype)[0]
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
-    lists = memory_efficient and _can_list(input, normalized_shape)
     # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
     if not torch.compiler._is_exporting_flag:
-        if lists:
-            room = _fixed_room(math.prod(normalized_shape))
-            return _ops.norm_forward_listing(*args, out_dtype, room)[0]
+        if memory_efficient:
+            room = _room(input, weight, bias, weight_offset, input.dtype, out_dtype)
+            if room > 0:
+                return _ops.norm_forward_listing(*args, out_dtype, room)[0]
         return _ops.norm_forward(*args, out_dtype)[0]
     # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
     # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
@@ -67,7 +120,7 @@ def norm_forward(
     if out_dtype is torch.float32:
         input = input.to(out_dtype)
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
-    if lists:
+    if memory_efficient and _can_list_exported(input, normalized_shape):
         room = _fixed_room(math.prod(normalized_shape))
         return _ops.norm_forward_listing(*args, None, room)[0].to(out_dtype)
     return _ops.norm_forward(*args)[0].to(out_dtype)
@@ -110,16 +163,16 @@ def add_norm_forward(
     if decomposes():
         _ops.check_add_norm_arguments(*args)
         return _decompositions.add_norm_forward(*args)[:2]
-    lists = memory_efficient and _can_list(input, normalized_shape)
     if not torch.compiler._is_exporting_flag:
-        if lists:
-            room = _fixed_room(math.prod(normalized_shape))
-            return _ops.add_norm_forward_listing(*args, room)[:2]
+        if memory_efficient:
+            room = _room(input, weight, bias, weight_offset, residual_dtype, out_dtype)
+            if room > 0:
+                return _ops.add_norm_forward_listing(*args, room)[:2]
         return _ops.add_norm_forward(*args)[:2]
     _ops.check_add_norm_arguments(*args)
     if out_dtype is input.dtype:  # both dtypes are the operator's defaults
         args = (input, residual.to(residual_dtype), *options)
-        if lists:
+        if memory_efficient and _can_list_exported(input, normalized_shape):
             room = _fixed_room(math.prod(normalized_shape))
             return _ops.add_norm_forward_listing(*args, None, None, room)[:2]
         return _ops.add_norm_forward(*args)[:2]

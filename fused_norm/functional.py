@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _C, _arguments, _autograd, _jagged, _sharding, _tracing
+from fused_norm import _C, _arguments, _jagged, _sharding, _tracing
+from fused_norm import _autograd as _autograd  # registers the operators' derivatives
 from fused_norm._attention import (  # noqa: F401
     flash_attention,
     flash_attention_varlen,
@@ -58,11 +59,7 @@ def _retry(norm, op, tensors: dict, normalized_shape, *options):
 
 def _call(norm, *args):
     """Calls a norm of the extension."""
-    while True:
-        try:
-            return norm(*args)
-        except _C.OverflowPending:
-            _autograd.raise_overflow()
+    return norm(*args)
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:

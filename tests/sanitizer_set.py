@@ -5,11 +5,11 @@ go round.
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
     [norm] [add] [softmax] [attention] [K/N]
 
-K/N takes every N-th pair of dtypes and kind, or call of attention, from the K-th on. Without torch's
-caching allocator every tensor is an allocation of its own, so that a read or write past its end is
-seen. The tools racecheck, initcheck and synccheck take the same command; sanitize.py runs every part. Inputs are
-drawn on the CPU, so that hardly a kernel runs but the library's own. Where fused_norm is compiled
-in the tree and not installed, PYTHONPATH must hold the repository's root.
+K/N takes every N-th pair of dtypes and kind, or call of attention, from the K-th on. Without
+torch's caching allocator every tensor is an allocation of its own, so that a read or write past its
+end is seen. The tools racecheck, initcheck and synccheck take the same command; sanitize.py runs
+every part. Inputs are drawn on the CPU, so that hardly a kernel runs but the library's own. Where
+fused_norm is compiled in the tree and not installed, PYTHONPATH must hold the repository's root.
 """
 
 import dataclasses
