@@ -22,10 +22,8 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 }
 
 bool attention_scores_are_plain(const AttentionParams& params) {
-  // Kernels of plain scores multiply by the scale after the maximum was taken.
-  constexpr double kSmallestScale = 1e-30;
-  return params.scale >= kSmallestScale && params.softcap == 0 && params.mask.data == nullptr &&
-         params.alibi_slopes == nullptr && params.dropout_p == 0;
+  return params.scale >= kSmallestPlainScale && params.softcap == 0 &&
+         params.mask.data == nullptr && params.alibi_slopes == nullptr && params.dropout_p == 0;
 }
 
 AttentionTier attention_tier(const AttentionParams& params, const DeviceProperties& device,

@@ -15,6 +15,9 @@ constexpr int kMaxHeadDim = 512, kMaxPortableHeadDim = 256;
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device);
 
+// Kernels multiply by scales from this on after the maximum was taken; -inf times it is -inf.
+constexpr float kSmallestPlainScale = 1e-30f;
+
 // Whether all that a score needs is its scale, which is positive, and the band of visible keys.
 // Sinks come after the scores.
 bool attention_scores_are_plain(const AttentionParams& params);
@@ -44,7 +47,7 @@ constexpr int attention_tiles_index(int head_dim, int value_dim) {
 // options.
 constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
     {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
-    {{64, 4, 2, 64, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
+    {{64, 4, 2, 64, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 64, 2}, {128, 4, 2, 32, 2}, {256, 4, 1, 32, 1}},
@@ -52,7 +55,7 @@ constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
 };
 constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
-    {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
+    {{64, 4, 1, 64, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
     {64, 8, 1, 64, 1},

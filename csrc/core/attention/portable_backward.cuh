@@ -113,7 +113,8 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
   } else {
     const auto finish = [&] {
       subtract_delta();
-      apply_options<kTransposed, kM, kN>(scores, kBySoftcapped ? nullptr : gradient, rules, place);
+      unit = apply_options<typename S::T, kTransposed, kM, kN>(
+          scores, kBySoftcapped ? nullptr : gradient, rules, place);
       exponentiate();
       // Hidden keys may hold a NaN.
       mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
@@ -123,10 +124,11 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
     };
     multiply_values();
     if (rules.drops()) {
-      const KeptElements<kTransposed, kM, kN> kept(rules, place);
-      kept.apply(gradient, rules.dropout_scale);
+      const Dropout dropout = rules.dropout();
+      const KeptElements<kTransposed, kM, kN> kept(dropout, place);
+      kept.apply(gradient, dropout.scale);
       finish();
-      kept.apply(scores, rules.dropout_scale);
+      kept.apply(scores, dropout.scale);
     } else {
       finish();
     }
@@ -163,7 +165,7 @@ __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, 
   const int query_end = min(query + S::kOwn, s.queries);
   const Range range = band.keys_of(query, query_end, s.keys);
   const ScoreRules<float> rules(params, s, head);
-  const float unit = S::kGeneral ? kLog2E : static_cast<float>(params.scale) * kLog2E;
+  const float unit = static_cast<float>(params.scale) * kLog2E;
   const T* keys = head_of<T>(params.key, s, kv_head, s.key_begin);
   const T* values = head_of<T>(params.value, s, kv_head, s.key_begin);
 
@@ -197,6 +199,9 @@ __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, 
     mma::wait_copies<0>();
     __syncthreads();
     if (S::kStages == 2 && key + kKeys < range.end) copy_pair(key + kKeys, stage ^ 1);
+    if constexpr (S::kGeneral) {
+      prefetch_mask<S::kOwn, kThreads>(rules, query, s.queries, key + kKeys, s.keys);
+    }
     const uint32_t key_tile = other_tiles + stage * 2 * S::kOtherBytes;
     const auto key_rows = mma::right_rows<kDim>(key_tile);
     typename S::Scores scores, gradient;
@@ -264,7 +269,7 @@ __device__ __forceinline__ void add_head(const AttentionGradient& g, char* share
   const AttentionParams& params = g.params.forward;
   const int warp_row = threadIdx.x / 32 * kM * 16, column = threadIdx.x % 4 * 2;
   const ScoreRules<float> rules(params, s, head);
-  const float unit = S::kGeneral ? kLog2E : static_cast<float>(params.scale) * kLog2E;
+  const float unit = static_cast<float>(params.scale) * kLog2E;
   const T* queries = head_of<T>(params.query, s, head, s.query_begin);
   const T* douts = head_of<T>(g.params.dout, s, head, s.query_begin);
   const int64_t first = first_lse(params, s, head);
@@ -295,6 +300,9 @@ __device__ __forceinline__ void add_head(const AttentionGradient& g, char* share
     mma::wait_copies<0>();
     __syncthreads();
     if (S::kStages == 2 && query + kQueries < range.end) copy_pair(query + kQueries, stage ^ 1);
+    if constexpr (S::kGeneral) {
+      prefetch_mask<kQueries, kThreads>(rules, query + kQueries, s.queries, key, s.keys);
+    }
     const uint32_t query_tile = other_tiles + stage * 2 * S::kOtherBytes;
     const float* of_columns =
         reinterpret_cast<const float*>(shared + (statistics - key_tile) + stage * 2 * kRowBytes) +
@@ -342,7 +350,10 @@ __device__ __forceinline__ void key_gradient_tile(const AttentionGradient& g, ch
   const AttentionParams& params = g.params.forward;
   const Band band = band_of(params, s);
   const int key_end = min(key + S::kOwn, s.keys), group = params.heads / params.kv_heads;
-  const Range range = band.queries_of(key, key_end, s.queries), own{key, key_end};
+  const Range range = band.queries_of(key, key_end, s.queries);
+  // Keys that no query of the call sees are zeros: they may hold a NaN.
+  const Range seen = band.keys_of(0, s.queries, s.keys);
+  const Range own{max(key, seen.begin), min(key_end, seen.end)};
   const uint32_t key_tile = mma::shared_address(shared);
   copy_rows<T, kDim, S::kOwn, S::kThreads>(key_tile,
                                            head_of<T>(params.key, s, kv_head, s.key_begin),
