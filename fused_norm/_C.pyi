@@ -205,6 +205,28 @@ def check_masked_softmax_options(
     scale: float,
     causal: bool,
 ) -> None: ...
+def attention(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rng: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    softcap: float,
+    window_left: int | None,
+    window_right: int | None,
+    top_left: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor] | None:
+    """The operator attention_forward, recorded for autograd, by a shorter way than ``torch.ops``;
+    None for arguments of other types."""
+
 def force_attention_tier(name: Literal["auto", "plain", "portable", "hopper"]) -> None:
     """Which kernels run attention on CUDA, for tests and measurements; an error at the next call
     that they do not take."""

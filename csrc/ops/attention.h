@@ -55,11 +55,17 @@ AttentionGradients attention_backward(const at::Tensor& dout, const OptionalTens
                                       const at::Tensor& out, const at::Tensor& lse,
                                       const AttentionCall& call, const std::array<bool, 5>& wanted);
 
+// attention_forward through the dispatcher, and so recorded for autograd (attention_autograd.cpp).
+std::pair<at::Tensor, at::Tensor> attention(const AttentionCall& call);
+
 // Seed and offset of a call's dropout: int64 (2,) on query's device, from its default generator.
 at::Tensor attention_rng(const at::Tensor& query);
 
-// The checks that every call passes, for decompositions too.
+// The checks that every call passes, for decompositions too (attention_checks.cpp).
 void check_attention(const AttentionCall& call);
+void check_attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
+                              const at::Tensor& out, const at::Tensor& lse,
+                              const AttentionCall& call);
 
 // The schemas' order of arguments, written once: a function of an AttentionCall as a kernel.
 using ForwardResult = std::tuple<at::Tensor, at::Tensor>;

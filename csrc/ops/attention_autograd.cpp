@@ -235,4 +235,10 @@ TORCH_LIBRARY_IMPL(fused_norm, Autograd, m) {
 }
 
 }  // namespace
+
+std::pair<Tensor, Tensor> attention(const AttentionCall& call) {
+  const auto [out, lse] = call_forward(forward_op(), call);
+  return {out, lse};
+}
+
 }  // namespace fused_norm::ops

@@ -326,6 +326,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("ndim"), py::arg("dim"));
   m.def("check_masked_softmax_options", &check_masked_softmax_options, py::arg("input"),
         py::arg("mask"), py::arg("out"), py::arg("ndim"), py::arg("scale"), py::arg("causal"));
+  m.def("attention", &forward_kernel<attention>, py::call_guard<py::gil_scoped_release>());
+  m.def("attention", [](const py::args&) { return py::none(); });
   m.def("force_attention_tier", &force_attention_tier);
   m.def("build_info", &build_info);
 }
