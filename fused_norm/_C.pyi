@@ -117,7 +117,7 @@ def norm(
     memory_efficient: bool,
 ) -> Tensor | None:
     """The output of a norm, recorded for autograd where it is to be differentiated; None for
-    arguments of other types."""
+    arguments of other types, and under torch.jit.trace."""
 
 def add_norm(
     input: Tensor,
@@ -134,8 +134,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor] | None:
     """(output, residual_out) of a norm of ``input + residual``, as by :func:`norm`."""
 
-def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor:
-    """The operator softmax_forward, recorded for autograd, by a shorter way than ``torch.ops``."""
+def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor | None:
+    """The operator softmax_forward, recorded for autograd, by a shorter way than ``torch.ops``.
+    None under torch.jit.trace."""
 
 def record_norm(
     input: Tensor,

@@ -50,16 +50,11 @@ def _retry(norm, op, tensors: dict, normalized_shape, *options):
     args = (*tensors.values(), normalized_shape, *options)
     if torch._C._is_tracing():
         return op(*args[:-1])
-    result = _call(norm, *args)
+    result = norm(*args)
     if result is None:
         types = ", ".join(type(arg).__name__ for arg in args)
         raise TypeError(f"a norm does not take arguments of types {types}")
     return result
-
-
-def _call(norm, *args):
-    """Calls a norm of the extension."""
-    return norm(*args)
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
@@ -135,7 +130,7 @@ def _norm(
         if not rms or input.dim() not in (4, 5):
             return output
         return output.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
-    output = _call(_C.norm, input, weight, bias, *options)
+    output = _C.norm(input, weight, bias, *options)
     if output is None:
         tensors = {"input": input, "weight": weight, "bias": bias}
         return _retry(_C.norm, _tracing.recorded_norm, tensors, *options)
@@ -287,7 +282,7 @@ def _add_norm(
         _arguments.optional_tensor("weight", weight)
         _arguments.optional_tensor("bias", bias)
         return _tracing.add_norm_forward(input, residual, weight, bias, *options)
-    outputs = _call(_C.add_norm, input, residual, weight, bias, *options)
+    outputs = _C.add_norm(input, residual, weight, bias, *options)
     if outputs is None:
         tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
         return _retry(_C.add_norm, _tracing.recorded_add_norm, tensors, *options)
