@@ -1,7 +1,7 @@
 // Which calls the Hopper kernels of attention take, and in what form.
 #include <gtest/gtest.h>
 
-#include "core/attention/hopper.h"
+#include "core/attention/hopper_plan.h"
 #include "tests/cpp/chips.h"
 
 namespace fused_norm {
@@ -84,16 +84,12 @@ TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {
 }
 
 #ifdef FUSED_NORM_WITH_HOPPER
-TEST(AttentionHopperPlan, TakesWhatTheCopyEngineCanRead) {
+TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   DeviceProperties chip = kH200;
   chip.capability = 90;
   AttentionParams params = call(128, 512, 512);
   EXPECT_TRUE(hopper_takes_forward(params, chip));
   for (int dim : {4, 100, 264}) EXPECT_FALSE(hopper_takes_forward(call(dim, 512, 512), chip));
-  params.query.row_stride = 100;
-  EXPECT_FALSE(hopper_takes_forward(params, chip));
-  params.query.row_stride = 104;
-  EXPECT_TRUE(hopper_takes_forward(params, chip));
   params.dropout_p = 0.1f;
   EXPECT_FALSE(hopper_takes_forward(params, chip));
   params.dropout_p = 0;
