@@ -1,8 +1,11 @@
-"""Tables and plots of the parts of one run, or of several suites: FILES are their CSV files."""
+"""Tables and plots of the parts of one run, or of several suites: FILES are their CSV files.
+
+Of `model` the processes of all files are put together.
+"""
 
 from pathlib import Path
 
-from benchmarks import report, results
+from benchmarks import model, report, results
 
 needs_gpu = False
 
@@ -42,12 +45,18 @@ def read_suites(files):
 
 
 def run(options):
+    steps = {path: found for path in options.files if (found := model.read_records(path))}
+    if steps:
+        facts = merge_facts(facts for facts, _ in steps.values())
+        records = model.renumbered(records for _, records in steps.values())
+        model.report_on(facts, records, options.out)
+    files = [path for path in options.files if path not in steps]
     merged = {
         suite: (
             merge_facts(facts for facts, _ in parts),
             merge_results(measured for _, measured in parts),
         )
-        for suite, parts in read_suites(options.files).items()
+        for suite, parts in read_suites(files).items()
     }
     for suite, (facts, measured) in merged.items():
         report.write(suite, measured, facts, options.out)

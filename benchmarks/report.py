@@ -126,16 +126,21 @@ def write(suite, measured, facts, out, suffix=""):
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)
 
 
-def write_simple(path, title, text, facts, header, rows, costs):
-    """Print one table of strings, and write it to a Markdown file below the facts and the text; and
-    `costs`, dataclasses alike, to a CSV file. `path`: of both, without a suffix."""
+def rich_table(title, header, rows):
+    """Of strings; columns of numbers are justified to the right."""
     table = Table(title=title)
     for index, name in enumerate(header):
         numbers = all(row[index][:1] in "+-.0123456789" for row in rows)
         table.add_column(name, justify="right" if numbers else "left")
     for row in rows:
         table.add_row(*row)
-    Console(width=120).print(table)
+    return table
+
+
+def write_simple(path, title, text, facts, header, rows, costs):
+    """Print one table of strings, and write it to a Markdown file below the facts and the text; and
+    `costs`, dataclasses alike, to a CSV file. `path`: of both, without a suffix."""
+    Console(width=120).print(rich_table(title, header, rows))
     with path.with_suffix(".csv").open("w", newline="") as stream:
         lines = csv.writer(stream)
         lines.writerow([field.name for field in dataclasses.fields(costs[0])])

@@ -14,7 +14,7 @@ def copy_bandwidth(copies=20):
     """
     source = torch.empty(2**31, dtype=torch.uint8, device="cuda").fill_(1)
     target = torch.empty_like(source)
-    seconds = _median_seconds(lambda: target.copy_(source), copies)
+    seconds = median_seconds(lambda: target.copy_(source), copies)
     return 2 * source.nbytes / seconds
 
 
@@ -44,7 +44,7 @@ def graph_time(call, inputs, calls, replays, between=None):
             if between:
                 between()
             outputs.append(call(inputs[i % len(inputs)]))
-    seconds = _median_seconds(graph.replay, replays) / calls
+    seconds = median_seconds(graph.replay, replays) / calls
     if between:
         seconds -= graph_time(lambda _: between(), [None], calls, replays)[0]
     return seconds, list(outputs)
@@ -57,7 +57,7 @@ def graph_time_apart(call, inputs, calls, replays):
     return graph_time(call, inputs, calls, replays, lambda: scratch.add_(1))
 
 
-def _median_seconds(launch, repeats):
+def median_seconds(launch, repeats):
     for _ in range(3):
         launch()
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]

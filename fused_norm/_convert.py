@@ -13,15 +13,16 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_norm import functional, modules
+from fused_norm import _arguments, functional, modules
 
 __all__ = ["ConvertReport", "Replaced", "Skipped", "convert"]
 
 
 class Replaced(NamedTuple):
-    """A module that ``convert`` replaced: its name in the model, its former class, and whether the
+    """A module that ``convert`` changed: its name in the model, its former class, and whether the
     flag was set."""
 
     name: str
@@ -38,7 +39,8 @@ class Skipped(NamedTuple):
 
 
 class ConvertReport:
-    """What :func:`convert` did. ``len(report)`` is the number of modules replaced."""
+    """What :func:`convert` did. ``len(report)`` is the number of modules replaced, those among them
+    that were this library's and got the flag."""
 
     def __init__(self, replaced: list[Replaced], skipped: list[Skipped]) -> None:
         self.replaced = replaced
@@ -72,7 +74,7 @@ class ConvertedRMSNorm(modules.RMSNorm):
     Under autocast with ``memory_efficient`` the output is 16-bit, as that of every norm.
     """
 
-    output_rule: str
+    output_rule: str = "input"
 
     def forward(self, input: Tensor) -> Tensor:
         return _rms_norm(
@@ -86,12 +88,12 @@ class ConvertedRMSNorm(modules.RMSNorm):
         )
 
 
-torch.fx.wrap("_rms_norm")  # a single node in the graphs of torch.fx.symbolic_trace
-
-
 def _rms_norm(
     input, weight, normalized_shape, eps, weight_offset, memory_efficient, output_rule
 ) -> Tensor:
+    if has_torch_function_variadic(input, weight) and functional._is_overridden(input, weight):
+        args = (weight, normalized_shape, eps, weight_offset, memory_efficient, output_rule)
+        return handle_torch_function(_rms_norm, (input, weight), input, *args)
     saves_autocast = memory_efficient and torch.is_autocast_enabled(input.device.type)
     return functional._norm(
         input,
@@ -220,12 +222,23 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
+def _set_flag(module: nn.Module) -> str | None:
+    """Sets ``memory_efficient`` of a norm of this library, or says why not."""
+    if module.memory_efficient:
+        return "it is one of this library's"
+    if not type(module).forward.__module__.startswith("fused_norm."):
+        return "it is a subclass of this library's with a forward of its own"
+    module.memory_efficient = True
+    return None
+
+
 def _to_torch_subclass(module: nn.Module, memory_efficient: bool) -> None:
     if isinstance(module, nn.RMSNorm):
         module.__class__ = modules.RMSNorm
         module.weight_offset = 0.0
     else:
         module.__class__ = modules.LayerNorm
+    module.eps = _arguments.optional_number("eps", module.eps)
     module.memory_efficient = memory_efficient
 
 
@@ -317,7 +330,9 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
     Args:
         model: any module, also a single norm. Convert before ``fully_shard``, DDP or
             ``torch.compile`` wrap it.
-        memory_efficient: set on the replaced modules (docs/memory_efficient.md). A norm that is
+        memory_efficient: set on the replaced modules (docs/memory_efficient.md), and on norms of
+            this library that do not have it yet, such as those of an earlier call: these count as
+            replaced too. False leaves the flag of this library's norms as it is. A norm that is
             followed by a module that changes its input in place, such as ``ReLU(inplace=True)``,
             is converted without the flag, and a warning names the two.
 
@@ -325,10 +340,11 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
         A :class:`ConvertReport`, whose repr is a table.
 
     Raises:
-        TypeError: ``model`` is not a module.
+        TypeError: ``model`` is not a module, or ``memory_efficient`` no bool.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+    memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     in_place = _followed_by_in_place(model) if memory_efficient else {}
     report = ConvertReport([], [])
     for name, module in list(model.named_modules()):
@@ -341,16 +357,21 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
             continue
         known = cls in (nn.LayerNorm, nn.RMSNorm)
         foreign = cls.__module__.startswith("transformers.") and _looks_like_a_norm(cls)
-        if isinstance(module, modules.LayerNorm | modules.RMSNorm):
+        ours = isinstance(module, modules.LayerNorm | modules.RMSNorm)
+        if ours and not memory_efficient:
             report.skipped.append(Skipped(name, _qualified(cls), "it is one of this library's"))
             continue
-        if not known and not foreign:
+        if not known and not foreign and not ours:
             if _looks_like_a_norm(cls):
                 report.skipped.append(Skipped(name, _qualified(cls), "its class is not known"))
             continue
         flag = memory_efficient and module not in in_place
         reason = _why_not(module)
-        if reason is None and known:
+        if reason is None and ours and not flag:
+            reason = f"it is followed by {in_place[module]}, which changes its input in place"
+        elif reason is None and ours:
+            reason = _set_flag(module)
+        elif reason is None and known:
             _to_torch_subclass(module, flag)
         elif reason is None:
             reason = _to_rms_norm(module, flag)

@@ -8,15 +8,16 @@ What callers of apex rely on is kept:
   last.
 - The modules create fp32 parameters named ``weight`` and ``bias``.
 - The output has the input's dtype; in the *Mixed* forms, the weight's.
-- Under autocast input, parameters and output have the autocast dtype. fp64 tensors are left as they
-  are.
+- Under autocast input and parameters are rounded to the autocast dtype, which the output then has.
+  fp64 tensors are left as they are.
 - ``X.apply(...)`` takes positional arguments, and ``memory_efficient`` is among
   ``inspect.getfullargspec(X.forward).args``.
 
 What differs: parameters that are equal to zero, or small beside their bias, have right gradients
 with ``memory_efficient``; 16-bit input takes fp32 weights in every form; CPU tensors follow the
-same dtype rules. A conversion of fp32 input to the output's dtype is done as the output is stored,
-so nothing is rounded before it.
+same dtype rules. Under autocast with ``memory_efficient`` the parameters are not rounded: what is
+known of their columns goes with them, and copies would be looked at anew in each call. Outside of
+autocast the output of a *Mixed* form is converted as it is stored.
 """
 
 import warnings
@@ -24,10 +25,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import functional, modules
-
-torch.fx.wrap("_norm")  # a single node in the graphs of torch.fx.symbolic_trace
+from fused_norm import _arguments, functional, modules
 
 __all__ = [
     "FusedLayerNorm",
@@ -73,15 +73,34 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
     return parameter if input.dtype is torch.float32 else parameter.to(torch.float32)
 
 
-def _norm(input, weight, bias, normalized_shape, eps, memory_efficient, *, rms, mixed) -> Tensor:
+def _rounded(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """As autocast rounds an argument: floating point but for fp64."""
+    if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
+        return tensor
+    return tensor.to(dtype)
+
+
+def _norm(
+    function, input, parameters, normalized_shape, eps, memory_efficient, *, rms, mixed=False
+) -> Tensor:
+    """What ``function(input, *parameters, normalized_shape, eps, memory_efficient)`` is to give."""
+    tensors = (input, *parameters)
+    if has_torch_function_variadic(*tensors) and functional._is_overridden(*tensors):
+        args = (*tensors, normalized_shape, eps, memory_efficient)
+        return handle_torch_function(function, tensors, *args)
+    weight, bias = (*parameters, None, None)[:2]
     if type(input) is not Tensor:
-        functional._check_tensor("input", input)
+        _arguments.tensor("input", input)
     if weight is not None or mixed:
-        functional._check_tensor("weight", weight)
-    if bias is not None:
-        functional._check_tensor("bias", bias)
-    out_dtype = weight.dtype if mixed else input.dtype
+        _arguments.tensor("weight", weight)
+    _arguments.optional_tensor("bias", bias)
+    memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     autocast = _autocast_dtype(input)
+    if autocast is not None:
+        input = _rounded(input, autocast)
+        if not memory_efficient:
+            weight, bias = _rounded(weight, autocast), _rounded(bias, autocast)
+    out_dtype = weight.dtype if mixed else input.dtype
     if autocast is not None and out_dtype is not torch.float64:
         out_dtype = autocast
     # The kernel's store converts; where it cannot, a wider input or a second rounding does.
@@ -131,7 +150,13 @@ def fused_layer_norm_affine(
         TypeError: an argument that has to be a tensor is none.
     """
     return _norm(
-        input, weight, bias, normalized_shape, eps, memory_efficient, rms=False, mixed=False
+        fused_layer_norm_affine,
+        input,
+        (weight, bias),
+        normalized_shape,
+        eps,
+        memory_efficient,
+        rms=False,
     )
 
 
@@ -142,7 +167,15 @@ def fused_layer_norm(
 
     Arguments, result and errors are those of :func:`fused_layer_norm_affine`.
     """
-    return _norm(input, None, None, normalized_shape, eps, memory_efficient, rms=False, mixed=False)
+    return _norm(
+        fused_layer_norm,
+        input,
+        (),
+        normalized_shape,
+        eps,
+        memory_efficient,
+        rms=False,
+    )
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -160,7 +193,14 @@ def mixed_dtype_fused_layer_norm_affine(
     without a weight it is an error.
     """
     return _norm(
-        input, weight, bias, normalized_shape, eps, memory_efficient, rms=False, mixed=True
+        mixed_dtype_fused_layer_norm_affine,
+        input,
+        (weight, bias),
+        normalized_shape,
+        eps,
+        memory_efficient,
+        rms=False,
+        mixed=True,
     )
 
 
@@ -177,7 +217,13 @@ def fused_rms_norm_affine(
     ``eps`` is added to the mean square.
     """
     return _norm(
-        input, weight, None, normalized_shape, eps, memory_efficient, rms=True, mixed=False
+        fused_rms_norm_affine,
+        input,
+        (weight,),
+        normalized_shape,
+        eps,
+        memory_efficient,
+        rms=True,
     )
 
 
@@ -188,7 +234,15 @@ def fused_rms_norm(
 
     Arguments, result and errors are those of :func:`fused_rms_norm_affine`.
     """
-    return _norm(input, None, None, normalized_shape, eps, memory_efficient, rms=True, mixed=False)
+    return _norm(
+        fused_rms_norm,
+        input,
+        (),
+        normalized_shape,
+        eps,
+        memory_efficient,
+        rms=True,
+    )
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -204,7 +258,16 @@ def mixed_dtype_fused_rms_norm_affine(
     input. Arguments, result and errors are otherwise those of :func:`fused_rms_norm_affine`;
     without a weight it is an error.
     """
-    return _norm(input, weight, None, normalized_shape, eps, memory_efficient, rms=True, mixed=True)
+    return _norm(
+        mixed_dtype_fused_rms_norm_affine,
+        input,
+        (weight,),
+        normalized_shape,
+        eps,
+        memory_efficient,
+        rms=True,
+        mixed=True,
+    )
 
 
 class _Applied:
@@ -291,16 +354,11 @@ class FusedLayerNorm(modules.LayerNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        return _norm(
-            input,
-            self.weight,
-            self.bias,
-            self.normalized_shape,
-            self.eps,
-            self.memory_efficient,
-            rms=False,
-            mixed=self._mixed,
-        )
+        options = self.normalized_shape, self.eps, self.memory_efficient
+        if not self.elementwise_affine:
+            return fused_layer_norm(input, *options)
+        function = mixed_dtype_fused_layer_norm_affine if self._mixed else fused_layer_norm_affine
+        return function(input, self.weight, self.bias, *options)
 
 
 class FusedRMSNorm(modules.RMSNorm):
@@ -325,16 +383,11 @@ class FusedRMSNorm(modules.RMSNorm):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        return _norm(
-            input,
-            self.weight,
-            None,
-            self.normalized_shape,
-            self.eps,
-            self.memory_efficient,
-            rms=True,
-            mixed=self._mixed,
-        )
+        options = self.normalized_shape, self.eps, self.memory_efficient
+        if not self.elementwise_affine:
+            return fused_rms_norm(input, *options)
+        function = mixed_dtype_fused_rms_norm_affine if self._mixed else fused_rms_norm_affine
+        return function(input, self.weight, *options)
 
 
 def _check_mixed_options(module: object, options: dict) -> None:

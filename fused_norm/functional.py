@@ -1,13 +1,14 @@
 """Functional norms, softmaxes and attention. See each function for shapes, dtypes and errors."""
 
-import numbers
 import warnings
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _C, _autograd, _ops, _sharding, _tracing
+from fused_norm import _C, _arguments, _jagged, _sharding, _tracing
+from fused_norm import _autograd as _autograd  # registers the operators' derivatives
 from fused_norm._attention import (  # noqa: F401
     flash_attention,
     flash_attention_varlen,
@@ -17,67 +18,43 @@ from fused_norm._attention import (  # noqa: F401
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
-# Each a single node in the graphs of torch.fx.symbolic_trace; the last one is what modules call.
-for _name in (
-    "layer_norm",
-    "rms_norm",
-    "add_layer_norm",
-    "add_rms_norm",
-    "softmax",
-    "log_softmax",
-    "scaled_masked_softmax",
-    "_softmax",
-    "scaled_dot_product_attention",
-    "flash_attention",
-    "flash_attention_varlen",
-):
-    torch.fx.wrap(_name)
+
+def _is_overridden(*tensors) -> bool:
+    """Whether ``__torch_function__`` of an argument, or a mode, takes the call; asked where one of
+    them may. Compiled code overrides the operators, in place of these functions; nested tensors
+    know torch's functions alone, and are for :mod:`fused_norm._jagged`."""
+    if torch.compiler.is_compiling():
+        return False
+    nested = any(_jagged.is_nested(tensor) for tensor in tensors)
+    return not nested or torch._C._is_torch_function_mode_enabled()
 
 
-def _check_tensor(name: str, value) -> None:
-    """Of an argument that is no plain tensor, for what Python cannot pass on to the operator's own
-    checks."""
-    if not isinstance(value, Tensor):
-        kind = type(value).__name__
-        raise TypeError(f"{name} must be a tensor, but is {value!r:.80} of type {kind}")
-    if value.is_nested:
-        raise RuntimeError(f"{name} must be a dense strided tensor, but is nested")
+def _options(normalized_shape, eps, weight_offset, memory_efficient) -> tuple:
+    """The four as the operators take them. The elements of a tuple are left to :func:`_retry`."""
+    if type(normalized_shape) is not tuple or torch.compiler.is_compiling():
+        normalized_shape = _arguments.shape(normalized_shape)
+    return (
+        normalized_shape,
+        _arguments.number("eps", eps),
+        _arguments.number("weight_offset", weight_offset),
+        _arguments.flag("memory_efficient", memory_efficient),
+    )
 
 
-def _check_number(name: str, value) -> None:
-    """Of an option that is no Python float. Operators take the number out of a tensor, and would
-    leave it without its gradient."""
-    if isinstance(value, Tensor) and (value.requires_grad or value.dim() > 0):
-        raise TypeError(
-            f"{name} must be a number, through which no gradient flows, but is a tensor of shape "
-            f"{list(value.shape)} with requires_grad={value.requires_grad}"
-        )
-
-
-def _check_options(normalized_shape, eps, weight_offset) -> Sequence[int]:
-    """normalized_shape as a sequence; the types of all three."""
-    if type(eps) is not float or type(weight_offset) is not float:
-        _check_number("eps", eps)
-        _check_number("weight_offset", weight_offset)
-    if type(normalized_shape) is tuple:
-        return normalized_shape
-    if isinstance(normalized_shape, numbers.Integral):
-        return (int(normalized_shape),)
-    if not isinstance(normalized_shape, Sequence) or isinstance(normalized_shape, str):
-        raise TypeError(
-            "normalized_shape must be an int or a sequence of ints, but is "
-            f"{normalized_shape!r:.80} of type {type(normalized_shape).__name__}"
-        )
-    return normalized_shape
-
-
-def _call(norm, *args):
-    """Calls a norm of the extension."""
-    while True:
-        try:
-            return norm(*args)
-        except _C.OverflowPending:
-            _autograd.raise_overflow()
+def _retry(norm, op, tensors: dict, normalized_shape, *options):
+    """What ``norm`` of the extension gave None for: an argument that is wrong, a normalized_shape
+    of numbers that are no ints, or a tracer, for which there is the operator ``op``."""
+    for name, value in tensors.items():
+        _arguments.optional_tensor(name, value)
+    normalized_shape = _arguments.shape(normalized_shape)
+    args = (*tensors.values(), normalized_shape, *options)
+    if torch._C._is_tracing():
+        return op(*args[:-1])
+    result = norm(*args)
+    if result is None:
+        types = ", ".join(type(arg).__name__ for arg in args)
+        raise TypeError(f"a norm does not take arguments of types {types}")
+    return result
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
@@ -101,7 +78,7 @@ def _rms_eps(input: Tensor, eps: float | None) -> float:
     if eps is not None:
         return eps
     if type(input) is not Tensor:
-        _check_tensor("input", input)
+        _arguments.tensor("input", input)
     return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
 
 
@@ -118,13 +95,27 @@ def _norm(
     out_dtype=None,
 ) -> Tensor:
     if type(input) is not Tensor:
-        _check_tensor("input", input)
+        _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
-    normalized_shape = _check_options(normalized_shape, eps, weight_offset)
-    args = (
-        input,
-        weight,
-        bias,
+    is_compiling = torch.compiler.is_compiling()
+    if (
+        type(eps) is not float
+        or type(weight_offset) is not float
+        or type(memory_efficient) is not bool
+        or type(normalized_shape) is not tuple
+        or is_compiling
+    ):
+        normalized_shape, eps, weight_offset, memory_efficient = _options(
+            normalized_shape, eps, weight_offset, memory_efficient
+        )
+    if type(input) is not Tensor and input.is_nested:
+        options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
+        return _jagged.of_rows(
+            lambda rows: _norm(rows, weight, bias, *options, out_dtype=out_dtype),
+            normalized_shape,
+            input=input,
+        )
+    options = (
         normalized_shape,
         eps,
         weight_offset,
@@ -132,11 +123,17 @@ def _norm(
         out_dtype or _out_dtype(input, rms, memory_efficient),
         memory_efficient,
     )
-    if torch.compiler.is_compiling():
-        return _tracing.norm_forward(*args)
-    output = _call(_C.norm, *args)
-    if output is None:  # the operator says which argument is wrong
-        return _ops.norm_forward(*args[:-1])[0]
+    if is_compiling:
+        _arguments.optional_tensor("weight", weight)
+        _arguments.optional_tensor("bias", bias)
+        output = _tracing.norm_forward(input, weight, bias, *options)
+        if not rms or input.dim() not in (4, 5):
+            return output
+        return output.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
+    output = _C.norm(input, weight, bias, *options)
+    if output is None:
+        tensors = {"input": input, "weight": weight, "bias": bias}
+        return _retry(_C.norm, _tracing.recorded_norm, tensors, *options)
     return output
 
 
@@ -148,8 +145,10 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     memory_efficient: bool = False,
+    weight_offset: float = 0.0,
 ) -> Tensor:
-    """``(input - mean) / sqrt(var + eps) * weight + bias`` over the last dimensions.
+    """``(input - mean) / sqrt(var + eps) * (weight + weight_offset) + bias`` over the last
+    dimensions.
 
     A drop-in for :func:`torch.nn.functional.layer_norm` (Ba et al., *Layer Normalization*, 2016).
     ``var`` is the biased variance; statistics are taken in fp32 (fp64 for fp64 input) by Welford's
@@ -163,6 +162,8 @@ def layer_norm(
             ones.
         eps: added to the variance; finite and not negative.
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
+        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred weights
+            (Megatron's ``layernorm_zero_centered_gamma``). Without a weight it must be 0.
 
     Returns:
         A contiguous tensor of input's shape. Its dtype is input's; under autocast on CUDA fp32, as
@@ -172,7 +173,19 @@ def layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    return _norm(input, weight, bias, normalized_shape, eps, 0.0, False, memory_efficient)
+    if has_torch_function_variadic(input, weight, bias) and _is_overridden(input, weight, bias):
+        return handle_torch_function(
+            layer_norm,
+            (input, weight, bias),
+            input,
+            normalized_shape,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            memory_efficient=memory_efficient,
+            weight_offset=weight_offset,
+        )
+    return _norm(input, weight, bias, normalized_shape, eps, weight_offset, False, memory_efficient)
 
 
 def rms_norm(
@@ -196,16 +209,27 @@ def rms_norm(
         eps: finite and not negative. ``None`` is fp32's machine epsilon, fp64's for fp64 input.
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
         weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred
-            (Gemma-style) weights.
+            (Gemma-style) weights. Without a weight it must be 0.
 
     Returns:
-        A contiguous tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of
-        the autocast dtype.
+        A tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of the
+        autocast dtype. It is contiguous, or ``channels_last`` where the input is, as torch has it.
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
+    if has_torch_function_variadic(input, weight) and _is_overridden(input, weight):
+        return handle_torch_function(
+            rms_norm,
+            (input, weight),
+            input,
+            normalized_shape,
+            weight=weight,
+            eps=eps,
+            memory_efficient=memory_efficient,
+            weight_offset=weight_offset,
+        )
     eps = _rms_eps(input, eps)
     return _norm(input, weight, None, normalized_shape, eps, weight_offset, True, memory_efficient)
 
@@ -223,18 +247,45 @@ def _add_norm(
     residual_dtype,
 ) -> tuple[Tensor, Tensor]:
     if type(input) is not Tensor or type(residual) is not Tensor:
-        _check_tensor("input", input)
-        _check_tensor("residual", residual)
+        _arguments.tensor("input", input)
+        _arguments.tensor("residual", residual)
         _sharding.register_where_loaded()
-    normalized_shape = _check_options(normalized_shape, eps, weight_offset)
-    dtypes = (residual_dtype or residual.dtype, _out_dtype(input, rms, memory_efficient))
-    options = (normalized_shape, eps, weight_offset, rms, *dtypes)
-    args = (input, residual, weight, bias, *options, memory_efficient)
-    if torch.compiler.is_compiling():
-        return _tracing.add_norm_forward(*args)
-    outputs = _call(_C.add_norm, *args)
+    if residual_dtype is None:
+        residual_dtype = residual.dtype
+    else:
+        _arguments.optional_dtype("residual_dtype", residual_dtype)
+    is_compiling = torch.compiler.is_compiling()
+    if (
+        type(eps) is not float
+        or type(weight_offset) is not float
+        or type(memory_efficient) is not bool
+        or type(normalized_shape) is not tuple
+        or is_compiling
+    ):
+        normalized_shape, eps, weight_offset, memory_efficient = _options(
+            normalized_shape, eps, weight_offset, memory_efficient
+        )
+    if (type(input) is not Tensor and input.is_nested) or (
+        type(residual) is not Tensor and residual.is_nested
+    ):
+        options = (normalized_shape, eps, weight_offset, rms, memory_efficient, residual_dtype)
+        return _jagged.of_rows(
+            lambda *rows: _add_norm(*rows, weight, bias, *options),
+            normalized_shape,
+            input=input,
+            residual=residual,
+        )
+    out_dtype = _out_dtype(input, rms, memory_efficient)
+    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
+    options = (*options, memory_efficient)
+    if is_compiling:
+        _arguments.optional_tensor("weight", weight)
+        _arguments.optional_tensor("bias", bias)
+        return _tracing.add_norm_forward(input, residual, weight, bias, *options)
+    outputs = _C.add_norm(input, residual, weight, bias, *options)
     if outputs is None:
-        return _ops.add_norm_forward(*args[:-1])[:2]
+        tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
+        return _retry(_C.add_norm, _tracing.recorded_add_norm, tensors, *options)
     return outputs
 
 
@@ -247,6 +298,7 @@ def add_layer_norm(
     eps: float = 1e-5,
     *,
     memory_efficient: bool = False,
+    weight_offset: float = 0.0,
     residual_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``residual_out = input + residual; output = layer_norm(residual_out)`` in one kernel.
@@ -265,6 +317,7 @@ def add_layer_norm(
         eps: added to the variance; finite and not negative.
         memory_efficient: save the output, not ``residual_out``, for backward
             (docs/memory_efficient.md).
+        weight_offset: as of :func:`layer_norm`.
         residual_dtype: of ``residual_out``: input's, or fp32 with 16-bit input, for a residual
             stream in fp32. ``None``: that of ``residual``.
 
@@ -281,6 +334,22 @@ def add_layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
+    if has_torch_function_variadic(input, residual, weight, bias) and _is_overridden(
+        input, residual, weight, bias
+    ):
+        return handle_torch_function(
+            add_layer_norm,
+            (input, residual, weight, bias),
+            input,
+            residual,
+            normalized_shape,
+            weight=weight,
+            bias=bias,
+            eps=eps,
+            memory_efficient=memory_efficient,
+            weight_offset=weight_offset,
+            residual_dtype=residual_dtype,
+        )
     return _add_norm(
         input,
         residual,
@@ -288,7 +357,7 @@ def add_layer_norm(
         bias,
         normalized_shape,
         eps,
-        0.0,
+        weight_offset,
         False,
         memory_efficient,
         residual_dtype,
@@ -312,6 +381,21 @@ def add_rms_norm(
     for fp64 input, and ``weight_offset`` is added to the weight in fp32 inside the kernel. Under
     autocast the output has input's dtype, and with ``memory_efficient`` the autocast dtype.
     """
+    if has_torch_function_variadic(input, residual, weight) and _is_overridden(
+        input, residual, weight
+    ):
+        return handle_torch_function(
+            add_rms_norm,
+            (input, residual, weight),
+            input,
+            residual,
+            normalized_shape,
+            weight=weight,
+            eps=eps,
+            memory_efficient=memory_efficient,
+            weight_offset=weight_offset,
+            residual_dtype=residual_dtype,
+        )
     return _add_norm(
         input,
         residual,
@@ -350,21 +434,32 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
+    if has_torch_function_variadic(input) and _is_overridden(input):
+        function = log_softmax if log else softmax
+        return handle_torch_function(function, (input,), input, dim=dim, dtype=dtype)
     if type(input) is not Tensor:
-        _check_tensor("input", input)
+        _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
+    is_compiling = torch.compiler.is_compiling()
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
+    elif not is_compiling and type(dim) is not int:
+        dim = _arguments.integer("dim", dim)
+    if type(input) is not Tensor and input.is_nested:
+        return _jagged.of_dim(
+            lambda rows, dim: _softmax(rows, dim, dtype, log, stacklevel), input, dim
+        )
     if dtype is None:
         dtype = _softmax_out_dtype(input)
     elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
-        if dtype is not float and not isinstance(dtype, torch.dtype):  # torch takes float for fp64
-            raise TypeError(f"dtype must be a torch.dtype, but is {dtype!r}")
+        dtype = _arguments.softmax_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN and type(dim) is int:
-        return _C.softmax(input, dim, log, dtype)
-    return _ops.softmax_forward(input, dim, log, dtype)
+    if not is_compiling and type(input) in _tracing.PLAIN:
+        output = _C.softmax(input, dim, log, dtype)
+        if output is not None:  # as in torch.jit.trace
+            return output
+    return _tracing.softmax_forward(input, dim, log, dtype)
 
 
 def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -416,10 +511,11 @@ def scaled_masked_softmax(
     Args:
         input: ``(*, queries, keys)``, or any shape without ``causal``, in fp16, bf16, fp32 or fp64.
             Rows may be strided.
-        mask: broadcasts to input's shape. Boolean: ``True`` is masked out, as in
-            :meth:`torch.Tensor.masked_fill`, whatever the input holds there. fp16, bf16, fp32 or
-            fp64: added to ``scale * input``; it is not differentiated, and fp64 is rounded to fp32
-            unless the input is fp64.
+        mask: broadcasts to input's shape. Boolean: **True hides**, as in
+            :meth:`torch.Tensor.masked_fill`, whatever the input holds there; **in the mask of**
+            :func:`torch.nn.functional.scaled_dot_product_attention` **True shows**. fp16, bf16,
+            fp32 or fp64: added to ``scale * input``; it is not differentiated, and fp64 is rounded
+            to fp32 unless the input is fp64.
         scale: finite; multiplies the input.
         causal: key ``j`` is masked for query ``i`` where ``j > i + keys - queries``: the last query
             sees every key. May be combined with ``mask``.
@@ -434,9 +530,21 @@ def scaled_masked_softmax(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it. Also where ``mask`` requires grad.
     """
+    if has_torch_function_variadic(input, mask) and _is_overridden(input, mask):
+        return handle_torch_function(
+            scaled_masked_softmax,
+            (input, mask),
+            input,
+            mask=mask,
+            scale=scale,
+            causal=causal,
+        )
     if type(input) is not Tensor:
-        _check_tensor("input", input)
+        _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
-    if type(scale) is not float:
-        _check_number("scale", scale)
-    return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))
+    if mask is not None and type(mask) is not Tensor:
+        _arguments.optional_tensor("mask", mask)
+    if type(scale) is not float or type(causal) is not bool:
+        scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
+    dtype = _softmax_out_dtype(input)
+    return _tracing.scaled_masked_softmax(input, mask, scale, causal, dtype)

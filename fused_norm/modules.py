@@ -3,7 +3,28 @@
 import torch
 from torch import Tensor
 
-from fused_norm import functional
+from fused_norm import _arguments, functional
+
+
+def _offset(weight_offset, elementwise_affine) -> float:
+    weight_offset = _arguments.number("weight_offset", weight_offset)
+    if weight_offset != 0 and not elementwise_affine:
+        raise ValueError(
+            f"weight_offset is {weight_offset}, but with elementwise_affine=False there is no "
+            "weight to add it to"
+        )
+    return weight_offset
+
+
+def _reset_weight(norm: torch.nn.Module) -> None:
+    if norm.elementwise_affine and norm.weight_offset:
+        torch.nn.init.constant_(norm.weight, 1.0 - norm.weight_offset)
+
+
+def _extra_repr(norm: torch.nn.Module) -> str:
+    return (", memory_efficient=True" if norm.memory_efficient else "") + (
+        f", weight_offset={norm.weight_offset}" if norm.weight_offset else ""
+    )
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -12,12 +33,16 @@ class LayerNorm(torch.nn.LayerNorm):
 
     Args:
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
+        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred weights,
+            which then start at zero.
 
     The other arguments are torch's. Shapes, dtypes and errors:
     :func:`fused_norm.functional.layer_norm`.
     """
 
-    memory_efficient: bool
+    # Of the class too, for a module that became one of these by a change of its class.
+    memory_efficient: bool = False
+    weight_offset: float = 0.0
 
     def __init__(
         self,
@@ -29,9 +54,22 @@ class LayerNorm(torch.nn.LayerNorm):
         dtype=None,
         *,
         memory_efficient: bool = False,
+        weight_offset: float = 0.0,
     ) -> None:
-        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        # reset_parameters(), called by the base class, needs it; a float may be set before
+        # Module.__init__.
+        self.weight_offset = _offset(weight_offset, elementwise_affine)
+        memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
+        eps = _arguments.number("eps", eps)
+        super().__init__(
+            _arguments.shape(normalized_shape), eps, elementwise_affine, bias, device, dtype
+        )
         self.memory_efficient = memory_efficient
+
+    def reset_parameters(self) -> None:
+        """Sets the effective weight, ``weight + weight_offset``, to one and the bias to zero."""
+        super().reset_parameters()
+        _reset_weight(self)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.layer_norm(
@@ -41,10 +79,11 @@ class LayerNorm(torch.nn.LayerNorm):
             self.bias,
             self.eps,
             memory_efficient=self.memory_efficient,
+            weight_offset=self.weight_offset,
         )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", memory_efficient=True" if self.memory_efficient else "")
+        return super().extra_repr() + _extra_repr(self)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -60,8 +99,8 @@ class RMSNorm(torch.nn.RMSNorm):
     :func:`fused_norm.functional.rms_norm`.
     """
 
-    memory_efficient: bool
-    weight_offset: float
+    memory_efficient: bool = False
+    weight_offset: float = 0.0
 
     def __init__(
         self,
@@ -74,16 +113,16 @@ class RMSNorm(torch.nn.RMSNorm):
         memory_efficient: bool = False,
         weight_offset: float = 0.0,
     ) -> None:
-        # reset_parameters(), called by the base class, needs it; a float may be set before
-        # Module.__init__.
-        self.weight_offset = weight_offset
-        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        self.weight_offset = _offset(weight_offset, elementwise_affine)  # as in LayerNorm
+        memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
+        eps = _arguments.optional_number("eps", eps)
+        super().__init__(_arguments.shape(normalized_shape), eps, elementwise_affine, device, dtype)
         self.memory_efficient = memory_efficient
 
     def reset_parameters(self) -> None:
         """Sets the effective weight, ``weight + weight_offset``, to one."""
-        if self.elementwise_affine:
-            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        super().reset_parameters()
+        _reset_weight(self)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.rms_norm(
@@ -96,11 +135,7 @@ class RMSNorm(torch.nn.RMSNorm):
         )
 
     def extra_repr(self) -> str:
-        return (
-            super().extra_repr()
-            + (", memory_efficient=True" if self.memory_efficient else "")
-            + (f", weight_offset={self.weight_offset}" if self.weight_offset else "")
-        )
+        return super().extra_repr() + _extra_repr(self)
 
 
 class Softmax(torch.nn.Softmax):

@@ -1,12 +1,13 @@
 """fused_norm.apex: signatures, defaults, and the dtypes and values of every form."""
 
+import copy
 import inspect
 import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import randn, same_bits
+from harness import held_for_backward, randn, same_bits
 
 import fused_norm
 from fused_norm import apex
@@ -128,7 +129,13 @@ def exact(kind, x, weight, bias, eps=1e-6):
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
-def check(kind, mixed, x_dtype, weight_dtype, expected_dtype, memory_efficient, generator):
+def rounded_to(tensor, dtype):
+    """The tensor as autocast passes it on, with a gradient for the tensor itself."""
+    return tensor if dtype is None or tensor.dtype == FP64 else tensor.to(dtype)
+
+
+def check(kind, mixed, x_dtype, weight_dtype, expected_dtype, memory_efficient, generator, **cast):
+    """``cast``: the dtypes that autocast rounds input and parameters to."""
     x = randn(generator, *SHAPE, dtype=x_dtype).requires_grad_()
     weight = (0.5 + randn(generator, 16).sigmoid()).to(weight_dtype).requires_grad_()
     bias = (0.5 * randn(generator, 16).tanh()).to(weight_dtype).requires_grad_()
@@ -136,7 +143,10 @@ def check(kind, mixed, x_dtype, weight_dtype, expected_dtype, memory_efficient, 
     y = call(kind, mixed, x, weight, bias, memory_efficient=memory_efficient)
     what = f"input {x_dtype}, weight {weight_dtype}"
     assert y.dtype == expected_dtype, what
-    reference = exact(kind, x, weight, bias)
+    with torch.autocast(x.device.type, enabled=False):
+        rounded = [rounded_to(x, cast.get("input"))]
+        rounded += [rounded_to(t, cast.get("parameters")) for t in (weight, bias)]
+        reference = exact(kind, *rounded)
     # One rounding of the output, and the arithmetic's few, of numbers below 8: in fp64 those of the
     # reference too, and which they are depends on the CPU.
     unit = max(UNIT[y.dtype], 4 * UNIT[FP64 if x_dtype == FP64 else FP32])
@@ -146,12 +156,12 @@ def check(kind, mixed, x_dtype, weight_dtype, expected_dtype, memory_efficient, 
     leaves = [x, weight, bias] if kind == "layer" else [x, weight]
     # The gradient of the output's rounding is one; dy itself is rounded to the output's dtype.
     grads = torch.autograd.grad(y, leaves, dy.to(y.dtype))
-    for leaf, grad, correct in zip(
-        leaves, grads, torch.autograd.grad(reference, leaves, dy), strict=True
+    for leaf, passed, grad, correct in zip(
+        leaves, rounded, grads, torch.autograd.grad(reference, leaves, dy), strict=False
     ):
         assert grad.dtype == leaf.dtype
         # Sums of 15 products of roundings of dy, of a saved output, and of the gradient itself.
-        scale = max(unit, UNIT[leaf.dtype]) * correct.abs().max().item()
+        scale = max(unit, UNIT[leaf.dtype], UNIT[passed.dtype]) * correct.abs().max().item()
         torch.testing.assert_close(grad.double(), correct.double(), rtol=0, atol=8 * scale)
 
 
@@ -178,8 +188,58 @@ def test_autocast(kind, autocast_dtype, mixed, memory_efficient, device, generat
     for x_dtype, weight_dtype in itertools.product(DTYPES, [BF16, FP16, FP32]):
         decides = weight_dtype if mixed else x_dtype
         expected = FP64 if decides == FP64 else autocast_dtype
+        cast = {"input": autocast_dtype}
+        if not memory_efficient:
+            cast["parameters"] = autocast_dtype
         with torch.autocast(device, autocast_dtype):
-            check(kind, mixed, x_dtype, weight_dtype, expected, memory_efficient, generator)
+            check(kind, mixed, x_dtype, weight_dtype, expected, memory_efficient, generator, **cast)
+
+
+@each_flag
+@pytest.mark.parametrize("autocast_dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("name", MODULES)
+def test_autocast_rounds_first(name, autocast_dtype, memory_efficient, device, generator):
+    """The bits of a call on rounded input and parameters outside of autocast."""
+    module = getattr(apex, name)(16, memory_efficient=memory_efficient).to(device)
+    x, dy = randn(generator, *SHAPE).requires_grad_(), randn(generator, *SHAPE)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            # Numbers that both dtypes hold, so that the flag makes no difference.
+            parameter.copy_((0.5 + randn(generator, 16).sigmoid()).to(BF16).to(FP16))
+    with torch.autocast(device, autocast_dtype):
+        y = module(x)
+    y.backward(dy.to(y.dtype))
+    other = copy.deepcopy(module).to(autocast_dtype)
+    other.zero_grad()
+    rounded = x.detach().to(autocast_dtype).requires_grad_()
+    expected = other(rounded)
+    expected.backward(dy.to(autocast_dtype))
+    assert same_bits(y.detach(), expected.detach())
+    assert same_bits(x.grad, rounded.grad.float())
+
+
+@each_kind
+def test_autocast_rounds_parameters(kind, generator):
+    """As apex does; the flag's columns are known by the parameters, which it leaves as they are."""
+    x = randn(generator, *SHAPE)
+    weight, bias = 1 + 2**-12 + torch.zeros(16), torch.zeros(16)
+    with torch.autocast("cpu", BF16):
+        y = call(kind, False, x, weight, bias)
+        one = call(kind, False, x, torch.ones(16), bias)
+    assert same_bits(y, one)
+
+
+@each_kind
+def test_autocast_keeps_the_flag(kind, device, generator):
+    """The output is what is saved: a 16-bit tensor, with fp32 input and parameters too."""
+    x = randn(generator, 64, 256).requires_grad_()
+    module = (apex.FusedLayerNorm if kind == "layer" else apex.FusedRMSNorm)(
+        256, memory_efficient=True
+    ).to(device)
+    with torch.autocast(device, BF16):
+        module(x)
+        y, held = held_for_backward(lambda: module(x), *module.parameters())
+    assert y.dtype == BF16 and y.nbytes <= held < 1.1 * y.nbytes
 
 
 @pytest.mark.parametrize("name", AUTOGRAD)
@@ -220,3 +280,69 @@ def test_modules_train_and_compile(name, memory_efficient, device, generator):
         y.backward(dy.to(y.dtype))
         results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())])
     assert all(same_bits(eager, traced) for eager, traced in zip(*results, strict=True))
+
+
+# What apex's own tests ask of its modules: forms, shapes, strides and tolerances.
+NEAR = {
+    FP32: {"rtol": 1.3e-6, "atol": 1e-5},
+    FP16: {"rtol": 1e-3, "atol": 1e-3},
+    BF16: {"rtol": 1.6e-2, "atol": 3e-3},
+}
+APEX_CASES = list(itertools.product([FP32], ["no parameters", "affine", "mixed"], [16, 65536]))
+APEX_CASES += [(FP16, "affine", 16), (BF16, "affine", 16)]
+
+
+@each_flag
+@pytest.mark.parametrize("contiguous", [True, False], ids=["", "strided"])
+@pytest.mark.parametrize(("dtype", "form", "rows"), APEX_CASES, ids=str)
+@each_kind
+def test_modules_as_apex_tests_them(
+    kind, dtype, form, rows, contiguous, memory_efficient, device, generator
+):
+    """Beside torch's norm in fp32, over two dimensions."""
+    prefix = "MixedFused" if form == "mixed" else "Fused"
+    options = {} if form == "mixed" else {"elementwise_affine": form == "affine"}
+    name = f"{prefix}{'Layer' if kind == 'layer' else 'RMS'}Norm"
+    shape = [32, 16]
+    module = getattr(apex, name)(shape, memory_efficient=memory_efficient, **options)
+    module.to(device=device, dtype=dtype)
+    rows = min(rows, 65536 if device == "cuda" else 2048)
+    if contiguous:
+        x = randn(generator, rows, *shape, dtype=dtype)
+    else:
+        x = randn(generator, min(rows, 4096), 32 * 5, 16 * 3, dtype=dtype)[:, ::5, ::3]
+    mine = x.detach().requires_grad_()
+    theirs = x.detach().float().clone().requires_grad_()
+    assert mine.is_contiguous() == contiguous
+    y = module(mine)
+    native = F.layer_norm if kind == "layer" else F.rms_norm
+    expected = native(theirs, shape, eps=1e-5)
+    dy = torch.rand(expected.shape, generator=generator, device=device).to(dtype)
+    y.backward(dy)
+    expected.backward(dy.float())
+    torch.testing.assert_close(y, expected.to(dtype), **NEAR[dtype])
+    torch.testing.assert_close(mine.grad, theirs.grad.to(dtype), **NEAR[dtype])
+
+
+@each_flag
+@pytest.mark.parametrize("affine", [False, True], ids=["", "affine"])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@each_kind
+def test_autocast_as_apex_tests_it(kind, dtype, affine, memory_efficient, device, generator):
+    """fp32 input under autocast, beside a 16-bit norm of the rounded input: apex's tolerances."""
+    shape = [32, 16]
+    cls = apex.FusedLayerNorm if kind == "layer" else apex.FusedRMSNorm
+    module = cls(shape, elementwise_affine=affine, memory_efficient=memory_efficient).to(device)
+    x = randn(generator, 16, *shape).requires_grad_()
+    rounded = x.detach().to(dtype).requires_grad_()
+    native = F.layer_norm if kind == "layer" else F.rms_norm
+    expected = native(rounded, shape, eps=1e-5)
+    with torch.autocast(device, dtype):
+        y = module(x)
+    tolerance = {"rtol": 1e-3, "atol": 1e-5} if dtype == FP16 else {"rtol": 1.6e-2, "atol": 3e-4}
+    torch.testing.assert_close(y, expected, **tolerance)
+    dy = torch.rand_like(expected)
+    y.backward(dy)
+    expected.backward(dy)
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == FP16 else {"rtol": 1.6e-2, "atol": 3e-3}
+    torch.testing.assert_close(x.grad, rounded.grad.float(), **tolerance)

@@ -2,6 +2,7 @@
 lead somewhere."""
 
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,8 @@ def test_links(page):
         assert target.exists(), link
         if anchor:
             assert anchor in anchors_of(target.read_text()), link
+
+
+def test_pictures_and_table_follow_the_results():
+    for path, content in runpy.run_path(str(ROOT / "docs" / "draw.py"))["products"]().items():
+        assert path.read_text() == content, f"{path.name}: run `python docs/draw.py`"

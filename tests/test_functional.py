@@ -17,7 +17,8 @@ each_kind = pytest.mark.parametrize("kind", list(PAIRS))
 SIGNATURES = [
     (
         fn.layer_norm,
-        "input normalized_shape weight=None bias=None eps=1e-05 * memory_efficient=False",
+        "input normalized_shape weight=None bias=None eps=1e-05"
+        " * memory_efficient=False weight_offset=0.0",
     ),
     (
         fn.rms_norm,
@@ -26,7 +27,7 @@ SIGNATURES = [
     (
         fn.add_layer_norm,
         "input residual normalized_shape weight=None bias=None eps=1e-05"
-        " * memory_efficient=False residual_dtype=None",
+        " * memory_efficient=False weight_offset=0.0 residual_dtype=None",
     ),
     (
         fn.add_rms_norm,
@@ -36,7 +37,7 @@ SIGNATURES = [
     (
         fused.LayerNorm,
         "normalized_shape eps=1e-05 elementwise_affine=True bias=True device=None dtype=None"
-        " * memory_efficient=False",
+        " * memory_efficient=False weight_offset=0.0",
     ),
     (
         fused.RMSNorm,

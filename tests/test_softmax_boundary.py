@@ -491,7 +491,7 @@ CASES = {
     "integer dtype": (
         lambda make: fn.softmax(make(3, 48), -1, dtype=torch.int32),
         RuntimeError,
-        ["Int"],
+        ["dtype must be", "int32"],
     ),
     "output dtype that no kernel gives": (
         lambda make: forward_op(make(3, 48), -1, False, BF16),
@@ -669,7 +669,7 @@ def test_tier(device):
 def test_no_error_launches_a_kernel():
     make = Ones("cuda")
     # torch itself converts the input before the call that names an impossible dtype.
-    calls = [lambda c=c: c[0](make) for name, c in CASES.items() if name != "integer dtype"]
+    calls = [lambda c=c: c[0](make) for c in CASES.values()]
     calls += [lambda c=c: backward_op(*c[0](make)) for c in BACKWARD_CASES.values()]
     errors = RuntimeError, IndexError
     kernels_of(calls, errors)  # makes the tensors

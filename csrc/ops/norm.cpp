@@ -55,6 +55,8 @@ void check_options(ScalarType x, const char* x_name, std::optional<ScalarType> w
   check_param_dtype(x, x_name, bias, "bias");
   TORCH_CHECK(std::isfinite(eps) && eps >= 0, "eps must be finite and not negative, but is ", eps);
   TORCH_CHECK(std::isfinite(weight_offset), "weight_offset must be finite, but is ", weight_offset);
+  TORCH_CHECK(weight.has_value() || weight_offset == 0, "weight_offset is ", weight_offset,
+              ", but there is no weight to add it to");
 }
 
 std::optional<ScalarType> dtype_of(const OptionalTensor& tensor) {
@@ -126,8 +128,14 @@ void check_add_norm_options(ScalarType input, ScalarType residual, ScalarType re
                             std::optional<ScalarType> weight, std::optional<ScalarType> bias,
                             ScalarType out, double eps, double weight_offset) {
   check_floating(input, "input");
-  TORCH_CHECK(residual_out == input || (is_16_bit(input) && residual_out == at::kFloat),
-              "residual_dtype is ", residual_out, ", which does not go with ", input,
+  const auto goes_with_input = [&](ScalarType dtype) {
+    return dtype == input || (is_16_bit(input) && dtype == at::kFloat);
+  };
+  // residual_dtype is the residual's by default: a caller who gave none reads of the residual.
+  TORCH_CHECK(goes_with_input(residual), "residual is ", residual, ", which does not go with ",
+              input, " input: it must have the input's dtype, or be float32 for 16-bit input");
+  TORCH_CHECK(goes_with_input(residual_out), "residual_dtype is ", residual_out,
+              ", which does not go with ", input,
               " input: it must be the input's dtype, or float32 for 16-bit input");
   TORCH_CHECK(residual == input || residual == residual_out, "residual is ", residual,
               ", which does not go with ", input, " input and residual_dtype ", residual_out,
@@ -163,6 +171,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
                     const ForwardOptions& how) {
   // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_overflow();
   const bool rms = how.rms;
   const int64_t room = how.room;
   check_layout(input, "input");
@@ -188,6 +197,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
 
   const ScalarType stats_dtype = x_dtype == at::kDouble ? at::kDouble : at::kFloat;
   const auto options = input.options();
+  const NormColumns norm{g, b, how.weight_offset, geometry.cols, x_dtype, y_dtype};
   Forward out;
   if (geometry.rows == 0 || geometry.cols == 0) {
     auto stats = [&] { return at::zeros(geometry.stats_shape, options.dtype(stats_dtype)); };
@@ -217,6 +227,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
       };
       Tensor lost = find(true);
       if (lost.numel() > room) lost = find(false);
+      note_listing(norm, room, lost.numel());
       const Tensor listed = lost.slice(0, 0, room);
       out.columns = at::zeros({1 + room}, options.dtype(at::kInt));
       out.columns.select(0, 0).fill_(lost.numel());
@@ -273,6 +284,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
   params.mean = rms ? nullptr : out.mean.mutable_data_ptr();
   params.rstd = out.rstd.mutable_data_ptr();
   if (room > 0) {
+    note_listing(norm, room, -1);
     out.side = empty_tensor({geometry.rows, room}, stats_dtype);
     out.columns = empty_tensor({1 + room}, at::kInt);
     params.list = {static_cast<int32_t>(room), out.columns.mutable_data_ptr<int32_t>(),
@@ -287,7 +299,6 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
 
 // For a call that lists columns.
 void check_room(int64_t room, at::IntArrayRef normalized_shape) {
-  check_overflow();
   const int64_t most = std::min(c10::multiply_integers(normalized_shape), kMostRoom);
   TORCH_CHECK(room >= 0 && room <= most, "room is ", room, "; it must lie between 0 and ", most,
               ", for the ", c10::multiply_integers(normalized_shape),
@@ -363,7 +374,7 @@ cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight,
   }
   if (lost.numel() == 0 && count == 0) return {};
   const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
-  if (missing.numel() > 0) report_overflow(norm, missing.numel());
+  if (missing.numel() > 0) raise_overflow({overflow_of(norm, missing.numel())});
   return {listed, count > 0 ? side : at::empty({side.defined() ? side.size(0) : 0, 0}), missing};
 }
 
@@ -511,7 +522,7 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
       c10::cuda::CUDACachingAllocator::get()->allocate(norm_backward_workspace(params, device));
   params.workspace = workspace.get();
   const auto stream = at::cuda::getCurrentCUDAStream();
-  params.watch = watch_backward(norm, from_output, stream);
+  params.watch = watch_backward(norm, from_output, params.list.room, stream);
   check_launch(launch_norm_backward(params, device, stream));
   return {dx, dweight, dbias};
 #else

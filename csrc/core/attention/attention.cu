@@ -1,4 +1,5 @@
 // Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
+#include "core/attention/hopper.h"
 #include "core/attention/plan.h"
 #include "core/attention/portable.h"
 #include "core/attention/workspace.h"
@@ -58,16 +59,20 @@ AttentionTier resolve(const AttentionParams& params, const DeviceProperties& dev
 
 }  // namespace
 
-size_t attention_forward_workspace(const AttentionParams&, const DeviceProperties&, AttentionTier) {
-  return 0;
+size_t attention_forward_workspace(const AttentionParams& params, const DeviceProperties& device,
+                                   AttentionTier tier) {
+  const bool hopper = resolve(params, device, tier) == AttentionTier::kHopper;
+  return hopper ? hopper_forward_workspace(params) : 0;
 }
 
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
-                                     AttentionTier tier, void*, cudaStream_t stream) {
+                                     AttentionTier tier, void* workspace, cudaStream_t stream) {
   const cudaError_t error = clear_outside(params, params.out, params.heads, params.value_dim,
                                           /*of_keys=*/false, params.lse, device, stream);
   if (error != cudaSuccess) return error;
   switch (resolve(params, device, tier)) {
+    case AttentionTier::kHopper:
+      return launch_attention_forward_hopper(params, device, workspace, stream);
     case AttentionTier::kPortable:
       return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
         return attention_forward_portable<decltype(t)>(params, stream);
@@ -100,7 +105,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   }
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
-  if (resolve(forward, device, tier) == AttentionTier::kPortable) {
+  if (resolve(forward, device, tier) != AttentionTier::kPlain) {
     error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
       using T = decltype(t);
       const cudaError_t result = attention_backward_portable<T>(gradient, stream);

@@ -1,5 +1,7 @@
 #include "core/attention/plan.h"
 
+#include "core/attention/hopper_plan.h"
+
 namespace fused_norm {
 
 bool attention_is_aligned(const AttentionTensor& tensor, DType dtype) {
@@ -9,13 +11,15 @@ bool attention_is_aligned(const AttentionTensor& tensor, DType dtype) {
 }
 
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
-                          const DeviceProperties&) {
+                          const DeviceProperties& device) {
   switch (tier) {
     case AttentionTier::kPlain:
       return true;
     case AttentionTier::kPortable:
       return size_of(params.dtype) == 2 && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
              params.head_dim <= kMaxPortableHeadDim && params.value_dim <= kMaxPortableHeadDim;
+    case AttentionTier::kHopper:  // forward; the backward pass is the portable tier's
+      return hopper_takes_forward(params, device);
     default:
       return false;
   }

@@ -1,0 +1,114 @@
+"""What callers pass as options, as the operators take it: a number as a float, a flag as a bool, a
+shape as ints. Each function raises a TypeError that names the argument where that cannot be."""
+
+import numbers
+import operator
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+def _refuse(name: str, expected: str, value) -> NoReturn:
+    shown = "" if torch.compiler.is_compiling() else f"{value!r:.80} "  # a tracer has no repr
+    raise TypeError(f"{name} must be {expected}, but is {shown}of type {_kind(value)}")
+
+
+def _kind(value) -> str:
+    return type(value).__name__
+
+
+def tensor(name: str, value) -> None:
+    """Checks that ``value`` is a tensor."""
+    if not isinstance(value, Tensor):
+        _refuse(name, "a tensor", value)
+
+
+def optional_tensor(name: str, value) -> None:
+    """Checks that ``value`` is a tensor or None."""
+    if value is not None and not isinstance(value, Tensor):
+        _refuse(name, "a tensor or None", value)
+
+
+def optional_dtype(name: str, value) -> None:
+    """Checks that ``value`` is a dtype or None."""
+    if value is not None and not isinstance(value, torch.dtype):
+        _refuse(name, "a torch.dtype or None", value)
+
+
+def number(name: str, value) -> float:
+    """An int, bool, float, number of numpy, or tensor without dimensions."""
+    if type(value) is float:
+        return value
+    if isinstance(value, Tensor):
+        # The number alone would leave the tensor without its gradient.
+        if value.requires_grad or value.dim() > 0:
+            raise TypeError(
+                f"{name} must be a number, through which no gradient flows, but is a tensor of "
+                f"shape {list(value.shape)} with requires_grad={value.requires_grad}"
+            )
+        return float(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)) and torch.compiler.is_compiling():
+        return value  # a tracer's
+    if isinstance(value, numbers.Real):
+        return float(value)
+    return _refuse(name, "a number", value)
+
+
+def optional_number(name: str, value) -> float | None:
+    """As :func:`number`, or None."""
+    return None if value is None else number(name, value)
+
+
+def flag(name: str, value) -> bool:
+    """A bool or an int, of numpy too."""
+    if type(value) is bool:
+        return value
+    if isinstance(value, numbers.Integral) or _kind(value) in ("bool", "bool_"):  # numpy's
+        return bool(value)
+    return _refuse(name, "a bool", value)
+
+
+def integer(name: str, value) -> int:
+    """An int, or what has its value."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        return _refuse(name, "an int", value)
+
+
+_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def softmax_dtype(value) -> torch.dtype:
+    """The dtype that a softmax is asked for. torch takes float for fp64."""
+    if value is float:
+        return torch.float64
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype, but is {value!r:.80}")
+    if value not in _FLOATING:
+        raise RuntimeError(f"dtype must be float16, bfloat16, float32 or float64, but is {value}")
+    return value
+
+
+def shape(value) -> Sequence[int]:
+    """``normalized_shape``: an int or a sequence of ints."""
+    if type(value) is int:
+        return (value,)
+    if isinstance(value, numbers.Integral):
+        return (int(value),)
+    if isinstance(value, torch.SymInt):
+        return (value,)
+    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
+        _refuse("normalized_shape", "an int or a sequence of ints", value)
+    return tuple([_size(size, value) for size in value])
+
+
+def _size(size, sizes) -> Any:
+    if type(size) is int or isinstance(size, torch.SymInt):
+        return size
+    try:
+        return operator.index(size)
+    except TypeError:
+        return _refuse("normalized_shape", "an int or a sequence of ints", sizes)

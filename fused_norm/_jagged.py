@@ -1,0 +1,76 @@
+"""Nested tensors of the layout ``torch.jagged``: a norm, or a softmax, of dimensions that lie
+within their rows is that of the tensor that holds the rows of all of them.
+
+What reaches beyond a row is refused, and so are nested tensors of other layouts.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def is_nested(value) -> bool:
+    """Whether it is a nested tensor of any layout."""
+    return isinstance(value, Tensor) and value.is_nested
+
+
+def _check(name: str, value: Tensor) -> None:
+    if not value.is_nested or value.layout is not torch.jagged:
+        what = f"nested of layout {value.layout}" if value.is_nested else "dense"
+        raise RuntimeError(
+            f"{name} must be a dense strided tensor, or nested of layout torch.jagged as all of "
+            f"them, but is {what}"
+        )
+
+
+def _as(nested: Tensor, values: Tensor) -> Tensor:
+    """A tensor with the rows ``values``, nested as ``nested``: of the same symbolic shape."""
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        nested.offsets(),
+        lengths=nested.lengths(),
+        jagged_dim=nested._ragged_idx,
+        min_seqlen=nested._maybe_min_seqlen,
+        max_seqlen=nested._maybe_max_seqlen,
+    )
+
+
+def of_rows(norm: Callable, normalized_shape, **tensors: Tensor):
+    """What ``norm`` gives for the rows of the tensors, nested as the first one."""
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+    (first, input), *others = tensors.items()
+    for name, tensor in others:
+        if tensor.shape != input.shape:
+            raise RuntimeError(
+                f"{name} must have the shape of {first} {list(input.shape)}, but has shape "
+                f"{list(tensor.shape)}"
+            )
+    within = input.dim() - input._ragged_idx - 1
+    if len(normalized_shape) > within:
+        raise RuntimeError(
+            f"normalized_shape is {list(normalized_shape)}, but {first} is nested of shape "
+            f"{list(input.shape)}: only its last {within} dimension(s) can be normalized"
+        )
+    results = norm(*(tensor.values() for tensor in tensors.values()))
+    if isinstance(results, Tensor):
+        return _as(input, results)
+    return tuple(_as(input, values) for values in results)
+
+
+def of_dim(softmax: Callable, input: Tensor, dim: int) -> Tensor:
+    """What ``softmax(rows, dim)`` gives for the rows of ``input``, nested as it is."""
+    _check("input", input)
+    ndim = input.dim()
+    if not -ndim <= dim < ndim:
+        raise IndexError(
+            f"dim is {dim}, but input has {ndim} dimensions: dim must be in [{-ndim}, {ndim - 1}]"
+        )
+    dim %= ndim
+    if dim in (0, input._ragged_idx):
+        raise RuntimeError(
+            f"dim is {dim}, but input is nested of shape {list(input.shape)}: its dimensions 0 and "
+            f"{input._ragged_idx} are no dimensions of one tensor"
+        )
+    return _as(input, softmax(input.values(), dim - 1))

@@ -1,0 +1,153 @@
+"""Each argument of each function with values of wrong types: one error that names it, and nothing
+of how the library is made."""
+
+import re
+
+import pytest
+import torch
+
+import fused_norm
+import fused_norm.functional as fn
+from fused_norm import apex
+
+X = torch.ones(3, 8)
+WEIGHT = torch.ones(8)
+
+NOT_A_TENSOR = [None, 1.0, "x", [1.0] * 8]
+NOT_OPTIONAL = NOT_A_TENSOR[1:]
+NOT_A_SHAPE = [None, 8.0, "8", b"8", [8.0], ["8"], (None,), {8}, torch.tensor([8]), object()]
+NOT_A_NUMBER = ["1e-5", [1e-5], 1j, object(), torch.ones(2), torch.ones((), requires_grad=True)]
+NOT_A_FLAG = ["yes", None, 1.0, [True], object(), torch.ones(2)]
+NOT_A_DTYPE = ["float32", 3, int]
+WRONG = {
+    "input": NOT_A_TENSOR,
+    "residual": NOT_A_TENSOR,
+    "weight": NOT_OPTIONAL,
+    "bias": NOT_OPTIONAL,
+    "mask": NOT_OPTIONAL,
+    "normalized_shape": NOT_A_SHAPE,
+    "eps": NOT_A_NUMBER,
+    "weight_offset": [None, *NOT_A_NUMBER],
+    "memory_efficient": NOT_A_FLAG,
+    "residual_dtype": NOT_A_DTYPE,
+    "dtype": NOT_A_DTYPE + [torch.int32, torch.bool, torch.complex64, torch.float8_e4m3fn],
+    "dim": [1.5, "a", [0], object(), 2, -3],
+    "scale": [None, *NOT_A_NUMBER],
+    "causal": NOT_A_FLAG,
+}
+NORM = {"normalized_shape": (8,), "weight": WEIGHT, "eps": 1e-5, "memory_efficient": False}
+OF_FUNCTIONS = {
+    fn.layer_norm: {"input": X, **NORM, "bias": WEIGHT, "weight_offset": 0.0},
+    fn.rms_norm: {"input": X, **NORM, "weight_offset": 0.0},
+    fn.add_layer_norm: {
+        **{"input": X, "residual": X, **NORM, "bias": WEIGHT, "weight_offset": 0.0},
+        "residual_dtype": torch.float32,
+    },
+    fn.add_rms_norm: {
+        **{"input": X, "residual": X, **NORM, "weight_offset": 0.0},
+        "residual_dtype": torch.float32,
+    },
+    fn.softmax: {"input": X, "dim": -1, "dtype": None},
+    fn.log_softmax: {"input": X, "dim": -1, "dtype": None},
+    fn.scaled_masked_softmax: {"input": X, "mask": X > 2, "scale": 1.0, "causal": False},
+    apex.fused_layer_norm_affine: {"input": X, **NORM, "bias": WEIGHT},
+    apex.mixed_dtype_fused_layer_norm_affine: {"input": X, **NORM, "bias": WEIGHT},
+    apex.fused_rms_norm_affine: {"input": X, **NORM},
+    apex.mixed_dtype_fused_rms_norm_affine: {"input": X, **NORM},
+    apex.fused_rms_norm: {
+        "input": X,
+        **{"normalized_shape": (8,), "eps": 1e-5, "memory_efficient": False},
+    },
+    fused_norm.LayerNorm: {
+        **{"normalized_shape": (8,), "eps": 1e-5, "memory_efficient": False},
+        "weight_offset": 0.0,
+    },
+    fused_norm.RMSNorm: {
+        **{"normalized_shape": (8,), "eps": 1e-5, "memory_efficient": False},
+        "weight_offset": 0.0,
+    },
+    apex.FusedLayerNorm: {"normalized_shape": (8,), "eps": 1e-5, "memory_efficient": False},
+    apex.MixedFusedRMSNorm: {"normalized_shape": (8,), "eps": 1e-5, "memory_efficient": False},
+}
+CASES = [
+    pytest.param(function, name, value, id=f"{function.__name__} {name} {i} {type(value).__name__}")
+    for function, arguments in OF_FUNCTIONS.items()
+    for name in arguments
+    for i, value in enumerate(WRONG[name])
+]
+# What says how the library is made: schemas, overloads, types of C++.
+INSIDES = r"Expected a value of type|incompatible function arguments|Declaration:|fused_norm::|_C\."
+
+
+def check(call, name):
+    with pytest.raises((TypeError, ValueError, RuntimeError, IndexError)) as raised:
+        call()
+    message = str(raised.value)
+    assert re.search(rf"\b{name}\b", message), message
+    assert not re.search(INSIDES, message) and "\n" not in message, message
+    return raised.value
+
+
+@pytest.mark.parametrize(("function", "name", "value"), CASES)
+def test_wrong_argument(function, name, value):
+    arguments = OF_FUNCTIONS[function]
+    function(**arguments)  # the rest is right
+    error = check(lambda: function(**{**arguments, name: value}), name)
+    if not isinstance(value, (int, torch.dtype, torch.Tensor)) or isinstance(value, bool):
+        assert isinstance(error, TypeError), error
+
+
+@pytest.mark.parametrize("name", ["memory_efficient", "eps", "weight_offset"])
+@pytest.mark.parametrize("cls", [fused_norm.LayerNorm, fused_norm.RMSNorm])
+def test_wrong_attribute(cls, name):
+    """Of a module, at its next call."""
+    module = cls(8)
+    setattr(module, name, "wrong")
+    check(lambda: module(X), name)
+
+
+@pytest.mark.parametrize("argument", [None, "x", [1.0]], ids=repr)
+def test_wrong_input_of_a_module(argument):
+    for module in (fused_norm.LayerNorm(8), fused_norm.RMSNorm(8), fused_norm.Softmax(-1)):
+        check(lambda module=module: module(argument), "input")
+
+
+@pytest.mark.parametrize("dim", ["a", 1.5, [0]], ids=repr)
+def test_wrong_dim_of_a_module(dim):
+    check(lambda: fused_norm.Softmax(dim)(X), "dim")
+
+
+def test_wrong_argument_of_convert():
+    check(
+        lambda: fused_norm.convert(torch.nn.LayerNorm(8), memory_efficient="yes"),
+        "memory_efficient",
+    )
+    check(lambda: fused_norm.convert(X), "model")
+
+
+def test_residual_that_does_not_go_with_the_input():
+    """The residual is to blame where no residual_dtype was passed."""
+    error = check(lambda: fn.add_layer_norm(X, X.bfloat16(), 8), "residual")
+    assert "residual_dtype" not in str(error)
+
+
+@pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+def test_offset_without_a_weight(compiles):
+    for call in (fn.layer_norm, fn.rms_norm, lambda *a, **k: fn.add_rms_norm(a[0], *a, **k)):
+        if compiles:
+            call = torch.compile(call, backend="eager")
+        for memory_efficient in (False, True):
+            with pytest.raises(Exception, match="weight_offset is 1, but there is no weight"):
+                call(X, 8, weight_offset=1.0, memory_efficient=memory_efficient)
+    for cls in (fused_norm.LayerNorm, fused_norm.RMSNorm):
+        with pytest.raises(ValueError, match="weight_offset is 1.0.* no weight to add it to"):
+            cls(8, elementwise_affine=False, weight_offset=1)
+
+
+@pytest.mark.parametrize("name", ["eps", "weight_offset", "memory_efficient", "weight"])
+def test_compiled(name):
+    """The same error, of Dynamo's class."""
+    torch._dynamo.reset()
+    arguments = {**OF_FUNCTIONS[fn.rms_norm], name: "wrong"}
+    with pytest.raises(TypeError, match=rf"\b{name} must be"):
+        torch.compile(lambda: fn.rms_norm(**arguments), backend="eager")()
