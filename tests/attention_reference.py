@@ -120,7 +120,7 @@ BANDS = {
 }
 FACTORS = {
     "dtype": [BF16, FP16, FP32, FP64],
-    "size": [(1, 2), (1, 77), (64, 64), (65, 130), (130, 65), (5, 0), (128, 257), (33, 512)],
+    "size": [(2, 9), (1, 77), (64, 64), (65, 130), (130, 65), (5, 0), (128, 257), (33, 512)],
     "dims": [(8, 8), (16, 40), (32, 32), (40, 40), (64, 64), (96, 96), (128, 128), (256, 256),
              (13, 13), (64, 24), (192, 128), (120, 17)],
     "heads": [(1, 1, 1), (2, 4, 4), (2, 4, 2), (1, 6, 1)],
@@ -320,14 +320,29 @@ def check(case: Case, tensors, ours: dict) -> dict:
             limit = limit + 2 * UNIT[value.dtype] * scale
         else:
             usual = _largest((composed[name].double() - ref).abs())
-            # In fp32 both sum the same terms in another order: of few elements the largest error of
-            # one draw may well be twice that of another.
-            factor = case.factor + (case.dtype == FP32)
-            limit = factor * usual + 2 * UNIT[case.dtype] * scale
+            limit = case.factor * usual + 2 * UNIT[case.dtype] * scale
+            if case.dtype == FP32:
+                # Both sum the same terms in another order: where there are few elements, one draw
+                # of roundings may be a small one. A score's roundings are a random walk over its
+                # products; sums over rows have terms as large as dout . out.
+                terms = scale
+                if name in ("dsink", "dattn_mask"):
+                    of_row = (tensors["dout"].double() * exact["out"]).sum(-1)
+                    terms = torch.maximum(scale, _largest(of_row.abs()))
+                limit = limit + 6 * UNIT[FP32] * (1 + _score_walk(case, tensors)) * terms
         assert value.isfinite().all(), f"{name} is not finite"
         # Where the exact value is 0, so is ours: of rows that see nothing.
         ratios[name] = torch.where(error == 0, 0, error / limit)
     return ratios
+
+
+def _score_walk(case, tensors):
+    """The largest sum of the products' magnitudes, over the root of their number."""
+    d = case.dims[0]
+    scale = d**-0.5 if case.scale is None else abs(case.scale)
+    group = case.heads[1] // case.heads[2]
+    key = tensors["key"].repeat_interleave(group, 1).abs()
+    return _largest(tensors["query"].abs() @ key.transpose(-1, -2)) * scale / d**0.5
 
 
 def _largest(tensor):
