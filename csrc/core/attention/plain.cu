@@ -385,11 +385,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
   }
 }
 
-// Indices that one element of the mask serves: one, or all where the mask has one for all.
-__device__ __forceinline__ Range served(int index, int mask_size, int all) {
-  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
-}
-
 // Writes a tile of the mask's gradient, summed over its rows and columns where the mask has one.
 template <typename A>
 __device__ __forceinline__ void store_mask_gradient(const AttentionBackwardParams& params,

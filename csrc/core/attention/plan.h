@@ -55,7 +55,7 @@ constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
 };
 constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
-    {{64, 4, 1, 64, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
+    {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
     {64, 8, 1, 64, 1},

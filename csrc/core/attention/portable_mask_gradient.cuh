@@ -6,12 +6,6 @@
 namespace fused_norm {
 namespace portable {
 
-// Indices that one element (or, in tiles, one tile) of the mask serves: all where the mask has one
-// for all.
-__device__ __forceinline__ Range served(int index, int mask_size, int all) {
-  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
-}
-
 __device__ __forceinline__ void store_mask_element(const AttentionBackwardParams& params,
                                                    int64_t at, float value) {
   if (params.forward.mask.dtype == DType::kFloat32) {

@@ -165,27 +165,26 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
     });
     factor = 1;
   }
-  if (rules.mask != nullptr) {
-    const auto add = [&](auto type) {
-      add_mask<decltype(type), kTransposed>(
-          scores, factor, rules.mask,
-          kTransposed ? rules.params.mask.key_stride : rules.params.mask.row_stride,
-          kTransposed ? rules.params.mask.row_stride : rules.params.mask.key_stride, place);
-    };
-    if (rules.params.mask.boolean) {
-      add(bool{});
+  const auto add = [&](auto type) {
+    add_mask<decltype(type), kTransposed>(
+        scores, factor, rules.mask,
+        kTransposed ? rules.params.mask.key_stride : rules.params.mask.row_stride,
+        kTransposed ? rules.params.mask.row_stride : rules.params.mask.key_stride, place);
+  };
+  if (rules.mask != nullptr && !rules.params.mask.boolean) {
+    if (rules.params.mask.dtype == DType::kFloat32) {
+      add(float{});
     } else {
-      if (rules.params.mask.dtype == DType::kFloat32) {
-        add(float{});
-      } else {
-        add(T{});
-      }
-      factor = 1;
+      add(T{});
     }
+    factor = 1;
   }
-  if (factor >= kSmallestPlainScale) return factor * kLog2E;
-  mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) { scores[m][n][e] *= factor; });
-  return kLog2E;
+  if (factor < kSmallestPlainScale) {
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) { scores[m][n][e] *= factor; });
+    factor = 1;
+  }
+  if (rules.mask != nullptr && rules.params.mask.boolean) add(bool{});
+  return factor * kLog2E;
 }
 
 // Which elements of a tile dropout keeps. Lanes share draws, as a draw serves four keys: a word has

@@ -56,6 +56,12 @@ struct Range {
   int begin, end;
 };
 
+// Indices that one element (or, in tiles, one tile) of the mask serves: all where the mask has one
+// for all.
+__device__ __forceinline__ Range served(int index, int mask_size, int all) {
+  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
+}
+
 // Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
 struct Band {
   int lowest, highest;
