@@ -38,18 +38,19 @@ def _check_number(name: str, value) -> None:
         )
 
 
-def _cast(*tensors) -> tuple:
-    """The tensors as torch's autocast hands them to its attention: in the autocast dtype, but for
-    fp64 and what is not floating."""
+def _autocast_dtype(query: Tensor) -> torch.dtype | None:
     # A device makes an object; is_cuda takes a sixth of the time.
-    device = "cuda" if tensors[0].is_cuda else tensors[0].device.type
+    device = "cuda" if query.is_cuda else query.device.type
     if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype, *others: torch.dtype) -> Tensor | None:
+    """As torch's autocast casts: what is floating, but not fp64. Or in one of ``others``."""
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    return tensor if tensor.dtype in (torch.float64, *others) else tensor.to(dtype)
 
 
 def _limits(causal, window) -> tuple:
@@ -93,7 +94,11 @@ def attention(
     dropout_p=0.0,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator, whose arguments these are; ``scale=None`` is 1 / sqrt(D)."""
-    query, key, value = _cast(query, key, value)
+    dtype = _autocast_dtype(query)
+    if dtype is not None:
+        query, key, value = (_cast(t, dtype) for t in (query, key, value))
+        # These may stay in fp32.
+        attn_mask, sink = (_cast(t, dtype, torch.float32) for t in (attn_mask, sink))
     if scale is None:
         scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     rng = _ops.attention_rng(query) if dropout_p > 0 else None
@@ -273,8 +278,6 @@ def scaled_dot_product_attention(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
             "hide later keys in the mask"
         )
-    if attn_mask is not None and attn_mask.is_floating_point():
-        (attn_mask,) = _cast(attn_mask)
     shape = None
     q, k, v = query.shape, key.shape, value.shape
     if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == k[1] == v[1]):

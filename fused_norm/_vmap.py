@@ -306,9 +306,26 @@ def _attention_forward(info, in_dims, *args):
     return (_out_of_dim(out, call.size, 1), lse), (0, 0)
 
 
+def _each_backward(info, in_dims, args) -> tuple:
+    """One call after another: dropout's mask is that of forward, which counted its own heads."""
+    results = []
+    for i in range(info.batch_size):
+        one = [
+            arg.select(dim, i) if isinstance(dim, int) else arg
+            for arg, dim in zip(args, in_dims, strict=True)
+        ]
+        results.append(_ops.attention_backward(*one))
+    stacked = tuple(
+        None if each[0] is None else torch.stack(each) for each in zip(*results, strict=True)
+    )
+    return stacked, tuple(None if t is None else 0 for t in stacked)
+
+
 @torch.library.register_vmap("fused_norm::attention_backward")
 def _attention_backward(info, in_dims, dout, dlse, out, lse, *args):
     *args, wanted = args
+    if args[-1] > 0:
+        return _each_backward(info, in_dims, (dout, dlse, out, lse, *args, wanted))
     call = _AttentionHeads(info, in_dims[4:], args, for_gradient=wanted[3])
     size, rows_at = call.size, call.row_heads_at
     gradients = _ops.attention_backward(

@@ -232,10 +232,16 @@ def forced(tier):
 
 
 def takes(tier, case):
-    """Whether a tier runs the case."""
-    return tier in ("cpu", "auto", "plain") or (
-        case.dtype in (BF16, FP16) and max(case.dims) <= 256
-    )
+    """Whether a forced tier runs the case, which drops nothing."""
+    if tier in ("cpu", "auto", "plain"):
+        return True
+    fits = case.dtype in (BF16, FP16) and max(case.dims) <= 256
+    return fits and (tier != "hopper" or torch.cuda.get_device_capability() == (9, 0))
+
+
+def takes_type(tier, dtype):
+    """As above, of head dimension 64."""
+    return takes(tier, Case(dtype, (1, 1), (64, 64), (1, 1, 1)))
 
 
 def attend(case):

@@ -265,7 +265,7 @@ def run_adds(pools, chosen, report):
 def run_attention(pools, chosen, report):
     """The tests' own sample, in each tier that takes a call."""
     generator = torch.Generator().manual_seed(0)
-    tiers = ("plain", "portable")
+    tiers = ("plain", "portable", "hopper")
     for number, (case, tier) in chosen(itertools.product(SAMPLE, tiers)):
         if takes(tier, case):
             tensors = {name: t.cuda() for name, t in tensors_of(case, generator).items()}

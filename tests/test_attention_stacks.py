@@ -376,11 +376,14 @@ class TestVmap:
         ):
             torch.testing.assert_close(a, b)
 
-    def test_batched_gradients(self, device, generator):
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+    def test_batched_gradients(self, dropout_p, device, generator):
         """The backward operator under vmap, with a mask that no batch dimension has."""
         inputs = leaves(generator, (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (5, 1), (4,))
         q, k, v, mask, sink = inputs
-        outputs = fn.flash_attention(q, k, v, attn_mask=mask, sink=sink, return_lse=True)
+        outputs = fn.flash_attention(
+            q, k, v, attn_mask=mask, sink=sink, dropout_p=dropout_p, return_lse=True
+        )
         douts = [randn(generator, 3, *o.shape, dtype=FP64) for o in outputs]
         ours = torch.autograd.grad(outputs, inputs, douts, is_grads_batched=True, retain_graph=True)
         theirs = [
@@ -586,6 +589,7 @@ class TestErrors:
         )
         refuse(r"qkv must be \(batch, rows, 3, heads", flash_attn.flash_attn_qkvpacked_func,
                torch.zeros(2, 5, 2, 4, 8, device=device))  # fmt: skip
+        refuse("k must be a tensor.*NoneType", flash_attn.flash_attn_func, q, None, q)
         cu = offsets(device, 0, 5)
         refuse("block_table must be None", flash_attn.flash_attn_varlen_func, q[0], q[0], q[0], cu,
                cu, 5, 5, block_table=cu[None])  # fmt: skip
