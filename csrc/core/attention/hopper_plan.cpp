@@ -23,8 +23,12 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   }
   plan.general = !(params.scale >= kSmallestScale) || params.softcap != 0 ||
                  params.mask.data != nullptr || params.alibi_slopes != nullptr;
+  // Tiles of the forms in hopper_forward_*.cu: as large as registers and shared memory allow. Three
+  // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
   plan.queries = plan.dim == 64 && !plan.general ? 192 : 128;
-  plan.keys = plan.dim == 256 ? 80 : plan.dim == 192 ? 112 : 128;
+  plan.keys = plan.dim <= 128   ? 128
+              : plan.dim == 192 ? (plan.general ? 96 : 112)
+                                : (plan.general ? 64 : 80);
 
   const bool packed = params.query_offsets != nullptr;
   const bool band = params.window_left >= 0 || params.window_right >= 0;
