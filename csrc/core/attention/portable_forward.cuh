@@ -174,8 +174,9 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     advance_softmax<S>(scores, rows, out, unit);
     if constexpr (S::kGeneral) {
       if (rules.drops()) {
-        const Dropout dropout = rules.dropout();
-        KeptElements<false, S::kM, kKeys / 8>(dropout, place).apply(scores, dropout.scale);
+        KeptElements<false, S::kM, kKeys / 8> kept;
+        kept.draw(rules.dropout(), place);
+        kept.apply(scores);
       }
     }
     if (is_last) {

@@ -182,8 +182,9 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
 template <bool kTransposed, int kM, int kN>
 class KeptElements {
  public:
-  __device__ __forceinline__ KeptElements(const Dropout& dropout,
-                                          const TilePlace<kTransposed>& place) {
+  __device__ __forceinline__ void draw(const Dropout& dropout,
+                                       const TilePlace<kTransposed>& place) {
+    scale_ = dropout.scale;
     static_assert(kN <= 8);
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -210,14 +211,15 @@ class KeptElements {
     return kTransposed ? at_[m][e] >> (n * 4) & 1 : at_[m][e / 2] >> (n * 4 + e % 2) & 1;
   }
   // Multiplies by 1 / (1 - p) or 0.
-  __device__ __forceinline__ void apply(float (&weights)[kM][kN][4], float scale) const {
+  __device__ __forceinline__ void apply(float (&weights)[kM][kN][4]) const {
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      weights[m][n][e] = at(m, n, e) ? weights[m][n][e] * scale : 0;
+      weights[m][n][e] = at(m, n, e) ? weights[m][n][e] * scale_ : 0;
     });
   }
 
  private:
-  uint32_t at_[kM][kTransposed ? 4 : 2];
+  uint32_t at_[kM][kTransposed ? 4 : 2] = {};
+  float scale_ = 1;
 };
 
 }  // namespace portable
