@@ -96,6 +96,23 @@ def test_layouts(tier, dtype, seed):
             assert same_bits(value, results[layout][name]), (layout, name)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_tier
+def test_expanded_tensors(tier, dtype, seed):
+    """Strides of 0, over the batch and over rows, are read as they are."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
+    q = randn(generator, 3, 4, 70, 64, dtype=dtype)
+    k = randn(generator, 1, 2, 90, 64, dtype=dtype).expand(3, 2, 90, 64)
+    v = randn(generator, 3, 2, 1, 64, dtype=dtype).expand(3, 2, 90, 64)
+    with forced("auto" if tier == "cpu" else tier):
+        for a, b, c in ((q, k, v), (q[:1].expand(3, 4, 70, 64), k, v)):
+            copies = [t.clone(memory_format=torch.contiguous_format) for t in (a, b, c)]
+            out = fn.flash_attention(a, b, c, causal=True)
+            assert same_bits(out, fn.flash_attention(*copies, causal=True))
+
+
 @each_tier
 def test_batch_invariance(tier, seed):
     """A sequence alone, in a batch, beside other heads, and packed: the same bits. Repeats too."""
