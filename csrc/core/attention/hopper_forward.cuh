@@ -539,7 +539,8 @@ __device__ __forceinline__ void consume(const ForwardArgs& args, ForwardMemory<F
   if (Form::kTurns && group == 1) named_arrive(1, 256);
 
   const auto multiply_keys = [&](float(&scores)[kKeys / 2]) {
-    const uint64_t queries = query_operand + query_place.slot * (QueryTile::kBytes / 16);
+    uint64_t queries = query_operand + query_place.slot * (QueryTile::kBytes / 16);
+    if constexpr (Form::kGeneral) asm volatile("" : "+l"(queries));  // no steps kept in registers
     const uint64_t keys = key_operand + key_place.slot * (KeyTile::kBytes / 16);
     fence_products();
 #pragma unroll
