@@ -7,7 +7,7 @@ template <typename T>
 using Plain = ForwardForm<T, 192, /*kKeys=*/112, /*kGroups=*/2, /*kStages=*/2, /*kGeneral=*/false,
                           /*kTurns=*/false>;
 template <typename T>
-using General = ForwardForm<T, 192, /*kKeys=*/96, /*kGroups=*/2, /*kStages=*/2, /*kGeneral=*/true,
+using General = ForwardForm<T, 192, /*kKeys=*/80, /*kGroups=*/2, /*kStages=*/2, /*kGeneral=*/true,
                             /*kTurns=*/false>;
 
 }  // namespace

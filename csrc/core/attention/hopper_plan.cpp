@@ -27,7 +27,7 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
   plan.queries = plan.dim == 64 && !plan.general ? 192 : 128;
   plan.keys = plan.dim <= 128   ? 128
-              : plan.dim == 192 ? (plan.general ? 96 : 112)
+              : plan.dim == 192 ? (plan.general ? 80 : 112)
                                 : (plan.general ? 64 : 80);
 
   const bool packed = params.query_offsets != nullptr;
