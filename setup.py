@@ -18,6 +18,8 @@ import setuptools
 INSTALL_COMMANDS = "\n  pip install torch\n  pip install --no-build-isolation ."
 DEFAULT_ARCH_LIST = "9.0+PTX"
 MIN_CAPABILITY = (8, 0)
+HOPPER_SOURCES = "csrc/core/attention/hopper_*.cu"
+HOPPER_FLAGS = ["-gencode=arch=compute_90a,code=sm_90a", "-Xptxas=-warn-spills"]
 
 
 def fail(message):
@@ -89,6 +91,29 @@ def sources(*patterns):
     return sorted(path for pattern in patterns for path in glob(pattern, recursive=True))
 
 
+def hopper_build(build_ext, flags):
+    """The command class that also compiles HOPPER_SOURCES, for Hopper's own instructions alone.
+
+    They belong to the architecture 9.0a, which has no PTX that a later chip could run, and ninja
+    compiles all files of a module for the same ones: hence a compilation of its own, whose objects
+    are then linked into the module.
+    """
+
+    class BuildWithHopper(build_ext):
+        def build_extension(self, ext):
+            ext.extra_objects += self.compiler.compile(
+                sources(HOPPER_SOURCES),
+                output_dir=os.path.join(self.build_temp, "sm_90a"),
+                macros=ext.define_macros,
+                include_dirs=ext.include_dirs,
+                extra_postargs={**flags, "nvcc": [*flags["nvcc"], *HOPPER_FLAGS]},
+                depends=ext.depends,
+            )
+            super().build_extension(ext)
+
+    return BuildWithHopper
+
+
 def extension():
     """The extension module, and the command class that compiles it with ninja."""
     if int(setuptools.__version__.split(".")[0]) < 77:
@@ -106,6 +131,7 @@ def extension():
     cuda = choose_cuda(torch, cpp_extension.CUDA_HOME)
     files = sources("csrc/ops/*.cpp", "csrc/cpu/*.cpp", "csrc/core/**/*.cpp")
     arch_list = choose_arch_list(torch) if cuda else ""
+    hopper = re.search(r"\b9\.0", arch_list) is not None
     # All but the "+cu130" of it; torch's header lacks the "a0" or ".dev20260105" of other builds.
     torch_version = torch.__version__.split("+")[0]
     macros = [
@@ -116,8 +142,10 @@ def extension():
     if cuda:
         print(f"fused_norm: CUDA build for compute capability {arch_list}", flush=True)
         os.environ["TORCH_CUDA_ARCH_LIST"] = arch_list
-        files += sources("csrc/core/**/*.cu")
+        files += sorted({*sources("csrc/core/**/*.cu")} - {*sources(HOPPER_SOURCES)})
         macros.append(("FUSED_NORM_WITH_CUDA", "1"))
+        if hopper:
+            macros.append(("FUSED_NORM_WITH_HOPPER", "1"))
 
     # Compiled with OpenMP but not linked to it: the calls bind to the one runtime that torch loads.
     flags = {
@@ -136,9 +164,10 @@ def extension():
         define_macros=macros,
         extra_compile_args=flags if cuda else flags["cxx"],
     )
+    build_ext = cpp_extension.BuildExtension
     return {
         "ext_modules": [module],
-        "cmdclass": {"build_ext": cpp_extension.BuildExtension},
+        "cmdclass": {"build_ext": hopper_build(build_ext, flags) if hopper else build_ext},
         "install_requires": [f"torch=={torch_version}"],  # no other one can load the extension
     }
 

@@ -4,7 +4,8 @@
     python examples/train_gpt.py --norm layer    # GPT-2-style: LayerNorm, GELU, learned positions
 
 The three runs share seed, first weights and batches and differ only in the norm class: torch's,
-fused_norm's, and fused_norm's with ``memory_efficient=True``. A table compares losses, speed and
+fused_norm's, and fused_norm's with ``memory_efficient=True``. With ``--attention fused`` the last
+two have fused_norm's attention too. A table compares losses, speed and
 memory, and the losses are plotted to a PNG file. The text is the source code of Python's standard
 library unless ``--text`` names a file or a folder.
 
@@ -63,9 +64,9 @@ MAX_LOSS_DIFFERENCE = 1e-4  # fp32 rounding, about 1e-7 a step, grows along the 
 
 
 class Attention(nn.Module):
-    def __init__(self, dim, heads, bias):
+    def __init__(self, dim, heads, bias, attend):
         super().__init__()
-        self.heads = heads
+        self.heads, self.attend = heads, attend
         # No bias: that of the keys shifts all scores of a query alike, so its gradient is nothing
         # but rounding noise, which Adam would scale up to full steps.
         self.qkv = nn.Linear(dim, 3 * dim, bias=False)
@@ -76,7 +77,7 @@ class Attention(nn.Module):
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = self.attend(q, k, v, is_causal=True)
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -109,10 +110,10 @@ class SwiGLU(nn.Module):
 class Block(nn.Module):
     """Pre-norm block. `llama` chooses SwiGLU and no biases, else GELU and biases."""
 
-    def __init__(self, dim, heads, make_norm, llama):
+    def __init__(self, dim, heads, make_norm, llama, attend):
         super().__init__()
         self.norm1, self.norm2 = make_norm(dim), make_norm(dim)
-        self.attention = Attention(dim, heads, bias=not llama)
+        self.attention = Attention(dim, heads, bias=not llama, attend=attend)
         if llama:
             self.mlp = SwiGLU(dim)
         else:
@@ -124,14 +125,15 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes (batch, time) -> logits (batch, time, 256). `make_norm(dim)` builds each norm layer."""
+    """Bytes (batch, time) -> logits (batch, time, 256). `make_norm(dim)` builds each norm layer;
+    `attend` is a scaled_dot_product_attention."""
 
-    def __init__(self, preset, make_norm, llama):
+    def __init__(self, preset, make_norm, llama, attend=F.scaled_dot_product_attention):
         super().__init__()
         self.embedding = nn.Embedding(256, preset.dim)
         self.positions = None if llama else nn.Embedding(preset.context, preset.dim)
         self.blocks = nn.ModuleList(
-            Block(preset.dim, preset.heads, make_norm, llama) for _ in range(preset.layers)
+            Block(preset.dim, preset.heads, make_norm, llama, attend) for _ in range(preset.layers)
         )
         self.norm = make_norm(preset.dim)
         self.head = nn.Linear(preset.dim, 256, bias=False)
@@ -214,7 +216,10 @@ class Result:
 def train(name, make_norm, text, preset, options):
     device = options.device
     torch.manual_seed(options.seed)
-    model = GPT(preset, make_norm, llama=options.norm == "rms").to(device)
+    attend = F.scaled_dot_product_attention
+    if options.attention == "fused" and name != "torch":
+        attend = fn.functional.scaled_dot_product_attention
+    model = GPT(preset, make_norm, llama=options.norm == "rms", attend=attend).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=preset.learning_rate, betas=(0.9, 0.95))
     warm_up = max(1, options.steps // 10)
     batches = torch.Generator().manual_seed(options.seed)
@@ -355,6 +360,12 @@ def read_text(path):
 def parse_options(arguments):
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--norm", choices=("rms", "layer"), default="rms", help="default: rms")
+    parser.add_argument(
+        "--attention",
+        choices=("torch", "fused"),
+        default="torch",
+        help="of the runs with fused_norm's norms; default: torch",
+    )
     parser.add_argument(
         "--text", type=Path, metavar="FILE_OR_FOLDER", help="default: Python's standard library"
     )

@@ -1,7 +1,7 @@
 """The operators of ``torch.ops.fused_norm`` without the dispatcher; they do not differentiate. And
 what ``fused_norm.functional`` calls."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, TypedDict
 
 import torch
@@ -105,9 +105,6 @@ def softmax_backward(
 ) -> Tensor:
     """The gradient of the input of either of the above, from its output."""
 
-class OverflowPending(RuntimeError):
-    """The call was not made: an earlier one's gradients are NaN, and take_overflow() says whose."""
-
 def norm(
     input: Tensor,
     weight: Tensor | None,
@@ -120,7 +117,7 @@ def norm(
     memory_efficient: bool,
 ) -> Tensor | None:
     """The output of a norm, recorded for autograd where it is to be differentiated; None for
-    arguments of other types."""
+    arguments of other types, and under torch.jit.trace."""
 
 def add_norm(
     input: Tensor,
@@ -137,8 +134,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor] | None:
     """(output, residual_out) of a norm of ``input + residual``, as by :func:`norm`."""
 
-def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor:
-    """The operator softmax_forward, recorded for autograd, by a shorter way than ``torch.ops``."""
+def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor | None:
+    """The operator softmax_forward, recorded for autograd, by a shorter way than ``torch.ops``.
+    None under torch.jit.trace."""
 
 def record_norm(
     input: Tensor,
@@ -156,15 +154,27 @@ def record_norm(
     """The results of the forward operator that fits, recorded. With ``room`` for listed columns, or
     for none, it is the output that is saved."""
 
-def fixed_room(cols: int) -> int:
-    """The room of a call that cannot choose."""
+def traced_room(
+    weight: Tensor | None,
+    bias: Tensor | None,
+    weight_offset: float,
+    x_dtype: torch.dtype,
+    y_dtype: torch.dtype,
+    generation: int,
+    looks: bool,
+) -> int:
+    """The room for listed columns of a call that is traced, or -1 if it is to save its input, from
+    a look at the parameters, for which it waits; without a look 0, or -1 for good."""
 
-def note_optimizer_step() -> None:
+def before_optimizer_step() -> bool:
+    """Raises if gradients are NaN for want of room; says whether compiled code should be compiled
+    anew, with more."""
+
+def after_optimizer_step() -> None:
     """Says that an optimizer changed its parameters."""
 
-def take_overflow() -> tuple[int, str, int] | None:
-    """The overflow that is pending: address and description of a parameter, and how many columns
-    had no room."""
+def set_overflow_message(message: Callable[[list[tuple[int, str, int]]], str]) -> None:
+    """Of norms without room: an address and description of a parameter, and how many columns."""
 
 def check_norm_options(
     input: torch.dtype,
@@ -196,6 +206,28 @@ def check_masked_softmax_options(
     scale: float,
     causal: bool,
 ) -> None: ...
+def attention(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    attn_mask: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sink: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rng: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float,
+    softcap: float,
+    window_left: int | None,
+    window_right: int | None,
+    top_left: bool,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor] | None:
+    """The operator attention_forward, recorded for autograd, by a shorter way than ``torch.ops``;
+    None for arguments of other types."""
+
 def force_attention_tier(name: Literal["auto", "plain", "portable", "hopper"]) -> None:
     """Which kernels run attention on CUDA, for tests and measurements; an error at the next call
     that they do not take."""

@@ -7,10 +7,17 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fused_norm import _ops, _sharding
+from fused_norm import _C, _ops, _sharding
 
 # torch's own, also where torch.nn.functional's is replaced by ours.
 _torch_attention = torch._C._nn.scaled_dot_product_attention
+
+
+def _are_plain(tensors) -> bool:
+    for tensor in tensors:
+        if tensor is not None and type(tensor) is not Tensor:
+            return False
+    return True
 
 
 def _check_tensors(**tensors) -> None:
@@ -31,17 +38,19 @@ def _check_number(name: str, value) -> None:
         )
 
 
-def _cast(*tensors) -> tuple:
-    """The tensors as torch's autocast hands them to its attention: in the autocast dtype, but for
-    fp64 and what is not floating."""
-    device = tensors[0].device.type
+def _autocast_dtype(query: Tensor) -> torch.dtype | None:
+    # A device makes an object; is_cuda takes a sixth of the time.
+    device = "cuda" if query.is_cuda else query.device.type
     if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(
-        t.to(dtype) if t is not None and t.is_floating_point() and t.dtype != torch.float64 else t
-        for t in tensors
-    )
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype, *others: torch.dtype) -> Tensor | None:
+    """As torch's autocast casts: what is floating, but not fp64. Or in one of ``others``."""
+    if tensor is None or not tensor.is_floating_point():
+        return tensor
+    return tensor if tensor.dtype in (torch.float64, *others) else tensor.to(dtype)
 
 
 def _limits(causal, window) -> tuple:
@@ -85,11 +94,15 @@ def attention(
     dropout_p=0.0,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator, whose arguments these are; ``scale=None`` is 1 / sqrt(D)."""
-    query, key, value = _cast(query, key, value)
+    dtype = _autocast_dtype(query)
+    if dtype is not None:
+        query, key, value = (_cast(t, dtype) for t in (query, key, value))
+        # These may stay in fp32.
+        attn_mask, sink = (_cast(t, dtype, torch.float32) for t in (attn_mask, sink))
     if scale is None:
         scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     rng = _ops.attention_rng(query) if dropout_p > 0 else None
-    return _ops.attention_forward(
+    args = (
         query,
         key,
         value,
@@ -107,6 +120,11 @@ def attention(
         top_left,
         dropout_p,
     )
+    if not torch.compiler.is_compiling():
+        results = _C.attention(*args)
+        if results is not None:
+            return results
+    return _ops.attention_forward(*args)  # which says which argument is of a wrong type
 
 
 def _broadcast(sizes, names) -> torch.Size:
@@ -146,13 +164,6 @@ def _heads(query, key, value, enable_gqa) -> tuple:
     return query, key, value
 
 
-def _four_dims(tensor: Tensor, batch) -> Tensor:
-    """(\\*batch, heads, rows, columns) with the batch broadcast, as (B, heads, rows, columns)."""
-    if tensor.shape[:-3] != batch:
-        tensor = tensor.expand(*batch, *tensor.shape[-3:])
-    return tensor if len(batch) == 1 else tensor.reshape(-1, *tensor.shape[-3:])
-
-
 def _mask_of_four_dims(mask: Tensor, batch) -> Tensor:
     if mask.dim() <= 3 or len(batch) == 1:
         return mask
@@ -162,6 +173,41 @@ def _mask_of_four_dims(mask: Tensor, batch) -> Tensor:
     if all(size == 1 for size in own):
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+
+
+def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
+    """The arguments as (batch, heads, rows, columns) with batch sizes and heads that go together,
+    and the shape of torch's result."""
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if tensor.dim() < 2:
+            raise RuntimeError(
+                f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
+            )
+    dims = max(query.dim(), key.dim(), value.dim())
+    query, key, value = (
+        t
+        if t.dim() >= 4 and t.dim() == dims
+        else t.reshape(*[1] * (max(dims, 4) - t.dim()), *t.shape)
+        for t in (query, key, value)
+    )
+    query, key, value = _heads(query, key, value, enable_gqa)
+    sizes = [t.shape[:-3] for t in (query, key, value)]
+    batch = sizes[0]
+    if not batch == sizes[1] == sizes[2]:
+        batch = _broadcast(sizes, ("query", "key", "value"))
+    shape = [*batch, query.shape[-3], query.shape[-2], value.shape[-1]]
+    if mask is not None:
+        mask = _mask_of_four_dims(mask, batch)
+
+    def of_four(tensor):
+        if tensor.shape[:-3] != batch:
+            tensor = tensor.expand(*batch, *tensor.shape[-3:])
+        return tensor if len(batch) == 1 else tensor.reshape(-1, *tensor.shape[-3:])
+
+    return of_four(query), of_four(key), of_four(value), mask, shape[len(shape) - dims :]
+
+
+_UNLIMITED, _TOP_LEFT = (None, None), (None, 0)  # windows
 
 
 def scaled_dot_product_attention(
@@ -204,7 +250,7 @@ def scaled_dot_product_attention(
             names it.
     """
     tensors = (query, key, value, attn_mask)
-    if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
+    if not _are_plain(tensors):
         if has_torch_function(tensors) and not (isinstance(query, Tensor) and query.is_nested):
             return handle_torch_function(
                 scaled_dot_product_attention,
@@ -232,35 +278,23 @@ def scaled_dot_product_attention(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
             "hide later keys in the mask"
         )
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        if tensor.dim() < 2:
-            raise RuntimeError(
-                f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
-            )
-    if attn_mask is not None and attn_mask.is_floating_point():
-        (attn_mask,) = _cast(attn_mask)
-    dims = max(query.dim(), key.dim(), value.dim())
-    if not query.dim() == key.dim() == value.dim() == 4:
-        query, key, value = (
-            t.reshape(*[1] * (max(dims, 4) - t.dim()), *t.shape) for t in (query, key, value)
+    shape = None
+    q, k, v = query.shape, key.shape, value.shape
+    if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == k[1] == v[1]):
+        query, key, value, attn_mask, shape = _of_four_dims(
+            query, key, value, attn_mask, enable_gqa
         )
-    query, key, value = _heads(query, key, value, enable_gqa)
-    batch = query.shape[:-3]
-    if not batch == key.shape[:-3] == value.shape[:-3]:
-        sizes = [t.shape[:-3] for t in (query, key, value)]
-        batch = _broadcast(sizes, ("query", "key", "value"))
-    shape = [*batch, query.shape[-3], query.shape[-2], value.shape[-1]]
-    if attn_mask is not None:
-        attn_mask = _mask_of_four_dims(attn_mask, batch)
     out, _ = attention(
-        *(_four_dims(t, batch) for t in (query, key, value)),
+        query,
+        key,
+        value,
         attn_mask,
         scale=scale,
-        window=(None, 0 if is_causal else None),
+        window=_TOP_LEFT if is_causal else _UNLIMITED,
         top_left=True,
         dropout_p=dropout_p,
     )
-    return out if dims == 4 else out.reshape(shape[len(shape) - dims :])
+    return out if shape is None else out.reshape(shape)
 
 
 def flash_attention(
@@ -321,18 +355,18 @@ def flash_attention(
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
     tensors = (query, key, value, sink, attn_mask, alibi_slopes)
-    options = {
-        "causal": causal,
-        "window": window,
-        "softcap": softcap,
-        "sink": sink,
-        "attn_mask": attn_mask,
-        "alibi_slopes": alibi_slopes,
-        "dropout_p": dropout_p,
-        "scale": scale,
-        "return_lse": return_lse,
-    }
-    if any(type(t) is not Tensor for t in tensors if t is not None):
+    if not _are_plain(tensors):
+        options = {
+            "causal": causal,
+            "window": window,
+            "softcap": softcap,
+            "sink": sink,
+            "attn_mask": attn_mask,
+            "alibi_slopes": alibi_slopes,
+            "dropout_p": dropout_p,
+            "scale": scale,
+            "return_lse": return_lse,
+        }
         if has_torch_function(tensors):
             return handle_torch_function(flash_attention, tensors, query, key, value, **options)
         _check_tensors(
@@ -406,7 +440,7 @@ def flash_attention_varlen(
     """
     tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes)
     sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    if any(type(t) is not Tensor for t in tensors if t is not None):
+    if not _are_plain(tensors):
         if has_torch_function(tensors):
             return handle_torch_function(
                 flash_attention_varlen,

@@ -9,25 +9,29 @@ import gc
 
 import torch
 from torch.autograd import forward_ad
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from fused_norm import _decompositions, _ops, _sharding
-from fused_norm._C import record_norm, take_overflow
+from fused_norm import _C, _decompositions, _ops, _sharding, _tracing
+from fused_norm._C import record_norm
 
 
-def raise_overflow() -> None:
-    """For _C.OverflowPending: raises what the user is to be told, unless another thread did."""
-    overflow = take_overflow()
-    if overflow is None:
-        return
-    address, description, columns = overflow
-    name = _name_of_norm(address) or description
-    raise RuntimeError(
-        f"{name}: memory_efficient=True had no room for {columns} column(s) whose weight became "
-        "zero, or small beside the bias, since the parameters were last looked at. The gradients "
-        "of that backward pass are NaN: discard them. Change parameters in place under "
-        "torch.no_grad() rather than through .data, and capture or compile anew after it, or use "
-        "memory_efficient=False for this norm"
+def _overflow_message(overflows: list[tuple[int, str, int]]) -> str:
+    """What the user is told of norms whose gradients are NaN for want of room, each an address of
+    its weight, or of its bias if it has none, a description of it and a number of columns."""
+    _tracing.compile_anew()
+    norms = "; ".join(
+        f"{_name_of_norm(address) or description} had no room for {columns} column(s)"
+        for address, description, columns in overflows
+    )
+    return (
+        f"memory_efficient=True: {norms} whose weight became zero, or small beside the bias, since "
+        "the parameters were last looked at. The gradients of that backward pass are NaN: discard "
+        "them, and repeat the step. To be seen in time, change parameters in place under "
+        "torch.no_grad(), not through .data, before the forward pass; capture CUDA graphs anew; or "
+        "use memory_efficient=False for this norm"
     )
 
 
@@ -44,7 +48,7 @@ def _name_of_norm(address: int) -> str | None:
         if all(p._cdata != address for p in norm.parameters(recurse=False)):
             continue
         names = [name for root in modules for name, m in root.named_modules() if m is norm]
-        name = max(names, key=len)
+        name = ".".join(part for part in max(names, key=len).split(".") if part != "_orig_mod")
         return f"{name} = {norm}" if name else str(norm)
     return None
 
@@ -193,16 +197,25 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     return _ops.call_below_autograd(_ops.norm_backward, *tensors, *args)
 
 
+def _before_optimizer_step(*_) -> None:
+    if _C.before_optimizer_step():
+        _tracing.compile_anew()
+
+
 def _after_optimizer_step(*_) -> None:
-    _ops._C.note_optimizer_step()
+    _C.after_optimizer_step()
 
 
-# torch.compiler.disable, without loading the compiler: a compiled step calls it, and does not try
-# to trace it.
+# torch.compiler.disable, without loading the compiler: a compiled step calls them, and does not try
+# to trace them.
+_before_optimizer_step._torchdynamo_disable = True
 _after_optimizer_step._torchdynamo_disable = True
 
-# So that other changes of parameters are known from an optimizer's (csrc/ops/column_watch.cpp).
+# So that gradients that are NaN for want of room reach no parameter, and other changes of
+# parameters are known from an optimizer's (csrc/ops/column_watch.cpp).
+register_optimizer_step_pre_hook(_before_optimizer_step)
 register_optimizer_step_post_hook(_after_optimizer_step)
+_C.set_overflow_message(_overflow_message)
 
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")

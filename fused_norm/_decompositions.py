@@ -1,6 +1,7 @@
 """The norm operators as chains of torch's own, for what the kernels do not do: second and higher
-derivatives, forward-mode derivatives, torch.func transforms, and compilers that are to fuse a norm
-with its neighbours.
+derivatives, forward-mode derivatives, torch.func transforms, compilers that are to fuse a norm
+with its neighbours, and ONNX. The softmaxes for ONNX; csrc/ops/softmax_decomposition.cpp has them
+for derivatives.
 
 Same arguments and results as the operators of the same names; arithmetic and dtypes as in the
 kernels, roundings in the last place aside. Every function is differentiable in every tensor.
@@ -99,6 +100,31 @@ def add_norm_forward_listing(
     options = (normalized_shape, eps, weight_offset, rms, out_dtype or input.dtype, room)
     output, *others = norm_forward_listing(residual_out, weight, bias, *options)
     return output, residual_out, *others
+
+
+def softmax_forward(input, dim, log=False, out_dtype=None) -> Tensor:
+    """As torch's, in the precision of the kernels."""
+    x = input.to(_accumulate_dtype(input.dtype))
+    y = torch.log_softmax(x, dim) if log else torch.softmax(x, dim)
+    return y.to(out_dtype or input.dtype)
+
+
+def scaled_masked_softmax(input, mask, scale=1.0, causal=False, out_dtype=None) -> Tensor:
+    """Rows that are hidden altogether give zeros."""
+    x = input.to(_accumulate_dtype(input.dtype)) * scale
+    if mask is not None:
+        hides = mask.dtype is torch.bool
+        x = x.masked_fill(mask, -torch.inf) if hides else x + mask.to(x.dtype)
+    if causal:
+        queries, keys = x.shape[-2:]
+        later = torch.ones(queries, keys, dtype=torch.bool, device=x.device)
+        x = x.masked_fill(later.triu(keys - queries + 1), -torch.inf)
+    if mask is not None or causal:
+        empty = (x == -torch.inf).all(-1, keepdim=True)
+        y = torch.softmax(x.masked_fill(empty, 0), -1).masked_fill(empty, 0)
+    else:
+        y = torch.softmax(x, -1)
+    return y.to(out_dtype or input.dtype)
 
 
 def _listed_slots(columns: Tensor, cols: int) -> Tensor:

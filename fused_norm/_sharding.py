@@ -1,4 +1,5 @@
-"""How DTensor shards the operators: rows stay where they are, a row is never split.
+"""How DTensor shards the operators: rows stay where they are, a row is never split; of attention,
+sequences and groups of heads.
 
 A sharded dimension of rows needs no communication; the gradients of a norm's parameters are then
 partial sums. An input sharded within its rows, or a sharded parameter, is gathered first, as for
@@ -38,6 +39,9 @@ def _register() -> None:
     softmax_forward = torch.ops.fused_norm.softmax_forward.default
     scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
     softmax_backward = torch.ops.fused_norm.softmax_backward.default
+    attention_forward = torch.ops.fused_norm.attention_forward.default
+    attention_backward = torch.ops.fused_norm.attention_backward.default
+    attention_rng = torch.ops.fused_norm.attention_rng.default
 
     def same(tensors, placement):
         """The placement for each tensor of a list, None for what is None."""
@@ -114,6 +118,86 @@ def _register() -> None:
             rules.append(([placement], [placement, *same([mask], of_mask), *[None] * len(options)]))
         return rules
 
+    def attention_splits(query, key, packed):
+        """How a call may be split over its processes: none of it, by sequence, by head. Each as the
+        dimension, counted over (batch, heads) of query, or None."""
+        splits = [None]
+        if not packed:
+            splits.append(0)
+        # A group of heads stays with its key head.
+        kv_heads = query.shape[-2 if packed else -3]
+        if key is not None:
+            kv_heads = key.shape[-2 if packed else -3]
+        if kv_heads % query.mesh.size() == 0:
+            splits.append(1)
+        return splits
+
+    def attention_inputs(split, query, key, value, mask, slopes, sink, cu_q, cu_k, rng):
+        packed = cu_q is not None
+
+        def of_dim(tensor, dim, broadcasts=False):
+            if tensor is None:
+                return None
+            if split is None or dim < 0 or (broadcasts and tensor.shape[dim] == 1):
+                return Replicate()
+            return Shard(dim)
+
+        from_end = 4 - (split or 0) if not packed else 2
+        of_slopes = -1
+        if slopes is not None and split is not None:
+            of_slopes = slopes.ndim - 1 if split == 1 else slopes.ndim - 2
+        return [
+            *(None if t is None else of_dim(t, t.ndim - from_end) for t in (query, key, value)),
+            None if mask is None else of_dim(mask, mask.ndim - 4 + (split or 0), True),
+            of_dim(slopes, of_slopes),
+            of_dim(sink, 0 if split == 1 else -1),
+            *same((cu_q, cu_k, rng), Replicate()),
+        ]
+
+    def attention_outputs(split, packed):
+        """Of out and of its log-sum-exp."""
+        if split is None:
+            return [Replicate(), Replicate()]
+        return [Shard(split), Shard(0 if packed else split)]
+
+    @register_sharding(attention_forward)
+    def of_attention(query, key, value, mask, slopes, sink, cu_q, cu_k, rng, *options):
+        tensors = (query, key, value, mask, slopes, sink, cu_q, cu_k, rng)
+        packed = cu_q is not None
+        return [
+            (
+                attention_outputs(split, packed),
+                attention_inputs(split, *tensors) + [None] * len(options),
+            )
+            for split in attention_splits(query, key, packed)
+        ]
+
+    @register_sharding(attention_backward)
+    def of_attention_backward(dout, dlse, out, lse, query, key, value, mask, slopes, sink, *others):
+        cu_q, cu_k, rng, *options = others
+        tensors = (query, key, value, mask, slopes, sink, cu_q, cu_k, rng)
+        wanted = options[-1]
+        packed = cu_q is not None
+        rules = []
+        for split in attention_splits(query, key, packed):
+            of_out, of_lse = attention_outputs(split, packed)
+            inputs = attention_inputs(split, *tensors)
+            gradients = []
+            for is_wanted, placement in zip(wanted, [*inputs[:4], inputs[5]], strict=True):
+                if not is_wanted or placement is None:
+                    gradients.append(None)
+                elif split is not None and placement == Replicate():  # of all processes' share
+                    gradients.append(Partial())
+                else:
+                    gradients.append(placement)
+            beside = [of_out, *same([dlse], of_lse), of_out, of_lse]
+            rules.append((gradients, beside + inputs + [None] * len(options)))
+        return rules
+
+    @register_sharding(attention_rng)
+    def of_attention_rng(query):
+        return [([Replicate()], [p]) for p in placements_beside(query.ndim)]
+
     # What a rule may depend on beside the tensors. register_sharding would remember its answer for
     # every normalized_shape, output_mask, dim or causal.
     info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
@@ -124,6 +208,8 @@ def _register() -> None:
         softmax_forward: 1,
         scaled_masked_softmax: 2,
         softmax_backward: 2,
+        attention_forward: 9,
+        attention_backward: 13,
     }
     for op, first_option in first_options.items():
         info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)

@@ -1,24 +1,94 @@
-"""A norm as ``torch.compile`` and ``torch.export`` see it: one operator, whose Autograd kernel
-differentiates, or its decomposition (``config.decompose``)."""
+"""A norm or softmax as ``torch.compile`` and ``torch.export`` see it: one operator, whose Autograd
+kernel differentiates, or its decomposition (``config.decompose``, and for ONNX)."""
 
 import math
 
 import torch
 
-from fused_norm import _decompositions, _ops, config
+from fused_norm import _C, _decompositions, _ops, config
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what no subclass has changed
 
 
+def _is_onnx_export() -> bool:
+    """Whether an export to ONNX is at work, by torch.export or by torch.jit.trace."""
+    is_tracing = torch.compiler._is_exporting_flag or torch._C._is_tracing()
+    return is_tracing and torch.onnx.is_in_onnx_export()
+
+
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it and keeps no
+# trace of it.
+_is_onnx_export._dynamo_marked_constant = True
+
+
+def decomposes() -> bool:
+    """Whether a norm is traced as torch's elementary operators: where the user asks for it, and in
+    an export to ONNX, whose operators are the only ones there."""
+    return config.decompose or _is_onnx_export()
+
+
 def _fixed_room(cols: int) -> int:
-    """The room for listed columns of a traced call; captured ones: csrc/ops/column_watch.cpp."""
+    """The room for listed columns of an exported call, whose parameters nobody can look at."""
     return min(cols, -(-max(16, cols // 256) // 4) * 4)
 
 
-def _can_list(input, normalized_shape) -> bool:
-    # A DTensor saves its input, traced or not. torch.export traces fake tensors.
+def _can_list_exported(input, normalized_shape) -> bool:
+    # torch.export traces fake tensors.
     is_plain = type(input) in PLAIN or isinstance(input, torch._subclasses.FakeTensor)
     return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and is_plain
+
+
+class _Rooms:
+    """What compiled code was compiled for. Dynamo guards on ``generation`` wherever a room was
+    chosen, so that a change compiles all such code anew, and each norm is looked at again. A
+    string: of a number that changes Dynamo would make a symbol."""
+
+    generation = "0"
+
+
+_rooms = _Rooms()
+
+
+def compile_anew() -> None:
+    """With more room for listed columns, where they are needed (csrc/core/norm/room.h)."""
+    _rooms.generation = str(int(_rooms.generation) + 1)
+
+
+def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
+    """The room for listed columns, or -1 to save the input, from the parameters as they are. 0, or
+    -1 for good, where no generation is given."""
+    if not all(param is None or type(param) in PLAIN for param in (weight, bias)):
+        return -1
+    args = (weight, bias, weight_offset, x_dtype, y_dtype)
+    return _C.traced_room(*args, int(generation or _rooms.generation), generation is not None)
+
+
+# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it, with the
+# parameters themselves, and keeps no trace of it.
+_look._dynamo_marked_constant = True
+
+
+def _is_parameter(tensor) -> bool:
+    """Whether the next call finds the same tensor: not one that is computed in each call."""
+    return (
+        tensor is None
+        or isinstance(tensor, torch.nn.Parameter)
+        or (tensor.is_leaf and tensor.requires_grad)
+    )
+
+
+def _room(input, weight, bias, weight_offset, x_dtype, y_dtype) -> int:
+    """The room for listed columns of a memory_efficient call; 0 or less: it has no list."""
+    # A DTensor saves its input, traced or not.
+    if not torch.is_grad_enabled() or type(input) not in PLAIN:
+        return -1
+    if (weight is None and bias is None) or not (_is_parameter(weight) and _is_parameter(bias)):
+        return -1
+    (weight_offset,) = _numbers(weight_offset)
+    args = (weight, bias, weight_offset, x_dtype, y_dtype)
+    if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
+        return -1
+    return _look(*args, _rooms.generation)
 
 
 def _numbers(*values) -> list:
@@ -32,17 +102,17 @@ def norm_forward(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient
 ) -> torch.Tensor:
     """The output."""
-    if config.decompose:
+    if decomposes():
         args = (input, weight, bias, normalized_shape, *_numbers(eps, weight_offset), rms)
         _ops.check_norm_arguments(*args, out_dtype)
         return _decompositions.norm_forward(*args, out_dtype)[0]
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
-    lists = memory_efficient and _can_list(input, normalized_shape)
     # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
     if not torch.compiler._is_exporting_flag:
-        if lists:
-            room = _fixed_room(math.prod(normalized_shape))
-            return _ops.norm_forward_listing(*args, out_dtype, room)[0]
+        if memory_efficient:
+            room = _room(input, weight, bias, weight_offset, input.dtype, out_dtype)
+            if room > 0:
+                return _ops.norm_forward_listing(*args, out_dtype, room)[0]
         return _ops.norm_forward(*args, out_dtype)[0]
     # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
     # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
@@ -50,10 +120,26 @@ def norm_forward(
     if out_dtype is torch.float32:
         input = input.to(out_dtype)
     args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
-    if lists:
+    if memory_efficient and _can_list_exported(input, normalized_shape):
         room = _fixed_room(math.prod(normalized_shape))
         return _ops.norm_forward_listing(*args, None, room)[0].to(out_dtype)
     return _ops.norm_forward(*args)[0].to(out_dtype)
+
+
+def recorded_norm(*args) -> torch.Tensor:
+    """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
+    if _is_onnx_export():
+        _ops.check_norm_arguments(*args)
+        return _decompositions.norm_forward(*args)[0]
+    return _ops.norm_forward(*args)[0]
+
+
+def recorded_add_norm(*args) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of a sum."""
+    if _is_onnx_export():
+        _ops.check_add_norm_arguments(*args)
+        return _decompositions.add_norm_forward(*args)[:2]
+    return _ops.add_norm_forward(*args)[:2]
 
 
 def add_norm_forward(
@@ -70,26 +156,40 @@ def add_norm_forward(
     memory_efficient,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(output, residual_out)."""
-    if config.decompose:
+    if decomposes():
         eps, weight_offset = _numbers(eps, weight_offset)
     options = (weight, bias, normalized_shape, eps, weight_offset, rms)
     args = (input, residual, *options, residual_dtype, out_dtype)
-    if config.decompose:
+    if decomposes():
         _ops.check_add_norm_arguments(*args)
         return _decompositions.add_norm_forward(*args)[:2]
-    lists = memory_efficient and _can_list(input, normalized_shape)
     if not torch.compiler._is_exporting_flag:
-        if lists:
-            room = _fixed_room(math.prod(normalized_shape))
-            return _ops.add_norm_forward_listing(*args, room)[:2]
+        if memory_efficient:
+            room = _room(input, weight, bias, weight_offset, residual_dtype, out_dtype)
+            if room > 0:
+                return _ops.add_norm_forward_listing(*args, room)[:2]
         return _ops.add_norm_forward(*args)[:2]
     _ops.check_add_norm_arguments(*args)
     if out_dtype is input.dtype:  # both dtypes are the operator's defaults
         args = (input, residual.to(residual_dtype), *options)
-        if lists:
+        if memory_efficient and _can_list_exported(input, normalized_shape):
             room = _fixed_room(math.prod(normalized_shape))
             return _ops.add_norm_forward_listing(*args, None, None, room)[:2]
         return _ops.add_norm_forward(*args)[:2]
     residual_out = _decompositions.add(input, residual, residual_dtype)
     output = norm_forward(residual_out, *options, out_dtype, memory_efficient)
     return output, residual_out
+
+
+def softmax_forward(input, dim, log, out_dtype) -> torch.Tensor:
+    """A softmax or its logarithm."""
+    if _is_onnx_export():
+        return _decompositions.softmax_forward(input, dim, log, out_dtype)
+    return _ops.softmax_forward(input, dim, log, out_dtype)
+
+
+def scaled_masked_softmax(input, mask, scale, causal, out_dtype) -> torch.Tensor:
+    """The softmax of attention scores."""
+    if _is_onnx_export():
+        return _decompositions.scaled_masked_softmax(input, mask, scale, causal, out_dtype)
+    return _ops.scaled_masked_softmax(input, mask, scale, causal, out_dtype)

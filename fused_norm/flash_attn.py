@@ -11,7 +11,10 @@ Shared arguments: ``dropout_p``; ``softmax_scale``, ``None`` for 1 / sqrt(head d
 ``alibi_slopes`` fp32 ``(heads,)`` or ``(batch, heads)``.
 """
 
+import functools
+
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from fused_norm import _attention, _sharding
 
@@ -23,6 +26,19 @@ __all__ = [
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
 ]
+
+
+def _overridable(function):
+    """The function, honouring __torch_function__ of its tensors."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+        if has_torch_function(tensors):
+            return handle_torch_function(call, tensors, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _limits(window_size, causal) -> tuple:
@@ -68,6 +84,8 @@ def _run(
 
 def _check_dims(name: str, tensor: Tensor, dims: str, stacked: int = 0) -> None:
     """Of tensors whose dimensions are put in another order before the operator sees them."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} must be a tensor, but is of type {type(tensor).__name__}")
     names = dims.split()
     fits = tensor.dim() == len(names)
     if not fits or (stacked and tensor.shape[-3] != stacked):
@@ -76,6 +94,7 @@ def _check_dims(name: str, tensor: Tensor, dims: str, stacked: int = 0) -> None:
         )
 
 
+@_overridable
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -110,6 +129,7 @@ def flash_attn_func(
     )
 
 
+@_overridable
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -140,6 +160,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@_overridable
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -168,6 +189,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@_overridable
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -212,6 +234,7 @@ def flash_attn_varlen_func(
     )
 
 
+@_overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -245,6 +268,7 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
+@_overridable
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,

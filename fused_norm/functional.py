@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _C, _arguments, _autograd, _jagged, _ops, _sharding, _tracing
+from fused_norm import _C, _arguments, _jagged, _sharding, _tracing
+from fused_norm import _autograd as _autograd  # registers the operators' derivatives
 from fused_norm._attention import (  # noqa: F401
     flash_attention,
     flash_attention_varlen,
@@ -49,20 +50,11 @@ def _retry(norm, op, tensors: dict, normalized_shape, *options):
     args = (*tensors.values(), normalized_shape, *options)
     if torch._C._is_tracing():
         return op(*args[:-1])
-    result = _call(norm, *args)
+    result = norm(*args)
     if result is None:
         types = ", ".join(type(arg).__name__ for arg in args)
         raise TypeError(f"a norm does not take arguments of types {types}")
     return result
-
-
-def _call(norm, *args):
-    """Calls a norm of the extension."""
-    while True:
-        try:
-            return norm(*args)
-        except _C.OverflowPending:
-            _autograd.raise_overflow()
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
@@ -138,10 +130,10 @@ def _norm(
         if not rms or input.dim() not in (4, 5):
             return output
         return output.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
-    output = _call(_C.norm, input, weight, bias, *options)
+    output = _C.norm(input, weight, bias, *options)
     if output is None:
         tensors = {"input": input, "weight": weight, "bias": bias}
-        return _retry(_C.norm, lambda *args: _ops.norm_forward(*args)[0], tensors, *options)
+        return _retry(_C.norm, _tracing.recorded_norm, tensors, *options)
     return output
 
 
@@ -290,12 +282,10 @@ def _add_norm(
         _arguments.optional_tensor("weight", weight)
         _arguments.optional_tensor("bias", bias)
         return _tracing.add_norm_forward(input, residual, weight, bias, *options)
-    outputs = _call(_C.add_norm, input, residual, weight, bias, *options)
+    outputs = _C.add_norm(input, residual, weight, bias, *options)
     if outputs is None:
         tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
-        return _retry(
-            _C.add_norm, lambda *args: _ops.add_norm_forward(*args)[:2], tensors, *options
-        )
+        return _retry(_C.add_norm, _tracing.recorded_add_norm, tensors, *options)
     return outputs
 
 
@@ -450,9 +440,10 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
+    is_compiling = torch.compiler.is_compiling()
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
-    elif not torch.compiler.is_compiling() and type(dim) is not int:
+    elif not is_compiling and type(dim) is not int:
         dim = _arguments.integer("dim", dim)
     if type(input) is not Tensor and input.is_nested:
         return _jagged.of_dim(
@@ -464,9 +455,11 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         dtype = _arguments.softmax_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
-        return _C.softmax(input, dim, log, dtype)
-    return _ops.softmax_forward(input, dim, log, dtype)
+    if not is_compiling and type(input) in _tracing.PLAIN:
+        output = _C.softmax(input, dim, log, dtype)
+        if output is not None:  # as in torch.jit.trace
+            return output
+    return _tracing.softmax_forward(input, dim, log, dtype)
 
 
 def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -551,5 +544,7 @@ def scaled_masked_softmax(
         _sharding.register_where_loaded()  # it may be the first DTensor
     if mask is not None and type(mask) is not Tensor:
         _arguments.optional_tensor("mask", mask)
-    scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
-    return _ops.scaled_masked_softmax(input, mask, scale, causal, _softmax_out_dtype(input))
+    if type(scale) is not float or type(causal) is not bool:
+        scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
+    dtype = _softmax_out_dtype(input)
+    return _tracing.scaled_masked_softmax(input, mask, scale, causal, dtype)

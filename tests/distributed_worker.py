@@ -515,3 +515,61 @@ def compiled_dtensor(rank, device, memory_efficient):
             results.append([t.full_tensor() for t in (y, d_x.grad, d_weight.grad)])
         for traced, eager in zip(*results, strict=True):
             close(traced, eager)
+
+
+def attention(rank, device):
+    """Batch and heads sharded: placements, values, and what is communicated."""
+    mesh = init_device_mesh(device, (WORLD,))
+    shapes = (2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 8), (4, 5, 7), (4,)
+    leaves = [torch.randn(s, dtype=FP64, device=device).requires_grad_() for s in shapes]
+
+    def attend(q, k, v, mask, sink):
+        return fn.flash_attention(q, k, v, attn_mask=mask, sink=sink, causal=True, return_lse=True)
+
+    exact = attend(*leaves)
+    douts = [torch.randn_like(output) for output in exact]
+    exact_grads = torch.autograd.grad(exact, leaves, douts)
+    for dim, of_mask, of_sink in (
+        (None, Replicate(), Replicate()),
+        (0, Replicate(), Replicate()),
+        (1, Shard(0), Shard(0)),
+    ):
+        placement = Replicate() if dim is None else Shard(dim)
+        placements = [placement] * 3 + [of_mask, of_sink]
+        sharded = [
+            distribute_tensor(t.detach(), mesh, [p]).requires_grad_()
+            for t, p in zip(leaves, placements, strict=True)
+        ]
+        with CommDebugMode() as communication:
+            outputs = attend(*sharded)
+            assert all(o.placements == (placement,) for o in outputs)
+            local = [distribute_tensor(d, mesh, [placement]) for d in douts]
+            before = communication.get_total_counts()
+            grads = torch.autograd.grad(outputs, sharded, local)
+        assert communication.get_total_counts() == before
+        summed = Partial() if dim == 0 else None
+        for gradient, p in zip(grads, [placement] * 3 + [summed or of_mask] * 2, strict=True):
+            assert gradient.placements == (p,)
+        for ours, right in zip((*outputs, *grads), (*exact, *exact_grads), strict=True):
+            close(ours.full_tensor(), right)
+
+    # torch's function, packed sequences by head, and one key head, which is not split.
+    q = torch.randn(2, 4, 5, 8, dtype=FP64, device=device)
+    whole = fn.scaled_dot_product_attention(q, q, q, is_causal=True)
+    for dim in (0, 1, 2):
+        d_q = distribute_tensor(q, mesh, [Shard(dim)])
+        out = fn.scaled_dot_product_attention(d_q, d_q, d_q, is_causal=True)
+        assert out.placements == (Shard(dim) if dim < 2 else Replicate(),)
+        close(out.full_tensor(), whole)
+    one = distribute_tensor(q[:, :1], mesh, [Replicate()])
+    out = fn.flash_attention(distribute_tensor(q, mesh, [Shard(1)]), one, one)
+    close(out.full_tensor(), fn.flash_attention(q, q[:, :1], q[:, :1]))
+    packed = torch.randn(9, 4, 8, dtype=FP64, device=device)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+    d_cu = distribute_tensor(cu, mesh, [Replicate()])
+    d_packed = distribute_tensor(packed, mesh, [Shard(1)])
+    out = fn.flash_attention_varlen(d_packed, d_packed, d_packed, d_cu, d_cu, 5, 5)
+    assert out.placements == (Shard(1),)
+    close(out.full_tensor(), fn.flash_attention_varlen(packed, packed, packed, cu, cu, 5, 5))
+    dropped = fn.flash_attention(d_q, d_q, d_q, dropout_p=0.5)
+    assert dropped.shape == q.shape

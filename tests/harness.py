@@ -117,10 +117,9 @@ def apply(form, x, normalized_shape, weight=None, bias=None):
 
 
 def _apply(form, x, normalized_shape, weight, bias):
-    options = {"memory_efficient": form.memory_efficient}
+    options = {"memory_efficient": form.memory_efficient, "weight_offset": form.weight_offset}
     if form.kind == "layer":
         return fn.layer_norm(x, normalized_shape, weight, bias, form.eps, **options)
-    options["weight_offset"] = form.weight_offset
     return fn.rms_norm(x, normalized_shape, weight, form.eps, **options)
 
 
@@ -254,11 +253,11 @@ def apply_add(form, input, residual, normalized_shape, weight=None, bias=None):
     """(output, residual_out) of the library's call. The form's x is residual_out, its y has input's
     dtype."""
     options = {"memory_efficient": form.memory_efficient, "residual_dtype": form.x}
+    options["weight_offset"] = form.weight_offset
     if form.kind == "layer":
         return fn.add_layer_norm(
             input, residual, normalized_shape, weight, bias, form.eps, **options
         )
-    options["weight_offset"] = form.weight_offset
     return fn.add_rms_norm(input, residual, normalized_shape, weight, form.eps, **options)
 
 

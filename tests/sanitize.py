@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 SET = Path(__file__).with_name("sanitizer_set.py")
-PARTS = {"norm": 20, "add": 8, "softmax": 6}
+PARTS = {"norm": 20, "add": 8, "softmax": 6, "attention": 6}
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
 
 

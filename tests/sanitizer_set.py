@@ -3,13 +3,13 @@ regular and irregular rows and every kind of parameters, at the smallest sizes t
 go round.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
-    [norm] [add] [softmax] [K/N]
+    [norm] [add] [softmax] [attention] [K/N]
 
-K/N takes every N-th pair of dtypes and kind, from the K-th on. Without torch's caching allocator
-every tensor is an allocation of its own, so that a read or write past its end is seen. The tools
-racecheck, initcheck and synccheck take the same command; sanitize.py runs every part. Inputs are
-drawn on the CPU, so that hardly a kernel runs but the library's own. Where fused_norm is compiled
-in the tree and not installed, PYTHONPATH must hold the repository's root.
+K/N takes every N-th pair of dtypes and kind, or call of attention, from the K-th on. Without
+torch's caching allocator every tensor is an allocation of its own, so that a read or write past its
+end is seen. The tools racecheck, initcheck and synccheck take the same command; sanitize.py runs
+every part. Inputs are drawn on the CPU, so that hardly a kernel runs but the library's own. Where
+fused_norm is compiled in the tree and not installed, PYTHONPATH must hold the repository's root.
 """
 
 import dataclasses
@@ -20,6 +20,8 @@ import time
 
 import softmax_harness as softmax
 import torch
+from attention_reference import SAMPLE, attend, forced, takes, tensors_of
+from attention_reference import run as run_case
 from harness import OUTPUTS, SHORT, SUMS
 
 # Columns, and rows for backward. The columns lie in each tier of each pack size: from one lane a
@@ -260,6 +262,18 @@ def run_adds(pools, chosen, report):
         report(f"add {turn + 1}/{2 * len(SUMS)} {'rms' if rms else 'layer'}", (x, y))
 
 
+def run_attention(pools, chosen, report):
+    """The tests' own sample, in each tier that takes a call."""
+    generator = torch.Generator().manual_seed(0)
+    tiers = ("plain", "portable", "hopper")
+    for number, (case, tier) in chosen(itertools.product(SAMPLE, tiers)):
+        if takes(tier, case):
+            tensors = {name: t.cuda() for name, t in tensors_of(case, generator).items()}
+            with forced(tier):
+                run_case(attend(case), case, tensors)
+            report(f"attention {number + 1}/{len(SAMPLE) * len(tiers)} {tier}", (case.dtype,))
+
+
 def main():
     begin = time.monotonic()
     numbers = torch.randn(POOL, generator=torch.Generator().manual_seed(0))
@@ -270,7 +284,12 @@ def main():
         dtypes = "->".join(SHORT[dtype] for dtype in pair)
         print(f"{what} {dtypes}, {time.monotonic() - begin:.0f} s", file=sys.stderr, flush=True)
 
-    families = {"norm": run_norm, "add": run_adds, "softmax": run_softmax}
+    families = {
+        "norm": run_norm,
+        "add": run_adds,
+        "softmax": run_softmax,
+        "attention": run_attention,
+    }
     parts = [argument for argument in sys.argv[1:] if "/" in argument]
     first, step = (int(number) for number in (parts or ["1/1"])[0].split("/"))
 

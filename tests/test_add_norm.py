@@ -48,9 +48,9 @@ def forms(kind, sums, memory_efficient):
         form = Form(kind, *sums, weight=dtype, memory_efficient=memory_efficient)
         yield form
         if kind == "layer":
-            yield dataclasses.replace(form, bias=dtype)
-        else:
-            yield dataclasses.replace(form, weight_offset=1.0)
+            form = dataclasses.replace(form, bias=dtype)
+            yield form
+        yield dataclasses.replace(form, weight_offset=1.0)
     yield Form(kind, *sums, memory_efficient=memory_efficient)
 
 

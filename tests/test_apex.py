@@ -280,3 +280,69 @@ def test_modules_train_and_compile(name, memory_efficient, device, generator):
         y.backward(dy.to(y.dtype))
         results.append([y.detach(), leaf.grad, *(p.grad.clone() for p in module.parameters())])
     assert all(same_bits(eager, traced) for eager, traced in zip(*results, strict=True))
+
+
+# What apex's own tests ask of its modules: forms, shapes, strides and tolerances.
+NEAR = {
+    FP32: {"rtol": 1.3e-6, "atol": 1e-5},
+    FP16: {"rtol": 1e-3, "atol": 1e-3},
+    BF16: {"rtol": 1.6e-2, "atol": 3e-3},
+}
+APEX_CASES = list(itertools.product([FP32], ["no parameters", "affine", "mixed"], [16, 65536]))
+APEX_CASES += [(FP16, "affine", 16), (BF16, "affine", 16)]
+
+
+@each_flag
+@pytest.mark.parametrize("contiguous", [True, False], ids=["", "strided"])
+@pytest.mark.parametrize(("dtype", "form", "rows"), APEX_CASES, ids=str)
+@each_kind
+def test_modules_as_apex_tests_them(
+    kind, dtype, form, rows, contiguous, memory_efficient, device, generator
+):
+    """Beside torch's norm in fp32, over two dimensions."""
+    prefix = "MixedFused" if form == "mixed" else "Fused"
+    options = {} if form == "mixed" else {"elementwise_affine": form == "affine"}
+    name = f"{prefix}{'Layer' if kind == 'layer' else 'RMS'}Norm"
+    shape = [32, 16]
+    module = getattr(apex, name)(shape, memory_efficient=memory_efficient, **options)
+    module.to(device=device, dtype=dtype)
+    rows = min(rows, 65536 if device == "cuda" else 2048)
+    if contiguous:
+        x = randn(generator, rows, *shape, dtype=dtype)
+    else:
+        x = randn(generator, min(rows, 4096), 32 * 5, 16 * 3, dtype=dtype)[:, ::5, ::3]
+    mine = x.detach().requires_grad_()
+    theirs = x.detach().float().clone().requires_grad_()
+    assert mine.is_contiguous() == contiguous
+    y = module(mine)
+    native = F.layer_norm if kind == "layer" else F.rms_norm
+    expected = native(theirs, shape, eps=1e-5)
+    dy = torch.rand(expected.shape, generator=generator, device=device).to(dtype)
+    y.backward(dy)
+    expected.backward(dy.float())
+    torch.testing.assert_close(y, expected.to(dtype), **NEAR[dtype])
+    torch.testing.assert_close(mine.grad, theirs.grad.to(dtype), **NEAR[dtype])
+
+
+@each_flag
+@pytest.mark.parametrize("affine", [False, True], ids=["", "affine"])
+@pytest.mark.parametrize("dtype", [FP16, BF16], ids=str)
+@each_kind
+def test_autocast_as_apex_tests_it(kind, dtype, affine, memory_efficient, device, generator):
+    """fp32 input under autocast, beside a 16-bit norm of the rounded input: apex's tolerances."""
+    shape = [32, 16]
+    cls = apex.FusedLayerNorm if kind == "layer" else apex.FusedRMSNorm
+    module = cls(shape, elementwise_affine=affine, memory_efficient=memory_efficient).to(device)
+    x = randn(generator, 16, *shape).requires_grad_()
+    rounded = x.detach().to(dtype).requires_grad_()
+    native = F.layer_norm if kind == "layer" else F.rms_norm
+    expected = native(rounded, shape, eps=1e-5)
+    with torch.autocast(device, dtype):
+        y = module(x)
+    tolerance = {"rtol": 1e-3, "atol": 1e-5} if dtype == FP16 else {"rtol": 1.6e-2, "atol": 3e-4}
+    torch.testing.assert_close(y, expected, **tolerance)
+    dy = torch.rand_like(expected)
+    y.backward(dy)
+    expected.backward(dy)
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == FP16 else {"rtol": 1.6e-2, "atol": 3e-3}
+    torch.testing.assert_close(x.grad, rounded.grad.float(), **tolerance)

@@ -8,7 +8,7 @@ from harness import bits, rand_generator, same_bits
 import fused_norm.functional as fn
 
 AFFINE = {
-    "layer": ["none", "weight", "bias", "weight and bias"],
+    "layer": ["none", "weight", "bias", "weight and bias", "weight and bias with offset"],
     "rms": ["none", "weight", "weight with offset"],
 }
 EVERY_FORM = [(kind, affine) for kind, forms in AFFINE.items() for affine in forms]
@@ -39,12 +39,9 @@ def norm(kind, affine, memory_efficient, shape=(6,)):
 
     def call(x, *params):
         named = dict(zip(names, params, strict=True))
-        if kind == "layer":
-            return fn.layer_norm(x, shape, **named, memory_efficient=memory_efficient)
-        offset = 1.0 if "offset" in affine else 0.0
-        return fn.rms_norm(
-            x, shape, **named, memory_efficient=memory_efficient, weight_offset=offset
-        )
+        options = {"memory_efficient": memory_efficient}
+        options["weight_offset"] = 1.0 if "offset" in affine else 0.0
+        return (fn.layer_norm if kind == "layer" else fn.rms_norm)(x, shape, **named, **options)
 
     names = [name for name in ("weight", "bias") if name in affine]
     return call

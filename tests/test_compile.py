@@ -427,7 +427,7 @@ def test_compiled_optimizer_step(device, generator, recwarn):
             step()
         weights.append(module.weight.detach())
     torch.testing.assert_close(*weights)
-    assert not [w for w in recwarn.list if "note_optimizer_step" in str(w.message)]
+    assert not [w for w in recwarn.list if "optimizer_step" in str(w.message)]
 
 
 @pytest.mark.cuda

@@ -1,5 +1,9 @@
 """Streams, graph capture and devices: the library runs where torch says, in torch's order."""
 
+import os
+import threading
+import time
+
 import pytest
 import torch
 from harness import (
@@ -102,6 +106,64 @@ def test_no_wait_for_the_gpu(kind, generator):
     forward_backward(apply, form, x, [1000], weight, bias, dy)
     with waits_are_errors():
         assert returns_at_once(lambda: forward_backward(apply, form, x, [1000], weight, bias, dy))
+
+
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+def test_threads_with_different_batch_sizes(memory_efficient, generator):
+    """Each on a stream of its own. The plan, and with it the shared memory that a kernel is given,
+    depends on the number of rows; FUSED_NORM_TEST_SECONDS says how long."""
+    seconds = float(os.environ.get("FUSED_NORM_TEST_SECONDS", 3))
+    cases = []
+    for kind in KINDS:
+        for cols in (1000, 4096, 8192, 16384, 40000):
+            form = full_form(kind, BF16, memory_efficient=memory_efficient)
+            parameters = random_parameters(generator, form, [cols], recoverable=True)
+            for rows in (7, 96, 700, 3000):
+                data = (
+                    random_input(generator, rows, cols, BF16),
+                    randn(generator, rows, cols).to(BF16),
+                )
+                cases.append((form, cols, parameters, *data))
+    end, failures = time.monotonic() + seconds, []
+
+    def work(number):
+        try:
+            expected = {}
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for turn in range(10**9):
+                    at = (turn * (2 * number + 1) + number) % len(cases)
+                    form, cols, (weight, bias), x, dy = cases[at]
+                    results = forward_backward(apply, form, x, [cols], weight, bias, dy)
+                    if at in expected:
+                        assert_same_bits(results, expected[at])
+                    expected.setdefault(at, results)
+                    if time.monotonic() > end:
+                        break
+        except Exception as error:
+            failures.append(error)
+
+    torch.cuda.synchronize()
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
+    torch.cuda.synchronize()
+
+
+def test_errors_of_others_are_left_alone(generator):
+    """An error of CUDA that somebody else has not asked for yet."""
+    form = full_form("layer", BF16)
+    weight, bias = random_parameters(generator, form, [1000])
+    x, dy = random_input(generator, 600, 1000, BF16), randn(generator, 600, 1000, dtype=BF16)
+    forward_backward(apply, form, x, [1000], weight, bias, dy)
+    runtime = torch.cuda.cudart()
+    assert int(runtime.cudaHostUnregister(dy.data_ptr())) != 0  # which is no host memory
+    apply(form, x, [1000], weight, bias)
+    with pytest.raises(RuntimeError, match="CUDA"):  # torch's kernels ask for it
+        torch.ones(3, device="cuda").mul_(2)
+    torch.ones(3, device="cuda").mul_(2)
 
 
 @pytest.mark.multi_gpu

@@ -45,6 +45,10 @@ def test_softmaxes(pair):
     pair.run("softmaxes")
 
 
+def test_attention(pair):
+    pair.run("attention")
+
+
 @each_flag
 @each_kind
 def test_ddp(pair, kind, memory_efficient):

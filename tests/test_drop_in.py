@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.nn.functional as F
+from harness import held_for_backward
 from torch.overrides import TorchFunctionMode
 
 import fused_norm
@@ -153,6 +154,15 @@ def test_compiled_subclass():
     compiled = torch.compile(lambda x: fn.layer_norm(x, 8), backend="eager", fullgraph=True)
     y = compiled(X.as_subclass(Plain))
     assert type(y) is Plain and torch.equal(y.as_subclass(torch.Tensor), fn.layer_norm(X, 8))
+
+
+def test_memory_efficient_channels_last_saves_a_copy():
+    """Kernels read rows that are contiguous."""
+    x = torch.randn(2, 3, 4, 8).to(memory_format=torch.channels_last).requires_grad_()
+    weight = torch.ones(8, requires_grad=True)
+    y, held = held_for_backward(lambda: fn.rms_norm(x, 8, weight, memory_efficient=True), x, weight)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    assert y.nbytes <= held < 2 * y.nbytes
 
 
 def test_proxy_of_a_name_taken_from_the_module():

@@ -40,6 +40,12 @@ def test_three_runs_agree_and_save_the_predicted_memory(norm, tmp_path):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_fused_attention_gives_the_same_losses(tmp_path):
+    """Within what the script itself allows, or its exit code is 1."""
+    done = train_gpt("--attention", "fused", "--steps", 4, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_step_on_a_folder_of_text(tmp_path):
     folder = tmp_path / "text"
     (folder / "more").mkdir(parents=True)
@@ -58,6 +64,7 @@ BAD_OPTIONS = {
     "empty folder": ("--text {tmp}/folder", "has 0 bytes, but needs at least 129"),
     "preset": ("--preset huge", "invalid choice: 'huge'"),
     "norm": ("--norm batch", "invalid choice: 'batch'"),
+    "attention": ("--attention none", "invalid choice: 'none'"),
     "no step": ("--steps 0", "--steps 0 is too few"),
     "no number": ("--steps many", "invalid int value: 'many'"),
     "large seed": (f"--seed {2**64}", f"--seed {2**64} does not fit into 64 bits"),

@@ -70,7 +70,7 @@ def cases(draw, device):
     parameter = st.none() | st.sampled_from(PARAMETERS[x_dtype])
     weight_dtype = draw(parameter)
     bias_dtype = draw(parameter) if kind == "layer" else None
-    offset = draw(st.sampled_from([0.0, 1.0, -0.3])) if kind == "rms" and weight_dtype else 0.0
+    offset = draw(st.sampled_from([0.0, 1.0, -0.3])) if weight_dtype else 0.0
     # 1e-12 makes gradients of constant rows 1e6, beyond fp16.
     eps = draw(st.sampled_from([1e-5, 1e-6, 1e-3] + [1e-12] * (x_dtype != torch.float16)))
     form = Form(

@@ -41,7 +41,7 @@ def efficient_forms(kind, dtype):
     for form in forms(kind, dtype):
         if form.y == form.x or form.x == FP32:
             yield dataclasses.replace(form, memory_efficient=True)
-            if kind == "rms" and form.weight:
+            if form.weight:
                 yield dataclasses.replace(form, memory_efficient=True, weight_offset=1.0)
 
 

@@ -67,10 +67,12 @@ def test_weight_and_bias_of_different_dtypes(dtype, device, generator):
 
 @each_dtype
 @pytest.mark.parametrize("offset", [1.0, -0.3])
-def test_weight_offset(offset, dtype, device, generator):
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_weight_offset(kind, offset, dtype, device, generator):
     verdict = Verdict()
+    bias = dtype if kind == "layer" else None
     for y_dtype in OUTPUTS[dtype]:
-        form = Form("rms", dtype, y_dtype, weight=dtype, weight_offset=offset)
+        form = Form(kind, dtype, y_dtype, weight=dtype, bias=bias, weight_offset=offset)
         measure(verdict, generator, form, random_input(generator, 40, 264, dtype), "40 x 264")
     verdict.check()
 

@@ -132,16 +132,17 @@ FUSED_NORM_SIMD void subtract_distances(Acc* x, Acc slope, Acc distance, int64_t
   for (int64_t i = 0; i < n; ++i) x[i] -= slope * std::abs(distance - Acc(i));
 }
 
+// The sum of p * dp: dout . out, without the rounding of out. Where a key is hidden its probability
+// is 0, whatever its value, and so dp, holds.
 template <typename Acc>
-FUSED_NORM_SIMD double dot(const Acc* a, const Acc* b, int64_t n) {
+FUSED_NORM_SIMD double weighted_sum_of_row(const Acc* p, const Acc* dp, int64_t n) {
   double sum = 0;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += double{a[i]} * double{b[i]};
+  for (int64_t i = 0; i < n; ++i) sum += p[i] == 0 ? 0.0 : double{p[i]} * double{dp[i]};
   return sum;
 }
 
-// The gradient of the scores, in place of that of the probabilities. Where a key is hidden its
-// probability is 0, whatever its value holds.
+// The gradient of the scores, in place of that of the probabilities.
 template <typename Acc>
 FUSED_NORM_SIMD void score_gradients(Acc* x, const Acc* p, Acc delta, int64_t n) {
 #pragma omp simd
@@ -410,7 +411,7 @@ void forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
 
 template <typename Acc>
 struct BackwardBuffers {
-  Buffer<Acc> query, out, dout, dquery, dscores, slopes, dropped, dkey, dvalue;
+  Buffer<Acc> query, dout, dquery, dscores, slopes, dropped, dkey, dvalue;
 };
 
 // Adds to the block's rows of dmask; strides are 0 where the mask broadcasts.
@@ -432,17 +433,15 @@ void add_product(const Block<Acc>& block, Acc* a, Acc* b, int64_t cols, Acc* to)
   sum.addmm_(matrix(a, block.rows(), block.width()).t(), matrix(b, block.rows(), cols));
 }
 
-// The gradients of a block's queries, and its share of those of keys and values. Returns, row by
-// row, dsink's share in `of_sink`.
+// The gradients of a block's queries, and its share of those of keys, values, mask and sinks.
 template <typename Acc>
-void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Tensor& out,
-                    const Acc* lse, const Tensor& dout, const Acc* dlse, Acc* dkey, Acc* dvalue,
+void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc* lse,
+                    const Tensor& dout, const Acc* dlse, Acc* dkey, Acc* dvalue,
                     const AttentionProblemGradients& gradients, double* dsink) {
   const AttentionProblem& p = block.p;
   const int64_t rows = block.rows(), width = block.width(), dv = block.value_dim;
   const int64_t total = rows * width;
   Acc* q = block.gather(p.query, &buffers.query);
-  Acc* o = block.gather(out, &buffers.out);
   Acc* d_out = block.gather(dout, &buffers.dout);
   Acc* s = block.scores(q, &buffers.slopes);
   Acc* ds = buffers.dscores.at_least(total);
@@ -452,16 +451,21 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Tens
   Acc* dropped = p.dropout_p > 0 ? buffers.dropped.at_least(total) : s;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = block.head_of(r);
-    const int64_t at = (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) +
-                       block.place_of(r);
+    const int64_t at =
+        (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
     Acc *p_row = s + r * width, *ds_row = ds + r * width;
-    const double of_lse = dlse == nullptr ? 0 : dlse[at];
-    const double delta = dot(o + r * dv, d_out + r * dv, dv) - of_lse;
-    if (lse[at] == -kInfinity<Acc>) {
+    // Divided by their own sum: of exp(score - lse) the rounding of lse is a part of the sum.
+    const double sink = sink_of(p, head);
+    const Acc shift = std::max(largest(p_row, width), static_cast<Acc>(sink));
+    const bool empty = lse[at] == -kInfinity<Acc>;
+    double of_sink = 0;
+    if (empty) {
       std::fill_n(p_row, width, Acc(0));
     } else {
-      exp_row(p_row, lse[at], width);
-      if (dsink != nullptr) dsink[head] -= std::exp(sink_of(p, head) - lse[at]) * delta;
+      of_sink = p.sink.defined() ? std::exp(sink - shift) : 0;
+      const double sum = exp_row(p_row, shift, width) + of_sink;
+      multiply(p_row, static_cast<Acc>(1 / sum), width);
+      of_sink /= sum;
     }
     if (p.dropout_p > 0) {
       const int64_t row = block.sequence.index * p.query.size(1) + head;
@@ -469,6 +473,9 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Tens
       drop(p, row, block.query_of(r), block.low, dropped + r * width, width);
       drop(p, row, block.query_of(r), block.low, ds_row, width);
     }
+    const double of_lse = dlse == nullptr ? 0 : dlse[at];
+    const double delta = weighted_sum_of_row(p_row, ds_row, width) - of_lse;
+    if (dsink != nullptr) dsink[head] -= of_sink * delta;
     score_gradients(ds_row, p_row, static_cast<Acc>(delta), width);
   }
   if (gradients.mask.defined()) add_mask_gradient(block, ds, gradients.mask);
@@ -500,8 +507,8 @@ void write_rows(const Acc* from, const Sequence& sequence, int64_t head, const T
 }
 
 template <typename Acc>
-void backward(const AttentionProblem& p, const Tensor& out, const Tensor& lse, const Tensor& dout,
-              const Tensor& dlse, const AttentionProblemGradients& gradients) {
+void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, const Tensor& dlse,
+              const AttentionProblemGradients& gradients) {
   const std::vector<Sequence> sequences = sequences_of(p);
   const int64_t kv_heads = p.key.size(1), heads = p.query.size(1);
   const int64_t count = static_cast<int64_t>(sequences.size());
@@ -522,7 +529,7 @@ void backward(const AttentionProblem& p, const Tensor& out, const Tensor& lse, c
     std::fill_n(dvalue, sequence.keys * block.value_dim, Acc(0));
     for (int64_t i = 0; i < sequence.queries; i += step) {
       block.set_queries(i, std::min(step, sequence.queries - i));
-      backward_block(block, buffers, out, lse.const_data_ptr<Acc>(), dout,
+      backward_block(block, buffers, lse.const_data_ptr<Acc>(), dout,
                      dlse.defined() ? dlse.const_data_ptr<Acc>() : nullptr, dkey, dvalue, gradients,
                      dsinks.empty() ? nullptr : dsinks.data() + s * heads);
     }
@@ -565,17 +572,16 @@ void attention_forward(const AttentionProblem& p, const Tensor& out, const Tenso
   }
 }
 
-void attention_backward(const AttentionProblem& p, const Tensor& out, const Tensor& lse,
-                        const Tensor& dout, const Tensor& dlse,
-                        const AttentionProblemGradients& gradients) {
+void attention_backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout,
+                        const Tensor& dlse, const AttentionProblemGradients& gradients) {
   const at::NoGradGuard no_grad;
   zero_outside(gradients.query, p.query_offsets);
   zero_outside(gradients.key, p.key_offsets);
   zero_outside(gradients.value, p.key_offsets);
-  if (out.scalar_type() == at::kDouble) {
-    backward<double>(p, out, lse, dout, dlse, gradients);
+  if (lse.scalar_type() == at::kDouble) {
+    backward<double>(p, lse, dout, dlse, gradients);
   } else {
-    backward<float>(p, out, lse, dout, dlse, gradients);
+    backward<float>(p, lse, dout, dlse, gradients);
   }
 }
 

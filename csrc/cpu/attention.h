@@ -41,8 +41,8 @@ void attention_forward(const AttentionProblem& problem, const at::Tensor& out,
 struct AttentionProblemGradients {
   at::Tensor query, key, value, mask, sink;
 };
-void attention_backward(const AttentionProblem& problem, const at::Tensor& out,
-                        const at::Tensor& lse, const at::Tensor& dout, const at::Tensor& dlse,
+void attention_backward(const AttentionProblem& problem, const at::Tensor& lse,
+                        const at::Tensor& dout, const at::Tensor& dlse,
                         const AttentionProblemGradients& gradients);
 
 }  // namespace fused_norm::cpu

@@ -20,8 +20,8 @@ using OptionalTensor = std::optional<at::Tensor>;
 // (B, Hk, Sk, Dv). Packed sequences, with cu_seqlens: (T, H, D).
 //
 // Tensors that are stacked come as one, of one more dimension before the others: without a value,
-// `key` is (2, ...) and holds key and value; without a key, `query` is (3, ...) and holds all three.
-// Their gradient is then one tensor too.
+// `key` is (2, ...) and holds key and value; without a key, `query` is (3, ...) and holds all
+// three. Their gradient is then one tensor too.
 struct AttentionCall {
   at::Tensor query;
   OptionalTensor key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, rng;
@@ -53,19 +53,23 @@ std::pair<at::Tensor, at::Tensor> attention_forward(const AttentionCall& call);
 // there is no such tensor, and where it is stacked with the one before it.
 AttentionGradients attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
                                       const at::Tensor& out, const at::Tensor& lse,
-                                      const AttentionCall& call,
-                                      const std::array<bool, 5>& wanted);
+                                      const AttentionCall& call, const std::array<bool, 5>& wanted);
+
+// attention_forward through the dispatcher, and so recorded for autograd (attention_autograd.cpp).
+std::pair<at::Tensor, at::Tensor> attention(const AttentionCall& call);
 
 // Seed and offset of a call's dropout: int64 (2,) on query's device, from its default generator.
 at::Tensor attention_rng(const at::Tensor& query);
 
-// The checks that every call passes, for decompositions too.
+// The checks that every call passes, for decompositions too (attention_checks.cpp).
 void check_attention(const AttentionCall& call);
+void check_attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
+                              const at::Tensor& out, const at::Tensor& lse,
+                              const AttentionCall& call);
 
 // The schemas' order of arguments, written once: a function of an AttentionCall as a kernel.
 using ForwardResult = std::tuple<at::Tensor, at::Tensor>;
-using BackwardResult =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using BackwardResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 template <auto function>
 ForwardResult forward_kernel(const at::Tensor& query, const OptionalTensor& key,
@@ -94,12 +98,12 @@ BackwardResult backward_kernel(const at::Tensor& dout, const OptionalTensor& dls
                                double softcap, std::optional<c10::SymInt> window_left,
                                std::optional<c10::SymInt> window_right, bool top_left,
                                double dropout_p, std::array<bool, 5> output_mask) {
-  AttentionGradients gradients = function(
-      dout, dlse, out, lse,
-      {query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, rng,
-       std::move(max_seqlen_q), std::move(max_seqlen_k), scale, softcap, std::move(window_left),
-       std::move(window_right), top_left, dropout_p},
-      output_mask);
+  AttentionGradients gradients =
+      function(dout, dlse, out, lse,
+               {query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, rng,
+                std::move(max_seqlen_q), std::move(max_seqlen_k), scale, softcap,
+                std::move(window_left), std::move(window_right), top_left, dropout_p},
+               output_mask);
   return {gradients.query, gradients.key, gradients.value, gradients.attn_mask, gradients.sink};
 }
 

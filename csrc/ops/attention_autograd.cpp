@@ -1,6 +1,6 @@
-// The derivatives of the attention operators, as kernels of the dispatcher's Autograd key. The first
-// derivative is the kernels'; of higher ones, forward mode and torch.func transforms the operators'
-// decompositions take care.
+// The derivatives of the attention operators, as kernels of the dispatcher's Autograd key. The
+// first derivative is the kernels'; of higher ones, forward mode and torch.func transforms the
+// operators' decompositions take care.
 #include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -62,11 +62,11 @@ AttentionCall call_of(const variable_list& t, const std::vector<double>& numbers
   const auto limit = [](const SymInt& size) {
     return size < 0 ? std::nullopt : std::optional(size);
   };
-  return {t[kQuery],        optional(kKey),      optional(kValue),    optional(kMask),
-          optional(kAlibi), optional(kSink),     optional(kOffsetsQ), optional(kOffsetsK),
-          optional(kRng),   sizes[0],            sizes[1],            numbers[0],
-          numbers[1],       limit(sizes[2]),     limit(sizes[3]),     sizes[4] == 1,
-          numbers[2]};
+  return {
+      t[kQuery],       optional(kKey),      optional(kValue),    optional(kMask), optional(kAlibi),
+      optional(kSink), optional(kOffsetsQ), optional(kOffsetsK), optional(kRng),  sizes[0],
+      sizes[1],        numbers[0],          numbers[1],          limit(sizes[2]), limit(sizes[3]),
+      sizes[4] == 1,   numbers[2]};
 }
 
 AttentionCall saved_call(AutogradContext* ctx, const variable_list& tensors) {
@@ -190,8 +190,8 @@ std::pair<Tensor, Tensor> forward_autograd(const AttentionCall& call) {
   }
   if (needs_grad(call.query, call.key, call.value, call.attn_mask, call.sink)) {
     check_layout(call.query, "query");  // Function asks for sizes, which not every tensor has
-    const variable_list results = AttentionFunction::apply(
-        call.query, call.key, call.value, call.attn_mask, call.sink, call);
+    const variable_list results =
+        AttentionFunction::apply(call.query, call.key, call.value, call.attn_mask, call.sink, call);
     return {results[0], results[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
@@ -201,15 +201,14 @@ std::pair<Tensor, Tensor> forward_autograd(const AttentionCall& call) {
 
 AttentionGradients backward_autograd(const Tensor& dout, const OptionalTensor& dlse,
                                      const Tensor& out, const Tensor& lse,
-                                     const AttentionCall& call,
-                                     const std::array<bool, 5>& wanted) {
+                                     const AttentionCall& call, const std::array<bool, 5>& wanted) {
   if (is_transformed(dout, dlse, call.query, call.key, call.value, call.attn_mask, call.sink)) {
     return decomposed::attention_backward(dout, dlse, call, wanted);
   }
   if (needs_grad(dout, dlse, call.query, call.key, call.value, call.attn_mask, call.sink)) {
-    const variable_list results = AttentionBackwardFunction::apply(
-        dout, dlse, call.query, call.key, call.value, call.attn_mask, call.sink, out, lse, call,
-        wanted);
+    const variable_list results =
+        AttentionBackwardFunction::apply(dout, dlse, call.query, call.key, call.value,
+                                         call.attn_mask, call.sink, out, lse, call, wanted);
     AttentionGradients gradients;
     size_t result = 0;
     const auto take = [&](bool made, Tensor* gradient) {
@@ -236,4 +235,10 @@ TORCH_LIBRARY_IMPL(fused_norm, Autograd, m) {
 }
 
 }  // namespace
+
+std::pair<Tensor, Tensor> attention(const AttentionCall& call) {
+  const auto [out, lse] = call_forward(forward_op(), call);
+  return {out, lse};
+}
+
 }  // namespace fused_norm::ops

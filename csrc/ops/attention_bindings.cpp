@@ -9,14 +9,13 @@ namespace {
 
 TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
   const std::string call =
-      "Tensor query, Tensor? key, Tensor? value, Tensor? attn_mask=None, Tensor? "
-      "alibi_slopes=None, Tensor? sink=None, Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
-      "Tensor? rng=None, SymInt max_seqlen_q=0, SymInt max_seqlen_k=0, float scale=1.0, float "
-      "softcap=0.0, SymInt? window_left=None, SymInt? window_right=None, bool top_left=False, "
-      "float dropout_p=0.0";
+      "Tensor query, Tensor? key, Tensor? value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? "
+      "sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, SymInt max_seqlen_q, SymInt "
+      "max_seqlen_k, float scale, float softcap, SymInt? window_left, SymInt? window_right, bool "
+      "top_left, float dropout_p";
   m.def(("attention_forward(" + call + ") -> (Tensor out, Tensor lse)").c_str());
   m.def(("attention_backward(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " + call +
-         ", bool[5] output_mask=[True, True, True, False, False]) -> (Tensor dquery, Tensor dkey, "
+         ", bool[5] output_mask) -> (Tensor dquery, Tensor dkey, "
          "Tensor dvalue, Tensor dmask, Tensor dsink)")
             .c_str());
   // Beside the others, so that those are functions of their arguments alone: they may be made again

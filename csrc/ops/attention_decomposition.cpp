@@ -7,10 +7,10 @@
 #include <ATen/ops/full_like.h>
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/maximum.h>
+#include <ATen/ops/minimum.h>
 #include <ATen/ops/searchsorted.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/where.h>
-#include <ATen/ops/minimum.h>
 #include <ATen/ops/zeros_like.h>
 
 #include <limits>
@@ -50,8 +50,7 @@ Rows packed_rows(const Tensor& offsets, const SymInt& total, const at::TensorOpt
   const Tensor row = at::arange(total, options);
   const Tensor found = at::searchsorted(ends, row, /*out_int32=*/false, /*right=*/true) - 1;
   const Tensor sequence = found.clamp_min(0);
-  const Tensor inside =
-      found.ge(0).logical_and(row < bounds.index_select(0, sequence + 1));
+  const Tensor inside = found.ge(0).logical_and(row < bounds.index_select(0, sequence + 1));
   return {at::where(inside, sequence, -1), row - bounds.index_select(0, sequence), bounds};
 }
 
@@ -117,7 +116,8 @@ Tensor dropped(const AttentionCall& call, const Tensor& probabilities, const Row
                               : at::arange(probabilities.sym_size(0), integers).view({-1, 1, 1, 1});
   const Tensor head = at::arange(heads, integers).view({-1, 1, 1});
   const Tensor draw = draws(*call.rng, sequence * heads + head, q.place.unsqueeze(1), k.place);
-  const auto threshold = static_cast<int64_t>(dropout_threshold(static_cast<float>(call.dropout_p)));
+  const auto threshold =
+      static_cast<int64_t>(dropout_threshold(static_cast<float>(call.dropout_p)));
   return draw.ge(threshold).to(probabilities.scalar_type()) / (1 - call.dropout_p);
 }
 
@@ -142,8 +142,8 @@ Probabilities probabilities(const AttentionCall& call) {
   const SymInt kv_heads = p.key.sym_size(1), queries = p.query.sym_size(2),
                keys = p.key.sym_size(3);
   const auto integers = call.query.options().dtype(at::kLong);
-  const Rows q = packed ? packed_rows(*call.cu_seqlens_q, queries, integers)
-                        : dense_rows(queries, integers);
+  const Rows q =
+      packed ? packed_rows(*call.cu_seqlens_q, queries, integers) : dense_rows(queries, integers);
   const Rows k =
       packed ? packed_rows(*call.cu_seqlens_k, keys, integers) : dense_rows(keys, integers);
   Tensor s = ungrouped(at::matmul(grouped(p.query, kv_heads), p.key.transpose(-1, -2)));
@@ -258,11 +258,12 @@ AttentionGradients attention_backward(const Tensor& dout, const OptionalTensor& 
     gradients.value = Tensor();
   }
   if (wanted[3] && has(call.attn_mask)) {
-    gradients.attn_mask = of_scores.sum_to_size_symint(call.attn_mask->sym_sizes())
-                              .to(call.attn_mask->scalar_type());
+    gradients.attn_mask =
+        of_scores.sum_to_size_symint(call.attn_mask->sym_sizes()).to(call.attn_mask->scalar_type());
   }
   if (wanted[4] && has(call.sink)) {
-    gradients.sink = -(p.of_sink * of_row).sum(at::IntArrayRef({0, 2})).to(call.sink->scalar_type());
+    gradients.sink =
+        -(p.of_sink * of_row).sum(at::IntArrayRef({0, 2})).to(call.sink->scalar_type());
   }
   return gradients;
 }

@@ -153,6 +153,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward_no_g
                           residual_dtype, out_dtype);
 }
 
+// What functional softmaxes call.
+at::Tensor softmax_output(const at::Tensor& input, int64_t dim, bool log,
+                          std::optional<at::ScalarType> out_dtype) {
+  if (at::tracer::impl::is_dispatch_enabled()) return {};  // None, as below
+  return softmax(input, dim, log, out_dtype);
+}
+
 // What functional norms call, and their Autograd kernels. None: the caller is to say what is wrong,
 // or to see to it that torch.jit.trace records an operator.
 using Shape = std::vector<c10::SymInt>;
@@ -191,12 +198,26 @@ std::vector<at::Tensor> record_norm_of(const at::Tensor& input, const OptionalTe
   return record_norm(input, residual, weight, bias, options, room.value_or(kSaveInput));
 }
 
-// None, or (address of the parameter's TensorImpl, description, number of columns).
-std::optional<std::tuple<uintptr_t, std::string, int64_t>> take_overflow_tuple() {
-  const auto overflow = take_overflow();
-  if (!overflow.has_value()) return std::nullopt;
-  return std::tuple{reinterpret_cast<uintptr_t>(overflow->weight), overflow->description,
-                    overflow->columns};
+int64_t traced_room_of(const OptionalTensor& weight, const OptionalTensor& bias,
+                       double weight_offset, at::ScalarType x_dtype, at::ScalarType y_dtype,
+                       int generation, bool looks) {
+  const at::Tensor g = weight.value_or(at::Tensor()), b = bias.value_or(at::Tensor());
+  const int64_t cols = g.defined() ? g.numel() : b.defined() ? b.numel() : 0;
+  return traced_room({g, b, weight_offset, cols, x_dtype, y_dtype}, generation, looks);
+}
+
+// `message` takes a list of (address of the parameter's TensorImpl, description, columns).
+void set_overflow_message_of(const py::function& message) {
+  auto* const kept = new py::function(message);
+  set_overflow_message([kept](const std::vector<Overflow>& overflows) {
+    const py::gil_scoped_acquire gil;
+    py::list list;
+    for (const Overflow& overflow : overflows) {
+      list.append(py::make_tuple(reinterpret_cast<uintptr_t>(overflow.weight), overflow.description,
+                                 overflow.columns));
+    }
+    return py::cast<std::string>((*kept)(list));
+  });
 }
 
 // The loader reads this from the file, before it loads it into a torch that may be another one
@@ -280,10 +301,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   for (const char* name : {"norm", "add_norm"})
     m.def(name, [](const py::args&) { return py::none(); });
   m.def("record_norm", &record_norm_of, py::call_guard<py::gil_scoped_release>());
-  py::register_exception<OverflowPending>(m, "OverflowPending");
-  m.def("fixed_room", &fixed_room);
-  m.def("note_optimizer_step", &note_optimizer_step);
-  m.def("take_overflow", &take_overflow_tuple);
+  m.def("traced_room", &traced_room_of, py::call_guard<py::gil_scoped_release>());
+  m.def("before_optimizer_step", &before_optimizer_step, py::call_guard<py::gil_scoped_release>());
+  m.def("after_optimizer_step", &after_optimizer_step, py::call_guard<py::gil_scoped_release>());
+  m.def("set_overflow_message", &set_overflow_message_of);
   m.def("unrecoverable_columns", &unrecoverable_columns, py::arg("weight"), py::arg("bias"),
         py::arg("weight_offset"), py::arg("out_dtype"), py::call_guard<py::gil_scoped_release>());
   m.def("check_norm_options", &check_norm_options, py::arg("input"), py::arg("weight"),
@@ -291,7 +312,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_add_norm_options", &check_add_norm_options, py::arg("input"), py::arg("residual"),
         py::arg("residual_out"), py::arg("weight"), py::arg("bias"), py::arg("out"), py::arg("eps"),
         py::arg("weight_offset"));
-  m.def("softmax", &softmax, py::call_guard<py::gil_scoped_release>());
+  m.def("softmax", &softmax_output, py::call_guard<py::gil_scoped_release>());
   m.def("softmax_forward", &softmax_forward_no_grad, py::arg("input"), py::arg("dim"),
         py::arg("log") = false, py::arg("out_dtype") = py::none(), py::arg("tier") = "auto",
         py::call_guard<py::gil_scoped_release>());
@@ -305,6 +326,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         py::arg("ndim"), py::arg("dim"));
   m.def("check_masked_softmax_options", &check_masked_softmax_options, py::arg("input"),
         py::arg("mask"), py::arg("out"), py::arg("ndim"), py::arg("scale"), py::arg("causal"));
+  m.def("attention", &forward_kernel<attention>, py::call_guard<py::gil_scoped_release>());
+  m.def("attention", [](const py::args&) { return py::none(); });
   m.def("force_attention_tier", &force_attention_tier);
   m.def("build_info", &build_info);
 }

@@ -1,15 +1,5 @@
 // On the CPU a call looks at its parameters. On a GPU that would be a wait, so that a call relies
-// on what backward passes reported (core/norm/columns.h): the number of columns that might stop
-// being recoverable within the next few updates. How many updates lie between report and call is
-// known from stamps. A look that waits is taken when
-//   - the parameters are new,
-//   - their memory is another one, until that has become a habit (FSDP),
-//   - their version counters moved by an amount not seen before, or without an optimizer's step
-//     (load_state_dict, pruning); an optimizer's step is a move of its own where they stay (fused
-//     optimizers do not move them),
-//   - they move without either (updates written through .data), for a while.
-// A choice stays until the next move, also where other memory is a habit and optimizers are known
-// to make the moves; and in a checkpoint's second forward pass, which so saves what its first did.
+// on what backward passes reported (core/norm/columns.h).
 //
 // What is known of a norm hangs on its weight's TensorImpl, or its bias's if it has no weight, or
 // that of the tensor of which these are views (FSDP's flat parameters), and goes with it. A weak
@@ -19,12 +9,12 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <deque>
+#include <memory>
 #include <mutex>
 #include <sstream>
-#include <vector>
+#include <unordered_map>
 
 #include "cpu/norm.h"
 #include "ops/rows.h"
@@ -47,44 +37,90 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-std::mutex mutex;                         // guards all but optimizer_steps
-std::optional<Overflow> pending_on_host;  // on the CPU, or found in a report
-std::atomic<uint64_t> optimizer_steps = 0;
+std::function<std::string(const std::vector<Overflow>&)>* overflow_message = nullptr;
+std::atomic<bool> compile_anew = false;
+thread_local int eager_calls = 0;
 
-int64_t element_size(ScalarType type) { return static_cast<int64_t>(c10::elementSize(type)); }
-
-// Beyond so many columns the side tensor takes more than half of the saving.
-int64_t most_listed(const NormColumns& norm) {
-  const int64_t side = norm.x_dtype == at::kDouble ? 8 : 4;
-  return std::min(norm.cols * element_size(norm.x_dtype) / (2 * side), kMostRoom);
+RoomLimits limits_of(const NormColumns& norm) {
+  return room_limits(norm.cols, static_cast<int>(c10::elementSize(norm.x_dtype)));
 }
 
-int64_t round_room(int64_t columns, int64_t cols) { return std::min((columns + 3) / 4 * 4, cols); }
+const Tensor& first_param(const NormColumns& norm) {
+  return norm.weight.defined() ? norm.weight : norm.bias;
+}
 
-std::string describe(const NormColumns& norm) {
-  std::ostringstream text;
-  const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
-  text << "a norm with " << (norm.weight.defined() ? "weight" : "bias") << " of shape "
-       << param.sizes() << " and dtype " << param.scalar_type() << " on " << param.device();
-  return text.str();
+// What does not fit is named by the operator.
+bool fits(const NormColumns& norm) {
+  for (const Tensor& t : {norm.weight, norm.bias}) {
+    if (t.defined() && (t.layout() != at::kStrided || !t.is_floating_point() ||
+                        t.numel() != norm.cols || t.device() != first_param(norm).device())) {
+      return false;
+    }
+  }
+  return true;
+}
+
+int64_t count_on_cpu(const NormColumns& norm) {
+  const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
+  return cpu::lost_columns(flat(norm.weight), flat(norm.bias), norm.weight_offset, norm.cols,
+                           norm.x_dtype, norm.y_dtype, /*precise=*/true)
+      .numel();
+}
+
+std::mutex mutex;  // guards what follows; no Python runs under it
+#ifdef FUSED_NORM_WITH_CUDA
+struct Watch;
+void forget_watches(std::vector<std::unique_ptr<Watch>>& watches);
+#else
+struct Watch {};
+void forget_watches(std::vector<std::unique_ptr<Watch>>&) {}
+#endif
+
+// Hangs on a parameter; other tensors on the same memory, detach() and .data, do not inherit it.
+struct Norms : c10::BackendMeta {
+  uint64_t id;
+  int first_generation = -1;  // of compiled code that knows it
+  std::vector<std::unique_ptr<Watch>> watches;
+
+  c10::intrusive_ptr<c10::BackendMeta> clone(
+      const c10::intrusive_ptr<c10::BackendMeta>&) const override {
+    return {};
+  }
+  ~Norms() override;
+};
+std::unordered_map<uint64_t, c10::TensorImpl*>& known_params() {  // by the id of their Norms
+  static auto* const params = new std::unordered_map<uint64_t, c10::TensorImpl*>;
+  return *params;
+}
+
+// Every parameter that is remembered must be one that comes again: a leaf, or a view of a leaf.
+Tensor owner_of(const Tensor& param) {
+  if (!param.defined() || param.is_leaf()) return param;
+  if (param.is_view() && param._base().is_leaf()) return Tensor(param._base());
+  return {};
+}
+
+// Null when the tensor already carries something of a backend's own.
+Norms* norms_of(const Tensor& owner, bool create) {
+  static uint64_t next_id = 1;
+  c10::TensorImpl* const impl = owner.unsafeGetTensorImpl();
+  if (c10::BackendMeta* const meta = impl->get_backend_meta()) return dynamic_cast<Norms*>(meta);
+  if (!create) return nullptr;
+  auto norms = c10::make_intrusive<Norms>();
+  norms->id = next_id++;
+  known_params()[norms->id] = impl;
+  impl->set_backend_meta(norms);
+  return norms.get();
 }
 
 #ifdef FUSED_NORM_WITH_CUDA
 
-constexpr int kPossibleLooks = 8;  // at parameters that move without their version counters
-constexpr int kStrangeSwaps = 2;
-
-int64_t room_for(int64_t columns, const NormColumns& norm) {
-  return columns > most_listed(norm) ? kSaveInput : round_room(columns, norm.cols);
-}
-
 // Mapped host memory that kernels write. Never given back: a captured graph may write it at any
-// time. Slot 0 holds the overflow signal, and the reports of norms without a watch.
+// time. Report 0 has the overflow signal.
 class ReportArena {
  public:
   struct Slot {
-    ColumnReport* host;
-    ColumnReport* device;
+    ColumnReport *host, *device;
     uint32_t index;
   };
 
@@ -92,21 +128,18 @@ class ReportArena {
     // Slots rest for a while, as kernels may still be on their way to them.
     constexpr size_t kResting = 1024;
     if (free_.size() <= kResting) grow();
-    const uint32_t index = free_.front();
+    const Slot slot = at(free_.front());
     free_.pop_front();
-    const Slot slot = at(index);
     *slot.host = {};
     return slot;
   }
-
-  void give_back(uint32_t index) { free_.push_back(index); }
+  void give_back(const Slot& slot) { free_.push_back(slot.index); }
 
   Slot at(uint32_t index) {
     if (blocks_.empty()) grow();
     const auto& block = blocks_[index / kSlots];
     return {block.host + index % kSlots, block.device + index % kSlots, index};
   }
-
   bool empty() const { return blocks_.empty(); }
 
  private:
@@ -134,58 +167,31 @@ class ReportArena {
   std::deque<uint32_t> free_;
 };
 
-struct Report {
-  bool valid, moved;
-  uint16_t stamp;
-  int64_t at_risk[kHorizons];
-  int64_t lost;
-};
-
 // All that is known of one norm.
 struct Watch {
-  // Which norm: the weight hangs on what owns this.
+  NormColumns norm;  // without its tensors
   uint64_t bias_id;
   int64_t offset, bias_offset;  // of views
-  double weight_offset;
-  int64_t cols;
-  ScalarType x_dtype, y_dtype;
+  c10::TensorImpl* weight;      // that this hangs on
   c10::Device device = c10::kCPU;
 
+  ParamsHistory history;
+  int64_t room = kSaveInput;  // of the next eager call
+  int64_t least_room = -1;    // of the backward calls since the last step; -1: none
+  bool waits = false;         // the step is waiting for its report
+  bool traced = false, captured = false;
+
   ReportArena::Slot slot;
-  Tensor history;
-  cudaStream_t history_stream = nullptr;
-  bool captured = false;
-
-  // The choice, and the parameters for which it was made.
-  bool chosen = false;
-  int64_t room = kSaveInput;
-  const void *weight_data = nullptr, *bias_data = nullptr;
-  uint32_t version = 0;
-  uint16_t stamp = 0;
-
-  // What is known of how they change: the moves of the version counters, twice that plus one with
-  // an optimizer's step.
-  std::array<uint64_t, 4> known_moves{};
-  int moves = 0;
-  bool optimized = false;  // some came with an optimizer's step
-  uint64_t optimizer_steps = 0;
-  int swaps = 0, looks = 0;
-  bool moves_unseen = true;  // without the version counters
-  bool backward_ran = false;
-  int64_t outstanding = 0;  // forward calls whose backward call did not come yet
+  Tensor memory;  // ColumnWatch::history, and totals
+  cudaStream_t stream = nullptr;
+  bool memory_captured = false;
 };
 
 struct Registry {
   ReportArena arena;
-  uint64_t next_id = 1;
-  // Of every slot ever used: whose it is, for messages.
-  struct Owner {
-    const void* weight;
-    std::string description;
-    Watch* watch;  // null when it is gone
-  };
-  std::vector<Owner> owners;
-  std::vector<Tensor> immortal;  // what captured graphs write
+  std::unordered_map<uint32_t, Watch*> watches;   // by slot
+  std::unordered_map<uint32_t, Overflow> owners;  // of every slot ever used, for messages
+  std::vector<Tensor> immortal;                   // what captured graphs write
 };
 
 Registry& registry() {
@@ -193,53 +199,23 @@ Registry& registry() {
   return *registry;
 }
 
-// Hangs on a parameter; other tensors on the same memory, detach() and .data, do not inherit it.
-struct Norms : c10::BackendMeta {
-  uint64_t id;
-  std::vector<std::unique_ptr<Watch>> watches;
-
-  c10::intrusive_ptr<c10::BackendMeta> clone(
-      const c10::intrusive_ptr<c10::BackendMeta>&) const override {
-    return {};
+void forget_watches(std::vector<std::unique_ptr<Watch>>& watches) {
+  for (const auto& watch : watches) {
+    registry().watches.erase(watch->slot.index);
+    if (!watch->captured) registry().arena.give_back(watch->slot);
   }
-  ~Norms() override {
-    const std::lock_guard lock(mutex);
-    for (const auto& watch : watches) {
-      registry().owners[watch->slot.index].watch = nullptr;
-      if (!watch->captured) registry().arena.give_back(watch->slot.index);
-    }
-  }
-};
-
-// Every parameter that is remembered must be one that comes again: a leaf, or a view of a leaf.
-Tensor owner_of(const Tensor& param) {
-  if (!param.defined() || param.is_leaf()) return param;
-  if (param.is_view() && param._base().is_leaf()) return Tensor(param._base());
-  return {};
-}
-
-// Null when the tensor already carries something of a backend's own.
-Norms* norms_of(const Tensor& owner, bool create) {
-  c10::TensorImpl* const impl = owner.unsafeGetTensorImpl();
-  if (c10::BackendMeta* const meta = impl->get_backend_meta()) return dynamic_cast<Norms*>(meta);
-  if (!create) return nullptr;
-  auto norms = c10::make_intrusive<Norms>();
-  norms->id = registry().next_id++;
-  impl->set_backend_meta(norms);
-  return norms.get();
 }
 
 // Null when the norm cannot be remembered, or is not known and not to be created.
 Watch* find_watch(const NormColumns& norm, bool create) {
   constexpr size_t kMostWatches = 16;  // beyond them its bias or offset is another at each call
-  const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
+  const Tensor& param = first_param(norm);
   const Tensor owner = owner_of(param);
   if (!owner.defined()) return nullptr;
   uint64_t bias_id = 0;
   if (norm.weight.defined() && norm.bias.defined()) {
     const Tensor bias_owner = owner_of(norm.bias);
-    if (!bias_owner.defined()) return nullptr;
-    const Norms* const bias = norms_of(bias_owner, create);
+    const Norms* const bias = bias_owner.defined() ? norms_of(bias_owner, create) : nullptr;
     if (bias == nullptr) return nullptr;
     bias_id = bias->id;
   }
@@ -247,27 +223,25 @@ Watch* find_watch(const NormColumns& norm, bool create) {
   if (norms == nullptr) return nullptr;
   const int64_t bias_offset = bias_id != 0 ? norm.bias.storage_offset() : 0;
   for (const auto& watch : norms->watches) {
+    const NormColumns& known = watch->norm;
     if (watch->bias_id == bias_id && watch->offset == param.storage_offset() &&
-        watch->bias_offset == bias_offset && watch->weight_offset == norm.weight_offset &&
-        watch->cols == norm.cols && watch->x_dtype == norm.x_dtype &&
-        watch->y_dtype == norm.y_dtype && watch->device == param.device()) {
+        watch->bias_offset == bias_offset && known.weight_offset == norm.weight_offset &&
+        known.cols == norm.cols && known.x_dtype == norm.x_dtype && known.y_dtype == norm.y_dtype &&
+        watch->device == param.device()) {
       return watch.get();
     }
   }
   if (!create || norms->watches.size() >= kMostWatches) return nullptr;
   auto watch = std::make_unique<Watch>();
+  watch->norm = {{}, {}, norm.weight_offset, norm.cols, norm.x_dtype, norm.y_dtype};
   watch->bias_id = bias_id;
   watch->offset = param.storage_offset();
   watch->bias_offset = bias_offset;
-  watch->weight_offset = norm.weight_offset;
-  watch->cols = norm.cols;
-  watch->x_dtype = norm.x_dtype;
-  watch->y_dtype = norm.y_dtype;
+  watch->weight = owner.unsafeGetTensorImpl();
   watch->device = param.device();
   watch->slot = registry().arena.take();
-  auto& owners = registry().owners;
-  if (owners.size() <= watch->slot.index) owners.resize(watch->slot.index + 1);
-  owners[watch->slot.index] = {param.unsafeGetTensorImpl(), describe(norm), watch.get()};
+  registry().watches[watch->slot.index] = watch.get();
+  registry().owners[watch->slot.index] = overflow_of(norm, 0);
   norms->watches.push_back(std::move(watch));
   return norms->watches.back().get();
 }
@@ -276,59 +250,68 @@ bool is_capturing() {
   return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
-Report read_report(const Watch& watch) {
-  const ColumnReport* const at = watch.slot.host;
-  const uint64_t word = *static_cast<const volatile uint64_t*>(&at->report);
-  Report report;
-  report.valid = word >> 62 & 1;
-  report.moved = word >> 61 & 1;
-  report.stamp = static_cast<uint16_t>(word >> kHorizons * kCountBits);
-  for (int h = 0; h < kHorizons; ++h) {
-    report.at_risk[h] = static_cast<int64_t>(word >> h * kCountBits & ((1 << kCountBits) - 1));
-  }
-  report.lost = *static_cast<const volatile uint32_t*>(&at->lost);
-  return report;
+ColumnCounts read_report(const Watch& watch) {
+  return unpack_report(*static_cast<const volatile uint64_t*>(&watch.slot.host->report));
 }
 
-ColumnWatch device_watch(Watch& watch, cudaStream_t stream) {
+ParamsSeen params_of(const Watch& watch) {
+  ParamsSeen seen;
+  auto add = [&](c10::TensorImpl* impl, const void** data) {
+    *data = impl->storage().data();
+    if (!impl->is_inference()) seen.version += impl->version_counter().current_version();
+  };
+  add(watch.weight, &seen.weight);
+  const auto bias = known_params().find(watch.bias_id);
+  if (bias != known_params().end()) add(bias->second, &seen.bias);
+  return seen;
+}
+
+// So that no Python runs under the lock, no mode may see a look's operators.
+struct BelowPython {
+  c10::impl::ExcludeDispatchKeyGuard no_python{
+      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot})};
+  at::AutoDispatchBelowADInplaceOrView below_autograd;
+};
+
+// Memory for the looks of one stream: two could not share it. A captured graph keeps what it has.
+void find_memory(Watch& watch, const NormColumns& norm, cudaStream_t stream) {
+  const bool capturing = is_capturing();
+  if (watch.memory.defined() && (capturing || !watch.memory_captured) &&
+      (capturing || watch.stream == stream)) {
+    if (capturing && !watch.memory_captured) registry().immortal.push_back(watch.memory);
+    watch.memory_captured |= capturing;
+    return;
+  }
+  if (capturing) return;  // only overflow is reported
+  const BelowPython below_python;
+  const auto options = first_param(norm).options().requires_grad(false).dtype(
+      norm.x_dtype == at::kDouble ? at::kDouble : at::kFloat);
+  const int64_t size = (norm.bias.defined() ? 4 : 2) * norm.cols;
+  const int64_t totals = kTotalsBytes / static_cast<int64_t>(options.dtype().itemsize());
+  watch.memory = at::full({(size + totals - 1) / totals * totals + totals}, NAN, options);
+  watch.memory.slice(0, watch.memory.numel() - totals).zero_();
+  watch.history.restart();
+  watch.stream = stream;
+  watch.memory_captured = false;
+}
+
+ColumnWatch device_watch(const Watch& watch, uint16_t stamp) {
   ColumnWatch out{};
-  if (watch.history.defined()) {
-    out.history = watch.history.mutable_data_ptr();
-    out.totals = static_cast<char*>(out.history) + watch.history.nbytes() - kTotalsBytes;
-    if (stream != watch.history_stream) {
-      watch.history.record_stream(c10::cuda::getCurrentCUDAStream());
-    }
+  if (watch.memory.defined()) {
+    out.history = watch.memory.mutable_data_ptr();
+    out.totals = static_cast<char*>(out.history) + watch.memory.nbytes() - kTotalsBytes;
   }
   out.report = watch.slot.device;
-  out.overflow_signal = &registry().arena.at(0).device->overflow;
-  out.signal = watch.slot.index;
-  out.stamp = watch.stamp;
+  out.overflow_signal = &registry().arena.at(0).device->overflow_signal;
+  out.stamp = stamp;
   return out;
 }
 
-void keep_for_graphs(Watch& watch) {
-  if (watch.captured) return;
-  watch.captured = true;
-  if (watch.history.defined()) registry().immortal.push_back(watch.history);
-}
-
-// Launches a look and waits for it. Keeps to itself: under the lock no Python may run, so no mode
-// sees its operators.
-Report look(Watch& watch, const NormColumns& norm) {
-  const c10::impl::ExcludeDispatchKeyGuard no_python(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+// Launches a look and waits for it.
+ColumnCounts look(Watch& watch, const NormColumns& norm) {
+  const BelowPython below_python;
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  if (!watch.history.defined()) {
-    const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
-    const auto options = param.options().requires_grad(false).dtype(
-        norm.x_dtype == at::kDouble ? at::kDouble : at::kFloat);
-    const int64_t size = (norm.bias.defined() ? 4 : 2) * norm.cols;
-    const int64_t totals = kTotalsBytes / static_cast<int64_t>(options.dtype().itemsize());
-    watch.history = at::full({(size + totals - 1) / totals * totals + totals}, NAN, options);
-    watch.history.slice(0, watch.history.numel() - totals).zero_();
-    watch.history_stream = stream;
-  }
+  find_memory(watch, norm, stream);
   const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
   ColumnLookParams params{};
   params.cols = static_cast<int32_t>(norm.cols);
@@ -337,196 +320,234 @@ Report look(Watch& watch, const NormColumns& norm) {
   params.weight_offset = norm.weight_offset;
   params.weight = to_param(weight);
   params.bias = to_param(bias);
-  params.watch = device_watch(watch, stream);
+  params.watch = device_watch(watch, watch.history.stamp());
   check_launch(launch_column_look(params, stream));
   c10::cuda::stream_synchronize(stream);
-  return read_report(watch);
+  const ColumnCounts counts = read_report(watch);
+  watch.history.looked(counts);
+  watch.room = chosen_room(counts.lost, limits_of(norm));
+  return counts;
 }
 
-// Room for the columns that are at risk until the parameters of a call, from a report that was
-// taken `lag` choices before it. More than are: the forecast may fall short.
-int64_t room_from(const Report& report, int lag, const NormColumns& norm) {
-  int h = 0;
-  while (h < kHorizons && lag > horizon(h)) ++h;
-  if (!report.valid || h == kHorizons) return kSaveInput;
-  const int64_t columns = report.at_risk[h];
-  if (columns == (1 << kCountBits) - 1 || columns > most_listed(norm)) return kSaveInput;
-  return columns == 0 ? 0 : round_room(columns + columns / 8 + 4, norm.cols);
-}
-
-uint32_t version_of(const Tensor& param) {
-  return param.defined() && !param.is_inference() ? static_cast<uint32_t>(param._version()) : 0;
+bool can_wait() {
+  return c10::cuda::warning_state().get_sync_debug_mode() != c10::cuda::SyncDebugMode::L_ERROR;
 }
 
 bool requires_grad(const Tensor& param) { return param.defined() && param.requires_grad(); }
 
 int64_t choose_on_gpu(const NormColumns& norm) {
-  const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
-  const c10::cuda::CUDAGuard guard(param.device());
+  const std::lock_guard lock(mutex);
+  const c10::cuda::CUDAGuard guard(first_param(norm).device());
   Watch* const watch = find_watch(norm, true);
   if (watch == nullptr) return kSaveInput;
-  const void* const weight_data = norm.weight.defined() ? norm.weight.const_data_ptr() : nullptr;
-  const void* const bias_data = norm.bias.defined() ? norm.bias.const_data_ptr() : nullptr;
-  const uint32_t version = version_of(norm.weight) + version_of(norm.bias);
-  const bool swapped = weight_data != watch->weight_data || bias_data != watch->bias_data;
-  const uint32_t step = version - watch->version;
-  const uint64_t steps = optimizer_steps;  // once: another thread may take one meanwhile
-  const bool optimized = steps != watch->optimizer_steps;
-  const bool moved = step != 0 || optimized;
-  const uint64_t move = uint64_t{step} << 1 | optimized;
-  const auto known = watch->known_moves.begin();
-  const auto known_end = known + std::min<size_t>(watch->moves, watch->known_moves.size());
-  const bool strange_move =
-      moved && ((watch->optimized && !optimized) || std::find(known, known_end, move) == known_end);
+  ParamsHistory& history = watch->history;
+  history.see(params_of(*watch));
   if (is_capturing()) {
-    keep_for_graphs(*watch);
-    if (!watch->chosen || strange_move || (swapped && watch->swaps < kStrangeSwaps))
-      return kSaveInput;
-    const int64_t room = room_from(read_report(*watch), horizon(kHorizons - 1), norm);
-    return room == kSaveInput ? kSaveInput : std::max(room, fixed_room(norm.cols));
+    watch->captured = true;
+    const ColumnCounts counts = read_report(*watch);
+    return history.must_look() || !history.is_recent(counts)
+               ? kSaveInput
+               : fixed_room(counts.at_risk, limits_of(norm), 0);
   }
-
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  const bool stayed = !swapped && step == 0;
-  const bool repeats = in_backward && watch->outstanding > 0 && (stayed || !optimized);
-  const bool unmoved = !moved && (stayed ? watch->moves > 0 || !watch->backward_ran
-                                         : watch->optimized && watch->swaps >= kStrangeSwaps);
-  if (watch->chosen && (repeats || unmoved)) {
-    if (!in_backward) ++watch->outstanding;
-    return watch->room;
-  }
-
-  bool must_look = !watch->chosen || !watch->history.defined();
-  if (watch->chosen && swapped) must_look |= ++watch->swaps <= kStrangeSwaps;
-  if (watch->chosen && strange_move) {
-    watch->known_moves[watch->moves++ % watch->known_moves.size()] = move;
-    watch->optimized |= optimized;
-    must_look = true;
-  }
-  Report report = read_report(*watch);
-  if (report.valid) watch->moves_unseen |= report.moved;
-  if (watch->moves == 0 && watch->moves_unseen &&
-      (requires_grad(norm.weight) || requires_grad(norm.bias))) {
-    must_look |= watch->looks++ < kPossibleLooks;
-  }
-
-  ++watch->stamp;
-  const bool can_wait =
-      c10::cuda::warning_state().get_sync_debug_mode() != c10::cuda::SyncDebugMode::L_ERROR;
-  if (must_look && can_wait) {
-    report = look(*watch, norm);
-    if (watch->chosen) watch->moves_unseen = report.moved;
-    watch->room = room_for(report.lost, norm);
-  } else if (must_look) {
-    watch->room = kSaveInput;
+  auto choice = history.choose(in_backward, requires_grad(norm.weight) || requires_grad(norm.bias));
+  if (choice == ParamsHistory::Choice::kKeep) return watch->room;
+  const ColumnCounts counts = read_report(*watch);
+  if (choice == ParamsHistory::Choice::kFromReport && history.is_recent(counts)) {
+    watch->room = chosen_room(counts.at_risk, limits_of(norm));
   } else {
-    const auto lag = static_cast<uint16_t>(watch->stamp - report.stamp);
-    watch->room = room_from(report, lag, norm);
+    if (can_wait()) {
+      look(*watch, norm);
+    } else {
+      watch->room = kSaveInput;
+    }
   }
-  watch->chosen = true;
-  watch->weight_data = weight_data;
-  watch->bias_data = bias_data;
-  watch->version = version;
-  watch->optimizer_steps = steps;
-  watch->backward_ran = false;
-  watch->outstanding = in_backward ? 0 : 1;
   return watch->room;
 }
 
-// Moves what kernels signalled into pending_on_host.
-void collect_overflow() {
-  ReportArena& arena = registry().arena;
-  if (pending_on_host.has_value() || arena.empty()) return;
-  volatile uint32_t* const signal = &arena.at(0).host->overflow;
-  const uint32_t index = *signal;
-  if (index == 0) return;
+// What kernels signalled. Waits, where there is anything, so that all is known.
+std::vector<Overflow> take_overflows() {
+  const std::lock_guard lock(mutex);
+  Registry& all = registry();
+  if (all.arena.empty()) return {};
+  volatile uint32_t* const signal = &all.arena.at(0).host->overflow_signal;
+  if (*signal == 0) return {};
+  if (!is_capturing()) (void)cudaDeviceSynchronize();
   *signal = 0;
-  ColumnReport* const report = arena.at(index).host;
-  const auto& owner = registry().owners.at(index);
-  pending_on_host = Overflow{owner.weight, owner.description, report->overflow};
-  if (owner.watch != nullptr) owner.watch->chosen = false;
-  report->overflow = 0;
+  std::vector<Overflow> overflows;
+  for (auto& [index, owner] : all.owners) {
+    volatile uint32_t* const columns = &all.arena.at(index).host->overflow;
+    if (*columns == 0) continue;
+    overflows.push_back({owner.weight, owner.description, *columns});
+    *columns = 0;
+    const auto watch = all.watches.find(index);
+    if (watch != all.watches.end()) watch->second->history.forget();
+  }
+  return overflows;
 }
 
-#else
-void collect_overflow() {}
+// Whether the host must wait before an optimizer's step for the sake of this norm.
+bool must_wait(Watch& watch) {
+  if (watch.least_room < 0) return false;
+  watch.history.see(params_of(watch));
+  const bool fixed = watch.traced || watch.captured;
+  const ColumnCounts counts = read_report(watch);
+  const bool near = fixed ? is_near(counts.at_risk, watch.least_room, watch.norm.cols)
+                          : counts.at_risk > watch.least_room;
+  return near || watch.history.is_doubtful(counts, fixed, watch.captured);
+}
+
+// Before the step, with the report that it waited for, if it did.
+void leave(Watch& watch) {
+  if (watch.waits) watch.history.verified();
+  watch.waits = false;
+  if (watch.traced && watch.least_room >= 0 &&
+      is_near(read_report(watch).at_risk, watch.least_room, watch.norm.cols)) {
+    compile_anew = true;
+    watch.traced = false;  // until it is traced again
+  }
+  if (!watch.captured) watch.least_room = -1;
+}
+
 #endif  // FUSED_NORM_WITH_CUDA
+
+Norms::~Norms() {
+  const std::lock_guard lock(mutex);
+  known_params().erase(id);
+  forget_watches(watches);
+}
 
 }  // namespace
 
-int64_t fixed_room(int64_t cols) { return round_room(std::max<int64_t>(16, cols / 256), cols); }
+void set_overflow_message(std::function<std::string(const std::vector<Overflow>&)> message) {
+  overflow_message = new auto(std::move(message));  // outlives the interpreter, which it may call
+}
 
-void note_optimizer_step() { ++optimizer_steps; }
+Overflow overflow_of(const NormColumns& norm, int64_t columns) {
+  const Tensor& param = first_param(norm);
+  std::ostringstream text;
+  text << "a norm with " << (norm.weight.defined() ? "weight" : "bias") << " of shape "
+       << param.sizes() << " and dtype " << param.scalar_type() << " on " << param.device();
+  return {param.unsafeGetTensorImpl(), text.str(), columns};
+}
 
-std::optional<Overflow> take_overflow() {
-  const std::lock_guard lock(mutex);
-  collect_overflow();
-  return std::exchange(pending_on_host, std::nullopt);
+void raise_overflow(const std::vector<Overflow>& overflows) {
+  TORCH_CHECK(false, overflow_message != nullptr ? (*overflow_message)(overflows)
+                                                 : overflows.at(0).description);
 }
 
 void check_overflow() {
-  const std::optional<Overflow> overflow = take_overflow();
-  TORCH_CHECK(
-      !overflow.has_value(), overflow->description, " and memory_efficient=True had no room for ",
-      overflow->columns,
-      " column(s) whose weight became zero, or small beside the bias. The gradients of that "
-      "backward pass are NaN: discard them. Compile anew with memory_efficient=False for "
-      "this norm");
+#ifdef FUSED_NORM_WITH_CUDA
+  const auto overflows = take_overflows();
+  if (!overflows.empty()) raise_overflow(overflows);
+#endif
 }
 
-void report_overflow(const NormColumns& norm, int64_t columns) {
-  const std::lock_guard lock(mutex);
-  const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
-  pending_on_host = Overflow{param.unsafeGetTensorImpl(), describe(norm), columns};
-}
+EagerCall::EagerCall() { ++eager_calls; }
+EagerCall::~EagerCall() { --eager_calls; }
 
 int64_t choose_room(const NormColumns& norm) {
-  const std::lock_guard lock(mutex);
-  collect_overflow();
-  if (pending_on_host.has_value()) return kOverflowPending;
   if (!norm.weight.defined() && !norm.bias.defined()) return 0;
-  const Tensor& param = norm.weight.defined() ? norm.weight : norm.bias;
-  // What does not fit is named by the operator.
-  for (const Tensor& t : {norm.weight, norm.bias}) {
-    if (t.defined() && (t.layout() != at::kStrided || !t.is_floating_point() ||
-                        t.numel() != norm.cols || t.device() != param.device())) {
-      return kSaveInput;
-    }
-  }
-  if (param.is_cpu()) {
-    const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
-    const Tensor lost = cpu::lost_columns(flat(norm.weight), flat(norm.bias), norm.weight_offset,
-                                          norm.cols, norm.x_dtype, norm.y_dtype, /*precise=*/true);
-    return lost.numel() > most_listed(norm) ? kSaveInput : lost.numel();
-  }
+  if (!fits(norm)) return kSaveInput;
+  const Tensor& param = first_param(norm);
+  if (param.is_cpu()) return chosen_room(count_on_cpu(norm), limits_of(norm));
 #ifdef FUSED_NORM_WITH_CUDA
   if (param.is_cuda()) return choose_on_gpu(norm);
 #endif
   return kSaveInput;
 }
 
+int64_t traced_room(const NormColumns& norm, int generation, bool looks) {
+  if (!norm.weight.defined() && !norm.bias.defined()) return 0;
+  if (!fits(norm)) return kSaveInput;
+  const Tensor& param = first_param(norm);
+  const Tensor owner = owner_of(param);
+  const std::lock_guard lock(mutex);
+  Norms* const norms = owner.defined() ? norms_of(owner, true) : nullptr;
+  if (norms == nullptr) return kSaveInput;
+  if (norms->first_generation < 0) norms->first_generation = generation;
+  generation -= norms->first_generation;
+  if (generation >= kLastGeneration) return kSaveInput;
+  if (!looks) return 0;
+  if (param.is_cpu()) return fixed_room(count_on_cpu(norm), limits_of(norm), generation);
 #ifdef FUSED_NORM_WITH_CUDA
-ColumnWatch watch_backward(const NormColumns& norm, bool from_output, cudaStream_t stream) {
+  if (param.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(param.device());
+    Watch* const watch = find_watch(norm, true);
+    if (watch == nullptr || is_capturing() || !can_wait()) return kSaveInput;
+    watch->history.see(params_of(*watch));
+    return fixed_room(look(*watch, norm).at_risk, limits_of(norm), generation);
+  }
+#endif
+  return kSaveInput;
+}
+
+void note_listing(const NormColumns& norm, int64_t room, int64_t listed) {
+  if (eager_calls > 0) return;
+  if (listed >= 0) {
+    if (is_near(listed, room, norm.cols)) compile_anew = true;
+    return;
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  if (!norm.weight.defined() && !norm.bias.defined()) return;
+  const std::lock_guard lock(mutex);
+  if (Watch* const watch = find_watch(norm, true)) watch->traced = true;
+#endif
+}
+
+bool before_optimizer_step() {
+#ifdef FUSED_NORM_WITH_CUDA
+  std::vector<c10::Device> devices;
+  auto for_each_watch = [](auto run) {
+    const std::lock_guard lock(mutex);
+    if (registry().watches.empty() || is_capturing()) return;
+    for (const auto& [index, watch] : registry().watches) run(*watch);
+  };
+  for_each_watch([&](Watch& watch) {
+    watch.waits = must_wait(watch);
+    if (watch.waits && std::find(devices.begin(), devices.end(), watch.device) == devices.end())
+      devices.push_back(watch.device);
+  });
+  for (const c10::Device device : devices)
+    c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device.index()));
+  for_each_watch(leave);
+  check_overflow();
+#endif
+  return compile_anew.exchange(false);
+}
+
+void after_optimizer_step() {
+#ifdef FUSED_NORM_WITH_CUDA
+  const std::lock_guard lock(mutex);
+  for (const auto& [index, watch] : registry().watches)
+    watch->history.after_step(params_of(*watch));
+#endif
+}
+
+#ifdef FUSED_NORM_WITH_CUDA
+ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t room,
+                           cudaStream_t stream) {
   if (!norm.weight.defined() && !norm.bias.defined()) return {};
   const std::lock_guard lock(mutex);
   if (!from_output && registry().arena.empty()) return {};
   if (Watch* const watch = find_watch(norm, from_output)) {
-    watch->backward_ran = true;
-    watch->outstanding = std::max<int64_t>(0, watch->outstanding - 1);
-    if (is_capturing()) keep_for_graphs(*watch);
-    return device_watch(*watch, stream);
+    watch->history.see(params_of(*watch));
+    watch->captured |= is_capturing();
+    if (from_output) {
+      watch->least_room = watch->least_room < 0 ? room : std::min(watch->least_room, room);
+    }
+    find_memory(*watch, norm, stream);
+    return device_watch(*watch, watch->history.backward());
   }
   if (!from_output) return {};
   // One that cannot be remembered still reports its overflow.
-  auto& owners = registry().owners;
   const auto slot = registry().arena.take();
-  if (owners.size() <= slot.index) owners.resize(slot.index + 1);
-  owners[slot.index] = {nullptr, describe(norm), nullptr};
-  if (!is_capturing()) registry().arena.give_back(slot.index);
+  registry().owners[slot.index] = overflow_of(norm, 0);
+  registry().owners[slot.index].weight = nullptr;
+  if (!is_capturing()) registry().arena.give_back(slot);
   ColumnWatch out{};
   out.report = slot.device;
-  out.overflow_signal = &registry().arena.at(0).device->overflow;
-  out.signal = slot.index;
+  out.overflow_signal = &registry().arena.at(0).device->overflow_signal;
   return out;
 }
 #endif

@@ -171,6 +171,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
                     const ForwardOptions& how) {
   // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_overflow();
   const bool rms = how.rms;
   const int64_t room = how.room;
   check_layout(input, "input");
@@ -196,6 +197,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
 
   const ScalarType stats_dtype = x_dtype == at::kDouble ? at::kDouble : at::kFloat;
   const auto options = input.options();
+  const NormColumns norm{g, b, how.weight_offset, geometry.cols, x_dtype, y_dtype};
   Forward out;
   if (geometry.rows == 0 || geometry.cols == 0) {
     auto stats = [&] { return at::zeros(geometry.stats_shape, options.dtype(stats_dtype)); };
@@ -225,6 +227,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
       };
       Tensor lost = find(true);
       if (lost.numel() > room) lost = find(false);
+      note_listing(norm, room, lost.numel());
       const Tensor listed = lost.slice(0, 0, room);
       out.columns = at::zeros({1 + room}, options.dtype(at::kInt));
       out.columns.select(0, 0).fill_(lost.numel());
@@ -281,6 +284,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
   params.mean = rms ? nullptr : out.mean.mutable_data_ptr();
   params.rstd = out.rstd.mutable_data_ptr();
   if (room > 0) {
+    note_listing(norm, room, -1);
     out.side = empty_tensor({geometry.rows, room}, stats_dtype);
     out.columns = empty_tensor({1 + room}, at::kInt);
     params.list = {static_cast<int32_t>(room), out.columns.mutable_data_ptr<int32_t>(),
@@ -295,7 +299,6 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
 
 // For a call that lists columns.
 void check_room(int64_t room, at::IntArrayRef normalized_shape) {
-  check_overflow();
   const int64_t most = std::min(c10::multiply_integers(normalized_shape), kMostRoom);
   TORCH_CHECK(room >= 0 && room <= most, "room is ", room, "; it must lie between 0 and ", most,
               ", for the ", c10::multiply_integers(normalized_shape),
@@ -371,7 +374,7 @@ cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight,
   }
   if (lost.numel() == 0 && count == 0) return {};
   const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
-  if (missing.numel() > 0) report_overflow(norm, missing.numel());
+  if (missing.numel() > 0) raise_overflow({overflow_of(norm, missing.numel())});
   return {listed, count > 0 ? side : at::empty({side.defined() ? side.size(0) : 0, 0}), missing};
 }
 
@@ -519,7 +522,7 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
       c10::cuda::CUDACachingAllocator::get()->allocate(norm_backward_workspace(params, device));
   params.workspace = workspace.get();
   const auto stream = at::cuda::getCurrentCUDAStream();
-  params.watch = watch_backward(norm, from_output, stream);
+  params.watch = watch_backward(norm, from_output, params.list.room, stream);
   check_launch(launch_norm_backward(params, device, stream));
   return {dx, dweight, dbias};
 #else

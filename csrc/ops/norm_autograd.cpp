@@ -222,11 +222,8 @@ SymInt room_for(const Tensor& x, ScalarType x_dtype, const OptionalTensor& weigh
     if (!known.has_value()) return kSaveInput;
     cols *= *known;
   }
-  const int64_t room =
-      choose_room({weight.value_or(Tensor()), bias.value_or(Tensor()), how.weight_offset, cols,
-                   x_dtype, how.out_dtype.value_or(x.scalar_type())});
-  if (room == kOverflowPending) throw OverflowPending("take_overflow() tells of it");
-  return room;
+  return choose_room({weight.value_or(Tensor()), bias.value_or(Tensor()), how.weight_offset, cols,
+                      x_dtype, how.out_dtype.value_or(x.scalar_type())});
 }
 
 }  // namespace
@@ -258,6 +255,7 @@ variable_list norm(const Tensor& input, const OptionalTensor& residual,
                                    : input.scalar_type();
     room = room_for(input, x_dtype, weight, bias, options);
   }
+  const EagerCall eager;
   return record_norm(input, residual, weight, bias, options, room);
 }
 

@@ -7,16 +7,9 @@
 #include <c10/core/SymIntArrayRef.h>
 
 #include <optional>
-#include <stdexcept>
 #include <vector>
 
 namespace fused_norm::ops {
-
-// Thrown before the call does anything: an earlier memory_efficient call's gradients are NaN for
-// want of room, and take_overflow() (column_watch.h) says whose.
-struct OverflowPending : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
 
 // What a norm is called with, beside its tensors.
 struct NormOptions {

@@ -1,4 +1,5 @@
 // Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
+#include "core/attention/hopper.h"
 #include "core/attention/plan.h"
 #include "core/attention/portable.h"
 #include "core/attention/workspace.h"
@@ -58,19 +59,23 @@ AttentionTier resolve(const AttentionParams& params, const DeviceProperties& dev
 
 }  // namespace
 
-size_t attention_forward_workspace(const AttentionParams&, const DeviceProperties&, AttentionTier) {
-  return 0;
+size_t attention_forward_workspace(const AttentionParams& params, const DeviceProperties& device,
+                                   AttentionTier tier) {
+  const bool hopper = resolve(params, device, tier) == AttentionTier::kHopper;
+  return hopper ? hopper_forward_workspace(params) : 0;
 }
 
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
-                                     AttentionTier tier, void*, cudaStream_t stream) {
+                                     AttentionTier tier, void* workspace, cudaStream_t stream) {
   const cudaError_t error = clear_outside(params, params.out, params.heads, params.value_dim,
                                           /*of_keys=*/false, params.lse, device, stream);
   if (error != cudaSuccess) return error;
   switch (resolve(params, device, tier)) {
+    case AttentionTier::kHopper:
+      return launch_attention_forward_hopper(params, device, workspace, stream);
     case AttentionTier::kPortable:
       return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-        return attention_forward_portable<decltype(t)>(params, device, stream);
+        return attention_forward_portable<decltype(t)>(params, stream);
       });
     default:
       return attention_forward_plain(params, stream);
@@ -79,14 +84,15 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, const DeviceProperties&,
                                     AttentionTier) {
-  return lse_rows(params.forward) * (params.forward.dtype == DType::kFloat64 ? 8 : 4);
+  return 2 * lse_bytes(params.forward);
 }
 
 cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       const DeviceProperties& device, AttentionTier tier,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
-  const AttentionGradient gradient{params, workspace};
+  const AttentionGradient gradient{params, workspace,
+                                   static_cast<char*>(workspace) + lse_bytes(forward)};
   cudaError_t error = clear_outside(forward, params.dquery, forward.heads, forward.head_dim,
                                     /*of_keys=*/false, nullptr, device, stream);
   if (error == cudaSuccess) {
@@ -99,12 +105,18 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   }
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
-  switch (resolve(forward, device, tier)) {
-    default:
-      error = attention_backward_plain(gradient, stream);
-  }
-  if (error == cudaSuccess && params.dmask != nullptr) {
-    error = attention_mask_gradient_plain(gradient, stream);
+  if (resolve(forward, device, tier) != AttentionTier::kPlain) {
+    error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
+      using T = decltype(t);
+      const cudaError_t result = attention_backward_portable<T>(gradient, stream);
+      if (result != cudaSuccess || params.dmask == nullptr) return result;
+      return attention_mask_gradient_portable<T>(gradient, stream);
+    });
+  } else {
+    error = attention_backward_plain(gradient, stream);
+    if (error == cudaSuccess && params.dmask != nullptr) {
+      error = attention_mask_gradient_plain(gradient, stream);
+    }
   }
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);

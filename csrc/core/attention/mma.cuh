@@ -101,11 +101,18 @@ class LaneRow {
   }
   // 16 columns from 16 `step`, `rows` rows further (a multiple of 8); both constants.
   __device__ __forceinline__ uint32_t at(int step, int rows) const {
-    return at_[step % 4] + step / 4 * 128 + rows * Tile<kDim>::kPitch;
+    return at_[step % 4] + step / 4 * 128 + rows * Tile<kDim>::kPitch + further_;
+  }
+  // The same of another tile, a constant number of bytes further: it takes no registers.
+  __device__ __forceinline__ LaneRow further(int bytes) const {
+    LaneRow other = *this;
+    other.further_ += bytes;
+    return other;
   }
 
  private:
   uint32_t at_[4];
+  int further_ = 0;
 };
 
 // For 16 x 16 of a left factor, whose rows are the tile's; or, transposed, of a right factor whose
@@ -125,6 +132,19 @@ __device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base) {
 // Accumulators of a warp: 16 kM rows, 8 kN columns.
 template <int kM, int kN>
 using Accumulators = float[kM][kN][4];
+
+// Calls use(m, n, e, row, col) for a thread's elements, which lie `row` and `col` from its first.
+template <int kM, int kN, typename Use>
+__device__ __forceinline__ void for_elements(Use use) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) use(m, n, e, m * 16 + e / 2 * 8, n * 8 + e % 2);
+    }
+  }
+}
 
 template <int kM, int kN>
 __device__ __forceinline__ void clear(Accumulators<kM, kN>& acc) {

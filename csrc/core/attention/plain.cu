@@ -3,6 +3,7 @@
 #include <climits>
 
 #include "core/attention/plain.cuh"
+#include "core/attention/plan.h"
 #include "core/common/launch.cuh"
 #include "core/common/sizes.h"
 
@@ -13,7 +14,7 @@ namespace {
 // Softmax of a tile's rows: `max` and `sum` are brought forward, and the tile's probabilities
 // (times their dropout) replace the scores. Returns by how much what came before is scaled.
 template <typename A>
-__device__ __forceinline__ A advance_softmax(A (&row)[4], const float (&kept)[4], A& max, A& sum) {
+__device__ __forceinline__ A advance_softmax(A (&row)[4], int i, const Kept& kept, A& max, A& sum) {
   A tile_max = row[0];
 #pragma unroll
   for (int j = 1; j < 4; ++j) tile_max = fmax(tile_max, row[j]);
@@ -25,7 +26,7 @@ __device__ __forceinline__ A advance_softmax(A (&row)[4], const float (&kept)[4]
     // A NaN score must show even in a row whose other keys are hidden.
     const A p = new_max == kLowest<A> && row[j] == kLowest<A> ? A(0) : exp_of(row[j] - new_max);
     tile_sum += p;
-    row[j] = p * kept[j];
+    row[j] = p * kept.at(i, j);
   }
   sum = sum * rescale + sum_row(tile_sum);
   max = new_max;
@@ -76,18 +77,24 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
   for (int i = 0; i < 4; ++i) max[i] = kLowest<A>, sum[i] = 0;
 
   for (int key = range.begin / kTile * kTile; key < range.end; key += kTile) {
-    ScoreTile<A> tile;
-    score_tile(tile, shared, params, rules, band, queries, query, keys, key);
+    Fragment<A> scores;
+    multiply_rows(scores, shared, params.dtype, queries, query, keys, key);
+    const Kept kept = kept_of(rules, query, key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const A rescale = advance_softmax(tile.value[i], tile.kept[i], max[i], sum[i]);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        scores[i][j] =
+            score_at(scores[i][j], i, j, rules, band, query, query_end, key, range.end).value;
+      }
+      const A rescale = advance_softmax(scores[i], i, kept, max[i], sum[i]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
         for (int c = 0; c < kTilesOfChunk; ++c) acc[c][i][j] *= rescale;
       }
     }
-    store_scores(shared, tile.value);
+    store_scores(shared, scores);
     if (values.seen != nullptr) find_seen_keys(shared);
     multiply_scores<A, false>(acc, shared, params.dtype, values, key, col);
   }
@@ -128,29 +135,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
   }
 }
 
-// The gradient of a tile of scores. On return tile.value has the probabilities times their dropout,
-// and `gradient`, given d out . value, the derivative by the scores.
-template <typename A>
-__device__ __forceinline__ void differentiate(ScoreTile<A>& tile, Fragment<A>& gradient,
-                                              const AttentionGradient& g, const Sequence& s,
-                                              int head, int query) {
-  const int64_t first = first_lse(g.params.forward, s, head);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int row = query + tile_row() + i;
-    const bool inside = row < s.queries;
-    const A lse = inside ? static_cast<const A*>(g.params.forward.lse)[first + row] : kLowest<A>;
-    const A delta = inside ? static_cast<const A*>(g.delta)[first + row] : A(0);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const A score = tile.value[i][j];
-      const A p = score == kLowest<A> ? A(0) : exp_difference(score, lse);
-      tile.value[i][j] = p * tile.kept[i][j];
-      gradient[i][j] = p == 0 ? A(0) : p * (gradient[i][j] * tile.kept[i][j] - delta);
-    }
-  }
-}
-
 // A head's tensors, as the backward kernels read them.
 struct HeadRows {
   Rows queries, keys, values, douts;
@@ -170,24 +154,34 @@ struct HeadRows {
   }
 };
 
-template <typename A>
-__device__ __forceinline__ void score_gradient(ScoreTile<A>& tile, Fragment<A>& gradient,
-                                               Shared<A>& shared, const AttentionGradient& g,
-                                               const ScoreRules<A>& rules, const Band& band,
-                                               const HeadRows& rows, const Sequence& s, int head,
-                                               int query, int key) {
-  const DType dtype = g.params.forward.dtype;
-  score_tile(tile, shared, g.params.forward, rules, band, rows.queries, query, rows.keys, key);
-  multiply_rows(gradient, shared, dtype, rows.douts, query, rows.values, key);
-  differentiate(tile, gradient, g, s, head, query);
-}
-
-template <typename A>
-__device__ __forceinline__ void multiply_by(Fragment<A>& values, const Fragment<A>& by) {
+// A tile's probabilities, times their dropout, and the derivative by query . key * scale
+// (kBySoftcapped: by the score that the mask is added to).
+template <typename A, bool kBySoftcapped = false>
+__device__ __forceinline__ void differentiate(Fragment<A>& probability, Fragment<A>& gradient,
+                                              Shared<A>& shared, const AttentionGradient& g,
+                                              const ScoreRules<A>& rules, const Band& band,
+                                              const HeadRows& rows, const Sequence& s, int head,
+                                              int query, int key) {
+  const AttentionParams& params = g.params.forward;
+  multiply_rows(gradient, shared, params.dtype, rows.douts, query, rows.values, key);
+  multiply_rows(probability, shared, params.dtype, rows.queries, query, rows.keys, key);
+  const Kept kept = kept_of(rules, query, key);
+  const int64_t first = first_lse(params, s, head);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
+    const int row = query + tile_row() + i;
+    const bool inside = row < s.queries;
+    const A lse = inside ? static_cast<const A*>(params.lse)[first + row] : kLowest<A>;
+    const A delta = inside ? static_cast<const A*>(g.delta)[first + row] : A(0);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) values[i][j] *= by[i][j];
+    for (int j = 0; j < 4; ++j) {
+      const Score<A> score = score_at(probability[i][j], i, j, rules, band, query, rows.queries.end,
+                                      key, rows.keys.end);
+      const A p = score.value == kLowest<A> ? A(0) : exp_difference(score.value, lse);
+      const A by_score = p == 0 ? A(0) : p * (gradient[i][j] * kept.at(i, j) - delta);
+      gradient[i][j] = kBySoftcapped ? by_score : by_score * score.slope;
+      probability[i][j] = p * kept.at(i, j);
+    }
   }
 }
 
@@ -203,34 +197,67 @@ __device__ __forceinline__ void scale_chunk(Fragment<A> (&acc)[kTilesOfChunk], d
   }
 }
 
-// delta = rowsum(dout * out) - dlse; a warp a row.
+// Part of a row of products: kDepth columns from `col` on, in the order of multiply_staged.
+template <typename A, typename T>
+__device__ __forceinline__ A multiply_part(const T* a, const T* b, int col, int cols,
+                                           bool aligned) {
+  constexpr int kPack = 16 / sizeof(T);
+  A sum = 0;
+#pragma unroll
+  for (int at = col; at < col + kDepth; at += kPack) {
+    alignas(16) T left[kPack] = {}, right[kPack] = {};
+    if (aligned && at + kPack <= cols) {
+      *reinterpret_cast<uint4*>(left) = *reinterpret_cast<const uint4*>(a + at);
+      *reinterpret_cast<uint4*>(right) = *reinterpret_cast<const uint4*>(b + at);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPack; ++i) {
+        if (at + i < cols) left[i] = a[at + i], right[i] = b[at + i];
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kPack; ++i)
+      sum = fma(static_cast<A>(left[i]), static_cast<A>(right[i]), sum);
+  }
+  return sum;
+}
+
+// AttentionGradient's delta and exponents. A lane has kDepth columns of a row and `lanes` of them,
+// a power of 2, the row. The order of the sum is that of this tier's dout . value, so that the
+// gradient of a query with one key is zero to the bit.
 template <typename A>
-__global__ void __launch_bounds__(kThreads, kBlocks<A>)
-    attention_delta(const __grid_constant__ AttentionGradient g, int tiles) {
+__global__ void __launch_bounds__(kThreads)
+    attention_delta(const __grid_constant__ AttentionGradient g, int tiles, int lanes,
+                    bool aligned) {
   const AttentionParams& params = g.params.forward;
   const Place place = place_of(tiles, 1, params.heads);
   const Sequence s = sequence_of(params, place.batch);
-  const Range all{0, s.queries};
-  const Rows out =
-      rows_of(params.out, params.dtype, s.batch, place.head, s.query_begin, all, params.value_dim);
-  const Rows dout = rows_of(g.params.dout, params.dtype, s.batch, place.head, s.query_begin, all,
-                            params.value_dim);
   const int64_t first = first_lse(params, s, place.head);
-  const int lane = threadIdx.x % 32;
+  const A* dlse = static_cast<const A*>(g.params.dlse);
+  const int lane = threadIdx.x % lanes, cols = params.value_dim;
   for (int tile = place.tile; tile < (s.queries + kTile - 1) / kTile; tile += tiles) {
-    const int end = min((tile + 1) * kTile, s.queries);
-    for (int row = tile * kTile + threadIdx.x / 32; row < end; row += kThreads / 32) {
-      A sum = 0;
-      with_storage<A>(params.dtype, [&](auto t) {
-        using T = decltype(t);
-        for (int col = lane; col < params.value_dim; col += 32) {
-          sum = fma(static_cast<A>(out.at<T>(row, col)), static_cast<A>(dout.at<T>(row, col)), sum);
-        }
-      });
-      for (int mask = 16; mask > 0; mask /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, mask);
-      const void* dlse = g.params.dlse;
-      if (dlse != nullptr) sum -= static_cast<const A*>(dlse)[first + row];
-      if (lane == 0) static_cast<A*>(g.delta)[first + row] = sum;
+    for (int i = threadIdx.x / lanes; i < kTile; i += kThreads / lanes) {
+      const int row = tile * kTile + i;
+      A part = 0, sum = 0;
+      if (row < s.queries) {
+        with_storage<A>(params.dtype, [&](auto t) {
+          using T = decltype(t);
+          const int at = s.query_begin + row;
+          part = multiply_part<A>(row_of<const T>(g.params.dout, s.batch, place.head, at),
+                                  row_of<const T>(params.out, s.batch, place.head, at),
+                                  lane * kDepth, cols, aligned);
+        });
+      }
+      __syncwarp();
+      for (int c = 0; c < (cols + kDepth - 1) / kDepth; ++c) {
+        sum += __shfl_sync(0xffffffffu, part, c, lanes);
+      }
+      if (lane != 0 || row >= s.queries) continue;
+      if (dlse != nullptr) sum -= dlse[first + row];
+      static_cast<A*>(g.delta)[first + row] = sum;
+      const A lse = static_cast<const A*>(params.lse)[first + row];
+      static_cast<A*>(g.exponents)[first + row] =
+          lse == kLowest<A> ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
     }
   }
 }
@@ -284,15 +311,10 @@ __device__ __forceinline__ void query_gradient_tile(const AttentionGradient& g, 
   if (params.mask.data != nullptr) seen_keys.seen = shared.key_is_seen;
   Fragment<A> acc[kTilesOfChunk] = {};
   for (int key = range.begin / kTile * kTile; key < range.end; key += kTile) {
-    ScoreTile<A> tile;
-    Fragment<A> gradient;
-    score_gradient(tile, gradient, shared, g, rules, band, rows, s, head, query, key);
-    if (seen_keys.seen != nullptr) {
-      store_scores(shared, tile.value);
-      find_seen_keys(shared);
-    }
-    multiply_by(gradient, tile.slope);
+    Fragment<A> probability, gradient;
+    differentiate(probability, gradient, shared, g, rules, band, rows, s, head, query, key);
     store_scores(shared, gradient);
+    if (seen_keys.seen != nullptr) find_seen_keys(shared);
     multiply_scores<A, false>(acc, shared, params.dtype, seen_keys, key, col);
   }
   scale_chunk(acc, params.scale);
@@ -328,12 +350,10 @@ __device__ __forceinline__ void key_gradient_tile(const AttentionGradient& g, Sh
     const ScoreRules<A> rules(params, s, head);
     const HeadRows rows(g.params, s, head, range, {key, key_end});
     for (int query = range.begin / kTile * kTile; query < range.end; query += kTile) {
-      ScoreTile<A> tile;
-      Fragment<A> gradient;
-      score_gradient(tile, gradient, shared, g, rules, band, rows, s, head, query, key);
-      store_scores(shared, tile.value);
+      Fragment<A> probability, gradient;
+      differentiate(probability, gradient, shared, g, rules, band, rows, s, head, query, key);
+      store_scores(shared, probability);
       multiply_scores<A, true>(dvalue, shared, params.dtype, rows.douts, query, col);
-      multiply_by(gradient, tile.slope);
       store_scores(shared, gradient);
       multiply_scores<A, true>(dkey, shared, params.dtype, rows.queries, query, col);
     }
@@ -363,11 +383,6 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
     key_gradient_tile(g, *reinterpret_cast<Shared<A>*>(memory), s, place.head, tile * kTile,
                       place.chunk * kChunk);
   }
-}
-
-// Indices that one element of the mask serves: one, or all where the mask has one for all.
-__device__ __forceinline__ Range served(int index, int mask_size, int all) {
-  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
 }
 
 // Writes a tile of the mask's gradient, summed over its rows and columns where the mask has one.
@@ -422,9 +437,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
         const Range seen = band.keys_of(query, min(query + kTile, s.queries), s.keys);
         for (int key = keys.begin * kTile; key < keys.end * kTile; key += kTile) {
           if (query >= s.queries || key >= seen.end || key + kTile <= seen.begin) continue;
-          ScoreTile<A> tile;
-          Fragment<A> gradient;
-          score_gradient(tile, gradient, shared, g, rules, band, rows, s, head, query, key);
+          Fragment<A> probability, gradient;
+          differentiate<A, true>(probability, gradient, shared, g, rules, band, rows, s, head,
+                                 query, key);
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -497,9 +512,14 @@ cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t st
   using namespace plain;
   const AttentionParams& params = g.params.forward;
   const int tiles = tiles_of(params.queries);
+  int lanes = 1;
+  while (lanes * kDepth < params.value_dim) lanes *= 2;
+  const bool aligned = attention_is_aligned(params.out, params.dtype) &&
+                       attention_is_aligned(g.params.dout, params.dtype);
   return with_arithmetic(params.dtype, [&](auto a) {
     return launch_tiles(attention_delta<decltype(a)>, 0,
-                        int64_t{tiles} * params.heads * params.batch, stream, g, tiles);
+                        int64_t{tiles} * params.heads * params.batch, stream, g, tiles, lanes,
+                        aligned);
   });
 }
 

@@ -88,8 +88,10 @@ __device__ __forceinline__ void stage(A (&to)[kDepth][kTile + 4], const Rows& ro
   });
 }
 
+// Sums of kDepth products come first: one running sum over all would round several times as much.
 template <typename A>
 __device__ __forceinline__ void multiply_staged(Fragment<A>& acc, const Shared<A>& shared) {
+  Fragment<A> part = {};
 #pragma unroll
   for (int k = 0; k < kDepth; ++k) {
     A left[4], right[4];
@@ -101,8 +103,13 @@ __device__ __forceinline__ void multiply_staged(Fragment<A>& acc, const Shared<A
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) acc[i][j] = fma(left[i], right[j], acc[i][j]);
+      for (int j = 0; j < 4; ++j) part[i][j] = fma(left[i], right[j], part[i][j]);
     }
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) acc[i][j] += part[i][j];
   }
 }
 
@@ -246,36 +253,36 @@ __device__ __forceinline__ A exp_difference(A a, A b) {
   return b == kLowest<A> ? A(0) : exp_of(a - b);
 }
 
-// A thread's part of a tile of scores, hidden ones at -inf, and the factors of its dropout.
-template <typename A>
-struct ScoreTile {
-  Fragment<A> value, slope;
-  float kept[4][4];
+// Which of a thread's 4 x 4 probabilities dropout keeps, and what it multiplies them by.
+struct Kept {
+  uint32_t bits;
+  float scale;
+
+  __device__ __forceinline__ float at(int i, int j) const {
+    return bits >> (i * 4 + j) & 1 ? scale : 0;
+  }
 };
 
 template <typename A>
-__device__ __forceinline__ void score_tile(ScoreTile<A>& tile, Shared<A>& shared,
-                                           const AttentionParams& params,
-                                           const ScoreRules<A>& rules, const Band& band,
-                                           const Rows& queries, int query, const Rows& keys,
-                                           int key) {
-  multiply_rows(tile.value, shared, params.dtype, queries, query, keys, key);
+__device__ __forceinline__ Kept kept_of(const ScoreRules<A>& rules, int query, int key) {
+  if (!rules.drops()) return {0xffffu, 1};
+  const Dropout dropout = rules.dropout();
+  uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = query + tile_row() + i, first = key + tile_col();
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int col = first + j;
-      Score<A> s{kLowest<A>, A(0)};
-      if (row < queries.end && col < keys.end && band.sees(row, col)) {
-        s = rules.score(tile.value[i][j], row, col);
-      }
-      tile.value[i][j] = s.value;
-      tile.slope[i][j] = s.slope;
-      tile.kept[i][j] = 1;
-    }
-    if (rules.drops()) rules.dropout_factors(row, first, tile.kept[i]);
+    bits |= dropout.kept(query + tile_row() + i, key + tile_col()) << (i * 4);
   }
+  return {bits, dropout.scale};
+}
+
+// The score of a thread's element (i, j), given query . key; -inf where it is hidden.
+template <typename A>
+__device__ __forceinline__ Score<A> score_at(A dot, int i, int j, const ScoreRules<A>& rules,
+                                             const Band& band, int query, int query_end, int key,
+                                             int key_end) {
+  const int row = query + tile_row() + i, col = key + tile_col() + j;
+  if (row < query_end && col < key_end && band.sees(row, col)) return rules.score(dot, row, col);
+  return {kLowest<A>, A(0)};
 }
 
 }  // namespace plain

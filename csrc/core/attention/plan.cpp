@@ -1,5 +1,7 @@
 #include "core/attention/plan.h"
 
+#include "core/attention/hopper_plan.h"
+
 namespace fused_norm {
 
 bool attention_is_aligned(const AttentionTensor& tensor, DType dtype) {
@@ -9,23 +11,23 @@ bool attention_is_aligned(const AttentionTensor& tensor, DType dtype) {
 }
 
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
-                          const DeviceProperties&) {
+                          const DeviceProperties& device) {
   switch (tier) {
     case AttentionTier::kPlain:
       return true;
     case AttentionTier::kPortable:
       return size_of(params.dtype) == 2 && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
              params.head_dim <= kMaxPortableHeadDim && params.value_dim <= kMaxPortableHeadDim;
+    case AttentionTier::kHopper:  // forward; the backward pass is the portable tier's
+      return hopper_takes_forward(params, device);
     default:
       return false;
   }
 }
 
 bool attention_scores_are_plain(const AttentionParams& params) {
-  // Kernels of plain scores multiply by the scale after the maximum was taken.
-  constexpr double kSmallestScale = 1e-30;
-  return params.scale >= kSmallestScale && params.softcap == 0 && params.mask.data == nullptr &&
-         params.alibi_slopes == nullptr && params.dropout_p == 0;
+  return params.scale >= kSmallestPlainScale && params.softcap == 0 &&
+         params.mask.data == nullptr && params.alibi_slopes == nullptr && params.dropout_p == 0;
 }
 
 AttentionTier attention_tier(const AttentionParams& params, const DeviceProperties& device,

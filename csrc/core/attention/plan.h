@@ -1,23 +1,78 @@
-// Which kernels a call of attention takes. Pure host functions of the call and the chip.
+// Which kernels a call of attention takes, and their tiles. Pure host functions of the call and the
+// chip. Tiles follow from the head dimension and the options alone, never from the batch, the
+// lengths or the number of multiprocessors: a row's sums have one order.
 #pragma once
 
-#include "core/attention/attention.h"
+#include "core/attention/params.h"
 #include "core/common/sizes.h"
 
 namespace fused_norm {
 
-// The plain tier's bound on head dimensions; the portable tier's.
+// The bounds on head dimensions of the plain tier, and of the portable one.
 constexpr int kMaxHeadDim = 512, kMaxPortableHeadDim = 256;
-
-// Whether the tensor-core tiers can read a tensor in place: 16 bytes at a time. Callers copy a
-// tensor that is not so once; the plain tier reads any.
-bool attention_is_aligned(const AttentionTensor& tensor, DType dtype);
 
 // Whether a tier has kernels for the call, whatever the tensors' alignment.
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device);
 
+// Kernels multiply by scales from this on after the maximum was taken; -inf times it is -inf.
+constexpr float kSmallestPlainScale = 1e-30f;
+
 // Whether all that a score needs is its scale, which is positive, and the band of visible keys.
+// Sinks come after the scores.
 bool attention_scores_are_plain(const AttentionParams& params);
+
+// Tiles of a kernel of the portable tier: a block has 16 `fragments` rows for each of its warps and
+// walks the other side, `others` rows at a time, in `stages` tiles of shared memory.
+struct AttentionTiles {
+  int dim;  // head dimensions up to this; columns beyond the tensor's are zeros
+  int warps, fragments, others, stages;
+
+  constexpr int own() const { return warps * fragments * 16; }
+  constexpr int threads() const { return warps * kWarpSize; }
+};
+
+constexpr int kPortableDims = 3;
+// Index of the tiles for a call.
+constexpr int attention_tiles_index(int head_dim, int value_dim) {
+  const int dim = head_dim > value_dim ? head_dim : value_dim;
+  return dim <= 64 ? 0 : dim <= 128 ? 1 : 2;
+}
+
+// Registers set the tiles (255 a thread; two blocks of four warps fill a multiprocessor's): the
+// accumulators of a thread are fragments / 2 x (columns of outputs + 8 / 8 of `others`), and
+// everything must fit in the 99 KB of the smallest chips. Two fragments read each row of the other
+// side once for 32 rows.
+// The first of a pair is for plain scores, the second for others, which need registers for their
+// options.
+constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
+    {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
+    {{64, 4, 2, 64, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 32, 1}},
+};
+constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
+    {{64, 4, 2, 64, 2}, {128, 4, 2, 32, 2}, {256, 4, 1, 32, 1}},
+    {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
+};
+constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
+    {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
+    {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
+};
+constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
+    {64, 8, 1, 64, 1},
+    {128, 8, 1, 64, 1},
+    {256, 4, 1, 32, 1},
+};
+
+// Whether blocks of keys make both gradients, or every other one each: dkey and dvalue of a head
+// dimension of 256 do not fit in the registers of a warp's 16 rows.
+constexpr bool makes_both_key_gradients(const AttentionTiles& tiles) { return tiles.dim <= 128; }
+
+constexpr int forward_shared_bytes(const AttentionTiles& tiles) {
+  return (tiles.own() + 2 * tiles.others) * tiles.dim * 2;
+}
+// Two tensors of each side; the log-sum-exp and delta of queries on the other side.
+constexpr int backward_shared_bytes(const AttentionTiles& tiles) {
+  return 2 * tiles.own() * tiles.dim * 2 + tiles.stages * tiles.others * (2 * tiles.dim * 2 + 8);
+}
 
 }  // namespace fused_norm

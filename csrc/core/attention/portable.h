@@ -6,10 +6,11 @@
 namespace fused_norm {
 
 template <typename T>
-cudaError_t attention_forward_portable(const AttentionParams& params,
-                                       const DeviceProperties& device, cudaStream_t stream);
+cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream);
 template <typename T>
-cudaError_t attention_backward_portable(const AttentionGradient& gradient,
-                                        const DeviceProperties& device, cudaStream_t stream);
+cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaStream_t stream);
+template <typename T>
+cudaError_t attention_mask_gradient_portable(const AttentionGradient& gradient,
+                                             cudaStream_t stream);
 
 }  // namespace fused_norm

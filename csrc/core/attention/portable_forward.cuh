@@ -12,10 +12,10 @@ template <typename T_, int kDim_, int kWarps_, int kM_, int kKeys_, bool kGenera
 struct ForwardShape {
   using T = T_;
   static constexpr int kDim = kDim_, kWarps = kWarps_, kM = kM_, kKeys = kKeys_;
-  static constexpr int kThreads = kWarps * 32, kQueries = kWarps * kM * 16;
+  static constexpr AttentionTiles kTiles{kDim, kWarps, kM, kKeys, 1};
+  static constexpr int kThreads = kTiles.threads(), kQueries = kTiles.own();
   static constexpr bool kGeneral = kGeneral_;
-  // Queries, keys and values.
-  static constexpr int kSharedBytes = (kQueries + 2 * kKeys) * kDim * 2;
+  static constexpr int kSharedBytes = forward_shared_bytes(kTiles);
 
   using Scores = mma::Accumulators<kM, kKeys / 8>;
   using Out = mma::Accumulators<kM, kDim / 8>;
@@ -123,7 +123,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   const int query_end = min(query + S::kQueries, s.queries);
   const Range range = band.keys_of(query, query_end, s.keys);
   const ScoreRules<float> rules(params, s, head);
-  const float unit = S::kGeneral ? kLog2E : static_cast<float>(params.scale) * kLog2E;
+  float unit = static_cast<float>(params.scale) * kLog2E;
   const T* keys = head_of<T>(params.key, s, kv_head, s.key_begin);
   const T* values = head_of<T>(params.value, s, kv_head, s.key_begin);
 
@@ -160,10 +160,13 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     __syncthreads();
     const bool is_last = key + kKeys >= range.end;
     if (!is_last) copy_keys(key + kKeys);
+    if constexpr (S::kGeneral) {
+      prefetch_mask<S::kQueries, kThreads>(rules, query, s.queries, key + kKeys, s.keys);
+    }
 
     const TilePlace<false> place(s, query + warp_row, key);
     if constexpr (S::kGeneral) {
-      apply_options<false, S::kM, kKeys / 8>(scores, nullptr, params, rules, place);
+      unit = apply_options<T, false, S::kM, kKeys / 8>(scores, nullptr, rules, place);
     }
     if (key + kKeys > s.keys || !band.sees_all(query, query_end, key, key + kKeys)) {
       hide_outside<false, S::kM, kKeys / 8>(scores, band, place);
@@ -171,7 +174,8 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     advance_softmax<S>(scores, rows, out, unit);
     if constexpr (S::kGeneral) {
       if (rules.drops()) {
-        KeptElements<false, S::kM, kKeys / 8>(rules, place).apply(scores, rules.dropout_scale);
+        const Dropout dropout = rules.dropout();
+        KeptElements<false, S::kM, kKeys / 8>(dropout, place).apply(scores, dropout.scale);
       }
     }
     if (is_last) {

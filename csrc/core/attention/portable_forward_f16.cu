@@ -3,12 +3,9 @@
 namespace fused_norm {
 
 template <>
-cudaError_t attention_forward_portable<__half>(const AttentionParams& params,
-                                               const DeviceProperties& device,
-                                               cudaStream_t stream) {
-  return attention_scores_are_plain(params)
-             ? portable::forward<__half, false>(params, device, stream)
-             : portable::forward<__half, true>(params, device, stream);
+cudaError_t attention_forward_portable<__half>(const AttentionParams& params, cudaStream_t stream) {
+  return attention_scores_are_plain(params) ? portable::forward<__half, false>(params, stream)
+                                            : portable::forward<__half, true>(params, stream);
 }
 
 }  // namespace fused_norm

@@ -21,18 +21,6 @@ struct TilePlace {
         keys(s.keys) {}
 };
 
-template <int kM, int kN, typename Use>
-__device__ __forceinline__ void for_elements(Use use) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) use(m, n, e, m * 16 + e / 2 * 8, n * 8 + e % 2);
-    }
-  }
-}
-
 // Hides what lies outside the band and the sequence.
 template <bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const Band& band,
@@ -62,89 +50,141 @@ __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const B
   }
 }
 
-// softcap tanh(scale dot / softcap); `gradient`, where given, is multiplied by the derivative.
+// Scores become tanh(scale dot / softcap); `gradient`, where given, is multiplied by its derivative
+// by scale dot / softcap, which is the capped score's by scale dot.
 template <int kM, int kN>
 __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
                                     float scale, float softcap) {
   // tanh x = 1 - 2 / (1 + e^(2 x)), good to 2^-22 absolute.
   const float exponent = scale / softcap * 2 * kLog2E;
-  for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+  mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
     const float t = 1 - __fdividef(2.f, 1 + mma::exp2_of(scores[m][n][e] * exponent));
-    scores[m][n][e] = t * softcap;
+    scores[m][n][e] = t;
     if (gradient != nullptr) gradient[m][n][e] *= 1 - t * t;
   });
 }
 
-__device__ __forceinline__ float mask_value(float added) { return added; }
-__device__ __forceinline__ float mask_value(__nv_bfloat16 added) { return __bfloat162float(added); }
-__device__ __forceinline__ float mask_value(__half added) { return __half2float(added); }
-__device__ __forceinline__ float mask_value(bool shown) { return shown ? 0 : -INFINITY; }
+// A score with what the mask says of it. -inf hides, whatever the score was.
+__device__ __forceinline__ float masked(float score, float factor, float added) {
+  return added == -INFINITY ? added : fmaf(score, factor, added);
+}
+__device__ __forceinline__ float masked(float score, float factor, __nv_bfloat16 added) {
+  return masked(score, factor, __bfloat162float(added));
+}
+__device__ __forceinline__ float masked(float score, float factor, __half added) {
+  return masked(score, factor, __half2float(added));
+}
+__device__ __forceinline__ float masked(float score, float, bool shown) {
+  return shown ? score : -INFINITY;
+}
 
-// Adds the mask; where it is -inf the score is -inf, whatever it was.
+// Two neighbours of a mask.
+template <typename M>
+struct alignas(2 * sizeof(M)) MaskPair {
+  M first, second;
+};
+
+// Multiplies scores by `factor` and adds the mask; a boolean mask leaves the factor to the caller.
 template <typename M, bool kTransposed, int kM, int kN>
-__device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], const char* data,
+__device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], float factor, const char* data,
                                          int64_t row_stride, int64_t col_stride,
                                          const TilePlace<kTransposed>& place) {
   const int last_row = (kTransposed ? place.keys : place.queries) - 1;
   const int last_col = (kTransposed ? place.queries : place.keys) - 1;
-  const bool consecutive = col_stride == 1 && place.col + kN * 8 - 7 <= last_col;
+  // The same for all threads: a column is even, and the warp's last one is known.
+  const bool in_pairs = col_stride == 1 && row_stride % 2 == 0 &&
+                        reinterpret_cast<uintptr_t>(data) % (2 * sizeof(M)) == 0 &&
+                        place.col - place.col % 8 + kN * 8 - 1 <= last_col;
 #pragma unroll
-  for (int r = 0; r < 2 * kM; ++r) {
-    const M* row = reinterpret_cast<const M*>(data) + min(place.row + r * 8, last_row) * row_stride;
-    const auto add = [&](int n, int e, M value) {
-      float& score = scores[r / 2][n][r % 2 * 2 + e];
-      const float added = mask_value(value);
-      score = added == -INFINITY ? added : score + added;
-    };
-    if (consecutive) {
-      const M* first = row + place.col;
+  for (int m = 0; m < kM; ++m) {
 #pragma unroll
-      for (int at = 0; at < 2 * kN; ++at) add(at / 2, at % 2, first[at / 2 * 8 + at % 2]);
-    } else {
+    for (int half = 0; half < 2; ++half) {
+      asm volatile("" ::: "memory");  // registers: loads of one row at a time
+      const int row = min(place.row + m * 16 + half * 8, last_row);
+      const M* values = reinterpret_cast<const M*>(data) + row * row_stride;
+      const auto add = [&](int n, int e, M value) {
+        float& score = scores[m][n][half * 2 + e];
+        score = masked(score, factor, value);
+      };
+      if (in_pairs) {
 #pragma unroll
-      for (int at = 0; at < 2 * kN; ++at) {
-        const int col = min(place.col + at / 2 * 8 + at % 2, last_col);
-        add(at / 2, at % 2, row[col * col_stride]);
+        for (int n = 0; n < kN; ++n) {
+          const auto pair = *reinterpret_cast<const MaskPair<M>*>(values + place.col + n * 8);
+          add(n, 0, pair.first);
+          add(n, 1, pair.second);
+        }
+      } else if (col_stride == 0) {
+        const M value = values[0];
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          add(n, 0, value);
+          add(n, 1, value);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          add(n, 0, values[min(place.col + n * 8, last_col) * col_stride]);
+          add(n, 1, values[min(place.col + n * 8 + 1, last_col) * col_stride]);
+        }
       }
     }
   }
 }
 
-// All options but dropout: the accumulators of query . key become scores. A score beyond the
-// sequence is arbitrary.
-template <bool kTransposed, int kM, int kN>
-__device__ __forceinline__ void apply_options(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
-                                              const AttentionParams& params,
-                                              const ScoreRules<float>& rules,
-                                              const TilePlace<kTransposed>& place) {
+// Asks for a tile of the mask to come to L2: a thread a row, `keys` of it from `key` on.
+template <int kRows, int kThreads>
+__device__ __forceinline__ void prefetch_mask(const ScoreRules<float>& rules, int query,
+                                              int queries, int key, int keys) {
+  if (rules.mask == nullptr || rules.params.mask.row_stride == 0 ||
+      rules.params.mask.key_stride != 1)
+    return;
+  const int row = query + threadIdx.x;
+  if (threadIdx.x >= kRows || row >= queries || key >= keys) return;
+  const char* at = rules.mask + (row * rules.params.mask.row_stride + key) * rules.mask_bytes();
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
+// All options but dropout: the accumulators of query . key become scores. Returns what scores have
+// to be multiplied by to be exponents of 2, a positive number. A score beyond the sequence is
+// arbitrary.
+template <typename T, bool kTransposed, int kM, int kN>
+__device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
+                                               const ScoreRules<float>& rules,
+                                               const TilePlace<kTransposed>& place) {
+  float factor = rules.scale;
   if (rules.softcap > 0) {
     cap<kM, kN>(scores, gradient, rules.scale, rules.softcap);
-  } else {
-    for_elements<kM, kN>([&](int m, int n, int e, int, int) { scores[m][n][e] *= rules.scale; });
+    factor = rules.softcap;
   }
   if (rules.alibi_slope != 0) {
     const int distance = kTransposed ? place.col - place.row : place.row - place.col;
     const float first = static_cast<float>(distance + rules.alibi_shift);
-    for_elements<kM, kN>([&](int m, int n, int e, int row, int col) {
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int row, int col) {
       const float further = static_cast<float>(kTransposed ? col - row : row - col);
-      scores[m][n][e] -= rules.alibi_slope * fabsf(first + further);
+      scores[m][n][e] = fmaf(scores[m][n][e], factor, -rules.alibi_slope * fabsf(first + further));
     });
+    factor = 1;
   }
-  if (rules.mask == nullptr) return;
   const auto add = [&](auto type) {
     add_mask<decltype(type), kTransposed>(
-        scores, rules.mask, kTransposed ? rules.mask_key_stride : rules.mask_row_stride,
-        kTransposed ? rules.mask_row_stride : rules.mask_key_stride, place);
+        scores, factor, rules.mask,
+        kTransposed ? rules.params.mask.key_stride : rules.params.mask.row_stride,
+        kTransposed ? rules.params.mask.row_stride : rules.params.mask.key_stride, place);
   };
-  if (rules.mask_is_boolean) {
-    add(bool{});
-  } else if (rules.mask_dtype == DType::kFloat32) {
-    add(float{});
-  } else if (rules.mask_dtype == DType::kBFloat16) {
-    add(__nv_bfloat16{});
-  } else {
-    add(__half{});
+  if (rules.mask != nullptr && !rules.params.mask.boolean) {
+    if (rules.params.mask.dtype == DType::kFloat32) {
+      add(float{});
+    } else {
+      add(T{});
+    }
+    factor = 1;
   }
+  if (factor < kSmallestPlainScale) {
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) { scores[m][n][e] *= factor; });
+    factor = 1;
+  }
+  if (rules.mask != nullptr && rules.params.mask.boolean) add(bool{});
+  return factor * kLog2E;
 }
 
 // Which elements of a tile dropout keeps. Lanes share draws, as a draw serves four keys: a word has
@@ -152,7 +192,7 @@ __device__ __forceinline__ void apply_options(float (&scores)[kM][kN][4], float 
 template <bool kTransposed, int kM, int kN>
 class KeptElements {
  public:
-  __device__ __forceinline__ KeptElements(const ScoreRules<float>& rules,
+  __device__ __forceinline__ KeptElements(const Dropout& dropout,
                                           const TilePlace<kTransposed>& place) {
     static_assert(kN <= 8);
     const int lane = threadIdx.x % 32;
@@ -162,11 +202,11 @@ class KeptElements {
       // columns. Else two lanes share them: each draws for one of the two rows.
       const int row = place.row + m * 16, turn = kTransposed ? lane / 4 % 4 : lane % 2;
       uint32_t nibbles = 0;
-#pragma unroll
+#pragma unroll 2  // registers
       for (int n = 0; n < kN; ++n) {
         const int query = kTransposed ? place.col + n * 8 + turn % 2 : row + turn * 8;
         const int key = kTransposed ? row + turn / 2 * 8 : place.col + n * 8;
-        nibbles |= rules.kept_nibble(query, key) << (n * 4);
+        nibbles |= dropout.kept(query, key) << (n * 4);
       }
 #pragma unroll
       for (int from = 0; from < (kTransposed ? 4 : 2); ++from) {
@@ -181,7 +221,7 @@ class KeptElements {
   }
   // Multiplies by 1 / (1 - p) or 0.
   __device__ __forceinline__ void apply(float (&weights)[kM][kN][4], float scale) const {
-    for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
       weights[m][n][e] = at(m, n, e) ? weights[m][n][e] * scale : 0;
     });
   }

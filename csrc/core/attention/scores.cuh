@@ -56,6 +56,12 @@ struct Range {
   int begin, end;
 };
 
+// Indices that one element (or, in tiles, one tile) of the mask serves: all where the mask has one
+// for all.
+__device__ __forceinline__ Range served(int index, int mask_size, int all) {
+  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
+}
+
 // Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
 struct Band {
   int lowest, highest;
@@ -94,59 +100,62 @@ struct Score {
   A value, slope;
 };
 
-// The options of one head of one sequence, each a uniform branch.
+// What dropout draws from, of one head of one sequence.
+struct Dropout {
+  uint64_t seed, offset;
+  uint32_t row, threshold;
+  float scale;  // 1 / (1 - p)
+
+  // Four bits, of the key's multiple of 4 and the next three: 1 where the probability is kept.
+  __device__ __forceinline__ uint32_t kept(int query, int key) const {
+    const DropoutDraw draw = draw_dropout(seed, offset, row, query, key);
+    uint32_t kept = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept |= (draw.of_key[i] < threshold ? 0u : 1u) << i;
+    return kept;
+  }
+};
+
+// The options of one head of one sequence, each a uniform branch. Most is read from `params` where
+// it is used: registers are few.
 template <typename A>
 struct ScoreRules {
+  const AttentionParams& params;
   A scale, softcap, alibi_slope;
   int alibi_shift;
+  uint32_t dropout_row;
   const char* mask;  // of this batch index and head
-  int64_t mask_row_stride, mask_key_stride;
-  bool mask_is_boolean;
-  DType mask_dtype;
-  uint32_t dropout_threshold, dropout_row;
-  float dropout_scale;  // 1 / (1 - p)
-  uint64_t seed, offset;
 
-  __device__ __forceinline__ ScoreRules(const AttentionParams& params, const Sequence& s,
-                                        int head) {
-    scale = static_cast<A>(params.scale);
-    softcap = static_cast<A>(params.softcap);
-    alibi_slope = params.alibi_slopes == nullptr
-                      ? A(0)
-                      : params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
-    alibi_shift = s.keys - s.queries;
-    mask_is_boolean = params.mask.boolean;
-    mask_dtype = params.mask.dtype;
-    mask_row_stride = params.mask.row_stride;
-    mask_key_stride = params.mask.key_stride;
-    mask = static_cast<const char*>(params.mask.data);
+  __device__ __forceinline__ ScoreRules(const AttentionParams& params, const Sequence& s, int head)
+      : params(params),
+        scale(static_cast<A>(params.scale)),
+        softcap(static_cast<A>(params.softcap)),
+        alibi_slope(0),
+        alibi_shift(s.keys - s.queries),
+        dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)),
+        mask(static_cast<const char*>(params.mask.data)) {
+    if (params.alibi_slopes != nullptr) {
+      alibi_slope = params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
+    }
     if (mask != nullptr) {
-      const int bytes = mask_is_boolean                 ? 1
-                        : mask_dtype == DType::kFloat64 ? 8
-                        : mask_dtype == DType::kFloat32 ? 4
-                                                        : 2;
-      mask += (s.batch * params.mask.batch_stride + head * params.mask.head_stride) * bytes;
+      mask += (s.batch * params.mask.batch_stride + head * params.mask.head_stride) * mask_bytes();
     }
-    dropout_threshold = 0;
-    dropout_scale = 1;
-    if (params.dropout_p > 0) {
-      dropout_threshold = fused_norm::dropout_threshold(params.dropout_p);
-      dropout_scale = params.dropout_p < 1 ? 1 / (1 - params.dropout_p) : 0;
-      dropout_row = static_cast<uint32_t>(s.batch * params.heads + head);
-      seed = static_cast<uint64_t>(params.rng[0]);
-      offset = static_cast<uint64_t>(params.rng[1]);
-    }
+  }
+
+  __device__ __forceinline__ int mask_bytes() const {
+    if (params.mask.boolean) return 1;
+    return params.mask.dtype == DType::kFloat64 ? 8 : params.mask.dtype == DType::kFloat32 ? 4 : 2;
   }
 
   // What the mask adds; -inf hides.
   __device__ __forceinline__ A mask_at(int query, int key) const {
-    const int64_t at = query * mask_row_stride + key * mask_key_stride;
-    if (mask_is_boolean) return mask[at] ? A(0) : -static_cast<A>(INFINITY);
-    if (mask_dtype == DType::kFloat32) return reinterpret_cast<const float*>(mask)[at];
+    const int64_t at = query * params.mask.row_stride + key * params.mask.key_stride;
+    if (params.mask.boolean) return mask[at] ? A(0) : -static_cast<A>(INFINITY);
+    if (params.mask.dtype == DType::kFloat32) return reinterpret_cast<const float*>(mask)[at];
     if constexpr (sizeof(A) == 8) {
       return reinterpret_cast<const double*>(mask)[at];
     } else {
-      return mask_dtype == DType::kBFloat16
+      return params.mask.dtype == DType::kBFloat16
                  ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(mask)[at])
                  : __half2float(reinterpret_cast<const __half*>(mask)[at]);
     }
@@ -169,21 +178,11 @@ struct ScoreRules {
     return s;
   }
 
-  __device__ __forceinline__ bool drops() const { return dropout_threshold != 0; }
-
-  // Four bits, of the key's multiple of 4 and the next three: 1 where the probability is kept.
-  __device__ __forceinline__ uint32_t kept_nibble(int query, int key) const {
-    const DropoutDraw draw = draw_dropout(seed, offset, dropout_row, query, key);
-    uint32_t kept = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) kept |= (draw.of_key[i] < dropout_threshold ? 0u : 1u) << i;
-    return kept;
-  }
-  // Factors of four probabilities, of keys `key` to `key + 3`; key is a multiple of 4.
-  __device__ __forceinline__ void dropout_factors(int query, int key, float (&factor)[4]) const {
-    const DropoutDraw draw = draw_dropout(seed, offset, dropout_row, query, key);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) factor[i] = draw.of_key[i] < dropout_threshold ? 0 : dropout_scale;
+  __device__ __forceinline__ bool drops() const { return params.dropout_p > 0; }
+  __device__ __forceinline__ Dropout dropout() const {
+    const float p = params.dropout_p;
+    return {static_cast<uint64_t>(params.rng[0]), static_cast<uint64_t>(params.rng[1]), dropout_row,
+            dropout_threshold(p), p < 1 ? 1 / (1 - p) : 0};
   }
 };
 

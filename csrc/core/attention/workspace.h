@@ -7,17 +7,20 @@
 
 namespace fused_norm {
 
-// Rows of the log-sum-exp.
-inline int64_t lse_rows(const AttentionParams& params) {
-  return params.query_offsets != nullptr ? int64_t{params.heads} * params.total_queries
-                                         : int64_t{params.batch} * params.heads * params.queries;
+// Bytes of the log-sum-exp.
+inline size_t lse_bytes(const AttentionParams& params) {
+  const int64_t rows = params.query_offsets != nullptr
+                           ? int64_t{params.heads} * params.total_queries
+                           : int64_t{params.batch} * params.heads * params.queries;
+  return rows * (params.dtype == DType::kFloat64 ? 8 : 4);
 }
 
-// What each tier's backward pass is given: `delta` = rowsum(dout * out) - dlse, in the type and
-// place of the log-sum-exp.
+// What each tier's backward pass is given beside the call, in the type and order of the
+// log-sum-exp: `delta` = rowsum(dout * out) - dlse, and `exponents`, the log-sum-exp as an exponent
+// of 2, +inf where nothing is seen so that probabilities are zero.
 struct AttentionGradient {
   AttentionBackwardParams params;
-  void* delta;
+  void *delta, *exponents;
 };
 
 // The plain tier (plain.cu). The mask's gradient comes from a kernel of its own.

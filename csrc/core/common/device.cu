@@ -10,7 +10,7 @@ __global__ void __launch_bounds__(512) fill_multiprocessor() {}
 }  // namespace
 
 cudaError_t query_device(int device, DeviceProperties* properties) {
-  int major = 0;
+  int major = 0, minor = 0;
   auto read = [&](int* value, cudaDeviceAttr attribute) {
     return cudaDeviceGetAttribute(value, attribute, device);
   };
@@ -22,6 +22,8 @@ cudaError_t query_device(int device, DeviceProperties* properties) {
     return error;
   }
   if ((error = read(&major, cudaDevAttrComputeCapabilityMajor)) != cudaSuccess) return error;
+  if ((error = read(&minor, cudaDevAttrComputeCapabilityMinor)) != cudaSuccess) return error;
+  properties->capability = 10 * major + minor;
   properties->max_cluster_blocks = 1;
   std::fill_n(properties->filled_by_clusters, kMaxClusterBlocks, 0);
   properties->filled_by_clusters[0] = properties->sm_count;

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <unordered_set>
+
 #include "core/common/pack.cuh"
 #include "core/common/types.h"
 
@@ -31,18 +33,45 @@ struct LaunchOptions {
       false;  // the kernel itself waits for the one before (programmatic dependent launch)
 };
 
+// Lets a kernel have all the dynamic shared memory that a block of the current device can have, or
+// clusters of more than portable size: once a kernel and device. The value is always the same. Set
+// to what each launch needs, it would be lowered by one thread while another is about to launch.
+inline cudaError_t allow_most(const void* kernel, bool shared_memory, bool clusters) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return error;
+  thread_local std::unordered_set<size_t> allowed;  // no thread waits for another
+  auto once = [&](bool wanted, int kind, auto set) {
+    const size_t key = reinterpret_cast<size_t>(kernel) * 256 + device * 2 + kind;
+    if (!wanted || error != cudaSuccess || allowed.count(key)) return;
+    error = set();
+    if (error == cudaSuccess) allowed.insert(key);
+  };
+  once(shared_memory, 0, [&] {
+    int most = 0;
+    cudaFuncAttributes attributes{};
+    const cudaError_t asked =
+        cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    const cudaError_t known = cudaFuncGetAttributes(&attributes, kernel);
+    if (asked != cudaSuccess || known != cudaSuccess) return asked != cudaSuccess ? asked : known;
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                most - static_cast<int>(attributes.sharedSizeBytes));
+  });
+  once(clusters, 1, [&] {
+    return cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  });
+  return error;
+}
+
 template <typename... Params, typename... Args>
 cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const LaunchOptions& options,
                    cudaStream_t stream, const Args&... args) {
   // 48 KB need no leave; kernels also have up to 16 KB of static shared memory.
-  if (options.shared_bytes > 32 * 1024) {
-    const cudaError_t error = cudaFuncSetAttribute(
-        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, options.shared_bytes);
-    if (error != cudaSuccess) return error;
-  }
-  if (options.cluster_blocks > kPortableClusterBlocks) {
+  const bool much_memory = options.shared_bytes > 32 * 1024;
+  const bool large_clusters = options.cluster_blocks > kPortableClusterBlocks;
+  if (much_memory || large_clusters) {
     const cudaError_t error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+        allow_most(reinterpret_cast<const void*>(kernel), much_memory, large_clusters);
     if (error != cudaSuccess) return error;
   }
   cudaLaunchConfig_t config{};
@@ -61,8 +90,8 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const Lau
     attributes[config.numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[config.numAttrs++].val.programmaticStreamSerializationAllowed = 1;
   }
-  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, Params(args)...);
-  return error == cudaSuccess ? cudaGetLastError() : error;
+  // What the launch itself says: cudaGetLastError() would return, and clear, errors of others.
+  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 
 }  // namespace detail

@@ -69,6 +69,8 @@ struct DeviceProperties {
   // can differ). 0: not even one, or not asked: 9 to 15.
   int filled_by_clusters[kMaxClusterBlocks];
 
+  int capability = 0;  // the compute capability, 90 for 9.0
+
   int cluster_multiprocessors(int cluster_blocks) const {
     return filled_by_clusters[cluster_blocks - 1];
   }

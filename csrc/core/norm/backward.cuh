@@ -64,9 +64,11 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   auto rows = open_rows();
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
+  uint32_t listed = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
       out.template prefetch_residual<kLie, N, kPacks>(row * in.cols + col, left);
+    if (kListed && listed != 0) params.prefetch_listed(in.list, listed, row);
     if (!kFromOutput && has_mean) next_mean = __ldg(in.mean + row);
     next_rstd = __ldg(in.rstd + row);
   };
@@ -83,7 +85,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   rows.ask_for_first(row);
   if (row < in.rows) look_ahead();
   if (kRegular) stage_params();
-  const uint32_t listed = kListed ? params.template listed<kLie>(left) : 0;
+  if (kListed) listed = params.template listed<kLie>(left);
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
     float xhat[kPacks][N], w[kPacks][N];
@@ -175,21 +177,29 @@ constexpr RowsLie backward_deals_out(int cols) {
   return kBackwardInPairs<X, Y> ? dealt_out_as<X>(cols) : RowsLie::kElements;
 }
 
+template <RowsLie kLie>
+using ConstantLie = std::integral_constant<RowsLie, kLie>;
+template <Saved kSaved>
+using ConstantSaved = std::integral_constant<Saved, kSaved>;
+
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;
+  auto run = [&](auto as, auto saved) {
+    norm_backward_once<decltype(as)::value, kRms, decltype(saved)::value, kPacks>(in, out, shared);
+  };
   if (lie == RowsLie::kRegular) {
-    norm_backward_once<RowsLie::kRegular, kRms, kSaved, kPacks>(in, out, shared);
+    with_saved<kSaved>(in, [&](auto saved) { run(ConstantLie<RowsLie::kRegular>(), saved); });
   } else if (lie == RowsLie::kShifted) {
-    norm_backward_once<RowsLie::kShifted, kRms, kSaved, kPacks>(in, out, shared);
+    run(ConstantLie<RowsLie::kShifted>(), ConstantSaved<kSaved>());
   } else if constexpr (kPacks == 1 || kBulkCopies) {
     if constexpr (kBackwardInPairs<X, Y>) {
       if (lie == RowsLie::kPairs)
-        return norm_backward_once<RowsLie::kPairs, kRms, kSaved, kPacks>(in, out, shared);
+        return run(ConstantLie<RowsLie::kPairs>(), ConstantSaved<kSaved>());
     }
-    norm_backward_once<RowsLie::kElements, kRms, kSaved, kPacks>(in, out, shared);
+    run(ConstantLie<RowsLie::kElements>(), ConstantSaved<kSaved>());
   }
 }
 

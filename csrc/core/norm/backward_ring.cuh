@@ -178,6 +178,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.wait(stage);
       sums.put(turn, slice.add_up(row_at(turn, stage)));
       if (turn > 0) write_row_before();
+      slice.ask_for_listed(first + (turn + 1) * stride, first + (turn + 2) * stride);
       __syncthreads();
       sums.share(turn);
       if (fills && turn > 0 && turn + stages - 1 < rounds)
@@ -200,16 +201,21 @@ __global__ void __launch_bounds__(kMaxRingThreads, 1)
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
-  if (regular) {
-    norm_backward_late<RowsLie::kRegular, kRms, kSaved>(in, out, stages, partial_sets,
-                                                        rows_in_sequence, shared);
-  } else if (in.cols % N == 0) {
-    norm_backward_late<RowsLie::kShifted, kRms, kSaved>(in, out, stages, partial_sets,
-                                                        rows_in_sequence, shared);
-  } else {
-    norm_backward_late<RowsLie::kElements, kRms, kSaved>(in, out, stages, partial_sets,
+  with_saved<kSaved>(in, [&](auto saved) {
+    constexpr Saved kKept = decltype(saved)::value;
+    if (regular) {
+      norm_backward_late<RowsLie::kRegular, kRms, kKept>(in, out, stages, partial_sets,
                                                          rows_in_sequence, shared);
-  }
+    } else if (in.cols % N == 0) {
+      norm_backward_late<RowsLie::kShifted, kRms, kKept>(in, out, stages, partial_sets,
+                                                         rows_in_sequence, shared);
+    } else {
+      norm_backward_late<RowsLie::kElements, kRms, kKept>(in, out, stages, partial_sets,
+                                                          rows_in_sequence, shared);
+    }
+  });
+#else
+  __trap();  // no plan asks for it
 #endif
 }
 

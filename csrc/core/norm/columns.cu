@@ -7,8 +7,11 @@
 namespace fused_norm {
 namespace {
 
-constexpr int kListThreads = 256;
+constexpr int kListThreads = 512;
+constexpr int kListPack = 8;  // columns that a thread tests at once: 16 bytes of a 16-bit weight
+constexpr int kListTurn = kListThreads * kListPack;
 constexpr int kListedAtOnce = 1024;
+constexpr int kRowsInFlight = 4;
 
 template <typename X>
 struct ListInput {
@@ -16,72 +19,145 @@ struct ListInput {
   const X* x;
   RowLayout layout;
   int64_t rows;
-  int cols;
+  int cols, part_cols;  // of the row, and of a block
   bool rms;
   const A* mean;
   const A* rstd;
-  ColumnAffine<A> affine;
+  ParamVector weight, bias;
+  A weight_offset;
   RecoverableLimits<A> recoverable, precise;
   int room;
   int32_t* columns;
   A* side;
 
-  // Whether a column must be listed, and whether it had better be.
-  __device__ bool lost(int col) const { return !meets(recoverable, affine.g(col), affine.b(col)); }
-  __device__ bool imprecise(int col) const { return !meets(precise, affine.g(col), affine.b(col)); }
-
-  // As the forward kernel has it.
-  __device__ A xhat(int64_t row, int col) const {
-    const A value = static_cast<A>(row_start(x, layout, row)[col]);
-    return rms ? value * rstd[row] : (value - mean[row]) * rstd[row];
+  // Which of a pack's columns must be listed, and which had better be: a bit for each.
+  struct Bits {
+    uint32_t lost, imprecise;
+  };
+  __device__ __forceinline__ Bits find(int col, int end) const {
+    A g[kListPack], b[kListPack] = {};
+    if (weight.data) load_params<X, false>(weight, col, cols, g);
+    if (bias.data) load_params<X, false>(bias, col, cols, b);
+    Bits bits{};
+#pragma unroll
+    for (int i = 0; i < kListPack; ++i) {
+      const A effective = weight.data ? g[i] + weight_offset : A(1);
+      const bool inside = col + i < end;
+      bits.lost |= uint32_t{inside && !meets(recoverable, effective, b[i])} << i;
+      bits.imprecise |= uint32_t{inside && !meets(precise, effective, b[i])} << i;
+    }
+    return bits;
   }
 };
 
-// Every block finds the columns for itself, which takes less time than waiting for one that does:
-// each thread a run of consecutive columns. Then it gathers for its own rows.
+// A cluster of blocks, each of which has a part of the columns, finds out which are to be listed
+// while the kernel before still runs: the parameters are ready. If there are any, it waits, and
+// each block gathers those of its part from the rows of its cluster: the last rows first, which may
+// still be in the L2 cache.
 template <typename X>
-__global__ void __launch_bounds__(kListThreads)
+__global__ void __launch_bounds__(kListThreads, 1)
     list_columns(const __grid_constant__ ListInput<X> in) {
+  using A = Accumulator<X>;
   using Scan = cub::BlockScan<int, kListThreads>;
   __shared__ typename Scan::TempStorage scan;
   __shared__ int listed[kListedAtOnce];
+  __shared__ int2 of_blocks[2][kPortableClusterBlocks];
+  __shared__ int found[2];
 
-  wait_for_prerequisites();
-  const int run = (in.cols + kListThreads - 1) / kListThreads;
-  const int begin = min(in.cols, int(threadIdx.x) * run), end = min(in.cols, begin + run);
-  int count = 0, first, total;
-  for (int col = begin; col < end; ++col) count += in.imprecise(col);
-  Scan(scan).ExclusiveSum(count, first, total);
-  const bool lost_only = total > in.room;
-  if (lost_only) {
-    __syncthreads();
-    count = 0;
-    for (int col = begin; col < end; ++col) count += in.lost(col);
-    Scan(scan).ExclusiveSum(count, first, total);
+  RowCluster cluster;
+  const int rank = cluster.rank(), blocks = cluster.blocks();
+  cluster.arrive();
+  if (threadIdx.x < 2) found[threadIdx.x] = 0;
+  __syncthreads();
+  const int begin = min(in.cols, rank * in.part_cols), end = min(in.cols, begin + in.part_cols);
+  const int own = begin + threadIdx.x * kListPack;
+  int imprecise = 0, lost = 0;
+  for (int col = own; col < end; col += kListTurn) {
+    const auto bits = in.find(col, end);
+    imprecise += __popc(bits.imprecise);
+    lost += __popc(bits.lost);
   }
+  if (imprecise > 0) atomicAdd(&found[0], imprecise);  // lost columns are among them
+  if (lost > 0) atomicAdd(&found[1], lost);
+  __syncthreads();
+  int before = 0, total = 0;  // in the blocks before, and in all
+  const int2 here = {found[0], found[1]};
+  cluster.wait();
+  const int2* const parts = blocks > 1 ? cluster.gather(here, of_blocks) : &here;
+  for (int b = 0; b < blocks; ++b) total += parts[b].x;
+  const bool lost_only = total > in.room;
+  if (lost_only) total = 0;
+  for (int b = 0; b < blocks; ++b) {
+    const int part = lost_only ? parts[b].y : parts[b].x;
+    if (lost_only) total += part;
+    if (b < rank) before += part;
+  }
+  const int count = min(lost_only ? here.y : here.x, max(0, in.room - before));
+
+  // Those of the block from its `base`-th listed column on.
+  auto list = [&](int base) {
+    int place = -base;
+    for (int first = 0; begin + first < end && place < kListedAtOnce; first += kListTurn) {
+      const int col = own + first;
+      uint32_t bits = 0;
+      if (col < end) bits = lost_only ? in.find(col, end).lost : in.find(col, end).imprecise;
+      int at, more;
+      Scan(scan).ExclusiveSum(__popc(bits), at, more);
+      at += place;
+      for (; bits != 0; bits &= bits - 1, ++at) {
+        if (at >= 0 && at < kListedAtOnce) listed[at] = col + __ffs(bits) - 1;
+      }
+      place += more;
+      __syncthreads();
+    }
+  };
+  if (count > 0) list(0);
+  // Who writes nothing need not wait.
+  const bool writes_list = static_cast<int>(blockIdx.x) < blocks;
+  if (count == 0 && blockIdx.x != 0) return;
+  meet_previous_kernel();
   if (blockIdx.x == 0 && threadIdx.x == 0) in.columns[0] = total;
 
-  const int64_t rows_a_block = (in.rows + gridDim.x - 1) / gridDim.x;
-  const int64_t first_row = blockIdx.x * rows_a_block;
-  const int64_t rows = max(int64_t{0}, min(rows_a_block, in.rows - first_row));
-  const int places = min(total, in.room);
-  for (int base = 0; base < places; base += kListedAtOnce) {
-    __syncthreads();
-    int place = first;
-    for (int col = begin; col < end && count > 0; ++col) {
-      if (!(lost_only ? in.lost(col) : in.imprecise(col))) continue;
-      if (place >= base && place < min(places, base + kListedAtOnce)) {
-        listed[place - base] = col;
-        if (blockIdx.x == 0) in.columns[1 + place] = col;
-      }
-      ++place;
+  const int64_t clusters = gridDim.x / blocks, cluster_index = blockIdx.x / blocks;
+  for (int base = 0; base < count; base += kListedAtOnce) {
+    if (base > 0) {
+      __syncthreads();
+      list(base);
     }
-    __syncthreads();
-    const int here = min(places - base, kListedAtOnce);
-    for (int64_t i = threadIdx.x; i < rows * here; i += kListThreads) {
-      const int64_t row = first_row + i / here;
-      const int at = static_cast<int>(i % here);
-      in.side[row * in.room + base + at] = in.xhat(row, listed[at]);
+    const int places = min(count - base, kListedAtOnce);
+    if (writes_list) {
+      for (int i = threadIdx.x; i < places; i += kListThreads)
+        in.columns[1 + before + base + i] = listed[i];
+    }
+    A* const side = in.side + before + base;
+    int lanes = 1;
+    while (lanes < places && lanes < kWarpSize) lanes *= 2;
+    const int lane = threadIdx.x % lanes, row_in_turn = threadIdx.x / lanes;
+    const int rows_a_turn = kListThreads / lanes;
+    const int64_t tile = int64_t{rows_a_turn} * kRowsInFlight;
+    for (int64_t end_row = in.rows - cluster_index * tile; end_row > 0;
+         end_row -= clusters * tile) {
+      const int64_t last = end_row - 1 - row_in_turn;
+      for (int i = lane; i < places; i += lanes) {
+        const int col = listed[i];
+        X value[kRowsInFlight];
+        A mean[kRowsInFlight], rstd[kRowsInFlight];
+#pragma unroll
+        for (int r = 0; r < kRowsInFlight; ++r) {
+          const int64_t row = max(last - r * rows_a_turn, int64_t{0});
+          value[r] = row_start(in.x, in.layout, row)[col];
+          rstd[r] = in.rstd[row];
+          mean[r] = in.rms ? A(0) : in.mean[row];
+        }
+        // As the forward kernel has it.
+#pragma unroll
+        for (int r = 0; r < kRowsInFlight; ++r) {
+          const int64_t row = last - r * rows_a_turn;
+          if (row < 0) break;
+          const A x = static_cast<A>(value[r]);
+          side[row * in.room + i] = in.rms ? x * rstd[r] : (x - mean[r]) * rstd[r];
+        }
+      }
     }
   }
 }
@@ -90,6 +166,14 @@ __global__ void __launch_bounds__(kListThreads)
 
 cudaError_t launch_list_columns(const NormForwardParams& params, const DeviceProperties& device,
                                 cudaStream_t stream) {
+  // Blocks of a cluster share the columns, which takes a barrier of the cluster.
+  int cluster = 1;
+  while (cluster < device.max_cluster_blocks && cluster * kListTurn * 2 < params.cols) cluster *= 2;
+  const int packs = (params.cols + kListPack - 1) / kListPack;
+  const int part_cols = (packs + cluster - 1) / cluster * kListPack;
+  const int64_t elements = params.rows * std::min(params.list.room, cluster * kListedAtOnce);
+  const int64_t blocks = std::clamp<int64_t>(elements / (kListThreads * kRowsInFlight),
+                                             kPortableClusterBlocks, 2 * device.sm_count);
   return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     using A = Accumulator<X>;
@@ -97,19 +181,20 @@ cudaError_t launch_list_columns(const NormForwardParams& params, const DevicePro
                           params.x_layout,
                           params.rows,
                           params.cols,
+                          part_cols,
                           params.rms,
                           static_cast<const A*>(params.mean),
                           static_cast<const A*>(params.rstd),
-                          {params.weight, params.bias, static_cast<A>(params.weight_offset)},
+                          params.weight,
+                          params.bias,
+                          static_cast<A>(params.weight_offset),
                           recoverable_limits<A>(params.y_dtype),
                           precise_limits<A>(params.y_dtype),
                           params.list.room,
                           params.list.columns,
                           static_cast<A*>(params.list.side)};
-    const int64_t elements = params.rows * std::min(params.list.room, kListedAtOnce);
-    const int64_t blocks = std::clamp<int64_t>(elements / kListThreads, 1, 2 * device.sm_count);
-    return detail::launch(list_columns<X>, static_cast<int>(blocks), kListThreads,
-                          {0, 1, device.max_cluster_blocks > 1}, stream, in);
+    return detail::launch(list_columns<X>, static_cast<int>(blocks / cluster * cluster),
+                          kListThreads, {0, cluster, device.max_cluster_blocks > 1}, stream, in);
   });
 }
 

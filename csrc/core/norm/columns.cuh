@@ -36,6 +36,9 @@ struct ListedColumns {
   __device__ __forceinline__ A xhat(int64_t row, int place) const {
     return side[row * room + place];
   }
+  __device__ __forceinline__ void prefetch(int64_t row, int place) const {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(side + row * room + place));
+  }
 };
 
 // One parameter as A: of dtypes known only at run time.
@@ -68,7 +71,7 @@ struct ColumnAffine {
 };
 
 // What a look at the parameters counts.
-enum { kLost, kOverflow, kMoved, kAtRisk, kLookCounts = kAtRisk + kHorizons };
+enum { kLost, kOverflow, kMoved, kAtRisk, kLookCounts };
 
 // Where the warps of several blocks add up what they found; zero before, and again after.
 struct LookTotals {
@@ -99,8 +102,8 @@ struct ColumnLook {
            listed.find(col) < 0;
   }
 
-  // A column is at risk for k updates when it might not be precise after them, were each update
-  // to move its g and bias twice as far as the last ones did, with a factor 2 to spare.
+  // A column is at risk when it might not be precise after kUpdatesAhead updates, were each to move
+  // its g and bias twice as far as the last ones did, with a factor 2 to spare.
   __device__ void look_at(int col, Found& found) const {
     A* const history = static_cast<A*>(watch.history);
     const bool has_bias = affine.bias.data != nullptr;
@@ -126,12 +129,9 @@ struct ColumnLook {
       at[2 * pitch] = b;
       at[3 * pitch] = b_speed;
     }
-#pragma unroll
-    for (int h = 0; h < kHorizons; ++h) {
-      const A reach = 2 * horizon(h);
-      const A nearest = fabs(g) - reach * g_speed, bias = fabs(b) + reach * b_speed;
-      found.counts[kAtRisk + h] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
-    }
+    constexpr A kReach = 2 * kUpdatesAhead;
+    const A nearest = fabs(g) - kReach * g_speed, bias = fabs(b) + kReach * b_speed;
+    found.counts[kAtRisk] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
   }
 
   // Whether a look need not wait for the kernel before, which clears the totals else.
@@ -162,18 +162,17 @@ struct ColumnLook {
   // By one thread that has what all have found.
   __device__ void report(const Found& found) const {
     if (watch.history) {
-      uint64_t report = uint64_t{1} << 62 | uint64_t{found.counts[kMoved] > 0} << 61 |
-                        uint64_t{watch.stamp} << 3 * kCountBits;
-      for (int h = 0; h < kHorizons; ++h) {
-        report |= uint64_t(min(found.counts[kAtRisk + h], (1 << kCountBits) - 1)) << h * kCountBits;
-      }
-      *static_cast<volatile uint32_t*>(&watch.report->lost) = found.counts[kLost];
-      *static_cast<volatile uint64_t*>(&watch.report->report) = report;
+      auto count = [&](int which) {
+        return static_cast<uint64_t>(min(found.counts[which], (1 << kCountBits) - 1));
+      };
+      *static_cast<volatile uint64_t*>(&watch.report->report) =
+          uint64_t{1} << 63 | uint64_t{found.counts[kMoved] > 0} << 62 |
+          uint64_t{watch.stamp} << 2 * kCountBits | count(kLost) << kCountBits | count(kAtRisk);
     }
     if (found.counts[kOverflow] > 0) {
       *static_cast<volatile uint32_t*>(&watch.report->overflow) = found.counts[kOverflow];
       __threadfence_system();
-      *static_cast<volatile uint32_t*>(watch.overflow_signal) = watch.signal;
+      *static_cast<volatile uint32_t*>(watch.overflow_signal) = 1;
     }
   }
 };

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "core/common/types.h"
+#include "core/norm/room.h"
 
 namespace fused_norm {
 
@@ -22,35 +23,30 @@ struct ColumnList {
 // A look at a norm's parameters, so that the host learns without waiting how many columns are at
 // risk of not being recoverable.
 //
-// `report` is the outcome in one word, written at once:
-//   bits 0-44   three counts of 15 bits, saturated: the columns that are not precise, or may no
-//               longer be after the next 2, 4 and 16 updates of the parameters
-//   bits 45-60  `stamp`
-//   bit 61      whether the parameters moved since the look before
-//   bit 62      set
-// `lost` is how many columns are not precise now.
+// `report` is the outcome in one word, written at once; counts are saturated:
+//   bits 0-22   the columns that are not precise, or may no longer be after kUpdatesAhead more
+//               updates of the parameters
+//   bits 23-45  the columns that are not precise now
+//   bits 46-61  `stamp`
+//   bit 62      whether the parameters moved since the look before
+//   bit 63      set
 struct ColumnReport {
   uint64_t report;
-  uint32_t lost;
-  uint32_t overflow;  // columns of a backward call that were neither recoverable nor listed; sticky
+  uint32_t overflow;  // of a backward call: the columns neither recoverable nor listed; sticky
+  uint32_t overflow_signal;  // of the first report alone: ColumnWatch::overflow_signal
 };
-
-constexpr int kHorizons = 3;
-constexpr int horizon(int index) { return index == 0 ? 2 : index == 1 ? 4 : 16; }
-constexpr int kCountBits = 15;
-constexpr int kStampBits = 16;
 
 // Where the threads of a look add up what they found.
 constexpr int kTotalsBytes = 64;
 
 struct ColumnWatch {
-  // Rows of cols, fp32 (fp64 for fp64 x), of this watch alone: g at the look before and how fast
-  // it moves, and with a bias the same of that. NaN at first. Null: only overflow is reported.
+  // Rows of cols, fp32 (fp64 for fp64 x), of this watch and stream alone: g at the look before and
+  // how fast it moves, and with a bias the same of that. NaN at first. Null: only overflow is
+  // reported.
   void* history;
   void* totals;               // kTotalsBytes zeros, likewise; null: the call finds room for them
   ColumnReport* report;       // in mapped host memory; null: nothing is reported
-  uint32_t* overflow_signal;  // in mapped host memory: set to `signal` on overflow
-  uint32_t signal;
+  uint32_t* overflow_signal;  // in mapped host memory: set to 1 on overflow
   uint16_t stamp;
 };
 

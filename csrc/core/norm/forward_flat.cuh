@@ -304,6 +304,8 @@ __global__ void __launch_bounds__(kFlatThreads, flat_forward_blocks(kSharing != 
     norm_forward_tiles<typename decltype(norm)::Norm>(FlatForward<X>{load, store, out, flat}, slots,
                                                       filled);
   });
+#else
+  __trap();  // no plan asks for it
 #endif
 }
 

@@ -8,6 +8,17 @@ namespace fused_norm {
 // What forward kept: the input, the output, or that and the list of columns that it does not hold.
 enum class Saved { kInput, kOutput, kOutputAndList };
 
+// Calls run(saved) with what was kept in the end: a call with room for listed columns mostly lists
+// none, and is then one without.
+template <Saved kSaved, typename In, typename Run>
+__device__ __forceinline__ void with_saved(const In& in, Run run) {
+  if constexpr (kSaved == Saved::kOutputAndList) {
+    wait_for_prerequisites();
+    if (*in.list.columns == 0) return run(std::integral_constant<Saved, Saved::kOutput>());
+  }
+  run(std::integral_constant<Saved, kSaved>());
+}
+
 // The column parameters of a thread in shared memory, as fp32; each thread has its own. Of a warp's
 // part, lane l finds 4 columns of pack p at float4 index [kind][p][quarter][l], so that a warp's
 // accesses are consecutive and free of bank conflicts.
@@ -60,12 +71,54 @@ class StagedParams {
   // Puts those of pack p, `bits`, in a row's xhat.
   __device__ __forceinline__ void take_listed(const ListedColumns<float>& list, uint32_t bits,
                                               int p, int64_t row, float (&xhat)[N]) const {
-    if ((bits >> p * N & ((1u << N) - 1)) == 0) return;
+    if (!any_listed(bits, p)) return;
     float place[N];
     get(kShift, p, place);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (bits >> (p * N + i) & 1) xhat[i] = list.xhat(row, static_cast<int>(place[i]));
+    }
+  }
+
+  // Brings a row's of all packs near: those of a pack follow each other in the list.
+  __device__ __forceinline__ void prefetch_listed(const ListedColumns<float>& list, uint32_t bits,
+                                                  int64_t row) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      if (any_listed(bits, p)) list.prefetch(row, first_place(bits, p));
+    }
+  }
+
+  // Where a thread takes its rows one by one, and a pack's columns follow each other, their listed
+  // xhat pass through its own slots of `shift` and `scale`, in turn, which listed columns do not
+  // need. Asks for those of a row; `places`: of the first in each pack, from first_places().
+  __device__ __forceinline__ void ask_for_listed(const ListedColumns<float>& list, uint32_t bits,
+                                                 const int (&places)[kPacks], int64_t row,
+                                                 int turn) const {
+    if (bits == 0) return;
+    const float* const from = list.side + row * list.room;
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      int place = places[p];
+      for (uint32_t rest = bits >> p * N & ((1u << N) - 1); rest != 0; rest &= rest - 1)
+        detail::copy_async<4>(slot(turn, p, __ffs(rest) - 1), from + place++);
+    }
+  }
+  __device__ __forceinline__ void first_places(uint32_t bits, int (&places)[kPacks]) const {
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) places[p] = any_listed(bits, p) ? first_place(bits, p) : 0;
+  }
+  __device__ __forceinline__ static void wait_for_listed() {
+    detail::commit_copies();
+    detail::wait_for_copies<0>();
+  }
+  // Puts what was asked for in xhat, once it is there: wait_for_listed().
+  __device__ __forceinline__ void take_asked_for(uint32_t bits, int p, int turn,
+                                                 float (&xhat)[N]) const {
+    if (!any_listed(bits, p)) return;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (bits >> (p * N + i) & 1) xhat[i] = *slot(turn, p, i);
     }
   }
 
@@ -83,6 +136,16 @@ class StagedParams {
  private:
   static constexpr int kKinds = param_kinds(kSaved);
 
+  __device__ __forceinline__ static bool any_listed(uint32_t bits, int p) {
+    return (bits >> p * N & ((1u << N) - 1)) != 0;
+  }
+  __device__ __forceinline__ float* slot(int turn, int p, int i) const {
+    return &at(turn % 2 ? kScale : kShift, p, i / 4).x + i % 4;
+  }
+  __device__ __forceinline__ int first_place(uint32_t bits, int p) const {
+    const int first = __ffs(bits >> p * N) - 1;
+    return static_cast<int>(*(&at(kShift, p, first / 4).x + first % 4));
+  }
   __device__ void put(ParamKind kind, int p, const float (&values)[N]) const {
 #pragma unroll
     for (int q = 0; q < N / 4; ++q) memcpy(&at(kind, p, q), values + 4 * q, sizeof(float4));

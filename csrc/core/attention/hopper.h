@@ -1,0 +1,21 @@
+// Attention's kernels for Hopper (compute capability 9.0): for calls that hopper_takes_forward().
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/attention/hopper_plan.h"
+
+namespace fused_norm {
+
+#ifdef FUSED_NORM_WITH_HOPPER
+cudaError_t launch_attention_forward_hopper(const AttentionParams& params,
+                                            const DeviceProperties& device, void* workspace,
+                                            cudaStream_t stream);
+#else
+inline cudaError_t launch_attention_forward_hopper(const AttentionParams&, const DeviceProperties&,
+                                                   void*, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+#endif
+
+}  // namespace fused_norm

@@ -1,0 +1,277 @@
+// Instructions of Hopper chips that C++ has no name for: matrix products of a warpgroup (wgmma),
+// tiles copied through tensor maps (TMA), registers moved between warpgroups, and barriers.
+// Compiled for sm_90a alone.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "core/common/bulk_copy.cuh"
+
+namespace fused_norm::hopper {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Barriers in shared memory. ------------------------------------------------------------------
+
+// One of the arrivals that init() counted.
+__device__ __forceinline__ void arrive(CopyBarrier& barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
+               : "memory");
+}
+
+// Until the phase of `parity` has ended; a new barrier is as if one of parity 1 had. With
+// FUSED_NORM_WATCHDOG, for tests, a wait gives up after a while and says so, in place of a hang. (A
+// trap would make the compiler ignore setmaxnreg.)
+#ifdef FUSED_NORM_WATCHDOG
+static __device__ int watchdog_bites;
+#endif
+__device__ __forceinline__ void wait(const CopyBarrier& barrier, uint32_t parity) {
+#ifdef FUSED_NORM_WATCHDOG
+  for (int polls = 0;; ++polls) {
+    uint32_t done;
+    asm volatile(
+        "{\n.reg .pred done;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n}"
+        : "=r"(done)
+        : "r"(shared_address(&barrier)), "r"(parity)
+        : "memory");
+    if (done) return;
+    if (polls > 20000) {
+      watchdog_bites = 1;
+      return;
+    }
+  }
+#else
+  barrier.wait(parity);
+#endif
+}
+
+// Named barriers of `threads` threads, of which those that arrive() do not wait. Ids 1 to 15.
+__device__ __forceinline__ void named_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Registers. ----------------------------------------------------------------------------------
+
+// A warpgroup gives registers back, or takes more until it has that many a thread. All its warps
+// call this, in a kernel whose launch bounds fix its registers.
+template <int kRegisters>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Tiles. --------------------------------------------------------------------------------------
+
+// A tile of kRows x kColumns 16-bit elements in shared memory, as TMA writes it and wgmma reads it:
+// panels of 64 columns (32 where kColumns is no multiple of 64), one after the other, whose rows of
+// 128 (64) bytes are swizzled: their 16-byte parts change places by the row's index. A tile starts
+// at a multiple of 1024 bytes.
+template <int kRows_, int kColumns_>
+struct SharedTile {
+  static constexpr int kRows = kRows_, kColumns = kColumns_;
+  static constexpr int kPanelColumns = kColumns % 64 == 0 ? 64 : 32;
+  static constexpr int kPanels = kColumns / kPanelColumns;
+  static constexpr int kRowBytes = 2 * kPanelColumns;
+  static constexpr int kPanelBytes = kRows * kRowBytes;
+  static constexpr int kBytes = kPanels * kPanelBytes;
+  static_assert(kColumns % kPanelColumns == 0 && kRows % 8 == 0);
+
+  // What wgmma wants to know of an operand: address, distances and swizzle.
+  static constexpr uint64_t kForm =
+      (uint64_t{8 * kRowBytes / 16} << 32) | (uint64_t{kRowBytes == 128 ? 1 : 2} << 62);
+
+  // Operands are descriptors; block `step` of 16 of the sum is a constant further than block 0.
+  // Rows of the tile are the operand's rows (A) or columns (B), from `first_row` on, a multiple of
+  // 8; the sum goes along them.
+  static __device__ __forceinline__ uint64_t along_rows(uint32_t tile, int first_row) {
+    const uint32_t at = tile + first_row * kRowBytes;
+    return kForm | (uint64_t{1} << 16) | ((at & 0x3FFFF) >> 4);
+  }
+  static __device__ constexpr uint64_t row_step(int step) {
+    constexpr int kSteps = kPanelColumns / 16;
+    return (step / kSteps * kPanelBytes + step % kSteps * 32) / 16;
+  }
+  // The sum goes down the tile's rows: the operand is the tile's transpose.
+  static __device__ __forceinline__ uint64_t down_columns(uint32_t tile) {
+    return kForm | (uint64_t{kPanelBytes / 16} << 16) | ((tile & 0x3FFFF) >> 4);
+  }
+  static __device__ constexpr uint64_t column_step(int step) { return step * kRowBytes; }
+};
+
+// Starts the copy of a tile's panels from row `row` of (head, batch) on. Elements beyond the tensor
+// become zeros and count too. One thread; the barrier expects Tile::kBytes.
+template <typename Tile>
+__device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap* map,
+                                          CopyBarrier& barrier, int row, int head, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(tile + panel * Tile::kPanelBytes),
+        "l"(map), "r"(shared_address(&barrier)), "r"(panel * Tile::kPanelColumns), "r"(row),
+        "r"(head), "r"(batch)
+        : "memory");
+  }
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Matrix products of a warpgroup. --------------------------------------------------------------
+//
+// D (64 x N, fp32) += A (64 x 16) B (16 x N), asynchronously, by 128 threads of four warps, the
+// first a multiple of four. Warp w of the group has rows 16 w to 16 w + 15 of D; element i of a
+// thread is row 16 w + lane / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (lane % 4) + i % 2.
+// Neighbours 8 k to 8 k + 7, rounded to 16 bit and packed, are A's registers of the block k of the
+// sum.
+//
+// fence() stands between other uses of the registers and the products; commit() ends a batch;
+// wait_products<n>() until no more than the last n batches are under way. Until then their
+// registers are left alone; hold() keeps the compiler from moving uses of them across the wait.
+
+__device__ __forceinline__ void fence_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kLeft>
+__device__ __forceinline__ void wait_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
+}
+template <int kCount>
+__device__ __forceinline__ void hold(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+template <int kCount>
+__device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
+}
+
+template <int N>
+struct Product;
+
+#define FUSED_NORM_R0 "%0,%1,%2,%3,%4,%5,%6,%7"
+#define FUSED_NORM_R1 FUSED_NORM_R0 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define FUSED_NORM_R2 FUSED_NORM_R1 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define FUSED_NORM_R3 FUSED_NORM_R2 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define FUSED_NORM_R4 FUSED_NORM_R3 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define FUSED_NORM_R5 FUSED_NORM_R4 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define FUSED_NORM_R6 FUSED_NORM_R5 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define FUSED_NORM_R7 FUSED_NORM_R6 ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define FUSED_NORM_R8 FUSED_NORM_R7 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define FUSED_NORM_R9 FUSED_NORM_R8 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define FUSED_NORM_R10 FUSED_NORM_R9 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define FUSED_NORM_R11 FUSED_NORM_R10 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define FUSED_NORM_R12 FUSED_NORM_R11 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define FUSED_NORM_R13 FUSED_NORM_R12 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define FUSED_NORM_R14 FUSED_NORM_R13 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define FUSED_NORM_R15 FUSED_NORM_R14 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define FUSED_NORM_8(i)                                                                       \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+#define FUSED_NORM_D3 FUSED_NORM_8(0), FUSED_NORM_8(8), FUSED_NORM_8(16), FUSED_NORM_8(24)
+#define FUSED_NORM_D4 FUSED_NORM_D3, FUSED_NORM_8(32)
+#define FUSED_NORM_D5 FUSED_NORM_D4, FUSED_NORM_8(40)
+#define FUSED_NORM_D6 FUSED_NORM_D5, FUSED_NORM_8(48)
+#define FUSED_NORM_D7 FUSED_NORM_D6, FUSED_NORM_8(56)
+#define FUSED_NORM_D8 FUSED_NORM_D7, FUSED_NORM_8(64)
+#define FUSED_NORM_D9 FUSED_NORM_D8, FUSED_NORM_8(72)
+#define FUSED_NORM_D10 FUSED_NORM_D9, FUSED_NORM_8(80)
+#define FUSED_NORM_D11 FUSED_NORM_D10, FUSED_NORM_8(88)
+#define FUSED_NORM_D15 \
+  FUSED_NORM_D11, FUSED_NORM_8(96), FUSED_NORM_8(104), FUSED_NORM_8(112), FUSED_NORM_8(120)
+
+// The operands after D's registers: their indices are N / 2 and on.
+#define FUSED_NORM_SHARED_A(n, type, groups, a, b, c, t)                                \
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                  \
+               ", 0;\n"                                                                 \
+               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type          \
+               " {" FUSED_NORM_R##groups "}, %" #a ", %" #b ", p, 1, 1, 0, %" #t ";\n}" \
+               : FUSED_NORM_D##groups                                                   \
+               : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)), "n"(int{kTransposed}))
+#define FUSED_NORM_REGISTER_A(n, type, groups, a0, a1, a2, a3, b, t)                            \
+  asm volatile(                                                                                 \
+      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FUSED_NORM_R##groups \
+      "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", 1, 1, 1, %" #t ";"                    \
+      : FUSED_NORM_D##groups                                                                    \
+      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(int{kTransposed}))
+
+// shared(): A from shared memory, along_rows(); D = A B where not `accumulate`. registers(): A from
+// registers. kTransposed: B is a down_columns() operand.
+#define FUSED_NORM_PRODUCT(n, groups, i0, i1, i2, i3, i4, i5)                                 \
+  template <>                                                                                 \
+  struct Product<n> {                                                                         \
+    template <typename T, bool kTransposed>                                                   \
+    static __device__ __forceinline__ void shared(float (&d)[n / 2], uint64_t left,           \
+                                                  uint64_t right, bool accumulate) {          \
+      if constexpr (std::is_same_v<T, __half>) {                                              \
+        FUSED_NORM_SHARED_A(n, "f16", groups, i0, i1, i2, i3);                                \
+      } else {                                                                                \
+        FUSED_NORM_SHARED_A(n, "bf16", groups, i0, i1, i2, i3);                               \
+      }                                                                                       \
+    }                                                                                         \
+    template <typename T, bool kTransposed>                                                   \
+    static __device__ __forceinline__ void registers(float (&d)[n / 2], const uint32_t* left, \
+                                                     uint64_t right) {                        \
+      if constexpr (std::is_same_v<T, __half>) {                                              \
+        FUSED_NORM_REGISTER_A(n, "f16", groups, i0, i1, i2, i3, i4, i5);                      \
+      } else {                                                                                \
+        FUSED_NORM_REGISTER_A(n, "bf16", groups, i0, i1, i2, i3, i4, i5);                     \
+      }                                                                                       \
+    }                                                                                         \
+  };
+FUSED_NORM_PRODUCT(64, 3, 32, 33, 34, 35, 36, 37)
+FUSED_NORM_PRODUCT(80, 4, 40, 41, 42, 43, 44, 45)
+FUSED_NORM_PRODUCT(96, 5, 48, 49, 50, 51, 52, 53)
+FUSED_NORM_PRODUCT(112, 6, 56, 57, 58, 59, 60, 61)
+FUSED_NORM_PRODUCT(128, 7, 64, 65, 66, 67, 68, 69)
+FUSED_NORM_PRODUCT(144, 8, 72, 73, 74, 75, 76, 77)
+FUSED_NORM_PRODUCT(160, 9, 80, 81, 82, 83, 84, 85)
+FUSED_NORM_PRODUCT(176, 10, 88, 89, 90, 91, 92, 93)
+FUSED_NORM_PRODUCT(192, 11, 96, 97, 98, 99, 100, 101)
+FUSED_NORM_PRODUCT(256, 15, 128, 129, 130, 131, 132, 133)
+#undef FUSED_NORM_PRODUCT
+#undef FUSED_NORM_REGISTER_A
+#undef FUSED_NORM_SHARED_A
+
+// Numbers. ------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two numbers rounded to 16 bit, `low` in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_two(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+}  // namespace fused_norm::hopper

@@ -1,0 +1,51 @@
+// Between attention.cpp, which has checked a call and made its results, and those who fill them:
+// the CPU path and the CUDA kernels.
+#pragma once
+
+#include "ops/attention.h"
+
+namespace fused_norm::ops {
+
+inline bool has(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+// Query, key and value, each by itself.
+using QueryKeyValue = std::array<at::Tensor, 3>;
+
+// Columns next to each other; one copy where they are not.
+at::Tensor with_dense_rows(const at::Tensor& tensor);
+
+// A mask of four dimensions.
+at::Tensor of_four_dims(at::Tensor mask);
+
+// Where gradients are written: query, key and value may be views of what is returned.
+struct NewGradients {
+  AttentionGradients returned;
+  at::Tensor query, key, value;
+};
+
+// What backward is called with beside AttentionCall.
+struct BackwardInputs {
+  const at::Tensor& dout;
+  const OptionalTensor& dlse;
+  const at::Tensor &out, &lse;
+  const std::array<bool, 5>& wanted;
+};
+
+namespace on_cpu {
+void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, const at::Tensor& out,
+                       const at::Tensor& lse);
+// Makes the gradients of the mask and of sinks, too.
+void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
+                        const QueryKeyValue& qkv, NewGradients* made);
+}  // namespace on_cpu
+
+#ifdef FUSED_NORM_WITH_CUDA
+namespace on_cuda {
+void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, const at::Tensor& out,
+                       const at::Tensor& lse);
+void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
+                        const QueryKeyValue& qkv, NewGradients* made);
+}  // namespace on_cuda
+#endif
+
+}  // namespace fused_norm::ops

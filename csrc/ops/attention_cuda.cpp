@@ -1,0 +1,314 @@
+// A call as the CUDA kernels take it: copies where they could not read a tensor in place, and the
+// tier.
+#include <ATen/core/Tensor.h>
+
+#include <atomic>
+#include <limits>
+
+#include "ops/attention_backends.h"
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "core/attention/attention.h"
+#include "core/attention/plan.h"
+#include "ops/device.h"
+#include "ops/rows.h"
+
+namespace fused_norm::ops {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+
+std::atomic<AttentionTier> wanted_tier{AttentionTier::kAuto};
+
+const char* name_of(AttentionTier tier) {
+  switch (tier) {
+    case AttentionTier::kAuto:
+      return "auto";
+    case AttentionTier::kPlain:
+      return "plain";
+    case AttentionTier::kPortable:
+      return "portable";
+    case AttentionTier::kHopper:
+      return "hopper";
+  }
+  return "unknown";
+}
+
+AttentionTensor as_tensor(const Tensor& t, bool packed) {
+  // A dimension of size 1 may have any stride.
+  const auto stride = [&](int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); };
+  void* data = const_cast<void*>(t.const_data_ptr());
+  if (packed) return {data, 0, stride(1), stride(0)};
+  return {data, stride(0), stride(1), stride(2)};
+}
+
+// Columns that tensor cores take: whole packs of 16 bytes of a 16-bit type.
+int64_t padded(int64_t cols) { return (cols + 7) / 8 * 8; }
+
+// A call's parameters, and the tensors that own what they point to.
+struct Launch {
+  AttentionParams params{};
+  bool packed;
+  bool aligned;  // tensors are as the tensor-core tiers read and write them
+  QueryKeyValue qkv;
+  Tensor cu_seqlens_q, cu_seqlens_k, mask, alibi_slopes, sink, rng;
+
+  // The tensor as kernels read it: itself, or one copy.
+  Tensor readable(const Tensor& t) const {
+    if (aligned && t.size(-1) % 8 != 0) {
+      return at::constant_pad_nd(t, {0, padded(t.size(-1)) - t.size(-1)});
+    }
+    const Tensor rows = with_dense_rows(t);
+    if (!aligned || attention_is_aligned(as_tensor(rows, packed), params.dtype)) return rows;
+    return rows.clone(at::MemoryFormat::Contiguous);
+  }
+
+  // A tensor that kernels write: `t` itself, or a wider one to be copied from.
+  Tensor writable(const Tensor& t) const {
+    if (!t.defined() || !aligned || t.size(-1) % 8 == 0) return t;
+    at::DimVector sizes(t.sizes());
+    sizes.back() = padded(sizes.back());
+    return empty_tensor(sizes, t.scalar_type());
+  }
+};
+
+// What writable() gave, into what was asked for.
+void finish(const Tensor& written, const Tensor& t) {
+  if (t.defined() && !written.is_same(t)) t.copy_(written.narrow(-1, 0, t.size(-1)));
+}
+
+int32_t narrowed(int64_t size, const char* what) {
+  TORCH_CHECK(size <= std::numeric_limits<int32_t>::max(), what, " is ", size,
+              "; at most 2^31 - 1 is supported");
+  return static_cast<int32_t>(size);
+}
+
+int32_t limit_of(const std::optional<SymInt>& window) {
+  if (!window.has_value()) return -1;
+  const int64_t limit = window->expect_int();
+  return limit > std::numeric_limits<int32_t>::max() ? -1 : static_cast<int32_t>(limit);
+}
+
+// A hint, by which kernels choose their grid: no result depends on it.
+int32_t longest(const SymInt& hint, int32_t total) {
+  const int64_t rows = hint.expect_int();
+  return rows > 0 ? static_cast<int32_t>(std::min<int64_t>(rows, total)) : total;
+}
+
+void set_shape(const AttentionCall& call, Launch* launch) {
+  AttentionParams& p = launch->params;
+  const auto& [query, key, value] = launch->qkv;
+  const bool packed = launch->packed;
+  p.heads = narrowed(query.size(1), "the number of heads");
+  p.kv_heads = narrowed(key.size(1), "the number of heads");
+  p.head_dim = static_cast<int32_t>(query.size(-1));
+  p.value_dim = static_cast<int32_t>(value.size(-1));
+  if (packed) {
+    launch->cu_seqlens_q = call.cu_seqlens_q->contiguous();
+    launch->cu_seqlens_k = call.cu_seqlens_k->contiguous();
+    p.query_offsets = launch->cu_seqlens_q.const_data_ptr<int32_t>();
+    p.key_offsets = launch->cu_seqlens_k.const_data_ptr<int32_t>();
+    p.batch = narrowed(call.cu_seqlens_q->size(0) - 1, "the number of sequences");
+    p.total_queries = narrowed(query.size(0), "the number of queries");
+    p.total_keys = narrowed(key.size(0), "the number of keys");
+    p.queries = longest(call.max_seqlen_q, p.total_queries);
+    p.keys = longest(call.max_seqlen_k, p.total_keys);
+  } else {
+    p.batch = narrowed(query.size(0), "the batch size");
+    p.queries = narrowed(query.size(2), "the number of queries");
+    p.keys = narrowed(key.size(2), "the number of keys");
+  }
+  p.query = as_tensor(query, packed);
+  p.key = as_tensor(key, packed);
+  p.value = as_tensor(value, packed);
+}
+
+void set_options(const AttentionCall& call, Launch* launch) {
+  AttentionParams& p = launch->params;
+  p.scale = call.scale;
+  p.softcap = call.softcap;
+  p.window_left = limit_of(call.window_left);
+  p.window_right = limit_of(call.window_right);
+  p.top_left = call.top_left;
+  p.dropout_p = static_cast<float>(call.dropout_p);
+  if (has(call.attn_mask)) {
+    launch->mask = *call.attn_mask;
+    const Tensor mask = of_four_dims(launch->mask).expand({p.batch, p.heads, p.queries, p.keys});
+    const bool boolean = mask.scalar_type() == at::kBool;
+    p.mask = {const_cast<void*>(mask.const_data_ptr()),
+              boolean,
+              boolean ? p.dtype : to_dtype(mask.scalar_type()),
+              mask.stride(0),
+              mask.stride(1),
+              mask.stride(2),
+              mask.stride(3)};
+  }
+  if (has(call.alibi_slopes)) {
+    launch->alibi_slopes = call.alibi_slopes->contiguous();
+    p.alibi_slopes = launch->alibi_slopes.const_data_ptr<float>();
+    p.alibi_batch_stride = launch->alibi_slopes.dim() == 2 ? p.heads : 0;
+  }
+  if (has(call.sink)) {
+    const bool wide = p.dtype == DType::kFloat64;
+    launch->sink = (wide ? call.sink->to(at::kDouble) : *call.sink).contiguous();
+    p.sink = launch->sink.const_data_ptr();
+    p.sink_dtype = to_dtype(launch->sink.scalar_type());
+  }
+  if (call.dropout_p > 0) {
+    launch->rng = call.rng->contiguous();
+    p.rng = launch->rng.const_data_ptr<int64_t>();
+  }
+}
+
+// Whether a tensor-core tier takes the call once its tensors are aligned and padded.
+bool takes_aligned(const QueryKeyValue& qkv, AttentionParams params) {
+  if (wanted_tier.load(std::memory_order_relaxed) == AttentionTier::kPlain) return false;
+  params.head_dim = static_cast<int32_t>(padded(qkv[0].size(-1)));
+  params.value_dim = static_cast<int32_t>(padded(qkv[2].size(-1)));
+  const DeviceProperties& device = current_device_properties();
+  return attention_tier_takes(AttentionTier::kPortable, params, device) ||
+         attention_tier_takes(AttentionTier::kHopper, params, device);
+}
+
+Launch prepared(const AttentionCall& call, const QueryKeyValue& qkv) {
+  for (const Tensor& t : {qkv[0], qkv[2]}) {
+    TORCH_CHECK(t.size(-1) <= kMaxHeadDim, "query has head dim ", qkv[0].size(-1), " and value ",
+                qkv[2].size(-1), "; on CUDA at most ", kMaxHeadDim, " is supported");
+  }
+  Launch launch;
+  launch.packed = call.is_packed();
+  launch.params.dtype = to_dtype(qkv[0].scalar_type());
+  launch.aligned = takes_aligned(qkv, launch.params);
+  for (int i = 0; i < 3; ++i) launch.qkv[i] = launch.readable(qkv[i]);
+  set_shape(call, &launch);
+  set_options(call, &launch);
+  return launch;
+}
+
+AttentionTier tier_of(const AttentionParams& params) {
+  const AttentionTier wanted = wanted_tier.load(std::memory_order_relaxed);
+  const AttentionTier tier = attention_tier(params, current_device_properties(), wanted);
+  TORCH_CHECK(wanted == AttentionTier::kAuto || tier == wanted, "tier is '", name_of(wanted),
+              "', which does not take this call: head dim ", params.head_dim, ", of values ",
+              params.value_dim);
+  return tier;
+}
+
+Tensor workspace_of(size_t bytes) {
+  return bytes == 0 ? Tensor() : empty_tensor({static_cast<int64_t>(bytes)}, at::kByte);
+}
+
+void* data_of(const Tensor& tensor) {
+  return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
+}
+
+}  // namespace
+
+namespace on_cuda {
+
+void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, const Tensor& out,
+                       const Tensor& lse) {
+  const c10::cuda::CUDAGuard guard(out.device());
+  Launch launch = prepared(call, qkv);
+  AttentionParams& params = launch.params;
+  const Tensor written = launch.writable(out);
+  params.out = as_tensor(written, launch.packed);
+  params.lse = lse.mutable_data_ptr();
+  const DeviceProperties& device = current_device_properties();
+  const AttentionTier tier = tier_of(params);
+  const Tensor workspace = workspace_of(attention_forward_workspace(params, device, tier));
+  check_launch(launch_attention_forward(params, device, tier, data_of(workspace),
+                                        at::cuda::getCurrentCUDAStream()));
+  finish(written, out);
+}
+
+void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
+                        const QueryKeyValue& qkv, NewGradients* made) {
+  const c10::cuda::CUDAGuard guard(inputs.out.device());
+  const Launch launch = prepared(call, qkv);
+  const auto optional_tensor = [&](const Tensor& t) {
+    return t.defined() ? as_tensor(t, launch.packed) : AttentionTensor{};
+  };
+  const Tensor out_rows = launch.readable(inputs.out), dout_rows = launch.readable(inputs.dout);
+  const Tensor lse_rows = inputs.lse.contiguous();
+  const Tensor dlse_rows = has(inputs.dlse) ? inputs.dlse->contiguous() : Tensor();
+  const Tensor dquery = launch.writable(made->query), dkey = launch.writable(made->key),
+               dvalue = launch.writable(made->value);
+  AttentionBackwardParams params{};
+  params.forward = launch.params;
+  params.forward.out = as_tensor(out_rows, launch.packed);
+  params.forward.lse = data_of(lse_rows);
+  params.dout = as_tensor(dout_rows, launch.packed);
+  params.dlse = data_of(dlse_rows);
+  params.dquery = optional_tensor(dquery);
+  params.dkey = optional_tensor(dkey);
+  params.dvalue = optional_tensor(dvalue);
+  if (inputs.wanted[3] && has(call.attn_mask)) {
+    made->returned.attn_mask = empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
+    params.dmask = made->returned.attn_mask.mutable_data_ptr();
+    const Tensor mask = of_four_dims(*call.attn_mask);
+    for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(mask.size(d));
+  }
+  if (inputs.wanted[4] && has(call.sink)) {
+    made->returned.sink = empty_tensor(launch.sink.sizes(), launch.sink.scalar_type());
+    params.dsink = made->returned.sink.mutable_data_ptr();
+  }
+  const DeviceProperties& device = current_device_properties();
+  const AttentionTier tier = tier_of(params.forward);
+  const Tensor workspace = workspace_of(attention_backward_workspace(params, device, tier));
+  check_launch(launch_attention_backward(params, device, tier, data_of(workspace),
+                                         at::cuda::getCurrentCUDAStream()));
+  finish(dquery, made->query);
+  finish(dkey, made->key);
+  finish(dvalue, made->value);
+  if (made->returned.sink.defined()) {
+    made->returned.sink = made->returned.sink.to(call.sink->scalar_type());
+  }
+}
+
+}  // namespace on_cuda
+
+void force_attention_tier(const std::string& name) {
+  for (const AttentionTier tier : {AttentionTier::kAuto, AttentionTier::kPlain,
+                                   AttentionTier::kPortable, AttentionTier::kHopper}) {
+    if (name != name_of(tier)) continue;
+    wanted_tier = tier;
+    return;
+  }
+  TORCH_CHECK_VALUE(false, "tier must be 'auto', 'plain', 'portable' or 'hopper', but is '", name,
+                    "'");
+}
+
+std::string attention_tier_of(const AttentionCall& call) {
+  check_attention(call);
+  TORCH_CHECK(call.query.is_cuda(), "query is on ", call.query.device(),
+              ": only the CUDA kernels have tiers");
+  const c10::cuda::CUDAGuard guard(call.query.device());
+  Launch launch = prepared(call, call.apart());
+  launch.params.out = launch.params.query;
+  return name_of(tier_of(launch.params));
+}
+
+}  // namespace fused_norm::ops
+
+#else
+
+namespace fused_norm::ops {
+
+void force_attention_tier(const std::string& name) {
+  TORCH_CHECK_VALUE(name == "auto", "tier must be 'auto' in a build without CUDA, but is '", name,
+                    "'");
+}
+
+std::string attention_tier_of(const AttentionCall&) {
+  TORCH_CHECK(false, "this fused_norm was built without CUDA: only the CUDA kernels have tiers");
+}
+
+}  // namespace fused_norm::ops
+
+#endif  // FUSED_NORM_WITH_CUDA

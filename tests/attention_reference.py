@@ -1,0 +1,334 @@
+"""Attention composed of torch's operators: in fp64 it is the reference, in the input's dtype the
+measure of an error (ATTENTION's contract in docs/attention.md). And the seeded sample of calls."""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import random
+
+import torch
+from harness import randn
+
+import fused_norm.functional as fn
+from fused_norm import _C
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+UNIT = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24, FP64: 2**-53}
+
+
+def band(queries, keys, left, right, top_left, device):
+    """True where the window lets a query see a key."""
+    shift = 0 if top_left else keys - queries
+    i = torch.arange(queries, device=device)[:, None] + shift
+    j = torch.arange(keys, device=device)
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=device)
+    if left is not None:
+        seen &= j >= i - left
+    if right is not None:
+        seen &= j <= i + right
+    return seen
+
+
+def compose(
+    query,
+    key,
+    value,
+    *,
+    attn_mask=None,
+    alibi_slopes=None,
+    sink=None,
+    scale=None,
+    softcap=0.0,
+    window=(None, None),
+    top_left=False,
+    keep=None,
+):
+    """(out, lse) of (B, H, S, D), with every score in memory and in query's dtype. ``keep``: what
+    dropout multiplies the probabilities by."""
+    dtype, device = query.dtype, query.device
+    queries, keys = query.shape[2], key.shape[2]
+    group = query.shape[1] // key.shape[1]
+    key, value = (t.repeat_interleave(group, 1) for t in (key, value))
+    scores = query @ key.transpose(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        slopes = alibi_slopes if alibi_slopes.dim() == 2 else alibi_slopes[None]
+        i = torch.arange(queries, device=device)[:, None]
+        distance = (i + keys - queries - torch.arange(keys, device=device)).abs()
+        scores = scores - (slopes.to(FP64)[..., None, None] * distance).to(dtype)
+    hidden = ~band(queries, keys, *window, top_left, device)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden = hidden | ~attn_mask
+    elif attn_mask is not None:
+        scores = scores + attn_mask.to(dtype)
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if sink is not None:
+        column = sink.to(dtype)[None, :, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, column], -1)
+    if scores.shape[-1] == 0:
+        lse = scores.new_full(scores.shape[:3], -torch.inf)
+    else:
+        lse = scores.logsumexp(-1)
+    empty = (lse == -torch.inf)[..., None]
+    p = torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)[..., :keys]
+    return (p if keep is None else p * keep) @ value, lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call but for its data."""
+
+    dtype: torch.dtype
+    size: tuple  # (queries, keys)
+    dims: tuple  # (head dim, value dim)
+    heads: tuple  # (batch, query heads, key heads)
+    band: str = "full"
+    mask: str = "none"
+    softcap: float = 0.0
+    sink: str = "none"
+    alibi: str = "none"
+    layout: str = "bhsd"
+    scale: float | None = None
+    lse: bool = False  # its gradient too
+
+    def __str__(self):
+        parts = [str(self.dtype)[6:], *(f"{a}x{b}" for a, b in (self.size, self.dims))]
+        parts += ["x".join(map(str, self.heads))]
+        for field in ("band", "mask", "softcap", "sink", "alibi", "layout", "scale", "lse"):
+            if getattr(self, field) != getattr(type(self), field):
+                parts.append(f"{field}={getattr(self, field)}")
+        return " ".join(parts)
+
+    @property
+    def window(self):
+        return BANDS[self.band]
+
+    @property
+    def factor(self):
+        """How often the composed operators' error ours may be."""
+        return 3 if self.softcap else 2
+
+
+BANDS = {
+    "full": (None, None),
+    "causal": (None, 0),
+    "left 17": (17, 0),
+    "both": (5, 9),
+    "right 3": (None, 3),
+}
+FACTORS = {
+    "dtype": [BF16, FP16, FP32, FP64],
+    "size": [(1, 2), (1, 77), (64, 64), (65, 130), (130, 65), (5, 0), (128, 257), (33, 512)],
+    "dims": [(8, 8), (16, 40), (32, 32), (40, 40), (64, 64), (96, 96), (128, 128), (256, 256),
+             (13, 13), (64, 24), (192, 128), (120, 17)],
+    "heads": [(1, 1, 1), (2, 4, 4), (2, 4, 2), (1, 6, 1)],
+    "band": list(BANDS),
+    "mask": ["none", "bool", "bool keys", "float", "float heads", "float rows", "fp32",
+             "float keys"],
+    "softcap": [0.0, 5.0],
+    "sink": ["none", "same", "fp32"],
+    "alibi": ["none", "heads", "batch"],
+    "layout": ["bhsd", "bshd", "qkv", "transposed"],
+    "scale": [None, 0.3, -0.2, 0.0],
+    "lse": [False, True],
+}  # fmt: skip
+
+
+def covering_sample(factors=FACTORS, seed=0) -> list[Case]:
+    """Cases among which every two values of different factors meet."""
+    names, draw = list(factors), random.Random(seed)
+    left = {
+        (a, x, b, y)
+        for a, b in itertools.combinations(names, 2)
+        for x in factors[a]
+        for y in factors[b]
+    }
+
+    def pairs(values):
+        return {(a, values[a], b, values[b]) for a, b in itertools.combinations(names, 2)} & left
+
+    cases = []
+    while left:
+        candidates = []
+        for _ in range(20):
+            values = {name: draw.choice(factors[name]) for name in names}
+            a, x, b, y = min(draw.sample(sorted(left, key=str), 1))
+            values |= {a: x, b: y}
+            candidates.append(values)
+        best = max(candidates, key=lambda values: len(pairs(values)))
+        left -= pairs(best)
+        cases.append(Case(**best))
+    return cases
+
+
+SAMPLE = covering_sample()
+LONG = [
+    Case(BF16, (3, 4097), (64, 64), (1, 2, 1), "causal"),
+    Case(FP32, (4097, 3), (32, 32), (1, 2, 2), "causal", layout="bshd"),
+    Case(FP16, (1100, 1029), (64, 64), (1, 2, 2), "left 17", sink="same"),
+]
+
+
+def laid_out(tensor, layout):
+    """The same values of (B, H, S, D) in other strides."""
+    if layout == "bshd":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "qkv":  # a slice of a packed tensor
+        return torch.stack([tensor.transpose(1, 2)] * 3, 2)[:, :, 1].transpose(1, 2)
+    if layout == "transposed":  # columns far apart
+        return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+    return tensor.contiguous()
+
+
+def tensors_of(case: Case, generator) -> dict:
+    """query, key, value, attn_mask, sink, alibi_slopes, those that the case has, and gradients."""
+    batch, heads, kv_heads = case.heads
+    queries, keys = case.size
+    d, dv = case.dims
+    shapes = {
+        "none": None,
+        "bool": (batch, 1, queries, keys),
+        "bool keys": (batch, 1, 1, keys),
+        "float": (batch, heads, queries, keys),
+        "float heads": (1, heads, queries, keys),
+        "float rows": (queries, 1),
+        "fp32": (heads, 1, keys),
+        "float keys": (batch, 1, 1, keys),
+    }
+    made = {}
+    for name, shape in (
+        ("query", (batch, heads, queries, d)),
+        ("key", (batch, kv_heads, keys, d)),
+        ("value", (batch, kv_heads, keys, dv)),
+    ):
+        made[name] = laid_out(randn(generator, *shape, dtype=case.dtype), case.layout)
+    shape = shapes[case.mask]
+    if shape is not None:
+        dtype = FP32 if case.mask == "fp32" else case.dtype
+        made["attn_mask"] = randn(generator, *shape, dtype=dtype)
+        if case.mask.startswith("bool"):
+            made["attn_mask"] = made["attn_mask"] > -0.5
+    if case.sink != "none":
+        dtype = FP32 if case.sink == "fp32" else case.dtype
+        made["sink"] = randn(generator, heads, dtype=dtype)
+    if case.alibi != "none":
+        shape = (heads,) if case.alibi == "heads" else (batch, heads)
+        made["alibi_slopes"] = randn(generator, *shape).abs() / 8
+    made["dout"] = randn(generator, batch, heads, queries, dv, dtype=case.dtype)
+    lse_dtype = FP64 if case.dtype == FP64 else FP32
+    made["dlse"] = randn(generator, batch, heads, queries, dtype=lse_dtype)
+    return made
+
+
+@contextlib.contextmanager
+def forced(tier):
+    _C.force_attention_tier(tier)
+    try:
+        yield
+    finally:
+        _C.force_attention_tier("auto")
+
+
+def takes(tier, case):
+    """Whether a forced tier runs the case, which drops nothing."""
+    if tier in ("cpu", "auto", "plain"):
+        return True
+    fits = case.dtype in (BF16, FP16) and max(case.dims) <= 256
+    return fits and (tier != "hopper" or torch.cuda.get_device_capability() == (9, 0))
+
+
+def takes_type(tier, dtype):
+    """As above, of head dimension 64."""
+    return takes(tier, Case(dtype, (1, 1), (64, 64), (1, 1, 1)))
+
+
+def attend(case):
+    """The case as a function of its tensors, to (out, lse)."""
+
+    def attention(query, key, value, **options):
+        return fn.flash_attention(
+            query,
+            key,
+            value,
+            window=case.window,
+            softcap=case.softcap,
+            scale=case.scale,
+            return_lse=True,
+            **options,
+        )
+
+    return attention
+
+
+LEAVES = ("query", "key", "value", "attn_mask", "sink")
+
+
+def run(call, case: Case, tensors, dtype=None) -> dict:
+    """out, lse and the gradients of a call of fresh leaves, converted to ``dtype`` first."""
+    made = {n: t.to(dtype or t.dtype) if t.is_floating_point() else t for n, t in tensors.items()}
+    dout, dlse = made.pop("dout"), made.pop("dlse")
+    leaves = {}
+    for name in LEAVES:
+        if name in made and made[name].is_floating_point():
+            leaves[name] = made[name] = made[name].detach().requires_grad_()
+    out, lse = call(**made)
+    results = {"out": out.detach(), "lse": lse.detach()}
+    outputs, grads = [out], [dout]
+    if case.lse:
+        # Of a row that sees nothing the log-sum-exp is a constant.
+        outputs.append(lse.masked_fill(lse == -torch.inf, 0))
+        grads.append(dlse.to(lse.dtype))
+    # Composed operators leave constants where there is no key.
+    pairs = [(o, g) for o, g in zip(outputs, grads, strict=True) if o.requires_grad]
+    gradients = torch.autograd.grad(
+        [o for o, _ in pairs], list(leaves.values()), [g for _, g in pairs], allow_unused=True
+    )
+    for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
+        results["d" + name] = torch.zeros_like(leaf) if gradient is None else gradient
+    return results
+
+
+def check(case: Case, tensors, ours: dict) -> dict:
+    """{what: error / limit} of a call's results."""
+    options = {
+        "softcap": case.softcap,
+        "window": case.window,
+        "scale": case.scale,
+    }
+    exact = run(lambda **t: compose(**t, **options), case, tensors, FP64)
+    if case.dtype == FP64:
+        composed = exact
+    else:
+        composed = run(lambda **t: compose(**t, **options), case, tensors, case.dtype)
+    ratios = {}
+    for name, value in ours.items():
+        ref = exact[name]
+        assert value.shape == ref.shape, (name, value.shape, ref.shape)
+        if name == "lse":
+            seen = ref > -torch.inf
+            assert torch.equal(value == -torch.inf, ~seen), "which rows see nothing"
+            error = ((value.double() - ref).abs() / (1 + ref.abs()))[seen]
+            ratios[name] = _largest(error) / 2e-4
+            continue
+        error = _largest((value.double() - ref).abs())
+        scale = _largest(ref.abs())
+        if case.dtype == FP64:
+            # The reference sums as many roundings: below 4000 products a result.
+            limit = 64 * math.sqrt(4000) * UNIT[FP64] * scale.clamp_min(1)
+            limit = limit + 2 * UNIT[value.dtype] * scale
+        else:
+            usual = _largest((composed[name].double() - ref).abs())
+            # In fp32 both sum the same terms in another order: of few elements the largest error of
+            # one draw may well be twice that of another.
+            factor = case.factor + (case.dtype == FP32)
+            limit = factor * usual + 2 * UNIT[case.dtype] * scale
+        assert value.isfinite().all(), f"{name} is not finite"
+        # Where the exact value is 0, so is ours: of rows that see nothing.
+        ratios[name] = torch.where(error == 0, 0, error / limit)
+    return ratios
+
+
+def _largest(tensor):
+    return tensor.max() if tensor.numel() else tensor.new_zeros(())

@@ -1,0 +1,102 @@
+// Which calls the Hopper kernels of attention take, and in what form.
+#include <gtest/gtest.h>
+
+#include "core/attention/hopper_plan.h"
+#include "tests/cpp/chips.h"
+
+namespace fused_norm {
+namespace {
+
+AttentionParams call(int head_dim, int queries, int keys) {
+  AttentionParams params{};
+  params.dtype = DType::kBFloat16;
+  params.batch = 2;
+  params.heads = 16;
+  params.kv_heads = 4;
+  params.queries = queries;
+  params.keys = keys;
+  params.head_dim = params.value_dim = head_dim;
+  params.scale = 0.125;
+  params.window_left = params.window_right = -1;
+  return params;
+}
+
+TEST(AttentionHopperPlan, RoundsUpToTheWiderHead) {
+  for (int dim = 8; dim <= 256; dim += 8) {
+    AttentionParams params = call(dim, 512, 512);
+    params.value_dim = 8;
+    const int columns = hopper_forward_plan(params).dim;
+    EXPECT_GE(columns, dim);
+    EXPECT_TRUE(dim <= 64 || columns - dim < 64) << dim;
+    std::swap(params.head_dim, params.value_dim);
+    EXPECT_EQ(hopper_forward_plan(params).dim, columns);
+  }
+}
+
+// A row's bits depend on its own sequence and the options, so the tiles do too.
+TEST(AttentionHopperPlan, TilesDoNotDependOnBatchOrLengths) {
+  for (int dim : {64, 96, 128, 192, 256}) {
+    const HopperForwardPlan one = hopper_forward_plan(call(dim, 128, 128));
+    AttentionParams params = call(dim, 7, 100000);
+    params.batch = 1000;
+    const HopperForwardPlan other = hopper_forward_plan(params);
+    EXPECT_EQ(one.queries, other.queries);
+    EXPECT_EQ(one.keys, other.keys);
+    EXPECT_EQ(one.general, other.general);
+    const int32_t offsets[] = {0};
+    params.query_offsets = params.key_offsets = offsets;
+    EXPECT_EQ(hopper_forward_plan(params).keys, one.keys);
+    EXPECT_EQ(hopper_forward_plan(params).queries, one.queries);
+  }
+}
+
+TEST(AttentionHopperPlan, OnlyPositiveScalesAndBandsArePlain) {
+  AttentionParams params = call(128, 512, 512);
+  params.window_right = 0;
+  EXPECT_FALSE(hopper_forward_plan(params).general);
+  for (double scale : {0.0, -0.125, 1e-38}) {
+    params.scale = scale;
+    EXPECT_TRUE(hopper_forward_plan(params).general) << scale;
+  }
+  params.scale = 0.125;
+  params.softcap = 30;
+  EXPECT_TRUE(hopper_forward_plan(params).general);
+}
+
+// Heads that share keys follow each other, and so do as many others as the cache holds.
+TEST(AttentionHopperPlan, SectionsHoldWholeGroupsOfHeads) {
+  for (int keys : {0, 1, 1000, 16384, 1 << 20}) {
+    for (bool causal : {false, true}) {
+      AttentionParams params = call(128, 512, keys);
+      if (causal) params.window_right = 0;
+      const HopperForwardPlan plan = hopper_forward_plan(params);
+      EXPECT_GE(plan.section, 4);
+      EXPECT_EQ(plan.section % 4, 0);
+      EXPECT_EQ(plan.in_order, causal);
+      EXPECT_EQ(hopper_forward_workspace(params) != 0, causal);
+    }
+  }
+}
+
+TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {
+  EXPECT_FALSE(hopper_takes_forward(call(128, 512, 512), kA100));
+  EXPECT_FALSE(hopper_takes_forward(call(128, 512, 512), kRtx));
+}
+
+#ifdef FUSED_NORM_WITH_HOPPER
+TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
+  DeviceProperties chip = kH200;
+  chip.capability = 90;
+  AttentionParams params = call(128, 512, 512);
+  EXPECT_TRUE(hopper_takes_forward(params, chip));
+  for (int dim : {4, 100, 264}) EXPECT_FALSE(hopper_takes_forward(call(dim, 512, 512), chip));
+  params.dropout_p = 0.1f;
+  EXPECT_FALSE(hopper_takes_forward(params, chip));
+  params.dropout_p = 0;
+  params.dtype = DType::kFloat32;
+  EXPECT_FALSE(hopper_takes_forward(params, chip));
+}
+#endif
+
+}  // namespace
+}  // namespace fused_norm

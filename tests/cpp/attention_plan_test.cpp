@@ -1,0 +1,146 @@
+// Which tier a call of attention takes, and what the kernels take for granted of their tiles.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+#include "chips.h"
+#include "core/attention/plan.h"
+
+namespace fused_norm {
+namespace {
+
+AttentionTensor tensor(uintptr_t address = 1 << 20, int64_t row_stride = 1024) {
+  return {reinterpret_cast<void*>(address), row_stride * 4096, 128, row_stride};
+}
+
+AttentionParams call(DType dtype, int head_dim, int value_dim) {
+  AttentionParams params{};
+  params.dtype = dtype;
+  params.batch = 2;
+  params.heads = params.kv_heads = 4;
+  params.queries = params.keys = 128;
+  params.head_dim = head_dim;
+  params.value_dim = value_dim;
+  params.scale = 0.125;
+  params.window_left = params.window_right = -1;
+  params.query = params.key = params.value = params.out = tensor();
+  return params;
+}
+
+AttentionTier chosen(const AttentionParams& params, const DeviceProperties& chip,
+                     AttentionTier wanted = AttentionTier::kAuto) {
+  return attention_tier(params, chip, wanted);
+}
+
+TEST(AttentionTier, TensorCoresTake16BitHeadsUpTo256) {
+  for (const DeviceProperties& chip : kChips) {
+    for (DType dtype : {DType::kFloat16, DType::kBFloat16}) {
+      for (int dim = 8; dim <= kMaxPortableHeadDim; dim += 8) {
+        EXPECT_NE(chosen(call(dtype, dim, 64), chip), AttentionTier::kPlain) << dim;
+        EXPECT_NE(chosen(call(dtype, 64, dim), chip), AttentionTier::kPlain) << dim;
+        EXPECT_EQ(chosen(call(dtype, dim, dim), chip, AttentionTier::kPortable),
+                  AttentionTier::kPortable);
+      }
+      EXPECT_EQ(chosen(call(dtype, 264, 64), chip), AttentionTier::kPlain);
+      EXPECT_EQ(chosen(call(dtype, 64, 264), chip), AttentionTier::kPlain);
+      EXPECT_EQ(chosen(call(dtype, 63, 64), chip), AttentionTier::kPlain);
+      EXPECT_EQ(chosen(call(dtype, 64, 65), chip), AttentionTier::kPlain);
+    }
+    EXPECT_EQ(chosen(call(DType::kFloat32, 64, 64), chip), AttentionTier::kPlain);
+    EXPECT_EQ(chosen(call(DType::kFloat64, 64, 64), chip), AttentionTier::kPlain);
+  }
+}
+
+TEST(AttentionTier, AForcedTierThatDoesNotTakeTheCallIsAuto) {
+  const AttentionParams params = call(DType::kFloat32, 64, 64);
+  EXPECT_EQ(chosen(params, kA100, AttentionTier::kPortable), AttentionTier::kAuto);
+  EXPECT_EQ(chosen(params, kA100, AttentionTier::kPlain), AttentionTier::kPlain);
+  EXPECT_EQ(chosen(call(DType::kBFloat16, 64, 64), kA100, AttentionTier::kPlain),
+            AttentionTier::kPlain);
+}
+
+TEST(AttentionTier, TensorCoresNeedAlignedRows) {
+  for (AttentionTensor AttentionParams::*member :
+       {&AttentionParams::query, &AttentionParams::key, &AttentionParams::value,
+        &AttentionParams::out}) {
+    AttentionParams params = call(DType::kBFloat16, 64, 64);
+    params.*member = tensor((1 << 20) + 8);
+    EXPECT_EQ(chosen(params, kA100), AttentionTier::kPlain);
+    params.*member = tensor(1 << 20, 1028);
+    EXPECT_EQ(chosen(params, kA100), AttentionTier::kPlain);
+  }
+}
+
+TEST(AttentionScores, OptionsOfScoresMakeThemGeneral) {
+  const AttentionParams params = call(DType::kBFloat16, 64, 64);
+  EXPECT_TRUE(attention_scores_are_plain(params));
+  AttentionParams changed = params;
+  changed.window_right = 0;
+  changed.sink = &changed;
+  EXPECT_TRUE(attention_scores_are_plain(changed));
+  for (double scale : {0., -1., 1e-35}) {
+    changed = params;
+    changed.scale = scale;
+    EXPECT_FALSE(attention_scores_are_plain(changed)) << scale;
+  }
+  changed = params;
+  changed.softcap = 30;
+  EXPECT_FALSE(attention_scores_are_plain(changed));
+  changed = params;
+  changed.mask.data = &changed;
+  EXPECT_FALSE(attention_scores_are_plain(changed));
+  changed = params;
+  changed.dropout_p = 0.1f;
+  EXPECT_FALSE(attention_scores_are_plain(changed));
+  changed = params;
+  const float slope = 1;
+  changed.alibi_slopes = &slope;
+  EXPECT_FALSE(attention_scores_are_plain(changed));
+}
+
+TEST(AttentionTiles, FitEveryChip) {
+  for (const DeviceProperties& chip : kChips) {
+    for (int i = 0; i < kPortableDims; ++i) {
+      for (bool general : {false, true}) {
+        EXPECT_LE(forward_shared_bytes(kForwardTiles[general][i]), chip.shared_bytes_per_block);
+        for (const auto& tiles : {kQueryGradientTiles, kKeyGradientTiles}) {
+          EXPECT_LE(backward_shared_bytes(tiles[general][i]), chip.shared_bytes_per_block) << i;
+        }
+      }
+      EXPECT_LE(backward_shared_bytes(kMaskGradientTiles[i]), chip.shared_bytes_per_block) << i;
+    }
+  }
+}
+
+// What kernels take for granted: a block copies whole rows at once, and the sums of a mask's tile
+// fit in its shared memory.
+TEST(AttentionTiles, HoldWhatKernelsTakeForGranted) {
+  const auto check = [](const AttentionTiles& tiles, bool general) {
+    const int rows_at_once = tiles.threads() / (tiles.dim / 8);
+    EXPECT_EQ(tiles.own() % rows_at_once, 0);
+    EXPECT_EQ(tiles.others % rows_at_once, 0);
+    EXPECT_EQ(tiles.others % 16, 0);
+    EXPECT_LE(tiles.others, general ? 64 : 128);  // general: a word of dropout's bits
+    EXPECT_LE(tiles.others, tiles.threads());
+    EXPECT_TRUE(tiles.stages == 1 || tiles.stages == 2);
+  };
+  for (int i = 0; i < kPortableDims; ++i) {
+    for (bool general : {false, true}) {
+      check(kForwardTiles[general][i], general);
+      check(kQueryGradientTiles[general][i], general);
+      check(kKeyGradientTiles[general][i], general);
+      // A thread for each word of a query's statistics.
+      EXPECT_LE(2 * kKeyGradientTiles[general][i].others, kKeyGradientTiles[general][i].threads());
+    }
+    check(kMaskGradientTiles[i], true);
+    const AttentionTiles& mask = kMaskGradientTiles[i];
+    EXPECT_LE(mask.own() * (mask.others + 1) * 4, backward_shared_bytes(mask));
+  }
+  for (int dim : {1, 64, 65, 128, 129, 256}) {
+    EXPECT_GE(kForwardTiles[0][attention_tiles_index(dim, 1)].dim, dim);
+    EXPECT_GE(kForwardTiles[0][attention_tiles_index(1, dim)].dim, dim);
+  }
+}
+
+}  // namespace
+}  // namespace fused_norm

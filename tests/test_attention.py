@@ -1,0 +1,678 @@
+"""Attention's values, on the CPU and by the CUDA kernels: against fp64, rows that see nothing, what
+is hidden, what is the same to the bit, packed sequences, torch's and flash-attn's functions."""
+
+import contextlib
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_reference import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    LONG,
+    SAMPLE,
+    Case,
+    attend,
+    check,
+    compose,
+    forced,
+    laid_out,
+    run,
+    takes,
+    takes_type,
+    tensors_of,
+)
+from harness import Verdict, held_for_backward, rand_generator, randn, same_bits, unwritten_is_nan
+
+import fused_norm.functional as fn
+from fused_norm import flash_attn
+
+cuda = pytest.mark.cuda
+
+
+each_tier = pytest.mark.parametrize(
+    "tier", ["cpu", *(pytest.param(t, marks=cuda) for t in ("auto", "plain", "portable", "hopper"))]
+)
+
+
+def run_case(case, tier, seed):
+    """(tensors, results)."""
+    device = "cpu" if tier == "cpu" else "cuda"
+    tensors = tensors_of(case, rand_generator(device, seed))
+    sizes = {t.numel() * t.element_size() for t in tensors.values()}
+    with contextlib.ExitStack() as stack:
+        if tier != "cpu":
+            stack.enter_context(forced(tier))
+        stack.enter_context(unwritten_is_nan(device, *sizes))
+        return tensors, run(attend(case), case, tensors)
+
+
+PARTS = 8  # of the sample, so that processes share it
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+@each_tier
+def test_sample(tier, part, seed):
+    """Every two of the sample's factors meet in one of these calls."""
+    verdict = Verdict()
+    for number, case in enumerate(SAMPLE[part::PARTS]):
+        if takes(tier, case):
+            tensors, results = run_case(case, tier, seed + number)
+            verdict.add(str(case), check(case, tensors, results))
+    verdict.check()
+
+
+@pytest.mark.parametrize("case", LONG, ids=str)
+@each_tier
+def test_long(tier, case, seed):
+    if not takes(tier, case):
+        pytest.skip("the tier does not take it")
+    tensors, results = run_case(case, tier, seed)
+    verdict = Verdict()
+    verdict.add(str(case), check(case, tensors, results))
+    verdict.check()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
+@each_tier
+def test_layouts(tier, dtype, seed):
+    """out and the gradients are in their inputs' order of strides; values do not depend on it."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    results = {}
+    for layout in ("bhsd", "bshd", "qkv", "transposed"):
+        case = Case(dtype, (70, 90), (64, 64), (2, 4, 2), "causal", layout=layout)
+        tensors, results[layout] = run_case(case, tier, seed)
+        for name in ("out", "dquery", "dkey", "dvalue"):
+            result = results[layout][name]
+            source = tensors[name.removeprefix("d") if name != "out" else "query"]
+            rows = source if source.stride(-1) == 1 else source.contiguous()
+            assert result.stride() == torch.empty_like(rows).stride(), (layout, name)
+    for layout in ("bshd", "qkv", "transposed"):
+        for name, value in results["bhsd"].items():
+            assert same_bits(value, results[layout][name]), (layout, name)
+
+
+@each_tier
+def test_batch_invariance(tier, seed):
+    """A sequence alone, in a batch, beside other heads, and packed: the same bits. Repeats too."""
+    device = "cpu" if tier == "cpu" else "cuda"
+    generator = rand_generator(device, seed)
+    for dtype in (FP32, BF16):
+        if not takes_type(tier, dtype):
+            continue
+        q, dout = (randn(generator, 3, 4, 70, 64, dtype=dtype) for _ in range(2))
+        k, v = (randn(generator, 3, 2, 90, 64, dtype=dtype) for _ in range(2))
+
+        def results(*tensors, dout, function=fn.flash_attention):
+            leaves = [t.detach().clone().requires_grad_() for t in tensors]
+            out, lse = function(*leaves, causal=True, return_lse=True)
+            return [out.detach(), lse.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+        with forced("auto" if tier == "cpu" else tier):
+            whole = results(q, k, v, dout=dout)
+            for _ in range(50 if tier != "cpu" else 10):
+                for a, b in zip(results(q, k, v, dout=dout), whole, strict=True):
+                    assert same_bits(a, b)
+            for b in range(3):
+                one = slice(b, b + 1)
+                alone = results(q[one], k[one], v[one], dout=dout[one])
+                for a, of_batch in zip(alone, whole, strict=True):
+                    assert same_bits(a, of_batch[one])
+            group = results(q[:, 2:], k[:, 1:], v[:, 1:], dout=dout[:, 2:])
+            heads = [slice(2, None), slice(2, None), slice(2, None), slice(1, None), slice(1, None)]
+            for a, of_all, part in zip(group, whole, heads, strict=True):
+                assert same_bits(a, of_all[:, part])
+            # Packed, behind another sequence and a row of none.
+            pack = [
+                torch.cat([t[2, :, :9].transpose(0, 1), t[0].transpose(0, 1)]) for t in (q, k, v)
+            ]
+            cu_q, cu_k = (
+                torch.tensor([1, 9, 9 + n], dtype=torch.int32, device=device) for n in (70, 90)
+            )
+
+            def varlen(*leaves, cu_q=cu_q, cu_k=cu_k, **options):
+                return fn.flash_attention_varlen(*leaves, cu_q, cu_k, 90, 90, **options)
+
+            douts = torch.cat([dout[2, :, :9].transpose(0, 1), dout[0].transpose(0, 1)])
+            packed = results(*pack, dout=douts, function=varlen)
+            packed[1] = packed[1].transpose(0, 1)
+            for name, a, of_all in zip(
+                ("out", "lse", "dq", "dk", "dv"), packed, whole, strict=True
+            ):
+                of_sequence = a[9:].transpose(0, 1)
+                assert same_bits(of_sequence, of_all[0]), name
+            assert packed[0][0].eq(0).all() and packed[1][0].eq(-torch.inf).all()
+            assert all(t[0].eq(0).all() for t in packed[2:])
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_do_not_matter_within_a_sequence(threads, seed):
+    """Each block of queries is one thread's work."""
+    case = Case(FP32, (150, 150), (64, 64), (1, 1, 1))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        _, alone = run_case(case, "cpu", seed)
+        tensors = tensors_of(case, rand_generator("cpu", seed))
+        twice = {n: torch.cat([t, t]) for n, t in tensors.items()}
+        both = run(attend(case), case, twice)
+    finally:
+        torch.set_num_threads(before)
+    for name, value in alone.items():
+        assert same_bits(value, both[name][:1]) and same_bits(value, both[name][1:]), name
+
+
+@each_tier
+def test_rows_that_see_nothing(tier, seed):
+    """Before the first key, behind a mask, without keys: 0, and -inf or the sink; no gradients."""
+    device = "cpu" if tier == "cpu" else "cuda"
+    for dtype in (FP32, BF16):
+        if not takes_type(tier, dtype):
+            continue
+        for sink in ("none", "same"):
+            case = Case(dtype, (40, 24), (64, 64), (2, 2, 2), "causal", "bool", sink=sink, lse=True)
+            tensors = tensors_of(case, rand_generator(device, seed))
+            tensors["attn_mask"][1, :, 30] = False
+            tensors["attn_mask"][0, :, :, 5] = False
+            with forced("auto" if tier == "cpu" else tier):
+                results = run(attend(case), case, tensors)
+            for batch, row in ((0, 0), (0, 15), (1, 30)):
+                assert results["out"][batch, :, row].eq(0).all()
+                expected = tensors["sink"].float() if sink == "same" else -torch.inf
+                lse = results["lse"][batch, :, row].float()
+                assert torch.allclose(lse, torch.as_tensor(expected, device=device)), (
+                    lse,
+                    expected,
+                )
+                assert results["dquery"][batch, :, row].eq(0).all()
+            assert results["dkey"][0, :, 5].eq(0).all() and results["dvalue"][0, :, 5].eq(0).all()
+            ratios = check(case, tensors, results)
+            assert all(ratio <= 1 for ratio in ratios.values()), ratios
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_tier
+def test_one_key(tier, dtype, seed):
+    """Its probability is 1: out is the value, and scores have no gradient."""
+    case = Case(dtype, (1, 1), (64, 64), (2, 4, 4))
+    if not takes(tier, case):
+        pytest.skip("the tier does not take it")
+    tensors, results = run_case(case, tier, seed)
+    assert same_bits(results["out"], tensors["value"].contiguous())
+    assert same_bits(results["dvalue"], tensors["dout"])
+    # dout . value less dout . out, each a sum of 64 products: roundings alone.
+    products = (tensors["dout"].double() * tensors["value"].double()).abs().sum(-1)
+    limit = 8 * 2**-24 * products.max() * tensors["key"].abs().max()
+    assert results["dquery"].abs().max() <= limit
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (5, 0), (0, 0)], ids=str)
+@pytest.mark.parametrize("batch", [0, 2])
+def test_empty(sizes, batch, device):
+    q, k, v = (
+        torch.randn(batch, 2, n, 8, device=device, requires_grad=True)
+        for n in (sizes[0], sizes[1], sizes[1])
+    )
+    sink = torch.randn(2, device=device, requires_grad=True)
+    out, lse = fn.flash_attention(q, k, v, sink=sink, return_lse=True)
+    assert out.shape == q.shape and lse.shape == q.shape[:3] and out.eq(0).all()
+    grads = torch.autograd.grad(out, (q, k, v, sink), torch.ones_like(out))
+    for gradient, leaf in zip(grads, (q, k, v, sink), strict=True):
+        assert gradient.shape == leaf.shape and gradient.eq(0).all()
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@each_tier
+def test_hidden_keys_may_hold_anything(tier, poison, seed):
+    """Padding, keys that no row sees, and a neighbour in a packed tensor."""
+    device = "cpu" if tier == "cpu" else "cuda"
+    for dtype in (FP32, BF16, FP16):
+        case = Case(dtype, (70, 90), (64, 64), (2, 4, 2), "both", "bool keys")
+        if not takes(tier, case):
+            continue
+        tensors = tensors_of(case, rand_generator(device, seed))
+        tensors["attn_mask"][:, ..., 60:] = False
+        poisoned = {n: t.clone() for n, t in tensors.items()}
+        for name in ("key", "value"):
+            poisoned[name][:, :, 60:] = poison
+            poisoned[name][:, :, :15] = poison  # more than 5 before the first query's place
+        with forced("auto" if tier == "cpu" else tier):
+            clean, dirty = (run(attend(case), case, t) for t in (tensors, poisoned))
+            for name, value in clean.items():
+                assert same_bits(value, dirty[name]), name
+            q, k, v = (
+                tensors[n][0].transpose(0, 1).contiguous() for n in ("query", "key", "value")
+            )
+            cu_q = torch.tensor([0, 30, 70], dtype=torch.int32, device=device)
+            cu_k = torch.tensor([0, 45, 90], dtype=torch.int32, device=device)
+            results = []
+            for fill in (0.0, poison):
+                leaves = [t.clone() for t in (q, k, v)]
+                leaves[1][45:], leaves[2][45:] = fill, fill
+                leaves = [t.requires_grad_() for t in leaves]
+                out = fn.flash_attention_varlen(*leaves, cu_q, cu_k, 40, 45)
+                grads = torch.autograd.grad(out[:30], leaves, torch.ones_like(out[:30]))
+                results.append([out[:30].detach(), grads[0][:30], grads[1][:45], grads[2][:45]])
+            for a, b in zip(*results, strict=True):
+                assert same_bits(a, b)
+
+
+def unpacked(tensor, offsets, b):
+    return tensor[offsets[b] : offsets[b + 1]].transpose(0, 1)[None]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
+@each_tier
+def test_packed_sequences(tier, dtype, seed):
+    """Each as it is by itself: empty ones, more queries than keys and the reverse, all options."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    device = "cpu" if tier == "cpu" else "cuda"
+    generator = rand_generator(device, seed)
+    at_q, at_k = [2, 2, 35, 40, 170, 171], [0, 20, 20, 60, 61, 200]
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32, device=device) for c in (at_q, at_k))
+    q, dout = (randn(generator, 175, 4, 64, dtype=dtype).requires_grad_() for _ in range(2))
+    k, v = (randn(generator, 203, 2, 64, dtype=dtype).requires_grad_() for _ in range(2))
+    sink = randn(generator, 4, dtype=dtype).requires_grad_()
+    slopes = randn(generator, 5, 4).abs() / 8
+    options = {"causal": True, "window": (50, None), "softcap": 4.0, "return_lse": True}
+    with forced("auto" if tier == "cpu" else tier), unwritten_is_nan(device, q.numel() * 2):
+        out, lse = fn.flash_attention_varlen(
+            q, k, v, cu_q, cu_k, 3, 5, sink=sink, alibi_slopes=slopes, **options
+        )  # the hints are too small
+        grads = torch.autograd.grad(out, (q, k, v, sink), dout)
+        dsink = torch.zeros(4, dtype=FP64, device=device)
+        for b in range(5):
+            parts = [unpacked(t, at, b) for t, at in ((q, at_q), (k, at_k), (v, at_k))]
+            parts = [t.detach().requires_grad_() for t in parts]
+            of_sink = sink.detach().double().requires_grad_()
+            one, one_lse = fn.flash_attention(
+                *parts, sink=of_sink.to(dtype), alibi_slopes=slopes[b], **options
+            )
+            assert same_bits(one, unpacked(out, at_q, b))
+            assert same_bits(one_lse[0], lse[:, at_q[b] : at_q[b + 1]])
+            *of_parts, of_this_sink = torch.autograd.grad(
+                one, (*parts, of_sink), unpacked(dout, at_q, b)
+            )
+            for gradient, whole, at in zip(of_parts, grads, (at_q, at_k, at_k), strict=False):
+                assert same_bits(gradient, unpacked(whole, at, b))
+            dsink += of_this_sink
+    # Each sequence's share is rounded to the dtype here, and not in the packed call.
+    u = {FP32: 2**-24, BF16: 2**-8, FP64: 2**-53}[dtype]
+    assert (dsink - grads[3].double()).abs().max() <= 64 * u * (1 + dsink.abs().max())
+    for tensor, at in ((out, at_q), (grads[0], at_q), (grads[1], at_k), (grads[2], at_k)):
+        assert tensor[: at[0]].eq(0).all() and tensor[at[-1] :].eq(0).all()
+    assert lse[:, :2].eq(-torch.inf).all() and lse[:, 171:].eq(-torch.inf).all()
+
+
+def test_offsets_are_clamped(device, generator):
+    """They are not looked at on the host: what is wrong reads no memory of others."""
+    q, k, v = (randn(generator, 10, 2, 8) for _ in range(3))
+    wrong = torch.tensor([-3, 4, 99], dtype=torch.int32, device=device)
+    right = torch.tensor([0, 4, 10], dtype=torch.int32, device=device)
+    results = [fn.flash_attention_varlen(q, k, v, cu, cu, 10, 10) for cu in (wrong, right)]
+    assert same_bits(*results)
+    descending = torch.tensor([8, 2, -5, 12], dtype=torch.int32, device=device)
+    offsets = descending, right[[0, 1, 2, 2]]
+    assert fn.flash_attention_varlen(q, k, v, *offsets, 10, 10).isfinite().all()
+
+
+class TestTorchsFunction:
+    """scaled_dot_product_attention is torch's."""
+
+    SHAPES = [
+        ((5, 8), (7, 8), (7, 6)),
+        ((3, 5, 8), (3, 7, 8), (3, 7, 6)),
+        ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+        ((2, 4, 3, 5, 8), (2, 4, 3, 7, 8), (2, 4, 3, 7, 8)),
+        ((2, 3, 5, 8), (1, 3, 7, 8), (1, 3, 7, 8)),
+        ((1, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+        ((2, 3, 5, 8), (2, 1, 7, 8), (2, 1, 7, 8)),
+        ((2, 1, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+        ((2, 3, 5, 8), (3, 7, 8), (3, 7, 8)),
+        ((3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 8)),
+        ((2, 1, 3, 5, 8), (1, 4, 3, 7, 8), (4, 3, 7, 8)),
+    ]
+
+    @pytest.mark.parametrize("causal", [False, True], ids=["", "causal"])
+    @pytest.mark.parametrize("shapes", SHAPES, ids=str)
+    def test_shapes(self, shapes, causal, device, generator):
+        q, k, v = (randn(generator, *s, dtype=FP64).requires_grad_() for s in shapes)
+        ours, theirs = (
+            f(q, k, v, is_causal=causal)
+            for f in (fn.scaled_dot_product_attention, F.scaled_dot_product_attention)
+        )
+        assert ours.shape == theirs.shape
+        dout = torch.randn_like(ours)
+        torch.testing.assert_close(ours, theirs)
+        for a, b in zip(
+            torch.autograd.grad(ours, (q, k, v), dout),
+            torch.autograd.grad(theirs, (q, k, v), dout),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize(
+        "mask", [(5, 7), (1, 7), (5, 1), (4, 5, 7), (1, 5, 7), (2, 4, 5, 7), (2, 1, 1, 7), (7,)]
+    )
+    @pytest.mark.parametrize("boolean", [False, True], ids=["float", "bool"])
+    def test_masks(self, mask, boolean, device, generator):
+        q, k, v = (randn(generator, 2, 4, n, 8, dtype=FP64) for n in (5, 7, 7))
+        mask = randn(generator, *mask, dtype=FP64)
+        mask = mask > -1 if boolean else mask.requires_grad_()
+        results = []
+        for f in (fn.scaled_dot_product_attention, F.scaled_dot_product_attention):
+            out = f(q, k, v, mask if mask.dim() > 1 else mask.expand(5, 7), scale=0.7)
+            results.append([out])
+            if not boolean:
+                results[-1] += torch.autograd.grad(out.square().sum(), mask)
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize("mask", [(5, 7), (4, 5, 7), (3, 1, 5, 7), (2, 1, 1, 5, 7)], ids=str)
+    def test_masks_of_more_dimensions(self, mask, device, generator):
+        q, k, v = (randn(generator, 2, 3, 4, n, 8, dtype=FP64) for n in (5, 7, 7))
+        mask = randn(generator, *mask, dtype=FP64)
+        torch.testing.assert_close(
+            fn.scaled_dot_product_attention(q, k, v, mask),
+            F.scaled_dot_product_attention(q, k, v, mask),
+        )
+
+    @pytest.mark.parametrize("kv", [(2, 2), (1, 1), (2, 1), (4, 2)], ids=str)
+    def test_enable_gqa(self, kv, device, generator):
+        q = randn(generator, 2, 4, 5, 8, dtype=FP64)
+        k, v = (randn(generator, 2, heads, 7, 8, dtype=FP64) for heads in kv)
+        torch.testing.assert_close(
+            fn.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+            F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
+        )
+
+    def test_jagged_tensors_are_passed_on(self):
+        rows = [torch.randn(n, 2, 8) for n in (3, 5)]
+        jagged = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+        out = fn.scaled_dot_product_attention(jagged, jagged, jagged)
+        assert out.is_nested
+        for one, row in zip(out.transpose(1, 2).unbind(), rows, strict=True):
+            row = row.transpose(0, 1)
+            torch.testing.assert_close(
+                one.transpose(0, 1), F.scaled_dot_product_attention(row, row, row)
+            )
+
+    def test_replacing_it(self, monkeypatch, generator):
+        """In nn.MultiheadAttention, and ours does not call itself."""
+        x = torch.randn(2, 5, 16)
+        attention = torch.nn.MultiheadAttention(16, 2, batch_first=True).train()
+        usual = attention(x, x, x, need_weights=False)[0]
+        monkeypatch.setattr(F, "scaled_dot_product_attention", fn.scaled_dot_product_attention)
+        torch.testing.assert_close(attention(x, x, x, need_weights=False)[0], usual)
+        TestTorchsFunction().test_jagged_tensors_are_passed_on()
+
+    def test_torch_function(self):
+        """Tensor subclasses and modes see the call."""
+        seen = []
+
+        class Logged(torch.Tensor):
+            @classmethod
+            def __torch_function__(cls, func, types, args=(), kwargs=None):
+                seen.append(func)
+                return super().__torch_function__(func, types, args, kwargs or {})
+
+        q = torch.randn(1, 2, 5, 8)
+        mask = torch.ones(5, 5, dtype=torch.bool)
+        logged = q.as_subclass(Logged)
+        out = fn.scaled_dot_product_attention(logged, q, q, mask)
+        assert isinstance(out, Logged) and fn.scaled_dot_product_attention in seen
+        torch.testing.assert_close(
+            torch.Tensor(out), fn.scaled_dot_product_attention(q, q, q, mask)
+        )
+        assert isinstance(fn.flash_attention(q, logged, q), Logged)
+        packed, cu = torch.randn(5, 2, 8), torch.tensor([0, 5], dtype=torch.int32)
+        function = fn.flash_attention_varlen
+        assert isinstance(
+            function(packed.as_subclass(Logged), packed, packed, cu, cu, 5, 5), Logged
+        )
+
+
+class TestDropout:
+    def tensors(self, generator, dtype=FP32, heads=3):
+        return [randn(generator, 2, heads, n, 16, dtype=dtype) for n in (30, 41, 41)]
+
+    def test_seeded(self, device, generator):
+        q, k, v = self.tensors(generator)
+        results = []
+        for seed in (1, 1, 2):
+            torch.manual_seed(seed)
+            results.append(fn.flash_attention(q, k, v, dropout_p=0.3))
+        assert same_bits(results[0], results[1]) and not torch.equal(results[1], results[2])
+        assert not torch.equal(results[1], fn.flash_attention(q, k, v, dropout_p=0.3))
+
+    def test_mask(self, device, generator):
+        """Identity values show the probabilities: about p of them dropped, the rest scaled."""
+        q = randn(generator, 2, 3, 64, 16)
+        k = randn(generator, 2, 3, 64, 16)
+        v = torch.eye(64, device=device).expand(2, 3, 64, 64)
+        torch.manual_seed(3)
+        p, lse = fn.flash_attention(q, k, v, dropout_p=0.25, return_lse=True)
+        full, full_lse = fn.flash_attention(q, k, v, return_lse=True)
+        assert same_bits(lse, full_lse)
+        dropped = p == 0
+        torch.testing.assert_close(p[~dropped], full[~dropped] / 0.75)
+        count = p.numel()
+        # A binomial number; 5 standard deviations.
+        assert abs(dropped.float().mean().item() - 0.25) < 5 * (0.25 * 0.75 / count) ** 0.5
+        assert not torch.equal(dropped[0, 0], dropped[0, 1])
+        assert not torch.equal(dropped[0, 0], dropped[1, 0])
+
+    @each_tier
+    def test_gradients_use_the_same_mask(self, tier, seed):
+        if tier == "hopper":
+            pytest.skip("the tier does not take it")
+        device = "cpu" if tier == "cpu" else "cuda"
+        generator = rand_generator(device, seed)
+        dtype = BF16 if tier == "portable" else FP32
+        q, k, v = (t.requires_grad_() for t in self.tensors(generator, dtype))
+        rng = torch.tensor([5, 9], device=device)
+
+        def ours(q, k, v):
+            options = (0, 0, 0.25, 0.0, None, 0, False, 0.4)
+            nones = [None] * 5
+            return torch.ops.fused_norm.attention_forward(q, k, v, *nones, rng, *options)
+
+        # Which are kept, from the same operator with values that show it.
+        eye = torch.eye(48, device=device, dtype=dtype)[:41].expand(2, 3, 41, 48)
+        with forced("auto" if tier == "cpu" else tier):
+            seen = ours(torch.zeros_like(q), torch.zeros_like(k), eye)[0][..., :41]
+            out, _ = ours(q, k, v)
+            dout = randn(generator, *out.shape, dtype=dtype)
+            grads = torch.autograd.grad(out, (q, k, v), dout)
+        keep = (seen != 0).to(FP64) / 0.6
+        leaves = [t.detach().double().requires_grad_() for t in (q, k, v)]
+        exact, _ = compose(*leaves, scale=0.25, window=(None, 0), keep=keep)
+        exact_grads = torch.autograd.grad(exact, leaves, dout.double())
+        # A few roundings of terms below 10.
+        limit = 40 * (2**-8 if dtype == BF16 else 2**-24)
+        for a, b in zip((out, *grads), (exact, *exact_grads), strict=True):
+            torch.testing.assert_close(a.double(), b, rtol=limit, atol=limit)
+
+    @cuda
+    def test_every_device_and_tier_drops_the_same(self):
+        generator = rand_generator("cpu", 0)
+        q, k, v = self.tensors(generator, BF16)
+        rng = torch.tensor([2**62 + 12345, 2**40 + 7])
+        masks = []
+        for tier in ("cpu", "plain", "portable"):
+            device = "cpu" if tier == "cpu" else "cuda"
+            eye = torch.eye(48, dtype=BF16, device=device)[:41].expand(2, 3, 41, 48)
+            with forced("auto" if tier == "cpu" else tier):
+                out, _ = torch.ops.fused_norm.attention_forward(
+                    q.to(device) * 0, k.to(device), eye, *[None] * 5, rng.to(device), 0, 0, 1.0,
+                    0.0, None, None, False, 0.5,
+                )  # fmt: skip
+            masks.append((out != 0).cpu())
+        assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
+
+
+class TestFlashAttn:
+    """flash-attn's functions: their layouts, defaults and results."""
+
+    def test_signatures(self):
+        import inspect
+
+        shared = "dropout_p softmax_scale causal window_size softcap alibi_slopes deterministic"
+        shared = [*shared.split(), "return_attn_probs"]
+        first = {
+            "flash_attn_func": ["q", "k", "v"],
+            "flash_attn_kvpacked_func": ["q", "kv"],
+            "flash_attn_qkvpacked_func": ["qkv"],
+            "flash_attn_varlen_func": ["q", "k", "v", "cu_seqlens_q", "cu_seqlens_k",
+                                       "max_seqlen_q", "max_seqlen_k"],
+            "flash_attn_varlen_kvpacked_func": ["q", "kv", "cu_seqlens_q", "cu_seqlens_k",
+                                                "max_seqlen_q", "max_seqlen_k"],
+            "flash_attn_varlen_qkvpacked_func": ["qkv", "cu_seqlens", "max_seqlen"],
+        }  # fmt: skip
+        defaults = (0.0, None, False, (-1, -1), 0.0, None, False, False)
+        for name, names in first.items():
+            parameters = inspect.signature(getattr(flash_attn, name)).parameters
+            last = ["block_table"] if name == "flash_attn_varlen_func" else []
+            assert list(parameters) == names + shared + last
+            values = [parameters[n].default for n in shared]
+            assert tuple(values) == defaults
+
+    @pytest.mark.parametrize("dtype", [FP64, BF16], ids=str)
+    def test_dense(self, dtype, device, generator):
+        qkv = randn(generator, 2, 20, 3, 4, 16, dtype=dtype).requires_grad_()
+        q, k, v = qkv.unbind(2)
+        options = {"causal": True, "window_size": (9, -1), "softcap": 3.0}
+        wanted = fn.flash_attention(
+            *(t.transpose(1, 2) for t in (q, k, v)),
+            causal=True,
+            window=(9, None),
+            softcap=3.0,
+            return_lse=True,
+        )
+        dout = torch.randn_like(q)
+        of_all = torch.autograd.grad(wanted[0], qkv, dout.transpose(1, 2))[0]
+        for call, leaf in (
+            (lambda: flash_attn.flash_attn_func(q, k, v, **options, return_attn_probs=True), qkv),
+            (
+                lambda: flash_attn.flash_attn_kvpacked_func(
+                    q, qkv[:, :, 1:], **options, return_attn_probs=True
+                ),
+                qkv,
+            ),
+            (
+                lambda: flash_attn.flash_attn_qkvpacked_func(
+                    qkv, **options, return_attn_probs=True
+                ),
+                qkv,
+            ),
+        ):
+            out, lse, probabilities = call()
+            assert probabilities is None and out.is_contiguous()
+            assert same_bits(out, wanted[0].transpose(1, 2)) and same_bits(lse, wanted[1])
+            assert same_bits(torch.autograd.grad(out, leaf, dout)[0], of_all)
+
+    def test_packed_gradient_is_written_in_place(self, device, generator):
+        """One tensor of qkv's layout, and no copy beside it."""
+        qkv = randn(generator, 2, 64, 3, 4, 32).requires_grad_()
+        out = flash_attn.flash_attn_qkvpacked_func(qkv)
+        gradients = []
+        out.grad_fn  # noqa: B018
+        handle = qkv.register_hook(lambda g: gradients.append(g))
+        out.backward(torch.ones_like(out))
+        handle.remove()
+        assert gradients[0].stride() == qkv.stride()
+        assert gradients[0].untyped_storage().nbytes() == qkv.numel() * 4
+
+    @pytest.mark.parametrize("dtype", [FP64, BF16], ids=str)
+    def test_varlen(self, dtype, device, generator):
+        qkv = randn(generator, 20, 3, 4, 16, dtype=dtype).requires_grad_()
+        cu = torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
+        q, k, v = qkv.unbind(1)
+        wanted = fn.flash_attention_varlen(q, k, v, cu, cu, 13, 13, causal=True, return_lse=True)
+        dout = torch.randn_like(q)
+        of_all = torch.autograd.grad(wanted[0], qkv, dout)[0]
+        options = {"causal": True, "return_attn_probs": True}
+        for call in (
+            lambda: flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 13, 13, **options),
+            lambda: flash_attn.flash_attn_varlen_kvpacked_func(
+                q, qkv[:, 1:], cu, cu, 13, 13, **options
+            ),
+            lambda: flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu, 13, **options),
+        ):
+            out, lse, probabilities = call()
+            assert probabilities is None
+            assert same_bits(out, wanted[0]) and same_bits(lse, wanted[1])
+            assert same_bits(torch.autograd.grad(out, qkv, dout)[0], of_all)
+
+
+def test_memory(device, generator):
+    """Kept for backward: the inputs, out and lse. No score is."""
+    q, k, v = (randn(generator, 1, 4, 512, 32).requires_grad_() for _ in range(3))
+    _, kept = held_for_backward(lambda: fn.flash_attention(q, k, v, causal=True), q, k, v)
+    assert kept == q.numel() * 4 + 4 * 512 * 4  # out and lse
+
+
+@cuda
+def test_more_than_2_31_elements():
+    """Offsets of 64 bits: rows at both ends of a tensor of 4.5 GB."""
+    torch.cuda.empty_cache()
+    batch, heads, rows, dim = 1, 2, 2**31 // (2 * 64) + 4096, 64
+    base = torch.zeros(batch, rows, heads, dim, dtype=BF16, device="cuda")
+    generator = rand_generator("cuda", 0)
+    base[:, -256:] = randn(generator, batch, 256, heads, dim, dtype=BF16)
+    whole = base.transpose(1, 2)
+    small = whole[:, :, -256:].contiguous()  # the last 128 rows see these alone
+    last = small[:, :, -128:]
+    expected = fn.flash_attention(last, small, small, window=(127, 0))
+    assert same_bits(fn.flash_attention(last, whole, whole, window=(127, 0)), expected)
+    out = fn.flash_attention(whole, small, small, window=(127, 0))
+    assert same_bits(out[:, :, -128:].contiguous(), expected.contiguous())
+
+
+@cuda
+def test_cuda_graph():
+    """Captured with dropout: replays differ, by what the generator gives."""
+    q, k, v = (torch.randn(2, 4, 100, 64, device="cuda", dtype=BF16) for _ in range(3))
+
+    def step():
+        return fn.flash_attention(q, k, v, causal=True, dropout_p=0.2), fn.flash_attention(q, k, v)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        dropped, plain = step()
+    results = []
+    for _ in range(2):
+        graph.replay()
+        results.append((dropped.clone(), plain.clone()))
+    assert same_bits(results[0][1], results[1][1]) and not torch.equal(results[0][0], results[1][0])
+    assert same_bits(results[0][1], fn.flash_attention(q, k, v))
+
+
+@cuda
+def test_streams_and_no_wait():
+    from harness import waits_are_errors
+
+    q, k, v = (torch.randn(1, 2, 70, 64, device="cuda", requires_grad=True) for _ in range(3))
+    cu = torch.tensor([0, 30, 70], dtype=torch.int32, device="cuda")
+    p, bias = torch.randn(70, 2, 64, device="cuda"), torch.randn(70, 70, device="cuda")
+    fn.flash_attention(q, k, v, attn_mask=bias, dropout_p=0.1).sum().backward()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with waits_are_errors(), torch.cuda.stream(stream):
+        fn.flash_attention(q, k, v, attn_mask=bias, dropout_p=0.1).sum().backward()
+        fn.flash_attention_varlen(p, p, p, cu, cu, 40, 40)
+    stream.synchronize()
+
+
+def test_laid_out_keeps_values(generator):
+    tensor = randn(generator, 2, 3, 5, 8)
+    for layout in ("bhsd", "bshd", "qkv", "transposed"):
+        assert torch.equal(laid_out(tensor, layout), tensor)
+    assert len(SAMPLE) > 80 and dataclasses.is_dataclass(SAMPLE[0])

@@ -1,0 +1,610 @@
+"""What attention is built into: derivatives, opcheck, torch.compile, export, fx, checkpointing,
+autocast, vmap and torch.func, Hugging Face models, and every error."""
+
+import copy
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_reference import BF16, FP16, FP32, FP64
+from harness import randn, same_bits
+from torch.func import grad, jvp, vmap
+from torch.utils.checkpoint import checkpoint
+
+import fused_norm.functional as fn
+from fused_norm import flash_attn
+
+forward_op = torch.ops.fused_norm.attention_forward.default
+backward_op = torch.ops.fused_norm.attention_backward.default
+rng_op = torch.ops.fused_norm.attention_rng.default
+
+
+def leaves(generator, *shapes, dtype=FP64):
+    return [randn(generator, *shape, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def offsets(device, *values):
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def options(call, device, generator):
+    """(differentiable arguments, function of those) of a call in fp64."""
+    q, k, v = (1, 4, 3, 5), (1, 2, 4, 5), (1, 2, 4, 3)
+    slopes = torch.tensor([0.1, 0.3, 0.2, 0.5], device=device)
+    rng = torch.tensor([5, 7], device=device)
+    if call == "all":
+        return leaves(
+            generator, q, k, v, (4, 3, 1), (4,)
+        ), lambda q, k, v, mask, sink: fn.flash_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            sink=sink,
+            alibi_slopes=slopes,
+            softcap=2.0,
+            window=(2, 1),
+            return_lse=True,
+        )
+    if call == "causal":
+        return leaves(generator, q, k, v), lambda *qkv: fn.flash_attention(*qkv, causal=True)
+    if call == "nothing seen":
+        mask = torch.ones(3, 4, dtype=torch.bool, device=device)
+        mask[1] = False
+        return leaves(generator, q, k, v), lambda *qkv: fn.flash_attention(*qkv, attn_mask=mask)
+    if call == "dropout":
+        return leaves(generator, q, k, v, (3, 4)), lambda q, k, v, mask: forward_op(
+            q, k, v, mask, *[None] * 4, rng, 0, 0, 0.4, 0.0, None, None, False, 0.4
+        )
+    cu_q, cu_k = offsets(device, 0, 2, 2, 5), offsets(device, 1, 2, 4, 5)
+    if call == "packed":
+
+        def packed(q, k, v, sink):
+            of_each = slopes.expand(3, 4).contiguous()
+            out, lse = forward_op(
+                q, k, v, None, of_each, sink, cu_q, cu_k, rng, 3, 3, 0.4, 3.0, None, 0, False, 0.4
+            )
+            return out, lse.masked_fill(lse == -torch.inf, 0)
+
+        return leaves(generator, (6, 4, 3), (6, 2, 3), (6, 2, 2), (4,)), packed
+    assert call == "stacked"
+    return leaves(generator, (1, 4, 3, 2, 3)), lambda qkv: flash_attn.flash_attn_qkvpacked_func(
+        qkv, causal=True, return_attn_probs=True
+    )[:2]
+
+
+each_call = pytest.mark.parametrize(
+    "call", ["all", "causal", "nothing seen", "dropout", "packed", "stacked"]
+)
+
+
+@each_call
+def test_gradcheck(call, device, generator):
+    inputs, function = options(call, device, generator)
+    assert torch.autograd.gradcheck(function, inputs, nondet_tol=0)
+    assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=0)
+
+
+@each_call
+def test_transforms_agree(call, device, generator):
+    """torch.func's gradient and forward mode are those of autograd."""
+    inputs, function = options(call, device, generator)
+
+    def total(*args):
+        results = function(*args)
+        results = results if isinstance(results, tuple) else (results,)
+        return sum(r.sin().sum() for r in results)
+
+    wanted = torch.autograd.grad(total(*inputs), inputs)
+    plain = [t.detach() for t in inputs]
+    ours = grad(total, argnums=tuple(range(len(plain))))(*plain)
+    for a, b in zip(ours, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+    tangents = [torch.randn_like(t) for t in plain]
+    _, along = jvp(total, tuple(plain), tuple(tangents))
+    expected = sum((g * t).sum() for g, t in zip(wanted, tangents, strict=True))
+    torch.testing.assert_close(along, expected)
+
+
+def opcheck_arguments(call, device, generator, dtype):
+    def tensors(*shapes):
+        return [randn(generator, *shape, dtype=dtype) for shape in shapes]
+
+    last = (0, 0, 0.3, 0.0, None, 0, False, 0.0)
+    if call == "dense":
+        q, k, v = tensors((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 16))
+        return [q, k, v, *[None] * 6, *last]
+    if call == "all":
+        q, k, v, mask, sink = tensors((2, 5, 4, 8), (2, 2, 7, 8), (2, 2, 7, 8), (4, 5, 1), (4,))
+        slopes = torch.rand(4, device=device)
+        rng = torch.tensor([1, 2], device=device)
+        options = (0, 0, 0.3, 2.0, 3, 1, True, 0.2)
+        return [q.transpose(1, 2), k, v, mask, slopes, sink, None, None, rng, *options]
+    if call == "packed":
+        q, k, v = tensors((9, 4, 8), (9, 2, 8), (9, 2, 8))
+        cu = offsets(device, 0, 4, 9)
+        return [q, k, v, None, None, None, cu, cu, None, 5, 5, *last[2:]]
+    qkv, kv = tensors((2, 5, 3, 4, 8), (2, 5, 2, 2, 8))
+    if call == "stacked":
+        return [qkv.permute(2, 0, 3, 1, 4), *[None] * 8, *last]
+    return [qkv[:, :, 0].transpose(1, 2), kv.permute(2, 0, 3, 1, 4), *[None] * 7, *last]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "requires_grad"), [(FP64, True), (BF16, False)], ids=["needs grad", ""]
+)
+@pytest.mark.parametrize("call", ["dense", "all", "packed", "stacked", "two stacked"])
+def test_opcheck(call, dtype, requires_grad, device, generator):
+    args = opcheck_arguments(call, device, generator, dtype)
+    out, lse = forward_op(*args)
+    dout, dlse = torch.randn_like(out), torch.randn_like(lse)
+    for i in (0, 1, 2, 3, 5):
+        if args[i] is not None:
+            args[i] = args[i].detach().requires_grad_(requires_grad)
+    torch.library.opcheck(forward_op, args)
+    for wanted in ([True, True, True, True, True], [False, True, False, False, False]):
+        torch.library.opcheck(backward_op, (dout, dlse, out, lse, *args, wanted))
+
+
+def test_opcheck_rng(device):
+    torch.library.opcheck(
+        rng_op,
+        (torch.randn(2, 2, device=device),),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+    assert torch.Tag.nondeterministic_seeded in rng_op.tags
+
+
+def test_fake_tensors_have_the_layouts(device, generator):
+    """Shapes, dtypes and strides, of every form."""
+    for call in ("dense", "all", "packed", "stacked", "two stacked"):
+        args = opcheck_arguments(call, device, generator, BF16)
+        wanted = [True] * 5
+        out, lse = forward_op(*args)
+        real = [out, lse, *backward_op(out, lse, out, lse, *args, wanted)]
+        meta = [t.to("meta") if isinstance(t, torch.Tensor) else t for t in args]
+        out, lse = forward_op(*meta)
+        fake = [out, lse, *backward_op(out, lse, out, lse, *meta, wanted)]
+        for a, b in zip(real, fake, strict=True):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
+
+
+def run_both(ours, theirs, inputs):
+    """Outputs and gradients of two functions of the same leaves."""
+    results = []
+    for function in (ours, theirs):
+        outputs = function(*inputs)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        total = sum(output.float().square().sum() for output in outputs)
+        results.append([*outputs, *torch.autograd.grad(total, inputs)])
+    return results
+
+
+class TestCompile:
+    @pytest.mark.parametrize("dynamic", [False, True, None])
+    def test_all_options(self, dynamic, device, generator):
+        torch._dynamo.reset()
+
+        def attention(q, k, v, mask, sink):
+            return fn.flash_attention(
+                q, k, v, attn_mask=mask, sink=sink, window=(q.shape[2] // 2, 0), return_lse=True
+            )
+
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+        for n in (5, 7, 9):
+            shapes = (2, 4, n, 8), (2, 2, n, 8), (2, 2, n, 8), (4, n, n), (4,)
+            for a, b in zip(
+                *run_both(compiled, attention, leaves(generator, *shapes, dtype=FP32)), strict=True
+            ):
+                assert same_bits(a, b) and a.stride() == b.stride()
+
+    @pytest.mark.parametrize("dynamic", [False, True])
+    def test_scaled_dot_product_attention(self, dynamic, device, generator):
+        """By Inductor, in a permuted layout."""
+        torch._dynamo.reset()
+
+        def attention(x):
+            q = x.transpose(1, 2) * 2
+            return (
+                fn.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+            )
+
+        compiled = torch.compile(attention, fullgraph=True, dynamic=dynamic)
+        for n in (5, 6):
+            x = leaves(generator, (2, n, 4, 8), dtype=FP32)
+            for a, b in zip(*run_both(compiled, attention, x), strict=True):
+                torch.testing.assert_close(a, b)
+
+    def test_dropout(self, device):
+        """One graph; other masks each call, the same in both directions."""
+        torch._dynamo.reset()
+
+        def attention(q, v):
+            return fn.scaled_dot_product_attention(q, q, v, dropout_p=0.5)
+
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+        q = torch.zeros(1, 2, 16, 16, device=device)
+        v = torch.eye(16, device=device).expand(1, 2, 16, 16).contiguous().requires_grad_()
+        out = compiled(q, v)
+        # out is the mask times 1/8, and dv its transpose times dout.
+        (dv,) = torch.autograd.grad(out, v, torch.eye(16, device=device).expand_as(out))
+        torch.testing.assert_close(dv, out.transpose(-1, -2))
+        assert not torch.equal(out, compiled(q, v))
+
+    def test_varlen(self, device, generator):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            fn.flash_attention_varlen, fullgraph=True, backend="aot_eager", dynamic=True
+        )
+        for cut, total in ((3, 7), (4, 9)):
+            cu = offsets(device, 0, cut, total)
+            inputs = leaves(generator, *[(total, 2, 8)] * 3, dtype=FP32)
+            for a, b in zip(
+                *run_both(
+                    lambda *x: compiled(*x, cu, cu, total, total, causal=True),  # noqa: B023
+                    lambda *x: fn.flash_attention_varlen(*x, cu, cu, 9, 9, causal=True),  # noqa: B023
+                    inputs,
+                ),
+                strict=True,
+            ):
+                assert same_bits(a, b)
+
+    def test_flash_attn(self, device, generator):
+        torch._dynamo.reset()
+        compiled = torch.compile(
+            flash_attn.flash_attn_qkvpacked_func, fullgraph=True, backend="aot_eager"
+        )
+        inputs = leaves(generator, (2, 5, 3, 4, 8), dtype=FP32)
+        for a, b in zip(
+            *run_both(compiled, flash_attn.flash_attn_qkvpacked_func, inputs), strict=True
+        ):
+            assert same_bits(a, b)
+
+    def test_export(self, device):
+        class Model(torch.nn.Module):
+            def forward(self, q, k):
+                return fn.scaled_dot_product_attention(q, k, k, is_causal=True)
+
+        q, k = (torch.randn(2, 4, n, 8, device=device) for n in (5, 6))
+        rows = {2: torch.export.Dim("queries")}, {2: torch.export.Dim("keys")}
+        exported = torch.export.export(Model(), (q, k), dynamic_shapes=rows).module()
+        q, k = (torch.randn(2, 4, n, 8, device=device) for n in (9, 3))
+        assert same_bits(exported(q, k), Model()(q, k))
+
+    def test_fx(self):
+        class Model(torch.nn.Module):
+            def forward(self, q):
+                q = fn.scaled_dot_product_attention(q, q, q)
+                return fn.flash_attention(q, q, q, causal=True)
+
+        graph = torch.fx.symbolic_trace(Model())
+        targets = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+        assert targets == [fn.scaled_dot_product_attention, fn.flash_attention]
+        q = torch.randn(1, 2, 5, 8)
+        assert same_bits(graph(q), Model()(q))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpoint(reentrant, device, generator):
+    """Made again in backward, with the same dropout."""
+    q, k, v = leaves(generator, *[(2, 2, 20, 8)] * 3, dtype=FP32)
+    results = []
+    for run in (lambda f, *x: f(*x), lambda f, *x: checkpoint(f, *x, use_reentrant=reentrant)):
+        torch.manual_seed(4)
+        out = run(lambda q, k, v: fn.flash_attention(q, k, v, causal=True, dropout_p=0.3), q, k, v)
+        total = out.square().sum()
+        if reentrant:
+            for t in (q, k, v):
+                t.grad = None
+            total.backward()
+            results.append([out, *(t.grad.clone() for t in (q, k, v))])
+        else:
+            results.append([out, *torch.autograd.grad(total, (q, k, v))])
+    for a, b in zip(*results, strict=True):
+        assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
+@pytest.mark.parametrize("autocast", [BF16, FP16], ids=str)
+def test_autocast(dtype, autocast, device, generator):
+    """As torch's function, its inputs and mask are cast; the gradients have the leaves' dtypes."""
+    q, k, v = leaves(generator, *[(1, 2, 9, 8)] * 3, dtype=dtype)
+    mask = randn(generator, 9, 9, dtype=FP32 if dtype != FP64 else FP64)
+    with torch.autocast(device, autocast):
+        ours = [
+            fn.scaled_dot_product_attention(q, k, v, mask),
+            fn.flash_attention(q, k, v),
+            flash_attn.flash_attn_func(q, k, v),
+        ]
+        theirs = F.scaled_dot_product_attention(q, k, v, mask)
+    for out in ours:
+        assert out.dtype == theirs.dtype
+    torch.testing.assert_close(ours[0], theirs, rtol=2**-6, atol=2**-6)
+    grads = torch.autograd.grad(ours[0].float().sum(), (q, k, v))
+    assert all(g.dtype == dtype for g in grads)
+
+
+def over(function, in_dims, args, size=3):
+    """What vmap is to give."""
+    results = []
+    for i in range(size):
+        one = [a if d is None else a.select(d, i) for a, d in zip(args, in_dims, strict=True)]
+        results.append(function(*one))
+    return [torch.stack(r) for r in zip(*results, strict=True)]
+
+
+class TestVmap:
+    @pytest.mark.parametrize(
+        "in_dims",
+        [(0, 0, 0, 0, 0), (2, 1, 0, None, None), (0, None, None, 0, None), (None, 0, 0, None, 0),
+         (None, None, None, None, 1)],
+        ids=str,
+    )  # fmt: skip
+    @pytest.mark.parametrize("mask", [(4, 5, 6), (5, 1), (2, 1, 1, 6)], ids=str)
+    def test_dense(self, in_dims, mask, device, generator):
+        shapes = (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), mask, (4,)
+
+        def attention(q, k, v, mask, sink):
+            return fn.flash_attention(
+                q, k, v, attn_mask=mask, sink=sink, causal=True, return_lse=True
+            )
+
+        def total(*args):
+            return sum(r.sin().sum() for r in attention(*args))
+
+        def of_all(*args):
+            return grad(total, argnums=(0, 1, 2, 3, 4))(*args)
+
+        args = []
+        for shape, d in zip(shapes, in_dims, strict=True):
+            tensor = randn(generator, 3, *shape, dtype=FP64)
+            args.append(tensor[0] if d is None else tensor.movedim(0, d))
+        for function in (attention, of_all):
+            ours = vmap(function, in_dims)(*args)
+            for a, b in zip(ours, over(function, in_dims, args), strict=True):
+                torch.testing.assert_close(a, b)
+        args = [a.requires_grad_() for a in args]
+        ours, theirs = vmap(attention, in_dims)(*args), over(attention, in_dims, args)
+        douts = [torch.randn_like(o) for o in ours]
+        for a, b in zip(
+            torch.autograd.grad(ours, args, douts),
+            torch.autograd.grad(theirs, args, douts),
+            strict=True,
+        ):
+            torch.testing.assert_close(a, b)
+
+    @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
+    def test_batched_gradients(self, dropout_p, device, generator):
+        """The backward operator under vmap, with a mask that no batch dimension has."""
+        inputs = leaves(generator, (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (5, 1), (4,))
+        q, k, v, mask, sink = inputs
+        outputs = fn.flash_attention(
+            q, k, v, attn_mask=mask, sink=sink, dropout_p=dropout_p, return_lse=True
+        )
+        douts = [randn(generator, 3, *o.shape, dtype=FP64) for o in outputs]
+        ours = torch.autograd.grad(outputs, inputs, douts, is_grads_batched=True, retain_graph=True)
+        theirs = [
+            torch.autograd.grad(outputs, inputs, [d[i] for d in douts], retain_graph=True)
+            for i in range(3)
+        ]
+        for a, b in zip(ours, zip(*theirs, strict=True), strict=True):
+            torch.testing.assert_close(a, torch.stack(b))
+
+    def test_packed_and_stacked(self, device, generator):
+        cu = offsets(device, 0, 2, 5)
+        q, k = randn(generator, 3, 5, 4, 8), randn(generator, 3, 5, 2, 8)
+
+        def packed(q, k):
+            return fn.flash_attention_varlen(q, k, k, cu, cu, 3, 3, causal=True, return_lse=True)
+
+        def stacked(qkv):
+            return flash_attn.flash_attn_qkvpacked_func(qkv, return_attn_probs=True)[:2]
+
+        qkv = randn(generator, 3, 1, 5, 3, 2, 8)
+        for function, args in ((packed, (q, k)), (stacked, (qkv,))):
+            ours = vmap(function)(*args)
+            for a, b in zip(ours, over(function, (0,) * len(args), args), strict=True):
+                torch.testing.assert_close(a, b)
+
+    def test_dropout(self, device):
+        q = torch.zeros(3, 1, 2, 16, 8, device=device)
+        v = torch.eye(16, device=device).expand(1, 2, 16, 16)
+
+        def attention(q):
+            return fn.flash_attention(q, q, v, dropout_p=0.5)
+
+        out = vmap(attention, randomness="different")(q)
+        assert not torch.equal(out[0], out[1])
+        for randomness in ("error", "same"):
+            with pytest.raises(RuntimeError, match=f"randomness is '{randomness}'"):
+                vmap(attention, randomness=randomness)(q)
+
+
+class TestHuggingFace:
+    """Small models with torch's attention replaced by ours."""
+
+    CONFIGS = {
+        "llama": ("LlamaForCausalLM", "LlamaConfig"),
+        "gpt2": ("GPT2LMHeadModel", "GPT2Config"),
+        "bert": ("BertForMaskedLM", "BertConfig"),
+        "vit": ("ViTForImageClassification", "ViTConfig"),
+    }
+
+    @pytest.mark.parametrize("mode", ["fp32", "bf16", "padded"])
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_model(self, name, mode, device, monkeypatch):
+        pytest.importorskip("transformers")
+        import test_hugging_face as models
+
+        model = models.make(name, BF16 if mode == "bf16" else FP32, device)
+        model.set_attn_implementation("sdpa")
+        if name == "vit" and mode == "padded":
+            pytest.skip("images have no padding")
+
+        def results(model):
+            model.zero_grad()
+            inputs = models.batch(name, model)
+            if mode == "padded":
+                inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+                inputs["attention_mask"][0, 8:] = 0
+            output = model(**inputs)
+            output.loss.backward()
+            found = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
+            found["logits"] = output.logits.detach().double()
+            return found
+
+        exact = results(copy.deepcopy(model).double())
+        before = results(model)
+        called = []
+
+        def ours(*args, **kwargs):
+            called.append(1)
+            return fn.scaled_dot_product_attention(*args, **kwargs)
+
+        monkeypatch.setattr(F, "scaled_dot_product_attention", ours)
+        after = results(model)
+        assert called
+        errors, usual = models.error(after, exact), models.error(before, exact)
+        for what in errors:
+            # Two draws of the same roundings; 2^-22 where hardly any are made.
+            assert errors[what] <= 1.3 * usual[what] + 2**-22, (what, errors, usual)
+
+
+def tensor(*shape, dtype=FP32, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def refuse(message, function, *args, **kwargs):
+    with pytest.raises((RuntimeError, TypeError, ValueError)) as error:
+        function(*args, **kwargs)
+    text = str(error.value).split("\n")[0]
+    assert re.search(message, text), f"{text!r} does not say {message!r}"
+
+
+class TestErrors:
+    """One sentence that names the argument and its value, before anything runs."""
+
+    def make(self, device, **shapes):
+        shapes = {"q": (2, 4, 5, 8), "k": (2, 2, 7, 8), "v": (2, 2, 7, 8)} | shapes
+        return [torch.zeros(shape, device=device) for shape in shapes.values()]
+
+    @pytest.mark.parametrize(
+        ("shapes", "message"),
+        [
+            ({"k": (2, 3, 7, 8), "v": (2, 3, 7, 8)}, "query has 4 heads.*multiple of key's 3"),
+            ({"v": (2, 4, 7, 8)}, "value has 4 heads, but key has 2"),
+            ({"v": (2, 2, 6, 8)}, "value has 6 rows, but key has 7"),
+            ({"k": (2, 2, 7, 9)}, "key has head dim 9, but query has 8"),
+            ({"k": (1, 2, 7, 8)}, "key has batch size 1, but query has 2"),
+            ({"q": (4, 5, 8)}, r"query must be \(batch, heads, rows, head dim\).*\[4, 5, 8\]"),
+            ({"q": (2, 4, 5, 0), "k": (2, 2, 7, 0)}, "query must have a head dim of at least 1"),
+        ],
+        ids=str,
+    )
+    def test_shapes(self, shapes, message, device):
+        refuse(message, fn.flash_attention, *self.make(device, **shapes))
+
+    def test_dtypes_and_devices(self, device):
+        q, k, v = self.make(device)
+        attention = fn.flash_attention
+        refuse("key is Half.*query is Float", attention, q, k.half(), v)
+        refuse("query must be float16.*Int", attention, q.int(), k.int(), v.int())
+        refuse("attn_mask must be bool.*Double", attention, q, k, v, attn_mask=tensor(
+            5, 7, dtype=FP64, device=device))  # fmt: skip
+        refuse("sink must be float32 or.*Half", attention, q, k, v, sink=tensor(
+            4, dtype=FP16, device=device))  # fmt: skip
+        refuse("alibi_slopes must be float32.*Half", attention, q, k, v, alibi_slopes=tensor(
+            4, dtype=FP16, device=device))  # fmt: skip
+        refuse("key must be a tensor.*'str'|key must be a tensor", attention, q, "no", v)
+        refuse("query must be a dense strided", attention, q.to_sparse(), k, v)
+        if device == "cuda":
+            refuse("key is on cpu, but query is on cuda", attention, q, k.cpu(), v)
+            refuse("sink is on cpu", attention, q, k, v, sink=torch.zeros(4))
+            wide = torch.zeros(1, 1, 2, 520, device=device)
+            refuse("head dim 520.*at most 512", attention, wide, wide, wide)
+
+    @pytest.mark.parametrize("shape", [(5, 6), (3, 5, 7), (2, 4, 5, 2), (1, 2, 4, 5, 7)], ids=str)
+    def test_masks(self, shape, device):
+        q, k, v = self.make(device)
+        mask = torch.zeros(shape, device=device)
+        refuse("attn_mask has shape.*does not broadcast.*2, 4, 5, 7", fn.flash_attention, q, k, v,
+               attn_mask=mask)  # fmt: skip
+
+    def test_options(self, device):
+        q, k, v = self.make(device)
+        attention = fn.flash_attention
+        refuse("window's limits must not be negative.*-1", attention, q, k, v, window=(-1, 2))
+        refuse("window must be None or", attention, q, k, v, window=3)
+        refuse("window must be None or", attention, q, k, v, window=(1.5, 2))
+        refuse("softcap must be finite.*-1", attention, q, k, v, softcap=-1.0)
+        refuse("softcap must be finite.*inf", attention, q, k, v, softcap=float("inf"))
+        refuse("scale must be finite.*nan", attention, q, k, v, scale=float("nan"))
+        refuse("dropout_p must be.*1.5", attention, q, k, v, dropout_p=1.5)
+        refuse("dropout_p must be.*-0.5", attention, q, k, v, dropout_p=-0.5)
+        refuse("scale must be a number", attention, q, k, v, scale=torch.ones(2))
+        refuse(r"sink must be \(heads,\) = \(4,\).*\[3\]", attention, q, k, v,
+               sink=tensor(3, device=device))  # fmt: skip
+        refuse(r"alibi_slopes must be.*\[3, 4\]", attention, q, k, v,
+               alibi_slopes=tensor(3, 4, device=device))  # fmt: skip
+        refuse("alibi_slopes requires grad", attention, q, k, v,
+               alibi_slopes=tensor(4, device=device).requires_grad_())  # fmt: skip
+
+    def test_offsets(self, device):
+        q = torch.zeros(5, 4, 8, device=device)
+        cu = offsets(device, 0, 5)
+
+        def attention(cu_q, cu_k, *lengths):
+            return fn.flash_attention_varlen(q, q, q, cu_q, cu_k, *(lengths or (5, 5)))
+
+        refuse("cu_seqlens_q must be int32.*Long", attention, cu.long(), cu)
+        refuse(r"cu_seqlens_k must have one dimension.*\[1, 2\]", attention, cu, cu[None])
+        refuse("cu_seqlens_q must hold", attention, cu[:0], cu[:0])
+        refuse("cu_seqlens_k has 1 elements, but cu_seqlens_q has 2", attention, cu, cu[:1])
+        refuse("max_seqlen_q must not be negative.*-1", attention, cu, cu, -1, 5)
+        refuse("cu_seqlens_k must be a tensor, but is None", attention, cu, None)
+        refuse(r"query must be \(rows, heads, head dim\)", fn.flash_attention_varlen, q[None], q, q,
+               cu, cu, 5, 5)  # fmt: skip
+        if device == "cuda":
+            refuse("cu_seqlens_q is on cpu", attention, cu.cpu(), cu)
+
+    def test_torchs_function(self, device):
+        q, k, v = self.make(device)
+        attention = fn.scaled_dot_product_attention
+        refuse("attn_mask of shape.*is_causal", attention, q, q, q, tensor(5, 5, device=device),
+               is_causal=True)  # fmt: skip
+        refuse("query has 4 heads, key 2.*enable_gqa", attention, q, k, v)
+        refuse("multiple of key's 3", attention, q, *[tensor(2, 3, 7, 8, device=device)] * 2,
+               enable_gqa=True)  # fmt: skip
+        refuse(r"query must have at least 2 dimensions.*\[8\]", attention, q[0, 0, 0], k, v)
+        refuse("batch dimensions must broadcast", attention, *self.make(
+            device, q=(3, 2, 5, 8)))  # fmt: skip
+
+    def test_flash_attn(self, device):
+        q = torch.zeros(2, 5, 4, 8, device=device)
+        refuse(
+            r"q must be \(batch, rows, heads, head_dim\)", flash_attn.flash_attn_func, q[0], q, q
+        )
+        refuse(r"qkv must be \(batch, rows, 3, heads", flash_attn.flash_attn_qkvpacked_func,
+               torch.zeros(2, 5, 2, 4, 8, device=device))  # fmt: skip
+        refuse("k must be a tensor.*NoneType", flash_attn.flash_attn_func, q, None, q)
+        cu = offsets(device, 0, 5)
+        refuse("block_table must be None", flash_attn.flash_attn_varlen_func, q[0], q[0], q[0], cu,
+               cu, 5, 5, block_table=cu[None])  # fmt: skip
+
+    def test_operators(self, device):
+        q, k, v = self.make(device)
+        last = (0, 0, 0.3, 0.0, None, None, False)
+        refuse("rng must hold a seed.*None", forward_op, q, k, v, *[None] * 6, *last, 0.5)
+        refuse("rng must be int64", forward_op, q, k, v, *[None] * 5, tensor(3, device=device),
+               *last, 0.5)  # fmt: skip
+        refuse("query must hold 3 tensors", forward_op, q, *[None] * 8, *last, 0.0)
+        refuse("there is no key", forward_op, q, None, v, *[None] * 6, *last, 0.0)
+        cu = offsets(device, 0, 5)
+        p = torch.zeros(5, 4, 8, device=device)
+        refuse("attn_mask.*cannot be combined with cu_seqlens", forward_op, p, p, p,
+               tensor(5, 5, device=device), None, None, cu, cu, None, *last, 0.0)  # fmt: skip
+        refuse("must both be given, but cu_seqlens_k is None", forward_op, p, p, p, None, None,
+               None, cu, None, None, *last, 0.0)  # fmt: skip
