@@ -49,14 +49,13 @@ constexpr int32_t kNoLimit = 1 << 29;
 
 // A form of the kernel. kGeneral: scores pass through scale, softcap, slopes and mask. kTurns: two
 // warpgroups start their products in turn.
-template <typename T_, int kDim_, int kKeys_, int kGroups_, int kStages_, bool kGeneral_,
-          bool kTurns_, int kFlags_ = 0>
+template <typename T_, int kDim_, int kKeys_, int kGroups_, int kStages_, int kQueryStages_,
+          bool kGeneral_, bool kTurns_>
 struct ForwardForm {
   using T = T_;
   static constexpr int kDim = kDim_, kKeys = kKeys_, kGroups = kGroups_, kStages = kStages_;
   static constexpr bool kGeneral = kGeneral_, kTurns = kTurns_;
-  static constexpr int kFlags = kFlags_;
-  static constexpr int kQueryStages = kFlags & 8 ? 2 : 1;
+  static constexpr int kQueryStages = kQueryStages_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has. The launch gives all the same, 168 or 128, and takes no more
   // from the 65536 of the chip than that: a warpgroup that asks for more in sum waits for ever.
@@ -430,7 +429,9 @@ __device__ __forceinline__ void general_scores(const ForwardArgs& args, const Wo
       for (int i = 0; i < kCount; ++i) {
         if (i / 2 % 2 != r) continue;
         const int key = column + 8 * (i / 4) + i % 2;
-        if (key < work.keys) scores[i] += mask_value<T>(mask, at + key * mask.key_stride);
+        if (key >= work.keys) continue;
+        const float value = mask_value<T>(mask, at + key * mask.key_stride);
+        scores[i] = value == -INFINITY ? -INFINITY : scores[i] + value;
       }
     }
   }
@@ -701,54 +702,30 @@ __device__ __forceinline__ void consume(const ForwardArgs& args, ForwardMemory<F
       softmax_step(scores, rows, args.exponent, rescale);
       round(scores, weights);
 
-      if constexpr (Form::kFlags & 4) {
-        for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
-          wait(memory.value_full[value_place.slot], value_place.parity);
-          clear(tile + 1);
-          multiply_values(weights);
-          wait(memory.key_full[key_place.slot], key_place.parity);
-          multiply_keys(scores);
-          wait_products<0>();
-          hold(values);
-          hold(scores);
-          release(memory.value_empty[value_place.slot]);
-          value_place.advance();
-          release(memory.key_empty[key_place.slot]);
-          key_place.advance();
-          hide(scores, tile);
-          softmax_step(scores, rows, args.exponent, rescale);
-          round(scores, weights);
+      for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
+        wait(memory.key_full[key_place.slot], key_place.parity);
+        if constexpr (Form::kTurns) named_sync(1 + group, 256);
+        multiply_keys(scores);
+        wait(memory.value_full[value_place.slot], value_place.parity);
+        clear(tile + 1);
+        multiply_values(weights);
+        if constexpr (Form::kTurns) named_arrive(2 - group, 256);
+        wait_products<1>();
+        hold(scores);
+        release(memory.key_empty[key_place.slot]);
+        key_place.advance();
+        hide(scores, tile);
+        softmax_step(scores, rows, args.exponent, rescale);
+        // The compiler would wait before it takes the exponentials, as nothing orders the two: so
+        // here is something that never happens and needs their sums.
+        if (rows.sum[0] < 0 || rows.sum[1] < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
+        wait_products<0>();
+        hold(values);
+        release(memory.value_empty[value_place.slot]);
+        value_place.advance();
+        round(scores, weights);
 #pragma unroll
-          for (int i = 0; i < kDim / 2; ++i) values[i] *= rescale[i / 2 % 2];
-        }
-      } else {
-        for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
-          wait(memory.key_full[key_place.slot], key_place.parity);
-          if constexpr (Form::kTurns) named_sync(1 + group, 256);
-          multiply_keys(scores);
-          wait(memory.value_full[value_place.slot], value_place.parity);
-          clear(tile + 1);
-          multiply_values(weights);
-          if constexpr (Form::kTurns) named_arrive(2 - group, 256);
-          wait_products<1>();
-          hold(scores);
-          release(memory.key_empty[key_place.slot]);
-          key_place.advance();
-          hide(scores, tile);
-          softmax_step(scores, rows, args.exponent, rescale);
-          // The compiler would wait before it takes the exponentials, as nothing orders the two: so
-          // here is something that never happens and needs their sums.
-          if (rows.sum[0] < 0 || rows.sum[1] < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
-          wait_products<0>();
-          hold(values);
-          release(memory.value_empty[value_place.slot]);
-          value_place.advance();
-          round(scores, weights);
-          if (!(Form::kFlags & 1) || __any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
-#pragma unroll
-            for (int i = 0; i < kDim / 2; ++i) values[i] *= rescale[i / 2 % 2];
-          }
-        }
+        for (int i = 0; i < kDim / 2; ++i) values[i] *= rescale[i / 2 % 2];
       }
       release(memory.query_empty[query_place.slot]);
       query_place.advance();

@@ -4,11 +4,11 @@ namespace fused_norm::hopper {
 namespace {
 
 template <typename T>
-using Plain = ForwardForm<T, 128, /*kKeys=*/128, /*kGroups=*/2, /*kStages=*/2, /*kGeneral=*/false,
-                          /*kTurns=*/false>;
+using Plain = ForwardForm<T, 128, /*kKeys=*/128, /*kGroups=*/2, /*kStages=*/2, /*kQueryStages=*/2,
+                          /*kGeneral=*/false, /*kTurns=*/false>;
 template <typename T>
-using General = ForwardForm<T, 128, /*kKeys=*/128, /*kGroups=*/2, /*kStages=*/2, /*kGeneral=*/true,
-                            /*kTurns=*/false>;
+using General = ForwardForm<T, 128, /*kKeys=*/128, /*kGroups=*/2, /*kStages=*/2, /*kQueryStages=*/1,
+                            /*kGeneral=*/true, /*kTurns=*/false>;
 
 }  // namespace
 

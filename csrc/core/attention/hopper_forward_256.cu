@@ -4,11 +4,11 @@ namespace fused_norm::hopper {
 namespace {
 
 template <typename T>
-using Plain = ForwardForm<T, 256, /*kKeys=*/80, /*kGroups=*/2, /*kStages=*/2, /*kGeneral=*/false,
-                          /*kTurns=*/false>;
+using Plain = ForwardForm<T, 256, /*kKeys=*/80, /*kGroups=*/2, /*kStages=*/2, /*kQueryStages=*/1,
+                          /*kGeneral=*/false, /*kTurns=*/false>;
 template <typename T>
-using General = ForwardForm<T, 256, /*kKeys=*/64, /*kGroups=*/2, /*kStages=*/2, /*kGeneral=*/true,
-                            /*kTurns=*/false>;
+using General = ForwardForm<T, 256, /*kKeys=*/64, /*kGroups=*/2, /*kStages=*/2, /*kQueryStages=*/1,
+                            /*kGeneral=*/true, /*kTurns=*/false>;
 
 }  // namespace
 

@@ -25,8 +25,9 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
                  params.mask.data != nullptr || params.alibi_slopes != nullptr;
   // Tiles of the forms in hopper_forward_*.cu: as large as registers and shared memory allow. Three
   // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
-  plan.queries = plan.dim == 64 && !plan.general ? 192 : 128;
-  plan.keys = plan.dim <= 128   ? 128
+  plan.queries = plan.dim <= 96 && !plan.general ? 192 : 128;
+  plan.keys = plan.dim == 96    ? (plan.general ? 128 : 96)
+              : plan.dim <= 128 ? 128
               : plan.dim == 192 ? (plan.general ? 80 : 112)
                                 : (plan.general ? 64 : 80);
 
