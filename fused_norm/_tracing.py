@@ -77,12 +77,14 @@ def _is_parameter(tensor) -> bool:
     )
 
 
-def _room(input, weight, bias, weight_offset, x_dtype, y_dtype) -> int:
+def _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, y_dtype) -> int:
     """The room for listed columns of a memory_efficient call; 0 or less: it has no list."""
     # A DTensor saves its input, traced or not.
-    if not torch.is_grad_enabled() or type(input) not in PLAIN:
+    if not torch.is_grad_enabled() or type(input) not in PLAIN or 0 in normalized_shape:
         return -1
-    if (weight is None and bias is None) or not (_is_parameter(weight) and _is_parameter(bias)):
+    if weight is None and bias is None:
+        return 1  # without parameters no column is lost
+    if not (_is_parameter(weight) and _is_parameter(bias)):
         return -1
     (weight_offset,) = _numbers(weight_offset)
     args = (weight, bias, weight_offset, x_dtype, y_dtype)
@@ -110,7 +112,9 @@ def norm_forward(
     # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
     if not torch.compiler._is_exporting_flag:
         if memory_efficient:
-            room = _room(input, weight, bias, weight_offset, input.dtype, out_dtype)
+            room = _room(
+                input, weight, bias, normalized_shape, weight_offset, input.dtype, out_dtype
+            )
             if room > 0:
                 return _ops.norm_forward_listing(*args, out_dtype, room)[0]
         return _ops.norm_forward(*args, out_dtype)[0]
@@ -165,7 +169,9 @@ def add_norm_forward(
         return _decompositions.add_norm_forward(*args)[:2]
     if not torch.compiler._is_exporting_flag:
         if memory_efficient:
-            room = _room(input, weight, bias, weight_offset, residual_dtype, out_dtype)
+            room = _room(
+                input, weight, bias, normalized_shape, weight_offset, residual_dtype, out_dtype
+            )
             if room > 0:
                 return _ops.add_norm_forward_listing(*args, room)[:2]
         return _ops.add_norm_forward(*args)[:2]

@@ -206,6 +206,24 @@ def test_compiled_evaluation_raises(kind, seed):
 
 
 @each_kind
+def test_a_norm_without_parameters_saves_its_output(kind, device, generator):
+    norm = make(kind, elementwise_affine=False, device=device)
+    call = compiled(norm)
+    x = randn(generator, 6, COLS, dtype=FP64).requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = call(x)
+    addresses = [t.untyped_storage().data_ptr() for t in saved]
+    assert y.untyped_storage().data_ptr() in addresses
+    assert x.untyped_storage().data_ptr() not in addresses
+    (grad,) = torch.autograd.grad(y.sin().sum(), x)
+    (expected,) = torch.autograd.grad(
+        make(kind, memory_efficient=False, elementwise_affine=False)(x).sin().sum(), x
+    )
+    torch.testing.assert_close(grad, expected)
+
+
+@each_kind
 def test_nothing_is_compiled_anew_without_need(kind, device, generator):
     model = model_of(kind, True, device)
     call = compiled(model)

@@ -450,7 +450,10 @@ int64_t choose_room(const NormColumns& norm) {
   if (!norm.weight.defined() && !norm.bias.defined()) return 0;
   if (!fits(norm)) return kSaveInput;
   const Tensor& param = first_param(norm);
-  if (param.is_cpu()) return chosen_room(count_on_cpu(norm), limits_of(norm));
+  if (param.is_cpu()) {
+    const int64_t columns = count_on_cpu(norm);  // exactly what the call will list
+    return columns > limits_of(norm).most ? kSaveInput : columns;
+  }
 #ifdef FUSED_NORM_WITH_CUDA
   if (param.is_cuda()) return choose_on_gpu(norm);
 #endif

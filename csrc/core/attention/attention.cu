@@ -105,6 +105,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   }
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
+  // The portable tier's serve every call that a tensor-core tier's forward pass takes.
   if (resolve(forward, device, tier) != AttentionTier::kPlain) {
     error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
       using T = decltype(t);

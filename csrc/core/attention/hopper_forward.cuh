@@ -49,13 +49,13 @@ constexpr int32_t kNoLimit = 1 << 29;
 
 // A form of the kernel. kGeneral: scores pass through scale, softcap, slopes and mask. kTurns: two
 // warpgroups start their products in turn.
-template <typename T_, int kDim_, int kKeys_, int kGroups_, int kStages_, bool kGeneral_,
-          bool kTurns_, int kFlags_ = 0>
+template <typename T_, int kDim_, int kKeys_, int kGroups_, int kStages_, int kQueryStages_,
+          bool kGeneral_, bool kTurns_>
 struct ForwardForm {
   using T = T_;
   static constexpr int kDim = kDim_, kKeys = kKeys_, kGroups = kGroups_, kStages = kStages_;
   static constexpr bool kGeneral = kGeneral_, kTurns = kTurns_;
-  static constexpr int kFlags = kFlags_;
+  static constexpr int kQueryStages = kQueryStages_;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has. The launch gives all the same, 168 or 128, and takes no more
   // from the 65536 of the chip than that: a warpgroup that asks for more in sum waits for ever.
@@ -67,6 +67,7 @@ struct ForwardForm {
   using QueryTile = SharedTile<kRows, kDim>;
   using KeyTile = SharedTile<kKeys, kDim>;
   static_assert(!kTurns || kGroups == 2);
+  static_assert(!kGeneral || kQueryStages == 1);  // a tile with a mask may be done twice
 };
 
 // A tile of queries, and the tiles of keys that one of them sees.
@@ -87,15 +88,16 @@ struct ListPlace {
 
 template <typename Form>
 struct ForwardMemory {
-  alignas(1024) char query[Form::QueryTile::kBytes];
+  alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
   alignas(1024) char key[Form::kStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kStages][Form::KeyTile::kBytes];
-  CopyBarrier query_full, query_empty;
+  CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kStages], key_empty[Form::kStages];
   CopyBarrier value_full[Form::kStages], value_empty[Form::kStages];
-  // The block's tiles of queries in turn. Three: the producer fills one while consumers may still
-  // finish the one before the last.
-  WorkTile work[3];
+  // The block's tiles of queries in turn: the producer fills one while consumers may still finish
+  // the one before those whose queries are here.
+  static constexpr int kWorks = Form::kQueryStages + 2;
+  WorkTile work[kWorks];
   ListPlace place;
   // With a mask: whether the tile has to be done again (see mend), and which keys some query sees.
   CopyBarrier verdict;
@@ -248,8 +250,9 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
   const bool leader = threadIdx.x % 32 == 0;
   WorkList<Form> list(args, &memory.place);
   RingPlace<Form::kStages> key_place, value_place;
-  RingPlace<3> work_place;
-  uint32_t query_parity = 1;
+  RingPlace<Form::kQueryStages> query_place;
+  RingPlace<ForwardMemory<Form>::kWorks> work_place;
+  uint32_t verdict_parity = 0;
 
   const auto load = [&](const CUtensorMap* map, char* to, CopyBarrier& full, CopyBarrier& empty,
                         uint32_t parity, const WorkTile& work, int tile) {
@@ -288,16 +291,18 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
       if (args.ticket != nullptr) next = gridDim.x + atomicAdd(args.ticket, 1);
       const bool any = found && work.first_tile < work.end_tile;
       if (any) load_key(work, work.end_tile - 1);
-      wait(memory.query_empty, query_parity);
+      CopyBarrier& full = memory.query_full[query_place.slot];
+      wait(memory.query_empty[query_place.slot], query_place.parity ^ 1);
       if (any) {
-        memory.query_full.expect(Form::QueryTile::kBytes);
-        load_tile<typename Form::QueryTile>(shared_address(memory.query), &args.query,
-                                            memory.query_full, work.query_begin + work.first,
+        full.expect(Form::QueryTile::kBytes);
+        load_tile<typename Form::QueryTile>(shared_address(memory.query[query_place.slot]),
+                                            &args.query, full, work.query_begin + work.first,
                                             work.head, work.batch);
         load_rest(work);
         if constexpr (Form::kGeneral) {
           if (args.mask.data != nullptr) {
-            wait(memory.verdict, query_parity ^ 1);
+            wait(memory.verdict, verdict_parity);
+            verdict_parity ^= 1;
             if (memory.spoiled) {
               memory.spoiled = 0;
               load_key(work, work.end_tile - 1);
@@ -306,10 +311,10 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
           }
         }
       } else {
-        arrive(memory.query_full);
+        arrive(full);
       }
     }
-    query_parity ^= 1;
+    query_place.advance();
     if (!found) return;
     index = __shfl_sync(~0u, next, 0);
   }
@@ -424,7 +429,9 @@ __device__ __forceinline__ void general_scores(const ForwardArgs& args, const Wo
       for (int i = 0; i < kCount; ++i) {
         if (i / 2 % 2 != r) continue;
         const int key = column + 8 * (i / 4) + i % 2;
-        if (key < work.keys) scores[i] += mask_value<T>(mask, at + key * mask.key_stride);
+        if (key >= work.keys) continue;
+        const float value = mask_value<T>(mask, at + key * mask.key_stride);
+        scores[i] = value == -INFINITY ? -INFINITY : scores[i] + value;
       }
     }
   }
@@ -525,12 +532,45 @@ __device__ __forceinline__ void consume(const ForwardArgs& args, ForwardMemory<F
   const uint64_t key_operand = KeyTile::along_rows(shared_address(memory.key[0]), 0);
   const uint64_t value_operand = KeyTile::down_columns(shared_address(memory.value[0]));
   RingPlace<Form::kStages> key_place, value_place;
-  RingPlace<3> work_place;
+  RingPlace<Form::kQueryStages> query_place;
+  RingPlace<ForwardMemory<Form>::kWorks> work_place;
+  constexpr bool kEarly = Form::kQueryStages == 2;
+  float scores[kKeys / 2], rescale[2];
   // Barriers: 1 and 2 for the turns, 4 and on for a warpgroup's own.
   if (Form::kTurns && group == 1) named_arrive(1, 256);
 
-  for (uint32_t query_parity = 0;; query_parity ^= 1) {
-    wait(memory.query_full, query_parity);
+  const auto multiply_keys = [&](float(&scores)[kKeys / 2]) {
+    uint64_t queries = query_operand + query_place.slot * (QueryTile::kBytes / 16);
+    if constexpr (Form::kGeneral) asm volatile("" : "+l"(queries));  // no steps kept in registers
+    const uint64_t keys = key_operand + key_place.slot * (KeyTile::kBytes / 16);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      Product<kKeys>::template shared<T, false>(scores, queries + QueryTile::row_step(step),
+                                                keys + KeyTile::row_step(step), step > 0);
+    }
+    commit_products();
+  };
+  // Whether the next tile sees keys.
+  const auto next_has_scores = [&] {
+    wait(memory.query_full[query_place.slot], query_place.parity);
+    const WorkTile& work = memory.work[work_place.slot];
+    return work.sequence >= 0 && work.first_tile < work.end_tile;
+  };
+  const auto start_scores = [&] {
+    wait(memory.key_full[key_place.slot], key_place.parity);
+    if constexpr (Form::kTurns) named_sync(1 + group, 256);
+    multiply_keys(scores);
+    if constexpr (Form::kTurns) named_arrive(2 - group, 256);
+  };
+  if (kEarly && next_has_scores()) {
+    start_scores();
+    wait_products<0>();
+    hold(scores);
+  }
+
+  while (true) {
+    if (!kEarly) wait(memory.query_full[query_place.slot], query_place.parity);
     const WorkTile& work = memory.work[work_place.slot];
     work_place.advance();
     if (work.sequence < 0) return;
@@ -556,16 +596,6 @@ __device__ __forceinline__ void consume(const ForwardArgs& args, ForwardMemory<F
     for (int i = 0; i < kDim / 2; ++i) values[i] = 0;
     RowState rows;
 
-    const auto multiply_keys = [&](float(&scores)[kKeys / 2]) {
-      const uint64_t keys = key_operand + key_place.slot * (KeyTile::kBytes / 16);
-      fence_products();
-#pragma unroll
-      for (int step = 0; step < kDim / 16; ++step) {
-        Product<kKeys>::template shared<T, false>(scores, query_operand + QueryTile::row_step(step),
-                                                  keys + KeyTile::row_step(step), step > 0);
-      }
-      commit_products();
-    };
     const auto multiply_values = [&](const uint32_t(&weights)[kKeys / 4]) {
       const uint64_t from = value_operand + value_place.slot * (KeyTile::kBytes / 16);
       fence_products();
@@ -625,7 +655,6 @@ __device__ __forceinline__ void consume(const ForwardArgs& args, ForwardMemory<F
       for (int i = 0; i < kDim / 2; ++i) values[i] = 0;
 #pragma unroll 1
       for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
-        float scores[kKeys / 2], rescale[2];
         uint32_t weights[kKeys / 4];
         wait(memory.key_full[key_place.slot], key_place.parity);
         multiply_keys(scores);
@@ -658,79 +687,75 @@ __device__ __forceinline__ void consume(const ForwardArgs& args, ForwardMemory<F
     };
 
     if (work.first_tile < work.end_tile) {
-      float scores[kKeys / 2], rescale[2];
       uint32_t weights[kKeys / 4];
-      wait(memory.key_full[key_place.slot], key_place.parity);
-      if constexpr (Form::kTurns) named_sync(1 + group, 256);
-      multiply_keys(scores);
-      if constexpr (Form::kTurns) named_arrive(2 - group, 256);
-      wait_products<0>();
-      hold(scores);
+      if constexpr (!kEarly) {
+        // They need no value, but registers of none until here.
+#pragma unroll
+        for (int i = 0; i < kKeys / 2; ++i) scores[i] = 0;
+        start_scores();
+        wait_products<0>();
+        hold(scores);
+      }
       release(memory.key_empty[key_place.slot]);
       key_place.advance();
       hide(scores, work.end_tile - 1);
       softmax_step(scores, rows, args.exponent, rescale);
       round(scores, weights);
 
-      if constexpr (Form::kFlags & 4) {
-        for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
-          wait(memory.value_full[value_place.slot], value_place.parity);
-          clear(tile + 1);
-          multiply_values(weights);
-          wait(memory.key_full[key_place.slot], key_place.parity);
-          multiply_keys(scores);
-          wait_products<0>();
-          hold(values);
-          hold(scores);
-          release(memory.value_empty[value_place.slot]);
-          value_place.advance();
-          release(memory.key_empty[key_place.slot]);
-          key_place.advance();
-          hide(scores, tile);
-          softmax_step(scores, rows, args.exponent, rescale);
-          round(scores, weights);
+      for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
+        wait(memory.key_full[key_place.slot], key_place.parity);
+        if constexpr (Form::kTurns) named_sync(1 + group, 256);
+        multiply_keys(scores);
+        wait(memory.value_full[value_place.slot], value_place.parity);
+        clear(tile + 1);
+        multiply_values(weights);
+        if constexpr (Form::kTurns) named_arrive(2 - group, 256);
+        wait_products<1>();
+        hold(scores);
+        release(memory.key_empty[key_place.slot]);
+        key_place.advance();
+        hide(scores, tile);
+        softmax_step(scores, rows, args.exponent, rescale);
+        // The compiler would wait before it takes the exponentials, as nothing orders the two: so
+        // here is something that never happens and needs their sums.
+        if (rows.sum[0] < 0 || rows.sum[1] < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
+        wait_products<0>();
+        hold(values);
+        release(memory.value_empty[value_place.slot]);
+        value_place.advance();
+        round(scores, weights);
 #pragma unroll
-          for (int i = 0; i < kDim / 2; ++i) values[i] *= rescale[i / 2 % 2];
-        }
-      } else {
-        for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
-          wait(memory.key_full[key_place.slot], key_place.parity);
-          if constexpr (Form::kTurns) named_sync(1 + group, 256);
-          multiply_keys(scores);
-          wait(memory.value_full[value_place.slot], value_place.parity);
-          clear(tile + 1);
-          multiply_values(weights);
-          if constexpr (Form::kTurns) named_arrive(2 - group, 256);
-          wait_products<1>();
-          hold(scores);
-          release(memory.key_empty[key_place.slot]);
-          key_place.advance();
-          hide(scores, tile);
-          softmax_step(scores, rows, args.exponent, rescale);
-          // The compiler would wait before it takes the exponentials, as nothing orders the two: so
-          // here is something that never happens and needs their sums.
-          if (rows.sum[0] < 0 || rows.sum[1] < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
-          wait_products<0>();
-          hold(values);
-          release(memory.value_empty[value_place.slot]);
-          value_place.advance();
-          round(scores, weights);
-          if (!(Form::kFlags & 1) || __any_sync(~0u, rescale[0] != 1.f || rescale[1] != 1.f)) {
-#pragma unroll
-            for (int i = 0; i < kDim / 2; ++i) values[i] *= rescale[i / 2 % 2];
-          }
-        }
+        for (int i = 0; i < kDim / 2; ++i) values[i] *= rescale[i / 2 % 2];
       }
-      release(memory.query_empty);
+      release(memory.query_empty[query_place.slot]);
+      query_place.advance();
       wait(memory.value_full[value_place.slot], value_place.parity);
       clear(work.first_tile);
       multiply_values(weights);
+      // The next tile's first scores are started before this tile is finished.
+      if (kEarly && next_has_scores()) {
+        start_scores();
+        wait_products<1>();
+        hold(values);
+        release(memory.value_empty[value_place.slot]);
+        value_place.advance();
+        finish<Form>(args, work, values, rows, row);
+        wait_products<0>();
+        hold(scores);
+        continue;
+      }
       wait_products<0>();
       hold(values);
       release(memory.value_empty[value_place.slot]);
       value_place.advance();
     } else {
-      release(memory.query_empty);
+      release(memory.query_empty[query_place.slot]);
+      query_place.advance();
+      if (kEarly && next_has_scores()) {
+        start_scores();
+        wait_products<0>();
+        hold(scores);
+      }
     }
     if constexpr (Form::kGeneral) {
       if (args.mask.data != nullptr && work.first_tile < work.end_tile) mend();
@@ -751,8 +776,10 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.value);
     // A warp of a consumer arrives once.
     constexpr int kWarps = 4 * Form::kGroups;
-    memory.query_full.init();
-    memory.query_empty.init(kWarps);
+    for (int slot = 0; slot < Form::kQueryStages; ++slot) {
+      memory.query_full[slot].init();
+      memory.query_empty[slot].init(kWarps);
+    }
     memory.verdict.init(kWarps);
     memory.spoiled = 0;
     memory.place = {};

@@ -89,21 +89,19 @@ template <int kDim>
 cudaError_t launch_forward(const AttentionParams& params, const HopperForwardPlan& plan,
                            const DeviceProperties& device, uint32_t* ticket, cudaStream_t stream);
 
-// kGroups and kGeneralGroups: warpgroups that multiply, where scores are plain and where not.
-template <int kDim, int kKeys, int kGroups, int kGeneralGroups, int kStages, bool kTurns>
+// Plain and General: forms by the type of the tensors, for scores that are plain and for others.
+template <template <typename> class Plain, template <typename> class General>
 cudaError_t launch_forms(const AttentionParams& params, const HopperForwardPlan& plan,
                          const DeviceProperties& device, uint32_t* ticket, cudaStream_t stream) {
-  const auto launch = [&](auto zero, auto general) {
-    constexpr bool kGeneral = decltype(general)::value;
-    using Form = ForwardForm<decltype(zero), kDim, kKeys, kGeneral ? kGeneralGroups : kGroups,
-                             kStages, kGeneral, kTurns>;
-    if (plan.queries != Form::kRows || plan.keys != kKeys) return cudaErrorInvalidValue;
+  const auto launch = [&](auto form) {
+    using Form = decltype(form);
+    if (plan.queries != Form::kRows || plan.keys != Form::kKeys) return cudaErrorInvalidValue;
     return launch_form<Form>(params, device, plan.section, plan.in_order, ticket, stream);
   };
-  const auto by_scores = [&](auto zero) {
-    return plan.general ? launch(zero, std::true_type()) : launch(zero, std::false_type());
-  };
-  return with_dtype<__half, __nv_bfloat16>(params.dtype, by_scores);
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return plan.general ? launch(General<T>()) : launch(Plain<T>());
+  });
 }
 
 }  // namespace fused_norm::hopper

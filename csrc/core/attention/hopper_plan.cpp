@@ -23,8 +23,13 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   }
   plan.general = !(params.scale >= kSmallestScale) || params.softcap != 0 ||
                  params.mask.data != nullptr || params.alibi_slopes != nullptr;
-  plan.queries = plan.dim == 64 && !plan.general ? 192 : 128;
-  plan.keys = plan.dim == 256 ? 80 : plan.dim == 192 ? 112 : 128;
+  // Tiles of the forms in hopper_forward_*.cu: as large as registers and shared memory allow. Three
+  // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
+  plan.queries = plan.dim <= 96 && !plan.general ? 192 : 128;
+  plan.keys = plan.dim == 96    ? (plan.general ? 128 : 96)
+              : plan.dim <= 128 ? 128
+              : plan.dim == 192 ? (plan.general ? 80 : 112)
+                                : (plan.general ? 64 : 80);
 
   const bool packed = params.query_offsets != nullptr;
   const bool band = params.window_left >= 0 || params.window_right >= 0;
@@ -41,7 +46,7 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 #ifdef FUSED_NORM_WITH_HOPPER
   const auto fits = [](int columns) { return columns % 8 == 0 && columns >= 8 && columns <= 256; };
   return device.capability == 90 && size_of(params.dtype) == 2 && fits(params.head_dim) &&
-         fits(params.value_dim) && params.dropout_p == 0;
+         fits(params.value_dim) && params.dropout_p == 0 && params.mask.data == nullptr;
 #else
   (void)params, (void)device;
   return false;

@@ -47,16 +47,6 @@ __device__ __forceinline__ void find_seen_keys(Shared<A>& shared) {
 }
 
 template <typename A>
-__device__ __forceinline__ A read_sink(const AttentionParams& params, int head) {
-  A sink = kLowest<A>;
-  if (params.sink == nullptr) return sink;
-  with_option_storage<A>(params.sink_dtype, [&](auto t) {
-    sink = static_cast<A>(static_cast<const decltype(t)*>(params.sink)[head]);
-  });
-  return sink;
-}
-
-template <typename A>
 __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shared<A>& shared,
                                              const Sequence& s, int head, int query, int col) {
   const int kv_head = head / (params.heads / params.kv_heads);
@@ -189,11 +179,7 @@ template <typename A>
 __device__ __forceinline__ void scale_chunk(Fragment<A> (&acc)[kTilesOfChunk], double scale) {
 #pragma unroll
   for (int c = 0; c < kTilesOfChunk; ++c) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) acc[c][i][j] *= static_cast<A>(scale);
-    }
+    for_fragment([&](int i, int j) { acc[c][i][j] *= static_cast<A>(scale); });
   }
 }
 
@@ -440,11 +426,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
           Fragment<A> probability, gradient;
           differentiate<A, true>(probability, gradient, shared, g, rules, band, rows, s, head,
                                  query, key);
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-#pragma unroll
-            for (int j = 0; j < 4; ++j) acc[i][j] += gradient[i][j];
-          }
+          for_fragment([&](int i, int j) { acc[i][j] += gradient[i][j]; });
         }
       }
     }

@@ -30,6 +30,16 @@ struct Shared {
 template <typename A>
 using Fragment = A[4][4];
 
+// Calls use(i, j) for the elements of a fragment.
+template <typename Use>
+__device__ __forceinline__ void for_fragment(Use use) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) use(i, j);
+  }
+}
+
 __device__ __forceinline__ int tile_row() { return threadIdx.x / 16 * 4; }
 __device__ __forceinline__ int tile_col() { return threadIdx.x % 16 * 4; }
 
@@ -100,17 +110,9 @@ __device__ __forceinline__ void multiply_staged(Fragment<A>& acc, const Shared<A
       left[i] = shared.left[k][tile_row() + i];
       right[i] = shared.right[k][tile_col() + i];
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) part[i][j] = fma(left[i], right[j], part[i][j]);
-    }
+    for_fragment([&](int i, int j) { part[i][j] = fma(left[i], right[j], part[i][j]); });
   }
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) acc[i][j] += part[i][j];
-  }
+  for_fragment([&](int i, int j) { acc[i][j] += part[i][j]; });
 }
 
 // acc[i][j] = row (left_row + i) of `left` . row (right_row + j) of `right`.
@@ -118,11 +120,7 @@ template <typename A>
 __device__ __forceinline__ void multiply_rows(Fragment<A>& acc, Shared<A>& shared, DType dtype,
                                               const Rows& left, int left_row, const Rows& right,
                                               int right_row) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) acc[i][j] = 0;
-  }
+  for_fragment([&](int i, int j) { acc[i][j] = 0; });
   for (int d = 0; d < left.cols; d += kDepth) {
     __syncthreads();
     stage<A, true>(shared.left, left, dtype, left_row, d);
@@ -163,11 +161,7 @@ __device__ __forceinline__ void multiply_scores(Fragment<A> (&acc)[kTilesOfChunk
 template <typename A>
 __device__ __forceinline__ void store_scores(Shared<A>& shared, const Fragment<A>& values) {
   __syncthreads();
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) shared.scores[tile_row() + i][tile_col() + j] = values[i][j];
-  }
+  for_fragment([&](int i, int j) { shared.scores[tile_row() + i][tile_col() + j] = values[i][j]; });
 }
 
 // Over the 16 threads that hold a row.
@@ -194,16 +188,12 @@ __device__ __forceinline__ void store_chunk(const Fragment<A> (&acc)[kTilesOfChu
     using T = decltype(t);
 #pragma unroll
     for (int c = 0; c < kTilesOfChunk; ++c) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int row = tile_row() + i, column = col + c * kTile + tile_col() + j;
-          if (row < rows && column < cols) {
-            static_cast<T*>(data)[row * stride + column] = static_cast<T>(acc[c][i][j]);
-          }
+      for_fragment([&](int i, int j) {
+        const int row = tile_row() + i, column = col + c * kTile + tile_col() + j;
+        if (row < rows && column < cols) {
+          static_cast<T*>(data)[row * stride + column] = static_cast<T>(acc[c][i][j]);
         }
-      }
+      });
     }
   });
 }

@@ -51,7 +51,7 @@ constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
 };
 constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 64, 2}, {128, 4, 2, 32, 2}, {256, 4, 1, 32, 1}},
-    {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
+    {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},

@@ -86,14 +86,6 @@ __device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, const
   return row_of<const T>(tensor, s.batch, head, first_row);
 }
 
-__device__ __forceinline__ float read_sink(const AttentionParams& params, int head) {
-  if (params.sink == nullptr) return -INFINITY;
-  if (params.sink_dtype == DType::kFloat32) return static_cast<const float*>(params.sink)[head];
-  return params.sink_dtype == DType::kBFloat16
-             ? __bfloat162float(static_cast<const __nv_bfloat16*>(params.sink)[head])
-             : __half2float(static_cast<const __half*>(params.sink)[head]);
-}
-
 // Sets the rows of a tile to zero that have no weight in any of the block's `weights`, whose
 // columns they are. A rare path: it serves hidden keys that hold a NaN.
 template <int kDim, int kRows, int kThreads, int kM>

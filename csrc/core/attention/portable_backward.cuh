@@ -111,27 +111,22 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
     mma::for_elements<kM, kN>(
         [&](int m, int n, int e, int, int) { gradient[m][n][e] *= scores[m][n][e]; });
   } else {
-    const auto finish = [&] {
-      subtract_delta();
-      unit = apply_options<typename S::T, kTransposed, kM, kN>(
-          scores, kBySoftcapped ? nullptr : gradient, rules, place);
-      exponentiate();
-      // Hidden keys may hold a NaN.
-      mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-        const float p = scores[m][n][e];
-        gradient[m][n][e] = p == 0 ? 0 : p * gradient[m][n][e];
-      });
-    };
     multiply_values();
+    KeptElements<kTransposed, kM, kN> kept;
     if (rules.drops()) {
-      const Dropout dropout = rules.dropout();
-      const KeptElements<kTransposed, kM, kN> kept(dropout, place);
-      kept.apply(gradient, dropout.scale);
-      finish();
-      kept.apply(scores, dropout.scale);
-    } else {
-      finish();
+      kept.draw(rules.dropout(), place);
+      kept.apply(gradient);
     }
+    subtract_delta();
+    unit = apply_options<typename S::T, kTransposed, kM, kN>(
+        scores, kBySoftcapped ? nullptr : gradient, rules, place);
+    exponentiate();
+    // Hidden keys may hold a NaN.
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+      const float p = scores[m][n][e];
+      gradient[m][n][e] = p == 0 ? 0 : p * gradient[m][n][e];
+    });
+    if (rules.drops()) kept.apply(scores);
   }
 }
 

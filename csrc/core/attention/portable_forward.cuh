@@ -82,7 +82,7 @@ template <typename S>
 __device__ __forceinline__ void finish_rows(const AttentionParams& params, const Sequence& s,
                                             int head, int query, RowStatistics<S::kM>& rows,
                                             typename S::Out& out, float unit) {
-  const float sink = read_sink(params, head) * kLog2E;
+  const float sink = read_sink<float>(params, head) * kLog2E;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2 * S::kM; ++r) {
@@ -174,8 +174,9 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     advance_softmax<S>(scores, rows, out, unit);
     if constexpr (S::kGeneral) {
       if (rules.drops()) {
-        const Dropout dropout = rules.dropout();
-        KeptElements<false, S::kM, kKeys / 8>(dropout, place).apply(scores, dropout.scale);
+        KeptElements<false, S::kM, kKeys / 8> kept;
+        kept.draw(rules.dropout(), place);
+        kept.apply(scores);
       }
     }
     if (is_last) {

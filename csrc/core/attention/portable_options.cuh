@@ -64,19 +64,10 @@ __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient
   });
 }
 
-// A score with what the mask says of it. -inf hides, whatever the score was.
-__device__ __forceinline__ float masked(float score, float factor, float added) {
-  return added == -INFINITY ? added : fmaf(score, factor, added);
-}
-__device__ __forceinline__ float masked(float score, float factor, __nv_bfloat16 added) {
-  return masked(score, factor, __bfloat162float(added));
-}
-__device__ __forceinline__ float masked(float score, float factor, __half added) {
-  return masked(score, factor, __half2float(added));
-}
-__device__ __forceinline__ float masked(float score, float, bool shown) {
-  return shown ? score : -INFINITY;
-}
+__device__ __forceinline__ float mask_value(float added) { return added; }
+__device__ __forceinline__ float mask_value(__nv_bfloat16 added) { return __bfloat162float(added); }
+__device__ __forceinline__ float mask_value(__half added) { return __half2float(added); }
+__device__ __forceinline__ float mask_value(bool shown) { return shown ? 0 : -INFINITY; }
 
 // Two neighbours of a mask.
 template <typename M>
@@ -84,54 +75,65 @@ struct alignas(2 * sizeof(M)) MaskPair {
   M first, second;
 };
 
-// Multiplies scores by `factor` and adds the mask; a boolean mask leaves the factor to the caller.
-template <typename M, bool kTransposed, int kM, int kN>
-__device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], float factor, const char* data,
-                                         int64_t row_stride, int64_t col_stride,
-                                         const TilePlace<kTransposed>& place) {
-  const int last_row = (kTransposed ? place.keys : place.queries) - 1;
-  const int last_col = (kTransposed ? place.queries : place.keys) - 1;
-  // The same for all threads: a column is even, and the warp's last one is known.
-  const bool in_pairs = col_stride == 1 && row_stride % 2 == 0 &&
-                        reinterpret_cast<uintptr_t>(data) % (2 * sizeof(M)) == 0 &&
-                        place.col - place.col % 8 + kN * 8 - 1 <= last_col;
+// Reads a thread's part of a row of the mask, 2 kN elements from column `col` on.
+template <typename M, int kN>
+__device__ __forceinline__ void read_mask(float (&added)[2 * kN], const char* data, int64_t at,
+                                          int64_t col_stride, int col, int last_col,
+                                          bool in_pairs) {
+  const M* row = reinterpret_cast<const M*>(data) + at;
+  if (in_pairs) {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+    for (int n = 0; n < kN; ++n) {
+      const auto pair = *reinterpret_cast<const MaskPair<M>*>(row + col + n * 8);
+      added[2 * n] = mask_value(pair.first);
+      added[2 * n + 1] = mask_value(pair.second);
+    }
+  } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      asm volatile("" ::: "memory");  // registers: loads of one row at a time
-      const int row = min(place.row + m * 16 + half * 8, last_row);
-      const M* values = reinterpret_cast<const M*>(data) + row * row_stride;
-      const auto add = [&](int n, int e, M value) {
-        float& score = scores[m][n][half * 2 + e];
-        score = masked(score, factor, value);
-      };
-      if (in_pairs) {
+    for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          const auto pair = *reinterpret_cast<const MaskPair<M>*>(values + place.col + n * 8);
-          add(n, 0, pair.first);
-          add(n, 1, pair.second);
-        }
-      } else if (col_stride == 0) {
-        const M value = values[0];
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          add(n, 0, value);
-          add(n, 1, value);
-        }
-      } else {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          add(n, 0, values[min(place.col + n * 8, last_col) * col_stride]);
-          add(n, 1, values[min(place.col + n * 8 + 1, last_col) * col_stride]);
-        }
+      for (int e = 0; e < 2; ++e) {
+        added[2 * n + e] = mask_value(row[min(col + n * 8 + e, last_col) * col_stride]);
       }
     }
   }
 }
 
-// Asks for a tile of the mask to come to L2: a thread a row, `keys` of it from `key` on.
+// Multiplies scores by `factor` and adds the mask; where it is -inf the score is -inf, whatever it
+// was.
+template <typename T, bool kTransposed, int kM, int kN>
+__device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], float factor,
+                                         const ScoreRules<float>& rules,
+                                         const TilePlace<kTransposed>& place) {
+  const AttentionMask& mask = rules.params.mask;
+  const int64_t row_stride = kTransposed ? mask.key_stride : mask.row_stride;
+  const int64_t col_stride = kTransposed ? mask.row_stride : mask.key_stride;
+  const int last_row = (kTransposed ? place.keys : place.queries) - 1;
+  const int last_col = (kTransposed ? place.queries : place.keys) - 1;
+  // The same for all threads: a column is even, and the warp's last one is known.
+  const bool in_pairs = col_stride == 1 && row_stride % 2 == 0 &&
+                        reinterpret_cast<uintptr_t>(rules.mask) % (2 * rules.mask_bytes()) == 0 &&
+                        place.col - place.col % 8 + kN * 8 - 1 <= last_col;
+#pragma unroll
+  for (int r = 0; r < 2 * kM; ++r) {
+    const int64_t at = min(place.row + r * 8, last_row) * row_stride;
+    float added[2 * kN];
+    if (mask.boolean) {
+      read_mask<bool, kN>(added, rules.mask, at, col_stride, place.col, last_col, in_pairs);
+    } else if (mask.dtype == DType::kFloat32) {
+      read_mask<float, kN>(added, rules.mask, at, col_stride, place.col, last_col, in_pairs);
+    } else {
+      read_mask<T, kN>(added, rules.mask, at, col_stride, place.col, last_col, in_pairs);
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kN; ++i) {
+      float& score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+      score = added[i] == -INFINITY ? -INFINITY : fmaf(score, factor, added[i]);
+    }
+  }
+}
+
+// Asks for the next tile of the mask to come nearer: a thread a row, 128 bytes from `key` on.
 template <int kRows, int kThreads>
 __device__ __forceinline__ void prefetch_mask(const ScoreRules<float>& rules, int query,
                                               int queries, int key, int keys) {
@@ -142,6 +144,7 @@ __device__ __forceinline__ void prefetch_mask(const ScoreRules<float>& rules, in
   if (threadIdx.x >= kRows || row >= queries || key >= keys) return;
   const char* at = rules.mask + (row * rules.params.mask.row_stride + key) * rules.mask_bytes();
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(at));
 }
 
 // All options but dropout: the accumulators of query . key become scores. Returns what scores have
@@ -165,26 +168,13 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
     });
     factor = 1;
   }
-  const auto add = [&](auto type) {
-    add_mask<decltype(type), kTransposed>(
-        scores, factor, rules.mask,
-        kTransposed ? rules.params.mask.key_stride : rules.params.mask.row_stride,
-        kTransposed ? rules.params.mask.row_stride : rules.params.mask.key_stride, place);
-  };
-  if (rules.mask != nullptr && !rules.params.mask.boolean) {
-    if (rules.params.mask.dtype == DType::kFloat32) {
-      add(float{});
-    } else {
-      add(T{});
-    }
+  if (rules.mask != nullptr) {
+    add_mask<T, kTransposed>(scores, factor, rules, place);
     factor = 1;
   }
-  if (factor < kSmallestPlainScale) {
-    mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) { scores[m][n][e] *= factor; });
-    factor = 1;
-  }
-  if (rules.mask != nullptr && rules.params.mask.boolean) add(bool{});
-  return factor * kLog2E;
+  if (factor >= kSmallestPlainScale) return factor * kLog2E;
+  mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) { scores[m][n][e] *= factor; });
+  return kLog2E;
 }
 
 // Which elements of a tile dropout keeps. Lanes share draws, as a draw serves four keys: a word has
@@ -192,8 +182,9 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
 template <bool kTransposed, int kM, int kN>
 class KeptElements {
  public:
-  __device__ __forceinline__ KeptElements(const Dropout& dropout,
-                                          const TilePlace<kTransposed>& place) {
+  __device__ __forceinline__ void draw(const Dropout& dropout,
+                                       const TilePlace<kTransposed>& place) {
+    scale_ = dropout.scale;
     static_assert(kN <= 8);
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -220,14 +211,15 @@ class KeptElements {
     return kTransposed ? at_[m][e] >> (n * 4) & 1 : at_[m][e / 2] >> (n * 4 + e % 2) & 1;
   }
   // Multiplies by 1 / (1 - p) or 0.
-  __device__ __forceinline__ void apply(float (&weights)[kM][kN][4], float scale) const {
+  __device__ __forceinline__ void apply(float (&weights)[kM][kN][4]) const {
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      weights[m][n][e] = at(m, n, e) ? weights[m][n][e] * scale : 0;
+      weights[m][n][e] = at(m, n, e) ? weights[m][n][e] * scale_ : 0;
     });
   }
 
  private:
-  uint32_t at_[kM][kTransposed ? 4 : 2];
+  uint32_t at_[kM][kTransposed ? 4 : 2] = {};
+  float scale_ = 1;
 };
 
 }  // namespace portable

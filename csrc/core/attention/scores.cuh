@@ -52,6 +52,22 @@ __device__ __forceinline__ int64_t first_lse(const AttentionParams& params, cons
              : (int64_t{s.batch} * params.heads + head) * params.queries;
 }
 
+// The sink of a head, -inf without one.
+template <typename A>
+__device__ __forceinline__ A read_sink(const AttentionParams& params, int head) {
+  if (params.sink == nullptr) return -static_cast<A>(INFINITY);
+  switch (params.sink_dtype) {
+    case DType::kFloat64:
+      return static_cast<A>(static_cast<const double*>(params.sink)[head]);
+    case DType::kFloat32:
+      return static_cast<const float*>(params.sink)[head];
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(params.sink)[head]);
+    default:
+      return __half2float(static_cast<const __half*>(params.sink)[head]);
+  }
+}
+
 struct Range {
   int begin, end;
 };
