@@ -55,7 +55,9 @@ def test_columns_at_risk(device, generator):
     assert [norm.lost_columns for norm in report] == [4, 0, 0]
     assert [norm.columns_at_risk for norm in report] == [4, 1, 0]
     assert report.at_risk == ("0", "2")
-    assert report.norms[0].efficient_bytes == ROWS * 4 + ROWS * 4 * 4 + 5 * 4  # side and columns
+    # On a GPU the room has some columns to spare.
+    room = 4 if device == "cpu" else 12
+    assert report.norms[0].efficient_bytes == ROWS * 4 + ROWS * room * 4 + (1 + room) * 4
 
 
 def test_leaves_the_model_as_it_was(device, generator):

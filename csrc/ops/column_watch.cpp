@@ -11,9 +11,11 @@
 #include <algorithm>
 #include <atomic>
 #include <deque>
+#include <exception>
 #include <memory>
 #include <mutex>
 #include <sstream>
+#include <thread>
 #include <unordered_map>
 
 #include "cpu/norm.h"
@@ -22,7 +24,8 @@
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/full.h>
+#include <ATen/cuda/CUDAEvent.h>
+#include <ATen/ops/empty.h>
 #include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
@@ -273,6 +276,32 @@ struct BelowPython {
   at::AutoDispatchBelowADInplaceOrView below_autograd;
 };
 
+// Memory of the default pool, for use on `stream`. The first calls of code that is compiled into
+// CUDA graphs allocate from a graph's pool, which must not hold what outlives them: another thread
+// does not.
+Tensor empty_in_default_pool(int64_t size, const at::TensorOptions& options,
+                             c10::cuda::CUDAStream stream) {
+  Tensor memory;
+  std::exception_ptr error;
+  std::thread([&] {
+    try {
+      const c10::cuda::CUDAGuard guard(stream.device());
+      memory = at::empty({size}, options);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }).join();
+  if (error) std::rethrow_exception(error);
+  const auto owner = c10::cuda::getDefaultCUDAStream(stream.device_index());
+  if (owner != stream) {
+    at::cuda::CUDAEvent freed;  // by whoever had this memory before
+    freed.record(owner);
+    freed.block(stream);
+    memory.record_stream(stream);
+  }
+  return memory;
+}
+
 // Memory for the looks of one stream: two could not share it. A captured graph keeps what it has.
 void find_memory(Watch& watch, const NormColumns& norm, cudaStream_t stream) {
   const bool capturing = is_capturing();
@@ -288,7 +317,9 @@ void find_memory(Watch& watch, const NormColumns& norm, cudaStream_t stream) {
       norm.x_dtype == at::kDouble ? at::kDouble : at::kFloat);
   const int64_t size = (norm.bias.defined() ? 4 : 2) * norm.cols;
   const int64_t totals = kTotalsBytes / static_cast<int64_t>(options.dtype().itemsize());
-  watch.memory = at::full({(size + totals - 1) / totals * totals + totals}, NAN, options);
+  watch.memory = empty_in_default_pool((size + totals - 1) / totals * totals + totals, options,
+                                       c10::cuda::getCurrentCUDAStream());
+  watch.memory.fill_(NAN);
   watch.memory.slice(0, watch.memory.numel() - totals).zero_();
   watch.history.restart();
   watch.stream = stream;

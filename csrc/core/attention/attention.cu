@@ -67,19 +67,24 @@ size_t attention_forward_workspace(const AttentionParams& params, const DevicePr
 
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
                                      AttentionTier tier, void* workspace, cudaStream_t stream) {
-  const cudaError_t error = clear_outside(params, params.out, params.heads, params.value_dim,
-                                          /*of_keys=*/false, params.lse, device, stream);
+  const auto run = [&] {
+    switch (resolve(params, device, tier)) {
+      case AttentionTier::kHopper:
+        return launch_attention_forward_hopper(params, device, workspace, stream);
+      case AttentionTier::kPortable:
+        return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
+          return attention_forward_portable<decltype(t)>(params, stream);
+        });
+      default:
+        return attention_forward_plain(params, stream);
+    }
+  };
+  // Last: Hopper's kernels write rows outside every sequence as those that see nothing but the
+  // sink.
+  const cudaError_t error = run();
   if (error != cudaSuccess) return error;
-  switch (resolve(params, device, tier)) {
-    case AttentionTier::kHopper:
-      return launch_attention_forward_hopper(params, device, workspace, stream);
-    case AttentionTier::kPortable:
-      return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-        return attention_forward_portable<decltype(t)>(params, stream);
-      });
-    default:
-      return attention_forward_plain(params, stream);
-  }
+  return clear_outside(params, params.out, params.heads, params.value_dim, /*of_keys=*/false,
+                       params.lse, device, stream);
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, const DeviceProperties&,

@@ -46,7 +46,7 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 #ifdef FUSED_NORM_WITH_HOPPER
   const auto fits = [](int columns) { return columns % 8 == 0 && columns >= 8 && columns <= 256; };
   return device.capability == 90 && size_of(params.dtype) == 2 && fits(params.head_dim) &&
-         fits(params.value_dim) && params.dropout_p == 0 && params.mask.data == nullptr;
+         fits(params.value_dim) && params.dropout_p == 0;
 #else
   (void)params, (void)device;
   return false;

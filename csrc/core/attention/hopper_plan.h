@@ -20,8 +20,8 @@ struct HopperForwardPlan {
 };
 HopperForwardPlan hopper_forward_plan(const AttentionParams& params);
 
-// Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, without dropout and
-// without a mask; whatever the tensors' alignment (attention_is_aligned()).
+// Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, without dropout;
+// whatever the tensors' alignment (attention_is_aligned()).
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
 
 size_t hopper_forward_workspace(const AttentionParams& params);

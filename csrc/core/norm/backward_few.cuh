@@ -1,4 +1,4 @@
-// Backward for few rows in one kernel: some blocks make dx, a row
+// Backward for few rows, but not with listed columns, in one kernel: some blocks make dx, a row
 // each, as backward.cuh does, and others the sums over rows, a tile of columns each. Rows are so
 // read twice, once from the L2 cache, but no partial sums are written, and no second kernel waits
 // for them.
@@ -44,7 +44,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   auto follow = [&](const RowLayout& layout) {
     return kRegular || rows_follow(layout, row, in.rows, in.cols, N);
   };
-  constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
+  constexpr bool kFromOutput = kSaved == Saved::kOutput;
   // Each thread stages its own parameters, which it need not hold in registers while the row is
   // under way; three of each column before that, as they would take too many.
   const StagedParams<kPacks, N, kSaved> params(few_staged, group.thread());
@@ -61,7 +61,6 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
-  const uint32_t listed = kListed ? params.template listed<RowsLie::kRegular>(left) : 0;
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
@@ -74,7 +73,6 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
     float g[N], of_w[N], of_wx[N];
     params.get(kWeight, p, g);
     if constexpr (kFromOutput) params.take_back(p, xhat[p]);
-    if constexpr (kListed) params.take_listed(in.list, listed, p, row, xhat[p]);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (!kFromOutput) xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
@@ -113,7 +111,7 @@ template <bool kRegular, bool kRms, Saved kSaved, typename X>
 __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in,
                                             const ColumnGradients& gradients, int tile, int split,
                                             int splits, FewShared& shared) {
-  constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
+  constexpr bool kFromOutput = kSaved == Saved::kOutput;
   constexpr int N = kPackElements<X>, kLanes = kFewColumns / N, kRows = 3;
   const int thread = threadIdx.x, lane = thread % kLanes;
   const int first_col = tile * kFewColumns, col = first_col + lane * N;
@@ -124,21 +122,13 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
   if constexpr (kFromOutput) {
     if (thread < kFewColumns) {
       const auto params =
-          ColumnParams<float, 1>::template load<true, kListed>(in, first_col + thread);
+          ColumnParams<float, 1>::template load<true, false>(in, first_col + thread);
       shared.shift[thread] = params.shift[0];
       shared.scale[thread] = params.scale[0];
     }
     __syncthreads();
   }
   float sums[2][N] = {};
-  uint32_t listed = 0;  // of the lane's columns, a bit for each
-  if constexpr (kListed) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const bool is_listed = col + i < in.cols && shared.scale[lane * N + i] == 0.0f;
-      listed |= static_cast<uint32_t>(is_listed) << i;
-    }
-  }
   if (col < in.cols) {
     auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
       const X* const from = row_start(base, layout, row) + col;
@@ -178,8 +168,6 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
                         ? (xhat[i] - shared.shift[lane * N + i]) * shared.scale[lane * N + i]
                     : kRms ? xhat[i] * rstd[r]
                            : (xhat[i] - mean[r]) * rstd[r];
-          if (kListed && (listed >> i & 1))
-            xhat[i] = in.list.xhat(row + r * step, static_cast<int>(shared.shift[lane * N + i]));
           sums[0][i] = fmaf(d[i], xhat[i], sums[0][i]);
           if (!kRms) sums[1][i] += d[i];
         }
@@ -253,23 +241,16 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   };
   choose(regular, [&](auto is_regular) {
     choose(in.rms, [&](auto is_rms) {
-      auto run = [&](auto saved) {
+      choose(in.from_output, [&](auto is_output) {
         constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
-        constexpr Saved kSaved = decltype(saved)::value;
+        constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
         if (row < 0) {
           few_columns<kRegular, kRms, kSaved>(in, gradients, block / splits, block % splits, splits,
                                               shared);
         } else {
           few_rows<kRegular, kRms, kSaved>(in, out, row, shared.slots);
         }
-      };
-      if (!in.from_output) {
-        run(std::integral_constant<Saved, Saved::kInput>());
-      } else if (in.list.room == 0) {
-        run(std::integral_constant<Saved, Saved::kOutput>());
-      } else {
-        with_saved<Saved::kOutputAndList>(in, run);
-      }
+      });
     });
   });
 }

@@ -238,7 +238,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
                         : regular      ? RowsLie::kRegular
                                        : RowsLie::kShifted;
-    if constexpr (std::is_same_v<X, Y>) {
+    if constexpr (std::is_same_v<X, Y> && !kListed) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
     }

@@ -32,8 +32,11 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
 namespace {
 
 NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
-  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
-                            params.from_output, params.rms, device);
+  NormBackwardPlan plan =
+      plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
+                         params.from_output, params.rms, device);
+  if (params.list.room > 0) plan.few_splits = 0;
+  return plan;
 }
 
 }  // namespace
