@@ -2,15 +2,13 @@
 
 #include <algorithm>
 
+#include "core/attention/plan.h"
+
 namespace fused_norm {
 namespace {
 
 // Keys and values of so many bytes stay in the second-level cache (50 MB) while their queries pass.
 constexpr int64_t kCachedBytes = 32 << 20;
-
-// The softmax multiplies by the scale after it took the maximum: not for 0, a negative one, or one
-// whose product with -inf's neighbours would be 0.
-constexpr double kSmallestScale = 1e-30;
 
 }  // namespace
 
@@ -21,8 +19,7 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   for (int dim : {192, 128, 96, 64}) {
     if (columns <= dim) plan.dim = dim;
   }
-  plan.general = !(params.scale >= kSmallestScale) || params.softcap != 0 ||
-                 params.mask.data != nullptr || params.alibi_slopes != nullptr;
+  plan.general = !attention_scores_are_plain(params);
   // Tiles of the forms in hopper_forward_*.cu: as large as registers and shared memory allow. Three
   // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
   plan.queries = plan.dim <= 96 && !plan.general ? 192 : 128;
