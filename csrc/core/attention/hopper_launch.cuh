@@ -11,6 +11,42 @@
 
 namespace fused_norm::hopper {
 
+// A kernel's arguments by name of a call's. kRows: queries of a tile.
+template <int kRows>
+void set_work(const AttentionParams& params, int section, bool longest_first, uint32_t* ticket,
+              WorkArgs* args) {
+  args->batch = params.batch;
+  args->heads = params.heads;
+  args->heads_per_kv = params.heads / params.kv_heads;
+  args->queries = params.queries;
+  args->keys = params.keys;
+  args->query_offsets = params.query_offsets;
+  args->key_offsets = params.key_offsets;
+  args->total_queries = params.total_queries;
+  args->total_keys = params.total_keys;
+  args->query_tiles = (params.queries + kRows - 1) / kRows;
+  args->section = section;
+  args->longest_first = longest_first;
+  args->ticket = ticket;
+  const auto limit = [](int32_t window) {
+    return window < 0 ? kNoLimit : std::min(window, kNoLimit);
+  };
+  args->window_left = limit(params.window_left);
+  args->window_right = limit(params.window_right);
+  args->top_left = params.top_left;
+}
+
+inline void set_scores(const AttentionParams& params, bool general, ScoreArgs* args) {
+  args->scale = static_cast<float>(params.scale);
+  args->exponent = general ? kLog2E : static_cast<float>(params.scale * 1.4426950408889634);
+  args->softcap = static_cast<float>(params.softcap);
+  args->mask = params.mask;
+  args->alibi_slopes = params.alibi_slopes;
+  args->alibi_batch_stride = params.alibi_batch_stride;
+  args->sink = params.sink;
+  args->sink_dtype = params.sink_dtype;
+}
+
 template <typename Form>
 cudaError_t launch_form(const AttentionParams& params, const DeviceProperties& device, int section,
                         bool longest_first, uint32_t* ticket, cudaStream_t stream) {
@@ -35,33 +71,8 @@ cudaError_t launch_form(const AttentionParams& params, const DeviceProperties& d
         map(params.value, params.kv_heads, key_rows, params.value_dim, Form::kKeys, &args.value);
   if (error != cudaSuccess) return error;
 
-  args.batch = params.batch;
-  args.heads = params.heads;
-  args.heads_per_kv = params.heads / params.kv_heads;
-  args.queries = params.queries;
-  args.keys = params.keys;
-  args.query_offsets = params.query_offsets;
-  args.key_offsets = params.key_offsets;
-  args.total_queries = params.total_queries;
-  args.total_keys = params.total_keys;
-  args.query_tiles = (params.queries + Form::kRows - 1) / Form::kRows;
-  args.section = section;
-  args.longest_first = longest_first;
-  args.ticket = ticket;
-  args.scale = static_cast<float>(params.scale);
-  args.exponent = Form::kGeneral ? kLog2E : static_cast<float>(params.scale * 1.4426950408889634);
-  args.softcap = static_cast<float>(params.softcap);
-  const auto limit = [](int32_t window) {
-    return window < 0 ? kNoLimit : std::min(window, kNoLimit);
-  };
-  args.window_left = limit(params.window_left);
-  args.window_right = limit(params.window_right);
-  args.top_left = params.top_left;
-  args.mask = params.mask;
-  args.alibi_slopes = params.alibi_slopes;
-  args.alibi_batch_stride = params.alibi_batch_stride;
-  args.sink = params.sink;
-  args.sink_dtype = params.sink_dtype;
+  set_work<Form::kRows>(params, section, longest_first, ticket, &args);
+  set_scores(params, Form::kGeneral, &args);
   args.out = params.out.data;
   args.out_batch_stride = params.out.batch_stride;
   args.out_head_stride = params.out.head_stride;

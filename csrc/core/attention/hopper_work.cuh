@@ -1,0 +1,176 @@
+// The work of a Hopper kernel: tiles of queries, dense or packed, handed out to blocks that stay.
+#pragma once
+
+#include <cstdint>
+
+#include "core/attention/params.h"
+
+namespace fused_norm::hopper {
+
+constexpr int32_t kNoLimit = 1 << 29;
+
+// What sets the tiles, and what each sees.
+struct WorkArgs {
+  int32_t batch, heads, heads_per_kv, queries, keys;
+  const int32_t *query_offsets, *key_offsets;  // null: dense
+  int32_t total_queries, total_keys;
+  int32_t query_tiles;  // of a dense sequence
+  int32_t section;      // so many (batch, head) pairs share the second-level cache
+  bool longest_first;
+  uint32_t* ticket;  // 0 at first: tiles are handed out as blocks come; null: in turn
+  int32_t window_left, window_right;  // at most kNoLimit
+  bool top_left;
+};
+
+// A tile of queries, and the tiles of keys that one of them sees.
+struct WorkTile {
+  int32_t sequence;  // -1: there is none left
+  int32_t head, kv_head, batch;
+  int32_t first;                 // query of the tile, counted in its sequence
+  int32_t query_begin, queries;  // the sequence's rows in the tensor
+  int32_t key_begin, keys;
+  int32_t first_tile, end_tile;
+};
+
+// The first of the 32 packed sequences that were looked at last, and the tiles before it.
+struct ListPlace {
+  int32_t sequence;
+  uint32_t tiles_before;
+};
+
+// Where a ring of kStages slots stands.
+template <int kStages>
+struct RingPlace {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void advance() {
+    if (++slot == kStages) {
+      slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// j - i of the keys j that query i of the tile's sequence sees: [-left, right], without the ends of
+// the sequence.
+struct Band {
+  int left, right;
+};
+__device__ __forceinline__ Band band_of(const WorkArgs& args, const WorkTile& work) {
+  const int shift = args.top_left ? 0 : work.keys - work.queries;
+  return {args.window_left - shift, args.window_right + shift};
+}
+
+// The tiles of kRows queries, against tiles of kKeys keys.
+template <int kRows, int kKeys>
+class WorkList {
+ public:
+  // `place` lies in shared memory, zeros at first.
+  __device__ WorkList(const WorkArgs& args, ListPlace* place) : args_(args), place_(place) {}
+
+  // Says in shared memory what tile `index` is, which grows from call to call; false: there is
+  // none. By all threads of a warp, of which the first writes.
+  __device__ bool tile(uint32_t index, WorkTile* work) {
+    const bool found = args_.query_offsets == nullptr ? dense(index, work) : packed(index, work);
+    if (threadIdx.x % 32 != 0) return found;
+    if (!found) {
+      work->sequence = -1;
+      return false;
+    }
+    work->kv_head = work->head / args_.heads_per_kv;
+    const Band band = band_of(args_, *work);
+    const int last = min(work->first + kRows, work->queries) - 1;
+    const int end = min(work->keys, last + band.right + 1);
+    const int begin = max(0, work->first - band.left);
+    work->first_tile = begin / kKeys;
+    work->end_tile = end > begin ? (end + kKeys - 1) / kKeys : 0;
+    return true;
+  }
+
+ private:
+  __device__ bool dense(uint32_t index, WorkTile* work) const {
+    const uint32_t pairs = args_.heads * args_.batch, tiles = args_.query_tiles;
+    if (index >= pairs * tiles) return false;
+    if (threadIdx.x % 32 != 0) return true;
+    const uint32_t first_pair = index / (args_.section * tiles) * args_.section;
+    const uint32_t rest = index - first_pair * tiles;
+    const uint32_t width = min(static_cast<uint32_t>(args_.section), pairs - first_pair);
+    const uint32_t tile = rest / width, pair = first_pair + rest % width;
+    work->first = (args_.longest_first ? tiles - 1 - tile : tile) * kRows;
+    work->sequence = work->batch = pair / args_.heads;
+    work->head = pair % args_.heads;
+    work->query_begin = work->key_begin = 0;
+    work->queries = args_.queries;
+    work->keys = args_.keys;
+    return true;
+  }
+
+  // Offset `i`, within the tensor.
+  static __device__ int offset(const int32_t* offsets, int i, int total) {
+    return min(max(offsets[i], 0), total);
+  }
+
+  // Sequences are counted from 1. Numbers 0 and batch + 1 are the rows before and behind all, which
+  // see no keys.
+  __device__ bool packed(uint32_t index, WorkTile* work) {
+    const int lane = threadIdx.x % 32;
+    int first_sequence = place_->sequence;
+    uint32_t tiles_before = place_->tiles_before;
+    while (first_sequence <= args_.batch + 1) {
+      const int number = first_sequence + lane;
+      int begin = 0, end = 0;
+      if (number <= args_.batch + 1) {
+        begin = number == 0 ? 0 : offset(args_.query_offsets, number - 1, args_.total_queries);
+        end = number > args_.batch ? args_.total_queries
+                                   : offset(args_.query_offsets, number, args_.total_queries);
+        end = max(end, begin);
+      }
+      const uint32_t tiles = (end - begin + kRows - 1) / kRows * args_.heads;
+      uint32_t sum = tiles;
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) {
+        const uint32_t before = __shfl_up_sync(~0u, sum, step);
+        if (lane >= step) sum += before;
+      }
+      const uint32_t here = __ballot_sync(~0u, index < tiles_before + sum);
+      if (here == 0) {
+        tiles_before += __shfl_sync(~0u, sum, 31);
+        first_sequence += 32;
+        *place_ = {first_sequence, tiles_before};
+        continue;
+      }
+      const int from = __ffs(here) - 1;
+      const uint32_t rest = index - tiles_before - __shfl_sync(~0u, sum - tiles, from);
+      begin = __shfl_sync(~0u, begin, from);
+      end = __shfl_sync(~0u, end, from);
+      if (lane != 0) return true;
+      const int found = first_sequence + from;
+      const uint32_t count = (end - begin + kRows - 1) / kRows;
+      uint32_t tile;
+      if (args_.longest_first) {
+        tile = count - 1 - rest / args_.heads;
+        work->head = rest % args_.heads;
+      } else {
+        tile = rest % count;
+        work->head = rest / count;
+      }
+      work->first = tile * kRows;
+      work->sequence = min(max(found - 1, 0), args_.batch - 1);
+      work->batch = 0;
+      work->query_begin = begin;
+      work->queries = end - begin;
+      work->key_begin = work->keys = 0;
+      if (found >= 1 && found <= args_.batch) {
+        work->key_begin = offset(args_.key_offsets, found - 1, args_.total_keys);
+        work->keys = max(offset(args_.key_offsets, found, args_.total_keys) - work->key_begin, 0);
+      }
+      return true;
+    }
+    return false;
+  }
+
+  const WorkArgs& args_;
+  ListPlace* place_;
+};
+
+}  // namespace fused_norm::hopper
