@@ -2,6 +2,7 @@
 #   make demo    train a small transformer with torch's norms and with fused ones
 #   make test    everything that CI runs
 #   make build   compile the extension into fused_norm/, so that the tree itself is importable
+#   make budget  the size of csrc/core beside its limits and goals
 #   make lint | bench | wheel | clean
 # PYTHON=python3.13 and TORCH=2.9.1 choose versions. The variables of setup.py (FUSED_NORM_CUDA,
 # TORCH_CUDA_ARCH_LIST, MAX_JOBS) are passed on.
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := build
-.PHONY: build demo test host-tests core lint bench wheel clean
+.PHONY: build demo test host-tests core budget lint bench wheel clean
 
 # The first of these that runs and can make an environment (an installed name may be a dead shim).
 ifndef PYTHON
@@ -92,7 +93,7 @@ demo: build
 	$(BIN)/python examples/train_gpt.py --norm layer
 
 # Memory that a test frees is kept for the next one: to have pages anew took a quarter of the time.
-test: host-tests $(CI_KERNELS) build
+test: host-tests $(CI_KERNELS) build budget
 	MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000 \
 	    $(BIN)/python -m pytest -n auto --dist worksteal tests
 
@@ -112,6 +113,9 @@ core: $(ENV)
 	    -DFUSED_NORM_CUDA=ON -DFUSED_NORM_TESTS=OFF '-DCMAKE_CUDA_FLAGS=$(FAST:%=%=max)' \
 	    '-DFUSED_NORM_CUDA_ARCHITECTURES=80-real;100-real'
 	$(BIN)/cmake --build build/core --target all backward_ladder
+
+budget: build
+	$(BIN)/python tests/budget.py
 
 lint: $(ENV)
 	$(BIN)/ruff check .

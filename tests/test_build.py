@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils import cpp_extension
+from budget import BUDGET, cuda_tool, kernel_counts
 
 import fused_norm
 from fused_norm import _C
 
-MAX_KERNELS = {"norms and softmaxes": 400, "attention": 130}  # they bound build time and size
 MAX_BYTES = 40_000_000
 
 INFO = fused_norm.build_info()
@@ -70,39 +69,15 @@ def test_extension_is_small():
     assert Path(_C.__file__).stat().st_size < MAX_BYTES
 
 
-def cuda_tool(name):
-    """Of the CUDA toolkit, or of triton, which torch brings along."""
-    folders = [Path(cpp_extension.CUDA_HOME or "/usr/local/cuda", "bin", name)]
-    if triton := importlib.util.find_spec("triton"):
-        folders.append(Path(triton.origin).parent / "backends" / "nvidia" / "bin" / name)
-    return next((str(path) for path in folders if path.exists()), None) or shutil.which(name)
-
-
-def kernels_of_each_target(listing):
-    """{target: names of its kernels} of `cuobjdump --dump-resource-usage`; of a kernel that several
-    sources hold, a name for each."""
-    targets, current = {}, None
-    for line in listing.splitlines():
-        if match := re.match(r"arch = (\S+)", line):
-            current = targets.setdefault(match[1], [])
-        elif (match := re.match(r"\s*Function (\S+?):?\s*$", line)) and current is not None:
-            current.append(match[1])
-    return {target: names for target, names in targets.items() if names}
-
-
 @pytest.mark.skipif(INFO["cuda"] is None, reason="a CPU-only build has no kernels")
 def test_number_of_kernels():
-    tool = cuda_tool("cuobjdump")
-    if tool is None:
+    """It bounds the time of a build and the size of the extension."""
+    if cuda_tool("cuobjdump") is None:
         pytest.skip("cuobjdump, which lists the kernels, is not installed")
-    command = [tool, "--dump-resource-usage", _C.__file__]
-    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    targets = kernels_of_each_target(listing)
-    assert targets, f"no kernels in:\n{listing[:2000]}"
-    for target, names in targets.items():
-        of_attention = sum("attention" in name for name in names)
-        counts = {"norms and softmaxes": len(names) - of_attention, "attention": of_attention}
-        assert all(count <= MAX_KERNELS[kind] for kind, count in counts.items()), (target, counts)
+    targets = kernel_counts(_C.__file__)
+    assert targets
+    for target, counts in targets.items():
+        assert all(count <= BUDGET[kind][0] for kind, count in counts.items()), (target, counts)
 
 
 @pytest.mark.skipif(not os.environ.get("CI"), reason="elsewhere what is missing is left out")
