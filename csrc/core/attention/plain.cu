@@ -14,7 +14,8 @@ namespace {
 // Softmax of a tile's rows: `max` and `sum` are brought forward, and the tile's probabilities
 // (times their dropout) replace the scores. Returns by how much what came before is scaled.
 template <typename A>
-__device__ __forceinline__ A advance_softmax(A (&row)[4], int i, const Kept& kept, A& max, A& sum) {
+__device__ __forceinline__ A advance_softmax(A (&row)[4], int i, const Kept<A>& kept, A& max,
+                                             A& sum) {
   A tile_max = row[0];
 #pragma unroll
   for (int j = 1; j < 4; ++j) tile_max = fmax(tile_max, row[j]);
@@ -69,7 +70,7 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
   for (int key = range.begin / kTile * kTile; key < range.end; key += kTile) {
     Fragment<A> scores;
     multiply_rows(scores, shared, params.dtype, queries, query, keys, key);
-    const Kept kept = kept_of(rules, query, key);
+    const Kept<A> kept = kept_of(rules, query, key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
 #pragma unroll
@@ -155,7 +156,7 @@ __device__ __forceinline__ void differentiate(Fragment<A>& probability, Fragment
   const AttentionParams& params = g.params.forward;
   multiply_rows(gradient, shared, params.dtype, rows.douts, query, rows.values, key);
   multiply_rows(probability, shared, params.dtype, rows.queries, query, rows.keys, key);
-  const Kept kept = kept_of(rules, query, key);
+  const Kept<A> kept = kept_of(rules, query, key);
   const int64_t first = first_lse(params, s, head);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {

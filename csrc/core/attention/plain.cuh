@@ -244,25 +244,26 @@ __device__ __forceinline__ A exp_difference(A a, A b) {
 }
 
 // Which of a thread's 4 x 4 probabilities dropout keeps, and what it multiplies them by.
+template <typename A>
 struct Kept {
   uint32_t bits;
-  float scale;
+  A scale;
 
-  __device__ __forceinline__ float at(int i, int j) const {
-    return bits >> (i * 4 + j) & 1 ? scale : 0;
+  __device__ __forceinline__ A at(int i, int j) const {
+    return bits >> (i * 4 + j) & 1 ? scale : A(0);
   }
 };
 
 template <typename A>
-__device__ __forceinline__ Kept kept_of(const ScoreRules<A>& rules, int query, int key) {
-  if (!rules.drops()) return {0xffffu, 1};
+__device__ __forceinline__ Kept<A> kept_of(const ScoreRules<A>& rules, int query, int key) {
+  if (!rules.drops()) return {0xffffu, A(1)};
   const Dropout dropout = rules.dropout();
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     bits |= dropout.kept(query + tile_row() + i, key + tile_col()) << (i * 4);
   }
-  return {bits, dropout.scale};
+  return {bits, static_cast<A>(rules.params.dropout_scale)};
 }
 
 // The score of a thread's element (i, j), given query . key; -inf where it is hidden.
