@@ -23,8 +23,9 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   // Tiles of the forms in hopper_forward_*.cu: as large as registers and shared memory allow. Three
   // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
   plan.queries = plan.dim <= 96 && !plan.general ? 192 : 128;
-  plan.keys = plan.dim == 96    ? (plan.general ? 128 : 96)
-              : plan.dim <= 128 ? 128
+  plan.keys = plan.dim == 64    ? 128
+              : plan.dim == 96  ? (plan.general ? 112 : 96)
+              : plan.dim == 128 ? (plan.general ? 112 : 128)
               : plan.dim == 192 ? (plan.general ? 80 : 112)
                                 : (plan.general ? 64 : 80);
 
@@ -36,6 +37,10 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   const int64_t heads = kCachedBytes / std::max<int64_t>(bytes_of_head, 1);
   plan.section =
       static_cast<int>(plan.in_order ? std::clamp<int64_t>(heads, 1, 1 << 20) * group : group);
+  // A head's mask that serves every sequence is read for all of them while it is cached.
+  plan.batch_first = !packed && params.batch > 1 && params.mask.data != nullptr &&
+                     params.mask.batch_stride == 0 && params.mask.row_stride != 0;
+  if (plan.batch_first) plan.section = std::max(plan.section, params.batch);
   return plan;
 }
 

@@ -11,12 +11,13 @@ namespace fused_norm {
 // How a forward call runs. Everything that a row's bits depend on, dim to general, is a function of
 // the call's options alone; the rest is the order of the work.
 struct HopperForwardPlan {
-  int dim;        // columns of a tile: both head dimensions, rounded up
-  int queries;    // rows of a tile of queries
-  int keys;       // rows of a tile of keys
-  bool general;   // scores need more than a positive scale and a band
-  bool in_order;  // tiles take unlike times: longest first, to the next block that is free
-  int section;    // (batch, head) pairs whose keys and values share the second-level cache
+  int dim;           // columns of a tile: both head dimensions, rounded up
+  int queries;       // rows of a tile of queries
+  int keys;          // rows of a tile of keys
+  bool general;      // scores need more than a positive scale and a band
+  bool in_order;     // tiles take unlike times: longest first, to the next block that is free
+  int section;       // (batch, head) pairs whose keys and values share the second-level cache
+  bool batch_first;  // pairs of a head follow each other, else those of a sequence
 };
 HopperForwardPlan hopper_forward_plan(const AttentionParams& params);
 
