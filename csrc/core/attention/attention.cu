@@ -113,10 +113,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   // The portable tier's serve every call that a tensor-core tier's forward pass takes.
   if (resolve(forward, device, tier) != AttentionTier::kPlain) {
     error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
-      using T = decltype(t);
-      const cudaError_t result = attention_backward_portable<T>(gradient, stream);
-      if (result != cudaSuccess || params.dmask == nullptr) return result;
-      return attention_mask_gradient_portable<T>(gradient, stream);
+      return attention_backward_portable<decltype(t)>(gradient, stream);
     });
   } else {
     error = attention_backward_plain(gradient, stream);

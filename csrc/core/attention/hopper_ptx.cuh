@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/attention/fast_math.cuh"
 #include "core/common/bulk_copy.cuh"
 
 namespace fused_norm::hopper {
@@ -267,19 +268,6 @@ FUSED_NORM_PRODUCT(256, 15, 128, 129, 130, 131, 132, 133)
 #undef FUSED_NORM_SHARED_A
 
 // Numbers. ------------------------------------------------------------------------------------
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-// To 2^-11 of the result, as a 16-bit number is.
-__device__ __forceinline__ float tanh_fast(float x) {
-  float y;
-  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
 
 // In this order, so that few registers wait for what is loaded.
 __device__ __forceinline__ void load_shared(uint16_t& to, uint32_t from) {

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "core/attention/fast_math.cuh"
 #include "core/common/pack.cuh"
 
 namespace fused_norm {
@@ -69,13 +70,6 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4]
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// 2^x; 0 for -inf.
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Rows of kDim 16-bit elements in shared memory, 64, 128 or 256. Chunk c of 16 bytes of row r lies
@@ -156,6 +150,14 @@ __device__ __forceinline__ void clear(Accumulators<kM, kN>& acc) {
       for (int e = 0; e < 4; ++e) acc[m][n][e] = 0;
     }
   }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ bool has_nan(const Accumulators<kM, kN>& acc) {
+  bool found = false;
+  for_elements<kM, kN>(
+      [&](int m, int n, int e, int, int) { found |= acc[m][n][e] != acc[m][n][e]; });
+  return found;
 }
 
 // acc = left x right^T, of rows of tiles.

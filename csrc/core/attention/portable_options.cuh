@@ -55,10 +55,9 @@ __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const B
 template <int kM, int kN>
 __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
                                     float scale, float softcap) {
-  // tanh x = 1 - 2 / (1 + e^(2 x)), good to 2^-22 absolute.
-  const float exponent = scale / softcap * 2 * kLog2E;
+  const float factor = scale / softcap;
   mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-    const float t = 1 - __fdividef(2.f, 1 + mma::exp2_of(scores[m][n][e] * exponent));
+    const float t = tanh_fast(scores[m][n][e] * factor);
     scores[m][n][e] = t;
     if (gradient != nullptr) gradient[m][n][e] *= 1 - t * t;
   });
