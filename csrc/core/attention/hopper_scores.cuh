@@ -140,7 +140,7 @@ __device__ __forceinline__ float general_scores(const ScoreArgs& args, const Wor
   float factor = args.scale;
   if (args.softcap > 0) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) scores[i] = tanh_fast(scores[i] * args.scale);
+    for (int i = 0; i < kCount; i += 4) tanh_fast(&scores[i], args.scale);
     factor = args.softcap;
   }
   if (args.alibi_slopes != nullptr) {
