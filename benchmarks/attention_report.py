@@ -3,6 +3,7 @@
 import collections
 import csv
 import dataclasses
+import io
 
 OURS = "fused_norm"
 DETERMINISTIC = (OURS, "flash-attn 4 deterministic")
@@ -31,7 +32,11 @@ FIELDS = dataclasses.fields(Record)
 
 def read_records(path):
     """(facts, records) of a file that `write` wrote, or None if it is none."""
-    with path.open(newline="") as stream:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None
+    with io.StringIO(text, newline="") as stream:
         facts, line = [], stream.readline()
         while line.startswith("# "):
             name, _, value = line[2:].rstrip("\n").partition(": ")
