@@ -53,6 +53,12 @@ __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t row)
                : "memory");
 }
 
+// Two elements of an 8 x 8 matrix a lane, as load_matrices has them, become those of its transpose.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+  return pair;
+}
+
 // acc (16 x 8) += a (16 x 16) b (16 x 8). Lane l has rows l / 4 and l / 4 + 8 of acc, two elements
 // each, in columns 2 (l % 4) and the next.
 __device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
