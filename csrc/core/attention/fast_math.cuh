@@ -10,21 +10,17 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
-// Four numbers become tanh(factor x), to 2^-21: 1 - 2 / (1 + e^(2 x)), where all four share a
-// reciprocal, which costs as much as an exponential. Beyond 9 tanh is 1; a NaN stays one, and
-// alone.
-__device__ __forceinline__ void tanh_fast(float* x, float factor) {
-  float e[4];
+// tanh(x), to 2^-22, of 2 log2(e) x: 1 - 2 / (1 + e^(2 x)). The reciprocal is made by Newton's
+// steps, as the unit of exponentials is what softmax waits for.
+__device__ __forceinline__ float tanh_fast(float exponent) {
+  float capped;
+  asm("min.NaN.f32 %0, %1, 0f41F00000;" : "=f"(capped) : "f"(exponent));  // 30: tanh is 1
+  const float e = 1 + exp2_fast(capped);
+  float inverse = __uint_as_float(0x7EF311C7u - __float_as_uint(e));  // within an eighth
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    e[i] = 1 + exp2_fast(fminf(x[i] * (factor * 2.885390082f), 25.9685107f));
-  const float low = e[0] * e[1], high = e[2] * e[3];
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(low * high));
-  const float of_low = -2 * inverse * high, of_high = -2 * inverse * low;
-  const float of[4] = {of_low * e[1], of_low * e[0], of_high * e[3], of_high * e[2]};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) x[i] = x[i] == x[i] ? 1 + of[i] : x[i];
+  for (int i = 0; i < 3; ++i) inverse = fmaf(inverse, fmaf(-e, inverse, 1), inverse);
+  return fmaf(-2, inverse, 1);
 }
+constexpr float kTanhUnit = 2.8853900817779268f;  // 2 log2(e)
 
 }  // namespace fused_norm

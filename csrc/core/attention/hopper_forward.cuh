@@ -50,7 +50,8 @@ class Consumer {
   static constexpr int kKeys = Form::kKeys, kDim = Form::kDim;
   // The first scores of a tile are started before the tile before it is finished.
   static constexpr bool kEarly = Form::kQueryStages == 2;
-  // Named barriers: 1 and 2 for the turns, 3 for all consumers, 4 and on for a warpgroup's own.
+  // Named barriers: 1 and 2 for the turns, 3 for all consumers, 4 and 5 for a warpgroup's own; and
+  // kMaskIsRead.
   static constexpr int kOfConsumers = 3, kOfGroup = 4, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
@@ -268,10 +269,9 @@ class Consumer {
       if (args_.mask.data != nullptr) {
         wait(memory_.mask_full, mask_parity_);
         mask_parity_ ^= 1;
-        MaskTile{shared_address(memory_.mask), kKeys}.add<T>(args_.mask, thread_row_, lane_ % 4 * 2,
-                                                             factor, scores_);
-        __syncwarp();
-        release(memory_.mask_empty);
+        MaskTile{shared_address(memory_.mask), kKeys, args_.mask.row_stride != 0}.add<T>(
+            args_.mask, thread_row_, lane_ % 4 * 2, factor, scores_);
+        named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
       }
     }
     if (tile >= hides_from_) {
@@ -356,14 +356,14 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.value);
     // A warp of a consumer arrives once.
     constexpr int kWarps = 4 * Form::kGroups;
+    const bool copies_masks = Form::kGeneral && args.mask.data != nullptr;
     for (int slot = 0; slot < Form::kQueryStages; ++slot) {
       memory.query_full[slot].init();
-      memory.query_empty[slot].init(kWarps);
+      memory.query_empty[slot].init(kWarps + (copies_masks ? kMaskWarps : 0));
     }
     memory.verdict.init(kWarps);
     memory.spoiled[0] = memory.spoiled[1] = 0;
     memory.mask_full.init(kMaskThreads);
-    memory.mask_empty.init(kWarps);
     memory.place = {};
     for (int slot = 0; slot < Form::kStages; ++slot) {
       memory.key_full[slot].init();

@@ -43,7 +43,8 @@ inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
   const bool added = params.mask.data != nullptr || params.alibi_slopes != nullptr;
   const double factor = capped ? params.softcap : params.scale;
   const bool folded = !added && factor >= kSmallestPlainScale;
-  args->scale = static_cast<float>(capped ? params.scale / params.softcap : params.scale);
+  args->scale =
+      static_cast<float>(capped ? params.scale / params.softcap * kTanhUnit : params.scale);
   args->multiplies = !added && !folded;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);

@@ -49,7 +49,7 @@ struct ForwardMemory {
   alignas(1024) char key[Form::kStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kStages][Form::KeyTile::kBytes];
   alignas(16) char mask[Form::kGeneral ? Form::kRows * mask_pitch(Form::kKeys, 4) : 16];
-  CopyBarrier mask_full, mask_empty;
+  CopyBarrier mask_full;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kStages], key_empty[Form::kStages];
   CopyBarrier value_full[Form::kStages], value_empty[Form::kStages];
@@ -141,8 +141,9 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
   }
 }
 
-// The other warps of the producer's warpgroup: copy tiles of the mask.
-constexpr int kMaskThreads = 96;
+// The other warps of the producer's warpgroup copy tiles of the mask.
+constexpr int kMaskWarps = 3, kMaskThreads = 32 * kMaskWarps;
+constexpr int kMaskIsRead = 8;  // a named barrier, of them and the consumers
 
 // Bits: an element. Rows beyond the sequence are its last one, columns beyond it zeros.
 template <typename Bits, typename Form>
@@ -159,7 +160,8 @@ __device__ __forceinline__ void copy_mask(const ForwardArgs& args, ForwardMemory
   const auto for_all = [&](auto parts, auto copy) {
     constexpr int kParts = decltype(parts)::value;
 #pragma unroll 1  // registers are few
-    for (int at = threadIdx.x - 32; at < Form::kRows * kParts; at += kMaskThreads) {
+    const int rows = mask.row_stride == 0 ? 1 : Form::kRows;
+    for (int at = threadIdx.x - 32; at < rows * kParts; at += kMaskThreads) {
       const int row = at / kParts, source = min(work.first + row, work.queries - 1);
       copy(row, at % kParts, from + source * mask.row_stride);
     }
@@ -185,18 +187,21 @@ template <typename Form>
 __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemory<Form>& memory) {
   RingPlace<Form::kQueryStages> query_place;
   RingPlace<ForwardMemory<Form>::kWorks> work_place;
-  uint32_t parity = 0, verdict_parity = 0;
+  uint32_t verdict_parity = 0;
+  bool has_copied = false;
+  const auto wait_for_readers = [&] {
+    if (has_copied) named_sync(kMaskIsRead, 128 * Form::kGroups + kMaskThreads);
+    has_copied = true;
+  };
   while (true) {
     wait(memory.query_full[query_place.slot], query_place.parity);
-    query_place.advance();
     const WorkTile& work = memory.work[work_place.slot];
     work_place.advance();
-    if (work.sequence < 0) return;
-    if (work.first_tile >= work.end_tile) continue;
-    for (bool again = true, first = true; again; first = false) {
+    if (work.sequence < 0) return wait_for_readers();
+    const bool any = work.first_tile < work.end_tile;
+    for (bool again = any, first = true; again; first = false) {
       for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
-        wait(memory.mask_empty, parity ^ 1);
-        parity ^= 1;
+        wait_for_readers();
         if (args.mask.boolean) {
           copy_mask<uint8_t>(args, memory, work, tile);
         } else if (args.mask.dtype == DType::kFloat32) {
@@ -211,6 +216,9 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
       again = memory.spoiled[verdict_parity];
       verdict_parity ^= 1;
     }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot]);  // done with `work`
+    query_place.advance();
   }
 }
 

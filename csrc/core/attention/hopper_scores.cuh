@@ -13,7 +13,8 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // What becomes of query . key.
 struct ScoreArgs {
-  // Of general scores only: of query . key, before all else; by 1 / softcap where that is positive.
+  // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
+  // positive.
   float scale;
   bool multiplies;  // no option and no exponent takes the last factor
   float exponent;   // of scores in the softmax: exp2(exponent * score); positive
@@ -94,7 +95,8 @@ __host__ __device__ constexpr int mask_pitch(int keys, int bytes) { return keys 
 // rows lie in different banks.
 struct MaskTile {
   uint32_t data;
-  int keys;  // of a tile
+  int keys;       // of a tile
+  bool has_rows;  // else all queries have the same
 
   // Scores times `factor`, plus the mask; -inf where that is, whatever the score. `row`, `column`:
   // a thread's first place in the tile.
@@ -119,11 +121,12 @@ struct MaskTile {
   __device__ __forceinline__ void add_pairs(float (&scores)[kCount], int row, int column,
                                             float factor, Values values) const {
     constexpr int kBytes = sizeof(Pair) / 2;
-    const uint32_t first = data + row * mask_pitch(keys, kBytes) + column * kBytes;
+    const int pitch = mask_pitch(keys, kBytes) * has_rows;
+    const uint32_t first = data + row * pitch + column * kBytes;
 #pragma unroll
     for (int i = 0; i < kCount; i += 2) {
       Pair pair;
-      load_shared(pair, first + i / 2 % 2 * 8 * mask_pitch(keys, kBytes) + i / 4 * 8 * kBytes);
+      load_shared(pair, first + i / 2 % 2 * 8 * pitch + i / 4 * 8 * kBytes);
       const float2 added = values(pair);
       scores[i] = added.x == -INFINITY ? -INFINITY : fmaf(scores[i], factor, added.x);
       scores[i + 1] = added.y == -INFINITY ? -INFINITY : fmaf(scores[i + 1], factor, added.y);
@@ -140,7 +143,7 @@ __device__ __forceinline__ float general_scores(const ScoreArgs& args, const Wor
   float factor = args.scale;
   if (args.softcap > 0) {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 4) tanh_fast(&scores[i], args.scale);
+    for (int i = 0; i < kCount; ++i) scores[i] = tanh_fast(scores[i] * args.scale);
     factor = args.softcap;
   }
   if (args.alibi_slopes != nullptr) {

@@ -55,17 +55,12 @@ __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const B
 template <int kM, int kN>
 __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
                                     float scale, float softcap) {
-  const float factor = scale / softcap;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      tanh_fast(scores[m][n], factor);
-      if (gradient == nullptr) continue;
-#pragma unroll
-      for (int e = 0; e < 4; ++e) gradient[m][n][e] *= 1 - scores[m][n][e] * scores[m][n][e];
-    }
-  }
+  const float factor = scale / softcap * kTanhUnit;
+  mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+    const float t = tanh_fast(scores[m][n][e] * factor);
+    scores[m][n][e] = t;
+    if (gradient != nullptr) gradient[m][n][e] *= 1 - t * t;
+  });
 }
 
 __device__ __forceinline__ float mask_value(__nv_bfloat16 added) { return __bfloat162float(added); }
