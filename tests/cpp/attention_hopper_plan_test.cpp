@@ -98,5 +98,18 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
 }
 #endif
 
+// One mask for all sequences: those of a head come together, and all in one section.
+TEST(AttentionHopperPlan, SequencesThatShareAMaskFollowEachOther) {
+  AttentionParams params = call(128, 512, 512);
+  params.mask.data = &params;
+  params.mask.row_stride = 512;
+  EXPECT_TRUE(hopper_forward_plan(params).batch_first);
+  params.batch = 7;
+  EXPECT_EQ(hopper_forward_plan(params).section, 7);
+  params.mask.batch_stride = 512 * 512;
+  EXPECT_FALSE(hopper_forward_plan(params).batch_first);
+  EXPECT_FALSE(hopper_forward_plan(call(128, 512, 512)).batch_first);
+}
+
 }  // namespace
 }  // namespace fused_norm
