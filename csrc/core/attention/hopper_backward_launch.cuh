@@ -1,0 +1,78 @@
+// From a call's parameters to a launch of one form of the backward kernel.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "core/attention/hopper.h"
+#include "core/attention/hopper_backward.cuh"
+#include "core/attention/hopper_launch.cuh"
+#include "core/attention/workspace.h"
+
+namespace fused_norm::hopper {
+
+// The call whose queries are this one's keys.
+inline AttentionParams with_sides_changed(AttentionParams params) {
+  params.heads = params.kv_heads;
+  std::swap(params.queries, params.keys);
+  std::swap(params.query_offsets, params.key_offsets);
+  std::swap(params.total_queries, params.total_keys);
+  std::swap(params.window_left, params.window_right);
+  return params;
+}
+
+template <typename Form>
+cudaError_t launch_backward_form(const AttentionGradient& gradient, const DeviceProperties& device,
+                                 int section, uint32_t* ticket, cudaStream_t stream) {
+  const AttentionParams& params = gradient.params.forward;
+  const AttentionParams work = Form::kOfKeys ? with_sides_changed(params) : params;
+  const bool packed = params.query_offsets != nullptr;
+  BackwardArgs args{};
+  const auto map = [&](const AttentionTensor& tensor, bool of_keys, int columns, CUtensorMap* to) {
+    const int of_queries = packed ? params.total_queries : params.queries;
+    const int rows = of_keys ? (packed ? params.total_keys : params.keys) : of_queries;
+    // A tensor without rows is never read.
+    return make_tensor_map(rows == 0 ? (of_keys ? params.query : params.key) : tensor, params.dtype,
+                           packed ? 1 : params.batch, of_keys ? params.kv_heads : params.heads,
+                           std::max(rows, 1), columns,
+                           of_keys == Form::kOfKeys ? Form::kOwn : Form::kOthers,
+                           Form::OwnTile::kPanelColumns, to);
+  };
+  const auto maps_of = [&](bool of_keys, CUtensorMap* first, CUtensorMap* second) {
+    const cudaError_t error =
+        map(of_keys ? params.key : params.query, of_keys, params.head_dim, first);
+    if (error != cudaSuccess) return error;
+    return map(of_keys ? params.value : gradient.params.dout, of_keys, params.value_dim, second);
+  };
+  cudaError_t error = maps_of(Form::kOfKeys, &args.own_first, &args.own_second);
+  if (error == cudaSuccess) error = maps_of(!Form::kOfKeys, &args.other_first, &args.other_second);
+  if (error != cudaSuccess) return error;
+
+  // Of queries, causal, the last see most; of keys, the first are seen most.
+  set_work<Form::kOwn>(work, section, ticket != nullptr && !Form::kOfKeys, ticket, &args);
+  args.exponents = static_cast<const float*>(gradient.exponents);
+  args.delta = static_cast<const float*>(gradient.delta);
+  args.group = params.heads / params.kv_heads;
+  args.exponent = static_cast<float>(params.scale * 1.4426950408889634);
+  args.scale = static_cast<float>(params.scale);
+  args.first = Form::kOfKeys ? gradient.params.dkey : gradient.params.dquery;
+  args.second = gradient.params.dvalue;
+  args.head_dim = params.head_dim;
+  args.value_dim = params.value_dim;
+
+  const int64_t tiles =
+      packed ? int64_t{work.heads} * (work.total_queries / Form::kOwn + work.batch + 2)
+             : int64_t{work.heads} * work.batch * args.query_tiles;
+  if (tiles == 0) return cudaSuccess;
+  if (ticket != nullptr) {
+    error = cudaMemsetAsync(ticket, 0, sizeof(*ticket), stream);
+    if (error != cudaSuccess) return error;
+  }
+  detail::LaunchOptions options;
+  options.shared_bytes = sizeof(BackwardMemory<Form>);
+  return detail::launch(attention_backward_hopper<Form>,
+                        static_cast<unsigned>(std::min<int64_t>(device.sm_count, tiles)),
+                        Form::kThreads, options, stream, args);
+}
+
+}  // namespace fused_norm::hopper

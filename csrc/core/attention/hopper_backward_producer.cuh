@@ -1,0 +1,198 @@
+// The form of a backward kernel on Hopper, its shared memory, and the warp that fills it.
+#pragma once
+
+#include <cuda.h>
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/attention/hopper_ptx.cuh"
+#include "core/attention/hopper_work.cuh"
+
+namespace fused_norm::hopper {
+
+// What a kernel is told. Its own side are the queries, with dout, or the keys, with values; the
+// other side are the others. The work is that of a forward pass whose queries are the own side.
+// Tensor maps have dimensions (column, row, head, batch).
+struct BackwardArgs : WorkArgs {
+  CUtensorMap own_first, own_second;      // query and dout, or key and value
+  CUtensorMap other_first, other_second;  // key and value, or query and dout
+  const float *exponents, *delta;         // of queries (workspace.h)
+  int32_t group;                          // query heads of a head of keys
+  float exponent;                         // scores times it are exponents of 2
+  float scale;
+  AttentionTensor first, second;  // dquery or dkey; dvalue. Null data: not asked for
+  int32_t head_dim, value_dim;
+};
+
+// A form of the kernel. kOfKeys: the own side are keys, else queries. kFirst: makes dquery or dkey;
+// kSecond: dvalue.
+template <typename T_, int kDim_, bool kOfKeys_, bool kFirst_, bool kSecond_, int kOthers_,
+          int kGroups_, int kFirstStages_, int kSecondStages_>
+struct BackwardForm {
+  using T = T_;
+  static constexpr int kDim = kDim_, kOthers = kOthers_, kGroups = kGroups_;
+  static constexpr bool kOfKeys = kOfKeys_, kFirst = kFirst_, kSecond = kSecond_;
+  static constexpr int kFirstStages = kFirstStages_, kSecondStages = kSecondStages_;
+  static constexpr int kOwn = 64 * kGroups, kThreads = 128 * (kGroups + 1);
+  // What a thread of either kind has (ForwardForm).
+  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232;
+  static_assert(kProducerRegisters + kGroups * kConsumerRegisters <=
+                (kGroups + 1) * (65536 / kThreads / 8 * 8));
+  // A tile's scores are started while the tile before is still read.
+  static_assert(kFirstStages >= 2 && (kFirst || kSecondStages >= 2));
+  static_assert(kFirst || kSecond);
+  static_assert(kOfKeys || !kSecond);
+  using OwnTile = SharedTile<kOwn, kDim>;
+  using OtherTile = SharedTile<kOthers, kDim>;
+};
+
+template <typename Form>
+struct BackwardMemory {
+  static constexpr int kStatistics = Form::kOfKeys ? Form::kOthers : 2;
+  alignas(1024) char own_first[Form::OwnTile::kBytes];
+  alignas(1024) char own_second[Form::kFirst ? Form::OwnTile::kBytes : 1024];
+  alignas(1024) char first[Form::kFirstStages][Form::OtherTile::kBytes];
+  alignas(1024) char second[Form::kSecondStages][Form::OtherTile::kBytes];
+  // Where the others are queries: theirs, beside `first`.
+  alignas(16) float exponents[Form::kFirstStages][kStatistics];
+  alignas(16) float delta[Form::kFirstStages][kStatistics];
+  CopyBarrier own_full, own_empty;
+  CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
+  CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
+  // The producer fills one while consumers may still finish the one before the one at work.
+  static constexpr int kWorks = 3;
+  WorkTile work[kWorks];
+  ListPlace place;
+};
+
+// Where the statistics of a sequence's first query lie, for one query head.
+template <typename Form>
+__device__ __forceinline__ int64_t first_statistic(const BackwardArgs& args, const WorkTile& work,
+                                                   int head) {
+  if (args.query_offsets == nullptr) {
+    const int64_t heads = int64_t{args.heads} * (Form::kOfKeys ? args.group : 1);
+    return (work.sequence * heads + head) * (Form::kOfKeys ? args.keys : args.queries);
+  }
+  return Form::kOfKeys ? int64_t{head} * args.total_keys + work.key_begin
+                       : int64_t{head} * args.total_queries + work.query_begin;
+}
+
+// The heads of the other side that a tile of the own side meets: those of its group, or its own.
+template <typename Form>
+__device__ __forceinline__ int first_head(const BackwardArgs& args, const WorkTile& work) {
+  return Form::kOfKeys ? work.head * args.group : work.kv_head;
+}
+template <typename Form>
+__device__ __forceinline__ int steps_of(const BackwardArgs& args, const WorkTile& work) {
+  return max(work.end_tile - work.first_tile, 0) * (Form::kOfKeys ? args.group : 1);
+}
+
+// One warp: copies tiles of both sides in the order in which they are used.
+template <typename Form>
+class BackwardProducer {
+  using OwnTile = typename Form::OwnTile;
+  using OtherTile = typename Form::OtherTile;
+  static constexpr int kOthers = Form::kOthers;
+
+ public:
+  __device__ __forceinline__ BackwardProducer(const BackwardArgs& args,
+                                              BackwardMemory<Form>& memory)
+      : args_(args), memory_(memory), lane_(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void run() {
+    WorkList<Form::kOwn, kOthers> list(args_, &memory_.place);
+    RingPlace<BackwardMemory<Form>::kWorks> work_place;
+    uint32_t own_parity = 1, index = blockIdx.x;
+    while (true) {
+      WorkTile& work = memory_.work[work_place.slot];
+      work_place.advance();
+      const bool found = list.tile(index, &work);
+      uint32_t next = index + gridDim.x;
+      if (lane_ == 0 && args_.ticket != nullptr) next = gridDim.x + atomicAdd(args_.ticket, 1);
+      __syncwarp();
+      const int steps = found ? steps_of<Form>(args_, work) : 0;
+      head_ = found ? first_head<Form>(args_, work) : 0;
+      tile_ = work.first_tile;
+      if (steps > 0) load_others(work);
+      wait(memory_.own_empty, own_parity);
+      own_parity ^= 1;
+      if (lane_ == 0) {
+        if (steps > 0) {
+          load_own(work);
+        } else {
+          arrive(memory_.own_full);
+        }
+      }
+#pragma unroll 1
+      for (int step = 1; step < steps; ++step) load_others(work);
+      if (!found) return;
+      index = __shfl_sync(~0u, next, 0);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void load_own(const WorkTile& work) {
+    const int row = work.query_begin + work.first;
+    memory_.own_full.expect((Form::kFirst ? 2 : 1) * OwnTile::kBytes);
+    load_tile<OwnTile>(shared_address(memory_.own_first), &args_.own_first, memory_.own_full, row,
+                       work.head, work.batch);
+    if constexpr (Form::kFirst) {
+      load_tile<OwnTile>(shared_address(memory_.own_second), &args_.own_second, memory_.own_full,
+                         row, work.head, work.batch);
+    }
+  }
+
+  // The next tile of others.
+  __device__ __forceinline__ void load_others(const WorkTile& work) {
+    const int slot = first_place_.slot, row = work.key_begin + tile_ * kOthers;
+    if constexpr (Form::kOfKeys) {
+      constexpr int kTimes = (kOthers + 31) / 32;
+      float exponents[kTimes], delta[kTimes];
+      const int64_t first = first_statistic<Form>(args_, work, head_) + tile_ * kOthers + lane_;
+      const int end = work.keys - tile_ * kOthers - lane_;
+#pragma unroll
+      for (int i = 0; i < kTimes; ++i) {
+        exponents[i] = 32 * i < end ? args_.exponents[first + 32 * i] : INFINITY;
+        delta[i] = 32 * i < end ? args_.delta[first + 32 * i] : 0;
+      }
+      wait(memory_.first_empty[slot], first_place_.parity ^ 1);
+#pragma unroll
+      for (int i = 0; i < kTimes; ++i) {
+        if (kOthers % 32 != 0 && lane_ + 32 * i >= kOthers) continue;
+        memory_.exponents[slot][lane_ + 32 * i] = exponents[i];
+        memory_.delta[slot][lane_ + 32 * i] = delta[i];
+      }
+      __syncwarp();
+    } else {
+      wait(memory_.first_empty[slot], first_place_.parity ^ 1);
+    }
+    CopyBarrier& second_full = memory_.second_full[second_place_.slot];
+    if (lane_ == 0) {
+      memory_.first_full[slot].expect(OtherTile::kBytes);
+      load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first,
+                           memory_.first_full[slot], row, head_, work.batch);
+      wait(memory_.second_empty[second_place_.slot], second_place_.parity ^ 1);
+      second_full.expect(OtherTile::kBytes);
+      load_tile<OtherTile>(shared_address(memory_.second[second_place_.slot]), &args_.other_second,
+                           second_full, row, head_, work.batch);
+    }
+    __syncwarp();
+    first_place_.advance();
+    second_place_.advance();
+    if (++tile_ == work.end_tile) {
+      tile_ = work.first_tile;
+      ++head_;
+    }
+  }
+
+  const BackwardArgs& args_;
+  BackwardMemory<Form>& memory_;
+  const int lane_;
+  int head_, tile_;
+  RingPlace<Form::kFirstStages> first_place_;
+  RingPlace<Form::kSecondStages> second_place_;
+};
+
+}  // namespace fused_norm::hopper
