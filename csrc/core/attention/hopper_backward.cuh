@@ -4,9 +4,9 @@
 //   S = X Y^T      P = exp2(S - exponents)
 //   D = X' Y'^T    W = P (D - delta)
 //   first += W Y   second += P Y'
-// which for X = queries, X' = dout gives dquery, and for X = keys, X' = values, with all transposed,
-// dkey and dvalue. P and W stay in registers. A tile's S and D run while the sums of the tile
-// before do.
+// which for X = queries, X' = dout gives dquery, and for X = keys, X' = values, with all
+// transposed, dkey and dvalue. P and W stay in registers. A tile's S and D run while the sums of
+// the tile before do.
 #pragma once
 
 #include "core/attention/hopper_backward_producer.cuh"
@@ -40,18 +40,14 @@ class BackwardConsumer {
         second_(shared_address(memory.second[0])) {}
 
   __device__ __forceinline__ void run() {
-    RingPlace<BackwardMemory<Form>::kWorks> work_place;
-    uint32_t own_parity = 0;
-    while (true) {
-      wait(memory_.own_full, own_parity);
-      own_parity ^= 1;
-      const WorkTile& work = memory_.work[work_place.slot];
-      work_place.advance();
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      wait(memory_.own_full, count % 2);
+      const WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       if (work.sequence < 0) return;
       open(work);
-      const int steps = steps_of<Form>(args_, work);
-      if (steps > 0) {
-        walk(work, steps);
+      if (work.first_tile < work.end_tile) {
+        walk(work);
       } else {
         release(memory_.own_empty);
       }
@@ -94,8 +90,8 @@ class BackwardConsumer {
 
   // All tiles of others, of all heads of the group. A turn begins with the last sum of the tile
   // before, so that none is under way from one turn to the next: the compiler loses sight of it.
-  __device__ __forceinline__ void walk(const WorkTile& work, int steps) {
-    int tile = work.first_tile;
+  __device__ __forceinline__ void walk(const WorkTile& work) {
+    int tile = work.first_tile, heads = Form::kOfKeys ? args_.group : 1;
     // They need no value, but registers of none until here.
 #pragma unroll
     for (int i = 0; i < kOthers / 2; ++i) scores_[i] = products_[i] = 0;
@@ -103,12 +99,11 @@ class BackwardConsumer {
     start_products(work, tile);
     weigh(work, tile);
 #pragma unroll 1
-    while (--steps > 0) {
+    while (advance(work, tile, heads)) {
       add_last();
       const auto first_place = first_place_;
       const auto second_place = second_place_;
       next_place();
-      if (++tile == work.end_tile) tile = work.first_tile;
       start_scores(work, tile);
       wait_products<1>();
       end_tile(first_place, second_place);
@@ -120,6 +115,13 @@ class BackwardConsumer {
     end_tile(first_place_, second_place_);
     next_place();
     release(memory_.own_empty);
+  }
+
+  // To the next tile, or the first of the next head; false: that was the last.
+  __device__ __forceinline__ bool advance(const WorkTile& work, int& tile, int& heads) const {
+    if (++tile < work.end_tile) return true;
+    tile = work.first_tile;
+    return --heads > 0;
   }
 
   // From a tile's products, under way, to the weights of its last sum.
@@ -255,9 +257,8 @@ class BackwardConsumer {
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
     }
-    with_statistics(delta_, memory_.delta[first_place_.slot], [&](int i, float delta) {
-      products_[i] = weight(i) * (products_[i] - delta);
-    });
+    with_statistics(delta_, memory_.delta[first_place_.slot],
+                    [&](int i, float delta) { products_[i] = weight(i) * (products_[i] - delta); });
   }
 
   // Of a tile's probabilities, rounded where the sum of seconds has them so.

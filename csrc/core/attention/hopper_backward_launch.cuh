@@ -25,6 +25,10 @@ template <typename Form>
 cudaError_t launch_backward_form(const AttentionGradient& gradient, const DeviceProperties& device,
                                  int section, uint32_t* ticket, cudaStream_t stream) {
   const AttentionParams& params = gradient.params.forward;
+  const bool wanted = Form::kOfKeys ? (Form::kFirst && gradient.params.dkey.data != nullptr) ||
+                                          (Form::kSecond && gradient.params.dvalue.data != nullptr)
+                                    : gradient.params.dquery.data != nullptr;
+  if (!wanted) return cudaSuccess;
   const AttentionParams work = Form::kOfKeys ? with_sides_changed(params) : params;
   const bool packed = params.query_offsets != nullptr;
   BackwardArgs args{};
@@ -64,15 +68,41 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
       packed ? int64_t{work.heads} * (work.total_queries / Form::kOwn + work.batch + 2)
              : int64_t{work.heads} * work.batch * args.query_tiles;
   if (tiles == 0) return cudaSuccess;
-  if (ticket != nullptr) {
-    error = cudaMemsetAsync(ticket, 0, sizeof(*ticket), stream);
-    if (error != cudaSuccess) return error;
-  }
   detail::LaunchOptions options;
   options.shared_bytes = sizeof(BackwardMemory<Form>);
   return detail::launch(attention_backward_hopper<Form>,
                         static_cast<unsigned>(std::min<int64_t>(device.sm_count, tiles)),
                         Form::kThreads, options, stream, args);
+}
+
+// The kernels of a head dimension, for each a source file of its own.
+template <int kDim>
+cudaError_t launch_backward(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
+                            const DeviceProperties& device, uint32_t* tickets, cudaStream_t stream);
+
+// Forms by the type of the tensors, in turn.
+template <template <typename> class... Forms>
+cudaError_t launch_backward_forms(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
+                                  const DeviceProperties& device, uint32_t* tickets,
+                                  cudaStream_t stream) {
+  if (tickets != nullptr) {
+    const cudaError_t error =
+        cudaMemsetAsync(tickets, 0, sizeof...(Forms) * sizeof(*tickets), stream);
+    if (error != cudaSuccess) return error;
+  }
+  return with_dtype<__half, __nv_bfloat16>(gradient.params.forward.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    cudaError_t error = cudaSuccess;
+    const auto launch = [&](auto form) {
+      using Form = decltype(form);
+      if (error != cudaSuccess) return;
+      error = launch_backward_form<Form>(
+          gradient, device, Form::kOfKeys ? plan.key_section : plan.query_section, tickets, stream);
+      if (tickets != nullptr) ++tickets;
+    };
+    (launch(Forms<T>()), ...);
+    return error;
+  });
 }
 
 }  // namespace fused_norm::hopper

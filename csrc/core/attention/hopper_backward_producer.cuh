@@ -62,7 +62,7 @@ struct BackwardMemory {
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
   CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
   // The producer fills one while consumers may still finish the one before the one at work.
-  static constexpr int kWorks = 3;
+  static constexpr int kWorks = 4;
   WorkTile work[kWorks];
   ListPlace place;
 };
@@ -103,11 +103,9 @@ class BackwardProducer {
 
   __device__ __forceinline__ void run() {
     WorkList<Form::kOwn, kOthers> list(args_, &memory_.place);
-    RingPlace<BackwardMemory<Form>::kWorks> work_place;
-    uint32_t own_parity = 1, index = blockIdx.x;
-    while (true) {
-      WorkTile& work = memory_.work[work_place.slot];
-      work_place.advance();
+    uint32_t index = blockIdx.x;
+    for (uint32_t count = 0;; ++count) {
+      WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       const bool found = list.tile(index, &work);
       uint32_t next = index + gridDim.x;
       if (lane_ == 0 && args_.ticket != nullptr) next = gridDim.x + atomicAdd(args_.ticket, 1);
@@ -116,8 +114,7 @@ class BackwardProducer {
       head_ = found ? first_head<Form>(args_, work) : 0;
       tile_ = work.first_tile;
       if (steps > 0) load_others(work);
-      wait(memory_.own_empty, own_parity);
-      own_parity ^= 1;
+      wait(memory_.own_empty, count % 2 ^ 1);
       if (lane_ == 0) {
         if (steps > 0) {
           load_own(work);

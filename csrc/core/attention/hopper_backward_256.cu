@@ -1,0 +1,26 @@
+#include "core/attention/hopper_backward_launch.cuh"
+
+namespace fused_norm::hopper {
+namespace {
+
+template <typename T>
+using Queries =
+    BackwardForm<T, 256, /*kOfKeys=*/false, /*kFirst=*/true, /*kSecond=*/false, /*kOthers=*/64,
+                 /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/1>;
+template <typename T>
+using Keys = BackwardForm<T, 256, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/false,
+                          /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/1>;
+template <typename T>
+using Values = BackwardForm<T, 256, /*kOfKeys=*/true, /*kFirst=*/false, /*kSecond=*/true,
+                            /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
+
+}  // namespace
+
+template <>
+cudaError_t launch_backward<256>(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
+                                 const DeviceProperties& device, uint32_t* tickets,
+                                 cudaStream_t stream) {
+  return launch_backward_forms<Queries, Keys, Values>(gradient, plan, device, tickets, stream);
+}
+
+}  // namespace fused_norm::hopper

@@ -1,0 +1,23 @@
+#include "core/attention/hopper_backward_launch.cuh"
+
+namespace fused_norm::hopper {
+namespace {
+
+template <typename T>
+using Queries =
+    BackwardForm<T, 64, /*kOfKeys=*/false, /*kFirst=*/true, /*kSecond=*/false, /*kOthers=*/128,
+                 /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
+template <typename T>
+using Keys = BackwardForm<T, 64, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/true,
+                          /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/3, /*kSecondStages=*/3>;
+
+}  // namespace
+
+template <>
+cudaError_t launch_backward<64>(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
+                                const DeviceProperties& device, uint32_t* tickets,
+                                cudaStream_t stream) {
+  return launch_backward_forms<Queries, Keys>(gradient, plan, device, tickets, stream);
+}
+
+}  // namespace fused_norm::hopper
