@@ -25,6 +25,7 @@ class BackwardConsumer {
   static constexpr bool kFirst = Form::kFirst, kSecond = Form::kSecond;
   static constexpr int kOfGroup = 4;  // named barriers, from this one on
   using Scores = float[kOthers / 2];
+  using Weights = uint32_t[kOthers / 4];
   using Sums = float[kDim / 2];
 
  public:
@@ -88,33 +89,33 @@ class BackwardConsumer {
     }
   }
 
-  // All tiles of others, of all heads of the group. A turn begins with the last sum of the tile
-  // before, so that none is under way from one turn to the next: the compiler loses sight of it.
+  // All tiles of others, of all heads of the group. No product is under way from one turn to the
+  // next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
     int tile = work.first_tile, heads = Form::kOfKeys ? args_.group : 1;
-    // They need no value, but registers of none until here.
-#pragma unroll
-    for (int i = 0; i < kOthers / 2; ++i) scores_[i] = products_[i] = 0;
     start_scores(work, tile);
     start_products(work, tile);
-    weigh(work, tile);
+    bool hides = weigh(work, tile);
 #pragma unroll 1
     while (advance(work, tile, heads)) {
-      add_last();
-      const auto first_place = first_place_;
-      const auto second_place = second_place_;
+      add_tile(hides);
+      const int first_slot = first_place_.slot, second_slot = second_place_.slot;
       next_place();
       start_scores(work, tile);
       wait_products<1>();
-      end_tile(first_place, second_place);
+      end_tile(first_slot, second_slot);
       start_products(work, tile);
-      weigh(work, tile);
+      hides = weigh(work, tile);
     }
-    add_last();
+    add_tile(hides);
     wait_products<0>();
-    end_tile(first_place_, second_place_);
+    end_tile(first_place_.slot, second_place_.slot);
     next_place();
     release(memory_.own_empty);
+  }
+  __device__ __forceinline__ void next_place() {
+    first_place_.advance();
+    if constexpr (kSecond) second_place_.advance();
   }
 
   // To the next tile, or the first of the next head; false: that was the last.
@@ -124,49 +125,48 @@ class BackwardConsumer {
     return --heads > 0;
   }
 
-  // From a tile's products, under way, to the weights of its last sum.
-  __device__ __forceinline__ void weigh(const WorkTile& work, int tile) {
+  // Waits for a tile's products, and turns S into P meanwhile. Whether pairs of it are hidden.
+  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile) {
     wait_products<kFirst ? 1 : 0>();
     hold(scores_);
     const bool hides = is_cut(tile);
     if (hides) hide(work, tile);
     exponentiate();
-    if constexpr (kSecond) round(scores_);
+    if constexpr (kSecond) {
+      round(second_weights_, scores_);
+      if constexpr (kFirst) make_now(second_weights_);
+    }
     if constexpr (kFirst) {
-      if constexpr (kSecond) add(second_sums_, second_, second_place_.slot);
-      wait_products<kSecond ? 1 : 0>();
+      wait_products<0>();
       hold(products_);
+      if constexpr (!kSecond) leave_second();
+    }
+    return hides;
+  }
+  // Starts a tile's sums, the second while D is turned into W.
+  __device__ __forceinline__ void add_tile(bool hides) {
+    if constexpr (kSecond) add(second_sums_, second_weights_, second_, second_place_.slot);
+    if constexpr (kFirst) {
       differentiate(hides);
+      round(first_weights_, products_);
       if constexpr (kSecond) {
+        make_now(first_weights_);
         wait_products<0>();
         hold(second_sums_);
       }
-      release(memory_.second_empty[second_place_.slot]);
-      second_place_.advance();
-      round(products_);
+      add(first_sums_, first_weights_, first_, first_place_.slot);
     }
   }
-  __device__ __forceinline__ void add_last() {
-    if constexpr (kFirst) {
-      add(first_sums_, first_, first_place_.slot);
-    } else {
-      add(second_sums_, second_, second_place_.slot);
-    }
+  // Gives back what a tile's sums, which are made, have read.
+  __device__ __forceinline__ void end_tile(int first_slot, int second_slot) {
+    if constexpr (kFirst) hold(first_sums_);
+    if constexpr (kSecond) hold(second_sums_);
+    release(memory_.first_empty[first_slot]);
+    if constexpr (kSecond) release(memory_.second_empty[second_slot]);
   }
-  __device__ __forceinline__ void next_place() {
-    first_place_.advance();
-    if constexpr (!kFirst) second_place_.advance();
-  }
-  // Gives back what the last sum, which is made, has read.
-  __device__ __forceinline__ void end_tile(const RingPlace<Form::kFirstStages>& first,
-                                           const RingPlace<Form::kSecondStages>& second) {
-    release(memory_.first_empty[first.slot]);
-    if constexpr (kFirst) {
-      hold(first_sums_);
-    } else {
-      hold(second_sums_);
-      release(memory_.second_empty[second.slot]);
-    }
+  __device__ __forceinline__ void leave_second() {
+    release(memory_.second_empty[second_place_.slot]);
+    second_place_.advance();
   }
 
   // Starts S, and D.
@@ -195,19 +195,29 @@ class BackwardConsumer {
     }
     commit_products();
   }
-  __device__ __forceinline__ void add(Sums& sums, uint32_t tiles, int slot) {
+  __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles,
+                                      int slot) {
     const uint64_t others = OtherTile::down_columns(tiles + slot * OtherTile::kBytes);
     fence_products();
 #pragma unroll
     for (int step = 0; step < kOthers / 16; ++step) {
-      Product<kDim>::template registers<T, true>(sums, weights_ + 4 * step,
+      Product<kDim>::template registers<T, true>(sums, weights + 4 * step,
                                                  others + OtherTile::column_step(step));
     }
     commit_products();
   }
-  __device__ __forceinline__ void round(const Scores& from) {
+  __device__ __forceinline__ void round(Weights& weights, const Scores& from) {
 #pragma unroll
-    for (int i = 0; i < kOthers / 4; ++i) weights_[i] = pack_two<T>(from[2 * i], from[2 * i + 1]);
+    for (int i = 0; i < kOthers / 4; ++i) weights[i] = pack_two<T>(from[2 * i], from[2 * i + 1]);
+  }
+
+  // The compiler would wait for products before it makes weights, as nothing orders the two: so
+  // here is something that hardly ever happens and needs them all.
+  __device__ __forceinline__ void make_now(const Weights& weights) {
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kOthers / 4; ++i) all ^= weights[i];
+    if (all == 0x7FC17FC1) asm volatile("nanosleep.u32 1;" ::: "memory");
   }
 
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
@@ -264,7 +274,7 @@ class BackwardConsumer {
   // Of a tile's probabilities, rounded where the sum of seconds has them so.
   __device__ __forceinline__ float weight(int i) const {
     if constexpr (!kSecond) return scores_[i];
-    const uint32_t two = weights_[i / 2];
+    const uint32_t two = second_weights_[i / 2];
     if constexpr (std::is_same_v<T, __half>) {
       return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 ? two >> 16 : two)));
     } else {
@@ -302,7 +312,7 @@ class BackwardConsumer {
   int whole_from_, whole_end_;
   float exponents_[2], delta_[2];
   Scores scores_, products_;
-  uint32_t weights_[kOthers / 4];  // of a sum: scores or products, rounded
+  Weights first_weights_, second_weights_;  // W and P, rounded
   Sums first_sums_, second_sums_;
 };
 

@@ -9,7 +9,7 @@ using Queries =
                  /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
 template <typename T>
 using Keys = BackwardForm<T, 96, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/true,
-                          /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/3, /*kSecondStages=*/3>;
+                          /*kOthers=*/96, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
 
 }  // namespace
 
