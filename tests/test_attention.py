@@ -205,7 +205,7 @@ def test_threads_do_not_matter_within_a_sequence(threads, seed):
     reason="needs compute capability 9.0",
 )
 def test_which_tier_makes_gradients(seed):
-    """Hopper's kernels make those of plain scores, whatever the sizes."""
+    """Hopper's kernels unless there is a mask, whatever the sizes."""
     generator = rand_generator("cuda", seed)
 
     def tiers(dim, batch=1, length=70, **options):
@@ -218,7 +218,8 @@ def test_which_tier_makes_gradients(seed):
     for dim in (64, 72, 128, 160, 256):
         assert tiers(dim) == tiers(dim, 3, 1000) == {"hopper"}
         assert tiers(dim, causal=True) == tiers(dim, window=(9, 0)) == {"hopper"}
-        assert tiers(dim, softcap=30.0) == {"portable"}
+        assert tiers(dim, softcap=30.0, alibi_slopes=torch.ones(2, device="cuda")) == {"hopper"}
+        assert tiers(dim, attn_mask=randn(generator, 70, 70, dtype=BF16)) == {"portable"}
 
 
 @each_tier

@@ -111,9 +111,12 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   params.window_right = 0;
   EXPECT_TRUE(hopper_takes_backward(params, chip));
   params.softcap = 30;
+  EXPECT_TRUE(hopper_takes_backward(params, chip));
+  EXPECT_TRUE(hopper_backward_plan(params).general);
+  params.mask.data = &params;
   EXPECT_TRUE(hopper_takes_forward(params, chip));
   EXPECT_FALSE(hopper_takes_backward(params, chip));
-  params.softcap = 0;
+  params.mask.data = nullptr;
   for (int dim : {4, 100, 264}) EXPECT_FALSE(hopper_takes_forward(call(dim, 512, 512), chip));
   params.dropout_p = 0.1f;
   EXPECT_FALSE(hopper_takes_forward(params, chip));

@@ -23,6 +23,7 @@ class BackwardConsumer {
   using OtherTile = typename Form::OtherTile;
   static constexpr int kOthers = Form::kOthers, kDim = Form::kDim;
   static constexpr bool kFirst = Form::kFirst, kSecond = Form::kSecond;
+  static constexpr bool kGeneral = Form::kGeneral;
   static constexpr int kOfGroup = 4;  // named barriers, from this one on
   using Scores = float[kOthers / 2];
   using Weights = uint32_t[kOthers / 4];
@@ -54,7 +55,7 @@ class BackwardConsumer {
       }
       const int row = work.first + row_in_tile();
       if constexpr (kFirst) {
-        store(work, row, args_.first, first_sums_, args_.scale, args_.head_dim);
+        store(work, row, args_.first, first_sums_, args_.gradient_scale, args_.head_dim);
       }
       if constexpr (kSecond) store(work, row, args_.second, second_sums_, 1, args_.value_dim);
     }
@@ -95,7 +96,7 @@ class BackwardConsumer {
     int tile = work.first_tile, heads = Form::kOfKeys ? args_.group : 1;
     start_scores(work, tile);
     start_products(work, tile);
-    bool hides = weigh(work, tile);
+    bool hides = weigh(work, tile, heads);
 #pragma unroll 1
     while (advance(work, tile, heads)) {
       add_tile(hides);
@@ -105,7 +106,7 @@ class BackwardConsumer {
       wait_products<1>();
       end_tile(first_slot, second_slot);
       start_products(work, tile);
-      hides = weigh(work, tile);
+      hides = weigh(work, tile, heads);
     }
     add_tile(hides);
     wait_products<0>();
@@ -126,9 +127,10 @@ class BackwardConsumer {
   }
 
   // Waits for a tile's products, and turns S into P meanwhile. Whether pairs of it are hidden.
-  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile) {
-    wait_products<kFirst ? 1 : 0>();
+  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile, int heads) {
+    wait_products<kFirst && !kGeneral ? 1 : 0>();
     hold(scores_);
+    if constexpr (kGeneral) apply_options(work, tile, heads);
     const bool hides = is_cut(tile);
     if (hides) hide(work, tile);
     exponentiate();
@@ -139,23 +141,25 @@ class BackwardConsumer {
     if constexpr (kFirst) {
       wait_products<0>();
       hold(products_);
-      if constexpr (!kSecond) leave_second();
+      if constexpr (!kSecond) {
+        leave_second();
+        differentiate(hides);
+        round(first_weights_, products_);
+      }
     }
     return hides;
   }
   // Starts a tile's sums, the second while D is turned into W.
   __device__ __forceinline__ void add_tile(bool hides) {
     if constexpr (kSecond) add(second_sums_, second_weights_, second_, second_place_.slot);
-    if constexpr (kFirst) {
+    if constexpr (kFirst && kSecond) {
       differentiate(hides);
       round(first_weights_, products_);
-      if constexpr (kSecond) {
-        make_now(first_weights_);
-        wait_products<0>();
-        hold(second_sums_);
-      }
-      add(first_sums_, first_weights_, first_, first_place_.slot);
+      make_now(first_weights_);
+      wait_products<0>();
+      hold(second_sums_);
     }
+    if constexpr (kFirst) add(first_sums_, first_weights_, first_, first_place_.slot);
   }
   // Gives back what a tile's sums, which are made, have read.
   __device__ __forceinline__ void end_tile(int first_slot, int second_slot) {
@@ -229,6 +233,20 @@ class BackwardConsumer {
     const int first[2] = {row - band.left - column, row + 8 - band.left - column};
     hide_before(scores_, first);
   }
+  // S becomes scores, D - delta what P is multiplied by; the last `heads` of the group are left.
+  __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads) {
+    if constexpr (kFirst) {
+      hold(products_);
+      subtract_delta();
+    }
+    const int head = Form::kOfKeys ? (work.head + 1) * args_.group - heads : work.head;
+    general_scores(args_, work, head, scores_, work.first + row_in_tile(),
+                   tile * kOthers + lane_ % 4 * 2, [&] {
+#pragma unroll
+                     for (int i = 0; kFirst && i < kOthers / 2; ++i)
+                       products_[i] *= 1 - scores_[i] * scores_[i];
+                   });
+  }
   // Makes the rows of a tile zero that no own row of the sequence sees: they may hold a NaN. The
   // copy has done so with those beyond a dense tensor.
   __device__ __forceinline__ void clear(const WorkTile& work, int tile, char* others) {
@@ -267,8 +285,13 @@ class BackwardConsumer {
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
     }
+    if constexpr (!kGeneral) subtract_delta();
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
+  }
+  __device__ __forceinline__ void subtract_delta() {
     with_statistics(delta_, memory_.delta[first_place_.slot],
-                    [&](int i, float delta) { products_[i] = weight(i) * (products_[i] - delta); });
+                    [&](int i, float delta) { products_[i] -= delta; });
   }
 
   // Of a tile's probabilities, rounded where the sum of seconds has them so.

@@ -3,12 +3,12 @@
 namespace fused_norm::hopper {
 namespace {
 
-template <typename T>
-using Queries =
-    BackwardForm<T, 128, /*kOfKeys=*/false, /*kFirst=*/true, /*kSecond=*/false, /*kOthers=*/128,
-                 /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
-template <typename T>
-using Keys = BackwardForm<T, 128, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/true,
+template <typename T, bool kGeneral>
+using Queries = BackwardForm<T, kGeneral, 128, /*kOfKeys=*/false, /*kFirst=*/true,
+                             /*kSecond=*/false, /*kOthers=*/128,
+                             /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
+template <typename T, bool kGeneral>
+using Keys = BackwardForm<T, kGeneral, 128, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/true,
                           /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/3, /*kSecondStages=*/3>;
 
 }  // namespace

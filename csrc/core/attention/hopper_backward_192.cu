@@ -3,15 +3,15 @@
 namespace fused_norm::hopper {
 namespace {
 
-template <typename T>
-using Queries =
-    BackwardForm<T, 192, /*kOfKeys=*/false, /*kFirst=*/true, /*kSecond=*/false, /*kOthers=*/64,
-                 /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
-template <typename T>
-using Keys = BackwardForm<T, 192, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/false,
+template <typename T, bool kGeneral>
+using Queries = BackwardForm<T, kGeneral, 192, /*kOfKeys=*/false, /*kFirst=*/true,
+                             /*kSecond=*/false, /*kOthers=*/64,
+                             /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
+template <typename T, bool kGeneral>
+using Keys = BackwardForm<T, kGeneral, 192, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/false,
                           /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
-template <typename T>
-using Values = BackwardForm<T, 192, /*kOfKeys=*/true, /*kFirst=*/false, /*kSecond=*/true,
+template <typename T, bool kGeneral>
+using Values = BackwardForm<T, kGeneral, 192, /*kOfKeys=*/true, /*kFirst=*/false, /*kSecond=*/true,
                             /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
 
 }  // namespace

@@ -3,13 +3,14 @@
 namespace fused_norm::hopper {
 namespace {
 
-template <typename T>
-using Queries =
-    BackwardForm<T, 64, /*kOfKeys=*/false, /*kFirst=*/true, /*kSecond=*/false, /*kOthers=*/128,
-                 /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
-template <typename T>
-using Keys = BackwardForm<T, 64, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/true,
-                          /*kOthers=*/128, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
+template <typename T, bool kGeneral>
+using Queries = BackwardForm<T, kGeneral, 64, /*kOfKeys=*/false, /*kFirst=*/true, /*kSecond=*/false,
+                             /*kOthers=*/128,
+                             /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
+template <typename T, bool kGeneral>
+using Keys = BackwardForm<T, kGeneral, 64, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/true,
+                          /*kOthers=*/kGeneral ? 112 : 128, /*kGroups=*/2, /*kFirstStages=*/2,
+                          /*kSecondStages=*/2>;
 
 }  // namespace
 

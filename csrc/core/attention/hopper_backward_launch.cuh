@@ -23,7 +23,8 @@ inline AttentionParams with_sides_changed(AttentionParams params) {
 
 template <typename Form>
 cudaError_t launch_backward_form(const AttentionGradient& gradient, const DeviceProperties& device,
-                                 int section, uint32_t* ticket, cudaStream_t stream) {
+                                 const HopperBackwardPlan& plan, uint32_t* ticket,
+                                 cudaStream_t stream) {
   const AttentionParams& params = gradient.params.forward;
   const bool wanted = Form::kOfKeys ? (Form::kFirst && gradient.params.dkey.data != nullptr) ||
                                           (Form::kSecond && gradient.params.dvalue.data != nullptr)
@@ -52,13 +53,16 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   if (error == cudaSuccess) error = maps_of(!Form::kOfKeys, &args.other_first, &args.other_second);
   if (error != cudaSuccess) return error;
 
+  HopperForwardPlan order{};
+  order.section = Form::kOfKeys ? plan.key_section : plan.query_section;
   // Of queries, causal, the last see most; of keys, the first are seen most.
-  set_work<Form::kOwn>(work, section, ticket != nullptr && !Form::kOfKeys, ticket, &args);
+  order.in_order = plan.in_order && !Form::kOfKeys;
+  set_work<Form::kOwn>(work, order, ticket, &args);
+  set_scores(params, &args);
   args.exponents = static_cast<const float*>(gradient.exponents);
   args.delta = static_cast<const float*>(gradient.delta);
   args.group = params.heads / params.kv_heads;
-  args.exponent = static_cast<float>(params.scale * 1.4426950408889634);
-  args.scale = static_cast<float>(params.scale);
+  args.gradient_scale = static_cast<float>(params.scale);
   args.first = Form::kOfKeys ? gradient.params.dkey : gradient.params.dquery;
   args.second = gradient.params.dvalue;
   args.head_dim = params.head_dim;
@@ -80,27 +84,27 @@ template <int kDim>
 cudaError_t launch_backward(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
                             const DeviceProperties& device, uint32_t* tickets, cudaStream_t stream);
 
-// Forms by the type of the tensors, in turn.
-template <template <typename> class... Forms>
+// Forms by the type of the tensors and whether scores are plain, in turn.
+template <template <typename, bool> class... Forms>
 cudaError_t launch_backward_forms(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
                                   const DeviceProperties& device, uint32_t* tickets,
                                   cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
   if (tickets != nullptr) {
-    const cudaError_t error =
-        cudaMemsetAsync(tickets, 0, sizeof...(Forms) * sizeof(*tickets), stream);
-    if (error != cudaSuccess) return error;
+    error = cudaMemsetAsync(tickets, 0, sizeof...(Forms) * sizeof(*tickets), stream);
   }
+  const auto launch = [&](auto form) {
+    if (error != cudaSuccess) return;
+    error = launch_backward_form<decltype(form)>(gradient, device, plan, tickets, stream);
+    if (tickets != nullptr) ++tickets;
+  };
   return with_dtype<__half, __nv_bfloat16>(gradient.params.forward.dtype, [&](auto zero) {
     using T = decltype(zero);
-    cudaError_t error = cudaSuccess;
-    const auto launch = [&](auto form) {
-      using Form = decltype(form);
-      if (error != cudaSuccess) return;
-      error = launch_backward_form<Form>(
-          gradient, device, Form::kOfKeys ? plan.key_section : plan.query_section, tickets, stream);
-      if (tickets != nullptr) ++tickets;
-    };
-    (launch(Forms<T>()), ...);
+    if (plan.general) {
+      (launch(Forms<T, true>()), ...);
+    } else {
+      (launch(Forms<T, false>()), ...);
+    }
     return error;
   });
 }

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "core/attention/hopper_ptx.cuh"
+#include "core/attention/hopper_scores.cuh"
 #include "core/attention/hopper_work.cuh"
 
 namespace fused_norm::hopper {
@@ -14,25 +15,25 @@ namespace fused_norm::hopper {
 // What a kernel is told. Its own side are the queries, with dout, or the keys, with values; the
 // other side are the others. The work is that of a forward pass whose queries are the own side.
 // Tensor maps have dimensions (column, row, head, batch).
-struct BackwardArgs : WorkArgs {
+struct BackwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap own_first, own_second;      // query and dout, or key and value
   CUtensorMap other_first, other_second;  // key and value, or query and dout
   const float *exponents, *delta;         // of queries (workspace.h)
   int32_t group;                          // query heads of a head of keys
-  float exponent;                         // scores times it are exponents of 2
-  float scale;
-  AttentionTensor first, second;  // dquery or dkey; dvalue. Null data: not asked for
+  float gradient_scale;                   // what dquery and dkey are multiplied by at last
+  AttentionTensor first, second;          // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
 };
 
-// A form of the kernel. kOfKeys: the own side are keys, else queries. kFirst: makes dquery or dkey;
-// kSecond: dvalue.
-template <typename T_, int kDim_, bool kOfKeys_, bool kFirst_, bool kSecond_, int kOthers_,
-          int kGroups_, int kFirstStages_, int kSecondStages_>
+// A form of the kernel. kGeneral: scores pass through softcap and slopes. kOfKeys: the own side are
+// keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue.
+template <typename T_, bool kGeneral_, int kDim_, bool kOfKeys_, bool kFirst_, bool kSecond_,
+          int kOthers_, int kGroups_, int kFirstStages_, int kSecondStages_>
 struct BackwardForm {
   using T = T_;
   static constexpr int kDim = kDim_, kOthers = kOthers_, kGroups = kGroups_;
-  static constexpr bool kOfKeys = kOfKeys_, kFirst = kFirst_, kSecond = kSecond_;
+  static constexpr bool kGeneral = kGeneral_, kOfKeys = kOfKeys_, kFirst = kFirst_,
+                        kSecond = kSecond_;
   static constexpr int kFirstStages = kFirstStages_, kSecondStages = kSecondStages_;
   static constexpr int kOwn = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has (ForwardForm).

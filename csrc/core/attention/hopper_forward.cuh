@@ -265,7 +265,7 @@ class Consumer {
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
     const int column = tile * kKeys + lane_ % 4 * 2;
     if constexpr (Form::kGeneral) {
-      const float factor = general_scores(args_, work, scores_, row_, column);
+      const float factor = general_scores(args_, work, work.head, scores_, row_, column, [] {});
       if (args_.mask.data != nullptr) {
         wait(memory_.mask_full, mask_parity_);
         mask_parity_ ^= 1;

@@ -58,7 +58,8 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
 }
 
 HopperBackwardPlan hopper_backward_plan(const AttentionParams& params) {
-  HopperBackwardPlan plan{dim_of(params), is_uneven(params), 0, 1};
+  HopperBackwardPlan plan{dim_of(params), !attention_scores_are_plain(params), is_uneven(params), 0,
+                          1};
   const int group = params.heads / params.kv_heads;
   plan.query_section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
   if (plan.in_order) plan.key_section = cached_heads(params, int64_t{params.queries} * group);
@@ -77,7 +78,7 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 }
 
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device) {
-  return hopper_takes_forward(params, device) && attention_scores_are_plain(params);
+  return hopper_takes_forward(params, device) && params.mask.data == nullptr;
 }
 
 // A ticket for each kernel whose tiles are handed out as blocks come.

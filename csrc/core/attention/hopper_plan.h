@@ -30,12 +30,13 @@ size_t hopper_forward_workspace(const AttentionParams& params);
 // The same of a backward call: a kernel for dquery, and one or two for dkey and dvalue.
 struct HopperBackwardPlan {
   int dim;
+  bool general;
   bool in_order;
   int query_section, key_section;  // (batch, head) pairs, of queries' heads or of keys'
 };
 HopperBackwardPlan hopper_backward_plan(const AttentionParams& params);
 
-// What the forward pass takes, with plain scores (attention_scores_are_plain()).
+// What the forward pass takes, without masks.
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
 
 size_t hopper_backward_workspace(const AttentionParams& params);

@@ -136,18 +136,21 @@ struct MaskTile {
 };
 
 // softcap and slopes: query . key become scores but for a factor, which it returns, and the mask.
-// `row`: the thread's first query, `column`: its first key.
-template <int kCount>
+// `row`: the thread's first query, `column`: its first key, or the other way round. capped() is
+// called when scores are tanh(s / softcap).
+template <int kCount, typename Capped>
 __device__ __forceinline__ float general_scores(const ScoreArgs& args, const WorkTile& work,
-                                                float (&scores)[kCount], int row, int column) {
+                                                int head, float (&scores)[kCount], int row,
+                                                int column, Capped capped) {
   float factor = args.scale;
   if (args.softcap > 0) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] = tanh_fast(scores[i] * args.scale);
+    capped();
     factor = args.softcap;
   }
   if (args.alibi_slopes != nullptr) {
-    const float slope = args.alibi_slopes[work.sequence * args.alibi_batch_stride + work.head];
+    const float slope = args.alibi_slopes[work.sequence * args.alibi_batch_stride + head];
     const float ahead = static_cast<float>(row + work.keys - work.queries - column);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
