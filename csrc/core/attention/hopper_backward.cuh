@@ -108,11 +108,11 @@ class BackwardConsumer {
       start_products(work, tile);
       hides = weigh(work, tile, heads);
     }
+    release(memory_.own_empty);
     add_tile(hides);
     wait_products<0>();
     end_tile(first_place_.slot, second_place_.slot);
     next_place();
-    release(memory_.own_empty);
   }
   __device__ __forceinline__ void next_place() {
     first_place_.advance();

@@ -1,23 +1,11 @@
 #include "core/attention/hopper_backward_launch.cuh"
 
 namespace fused_norm::hopper {
-namespace {
 
 template <typename T, bool kGeneral>
-using Queries = BackwardForm<T, kGeneral, 128, /*kOfKeys=*/false, /*kFirst=*/true,
-                             /*kSecond=*/false, /*kOthers=*/128,
-                             /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
+using Queries = QueryForm<T, kGeneral, 128, 128, 2, 2>;
 template <typename T, bool kGeneral>
-using Keys = BackwardForm<T, kGeneral, 128, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/true,
-                          /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/3, /*kSecondStages=*/3>;
-
-}  // namespace
-
-template <>
-cudaError_t launch_backward<128>(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
-                                 const DeviceProperties& device, uint32_t* tickets,
-                                 cudaStream_t stream) {
-  return launch_backward_forms<Queries, Keys>(gradient, plan, device, tickets, stream);
-}
+using Keys = KeyValueForm<T, kGeneral, 128, 64, 3>;
+FUSED_NORM_BACKWARD(128, Queries, Keys)
 
 }  // namespace fused_norm::hopper

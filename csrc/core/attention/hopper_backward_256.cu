@@ -1,26 +1,13 @@
 #include "core/attention/hopper_backward_launch.cuh"
 
 namespace fused_norm::hopper {
-namespace {
 
 template <typename T, bool kGeneral>
-using Queries = BackwardForm<T, kGeneral, 256, /*kOfKeys=*/false, /*kFirst=*/true,
-                             /*kSecond=*/false, /*kOthers=*/64,
-                             /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/1>;
+using Queries = QueryForm<T, kGeneral, 256, 64, 2, 1>;
 template <typename T, bool kGeneral>
-using Keys = BackwardForm<T, kGeneral, 256, /*kOfKeys=*/true, /*kFirst=*/true, /*kSecond=*/false,
-                          /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/1>;
+using Keys = KeyForm<T, kGeneral, 256, 64, 2, 1>;
 template <typename T, bool kGeneral>
-using Values = BackwardForm<T, kGeneral, 256, /*kOfKeys=*/true, /*kFirst=*/false, /*kSecond=*/true,
-                            /*kOthers=*/64, /*kGroups=*/2, /*kFirstStages=*/2, /*kSecondStages=*/2>;
-
-}  // namespace
-
-template <>
-cudaError_t launch_backward<256>(const AttentionGradient& gradient, const HopperBackwardPlan& plan,
-                                 const DeviceProperties& device, uint32_t* tickets,
-                                 cudaStream_t stream) {
-  return launch_backward_forms<Queries, Keys, Values>(gradient, plan, device, tickets, stream);
-}
+using Values = ValueForm<T, kGeneral, 256, 64, 2>;
+FUSED_NORM_BACKWARD(256, Queries, Keys, Values)
 
 }  // namespace fused_norm::hopper

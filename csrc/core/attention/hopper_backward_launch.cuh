@@ -109,4 +109,12 @@ cudaError_t launch_backward_forms(const AttentionGradient& gradient, const Hoppe
   });
 }
 
+#define FUSED_NORM_BACKWARD(dim, ...)                                                              \
+  template <>                                                                                      \
+  cudaError_t launch_backward<dim>(const AttentionGradient& gradient,                              \
+                                   const HopperBackwardPlan& plan, const DeviceProperties& device, \
+                                   uint32_t* tickets, cudaStream_t stream) {                       \
+    return launch_backward_forms<__VA_ARGS__>(gradient, plan, device, tickets, stream);            \
+  }
+
 }  // namespace fused_norm::hopper

@@ -49,6 +49,19 @@ struct BackwardForm {
   using OtherTile = SharedTile<kOthers, kDim>;
 };
 
+// The three kinds, of two warpgroups: dquery; dkey and dvalue; and one of the two alone.
+template <typename T, bool kGeneral, int kDim, int kOthers, int kFirstStages, int kSecondStages>
+using QueryForm =
+    BackwardForm<T, kGeneral, kDim, false, true, false, kOthers, 2, kFirstStages, kSecondStages>;
+template <typename T, bool kGeneral, int kDim, int kOthers, int kStages>
+using KeyValueForm =
+    BackwardForm<T, kGeneral, kDim, true, true, true, kOthers, 2, kStages, kStages>;
+template <typename T, bool kGeneral, int kDim, int kOthers, int kFirstStages, int kSecondStages>
+using KeyForm =
+    BackwardForm<T, kGeneral, kDim, true, true, false, kOthers, 2, kFirstStages, kSecondStages>;
+template <typename T, bool kGeneral, int kDim, int kOthers, int kStages>
+using ValueForm = BackwardForm<T, kGeneral, kDim, true, false, true, kOthers, 2, kStages, kStages>;
+
 template <typename Form>
 struct BackwardMemory {
   static constexpr int kStatistics = Form::kOfKeys ? Form::kOthers : 2;
