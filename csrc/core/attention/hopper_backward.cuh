@@ -36,22 +36,23 @@ class BackwardConsumer {
         memory_(memory),
         group_(group),
         lane_(threadIdx.x % 32),
-        own_first_(OwnTile::along_rows(shared_address(memory.own_first), 64 * group)),
-        own_second_(OwnTile::along_rows(shared_address(memory.own_second), 64 * group)),
+        own_first_(OwnTile::along_rows(shared_address(memory.own_first[0]), 64 * group)),
+        own_second_(OwnTile::along_rows(shared_address(memory.own_second[0]), 64 * group)),
         first_(shared_address(memory.first[0])),
         second_(shared_address(memory.second[0])) {}
 
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (uint32_t count = 0;; ++count) {
-      wait(memory_.own_full, count % 2);
+      own_slot_ = count % Form::kOwnStages;
+      wait(memory_.own_full[own_slot_], count / Form::kOwnStages % 2);
       const WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       if (work.sequence < 0) return;
       open(work);
       if (work.first_tile < work.end_tile) {
         walk(work);
       } else {
-        release(memory_.own_empty);
+        release(memory_.own_empty[own_slot_]);
       }
       const int row = work.first + row_in_tile();
       if constexpr (kFirst) {
@@ -108,7 +109,7 @@ class BackwardConsumer {
       start_products(work, tile);
       hides = weigh(work, tile, heads);
     }
-    release(memory_.own_empty);
+    release(memory_.own_empty[own_slot_]);
     add_tile(hides);
     wait_products<0>();
     end_tile(first_place_.slot, second_place_.slot);
@@ -190,6 +191,7 @@ class BackwardConsumer {
     return tile < whole_from_ || tile >= whole_end_;
   }
   __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot) {
+    own += own_slot_ * (OwnTile::kBytes / 16);
     const uint64_t others = OtherTile::along_rows(tiles + slot * OtherTile::kBytes, 0);
     fence_products();
 #pragma unroll
@@ -327,6 +329,7 @@ class BackwardConsumer {
   BackwardMemory<Form>& memory_;
   const int group_, lane_;
   const uint64_t own_first_, own_second_;
+  int own_slot_;
   const uint32_t first_, second_;
   RingPlace<Form::kFirstStages> first_place_;
   RingPlace<Form::kSecondStages> second_place_;
@@ -347,8 +350,10 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
-    memory.own_full.init();
-    memory.own_empty.init(kWarps);
+    for (int slot = 0; slot < Form::kOwnStages; ++slot) {
+      memory.own_full[slot].init();
+      memory.own_empty[slot].init(kWarps);
+    }
     memory.place = {};
     for (int slot = 0; slot < Form::kFirstStages; ++slot) {
       memory.first_full[slot].init();

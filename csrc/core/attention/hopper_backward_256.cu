@@ -3,11 +3,11 @@
 namespace fused_norm::hopper {
 
 template <typename T, bool kGeneral>
-using Queries = QueryForm<T, kGeneral, 256, 64, 2, 1>;
+using Queries = QueryForm<T, kGeneral, 256, 64, 1, 2, 1>;
 template <typename T, bool kGeneral>
-using Keys = KeyForm<T, kGeneral, 256, 64, 2, 1>;
+using Keys = KeyForm<T, kGeneral, 256, 64, 1, 2, 1>;
 template <typename T, bool kGeneral>
-using Values = ValueForm<T, kGeneral, 256, 64, 2>;
+using Values = ValueForm<T, kGeneral, 256, 64, 1, 2>;
 FUSED_NORM_BACKWARD(256, Queries, Keys, Values)
 
 }  // namespace fused_norm::hopper

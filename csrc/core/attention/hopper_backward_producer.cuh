@@ -28,19 +28,17 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
 // A form of the kernel. kGeneral: scores pass through softcap and slopes. kOfKeys: the own side are
 // keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue.
 template <typename T_, bool kGeneral_, int kDim_, bool kOfKeys_, bool kFirst_, bool kSecond_,
-          int kOthers_, int kGroups_, int kFirstStages_, int kSecondStages_>
+          int kOthers_, int kOwnStages_, int kFirstStages_, int kSecondStages_>
 struct BackwardForm {
   using T = T_;
-  static constexpr int kDim = kDim_, kOthers = kOthers_, kGroups = kGroups_;
+  static constexpr int kDim = kDim_, kOthers = kOthers_, kGroups = 2;
+  static constexpr int kOwnStages = kOwnStages_;
   static constexpr bool kGeneral = kGeneral_, kOfKeys = kOfKeys_, kFirst = kFirst_,
                         kSecond = kSecond_;
   static constexpr int kFirstStages = kFirstStages_, kSecondStages = kSecondStages_;
   static constexpr int kOwn = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has (ForwardForm).
-  static constexpr int kProducerRegisters = kGroups == 3 ? 32 : 40;
-  static constexpr int kConsumerRegisters = kGroups == 3 ? 160 : 232;
-  static_assert(kProducerRegisters + kGroups * kConsumerRegisters <=
-                (kGroups + 1) * (65536 / kThreads / 8 * 8));
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (kFirst || kSecondStages >= 2));
   static_assert(kFirst || kSecond);
@@ -49,30 +47,33 @@ struct BackwardForm {
   using OtherTile = SharedTile<kOthers, kDim>;
 };
 
-// The three kinds, of two warpgroups: dquery; dkey and dvalue; and one of the two alone.
-template <typename T, bool kGeneral, int kDim, int kOthers, int kFirstStages, int kSecondStages>
-using QueryForm =
-    BackwardForm<T, kGeneral, kDim, false, true, false, kOthers, 2, kFirstStages, kSecondStages>;
-template <typename T, bool kGeneral, int kDim, int kOthers, int kStages>
+// The kinds: dquery; dkey and dvalue; and one of the two alone.
+template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kFirstStages,
+          int kSecondStages>
+using QueryForm = BackwardForm<T, kGeneral, kDim, false, true, false, kOthers, kOwnStages,
+                               kFirstStages, kSecondStages>;
+template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kStages>
 using KeyValueForm =
-    BackwardForm<T, kGeneral, kDim, true, true, true, kOthers, 2, kStages, kStages>;
-template <typename T, bool kGeneral, int kDim, int kOthers, int kFirstStages, int kSecondStages>
-using KeyForm =
-    BackwardForm<T, kGeneral, kDim, true, true, false, kOthers, 2, kFirstStages, kSecondStages>;
-template <typename T, bool kGeneral, int kDim, int kOthers, int kStages>
-using ValueForm = BackwardForm<T, kGeneral, kDim, true, false, true, kOthers, 2, kStages, kStages>;
+    BackwardForm<T, kGeneral, kDim, true, true, true, kOthers, kOwnStages, kStages, kStages>;
+template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kFirstStages,
+          int kSecondStages>
+using KeyForm = BackwardForm<T, kGeneral, kDim, true, true, false, kOthers, kOwnStages,
+                             kFirstStages, kSecondStages>;
+template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kStages>
+using ValueForm =
+    BackwardForm<T, kGeneral, kDim, true, false, true, kOthers, kOwnStages, kStages, kStages>;
 
 template <typename Form>
 struct BackwardMemory {
   static constexpr int kStatistics = Form::kOfKeys ? Form::kOthers : 2;
-  alignas(1024) char own_first[Form::OwnTile::kBytes];
-  alignas(1024) char own_second[Form::kFirst ? Form::OwnTile::kBytes : 1024];
+  alignas(1024) char own_first[Form::kOwnStages][Form::OwnTile::kBytes];
+  alignas(1024) char own_second[Form::kOwnStages][Form::kFirst ? Form::OwnTile::kBytes : 1024];
   alignas(1024) char first[Form::kFirstStages][Form::OtherTile::kBytes];
   alignas(1024) char second[Form::kSecondStages][Form::OtherTile::kBytes];
   // Where the others are queries: theirs, beside `first`.
   alignas(16) float exponents[Form::kFirstStages][kStatistics];
   alignas(16) float delta[Form::kFirstStages][kStatistics];
-  CopyBarrier own_full, own_empty;
+  CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
   CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
   // The producer fills one while consumers may still finish the one before the one at work.
@@ -128,12 +129,13 @@ class BackwardProducer {
       head_ = found ? first_head<Form>(args_, work) : 0;
       tile_ = work.first_tile;
       if (steps > 0) load_others(work);
-      wait(memory_.own_empty, count % 2 ^ 1);
+      const int own_slot = count % Form::kOwnStages;
+      wait(memory_.own_empty[own_slot], count / Form::kOwnStages % 2 ^ 1);
       if (lane_ == 0) {
         if (steps > 0) {
-          load_own(work);
+          load_own(work, own_slot);
         } else {
-          arrive(memory_.own_full);
+          arrive(memory_.own_full[own_slot]);
         }
       }
 #pragma unroll 1
@@ -144,14 +146,15 @@ class BackwardProducer {
   }
 
  private:
-  __device__ __forceinline__ void load_own(const WorkTile& work) {
+  __device__ __forceinline__ void load_own(const WorkTile& work, int slot) {
+    CopyBarrier& full = memory_.own_full[slot];
     const int row = work.query_begin + work.first;
-    memory_.own_full.expect((Form::kFirst ? 2 : 1) * OwnTile::kBytes);
-    load_tile<OwnTile>(shared_address(memory_.own_first), &args_.own_first, memory_.own_full, row,
+    full.expect((Form::kFirst ? 2 : 1) * OwnTile::kBytes);
+    load_tile<OwnTile>(shared_address(memory_.own_first[slot]), &args_.own_first, full, row,
                        work.head, work.batch);
     if constexpr (Form::kFirst) {
-      load_tile<OwnTile>(shared_address(memory_.own_second), &args_.own_second, memory_.own_full,
-                         row, work.head, work.batch);
+      load_tile<OwnTile>(shared_address(memory_.own_second[slot]), &args_.own_second, full, row,
+                         work.head, work.batch);
     }
   }
 
