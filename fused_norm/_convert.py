@@ -66,27 +66,17 @@ class ConvertReport:
 
 
 class _Converted:
-    """A norm that was converted from another class: its parameters keep their names, and its output
-    the dtype that the other class gave it, by the rules of :func:`fused_norm._probe.output_dtype`.
+    """A norm that was converted from another class, whose output keeps the dtype that the other
+    class gave it, by the rules of :func:`fused_norm._probe.output_dtype`.
 
     Under autocast with ``memory_efficient`` the output is 16-bit, as that of every norm.
     """
 
-    weight_name: str | None = "weight"
-    bias_name: str | None = None
     output_rule: str = "input"
     autocast_rule: str = "input"  # on CUDA
 
-    @property
-    def weight(self):
-        return self._parameters.get(self.weight_name)
-
-    @property
-    def bias(self):
-        return self._parameters.get(self.bias_name)
-
     def forward(self, input: Tensor) -> Tensor:
-        return _norm(
+        return converted_norm(
             input,
             self.weight,
             self.bias,
@@ -103,20 +93,45 @@ class _Converted:
 class ConvertedRMSNorm(_Converted, modules.RMSNorm):
     """An RMSNorm that was converted from another class."""
 
+    bias = None
+
 
 class ConvertedLayerNorm(_Converted, modules.LayerNorm):
     """A LayerNorm that was converted from another class."""
 
-    bias_name = "bias"
+
+class _Renamed:
+    """The parameters keep the names that they have in the other class."""
+
+    weight_name: str
+    bias_name: str | None
+
+    @property
+    def weight(self):
+        return self._parameters[self.weight_name]
+
+    @property
+    def bias(self):
+        return None if self.bias_name is None else self._parameters[self.bias_name]
 
 
-def _norm(
+class RenamedRMSNorm(_Renamed, ConvertedRMSNorm):
+    """An RMSNorm whose weight has another name."""
+
+
+class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
+    """A LayerNorm whose weight or bias has another name."""
+
+
+def converted_norm(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient, *rules
 ) -> Tensor:
     if has_torch_function_variadic(input, weight, bias):
         if functional._is_overridden(input, weight, bias):
             args = (normalized_shape, eps, weight_offset, rms, memory_efficient, *rules)
-            return handle_torch_function(_norm, (input, weight, bias), input, weight, bias, *args)
+            return handle_torch_function(
+                converted_norm, (input, weight, bias), input, weight, bias, *args
+            )
     out_dtype = None
     autocast = torch.is_autocast_enabled(input.device.type)
     if not (autocast and memory_efficient):
@@ -203,22 +218,22 @@ def _to_form(module: nn.Module, forms: "_Forms", memory_efficient: bool) -> str 
         return form
     _remember(module)
     eps = getattr(module, form.eps_name)
-    names = {"weight_name": form.weight_name, "bias_name": form.bias_name}
-    rules = {"output_rule": form.output_rule, "autocast_rule": form.autocast_rule}
+    rules = (form.output_rule, form.autocast_rule)
     if form.rms:
-        plain, converted = modules.RMSNorm, ConvertedRMSNorm
-        is_plain = rules == {"output_rule": "input", "autocast_rule": "input"}
+        plain, converted, renamed = modules.RMSNorm, ConvertedRMSNorm, RenamedRMSNorm
+        is_plain = rules == ("input", "input")
     else:
-        plain, converted = modules.LayerNorm, ConvertedLayerNorm
-        is_plain = rules == {"output_rule": "input", "autocast_rule": "float"}
-    if is_plain and form.weight_name in ("weight", None) and form.bias_name in ("bias", None):
-        module.__class__ = plain
-        module._parameters.setdefault("weight", None)
-        if not form.rms:
-            module._parameters.setdefault("bias", None)
+        plain, converted, renamed = modules.LayerNorm, ConvertedLayerNorm, RenamedLayerNorm
+        is_plain = rules == ("input", "float")
+    if form.weight_name in ("weight", None) and form.bias_name in ("bias", None):
+        module.__class__ = plain if is_plain else converted
+        for name in ("weight",) if form.rms else ("weight", "bias"):
+            module._parameters.setdefault(name, None)
     else:
-        module.__class__ = converted
-        vars(module).update(names | rules)
+        module.__class__ = renamed
+        module.weight_name, module.bias_name = form.weight_name, form.bias_name
+    if not is_plain or module.__class__ is renamed:
+        module.output_rule, module.autocast_rule = rules
     module.normalized_shape = form.normalized_shape
     module.eps = eps if eps is None else float(eps)
     module.elementwise_affine = form.weight_name is not None

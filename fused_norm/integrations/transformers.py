@@ -99,7 +99,7 @@ def _layer(memory_efficient: bool) -> type[nn.Module]:
         if form is None:
             return type(self).forward(self, hidden_states)
         eps_name, is_zero_centred, *rules = form
-        return _convert._norm(
+        return _convert.converted_norm(
             hidden_states,
             self.weight,
             None,
