@@ -6,7 +6,7 @@
 
 from fused_norm import _load, _vmap, apex, config, flash_attn, functional  # noqa: F401
 from fused_norm._C import build_info as _build_info
-from fused_norm._convert import ConvertReport, convert
+from fused_norm._convert import ConvertReport, convert, revert
 from fused_norm._report import memory_report
 from fused_norm.modules import LayerNorm, LogSoftmax, RMSNorm, Softmax
 
@@ -25,6 +25,7 @@ __all__ = [
     "flash_attn",
     "functional",
     "memory_report",
+    "revert",
 ]
 
 
