@@ -138,7 +138,7 @@ def measure(options):
         words = [*sys.argv[1:], "--out", folder, "--child"]
         # The compiler's helpers share the cores with the other processes.
         threads = str(max(1, (os.cpu_count() or 1) // options.processes))
-        environ = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": threads}
+        environ = {"TORCHINDUCTOR_COMPILE_THREADS": threads} | os.environ
         children = [
             subprocess.Popen(
                 [sys.executable, "-m", "benchmarks", *words, str(number)], env=environ, text=True,
@@ -293,8 +293,9 @@ TEXTS = {
     "Steps": "Time with torch's norms, and what the others take more (+) or less (-) than that: "
     "median and\nquartiles over the processes. *Fused*: this library; *flag*: "
     "`memory_efficient=True`; *residual inside*:\n`add_layer_norm` and `add_rms_norm` in place of "
-    "an addition and a norm. *Zeros*: replayed, all numbers 0,\nso that the chip stays below its "
-    "power limit (first process only).",
+    "an addition and a norm; *pass*: compiled with\n`options=fused_norm.compile_options()`, which "
+    "puts additions inside by itself. *Zeros*: replayed, all numbers\n0, so that the chip stays "
+    "below its power limit (first process only).",
     "Kernels of a step, microseconds": "From the profiler (CUPTI), first process. *The next "
     "kernels*: those right behind the norms' kernels,\ncounted under *matmul* (matrix products and "
     "attention) or *others* too. *Gaps*: between kernels,\nthe profiler's own included. Inductor "
