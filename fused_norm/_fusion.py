@@ -64,15 +64,30 @@ def _same(a, b) -> bool:
     return statically_known_true(sym_eq(tuple(a), tuple(b)))
 
 
-def _is_stored(node: fx.Node) -> bool:
-    """Whether a tensor, or what it is a view of, is in memory in any case. Else Inductor computes
-    it where it is read."""
-    while getattr(node.target, "is_view", False) or node.target is operator.getitem:
-        node = node.args[0]
+def _is_view(node: fx.Node) -> bool:
+    return getattr(node.target, "is_view", False)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """Whether Inductor calls it as it is, or it is no operator: what it reads and gives is in
+    memory. Others Inductor computes where they are read."""
+    if node.target is operator.getitem:
+        return _is_opaque(node.args[0])
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return True
     return target not in lowerings or target in fallbacks or target.overloadpacket in flop_registry
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether the tensor is in memory in any case."""
+    while _is_view(node):
+        node = node.args[0]
+    return _is_opaque(node) or _is_read_by_opaque(node)
+
+
+def _is_read_by_opaque(node: fx.Node) -> bool:
+    return any(_is_opaque(u) or (_is_view(u) and _is_read_by_opaque(u)) for u in node.users)
 
 
 def _addends(total) -> list[fx.Node]:
