@@ -50,7 +50,7 @@ class Case:
         context = min(CONTEXT, self.tokens)
         return memory.Preset(
             llama, 1, self.hidden, ffn, max(1, self.hidden // 128), 0, context,
-            self.tokens // context, torch.bfloat16, True,
+            self.tokens // context, torch.bfloat16,
         )  # fmt: skip
 
 
