@@ -202,8 +202,9 @@ class Bench:
         """Outputs, and gradients of the inputs, the norms' parameters and a linear layer, of the
         variant's block or of what was compiled from it."""
         block = self.blocks[variant]
+        call = block if call is None else call
         leaves = [t.detach().requires_grad_() for t in self.inputs]
-        outputs = (call or block)(*leaves, self.rotation)
+        outputs = call(*leaves, self.rotation)
         wanted = [*leaves, *block.norm1.parameters(), *block.norm2.parameters()]
         wanted.append(block.attention.qkv.weight)
         return [*outputs, *torch.autograd.grad(outputs, wanted, self.gradients)]
