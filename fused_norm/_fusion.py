@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 from fused_norm import _ops
 
 _ADD = torch.ops.aten.add.Tensor
+_CLONE = torch.ops.aten.clone.default
 _CONVERT = torch.ops.prims.convert_element_type.default
 _ADDING = {
     _ops.norm_forward: _ops.add_norm_forward,
@@ -90,19 +91,27 @@ def _is_read_by_opaque(node: fx.Node) -> bool:
     return any(_is_opaque(u) or (_is_view(u) and _is_read_by_opaque(u)) for u in node.users)
 
 
+def _is_copy(node: fx.Node) -> bool:
+    if node.target is not _CLONE:
+        return False
+    return _same(node.meta["val"].stride(), node.args[0].meta["val"].stride())
+
+
 def _addends(total) -> list[fx.Node]:
-    """The two operands of a plain sum, if they are tensors of its shape and device; else none."""
+    """The two operands of a plain sum, if they are tensors of its shape and device; else none. A
+    copy, as dropout makes one that drops nothing, is what it copies."""
     if not isinstance(total, fx.Node) or total.target is not _ADD or len(total.args) != 2:
         return []
     if total.kwargs or not all(isinstance(operand, fx.Node) for operand in total.args):
         return []
-    sum_, *values = (node.meta.get("val") for node in (total, *total.args))
+    operands = [operand.args[0] if _is_copy(operand) else operand for operand in total.args]
+    sum_, *values = (node.meta.get("val") for node in (total, *operands))
     for value in values:
         if not isinstance(value, torch.Tensor) or value.device != sum_.device:
             return []
         if not _same(value.shape, sum_.shape):
             return []
-    return list(total.args)
+    return operands
 
 
 def _narrow(node: fx.Node) -> fx.Node:

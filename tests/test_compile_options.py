@@ -254,6 +254,7 @@ TAKEN = {
     "with itself": lambda x, r, norm: x + x,
     "a slice": lambda x, r, norm: x + torch.cat([r, r])[: len(r)],
     "of a norm": lambda x, r, norm: norm(x) + r,
+    "no dropout": lambda x, r, norm: F.dropout(x, 0.5, training=False) + r,
     "reshaped": lambda x, r, norm: (x.flatten() + r.flatten()).view_as(x),
 }
 
@@ -268,7 +269,7 @@ def test_sums_of_other_kinds(name, device, generator):
         call_, call = call, lambda x, r: (*call_(x, r), r.sin())
         traced, graphs = compiled(call)
     agree(call, traced, inputs, parameters, randn(generator, 6, 5, COLS, dtype=FP64))
-    taken = name in ("in place", "with itself", "of a norm")
+    taken = name in ("in place", "with itself", "of a norm", "no dropout")
     assert (graphs.counts("add_norm_forward")[0] == (1,)) == taken
 
 
