@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     }
     memory.verdict.init(kWarps);
     memory.spoiled[0] = memory.spoiled[1] = 0;
-    memory.mask_full.init(kMaskThreads);
+    memory.mask_full.init(2 * kMaskThreads);
     memory.place = {};
     for (int slot = 0; slot < Form::kStages; ++slot) {
       memory.key_full[slot].init();

@@ -159,28 +159,37 @@ __device__ __forceinline__ void copy_mask(const ForwardArgs& args, ForwardMemory
   // Parts of 16 bytes, or elements.
   const auto for_all = [&](auto parts, auto copy) {
     constexpr int kParts = decltype(parts)::value;
-#pragma unroll 1  // registers are few
     const int rows = mask.row_stride == 0 ? 1 : Form::kRows;
+#pragma unroll 1  // registers are few
     for (int at = threadIdx.x - 32; at < rows * kParts; at += kMaskThreads) {
       const int row = at / kParts, source = min(work.first + row, work.queries - 1);
       copy(row, at % kParts, from + source * mask.row_stride);
     }
   };
   if (in_parts) {
-    for_all(std::integral_constant<int, Form::kKeys * kBytes / 16>(),
-            [&](int row, int part, const Bits* source) {
-              const int left = min(max(columns * kBytes - part * 16, 0), 16);
-              copy_async(shared_address(memory.mask + row * kPitch + part * 16),
-                         left == 0 ? source : source + part * (16 / kBytes), left);
-            });
-    arrive_after_copies(memory.mask_full);
+    for_all(std::integral_constant<int, Form::kKeys * kBytes / 16>(), [&](int row, int part,
+                                                                          const Bits* source) {
+      const int left = min(max(columns * kBytes - part * 16, 0), 16);
+      char* to = memory.mask + row * kPitch + part * 16;
+      if (left % 16 == 0) {
+        copy_async(shared_address(to), left == 0 ? source : source + part * (16 / kBytes), left);
+        return;
+      }
+#pragma unroll 1
+      for (int i = 0; i < 16 / kBytes; ++i) {
+        const bool inside = i * kBytes < left;
+        reinterpret_cast<Bits*>(to)[i] = inside ? source[part * (16 / kBytes) + i] : Bits{0};
+      }
+    });
   } else {
     for_all(std::integral_constant<int, Form::kKeys>(), [&](int row, int key, const Bits* source) {
       *reinterpret_cast<Bits*>(memory.mask + row * kPitch + key * kBytes) =
           key < columns ? source[key * mask.key_stride] : Bits{0};
     });
-    arrive(memory.mask_full);
   }
+  // Of what the thread stored, and of what it started to copy.
+  arrive(memory.mask_full);
+  arrive_after_copies(memory.mask_full);
 }
 
 template <typename Form>
