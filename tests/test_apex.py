@@ -50,7 +50,7 @@ def defaults(function):
 
 
 def test_every_name_is_exported():
-    assert set(apex.__all__) == {*FUNCTIONS, *AUTOGRAD, *MODULES}
+    assert set(apex.__all__) == {*FUNCTIONS, *AUTOGRAD, *MODULES, "install"}
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
