@@ -4,6 +4,7 @@
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/backward_rows.cuh"
+#include "core/norm/listed_share.cuh"
 #include "core/norm/partial_sums.cuh"
 #include "core/norm/staged_params.cuh"
 
@@ -26,7 +27,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
                                                    const BackwardOutput<X, float>& out,
                                                    BackwardShared& shared) {
   constexpr int N = kPackElements<X, Y>;
-  constexpr bool kFromOutput = kSaved != Saved::kInput, kListed = kSaved == Saved::kOutputAndList;
+  constexpr bool kFromOutput = kSaved != Saved::kInput;
   constexpr bool kRegular = kLie == RowsLie::kRegular, kShifted = kLie == RowsLie::kShifted;
   constexpr bool kInRing = dealt_out(kLie) && kPacks > 1;
   // Rows that are dealt out may end in the first half of every lane's pack.
@@ -46,12 +47,13 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 
   wait_for_prerequisites();
   out.clear_totals();
-  const StagedParams<kPacks, N, kSaved> params(staged, group.thread());
+  using Params = StagedParams<kPacks, N, kSaved, !kRms>;
+  const Params params(staged, group.thread());
   auto open_rows = [&] {
     using Group = std::remove_const_t<decltype(group)>;
     const int row_threads = max(group.threads(), kWarpSize);
     char* const behind =
-        reinterpret_cast<char*>(staged + param_kinds(kSaved) * row_threads * kPacks * N);
+        reinterpret_cast<char*>(staged + param_kinds(kSaved, !kRms) * row_threads * kPacks * N);
     if constexpr (kInRing) {
       return RowsInRing<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride, behind,
                                                       shared.stages[group.index()]);
@@ -64,11 +66,9 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   auto rows = open_rows();
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
-  uint32_t listed = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
       out.template prefetch_residual<kLie, N, kPacks>(row * in.cols + col, left);
-    if (kListed && listed != 0) params.prefetch_listed(in.list, listed, row);
     if (!kFromOutput && has_mean) next_mean = __ldg(in.mean + row);
     next_rstd = __ldg(in.rstd + row);
   };
@@ -85,7 +85,21 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   rows.ask_for_first(row);
   if (row < in.rows) look_ahead();
   if (kRegular) stage_params();
-  if (kListed) listed = params.template listed<kLie>(left);
+  // Made anew at each use, as it would take registers between.
+  using Listed = ListedShare<X, Y, S>;
+  const int listed_columns = kFromOutput ? in.list.count() : 0;
+  auto listed = [&] {
+    int thread, index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    asm volatile("mov.u32 %0, %%tid.y;" : "=r"(index));
+    return Listed(in, out, thread, group.threads(), 0, listed_columns,
+                  int64_t{blockIdx.x} * group.groups() + index);
+  };
+  if (listed_columns > 0) {
+    listed().begin();
+    if (group.index() == 0) listed().template clear<kLie, Params>(staged, 0);
+    __syncthreads();
+  }
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
     float xhat[kPacks][N], w[kPacks][N];
@@ -93,10 +107,13 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     const float mean = next_mean, rstd = next_rstd;
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
     const int row_left = row < in.rows ? left : 0;
+    typename Listed::Values listed_values{};
+    if (listed_columns > 0 && row < in.rows) listed_values = listed().load_own(row);
     row += stride;
     if (row < in.rows) {
       rows.ask_for(row);
       look_ahead();
+      if (listed_columns > 0) listed().prefetch_own(row);
     }
 
     float sum_w = 0, sum_wx = 0;
@@ -105,7 +122,6 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
       if (p * kSliceStep<N> >= row_left) break;
       if constexpr (kFromOutput) {
         params.take_back(p, xhat[p]);
-        if (kListed) params.take_listed(in.list, listed, p, row - stride, xhat[p]);
       } else {
 #pragma unroll
         for (int i = 0; i < N; ++i) {
@@ -127,6 +143,8 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
       if (!kRms) sum_w += tree_sum<N>(of_w);
       sum_wx += tree_sum<N>(of_wx);
     }
+    if (listed_columns > 0 && row - stride < in.rows)
+      sum_wx += listed().add_up(row - stride, listed_values);
     if constexpr (kRms) {
       sums.add_up(group, sum_wx);
     } else {
@@ -160,13 +178,26 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         writer.store(p, pack, group);
       }
       dx += stride * in.cols;
+      if (listed_columns > 0) {
+        if (group.warps() > 1) {
+          meet_at(group.index() + 1, group.threads());
+        } else {
+          __syncwarp();
+        }
+        if (row - stride < in.rows) listed().write_dx(row - stride, listed_values, gradient);
+      }
     }
   }
   launch_dependents();
   const int64_t partial = int64_t{blockIdx.x} * in.cols;
   auto of_block = [&](float* partials) { return partials ? partials + partial : nullptr; };
+  if (listed_columns > 0) __threadfence_block();
   write_partials<kLie, !kRms>(group, dweight, dbias, staged, in.cols,
                               of_block(out.dweight_partials), of_block(out.dbias_partials));
+  if (listed_columns > 0 && out.dweight_partials) {
+    __syncthreads();
+    listed().write_partials(of_block(out.dweight_partials), group.index(), group.groups());
+  }
 }
 
 // Rows that are not whole packs go in pairs where that is often asked for.
@@ -179,27 +210,24 @@ constexpr RowsLie backward_deals_out(int cols) {
 
 template <RowsLie kLie>
 using ConstantLie = std::integral_constant<RowsLie, kLie>;
-template <Saved kSaved>
-using ConstantSaved = std::integral_constant<Saved, kSaved>;
 
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;
-  auto run = [&](auto as, auto saved) {
-    norm_backward_once<decltype(as)::value, kRms, decltype(saved)::value, kPacks>(in, out, shared);
+  auto run = [&](auto as) {
+    norm_backward_once<decltype(as)::value, kRms, kSaved, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
-    with_saved<kSaved>(in, [&](auto saved) { run(ConstantLie<RowsLie::kRegular>(), saved); });
+    run(ConstantLie<RowsLie::kRegular>());
   } else if (lie == RowsLie::kShifted) {
-    run(ConstantLie<RowsLie::kShifted>(), ConstantSaved<kSaved>());
+    run(ConstantLie<RowsLie::kShifted>());
   } else if constexpr (kPacks == 1 || kBulkCopies) {
     if constexpr (kBackwardInPairs<X, Y>) {
-      if (lie == RowsLie::kPairs)
-        return run(ConstantLie<RowsLie::kPairs>(), ConstantSaved<kSaved>());
+      if (lie == RowsLie::kPairs) return run(ConstantLie<RowsLie::kPairs>());
     }
-    run(ConstantLie<RowsLie::kElements>(), ConstantSaved<kSaved>());
+    run(ConstantLie<RowsLie::kElements>());
   }
 }
 

@@ -36,6 +36,9 @@ struct ColumnReport {
   uint32_t overflow_signal;  // of the first report alone: ColumnWatch::overflow_signal
 };
 
+// Values of memory that a group of backward's threads wants for each place in the list.
+constexpr int kListedWork = 2;
+
 // Where the threads of a look add up what they found.
 constexpr int kTotalsBytes = 64;
 
@@ -52,9 +55,10 @@ struct ColumnWatch {
 
 struct NormForwardParams;
 
-// Fills params.list; after the forward kernel, on the same stream.
-cudaError_t launch_list_columns(const NormForwardParams& params, const DeviceProperties& device,
-                                cudaStream_t stream);
+// Fills params.list, before or after the forward kernel on the same stream: before it the columns,
+// after it (`gathers`, where nothing was added) their xhat too.
+cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
+                                const DeviceProperties& device, cudaStream_t stream);
 
 // Takes a look outside of a backward call.
 struct ColumnLookParams {

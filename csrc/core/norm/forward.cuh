@@ -3,6 +3,7 @@
 
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
+#include "core/norm/columns.cuh"
 #include "core/norm/policies.cuh"
 
 namespace fused_norm {
@@ -13,6 +14,7 @@ struct StatisticsOut {
   A* mean;
   A* rstd;
   A eps, cols, per_cols;
+  SideOut<A> listed;
 
   __device__ __forceinline__ A rstd_of(A squares) const {
     return reciprocal_root_mean<kExact>(squares, cols, per_cols, eps);
@@ -152,7 +154,7 @@ __device__ __forceinline__ void norm_forward_once(
   const int left = row < load.rows ? load.cols - col : 0;
   const SliceBounds<N, kLie, decltype(group)> bounds(group, left);
   if (spread) cluster.arrive();
-  meet_previous_kernel();
+  out.listed.meet_previous_kernel();
 
   typename Load::template Slice<N, kLie, kPacks> from(load, row, col);
   SliceValues<X, N, kPacks, kPacked> values;
@@ -172,10 +174,11 @@ __device__ __forceinline__ void norm_forward_once(
   if (!kRms && (kCorrectsMean<X> || spread)) values.centre(statistics.mean, bounds);
   if (kLie != RowsLie::kRegular) values.forget();
   const A rstd = out.rstd_of(statistics.squares);
-  if (group.thread() == 0 && part_first == 0 && row < load.rows)
+  if (group.thread() == 0 && (part_first == 0 || out.listed.room > 0) && row < load.rows)
     out.template write<kRms>(row, statistics.mean, rstd);
 
   write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
+  out.listed.template keep<kRms>(load, out, group, row, part_first, part_first + part_cols);
 }
 
 // Any length: the row is read for its statistics and again to normalize it.

@@ -52,8 +52,12 @@ AffineStore<Y> affine_store(const NormForwardParams& params) {
 template <typename Load, typename Y>
 StatisticsOf<Load, AffineStore<Y>> statistics_out(const NormForwardParams& params) {
   using A = Accumulator<typename Load::Input>;
-  return {static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
-          static_cast<A>(params.cols), A(1) / params.cols};
+  return {static_cast<A*>(params.mean),
+          static_cast<A*>(params.rstd),
+          static_cast<A>(params.eps),
+          static_cast<A>(params.cols),
+          A(1) / params.cols,
+          {params.list.room, params.list.columns, static_cast<A*>(params.list.side)}};
 }
 
 // `reads_regular`: what the policy reads and writes by itself is regular.
@@ -180,7 +184,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                              cudaStream_t stream) {
   using A = Accumulator<X>;
   using S = std::conditional_t<kSaved == Saved::kInput, X, Y>;
-  constexpr bool kListed = kSaved == Saved::kOutputAndList;
+  constexpr bool kListed = kSaved == Saved::kOutput;
   const BackwardInput<Y, S, A> in{
       params.rows,
       params.cols,
@@ -206,7 +210,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,
                                  params.dbias ? partials + partial_size : nullptr,
                                  static_cast<const X*>(params.dresidual),
-                                 params.watch.report && !params.watch.totals ? totals : nullptr};
+                                 params.watch.report && !params.watch.totals ? totals : nullptr,
+                                 params.list.room > 0 ? partials + 2 * partial_size : nullptr};
 
   const ColumnLook<A> look{
       params.cols,  {params.weight, params.bias, static_cast<A>(params.weight_offset)},
@@ -214,7 +219,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       params.watch, totals};
 
   cudaError_t error = cudaErrorInvalidValue;
-  const dim3 threads(plan.threads_per_row, plan.rows_per_block);
+  dim3 threads(plan.threads_per_row, plan.rows_per_block);
   if (plan.tier == Tier::kStreaming) {
     A* const means = partials + 2 * partial_size;
     if (params.dx) {
@@ -238,7 +243,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
                         : regular      ? RowsLie::kRegular
                                        : RowsLie::kShifted;
-    if constexpr (std::is_same_v<X, Y> && !kListed) {
+    if constexpr (std::is_same_v<X, Y>) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
     }
@@ -249,6 +254,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     };
     auto run_tier = [&](auto rms) {
       constexpr bool kRms = decltype(rms)::value;
+      if (plan.tier == Tier::kRing && params.list.room > 0) threads.x += kWarpSize;
       if (plan.tier == Tier::kRing)
         return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages,
                    plan.partial_sets, plan.rows_in_sequence);
@@ -284,12 +290,10 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwa
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     using Y = decltype(y);
     // fp64's kernels find out at run time.
-    if (std::is_same_v<X, double> || (params.from_output && params.list.room > 0))
-      return norm_backward_as<X, Y, Saved::kOutputAndList>(params, plan, stream);
-    if constexpr (!std::is_same_v<X, double>) {
-      if (params.from_output) return norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream);
+    if (std::is_same_v<X, double> || params.from_output)
+      return norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream);
+    if constexpr (!std::is_same_v<X, double>)
       return norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
-    }
   });
 }
 

@@ -13,20 +13,24 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
   const bool adds = params.addend != nullptr;
   const NormForwardPlan plan = plan_norm_forward(params.rows, params.cols, params.x_dtype,
                                                  params.y_dtype, params.rms, device);
-  const cudaError_t error =
-      adds ? norm_add_forward(params, plan, stream)
-      : plan.warps.threads > 0
-          ? norm_flat_forward(params, plan.warps, plan.overlaps, stream)
-          : with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
-              return norm_forward_of<decltype(x)>(params, plan, stream);
-            });
-  if (error != cudaSuccess || params.list.room == 0) return error;
-  NormForwardParams normalized = params;
-  if (adds) {
-    normalized.x = params.sum;
-    normalized.x_layout = one_stride(params.cols);
+  auto launch = [&] {
+    if (adds) return norm_add_forward(params, plan, stream);
+    if (plan.warps.threads > 0) return norm_flat_forward(params, plan.warps, plan.overlaps, stream);
+    return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
+      return norm_forward_of<decltype(x)>(params, plan, stream);
+    });
+  };
+  if (params.list.room == 0) return launch();
+  // Rows that stay in registers are short enough to be read again from the L2 cache, for the
+  // columns that were listed before. Of others xhat is gathered afterwards.
+  const bool before = plan.tier == Tier::kRegisters && (adds || plan.warps.threads == 0);
+  if (before) {
+    const cudaError_t error = launch_list_columns(params, /*gathers=*/false, device, stream);
+    return error != cudaSuccess ? error : launch();
   }
-  return launch_list_columns(normalized, device, stream);
+  const cudaError_t error = launch();
+  return error != cudaSuccess ? error
+                              : launch_list_columns(params, /*gathers=*/true, device, stream);
 }
 
 namespace {
@@ -46,7 +50,12 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
-  return kTotalsBytes + element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);
+  const size_t groups = static_cast<size_t>(plan.blocks / plan.cluster_blocks) * plan.rows_per_block;
+  const size_t listed = plan.tier == Tier::kRegisters || plan.tier == Tier::kRing
+                            ? kListedWork * groups * params.list.room
+                            : 0;
+  return kTotalsBytes +
+         element * (2 * static_cast<size_t>(plan.partials) * params.cols + means + listed);
 }
 
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,

@@ -69,7 +69,9 @@ std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_si
   constexpr int kStatic = 1024, kEnoughBytes = 40 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
-  if (block_packs * pack > kMaxRingThreads * kRingCols) return std::nullopt;
+  // From the output one more warp may take listed columns.
+  const int most_threads = kMaxRingThreads - (column_vectors > 1 ? kWarpSize : 0);
+  if (block_packs * pack > most_threads * kRingCols) return std::nullopt;
   const int threads = threads_for(block_packs, kRingCols / pack);
   const int block_cols = std::min(cols, threads * kRingCols);
   const int params = column_vectors * threads * kRingCols * 4;
@@ -477,9 +479,9 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const int64_t row_packs = ceil_div(cols, plan.pack);
   const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
   const int saved_size = size_of(from_output ? y : x);
-  const int param_vectors = from_output ? 3 : 1;
+  const int param_vectors = !from_output ? 1 : rms && x == y ? 2 : 3;  // RMSNorm has no shift
   if (bulk_copies && x == y && size_of(x) == 2 && goes_flat(cols, plan.pack, from_output) &&
-      plan_flat(rows, cols, param_vectors, device, plan))
+      plan_flat(rows, cols, from_output ? 3 : 1, device, plan))
     return plan;
   // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
   // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave

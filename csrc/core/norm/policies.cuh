@@ -33,6 +33,9 @@ struct InputLoad {
   __device__ RowReader<T, N> open(int64_t row, const Group& group) const {
     return open_row<N>(x, layout, row, rows, cols, group);
   }
+  __device__ __forceinline__ T value(int64_t row, int col) const {
+    return row_start(x, layout, row)[col];
+  }
 
   // A thread's slice of a row, from column `col` on.
   template <int N, RowsLie kLie, int kPacks>
@@ -77,6 +80,9 @@ struct AddLoad {
   T* sum;  // rows x cols, contiguous
   int64_t rows;
   int cols;
+
+  // After the slice was extracted.
+  __device__ __forceinline__ T value(int64_t row, int col) const { return sum[row * cols + col]; }
 
   template <int N, RowsLie kLie, int kPacks>
   class Slice {

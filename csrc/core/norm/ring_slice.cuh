@@ -7,10 +7,9 @@
 
 namespace fused_norm {
 
-// A row in the ring: which it is, where the block's columns start in its stage, and its statistics.
+// A row in the ring: where the block's columns start in its stage, and its statistics.
 template <typename Y, typename S>
 struct RingRow {
-  int64_t index;
   const S* saved;
   const Y* dy;
   float mean, rstd;
@@ -25,11 +24,9 @@ class RingSlice {
   static constexpr int N = kPackElements<X, Y>;
   static constexpr int kPacks = kRingCols / N;
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
-  static constexpr bool kListed = kSaved == Saved::kOutputAndList;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
   static constexpr bool kDealtOut = dealt_out(kLie);
-  static constexpr bool kAsksAhead = kListed && !kDealtOut;  // for listed columns
-  using Params = StagedParams<kPacks, N, kSaved>;
+  using Params = StagedParams<kPacks, N, kSaved, !kRms>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 
@@ -49,38 +46,16 @@ class RingSlice {
         dx_step_(static_cast<int>(stride) * in.cols),
         writes_(out.dx == nullptr ? 0 : left_) {
     for (int p = 0; p < kPacks; ++p) params.template stage<kLie>(in, p, first_ + p * kStep);
-    // A thread reads but its own parameters.
-    if (kListed) listed_ = params.template listed<kLie>(left_);
-    if constexpr (kAsksAhead) {
-      params.first_places(listed_, places_);
-      ask_for_listed(row, row + stride);
-    }
-  }
-
-  // Asks for the listed columns of the row that comes next, once the row before this one is
-  // written, and brings those of the row after it near.
-  __device__ __forceinline__ void ask_for_listed(int64_t row, int64_t next) {
-    if constexpr (kAsksAhead) {
-      ++turn_;
-      if (row >= in_.rows) return;
-      params_.ask_for_listed(in_.list, listed_, places_, row, turn_);
-      if (listed_ == 0 || next >= in_.rows) return;
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        if (listed_ >> p * N & ((1u << N) - 1)) in_.list.prefetch(next, places_[p]);
-      }
-    }
   }
 
   // Adds a row to the columns' sums; returns what the thread has of the row's.
   __device__ __forceinline__ Sums add_up(const Row& row) {
     Sums sums{};
-    if (kAsksAhead && listed_ != 0) Params::wait_for_listed();
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       one_by_one();
       float xhat[N], w[N], g[N], wx[N];
-      load(row, p, turn_, xhat, w);
+      load(row, p, xhat, w);
       params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -112,7 +87,7 @@ class RingSlice {
     }
     auto gradient = [&](int p, float(&w)[N]) {
       float xhat[N], g[N];
-      load(row, p, turn_ + 1, xhat, w);
+      load(row, p, xhat, w);
       params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -193,18 +168,13 @@ class RingSlice {
     }
   }
 
-  // xhat and dy of a pack; `turn`: of the row, or so many times two more.
-  __device__ __forceinline__ void load(const Row& row, int p, int turn, float (&xhat)[N],
+  // xhat and dy of a pack.
+  __device__ __forceinline__ void load(const Row& row, int p, float (&xhat)[N],
                                        float (&dy)[N]) const {
     read(row.saved, p, xhat);
     read(row.dy, p, dy);
     if constexpr (kFromOutput) {
       params_.take_back(p, xhat);
-      if constexpr (kAsksAhead) {
-        params_.take_asked_for(listed_, p, turn, xhat);
-      } else if constexpr (kListed) {
-        params_.take_listed(in_.list, listed_, p, row.index, xhat);
-      }
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i)
@@ -269,9 +239,6 @@ class RingSlice {
   X* dx_;
   int dx_step_;  // elements
   int writes_;   // as left_, or 0 where there is no dx
-  uint32_t listed_ = 0;
-  int places_[kPacks];  // in the list, of the first listed column of each pack
-  int turn_ = -1;       // of the row that add_up() takes next; write_dx() takes the one before
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};
 };
 

@@ -1,0 +1,149 @@
+// Listed columns, in kernels whose threads keep their columns.
+//
+// The thread that has a listed column among its own takes its xhat for zero. Others, who share the
+// list, add what is missing to the row's sum of w * xhat, and write the column's dx when its owner
+// has. They read neighbouring values of `side`, and the column's dy once more, from the L2 cache.
+#pragma once
+
+#include "core/norm/backward_input.cuh"
+
+namespace fused_norm {
+
+template <typename X, typename Y, typename S>
+class ListedShare {
+ public:
+  struct Values {
+    float dy, xhat;
+  };
+
+  // Thread `thread` of `threads`, which share the places from `first` to `end` of the list. They are
+  // the group-th that has a list.
+  __device__ __forceinline__ ListedShare(const BackwardInput<Y, S, float>& in,
+                                         const BackwardOutput<X, float>& out, int thread,
+                                         int threads, int first, int end, int64_t group)
+      : in_(in),
+        out_(out),
+        own_(first + thread),
+        threads_(threads),
+        end_(end),
+        any_(first < end),
+        sums_(out.listed_work + group * kListedWork * in.list.room),
+        weights_(sums_ + in.list.room) {}
+
+  // Before all else.
+  __device__ void begin() const {
+    for (int place = own_; place < end_; place += threads_) {
+      sums_[place] = 0;
+      const float weight = in_.weight.data ? load_param<float>(in_.weight, column(place)) : 1.0f;
+      weights_[place] = in_.weight.data ? weight + in_.weight_offset : weight;
+    }
+  }
+
+  // Whether these threads have anything to do: the same in all of them.
+  __device__ __forceinline__ bool any() const { return any_; }
+
+  // Makes the xhat of these columns zero to their owners, in parameters that were staged before.
+  // `first_col`: that of the staged ones.
+  template <RowsLie kLie, typename Params>
+  __device__ void clear(float* staged, int first_col) const {
+    for (int place = own_; place < end_; place += threads_)
+      Params::template clear_scale<kLie>(staged, column(place) - first_col);
+  }
+
+  // The values at this thread's first place. Zero without one.
+  __device__ __forceinline__ Values load_own(int64_t row) const {
+    return own_ < end_ ? load(row, own_) : Values{};
+  }
+  __device__ __forceinline__ void prefetch_own(int64_t row) const {
+    if (own_ < end_)
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(in_.list.side + row * in_.list.room + own_));
+  }
+
+  // This thread's part of the row's sum of w * xhat, of which it has loaded the first values.
+  __device__ __forceinline__ float add_up(int64_t row, const Values& own) const {
+    float sum = own_ < end_ ? add(own_, own) : 0.0f;
+    for (int place = own_ + threads_; place < end_; place += threads_)
+      sum += add(place, load(row, place));
+    return sum;
+  }
+  // The same, of a thread that has nothing else to do meanwhile.
+  __device__ __forceinline__ float add_up(int64_t row) const {
+    float sum = 0;
+    for_all(row, [&](int place, const Values& values) { sum += add(place, values); });
+    return sum;
+  }
+
+  // Writes dx of a row, after the columns' owners.
+  template <typename Gradient>
+  __device__ __forceinline__ void write_dx(int64_t row, const Values& own,
+                                           const Gradient& gradient) const {
+    if (own_ < end_) write(row, own_, own, gradient);
+    for (int place = own_ + threads_; place < end_; place += threads_)
+      write(row, place, load(row, place), gradient);
+  }
+  template <typename Gradient>
+  __device__ __forceinline__ void write_dx(int64_t row, const Gradient& gradient) const {
+    for_all(row, [&](int place, const Values& values) { write(row, place, values, gradient); });
+  }
+
+  // Puts dweight of these columns in a partial row, after their owners, and begins anew. The work of
+  // `groups` such groups of threads follow each other, and this is the index-th; each takes a share
+  // of the columns. All have met since they added anything.
+  __device__ void write_partials(float* partials, int index = 0, int groups = 1) const {
+    const int pitch = kListedWork * in_.list.room;
+    for (int place = own_ + index * threads_; place < end_; place += groups * threads_) {
+      float sum = 0;
+      for (int g = 0; g < groups; ++g) sum += __ldcg(sums_ + (g - index) * pitch + place);
+      partials[column(place)] = sum;
+      if (groups == 1) sums_[place] = 0;
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int column(int place) const { return in_.list.columns[1 + place]; }
+
+  __device__ __forceinline__ Values load(int64_t row, int place) const {
+    return {static_cast<float>(row_start(in_.dy, in_.dy_layout, row)[column(place)]),
+            in_.list.xhat(row, place)};
+  }
+  // Calls run(place, values) at each place. Several loads are under way at once.
+  template <typename Run>
+  __device__ __forceinline__ void for_all(int64_t row, Run run) const {
+    constexpr int kAtOnce = 4;
+    for (int first = own_; first < end_; first += kAtOnce * threads_) {
+      Values values[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i)
+        values[i] = load(row, min(first + i * threads_, end_ - 1));
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (first + i * threads_ < end_) run(first + i * threads_, values[i]);
+      }
+    }
+  }
+
+  // Nobody else adds to this place: an atomic operation only because nothing waits for it.
+  __device__ __forceinline__ float add(int place, const Values& values) const {
+    atomicAdd(sums_ + place, values.dy * values.xhat);
+    return values.dy * weights_[place] * values.xhat;
+  }
+
+  template <typename Gradient>
+  __device__ __forceinline__ void write(int64_t row, int place, const Values& values,
+                                        const Gradient& gradient) const {
+    const int64_t at = row * in_.cols + column(place);
+    float dx[1] = {gradient.at(values.dy * weights_[place], values.xhat)};
+    if (out_.dresidual != nullptr) dx[0] += static_cast<float>(out_.dresidual[at]);
+    Pack<X, 1> rounded;
+    round_to(rounded, dx);
+    detail::store_words<sizeof(X)>(reinterpret_cast<char*>(out_.dx + at), rounded.words);
+  }
+
+  const BackwardInput<Y, S, float>& in_;
+  const BackwardOutput<X, float>& out_;
+  int own_, threads_, end_;
+  bool any_;
+  float *sums_, *weights_;
+};
+
+}  // namespace fused_norm
