@@ -36,9 +36,6 @@ struct ColumnReport {
   uint32_t overflow_signal;  // of the first report alone: ColumnWatch::overflow_signal
 };
 
-// Values of memory that a group of backward's threads wants for each place in the list.
-constexpr int kListedWork = 2;
-
 // Where the threads of a look add up what they found.
 constexpr int kTotalsBytes = 64;
 

@@ -17,26 +17,21 @@ class ListedShare {
   };
 
   // Thread `thread` of `threads`, which share the places from `first` to `end` of the list. They are
-  // the group-th that has a list.
+  // the group-th of all that add up dweight of these columns.
   __device__ __forceinline__ ListedShare(const BackwardInput<Y, S, float>& in,
                                          const BackwardOutput<X, float>& out, int thread,
-                                         int threads, int first, int end, int64_t group)
+                                         int threads, int first, int end, int64_t group = 0)
       : in_(in),
         out_(out),
         own_(first + thread),
         threads_(threads),
         end_(end),
         any_(first < end),
-        sums_(out.listed_work + group * kListedWork * in.list.room),
-        weights_(sums_ + in.list.room) {}
+        sums_(out.listed_sums ? out.listed_sums + group * in.list.room : nullptr) {}
 
-  // Before all else.
+  // Before anything is added.
   __device__ void begin() const {
-    for (int place = own_; place < end_; place += threads_) {
-      sums_[place] = 0;
-      const float weight = in_.weight.data ? load_param<float>(in_.weight, column(place)) : 1.0f;
-      weights_[place] = in_.weight.data ? weight + in_.weight_offset : weight;
-    }
+    for (int place = own_; sums_ != nullptr && place < end_; place += threads_) sums_[place] = 0;
   }
 
   // Whether these threads have anything to do: the same in all of them.
@@ -86,11 +81,11 @@ class ListedShare {
     for_all(row, [&](int place, const Values& values) { write(row, place, values, gradient); });
   }
 
-  // Puts dweight of these columns in a partial row, after their owners, and begins anew. The work of
-  // `groups` such groups of threads follow each other, and this is the index-th; each takes a share
-  // of the columns. All have met since they added anything.
+  // Puts dweight of these columns in a partial row, after their owners, and begins anew. The sums of
+  // `groups` groups follow each other, and this is the index-th; each takes a share of the columns.
+  // All have met since they added anything.
   __device__ void write_partials(float* partials, int index = 0, int groups = 1) const {
-    const int pitch = kListedWork * in_.list.room;
+    const int pitch = in_.list.room;
     for (int place = own_ + index * threads_; place < end_; place += groups * threads_) {
       float sum = 0;
       for (int g = 0; g < groups; ++g) sum += __ldcg(sums_ + (g - index) * pitch + place);
@@ -122,17 +117,21 @@ class ListedShare {
     }
   }
 
+  __device__ __forceinline__ float w(int place, const Values& values) const {
+    if (!in_.weight.data) return values.dy;
+    return values.dy * (load_param<float>(in_.weight, column(place)) + in_.weight_offset);
+  }
   // Nobody else adds to this place: an atomic operation only because nothing waits for it.
   __device__ __forceinline__ float add(int place, const Values& values) const {
-    atomicAdd(sums_ + place, values.dy * values.xhat);
-    return values.dy * weights_[place] * values.xhat;
+    if (sums_ != nullptr) atomicAdd(sums_ + place, values.dy * values.xhat);
+    return w(place, values) * values.xhat;
   }
 
   template <typename Gradient>
   __device__ __forceinline__ void write(int64_t row, int place, const Values& values,
                                         const Gradient& gradient) const {
     const int64_t at = row * in_.cols + column(place);
-    float dx[1] = {gradient.at(values.dy * weights_[place], values.xhat)};
+    float dx[1] = {gradient.at(w(place, values), values.xhat)};
     if (out_.dresidual != nullptr) dx[0] += static_cast<float>(out_.dresidual[at]);
     Pack<X, 1> rounded;
     round_to(rounded, dx);
@@ -143,7 +142,7 @@ class ListedShare {
   const BackwardOutput<X, float>& out_;
   int own_, threads_, end_;
   bool any_;
-  float *sums_, *weights_;
+  float* sums_;
 };
 
 }  // namespace fused_norm

@@ -36,11 +36,8 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
 namespace {
 
 NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
-  NormBackwardPlan plan =
-      plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
-                         params.from_output, params.rms, device);
-  if (params.list.room > 0) plan.few_splits = 0;
-  return plan;
+  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
+                            params.from_output, params.rms, device);
 }
 
 }  // namespace
@@ -52,7 +49,7 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
   const size_t groups = static_cast<size_t>(plan.blocks / plan.cluster_blocks) * plan.rows_per_block;
   const size_t listed = plan.tier == Tier::kRegisters || plan.tier == Tier::kRing
-                            ? kListedWork * groups * params.list.room
+                            ? groups * params.list.room
                             : 0;
   return kTotalsBytes +
          element * (2 * static_cast<size_t>(plan.partials) * params.cols + means + listed);
