@@ -47,13 +47,13 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 
   wait_for_prerequisites();
   out.clear_totals();
-  using Params = StagedParams<kPacks, N, kSaved, !kRms>;
+  using Params = StagedParams<kPacks, N, kSaved, shifts_of(kRms)>;
   const Params params(staged, group.thread());
   auto open_rows = [&] {
     using Group = std::remove_const_t<decltype(group)>;
     const int row_threads = max(group.threads(), kWarpSize);
     char* const behind =
-        reinterpret_cast<char*>(staged + param_kinds(kSaved, !kRms) * row_threads * kPacks * N);
+        reinterpret_cast<char*>(staged + param_kinds(kSaved, shifts_of(kRms)) * row_threads * kPacks * N);
     if constexpr (kInRing) {
       return RowsInRing<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride, behind,
                                                       shared.stages[group.index()]);
@@ -86,18 +86,18 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   if (row < in.rows) look_ahead();
   if (kRegular) stage_params();
   // Made anew at each use, as it would take registers between.
-  using Listed = ListedShare<X, Y, S>;
+  using Listed = ListedShare<kLie, Params, X, Y, S>;
   const int listed_columns = kFromOutput ? in.list.count() : 0;
   auto listed = [&] {
     int thread, index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
     asm volatile("mov.u32 %0, %%tid.y;" : "=r"(index));
-    return Listed(in, out, thread, group.threads(), 0, listed_columns,
+    return Listed(in, out, staged, 0, thread, group.threads(), 0, listed_columns,
                   int64_t{blockIdx.x} * group.groups() + index);
   };
   if (listed_columns > 0) {
     listed().begin();
-    if (group.index() == 0) listed().template clear<kLie, Params>(staged, 0);
+    if (group.index() == 0) listed().clear();
     __syncthreads();
   }
   // A block's groups stay together to the last of its rows, as warps may hold several.

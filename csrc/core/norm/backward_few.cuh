@@ -62,13 +62,14 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
-  using Listed = ListedShare<X, X, X>;
-  const Listed listed(in, out, group.thread(), group.threads(), 0, kLists ? in.list.count() : 0);
+  using Listed = ListedShare<RowsLie::kRegular, Params, X, X, X>;
+  const Listed listed(in, out, few_staged, 0, group.thread(), group.threads(), 0,
+                      kLists ? in.list.count() : 0);
   typename Listed::Values listed_values{};
   if (kLists && listed.any()) {
     listed_values = listed.load_own(row);
     __syncthreads();
-    listed.template clear<RowsLie::kRegular, Params>(few_staged, 0);
+    listed.clear();
     __syncthreads();
   }
   FewRowSums sums(group, slots);

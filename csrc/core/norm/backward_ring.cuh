@@ -158,12 +158,12 @@ __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
 // an iteration they add up a row, write the dx of the row before, and meet at one barrier; then one
 // thread fills the stage of the row before with one yet to come.
-template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
+template <RowsLie kLie, bool kRms, Saved kSaved, Shifts kShifts, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out, int stages,
                                                    int partial_sets, int rows_in_sequence,
                                                    RingShared<kRms>& shared) {
-  using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
+  using Slice = RingSlice<kLie, kRms, kSaved, kShifts, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
   extern __shared__ __align__(128) float staged[];
 
@@ -188,7 +188,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                          reinterpret_cast<const char*>(end)};
   };
   RowRing<S, Y, Slice::kRegular && N * sizeof(S) == 16, Slice::kRegular && N * sizeof(Y) == 16>
-      ring(reinterpret_cast<char*>(staged + param_kinds(kSaved, !kRms) * threads * kCols),
+      ring(reinterpret_cast<char*>(staged + param_kinds(kSaved, kShifts) * threads * kCols),
            shared.stages, tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout), stages);
   const bool fills = thread == threads - kWarpSize;  // in the warp with the fewest columns
   if (fills) {
@@ -202,15 +202,15 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   if (kSaved == Saved::kOutput && lists) {
     const auto [listed_first, listed_end] = in.list.places(block_first, block_first + block_cols);
-    const ListedShare<X, Y, S> listed(in, out, lane, kWarpSize, listed_first, listed_end,
-                                      first);
+    const ListedShare<kLie, typename Slice::Params, X, Y, S> listed(
+        in, out, staged, block_first, lane, kWarpSize, listed_first, listed_end, first);
     listed.begin();
     if (lane == 0) shared.lists = listed.any();
     cluster.arrive();
     __syncthreads();
     cluster.wait();
     if (listed.any()) {
-      listed.template clear<kLie, typename Slice::Params>(staged, block_first);
+      listed.clear();
       __syncthreads();
     }
     const RingRows rows{first, stride, rounds, partial_sets, rows_in_sequence};
@@ -286,16 +286,24 @@ __global__ void __launch_bounds__(kMaxRingThreads, 1)
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
-  auto run = [&](auto lie) {
-    norm_backward_late<decltype(lie)::value, kRms, kSaved>(in, out, stages, partial_sets,
-                                                           rows_in_sequence, shared);
+  auto run = [&](auto lie, auto shifts) {
+    norm_backward_late<decltype(lie)::value, kRms, kSaved, decltype(shifts)::value>(
+        in, out, stages, partial_sets, rows_in_sequence, shared);
   };
+  constexpr std::integral_constant<Shifts, shifts_of(kRms)> kShifts;
+  constexpr std::integral_constant<RowsLie, RowsLie::kRegular> kRegular;
+  constexpr bool kPairs = kSaved == Saved::kOutput && !kRms && std::is_same_v<X, Y> && sizeof(X) == 2;
   if (regular) {
-    run(std::integral_constant<RowsLie, RowsLie::kRegular>());
+    if constexpr (kPairs) {
+      auto is_16_bit = [](const ParamVector& params) { return params.data && params.dtype == kDTypeOf<X>; };
+      if (is_16_bit(in.weight) && is_16_bit(in.bias) && in.weight_offset == 0)
+        return run(kRegular, std::integral_constant<Shifts, Shifts::kPaired>());
+    }
+    run(kRegular, kShifts);
   } else if (in.cols % N == 0) {
-    run(std::integral_constant<RowsLie, RowsLie::kShifted>());
+    run(std::integral_constant<RowsLie, RowsLie::kShifted>(), kShifts);
   } else {
-    run(std::integral_constant<RowsLie, RowsLie::kElements>());
+    run(std::integral_constant<RowsLie, RowsLie::kElements>(), kShifts);
   }
 #else
   __trap();  // no plan asks for it

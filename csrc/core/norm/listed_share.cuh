@@ -6,10 +6,12 @@
 #pragma once
 
 #include "core/norm/backward_input.cuh"
+#include "core/norm/staged_params.cuh"
 
 namespace fused_norm {
 
-template <typename X, typename Y, typename S>
+// Params: StagedParams of rows that lie so.
+template <RowsLie kLie, typename Params, typename X, typename Y, typename S>
 class ListedShare {
  public:
   struct Values {
@@ -17,12 +19,16 @@ class ListedShare {
   };
 
   // Thread `thread` of `threads`, which share the places from `first` to `end` of the list. They are
-  // the group-th of all that add up dweight of these columns.
+  // the group-th of all that add up dweight of these columns. `staged`: the columns' parameters, from
+  // column first_col on.
   __device__ __forceinline__ ListedShare(const BackwardInput<Y, S, float>& in,
-                                         const BackwardOutput<X, float>& out, int thread,
-                                         int threads, int first, int end, int64_t group = 0)
+                                         const BackwardOutput<X, float>& out, float* staged,
+                                         int first_col, int thread, int threads, int first, int end,
+                                         int64_t group = 0)
       : in_(in),
         out_(out),
+        staged_(staged),
+        first_col_(first_col),
         own_(first + thread),
         threads_(threads),
         end_(end),
@@ -37,12 +43,10 @@ class ListedShare {
   // Whether these threads have anything to do: the same in all of them.
   __device__ __forceinline__ bool any() const { return any_; }
 
-  // Makes the xhat of these columns zero to their owners, in parameters that were staged before.
-  // `first_col`: that of the staged ones.
-  template <RowsLie kLie, typename Params>
-  __device__ void clear(float* staged, int first_col) const {
+  // Makes the xhat of these columns zero to their owners, who have staged their parameters.
+  __device__ void clear() const {
     for (int place = own_; place < end_; place += threads_)
-      Params::template clear_scale<kLie>(staged, column(place) - first_col);
+      Params::template clear_scale<kLie>(staged_, column(place) - first_col_);
   }
 
   // The values at this thread's first place. Zero without one.
@@ -118,8 +122,7 @@ class ListedShare {
   }
 
   __device__ __forceinline__ float w(int place, const Values& values) const {
-    if (!in_.weight.data) return values.dy;
-    return values.dy * (load_param<float>(in_.weight, column(place)) + in_.weight_offset);
+    return values.dy * Params::template weight_of<kLie>(staged_, column(place) - first_col_);
   }
   // Nobody else adds to this place: an atomic operation only because nothing waits for it.
   __device__ __forceinline__ float add(int place, const Values& values) const {
@@ -140,7 +143,8 @@ class ListedShare {
 
   const BackwardInput<Y, S, float>& in_;
   const BackwardOutput<X, float>& out_;
-  int own_, threads_, end_;
+  float* staged_;
+  int first_col_, own_, threads_, end_;
   bool any_;
   float* sums_;
 };
