@@ -47,13 +47,13 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
 
   wait_for_prerequisites();
   out.clear_totals();
-  using Params = StagedParams<kPacks, N, kSaved, shifts_of(kRms)>;
+  using Params = StagedParams<kPacks, N, kSaved, !kRms>;
   const Params params(staged, group.thread());
   auto open_rows = [&] {
     using Group = std::remove_const_t<decltype(group)>;
     const int row_threads = max(group.threads(), kWarpSize);
     char* const behind =
-        reinterpret_cast<char*>(staged + param_kinds(kSaved, shifts_of(kRms)) * row_threads * kPacks * N);
+        reinterpret_cast<char*>(staged + param_kinds(kSaved, !kRms) * row_threads * kPacks * N);
     if constexpr (kInRing) {
       return RowsInRing<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride, behind,
                                                       shared.stages[group.index()]);
@@ -86,7 +86,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
   if (row < in.rows) look_ahead();
   if (kRegular) stage_params();
   // Made anew at each use, as it would take registers between.
-  using Listed = ListedShare<kLie, Params, X, Y, S>;
+  using Listed = ListedShare<kLie, Params, 1, X, Y, S>;
   const int listed_columns = kFromOutput ? in.list.count() : 0;
   auto listed = [&] {
     int thread, index;
@@ -95,10 +95,12 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     return Listed(in, out, staged, 0, thread, group.threads(), 0, listed_columns,
                   int64_t{blockIdx.x} * group.groups() + index);
   };
+  typename Listed::Held next_listed{};
   if (listed_columns > 0) {
     listed().begin();
     if (group.index() == 0) listed().clear();
     __syncthreads();
+    if (row < in.rows) next_listed = listed().load(row);
   }
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; first < in.rows; first += stride) {
@@ -107,16 +109,16 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
     const float mean = next_mean, rstd = next_rstd;
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
     const int row_left = row < in.rows ? left : 0;
-    typename Listed::Values listed_values{};
-    if (listed_columns > 0 && row < in.rows) listed_values = listed().load_own(row);
+    float sum_w = 0, sum_wx = 0;
+    const typename Listed::Held own_listed = next_listed;
+    if (listed_columns > 0 && row < in.rows) sum_wx = listed().add_up(row, own_listed);
     row += stride;
     if (row < in.rows) {
       rows.ask_for(row);
       look_ahead();
-      if (listed_columns > 0) listed().prefetch_own(row);
+      if (listed_columns > 0) next_listed = listed().load(row);
     }
 
-    float sum_w = 0, sum_wx = 0;
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (p * kSliceStep<N> >= row_left) break;
@@ -143,8 +145,6 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
       if (!kRms) sum_w += tree_sum<N>(of_w);
       sum_wx += tree_sum<N>(of_wx);
     }
-    if (listed_columns > 0 && row - stride < in.rows)
-      sum_wx += listed().add_up(row - stride, listed_values);
     if constexpr (kRms) {
       sums.add_up(group, sum_wx);
     } else {
@@ -184,7 +184,7 @@ __device__ __forceinline__ void norm_backward_once(const BackwardInput<Y, S, flo
         } else {
           __syncwarp();
         }
-        if (row - stride < in.rows) listed().write_dx(row - stride, listed_values, gradient);
+        if (row - stride < in.rows) listed().write_dx(row - stride, own_listed, gradient);
       }
     }
   }

@@ -62,12 +62,12 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
-  using Listed = ListedShare<RowsLie::kRegular, Params, X, X, X>;
+  using Listed = ListedShare<RowsLie::kRegular, Params, 1, X, X, X>;
   const Listed listed(in, out, few_staged, 0, group.thread(), group.threads(), 0,
                       kLists ? in.list.count() : 0);
-  typename Listed::Values listed_values{};
+  typename Listed::Held own_listed{};
   if (kLists && listed.any()) {
-    listed_values = listed.load_own(row);
+    own_listed = listed.load(row);
     __syncthreads();
     listed.clear();
     __syncthreads();
@@ -93,7 +93,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
     if (!kRms) sum_w += tree_sum<N>(of_w);
     sum_wx += tree_sum<N>(of_wx);
   }
-  if (kLists && listed.any()) sum_wx += listed.add_up(row, listed_values);
+  if (kLists && listed.any()) sum_wx += listed.add_up(row, own_listed);
   if constexpr (kRms) {
     sums.add_up(group, sum_wx);
   } else {
@@ -117,7 +117,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   }
   if (kLists && listed.any()) {
     __syncthreads();
-    listed.write_dx(row, listed_values, gradient);
+    listed.write_dx(row, own_listed, gradient);
   }
 }
 

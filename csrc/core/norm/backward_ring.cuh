@@ -107,9 +107,12 @@ struct RingRows {
   }
 };
 
-// The listed columns of a block with the columns from first_col to end_col, by one warp that has
-// none of its own. It adds a row to their sums while the others work on the row before, and writes
-// dx after the others, two rows late. It meets the others at each of their barriers.
+// Places in the list of a lane, of which it holds the values of the next row and of those at work.
+constexpr int kListedHeld = 4;
+
+// The listed columns of a block, by one warp that has none of its own. While the others work on a
+// row it asks for the row after the next, adds up the next one, and writes dx of the row before the
+// row before, which the others have written. It meets them at each of their barriers.
 template <bool kRms, typename Listed, typename In, typename Out>
 __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const In& in,
                                                      const Out& out, const RingRows& rows,
@@ -128,42 +131,49 @@ __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const
       return RowGradient<false>(rstd, in.per_cols, has_mean ? of_row.w : 0.0f, of_row.wx);
     }
   };
-  auto write_dx = [&](int turn, const RowGradient<kRms>& gradient) {
-    if (out.dx != nullptr) listed.write_dx(rows.at(turn), gradient);
+  using Held = typename Listed::Held;
+  auto load = [&](int turn) { return turn < rows.rounds ? listed.load(rows.at(turn)) : Held{}; };
+  auto write_dx = [&](int turn, const Held& held, const RowGradient<kRms>& gradient) {
+    if (out.dx != nullptr && turn >= 0) listed.write_dx(rows.at(turn), held, gradient);
   };
-  RowGradient<kRms> gradient(0, 0, 0, 0);
-  typename LateSums<kRms>::Sums next{};
-  next.wx = listed.add_up(rows.at(0));
+  RowGradient<kRms> gradient(0, 0, 0, 0);  // of the row before
+  Held before{}, last{}, own = load(0), next = load(1);
+  typename LateSums<kRms>::Sums own_sums{};
+  own_sums.wx = listed.add_up(rows.at(0), own);
   int turn = 0, end = 0;
   for (int set = 0; set < rows.partial_sets; ++set) {
     end = rows.end_of_set(end);
     for (; turn < end; ++turn) {
-      sums.put(turn, next);
-      if (turn > 1) write_dx(turn - 2, gradient);
+      sums.put(turn, own_sums);
+      const Held after_next = load(turn + 2);
+      write_dx(turn - 2, before, gradient);
       if (turn > 0) gradient = gradient_of(turn - 1);
-      if (turn + 1 < end) next.wx = listed.add_up(rows.at(turn + 1));
+      if (turn + 1 < end) own_sums.wx = listed.add_up(rows.at(turn + 1), next);
       __syncthreads();
+      before = last;
+      last = own;
+      own = next;
+      next = after_next;
     }
     __syncthreads();
-    if (out.dweight_partials)
-      listed.write_partials(out.dweight_partials + rows.at(set) * in.cols);
-    if (turn < rows.rounds) next.wx = listed.add_up(rows.at(turn));
+    if (out.dweight_partials) listed.write_partials(out.dweight_partials + rows.at(set) * in.cols);
+    if (turn < rows.rounds) own_sums.wx = listed.add_up(rows.at(turn), own);
   }
-  if (rows.rounds > 1) write_dx(rows.rounds - 2, gradient);
-  gradient = gradient_of(rows.rounds - 1);
+  write_dx(turn - 2, before, gradient);
+  gradient = gradient_of(turn - 1);
   __syncthreads();
-  write_dx(rows.rounds - 1, gradient);
+  write_dx(turn - 1, last, gradient);
 }
 
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
 // an iteration they add up a row, write the dx of the row before, and meet at one barrier; then one
 // thread fills the stage of the row before with one yet to come.
-template <RowsLie kLie, bool kRms, Saved kSaved, Shifts kShifts, typename X, typename Y, typename S>
+template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out, int stages,
                                                    int partial_sets, int rows_in_sequence,
                                                    RingShared<kRms>& shared) {
-  using Slice = RingSlice<kLie, kRms, kSaved, kShifts, X, Y, S>;
+  using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
   extern __shared__ __align__(128) float staged[];
 
@@ -188,7 +198,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                          reinterpret_cast<const char*>(end)};
   };
   RowRing<S, Y, Slice::kRegular && N * sizeof(S) == 16, Slice::kRegular && N * sizeof(Y) == 16>
-      ring(reinterpret_cast<char*>(staged + param_kinds(kSaved, kShifts) * threads * kCols),
+      ring(reinterpret_cast<char*>(staged + param_kinds(kSaved, !kRms) * threads * kCols),
            shared.stages, tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout), stages);
   const bool fills = thread == threads - kWarpSize;  // in the warp with the fewest columns
   if (fills) {
@@ -202,7 +212,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   if (kSaved == Saved::kOutput && lists) {
     const auto [listed_first, listed_end] = in.list.places(block_first, block_first + block_cols);
-    const ListedShare<kLie, typename Slice::Params, X, Y, S> listed(
+    const ListedShare<kLie, typename Slice::Params, kListedHeld, X, Y, S> listed(
         in, out, staged, block_first, lane, kWarpSize, listed_first, listed_end, first);
     listed.begin();
     if (lane == 0) shared.lists = listed.any();
@@ -286,24 +296,16 @@ __global__ void __launch_bounds__(kMaxRingThreads, 1)
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
-  auto run = [&](auto lie, auto shifts) {
-    norm_backward_late<decltype(lie)::value, kRms, kSaved, decltype(shifts)::value>(
-        in, out, stages, partial_sets, rows_in_sequence, shared);
+  auto run = [&](auto lie) {
+    norm_backward_late<decltype(lie)::value, kRms, kSaved>(in, out, stages, partial_sets,
+                                                           rows_in_sequence, shared);
   };
-  constexpr std::integral_constant<Shifts, shifts_of(kRms)> kShifts;
-  constexpr std::integral_constant<RowsLie, RowsLie::kRegular> kRegular;
-  constexpr bool kPairs = kSaved == Saved::kOutput && !kRms && std::is_same_v<X, Y> && sizeof(X) == 2;
   if (regular) {
-    if constexpr (kPairs) {
-      auto is_16_bit = [](const ParamVector& params) { return params.data && params.dtype == kDTypeOf<X>; };
-      if (is_16_bit(in.weight) && is_16_bit(in.bias) && in.weight_offset == 0)
-        return run(kRegular, std::integral_constant<Shifts, Shifts::kPaired>());
-    }
-    run(kRegular, kShifts);
+    run(std::integral_constant<RowsLie, RowsLie::kRegular>());
   } else if (in.cols % N == 0) {
-    run(std::integral_constant<RowsLie, RowsLie::kShifted>(), kShifts);
+    run(std::integral_constant<RowsLie, RowsLie::kShifted>());
   } else {
-    run(std::integral_constant<RowsLie, RowsLie::kElements>(), kShifts);
+    run(std::integral_constant<RowsLie, RowsLie::kElements>());
   }
 #else
   __trap();  // no plan asks for it

@@ -69,26 +69,25 @@ struct SideOut {
     launch_dependents();
   }
 
-  // Keeps those of the listed columns of a row that lie from `first` to `end`. By all threads of
-  // the block, of which each group has written its row's statistics; a row past the end is none.
+  // Keeps those of the listed columns of a row that lie among `cols` from `first` on. By all threads
+  // of the block, of which each group has written its row's statistics; a row past the end is none.
   // The row is read again, from the L2 cache: its columns may be in the registers of any thread.
-  template <bool kRms, typename Load, typename Statistics, typename Group>
-  __device__ __forceinline__ void keep(const Load& load, const Statistics& statistics,
-                                       const Group& group, int64_t row, int first, int end) const {
-    if (room == 0) return;
+  template <bool kRms, typename Load, typename Statistics>
+  __device__ __forceinline__ void keep(const Load& load, const Statistics& statistics, int64_t row,
+                                       int first, int cols) const {
     wait_for_prerequisites();
     const int count = min(*columns, room);
     if (count == 0) return;
-    if (group.warps() > 1) {
+    if (blockDim.x > kWarpSize) {
       __syncthreads();
     } else {
       __syncwarp();
     }
     if (row >= load.rows) return;
     const A mean = kRms ? A(0) : statistics.mean[row], rstd = statistics.rstd[row];
-    for (int place = group.thread(); place < count; place += group.threads()) {
+    for (int place = threadIdx.x; place < count; place += blockDim.x) {
       const int col = columns[1 + place];
-      if (col < first || col >= end) continue;
+      if (static_cast<unsigned>(col - first) >= static_cast<unsigned>(cols)) continue;
       const A x = static_cast<A>(load.value(row, col));
       side[row * room + place] = kRms ? x * rstd : (x - mean) * rstd;
     }

@@ -127,6 +127,17 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
   }
 }
 
+// The end of norm_forward_once() where columns may be listed, for kCols columns a thread. A function
+// that finds out anew where it is, so that it takes no registers before.
+template <bool kRms, int kCols, bool kMaySpread, typename Load, typename Statistics>
+__device__ __noinline__ void keep_listed(const Load& load, const Statistics& out) {
+  const RowCluster cluster;
+  const int blocks = kMaySpread ? cluster.blocks() : 1, rank = kMaySpread ? cluster.rank() : 0;
+  const int part_cols = static_cast<int>(blockDim.x) * kCols;
+  const int64_t row = int64_t{blockIdx.x / blocks} * blockDim.y + threadIdx.y;
+  out.listed.template keep<kRms>(load, out, row, rank * part_cols, part_cols);
+}
+
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
 // A group of threads takes one row and is done; that the others of its multiprocessor are at other
 // rows, and other blocks follow, keeps the memory busy.
@@ -178,7 +189,7 @@ __device__ __forceinline__ void norm_forward_once(
     out.template write<kRms>(row, statistics.mean, rstd);
 
   write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
-  out.listed.template keep<kRms>(load, out, group, row, part_first, part_first + part_cols);
+  if (out.listed.room > 0) keep_listed<kRms, kPacks * N, kPacks == kMostPacks>(load, out);
 }
 
 // Any length: the row is read for its statistics and again to normalize it.
@@ -231,7 +242,7 @@ __device__ __forceinline__ void norm_forward_twice(const Load& load, const Store
 template <typename Load, typename Store, bool kRms, int kPacks>
 __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           const StatisticsOf<Load, Store> out, RowsLie lie) {
+                           const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
   using X = typename Load::Input;
   constexpr BrokenRows kBroken =
@@ -246,7 +257,7 @@ template <typename X>
 __global__ void __launch_bounds__(forward_threads(false, kFewLanesPacks), forward_blocks(false))
     norm_forward_few_lanes(const __grid_constant__ InputLoad<X> load,
                            const __grid_constant__ AffineStore<X> store,
-                           const StatisticsOf<InputLoad<X>, AffineStore<X>> out) {
+                           const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out) {
   __shared__ ForwardShared<Accumulator<X>> shared;
   norm_forward_once<RowForm<RowsLie::kRegular, X, X>, false, kFewLanesPacks, false>(load, store,
                                                                                     out, shared);

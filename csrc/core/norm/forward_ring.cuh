@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     if (group.thread() == 0 && (first_col == 0 || out.listed.room > 0))
       out.template write<kRms>(row, statistics.mean, rstd);
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
-    out.listed.template keep<kRms>(load, out, group, row, first_col, first_col + slot_cols);
+    if (out.listed.room > 0) out.listed.template keep<kRms>(load, out, row, first_col, slot_cols);
 
     if (++slot == slots) {
       slot = 0;

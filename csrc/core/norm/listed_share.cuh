@@ -10,12 +10,16 @@
 
 namespace fused_norm {
 
-// Params: StagedParams of rows that lie so.
-template <RowsLie kLie, typename Params, typename X, typename Y, typename S>
+// Params: StagedParams of rows that lie so. A thread holds the values of its first kHeld places, so
+// that they can be loaded well before they are used.
+template <RowsLie kLie, typename Params, int kHeld, typename X, typename Y, typename S>
 class ListedShare {
  public:
   struct Values {
     float dy, xhat;
+  };
+  struct Held {
+    Values at[kHeld];
   };
 
   // Thread `thread` of `threads`, which share the places from `first` to `end` of the list. They are
@@ -46,43 +50,34 @@ class ListedShare {
   // Makes the xhat of these columns zero to their owners, who have staged their parameters.
   __device__ void clear() const {
     for (int place = own_; place < end_; place += threads_)
-      Params::template clear_scale<kLie>(staged_, column(place) - first_col_);
+      Params::template clear<kLie>(staged_, column(place) - first_col_);
   }
 
-  // The values at this thread's first place. Zero without one.
-  __device__ __forceinline__ Values load_own(int64_t row) const {
-    return own_ < end_ ? load(row, own_) : Values{};
-  }
-  __device__ __forceinline__ void prefetch_own(int64_t row) const {
-    if (own_ < end_)
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(in_.list.side + row * in_.list.room + own_));
+  // The values of a row that this thread holds; zero at places past the end.
+  __device__ __forceinline__ Held load(int64_t row) const {
+    Held held;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      const int place = own_ + i * threads_;
+      held.at[i] = {};
+      if (place < end_) held.at[i] = load(row, place);
+    }
+    return held;
   }
 
-  // This thread's part of the row's sum of w * xhat, of which it has loaded the first values.
-  __device__ __forceinline__ float add_up(int64_t row, const Values& own) const {
-    float sum = own_ < end_ ? add(own_, own) : 0.0f;
-    for (int place = own_ + threads_; place < end_; place += threads_)
-      sum += add(place, load(row, place));
-    return sum;
-  }
-  // The same, of a thread that has nothing else to do meanwhile.
-  __device__ __forceinline__ float add_up(int64_t row) const {
+  // This thread's part of the row's sum of w * xhat.
+  __device__ __forceinline__ float add_up(int64_t row, const Held& held) const {
     float sum = 0;
-    for_all(row, [&](int place, const Values& values) { sum += add(place, values); });
+    for_each(row, held, [&](int place, const Values& values) { sum += add(place, values); });
     return sum;
   }
 
   // Writes dx of a row, after the columns' owners.
   template <typename Gradient>
-  __device__ __forceinline__ void write_dx(int64_t row, const Values& own,
+  __device__ __forceinline__ void write_dx(int64_t row, const Held& held,
                                            const Gradient& gradient) const {
-    if (own_ < end_) write(row, own_, own, gradient);
-    for (int place = own_ + threads_; place < end_; place += threads_)
-      write(row, place, load(row, place), gradient);
-  }
-  template <typename Gradient>
-  __device__ __forceinline__ void write_dx(int64_t row, const Gradient& gradient) const {
-    for_all(row, [&](int place, const Values& values) { write(row, place, values, gradient); });
+    for_each(row, held,
+             [&](int place, const Values& values) { write(row, place, values, gradient); });
   }
 
   // Puts dweight of these columns in a partial row, after their owners, and begins anew. The sums of
@@ -105,20 +100,16 @@ class ListedShare {
     return {static_cast<float>(row_start(in_.dy, in_.dy_layout, row)[column(place)]),
             in_.list.xhat(row, place)};
   }
-  // Calls run(place, values) at each place. Several loads are under way at once.
+  // Calls run(place, values) at each place.
   template <typename Run>
-  __device__ __forceinline__ void for_all(int64_t row, Run run) const {
-    constexpr int kAtOnce = 4;
-    for (int first = own_; first < end_; first += kAtOnce * threads_) {
-      Values values[kAtOnce];
+  __device__ __forceinline__ void for_each(int64_t row, const Held& held, Run run) const {
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i)
-        values[i] = load(row, min(first + i * threads_, end_ - 1));
-#pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        if (first + i * threads_ < end_) run(first + i * threads_, values[i]);
-      }
+    for (int i = 0; i < kHeld; ++i) {
+      const int place = own_ + i * threads_;
+      if (place < end_) run(place, held.at[i]);
     }
+    for (int place = own_ + kHeld * threads_; place < end_; place += threads_)
+      run(place, load(row, place));
   }
 
   __device__ __forceinline__ float w(int place, const Values& values) const {

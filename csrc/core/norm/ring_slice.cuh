@@ -18,7 +18,7 @@ struct RingRow {
 // A thread's columns, the same in every row: kPacks packs, the columns of pack p being
 // first + p * kSliceStep<N> + column(i), as in row_columns.cuh. Rows that are not regular are read
 // from shared memory element by element.
-template <RowsLie kLie, bool kRms, Saved kSaved, Shifts kShifts, typename X, typename Y, typename S>
+template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 class RingSlice {
  public:
   static constexpr int N = kPackElements<X, Y>;
@@ -26,7 +26,7 @@ class RingSlice {
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
   static constexpr bool kDealtOut = dealt_out(kLie);
-  using Params = StagedParams<kPacks, N, kSaved, kShifts, S>;
+  using Params = StagedParams<kPacks, N, kSaved, !kRms>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 
@@ -55,7 +55,8 @@ class RingSlice {
     for (int p = 0; p < kPacks; ++p) {
       one_by_one();
       float xhat[N], w[N], g[N], wx[N];
-      load(row, p, xhat, w, g);
+      load(row, p, xhat, w);
+      params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         dweight_[p][i] += w[i] * xhat[i];
@@ -86,7 +87,8 @@ class RingSlice {
     }
     auto gradient = [&](int p, float(&w)[N]) {
       float xhat[N], g[N];
-      load(row, p, xhat, w, g);
+      load(row, p, xhat, w);
+      params_.get(kWeight, p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         w[i] *= g[i];
@@ -166,18 +168,17 @@ class RingSlice {
     }
   }
 
-  // xhat, dy and the weights of a pack.
-  __device__ __forceinline__ void load(const Row& row, int p, float (&xhat)[N], float (&dy)[N],
-                                       float (&weight)[N]) const {
+  // xhat and dy of a pack.
+  __device__ __forceinline__ void load(const Row& row, int p, float (&xhat)[N],
+                                       float (&dy)[N]) const {
     read(row.saved, p, xhat);
     read(row.dy, p, dy);
     if constexpr (kFromOutput) {
-      params_.take_back(p, xhat, weight);
+      params_.take_back(p, xhat);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i)
         xhat[i] = kRms ? xhat[i] * row.rstd : (xhat[i] - row.mean) * row.rstd;
-      params_.get(kWeight, p, weight);
     }
   }
 
