@@ -1,6 +1,6 @@
 // Backward for few rows in one kernel: some blocks make dx, a row each, as backward.cuh does, and
-// others the sums over rows, a tile of columns each. Rows are so read twice, once from the L2 cache,
-// but no partial sums are written, and no second kernel waits for them.
+// others the sums over rows, a tile of columns each. Rows are so read twice, once from the L2
+// cache, but no partial sums are written, and no second kernel waits for them.
 #pragma once
 
 #include "core/common/overlap.cuh"

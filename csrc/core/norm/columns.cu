@@ -176,9 +176,9 @@ cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
   const int part_cols = (packs + cluster - 1) / cluster * kListPack;
   const int64_t elements = params.rows * std::min(params.list.room, cluster * kListedAtOnce);
   const int64_t most_blocks = gathers ? 2 * device.sm_count : cluster;
-  const int64_t blocks = std::clamp<int64_t>(elements / (kListThreads * kRowsInFlight),
-                                             std::min<int64_t>(kPortableClusterBlocks, most_blocks),
-                                             most_blocks);
+  const int64_t blocks =
+      std::clamp<int64_t>(elements / (kListThreads * kRowsInFlight),
+                          std::min<int64_t>(kPortableClusterBlocks, most_blocks), most_blocks);
   return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     using A = Accumulator<X>;

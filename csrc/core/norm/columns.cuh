@@ -69,9 +69,10 @@ struct SideOut {
     launch_dependents();
   }
 
-  // Keeps those of the listed columns of a row that lie among `cols` from `first` on. By all threads
-  // of the block, of which each group has written its row's statistics; a row past the end is none.
-  // The row is read again, from the L2 cache: its columns may be in the registers of any thread.
+  // Keeps those of the listed columns of a row that lie among `cols` from `first` on. By all
+  // threads of the block, of which each group has written its row's statistics; a row past the end
+  // is none. The row is read again, from the L2 cache: its columns may be in the registers of any
+  // thread.
   template <bool kRms, typename Load, typename Statistics>
   __device__ __forceinline__ void keep(const Load& load, const Statistics& statistics, int64_t row,
                                        int first, int cols) const {

@@ -127,8 +127,8 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
   }
 }
 
-// The end of norm_forward_once() where columns may be listed, for kCols columns a thread. A function
-// that finds out anew where it is, so that it takes no registers before.
+// The end of norm_forward_once() where columns may be listed, for kCols columns a thread. A
+// function that finds out anew where it is, so that it takes no registers before.
 template <bool kRms, int kCols, bool kMaySpread, typename Load, typename Statistics>
 __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out) {
   const RowCluster cluster;

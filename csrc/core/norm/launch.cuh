@@ -209,7 +209,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   auto* const totals = static_cast<LookTotals*>(params.workspace);
   A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
   const int64_t partial_size = int64_t{plan.partials} * params.cols;
-  const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,
+  const BackwardOutput<X, A> out{static_cast<X*>(params.dx),
+                                 params.dweight ? partials : nullptr,
                                  params.dbias ? partials + partial_size : nullptr,
                                  static_cast<const X*>(params.dresidual),
                                  params.watch.report && !params.watch.totals ? totals : nullptr,

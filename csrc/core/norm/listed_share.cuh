@@ -22,9 +22,9 @@ class ListedShare {
     Values at[kHeld];
   };
 
-  // Thread `thread` of `threads`, which share the places from `first` to `end` of the list. They are
-  // the group-th of all that add up dweight of these columns. `staged`: the columns' parameters, from
-  // column first_col on.
+  // Thread `thread` of `threads`, which share the places from `first` to `end` of the list. They
+  // are the group-th of all that add up dweight of these columns. `staged`: the columns'
+  // parameters, from column first_col on.
   __device__ __forceinline__ ListedShare(const BackwardInput<Y, S, float>& in,
                                          const BackwardOutput<X, float>& out, float* staged,
                                          int first_col, int thread, int threads, int first, int end,
@@ -80,9 +80,9 @@ class ListedShare {
              [&](int place, const Values& values) { write(row, place, values, gradient); });
   }
 
-  // Puts dweight of these columns in a partial row, after their owners, and begins anew. The sums of
-  // `groups` groups follow each other, and this is the index-th; each takes a share of the columns.
-  // All have met since they added anything.
+  // Puts dweight of these columns in a partial row, after their owners, and begins anew. The sums
+  // of `groups` groups follow each other, and this is the index-th; each takes a share of the
+  // columns. All have met since they added anything.
   __device__ void write_partials(float* partials, int index = 0, int groups = 1) const {
     const int pitch = in_.list.room;
     for (int place = own_ + index * threads_; place < end_; place += groups * threads_) {

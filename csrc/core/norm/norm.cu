@@ -16,9 +16,8 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
   auto launch = [&] {
     if (adds) return norm_add_forward(params, plan, stream);
     if (plan.warps.threads > 0) return norm_flat_forward(params, plan.warps, plan.overlaps, stream);
-    return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
-      return norm_forward_of<decltype(x)>(params, plan, stream);
-    });
+    return with_dtype<__half, __nv_bfloat16, float, double>(
+        params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });
   };
   if (params.list.room == 0) return launch();
   // Rows that stay in registers are short enough to be read again from the L2 cache, for the
@@ -47,10 +46,10 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
-  const size_t groups = static_cast<size_t>(plan.blocks / plan.cluster_blocks) * plan.rows_per_block;
-  const size_t listed = plan.tier == Tier::kRegisters || plan.tier == Tier::kRing
-                            ? groups * params.list.room
-                            : 0;
+  const size_t groups =
+      static_cast<size_t>(plan.blocks / plan.cluster_blocks) * plan.rows_per_block;
+  const size_t listed =
+      plan.tier == Tier::kRegisters || plan.tier == Tier::kRing ? groups * params.list.room : 0;
   return kTotalsBytes +
          element * (2 * static_cast<size_t>(plan.partials) * params.cols + means + listed);
 }
