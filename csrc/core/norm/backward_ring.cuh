@@ -107,12 +107,13 @@ struct RingRows {
   }
 };
 
-// Places in the list of a lane, of which it holds the values of the next row and of those at work.
-constexpr int kListedHeld = 4;
+// Places in the list of a lane, of which it holds the values of rows to come.
+constexpr int kListedHeld = 3;
 
 // The listed columns of a block, by one warp that has none of its own. While the others work on a
-// row it asks for the row after the next, adds up the next one, and writes dx of the row before the
-// row before, which the others have written. It meets them at each of their barriers.
+// row it adds up the next one and writes dx of the row before the row before, which the others have
+// written. It asks for what it needs one turn ahead, and meets the others at each of their
+// barriers.
 template <bool kRms, typename Listed, typename In, typename Out>
 __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const In& in,
                                                      const Out& out, const RingRows& rows,
@@ -137,32 +138,37 @@ __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const
     if (out.dx != nullptr && turn >= 0) listed.write_dx(rows.at(turn), held, gradient);
   };
   RowGradient<kRms> gradient(0, 0, 0, 0);  // of the row before
-  Held before{}, last{}, own = load(0), next = load(1);
+  Held to_write{}, next = load(1);
   typename LateSums<kRms>::Sums own_sums{};
-  own_sums.wx = listed.add_up(rows.at(0), own);
+  own_sums.wx = listed.add_up(rows.at(0), load(0));
   int turn = 0, end = 0;
   for (int set = 0; set < rows.partial_sets; ++set) {
     end = rows.end_of_set(end);
     for (; turn < end; ++turn) {
       sums.put(turn, own_sums);
-      const Held after_next = load(turn + 2);
-      write_dx(turn - 2, before, gradient);
-      if (turn > 0) gradient = gradient_of(turn - 1);
-      if (turn + 1 < end) own_sums.wx = listed.add_up(rows.at(turn + 1), next);
+      write_dx(turn - 2, to_write, gradient);
+      if (turn > 0) {
+        gradient = gradient_of(turn - 1);
+        to_write = load(turn - 1);
+      }
+      if (turn + 1 < end) {
+        own_sums.wx = listed.add_up(rows.at(turn + 1), next);
+        next = load(turn + 2);
+      }
       __syncthreads();
-      before = last;
-      last = own;
-      own = next;
-      next = after_next;
     }
     __syncthreads();
     if (out.dweight_partials) listed.write_partials(out.dweight_partials + rows.at(set) * in.cols);
-    if (turn < rows.rounds) own_sums.wx = listed.add_up(rows.at(turn), own);
+    if (turn < rows.rounds) {
+      own_sums.wx = listed.add_up(rows.at(turn), next);
+      next = load(turn + 1);
+    }
   }
-  write_dx(turn - 2, before, gradient);
+  write_dx(turn - 2, to_write, gradient);
   gradient = gradient_of(turn - 1);
+  to_write = load(turn - 1);
   __syncthreads();
-  write_dx(turn - 1, last, gradient);
+  write_dx(turn - 1, to_write, gradient);
 }
 
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In

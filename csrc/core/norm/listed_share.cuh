@@ -16,7 +16,8 @@ template <RowsLie kLie, typename Params, int kHeld, typename X, typename Y, type
 class ListedShare {
  public:
   struct Values {
-    float dy, xhat;
+    Y dy;  // as it is: to make it a float is to wait for it
+    float xhat;
   };
   struct Held {
     Values at[kHeld];
@@ -97,8 +98,7 @@ class ListedShare {
   __device__ __forceinline__ int column(int place) const { return in_.list.columns[1 + place]; }
 
   __device__ __forceinline__ Values load(int64_t row, int place) const {
-    return {static_cast<float>(row_start(in_.dy, in_.dy_layout, row)[column(place)]),
-            in_.list.xhat(row, place)};
+    return {row_start(in_.dy, in_.dy_layout, row)[column(place)], in_.list.xhat(row, place)};
   }
   // Calls run(place, values) at each place.
   template <typename Run>
@@ -113,11 +113,12 @@ class ListedShare {
   }
 
   __device__ __forceinline__ float w(int place, const Values& values) const {
-    return values.dy * Params::template weight_of<kLie>(staged_, column(place) - first_col_);
+    return static_cast<float>(values.dy) *
+           Params::template weight_of<kLie>(staged_, column(place) - first_col_);
   }
   // Nobody else adds to this place: an atomic operation only because nothing waits for it.
   __device__ __forceinline__ float add(int place, const Values& values) const {
-    if (sums_ != nullptr) atomicAdd(sums_ + place, values.dy * values.xhat);
+    if (sums_ != nullptr) atomicAdd(sums_ + place, static_cast<float>(values.dy) * values.xhat);
     return w(place, values) * values.xhat;
   }
 

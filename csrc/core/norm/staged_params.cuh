@@ -48,15 +48,19 @@ class StagedParams {
 
   // xhat of a pack of the output.
   __device__ __forceinline__ void take_back(int p, float (&y)[N]) const {
-    float scale[N], shift[N];
-    get(kScale, p, scale);
-    if (kShifts) get(kShift, p, shift);
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (kShifts && kFused) {
-        y[i] = fmaf(y[i], scale[i], shift[i]);
-      } else {
-        y[i] = (kShifts ? y[i] - shift[i] : y[i]) * scale[i];
+    for (int q = 0; q < N / 4; ++q) {  // few registers at a time
+      float scale[4], shift[4];
+      memcpy(scale, &at(kScale, p, q), sizeof(float4));
+      if (kShifts) memcpy(shift, &at(kShift, p, q), sizeof(float4));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& value = y[4 * q + i];
+        if (kShifts && kFused) {
+          value = fmaf(value, scale[i], shift[i]);
+        } else {
+          value = (kShifts ? value - shift[i] : value) * scale[i];
+        }
       }
     }
   }
