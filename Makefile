@@ -1,6 +1,7 @@
 # Each target does all its own set-up: the environment .venv, the dependencies, the build.
 #   make demo    train a small transformer with torch's norms and with fused ones
 #   make test    everything that CI runs
+#   make stacks  the tests of fused_norm.integrations, beside the stacks' own packages
 #   make build   compile the extension into fused_norm/, so that the tree itself is importable
 #   make budget  the size of csrc/core beside its limits and goals
 #   make lint | bench | wheel | clean
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := build
-.PHONY: build demo test host-tests core budget lint bench wheel clean
+.PHONY: build demo test stacks host-tests core budget lint bench wheel clean
 
 # The first of these that runs and can make an environment (an installed name may be a dead shim).
 ifndef PYTHON
@@ -96,6 +97,23 @@ demo: build
 test: host-tests $(CI_KERNELS) build budget
 	MALLOC_MMAP_THRESHOLD_=1000000000 MALLOC_TRIM_THRESHOLD_=2000000000 \
 	    $(BIN)/python -m pytest -n auto --dist worksteal tests
+
+# An environment in front of .venv: what is there already, torch above all, is not installed again.
+STACKS := .venv/stacks
+$(STACKS)/.made: $(ENV) tests/stacks/requirements.txt
+	rm -rf $(STACKS)
+	$(BIN)/python -m venv $(STACKS)
+	@site='import site; print(site.getsitepackages()[0])'; \
+	    { echo '$(CURDIR)'; $(BIN)/python -c "$$site"; } \
+	    > "$$($(STACKS)/bin/python -c "$$site")/fused_norm_tree.pth"
+	$(STACKS)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet \
+	    'torch==$(TORCH)' -r tests/stacks/requirements.txt
+	$(STACKS)/bin/python -m pip install --disable-pip-version-check --no-compile --quiet --no-deps \
+	    'torchtitan==0.3.0; python_version >= "3.11"'
+	@touch $@
+
+stacks: build $(STACKS)/.made
+	FUSED_NORM_STACKS=1 $(STACKS)/bin/python -m pytest -n auto --dist worksteal tests/stacks
 
 # Unit tests of the host logic of csrc/core; they need neither torch nor nvcc.
 host-tests: $(ENV)

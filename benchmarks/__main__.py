@@ -13,6 +13,7 @@ import torch
 import benchmarks
 import fused_norm as fn
 from benchmarks import (
+    attention,
     backward_ladder,
     compare,
     cpu,
@@ -31,6 +32,7 @@ from benchmarks import (
 COMMANDS = {
     "norm": norm,
     "softmax": softmax,
+    "attention": attention,
     "sweep": sweep,
     "overhead": overhead,
     "flag": flag,

@@ -1,10 +1,12 @@
-"""Memory that a transformer's training step takes with torch's norms and with ours.
+"""Memory that a transformer's training step takes with torch's norms and with ours, and its time.
 
 Random weights and tokens; attention stores no scores. The gradients are freed before the measured
-step, and the optimizer's step, which is the same for all, is left out.
+step, and the optimizer's step, which is the same for all, is left out. The variants share the
+parameters, and their steps alternate.
 """
 
 import collections
+import copy
 import csv
 import dataclasses
 import functools
@@ -19,12 +21,13 @@ from rich.table import Table
 from torch import nn
 
 import fused_norm as fn
-from benchmarks import environment
+from benchmarks import commandline, environment
 
 needs_gpu = False
 
 MIB = 2**20
-VARIANTS = ("torch", "fused", "fused, memory_efficient")
+VARIANTS = ("torch", "fused", "fused, memory_efficient", "fused, memory_efficient, attention")
+MODES = ("eager", "compiled")
 KINDS = ("norms", "linear layers", "attention", "activations", "embeddings and loss")
 
 
@@ -39,7 +42,6 @@ class Preset:
     context: int
     batch: int
     dtype: torch.dtype
-    gpu: bool  # too large for a CPU
 
     @property
     def norms(self):
@@ -51,10 +53,11 @@ class Preset:
 
 
 PRESETS = {
-    "llama-7b": Preset(True, 32, 4096, 11008, 32, 32000, 4096, 1, torch.bfloat16, True),
-    "gpt2-xl": Preset(False, 48, 1600, 6400, 25, 50257, 1024, 8, torch.bfloat16, True),
-    "llama-tiny": Preset(True, 4, 256, 704, 4, 512, 128, 2, torch.float32, False),
-    "gpt2-tiny": Preset(False, 4, 256, 1024, 4, 512, 128, 2, torch.float32, False),
+    "llama-7b": Preset(True, 32, 4096, 11008, 32, 32000, 4096, 1, torch.bfloat16),
+    "llama-7b-4-layers": Preset(True, 4, 4096, 11008, 32, 32000, 4096, 1, torch.bfloat16),
+    "gpt2-xl": Preset(False, 48, 1600, 6400, 25, 50257, 1024, 8, torch.bfloat16),
+    "llama-tiny": Preset(True, 4, 256, 704, 4, 512, 128, 2, torch.float32),
+    "gpt2-tiny": Preset(False, 4, 256, 1024, 4, 512, 128, 2, torch.float32),
 }
 
 
@@ -72,10 +75,13 @@ class Attention(nn.Module):
 
 
 class AttentionCore(nn.Module):
+    ours = False
+
     def forward(self, q, k, v, rotation):
         if rotation is not None:
             q, k = (rotate(t, *rotation) for t in (q, k))
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        attention = fn.functional if self.ours else F
+        return attention.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def rotate(x, cos, sin):
@@ -187,64 +193,95 @@ def saved_by_kind(model, compute_loss):
 @dataclasses.dataclass(frozen=True)
 class Result:
     preset: str
+    mode: str
     variant: str
-    saved: dict  # kind of layer: bytes
+    saved: dict | None  # kind of layer: bytes; None of compiled code, which keeps what it likes
     held: int | None  # bytes that the forward pass leaves allocated; None on a CPU
     peak: int | None  # most bytes over forward and backward, beyond parameters; None on a CPU
     seconds: float  # of forward and backward
+    change: float  # against torch's in the same mode: the median of the turns' ratios, less 1
 
     @property
     def all_saved(self):
         return sum(self.saved.values())
 
 
-def make_norm_of(preset, variant):
-    if variant == "torch":
-        return nn.RMSNorm if preset.llama else nn.LayerNorm
-    norm = fn.RMSNorm if preset.llama else fn.LayerNorm
-    return functools.partial(norm, memory_efficient=variant != "fused")
+def variant_of(model, variant):
+    """The model with other norms and attention, and the same parameters."""
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    made = copy.deepcopy(model, shared)
+    if variant != "torch":
+        fn.convert(made, memory_efficient="memory_efficient" in variant)
+    for module in made.modules():
+        if isinstance(module, AttentionCore):
+            module.ours = "attention" in variant
+    return made
 
 
-def measure(name, variant, device):
+def compiled(model, variant):
+    options = {} if variant == "torch" else fn.compile_options()
+    return torch.compile(model, fullgraph=True, dynamic=False, options=options)
+
+
+def measure_step(model, call, device):
+    """(bytes held after forward, peak bytes, seconds)"""
+    model.zero_grad(set_to_none=True)
+    before = held = peak = None
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    start = time.perf_counter()
+    loss = call()
+    if device == "cuda":
+        held = torch.cuda.memory_allocated() - before
+    loss.backward()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - before
+    return held, peak, time.perf_counter() - start
+
+
+def measure(name, modes, device, rounds):
+    """Results of all variants: a first round warms up and compiles, then their steps alternate, and
+    who is first changes from round to round."""
     preset = PRESETS[name]
     gc.collect()  # nothing of the run before counts
+    torch._dynamo.reset()
+    torch._dynamo.config.recompile_limit = 1000  # the variants are modules of the same classes
     torch.manual_seed(0)
     with torch.device(device):
         default = torch.get_default_dtype()
         torch.set_default_dtype(preset.dtype)
         try:
-            model = Transformer(preset, make_norm_of(preset, variant))
+            model = Transformer(preset, nn.RMSNorm if preset.llama else nn.LayerNorm)
         finally:
             torch.set_default_dtype(default)
         tokens = torch.randint(preset.vocabulary, (preset.batch, preset.context + 1))
-    inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-    def compute_loss():
-        return model(inputs, targets)
-
-    def step():
-        """(bytes held after forward, peak bytes, seconds)"""
-        model.zero_grad(set_to_none=True)
-        before = held = peak = None
-        if device == "cuda":
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-        start = time.perf_counter()
-        loss = compute_loss()
-        if device == "cuda":
-            held = torch.cuda.memory_allocated() - before
-        loss.backward()
-        if device == "cuda":
-            torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated() - before
-        return held, peak, time.perf_counter() - start
-
-    steps = [step() for _ in range(6 if device == "cuda" else 3)]
-    model.zero_grad(set_to_none=True)
-    held, peak, _ = steps[-1]
-    seconds = statistics.median(seconds for *_, seconds in steps[2:])
-    return Result(name, variant, saved_by_kind(model, compute_loss), held, peak, seconds)
+    batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    variants = {variant: variant_of(model, variant) for variant in VARIANTS}
+    calls = {}
+    for variant, module in variants.items():
+        calls["eager", variant] = functools.partial(module, *batch)
+        calls["compiled", variant] = functools.partial(compiled(module, variant), *batch)
+    keys = [key for key in calls if key[0] in modes]
+    steps = {key: [] for key in keys}
+    for number in range(rounds + 1):
+        at = number % len(keys)
+        for key in (keys[at:] + keys[:at])[:: -1 if number % 2 else 1]:
+            steps[key].append(measure_step(model, calls[key], device))
+    results = []
+    for mode, variant in keys:
+        held, peak, _ = steps[mode, variant][-1]
+        own, torchs = ([s[2] for s in steps[mode, v][1:]] for v in (variant, "torch"))
+        change = statistics.median(a / b for a, b in zip(own, torchs, strict=True)) - 1
+        saved = None
+        if mode == "eager":
+            model.zero_grad(set_to_none=True)
+            saved = saved_by_kind(variants[variant], calls[mode, variant])
+        seconds = statistics.median(own)
+        results.append(Result(name, mode, variant, saved, held, peak, seconds, change))
+    return results
 
 
 def predicted_saving(preset):
@@ -260,12 +297,14 @@ def mib(size):
 
 def savings(results):
     """(preset, what, predicted, measured) of memory_efficient against fused without it."""
-    for name in dict.fromkeys(r.preset for r in results):
+    for name, mode in dict.fromkeys((r.preset, r.mode) for r in results):
         fused, efficient = (
-            next(r for r in results if (r.preset, r.variant) == (name, variant))
-            for variant in VARIANTS[1:]
+            next(r for r in results if (r.preset, r.mode, r.variant) == (name, mode, variant))
+            for variant in VARIANTS[1:3]
         )
         predicted = predicted_saving(PRESETS[name])
+        if fused.saved is None:
+            continue
         yield name, "saved for backward", predicted, fused.all_saved - efficient.all_saved
         if fused.held is not None:
             yield name, "held after forward", predicted, fused.held - efficient.held
@@ -274,16 +313,19 @@ def savings(results):
 
 def tables(results):
     """Of the results and of the savings: (header, rows of strings) each."""
-    header = ["preset", "norms", "held after forward", "peak", *KINDS, "saved in all", "ms a step"]
+    header = ["preset", "mode", "norms", "held after forward", "peak", *KINDS, "saved in all"]
+    header += ["ms a step", "against torch"]
     rows = [
         [
             r.preset,
+            r.mode,
             r.variant,
             mib(r.held),
             mib(r.peak),
-            *(mib(r.saved[kind]) for kind in KINDS),
-            mib(r.all_saved),
+            *(mib(r.saved and r.saved[kind]) for kind in KINDS),
+            mib(r.saved and r.all_saved),
             f"{r.seconds * 1e3:.1f}",
+            f"{r.change:+.1%}",
         ]
         for r in results
     ]
@@ -296,6 +338,9 @@ def tables(results):
 
 def plot(results, path):
     """Stacked bars of what each kind of layer keeps for backward."""
+    results = [r for r in results if r.saved is not None]
+    if not results:
+        return
     import matplotlib
 
     matplotlib.use("Agg")  # needs no display; chosen before pyplot loads
@@ -332,19 +377,19 @@ def write(results, facts, out):
     for (header, rows), title in zip(both, titles, strict=True):
         table = Table(title=title)
         for index, name in enumerate(header):
-            table.add_column(name, justify="left" if index < 2 else "right")
+            table.add_column(name, justify="left" if index < 3 else "right")
         for row in rows:
             table.add_row(*row)
         console.print(table)
     with (out / "memory.csv").open("w", newline="") as stream:
         lines = csv.writer(stream)
-        lines.writerow(
-            ["preset", "variant", "held_bytes", "peak_bytes", *KINDS, "saved_bytes", "seconds"]
-        )
+        header = ["preset", "mode", "variant", "held_bytes", "peak_bytes", *KINDS, "saved_bytes"]
+        lines.writerow([*header, "seconds", "change"])
         for r in results:
+            kinds = [r.saved and r.saved[kind] for kind in KINDS] + [r.saved and r.all_saved]
             lines.writerow(
-                [r.preset, r.variant, r.held, r.peak, *(r.saved[kind] for kind in KINDS)]
-                + [r.all_saved, f"{r.seconds:.6f}"]
+                [r.preset, r.mode, r.variant, r.held, r.peak, *kinds]
+                + [f"{r.seconds:.6f}", f"{r.change:.6f}"]
             )
     with (out / "memory.md").open("w") as stream:
         print("# Memory of a training step\n", file=stream)
@@ -354,7 +399,9 @@ def write(results, facts, out):
             "\nMiB. Held after forward: what the forward pass leaves allocated. Peak: over forward "
             "and backward,\nbeyond the parameters, with the gradients. By kind of layer: distinct "
             "tensors that autograd keeps; what\na norm and another layer both keep is the other's. "
-            "The optimizer's step is left out.\n",
+            "The optimizer's step is left out. Against torch:\nmedian of the steps' ratios to "
+            "torch's in the same turn. Compiled with `options=fused_norm.compile_options()`,\n"
+            "but for torch's norms.\n",
             file=stream,
         )
         for header, rows in both:
@@ -374,23 +421,20 @@ def add_arguments(parser):
         help="default: llama-7b and gpt2-xl on a GPU, else the tiny ones",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
+    parser.add_argument("--rounds", type=commandline.positive, help="default: 7, on a CPU 3")
 
 
 def run(options):
     """Measure, print and write; 1 if a saving is more than 3 % off its prediction, else 0."""
     works = torch.cuda.is_available() and fn.build_info()["cuda"] is not None
     device = options.device or ("cuda" if works else "cpu")
-    names = options.preset or [n for n, p in PRESETS.items() if p.gpu == (device == "cuda")]
+    defaults = ("llama-7b", "gpt2-xl") if device == "cuda" else ("llama-tiny", "gpt2-tiny")
     results = []
-    for name in names:
-        found = {variant: [] for variant in VARIANTS}
-        for variant in (*VARIANTS, *reversed(VARIANTS)):  # no one's chip is always the coolest
-            print(f"{name}, {variant}", flush=True)
-            found[variant].append(measure(name, variant, device))
-        results += [
-            dataclasses.replace(first, seconds=(first.seconds + second.seconds) / 2)
-            for first, second in found.values()
-        ]
+    for name in options.preset or defaults:
+        print(name, flush=True)
+        rounds = options.rounds or (7 if device == "cuda" else 3)
+        results += measure(name, options.modes, device, rounds)
     write(
         results, environment.facts() if device == "cuda" else environment.cpu_facts(), options.out
     )

@@ -5,7 +5,7 @@ Of `model` the processes of all files are put together.
 
 from pathlib import Path
 
-from benchmarks import model, report, results
+from benchmarks import attention_report, model, report, results
 
 needs_gpu = False
 
@@ -50,7 +50,12 @@ def run(options):
         facts = merge_facts(facts for facts, _ in steps.values())
         records = model.renumbered(records for _, records in steps.values())
         model.report_on(facts, records, options.out)
-    files = [path for path in options.files if path not in steps]
+    parts = {path: r for path in options.files if (r := attention_report.read_records(path))}
+    if parts:
+        facts = merge_facts(facts for facts, _ in parts.values())
+        records = [record for _, records in parts.values() for record in records]
+        attention_report.write(facts, records, options.out)
+    files = [path for path in options.files if path not in steps and path not in parts]
     merged = {
         suite: (
             merge_facts(facts for facts, _ in parts),

@@ -14,6 +14,7 @@ import math
 import re
 import statistics
 import time
+import traceback
 
 import torch
 from torch import nn
@@ -23,7 +24,8 @@ from benchmarks import memory, sensors, timing
 from benchmarks.peers import first_line
 
 MODES = ("replayed", "compiled", "zeros")  # zeros: replayed again, all numbers 0
-VARIANTS = ("torch", "fused", "fused, flag", "fused, residual inside", "liger")
+PASSES = ("fused, pass", "fused, flag and pass")  # compiled with fused_norm.compile_options()
+VARIANTS = ("torch", "fused", "fused, flag", "fused, residual inside", *PASSES, "liger")
 EPS = 1e-5
 CONTEXT = 2048
 # Blocks in bf16 that differ in the norm alone: each of some ten roundings of 2^-8 between the two
@@ -48,7 +50,7 @@ class Case:
         context = min(CONTEXT, self.tokens)
         return memory.Preset(
             llama, 1, self.hidden, ffn, max(1, self.hidden // 128), 0, context,
-            self.tokens // context, torch.bfloat16, True,
+            self.tokens // context, torch.bfloat16,
         )  # fmt: skip
 
 
@@ -88,13 +90,13 @@ class AddThenNorm(nn.Module):
 
 class AddInNorm(AddThenNorm):
     def forward(self, added, stream):
-        norm = self.norm
+        norm, flag = self.norm, {"memory_efficient": self.norm.memory_efficient}
         if isinstance(norm, nn.RMSNorm):
             return fn.functional.add_rms_norm(
-                added, stream, norm.normalized_shape, norm.weight, norm.eps
+                added, stream, norm.normalized_shape, norm.weight, norm.eps, **flag
             )
         return fn.functional.add_layer_norm(
-            added, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps
+            added, stream, norm.normalized_shape, norm.weight, norm.bias, norm.eps, **flag
         )
 
     def alone(self, added, stream):
@@ -125,7 +127,7 @@ def make_norm(variant, like):
         norm = LigerNorm(like)
     else:
         kind = fn.RMSNorm if isinstance(like, nn.RMSNorm) else fn.LayerNorm
-        norm = kind(like.normalized_shape, memory_efficient=variant == "fused, flag", **options)
+        norm = kind(like.normalized_shape, memory_efficient="flag" in variant, **options)
     norm.load_state_dict(like.state_dict())
     return (AddInNorm if variant == "fused, residual inside" else AddThenNorm)(norm)
 
@@ -196,18 +198,20 @@ class Bench:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def results(self, variant):
-        """Outputs, and gradients of the inputs, the norms' parameters and a linear layer."""
+    def results(self, variant, call=None):
+        """Outputs, and gradients of the inputs, the norms' parameters and a linear layer, of the
+        variant's block or of what was compiled from it."""
         block = self.blocks[variant]
+        call = block if call is None else call
         leaves = [t.detach().requires_grad_() for t in self.inputs]
-        outputs = block(*leaves, self.rotation)
+        outputs = call(*leaves, self.rotation)
         wanted = [*leaves, *block.norm1.parameters(), *block.norm2.parameters()]
         wanted.append(block.attention.qkv.weight)
         return [*outputs, *torch.autograd.grad(outputs, wanted, self.gradients)]
 
-    def check(self, variant):
+    def check(self, variant, call=None):
         """ValueError where results are not those of torch's norms."""
-        for mine, other in zip(self.results(variant), self.results("torch"), strict=True):
+        for mine, other in zip(self.results(variant, call), self.results("torch"), strict=True):
             error = ((mine.float() - other.float()).norm() / other.float().norm()).item()
             if not error <= TOLERANCE:
                 raise ValueError(f"{self.case.name}, {variant}: results are off by {error:.2g}")
@@ -220,21 +224,22 @@ class Bench:
 
     def prepare(self, variant, mode, pool):
         """Compile or capture a variant's step; one that cannot is left out, with its reason."""
-        if variant not in self.blocks:
+        if variant not in self.blocks or (variant in PASSES and mode != "compiled"):
             return
         block = self.blocks[variant]
         try:
             self.check(variant)
             if mode == "compiled":
-                compiled = torch.compile(block, dynamic=False, fullgraph=True)
+                options = fn.compile_options() if variant in PASSES else {}
+                compiled = torch.compile(block, dynamic=False, fullgraph=True, options=options)
+                self.check(variant, compiled)
                 for _ in range(3):
                     self.step(compiled)
                 self.calls[mode][variant] = lambda: self.step(compiled)
             else:
                 self.calls[mode][variant] = captured(lambda: self.step(block), pool)[0].replay
         except Exception as error:
-            if variant.startswith("fused"):
-                raise
+            traceback.print_exc()
             self.absent[f"{variant}, {mode}"] = first_line(error)
 
 
@@ -443,11 +448,13 @@ def kernel_numbers(bench):
     """Yields (mode, variant, quantity, seconds) of the kernels in the step and alone."""
     norms, like = {}, bench.inputs[0].flatten(0, 1)
     for variant, block in bench.blocks.items():
+        norm = block.norm1
+        if variant in PASSES:  # its kernels once the pass has put the addition inside
+            norm = AddInNorm(norm.norm)
         try:
-            norms[variant] = Alone(block.norm1, like)
+            norms[variant] = Alone(norm, like)
         except Exception as error:
-            if variant.startswith("fused"):
-                raise
+            traceback.print_exc()
             bench.absent[f"{variant}, alone"] = first_line(error)
     launches = {("alone", variant): norm.graph.replay for variant, norm in norms.items()}
     for mode, calls in bench.calls.items():
@@ -484,7 +491,9 @@ def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
         wanted.append("replayed")
     todo = [(b, mode, variant) for b in benches for mode in wanted for variant in b.blocks]
     turned = len(todo) * (process % 5) // 5
-    for bench, mode, variant in todo[turned:] + todo[:turned]:
+    todo = todo[turned:] + todo[:turned]
+    # Liger's last: a compilation that fails may spoil the next one.
+    for bench, mode, variant in sorted(todo, key=lambda one: one[2] == "liger"):
         bench.prepare(variant, mode, pool)
     gc.collect()
     torch.cuda.synchronize()
@@ -498,6 +507,8 @@ def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
 
     def time_steps(bench, mode, calls):
         calls = {variant: calls[variant] for variant in variants if variant in calls}
+        if not calls:
+            return
         for variant, numbers in in_turns(calls, rounds, seconds, sensor).items():
             for quantity, value in numbers.items():
                 keep(bench, mode, variant, quantity, value)

@@ -6,8 +6,9 @@
 
 from fused_norm import _load, _vmap, apex, config, flash_attn, functional  # noqa: F401
 from fused_norm._C import build_info as _build_info
-from fused_norm._convert import ConvertReport, convert
+from fused_norm._convert import ConvertReport, convert, revert
 from fused_norm._report import memory_report
+from fused_norm._tracing import compile_options
 from fused_norm.modules import LayerNorm, LogSoftmax, RMSNorm, Softmax
 
 __version__: str = _build_info()["version"]
@@ -20,11 +21,13 @@ __all__ = [
     "__version__",
     "apex",
     "build_info",
+    "compile_options",
     "config",
     "convert",
     "flash_attn",
     "functional",
     "memory_report",
+    "revert",
 ]
 
 

@@ -5,20 +5,18 @@ hooks, mode, device, and whatever else refers to it: a second place in the model
 list.
 """
 
-import functools
-import inspect
 import re
 import warnings
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
-from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_norm import _arguments, functional, modules
+from fused_norm import _arguments, _probe, functional, modules
 
-__all__ = ["ConvertReport", "Replaced", "Skipped", "convert"]
+__all__ = ["ConvertReport", "Replaced", "Skipped", "convert", "revert"]
 
 
 class Replaced(NamedTuple):
@@ -67,159 +65,126 @@ class ConvertReport:
         return "\n".join(lines)
 
 
-class ConvertedRMSNorm(modules.RMSNorm):
-    """An RMSNorm whose output dtype is the rule of the class that it was converted from.
+class _Converted:
+    """A norm that was converted from another class, whose output keeps the dtype that the other
+    class gave it, by the rules of :func:`fused_norm._probe.output_dtype`.
 
-    ``output_rule``: ``"input"``, ``"weight"``, or ``"promote"`` for torch's promotion of the two.
     Under autocast with ``memory_efficient`` the output is 16-bit, as that of every norm.
     """
 
     output_rule: str = "input"
+    autocast_rule: str = "input"  # on CUDA
 
     def forward(self, input: Tensor) -> Tensor:
-        return _rms_norm(
+        return converted_norm(
             input,
             self.weight,
+            self.bias,
             self.normalized_shape,
             self.eps,
             self.weight_offset,
+            isinstance(self, modules.RMSNorm),
             self.memory_efficient,
             self.output_rule,
+            self.autocast_rule,
         )
 
 
-def _rms_norm(
-    input, weight, normalized_shape, eps, weight_offset, memory_efficient, output_rule
+class ConvertedRMSNorm(_Converted, modules.RMSNorm):
+    """An RMSNorm that was converted from another class."""
+
+    bias = None
+
+
+class ConvertedLayerNorm(_Converted, modules.LayerNorm):
+    """A LayerNorm that was converted from another class."""
+
+
+class _Renamed:
+    """The parameters keep the names that they have in the other class."""
+
+    weight_name: str
+    bias_name: str | None
+
+    @property
+    def weight(self):
+        return self._parameters[self.weight_name]
+
+    @property
+    def bias(self):
+        return None if self.bias_name is None else self._parameters[self.bias_name]
+
+
+class RenamedRMSNorm(_Renamed, ConvertedRMSNorm):
+    """An RMSNorm whose weight has another name."""
+
+
+class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
+    """A LayerNorm whose weight or bias has another name."""
+
+
+def converted_norm(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient, *rules
 ) -> Tensor:
-    if has_torch_function_variadic(input, weight) and functional._is_overridden(input, weight):
-        args = (weight, normalized_shape, eps, weight_offset, memory_efficient, output_rule)
-        return handle_torch_function(_rms_norm, (input, weight), input, *args)
-    saves_autocast = memory_efficient and torch.is_autocast_enabled(input.device.type)
-    return functional._norm(
-        input,
-        weight,
-        None,
-        normalized_shape,
-        functional._rms_eps(input, eps),
-        weight_offset,
-        True,
-        memory_efficient,
-        out_dtype=None if saves_autocast else _output_dtype(output_rule, input, weight),
-    )
+    if has_torch_function_variadic(input, weight, bias):
+        if functional._is_overridden(input, weight, bias):
+            args = (normalized_shape, eps, weight_offset, rms, memory_efficient, *rules)
+            return handle_torch_function(
+                converted_norm, (input, weight, bias), input, weight, bias, *args
+            )
+    out_dtype = None
+    autocast = torch.is_autocast_enabled(input.device.type)
+    if not (autocast and memory_efficient):
+        rule = rules[1] if autocast and input.is_cuda else rules[0]
+        weight_dtype = None if weight is None else weight.dtype
+        out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
+    eps = functional._rms_eps(input, eps) if rms else eps
+    options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
+    return functional._norm(input, weight, bias, *options, out_dtype=out_dtype)
 
 
-def _output_dtype(rule: str, input: Tensor, weight: Tensor) -> torch.dtype:
-    if rule == "weight":
-        return weight.dtype
-    if rule == "promote":
-        return torch.promote_types(input.dtype, weight.dtype)
-    return input.dtype
-
-
-class _RMSForm(NamedTuple):
-    """What an RMSNorm class of another library computes, as its probe showed."""
-
-    weight_offset: float
-    output_rule: str
-    eps_name: str
-    attributes: dict  # of an instance of PROBE_SIZE
-
-
-PROBE_SIZE = 11  # no likely value of an attribute that is not the size
-PROBE_EPS = 0.0625  # large enough that a norm that ignores or misplaces it shows
-
-# Shape, input and weight dtype of the probe, and how near the result must be: a few roundings of
-# numbers below 8 to the coarser dtype on the way. More than two dimensions, as a norm over another
-# one or over several would show.
-_PROBES = [
-    ((2, 3, PROBE_SIZE), torch.float32, torch.float32, 2**-20),
-    ((2, 3, PROBE_SIZE), torch.bfloat16, torch.bfloat16, 2**-4),
-    ((2, 3, PROBE_SIZE), torch.bfloat16, torch.float32, 2**-4),
-    ((2, 3, 2, PROBE_SIZE), torch.float32, torch.bfloat16, 2**-4),
-]
-
-
-@functools.cache
-def _probe(cls: type) -> _RMSForm | str:
-    """Finds out what an RMSNorm class computes by running a small instance on the CPU; a string
-    says why it is not one that can be replaced.
-
-    Runs the class as it is, so that a version of it that computes something else is not replaced.
-    """
-    arguments = list(inspect.signature(cls.forward).parameters.values())
-    if len(arguments) != 2 or arguments[1].kind not in (
-        inspect.Parameter.POSITIONAL_ONLY,
-        inspect.Parameter.POSITIONAL_OR_KEYWORD,
-    ):
-        return "its forward takes more than the input"
-    # Outside of modes such as FakeTensorMode, which run nothing.
-    with _disable_current_modes(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        return _probe_an_instance(cls)
-
-
-def _probe_an_instance(cls: type) -> _RMSForm | str:
-    try:
-        instance = cls(PROBE_SIZE)
-    except Exception as error:  # whatever a foreign constructor raises
-        return f"it cannot be made from a size alone ({type(error).__name__})"
-    if not _has_only_a_weight(instance) or instance.weight.shape != (PROBE_SIZE,):
-        return "it has other parameters or buffers than one weight a column"
-    eps_names = [n for n in ("variance_epsilon", "eps", "epsilon") if n in vars(instance)]
-    if len(eps_names) != 1 or not isinstance(getattr(instance, eps_names[0]), float):
-        return "its epsilon was not found"
-    attributes = _attributes(instance)
-    setattr(instance, eps_names[0], PROBE_EPS)
-    for offset in (0.0, 1.0):
-        for rule in ("input", "weight", "promote"):
-            if _computes(instance, offset, rule):
-                return _RMSForm(offset, rule, eps_names[0], attributes)
-    return "it computes something else than an RMSNorm of fp32 statistics"
-
-
-def _computes(instance: nn.Module, offset: float, rule: str) -> bool:
-    generator = torch.Generator("cpu").manual_seed(0)
-    draw = functools.partial(torch.randn, generator=generator, device="cpu")
-    for shape, x_dtype, weight_dtype, tolerance in _PROBES:
-        x = (3 * draw(shape)).to(x_dtype)
-        instance.weight.data = draw(PROBE_SIZE).to(weight_dtype)
-        with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            try:
-                y = type(instance).forward(instance, x)
-            except Exception:  # whatever a foreign forward raises
-                return False
-            expected = torch.nn.functional.rms_norm(x.float(), (PROBE_SIZE,), eps=PROBE_EPS)
-            expected *= instance.weight.float() + offset
-        if not isinstance(y, Tensor) or y.dtype != _output_dtype(rule, x, instance.weight):
-            return False
-        if not torch.allclose(y.float(), expected, rtol=tolerance, atol=tolerance):
-            return False
-    return True
-
-
-def _has_only_a_weight(module: nn.Module) -> bool:
-    return (
-        list(module._parameters) == ["weight"]
-        and module.weight is not None
-        and not module._buffers
-        and not module._modules
-    )
-
-
-def _attributes(module: nn.Module) -> dict:
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_") and name != "training"
-    }
-
-
-def _why_not(module: nn.Module) -> str | None:
+def _why_not(module: nn.Module, cls: type) -> str | None:
     """What makes any module unfit for a change of class."""
+    parameters = [p for p in module._parameters.values() if p is not None]
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module._parameters.values()):
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
         return "its parameters are not initialized"
+    if any(base.__name__ == "FSDPModule" for base in cls.__mro__):
+        return "fully_shard wraps it: convert first"
+    if any(hasattr(p, "placements") for p in parameters):
+        return "its parameters are DTensors: convert first"
     return None
+
+
+def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
+    """What makes a module of another library unfit, unless its class is named to ``convert``."""
+    if module._modules:
+        return "it has submodules"
+    if any(buffer is not None for buffer in module._buffers.values()):
+        return "it has buffers"
+    if not _probe.takes_one_input(cls):
+        return "its forward takes more than the input"
+    return None
+
+
+_ADDED = (
+    "autocast_rule",
+    "bias_name",
+    "elementwise_affine",
+    "eps",
+    "memory_efficient",
+    "normalized_shape",
+    "output_rule",
+    "weight_name",
+    "weight_offset",
+)
+
+
+def _remember(module: nn.Module) -> None:
+    """Keeps what :func:`revert` puts back: the class, and the attributes that a conversion sets."""
+    attributes = {name: vars(module)[name] for name in _ADDED if name in vars(module)}
+    vars(module).setdefault("_before_convert", (type(module), attributes))
 
 
 def _set_flag(module: nn.Module) -> str | None:
@@ -228,50 +193,104 @@ def _set_flag(module: nn.Module) -> str | None:
         return "it is one of this library's"
     if not type(module).forward.__module__.startswith("fused_norm."):
         return "it is a subclass of this library's with a forward of its own"
+    _remember(module)
     module.memory_efficient = True
     return None
 
 
 def _to_torch_subclass(module: nn.Module, memory_efficient: bool) -> None:
+    _remember(module)
     if isinstance(module, nn.RMSNorm):
         module.__class__ = modules.RMSNorm
-        module.weight_offset = 0.0
     else:
         module.__class__ = modules.LayerNorm
+    module.weight_offset = 0.0
     module.eps = _arguments.optional_number("eps", module.eps)
     module.memory_efficient = memory_efficient
 
 
-def _to_rms_norm(module: nn.Module, memory_efficient: bool) -> str | None:
-    """Changes the class of another library's RMSNorm, or says why not."""
-    form = _probe(type(module))
+def _to_form(module: nn.Module, forms: "_Forms", memory_efficient: bool) -> str | None:
+    """Changes the class of another library's norm, or says why not. What torch's constructor sets
+    is set here; the module's own attributes stay, as model code may read its
+    ``variance_epsilon``."""
+    form = forms.of(module)
     if isinstance(form, str):
         return form
-    if not _has_only_a_weight(module) or module.weight.dim() != 1:
-        return "it has other parameters or buffers than one weight a column"
-    size = module.weight.shape[0]
-    for name, value in _attributes(module).items():
-        if name == form.eps_name:
-            continue
-        if name not in form.attributes:
-            return f"it has an attribute {name} that a fresh instance lacks"
-        usual = form.attributes[name]
-        if value != usual and not (usual == PROBE_SIZE and value == size):
-            return f"its attribute {name} has a value other than the usual"
-    eps = float(getattr(module, form.eps_name))
-    if form.output_rule == "input":
-        module.__class__ = modules.RMSNorm
+    _remember(module)
+    eps = getattr(module, form.eps_name)
+    rules = (form.output_rule, form.autocast_rule)
+    if form.rms:
+        plain, converted, renamed = modules.RMSNorm, ConvertedRMSNorm, RenamedRMSNorm
+        is_plain = rules == ("input", "input")
     else:
-        module.__class__ = ConvertedRMSNorm
-        module.output_rule = form.output_rule
-    # What torch.nn.RMSNorm's constructor sets. The module's own attributes stay: model code may
-    # read its variance_epsilon.
-    module.normalized_shape = (size,)
-    module.eps = eps
-    module.elementwise_affine = True
+        plain, converted, renamed = modules.LayerNorm, ConvertedLayerNorm, RenamedLayerNorm
+        is_plain = rules == ("input", "float")
+    if form.weight_name in ("weight", None) and form.bias_name in ("bias", None):
+        module.__class__ = plain if is_plain else converted
+        for name in ("weight",) if form.rms else ("weight", "bias"):
+            module._parameters.setdefault(name, None)
+    else:
+        module.__class__ = renamed
+        module.weight_name, module.bias_name = form.weight_name, form.bias_name
+    if not is_plain or module.__class__ is renamed:
+        module.output_rule, module.autocast_rule = rules
+    module.normalized_shape = form.normalized_shape
+    module.eps = eps if eps is None else float(eps)
+    module.elementwise_affine = form.weight_name is not None
     module.weight_offset = form.weight_offset
     module.memory_efficient = memory_efficient
     return None
+
+
+def revert(model: nn.Module) -> int:
+    """Undoes :func:`convert`: each module that it changed has its former class and attributes
+    again, and a norm of this library its former flag. Parameters, buffers and hooks stay as they
+    are.
+
+    Returns:
+        The number of modules that were changed back.
+
+    Raises:
+        TypeError: ``model`` is not a module.
+    """
+    _check_is_module(model)
+    count = 0
+    for module in model.modules():
+        if "_before_convert" not in vars(module):
+            continue
+        cls, attributes = vars(module).pop("_before_convert")
+        module.__class__ = cls
+        for name in _ADDED:
+            vars(module).pop(name, None)
+        vars(module).update(attributes)
+        count += 1
+    return count
+
+
+def _check_is_module(model) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+
+
+class _Forms:
+    """Forms of modules; like modules are probed once."""
+
+    def __init__(self) -> None:
+        self.known: dict = {}
+
+    def of(self, module: nn.Module) -> _probe.Form | str:
+        attributes = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+        shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
+        key = (type(module), tuple(shapes), tuple(attributes.items()))
+        try:
+            if key not in self.known:
+                self.known[key] = _probe.form_of(module)
+            return self.known[key]
+        except TypeError:  # an attribute that cannot be hashed
+            return _probe.form_of(module)
+
+
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _qualified(cls: type) -> str:
@@ -313,16 +332,19 @@ def _followed_by_in_place(model: nn.Module) -> dict[nn.Module, str]:
     return found
 
 
-def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertReport:
+def convert(
+    model: nn.Module, *, memory_efficient: bool = False, classes: Sequence[type] = ()
+) -> ConvertReport:
     """Makes the norms of ``model`` this library's, in place, and reports what it did.
 
-    Replaced are modules of exactly the classes :class:`torch.nn.LayerNorm` and
-    :class:`torch.nn.RMSNorm`, and the RMSNorm classes of Hugging Face transformers: LLaMA, Qwen,
-    Mistral, Gemma (whose weights are around zero), OLMo 2, T5 and those like them. What such a
-    class computes is found by running a small instance of it; one that does not compute an RMSNorm
-    is skipped. Parameters stay the same objects; dtype, device, hooks, training mode and modules
-    shared between places stay as they are. Output dtypes do too, except that with
-    ``memory_efficient`` under autocast the output has the autocast dtype.
+    Replaced are torch's :class:`torch.nn.LayerNorm` and :class:`torch.nn.RMSNorm`, and every module
+    of another class, from any package, that computes the same: of a copy of each module that has
+    one parameter a column, or two, forward is run on the CPU, and its output, gradients and dtypes
+    are compared with a norm's. Hugging Face's LlamaRMSNorm, Gemma's with its weights around zero,
+    timm's and diffusers' norms, and one written by hand are replaced that way. Parameters stay the
+    same objects under the same names; dtype, device, hooks, training mode and modules shared
+    between places stay as they are. Output dtypes do too, except that with ``memory_efficient``
+    under autocast the output has the autocast dtype. :func:`revert` undoes it.
 
     Everything else that is called a norm, or is a subclass of one, is left alone and listed in
     ``report.skipped`` with the reason.
@@ -335,18 +357,25 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
             replaced too. False leaves the flag of this library's norms as it is. A norm that is
             followed by a module that changes its input in place, such as ``ReLU(inplace=True)``,
             is converted without the flag, and a warning names the two.
+        classes: classes of norms whose instances are compared although they have submodules,
+            buffers, or arguments of forward with defaults. These are of no use afterwards: forward
+            then takes the input alone.
 
     Returns:
         A :class:`ConvertReport`, whose repr is a table.
 
     Raises:
-        TypeError: ``model`` is not a module, or ``memory_efficient`` no bool.
+        TypeError: ``model`` is not a module, ``memory_efficient`` no bool, or an entry of
+            ``classes`` no subclass of ``torch.nn.Module``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+    _check_is_module(model)
     memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
+    classes = tuple(classes) if isinstance(classes, Iterable) else (classes,)
+    for cls in classes:
+        if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
+            raise TypeError(f"classes must hold subclasses of torch.nn.Module, but has {cls!r:.80}")
     in_place = _followed_by_in_place(model) if memory_efficient else {}
-    report = ConvertReport([], [])
+    report, forms = ConvertReport([], []), _Forms()
     for name, module in list(model.named_modules()):
         cls = type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -355,28 +384,23 @@ def convert(model: nn.Module, *, memory_efficient: bool = False) -> ConvertRepor
                 reason = "it is compiled by TorchScript"
                 report.skipped.append(Skipped(name, f"torch.jit.{original}", reason))
             continue
-        known = cls in (nn.LayerNorm, nn.RMSNorm)
-        foreign = cls.__module__.startswith("transformers.") and _looks_like_a_norm(cls)
-        ours = isinstance(module, modules.LayerNorm | modules.RMSNorm)
-        if ours and not memory_efficient:
-            report.skipped.append(Skipped(name, _qualified(cls), "it is one of this library's"))
-            continue
-        if not known and not foreign and not ours:
-            if _looks_like_a_norm(cls):
-                report.skipped.append(Skipped(name, _qualified(cls), "its class is not known"))
-            continue
         flag = memory_efficient and module not in in_place
-        reason = _why_not(module)
-        if reason is None and ours and not flag:
-            reason = f"it is followed by {in_place[module]}, which changes its input in place"
-        elif reason is None and ours:
-            reason = _set_flag(module)
-        elif reason is None and known:
-            _to_torch_subclass(module, flag)
-        elif reason is None:
-            reason = _to_rms_norm(module, flag)
+        named = isinstance(module, classes)
+        reason = _why_not(module, cls)
+        if isinstance(module, modules.LayerNorm | modules.RMSNorm):
+            if not memory_efficient:
+                reason = "it is one of this library's"
+            elif reason is None and not flag:
+                reason = f"it is followed by {in_place[module]}, which changes its input in place"
+            reason = reason or _set_flag(module)
+        elif cls in (nn.LayerNorm, nn.RMSNorm):
+            reason = reason or _to_torch_subclass(module, flag)
+        else:
+            reason = reason or (None if named else _why_not_foreign(module, cls))
+            reason = reason or _to_form(module, forms, flag)
         if reason is not None:
-            report.skipped.append(Skipped(name, _qualified(cls), reason))
+            if named or _looks_like_a_norm(cls):
+                report.skipped.append(Skipped(name, _qualified(cls), reason))
             continue
         report.replaced.append(Replaced(name, _qualified(cls), flag))
         if memory_efficient and not flag:

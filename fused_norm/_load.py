@@ -39,7 +39,8 @@ def _load() -> None:
     if built is not None and built != torch.__version__.split("+")[0]:
         raise ImportError(
             f"fused_norm was built with torch {built}, but torch {torch.__version__} is "
-            f"installed; {AGAIN}"
+            f"installed: pip install torch=={built} goes with this build, or, with its sources at "
+            f"hand, {AGAIN}"
         )
     try:
         from fused_norm import _C  # noqa: F401

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-from fused_norm import _C, _decompositions, _ops, config
+from fused_norm import _C, _arguments, _decompositions, _ops, config
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what no subclass has changed
 
@@ -25,6 +25,28 @@ def decomposes() -> bool:
     """Whether a norm is traced as torch's elementary operators: where the user asks for it, and in
     an export to ONNX, whose operators are the only ones there."""
     return config.decompose or _is_onnx_export()
+
+
+def compile_options(fuse_residuals: bool = True) -> dict:
+    """Options for ``torch.compile(model, options=...)``, for Inductor:
+
+    >>> compiled = torch.compile(model, options=fused_norm.compile_options())
+
+    Args:
+        fuse_residuals: an addition before a norm becomes a part of the norm's kernel, as in
+            :func:`fused_norm.functional.add_layer_norm`, and so does, in the backward pass, the
+            addition of the residual's gradient. The model's code stays as it is. The forward pass
+            gives the same bits; a gradient is rounded once where it was twice.
+
+    Returns:
+        A new dict, to be merged with other options. It takes Inductor's hook
+        ``post_grad_custom_pre_pass``.
+    """
+    if not _arguments.flag("fuse_residuals", fuse_residuals):
+        return {}
+    from fused_norm._fusion import FuseResiduals  # loads the compiler
+
+    return {"post_grad_custom_pre_pass": FuseResiduals()}
 
 
 def _fixed_room(cols: int) -> int:

@@ -20,6 +20,10 @@ known of their columns goes with them, and copies would be looked at anew in eac
 autocast the output of a *Mixed* form is converted as it is stored.
 """
 
+import importlib.machinery
+import importlib.util
+import sys
+import types
 import warnings
 from collections.abc import Sequence
 
@@ -44,6 +48,7 @@ __all__ = [
     "fused_layer_norm_affine",
     "fused_rms_norm",
     "fused_rms_norm_affine",
+    "install",
     "mixed_dtype_fused_layer_norm_affine",
     "mixed_dtype_fused_rms_norm_affine",
 ]
@@ -433,3 +438,39 @@ class MixedFusedRMSNorm(FusedRMSNorm):
     ) -> None:
         _check_mixed_options(self, kwargs)
         super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+
+
+def install() -> None:
+    """Makes these names importable as apex's, for code that cannot be changed: in
+    ``apex.normalization`` and ``apex.normalization.fused_layer_norm``. What else apex has stays
+    missing.
+
+    Call it before that code is imported: timm and Megatron-LM look for apex once.
+
+    Raises:
+        RuntimeError: apex itself is installed.
+    """
+    if isinstance(sys.modules.get("apex"), _StandIn):
+        return
+    if "apex" in sys.modules or importlib.util.find_spec("apex") is not None:
+        raise RuntimeError(
+            "apex is installed; fused_norm.apex.install() is for environments without it "
+            "(pip uninstall apex, or import from fused_norm.apex)"
+        )
+    functions = {name: globals()[name] for name in __all__ if name != "install"}
+    modules_of_apex = {name: n for name, n in functions.items() if isinstance(n, type)}
+    normalization = _StandIn("apex.normalization", modules_of_apex)
+    normalization.fused_layer_norm = _StandIn("apex.normalization.fused_layer_norm", functions)
+    package = _StandIn("apex", {"normalization": normalization})
+    for module in (package, normalization, normalization.fused_layer_norm):
+        sys.modules[module.__name__] = module
+
+
+class _StandIn(types.ModuleType):
+    """A module of apex's name. It has a spec, by which others find out whether it is installed."""
+
+    def __init__(self, name: str, names: dict) -> None:
+        super().__init__(name, "fused_norm.apex under apex's name.")
+        self.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        self.__path__ = []  # so that its other modules are missing, not no package's
+        vars(self).update(names)

@@ -119,14 +119,8 @@ def flash_attn_func(
         k.transpose(1, 2),
         v.transpose(1, 2),
         (),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        return_attn_probs,
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+    )  # fmt: skip
 
 
 @_overridable
@@ -150,14 +144,8 @@ def flash_attn_kvpacked_func(
         kv.permute(2, 0, 3, 1, 4),
         None,
         (),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        return_attn_probs,
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+    )  # fmt: skip
 
 
 @_overridable
@@ -179,14 +167,8 @@ def flash_attn_qkvpacked_func(
         None,
         None,
         (),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        return_attn_probs,
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+    )  # fmt: skip
 
 
 @_overridable
@@ -224,14 +206,8 @@ def flash_attn_varlen_func(
         k,
         v,
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        return_attn_probs,
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+    )  # fmt: skip
 
 
 @_overridable
@@ -258,14 +234,8 @@ def flash_attn_varlen_kvpacked_func(
         kv.transpose(0, 1),
         None,
         (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        return_attn_probs,
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+    )  # fmt: skip
 
 
 @_overridable
@@ -289,11 +259,5 @@ def flash_attn_varlen_qkvpacked_func(
         None,
         None,
         (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
-        dropout_p,
-        softmax_scale,
-        causal,
-        window_size,
-        softcap,
-        alibi_slopes,
-        return_attn_probs,
-    )
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs,
+    )  # fmt: skip

@@ -29,9 +29,17 @@ def _is_overridden(*tensors) -> bool:
     return not nested or torch._C._is_torch_function_mode_enabled()
 
 
-def _options(normalized_shape, eps, weight_offset, memory_efficient) -> tuple:
+def _options(normalized_shape, eps, weight_offset, memory_efficient, is_compiling) -> tuple:
     """The four as the operators take them. The elements of a tuple are left to :func:`_retry`."""
-    if type(normalized_shape) is not tuple or torch.compiler.is_compiling():
+    if (
+        type(eps) is float
+        and type(weight_offset) is float
+        and type(memory_efficient) is bool
+        and type(normalized_shape) is tuple
+        and not is_compiling
+    ):
+        return normalized_shape, eps, weight_offset, memory_efficient
+    if type(normalized_shape) is not tuple or is_compiling:
         normalized_shape = _arguments.shape(normalized_shape)
     return (
         normalized_shape,
@@ -98,16 +106,9 @@ def _norm(
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
     is_compiling = torch.compiler.is_compiling()
-    if (
-        type(eps) is not float
-        or type(weight_offset) is not float
-        or type(memory_efficient) is not bool
-        or type(normalized_shape) is not tuple
-        or is_compiling
-    ):
-        normalized_shape, eps, weight_offset, memory_efficient = _options(
-            normalized_shape, eps, weight_offset, memory_efficient
-        )
+    normalized_shape, eps, weight_offset, memory_efficient = _options(
+        normalized_shape, eps, weight_offset, memory_efficient, is_compiling
+    )
     if type(input) is not Tensor and input.is_nested:
         options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
         return _jagged.of_rows(
@@ -255,16 +256,9 @@ def _add_norm(
     else:
         _arguments.optional_dtype("residual_dtype", residual_dtype)
     is_compiling = torch.compiler.is_compiling()
-    if (
-        type(eps) is not float
-        or type(weight_offset) is not float
-        or type(memory_efficient) is not bool
-        or type(normalized_shape) is not tuple
-        or is_compiling
-    ):
-        normalized_shape, eps, weight_offset, memory_efficient = _options(
-            normalized_shape, eps, weight_offset, memory_efficient
-        )
+    normalized_shape, eps, weight_offset, memory_efficient = _options(
+        normalized_shape, eps, weight_offset, memory_efficient, is_compiling
+    )
     if (type(input) is not Tensor and input.is_nested) or (
         type(residual) is not Tensor and residual.is_nested
     ):

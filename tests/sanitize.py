@@ -3,7 +3,7 @@
     python tests/sanitize.py [--tool memcheck] [--jobs N] [FAMILY K/N ...]
 
 Without arguments every part of every family, under memcheck: some minutes on a data centre's GPU.
-racecheck takes far longer: `--tool racecheck norm 13/20 softmax 4/6` are two parts for it. A line
+racecheck takes far longer: `--tool racecheck norm 13/20 stages 1/5` are two parts for it. A line
 for each part, and the exit code is 1 unless all of them are clean.
 """
 
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 SET = Path(__file__).with_name("sanitizer_set.py")
-PARTS = {"norm": 20, "add": 8, "softmax": 6, "attention": 6}
+PARTS = {"norm": 20, "add": 8, "softmax": 6, "attention": 6, "stages": 5}
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
 
 

@@ -3,7 +3,7 @@ regular and irregular rows and every kind of parameters, at the smallest sizes t
 go round.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
-    [norm] [add] [softmax] [attention] [K/N]
+    [norm] [add] [softmax] [attention] [stages] [K/N]
 
 K/N takes every N-th pair of dtypes and kind, or call of attention, from the K-th on. Without
 torch's caching allocator every tensor is an allocation of its own, so that a read or write past its
@@ -20,7 +20,7 @@ import time
 
 import softmax_harness as softmax
 import torch
-from attention_reference import SAMPLE, attend, forced, takes, tensors_of
+from attention_reference import BF16, FP32, SAMPLE, Case, attend, forced, takes, tensors_of
 from attention_reference import run as run_case
 from harness import OUTPUTS, SHORT, SUMS
 
@@ -262,16 +262,33 @@ def run_adds(pools, chosen, report):
         report(f"add {turn + 1}/{2 * len(SUMS)} {'rms' if rms else 'layer'}", (x, y))
 
 
-def run_attention(pools, chosen, report):
+# Of attention, for racecheck: the fewest calls in which every buffer of shared memory is filled
+# again, in each form of the kernels.
+STAGES = [
+    Case(BF16, (70, 520), (64, 64), (1, 2, 1), "causal"),
+    Case(BF16, (70, 520), (64, 64), (1, 1, 1), "full", "float", softcap=5.0),
+    Case(BF16, (70, 520), (128, 128), (1, 1, 1), "causal"),
+    Case(BF16, (70, 520), (128, 128), (1, 1, 1), "both", "bool keys"),
+    Case(BF16, (70, 330), (256, 256), (1, 1, 1), "causal"),
+    Case(BF16, (70, 330), (256, 256), (1, 1, 1), "full", "fp32"),
+    Case(FP32, (70, 150), (40, 40), (1, 2, 1), "causal", "float rows"),
+]
+
+
+def run_attention(pools, chosen, report, sample=SAMPLE):
     """The tests' own sample, in each tier that takes a call."""
     generator = torch.Generator().manual_seed(0)
     tiers = ("plain", "portable", "hopper")
-    for number, (case, tier) in chosen(itertools.product(SAMPLE, tiers)):
-        if takes(tier, case):
-            tensors = {name: t.cuda() for name, t in tensors_of(case, generator).items()}
-            with forced(tier):
-                run_case(attend(case), case, tensors)
-            report(f"attention {number + 1}/{len(SAMPLE) * len(tiers)} {tier}", (case.dtype,))
+    wanted = [(case, tier) for case, tier in itertools.product(sample, tiers) if takes(tier, case)]
+    for number, (case, tier) in chosen(wanted):
+        tensors = {name: t.cuda() for name, t in tensors_of(case, generator).items()}
+        with forced(tier):
+            run_case(attend(case), case, tensors)
+        report(f"attention {number + 1}/{len(wanted)} {tier}", (case.dtype,))
+
+
+def run_stages(pools, chosen, report):
+    run_attention(pools, chosen, report, STAGES)
 
 
 def main():
@@ -289,6 +306,7 @@ def main():
         "add": run_adds,
         "softmax": run_softmax,
         "attention": run_attention,
+        "stages": run_stages,
     }
     parts = [argument for argument in sys.argv[1:] if "/" in argument]
     first, step = (int(number) for number in (parts or ["1/1"])[0].split("/"))

@@ -3,6 +3,9 @@
 import copy
 import inspect
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -346,3 +349,51 @@ def test_autocast_as_apex_tests_it(kind, dtype, affine, memory_efficient, device
     expected.backward(dy)
     tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == FP16 else {"rtol": 1.6e-2, "atol": 3e-3}
     torch.testing.assert_close(x.grad, rounded.grad.float(), **tolerance)
+
+
+INSTALL = """
+import importlib.util, sys
+import torch, fused_norm
+fused_norm.apex.install()
+fused_norm.apex.install()
+import apex
+from apex.normalization import FusedRMSNorm, MixedFusedLayerNorm
+from apex.normalization.fused_layer_norm import FusedLayerNormAffineFunction, fused_rms_norm_affine
+import apex.normalization.fused_layer_norm as module
+assert FusedRMSNorm is fused_norm.apex.FusedRMSNorm is apex.normalization.FusedRMSNorm
+assert not hasattr(module, "install") and not hasattr(apex.normalization, "fused_rms_norm")
+assert importlib.util.find_spec("apex") is not None
+for missing in ("apex.optimizers", "apex.contrib.layer_norm.layer_norm", "apex.amp"):
+    try:
+        importlib.import_module(missing)
+    except ImportError:
+        continue
+    raise AssertionError(missing)
+norm = MixedFusedLayerNorm(8)
+assert torch.equal(norm(torch.ones(2, 8)), torch.zeros(2, 8))
+"""
+REFUSE = """
+import fused_norm
+try:
+    fused_norm.apex.install()
+except RuntimeError as error:
+    assert "apex is installed" in str(error)
+    import apex
+    assert apex.is_real
+else:
+    raise AssertionError
+"""
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["installs", "refuses"])
+def test_install(real, tmp_path):
+    if real:
+        (tmp_path / "apex.py").write_text("is_real = True")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE if real else INSTALL],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -25,7 +25,15 @@ from attention_reference import (
     takes_type,
     tensors_of,
 )
-from harness import Verdict, held_for_backward, rand_generator, randn, same_bits, unwritten_is_nan
+from harness import (
+    Verdict,
+    held_for_backward,
+    kernels_of,
+    rand_generator,
+    randn,
+    same_bits,
+    unwritten_is_nan,
+)
 
 import fused_norm.functional as fn
 from fused_norm import flash_attn
@@ -111,6 +119,14 @@ def test_expanded_tensors(tier, dtype, seed):
             copies = [t.clone(memory_format=torch.contiguous_format) for t in (a, b, c)]
             out = fn.flash_attention(a, b, c, causal=True)
             assert same_bits(out, fn.flash_attention(*copies, causal=True))
+            dout = randn(generator, 1, 4, 1, 64, dtype=dtype).expand(3, 4, 70, 64)
+            gradients = []
+            for tensors, of_out in ((a, b, c), dout), (copies, dout.contiguous()):
+                leaves = [t.detach().requires_grad_() for t in tensors]
+                result = fn.flash_attention(*leaves, causal=True)
+                gradients.append(torch.autograd.grad(result, leaves, of_out))
+            for strided, copied in zip(*gradients, strict=True):
+                assert same_bits(strided, copied)
 
 
 @each_tier
@@ -181,6 +197,29 @@ def test_threads_do_not_matter_within_a_sequence(threads, seed):
         torch.set_num_threads(before)
     for name, value in alone.items():
         assert same_bits(value, both[name][:1]) and same_bits(value, both[name][1:]), name
+
+
+@cuda
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs compute capability 9.0",
+)
+def test_which_tier_makes_gradients(seed):
+    """Hopper's kernels unless there is a mask, whatever the sizes."""
+    generator = rand_generator("cuda", seed)
+
+    def tiers(dim, batch=1, length=70, **options):
+        tensors = (randn(generator, batch, 2, length, dim, dtype=BF16) for _ in range(3))
+        leaves = [t.requires_grad_() for t in tensors]
+        out = fn.flash_attention(*leaves, **options)
+        names = kernels_of([lambda: torch.autograd.grad(out, leaves, torch.ones_like(out))])
+        return {tier for tier in ("hopper", "portable") if any(tier in name for name in names)}
+
+    for dim in (64, 72, 128, 160, 256):
+        assert tiers(dim) == tiers(dim, 3, 1000) == {"hopper"}
+        assert tiers(dim, causal=True) == tiers(dim, window=(9, 0)) == {"hopper"}
+        assert tiers(dim, softcap=30.0, alibi_slopes=torch.ones(2, device="cuda")) == {"hopper"}
+        assert tiers(dim, attn_mask=randn(generator, 70, 70, dtype=BF16)) == {"portable"}
 
 
 @each_tier

@@ -58,6 +58,28 @@ def test_a_norm_alone_has_the_gradients_of_the_one_in_the_block(bench):
         torch.autograd.grad(outputs, [*inputs, *block.norm1.parameters()], [*outputs])
 
 
+def test_compiled_variants(bench, monkeypatch):
+    """Each is compiled as it says, checked, and called; one that does not compile is named, and
+    takes no other with it."""
+    compile, compiled_with = torch.compile, []
+
+    def without_code(block, options, **others):
+        compiled_with.append(bool(options))
+        if len(compiled_with) == 2:
+            raise RuntimeError("no such compiler\nand more")
+        return compile(block, backend="aot_eager", **others)
+
+    monkeypatch.setattr(torch, "compile", without_code)
+    for variant in ("fused", "fused, flag", "fused, pass"):
+        bench.blocks.setdefault(variant, bench.blocks["fused"])
+        bench.prepare(variant, "compiled", None)
+    assert compiled_with == [False, False, True]
+    assert bench.absent == {"fused, flag, compiled": "no such compiler"}
+    assert list(bench.calls["compiled"]) == ["fused", "fused, pass"]
+    for call in bench.calls["compiled"].values():
+        call()
+
+
 def kernels(*named):
     return [Kernel(name, seconds, 0.5) for name, seconds in named]
 

@@ -302,7 +302,7 @@ def test_memory_of_small_transformers(tmp_path):
         lines = list(csv.DictReader(stream))
     assert [line["variant"] for line in lines] == [*memory.VARIANTS] * 2
     for preset in ("llama-tiny", "gpt2-tiny"):
-        torch_norms, fused, efficient = (
+        torch_norms, fused, efficient, attention = (
             {key: int(line[key]) for key in (*memory.KINDS, "saved_bytes")}
             for line in lines
             if line["preset"] == preset
@@ -313,6 +313,7 @@ def test_memory_of_small_transformers(tmp_path):
         sizes = memory.PRESETS[preset]
         assert efficient["norms"] == sizes.norms * sizes.rows * 4
         assert torch_norms["norms"] >= fused["norms"]
+        assert attention["norms"] == efficient["norms"]
 
 
 def test_norms_on_a_cpu_beside_torchs(tmp_path):

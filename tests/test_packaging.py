@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,18 @@ def test_wheel_installs_into_a_clean_environment(source, tmp_path):
     code = "import importlib.metadata as m; print(m.requires('fused_norm')[0])"
     needed = run(python, "-c", code, cwd=tmp_path).strip()
     assert needed == f"torch=={torch.__version__.split('+')[0]}"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(n for n in names if n.endswith("METADATA"))).decode()
+    for line in (
+        "Description-Content-Type: text/markdown",
+        "License-Expression: BSD-3-Clause",
+        "Classifier: Typing :: Typed",
+    ):
+        assert line in metadata.splitlines()
+    assert (ROOT / "README.md").read_text() in metadata
+    modules = [path.relative_to(ROOT) for path in PACKAGE.rglob("*.py*") if path.suffix != ".pyc"]
+    assert {str(module) for module in modules} <= set(names)
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.12.0a0", "2.12.0.dev20260105", "2.12.0rc1"])
@@ -132,6 +145,7 @@ def test_import_beside_another_torch(tmp_path):
     (copy / extension.name).write_bytes(patched)
     message = error_of_import(tmp_path, tmp_path)
     assert f"built with torch {other}, but torch {torch.__version__} is installed" in message
+    assert f"pip install torch=={other}" in message
     assert "pip install --no-build-isolation" in message
 
     # Not loadable at all, as where symbols are missing.

@@ -15,8 +15,8 @@
 #include <cmath>
 
 #include "core/attention/dropout.h"
-#include "cpu/exponential.h"
 #include "cpu/rows.h"
+#include "cpu/softmax_row.h"
 
 namespace fused_norm::cpu {
 namespace {
@@ -26,9 +26,6 @@ using at::Tensor;
 // Rows of a block: enough for the products to run at full speed, few enough for a row of a few
 // thousand scores each to stay in the second-level cache.
 constexpr int64_t kBlockRows = 64;
-
-template <typename Acc>
-constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
 struct Sequence {
   int64_t index, batch, first_query, queries, first_key, keys;
@@ -92,38 +89,6 @@ bool is_finite(const Acc* x, int64_t n) {
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) sum += x[i] * 0;
   return sum == 0;
-}
-
-template <typename Acc>
-FUSED_NORM_SIMD Acc largest(const Acc* x, int64_t n) {
-  Acc value = -kInfinity<Acc>;
-#pragma omp simd reduction(max : value)
-  for (int64_t i = 0; i < n; ++i) value = x[i] > value ? x[i] : value;
-  return value;
-}
-
-// x = exp(x - shift), and the sum of that.
-template <typename Acc>
-FUSED_NORM_SIMD double exp_row(Acc* x, Acc shift, int64_t n) {
-  constexpr int64_t kTerms = 512;  // in Acc, before they join the sum
-  RowSum total;
-  for (int64_t start = 0; start < n; start += kTerms) {
-    const int64_t end = std::min(n, start + kTerms);
-    Acc sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) {
-      x[i] = exponential(x[i] - shift);
-      sum += x[i];
-    }
-    total.add(sum);
-  }
-  return total.value();
-}
-
-template <typename Acc>
-FUSED_NORM_SIMD void multiply(Acc* x, Acc factor, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) x[i] *= factor;
 }
 
 template <typename Acc>
@@ -248,7 +213,7 @@ class Block {
       }
       all.mul_(p.softcap);
     } else {
-      multiply(s, static_cast<Acc>(p.scale), n);
+      multiply_row(static_cast<Acc>(p.scale), s, n);
     }
     for (int64_t r = 0; r < rows(); ++r) finish_row(r, s + r * width());
     return s;
@@ -350,7 +315,7 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
     const int64_t head = block.head_of(r);
     const double sink = sink_of(p, head);
     Acc* row = s + r * width;
-    const Acc shift = std::max(largest(row, width), static_cast<Acc>(sink));
+    const Acc shift = std::max(largest_of(row, width), static_cast<Acc>(sink));
     Acc* log_sum =
         lse + (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
     if (shift == -kInfinity<Acc>) {  // nothing is seen, or only NaN
@@ -360,7 +325,7 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
       *log_sum = is_nan ? std::numeric_limits<Acc>::quiet_NaN() : -kInfinity<Acc>;
       continue;
     }
-    sums[r] = exp_row(row, shift, width) + (p.sink.defined() ? std::exp(sink - shift) : 0);
+    sums[r] = exp_row(row, shift, row, width) + (p.sink.defined() ? std::exp(sink - shift) : 0);
     *log_sum = static_cast<Acc>(shift + std::log(sums[r]));
     if (p.dropout_p > 0) {
       drop(p, block.sequence.index * p.query.size(1) + head, block.query_of(r), block.low, row,
@@ -373,7 +338,7 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
     block.weighted_sum(s, block.values, dv, result);
   }
   for (int64_t r = 0; r < block.rows(); ++r) {
-    multiply(result + r * dv, static_cast<Acc>(1 / sums[r]), dv);
+    multiply_row(static_cast<Acc>(1 / sums[r]), result + r * dv, dv);
   }
   block.scatter(result, out);
 }
@@ -456,15 +421,15 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     Acc *p_row = s + r * width, *ds_row = ds + r * width;
     // Divided by their own sum: of exp(score - lse) the rounding of lse is a part of the sum.
     const double sink = sink_of(p, head);
-    const Acc shift = std::max(largest(p_row, width), static_cast<Acc>(sink));
+    const Acc shift = std::max(largest_of(p_row, width), static_cast<Acc>(sink));
     const bool empty = lse[at] == -kInfinity<Acc>;
     double of_sink = 0;
     if (empty) {
       std::fill_n(p_row, width, Acc(0));
     } else {
       of_sink = p.sink.defined() ? std::exp(sink - shift) : 0;
-      const double sum = exp_row(p_row, shift, width) + of_sink;
-      multiply(p_row, static_cast<Acc>(1 / sum), width);
+      const double sum = exp_row(p_row, shift, p_row, width) + of_sink;
+      multiply_row(static_cast<Acc>(1 / sum), p_row, width);
       of_sink /= sum;
     }
     if (p.dropout_p > 0) {
@@ -484,7 +449,7 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     const Acc* slopes = buffers.slopes.at_least(total);
     for (int64_t i = 0; i < total; ++i) ds[i] *= slopes[i];
   }
-  multiply(ds, static_cast<Acc>(p.scale), total);
+  multiply_row(static_cast<Acc>(p.scale), ds, total);
   if (gradients.query.defined()) {
     Acc* dq = buffers.dquery.at_least(rows * block.head_dim);
     if (width == 0) {

@@ -78,7 +78,25 @@ TEST(AttentionHopperPlan, SectionsHoldWholeGroupsOfHeads) {
   }
 }
 
+// Of keys too: then a section is of heads of keys.
+TEST(AttentionHopperPlan, BackwardHasATicketForEachOfItsKernels) {
+  for (int length : {0, 1, 1000, 16384, 1 << 20}) {
+    for (bool causal : {false, true}) {
+      AttentionParams params = call(128, length, length);
+      if (causal) params.window_right = 0;
+      const HopperBackwardPlan plan = hopper_backward_plan(params);
+      EXPECT_EQ(plan.dim, hopper_forward_plan(params).dim);
+      EXPECT_EQ(plan.query_section % 4, 0);
+      EXPECT_GE(plan.query_section, 4);
+      EXPECT_GE(plan.key_section, 1);
+      EXPECT_EQ(plan.in_order, causal);
+      EXPECT_EQ(hopper_backward_workspace(params), causal ? 3 * sizeof(uint32_t) : 0);
+    }
+  }
+}
+
 TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {
+  EXPECT_FALSE(hopper_takes_backward(call(128, 512, 512), kA100));
   EXPECT_FALSE(hopper_takes_forward(call(128, 512, 512), kA100));
   EXPECT_FALSE(hopper_takes_forward(call(128, 512, 512), kRtx));
 }
@@ -89,6 +107,16 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   chip.capability = 90;
   AttentionParams params = call(128, 512, 512);
   EXPECT_TRUE(hopper_takes_forward(params, chip));
+  EXPECT_TRUE(hopper_takes_backward(params, chip));
+  params.window_right = 0;
+  EXPECT_TRUE(hopper_takes_backward(params, chip));
+  params.softcap = 30;
+  EXPECT_TRUE(hopper_takes_backward(params, chip));
+  EXPECT_TRUE(hopper_backward_plan(params).general);
+  params.mask.data = &params;
+  EXPECT_TRUE(hopper_takes_forward(params, chip));
+  EXPECT_FALSE(hopper_takes_backward(params, chip));
+  params.mask.data = nullptr;
   for (int dim : {4, 100, 264}) EXPECT_FALSE(hopper_takes_forward(call(dim, 512, 512), chip));
   params.dropout_p = 0.1f;
   EXPECT_FALSE(hopper_takes_forward(params, chip));
@@ -97,6 +125,19 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   EXPECT_FALSE(hopper_takes_forward(params, chip));
 }
 #endif
+
+// One mask for all sequences: those of a head come together, and all in one section.
+TEST(AttentionHopperPlan, SequencesThatShareAMaskFollowEachOther) {
+  AttentionParams params = call(128, 512, 512);
+  params.mask.data = &params;
+  params.mask.row_stride = 512;
+  EXPECT_TRUE(hopper_forward_plan(params).batch_first);
+  params.batch = 7;
+  EXPECT_EQ(hopper_forward_plan(params).section, 7);
+  params.mask.batch_stride = 512 * 512;
+  EXPECT_FALSE(hopper_forward_plan(params).batch_first);
+  EXPECT_FALSE(hopper_forward_plan(call(128, 512, 512)).batch_first);
+}
 
 }  // namespace
 }  // namespace fused_norm

@@ -57,6 +57,12 @@ AttentionTier resolve(const AttentionParams& params, const DeviceProperties& dev
   return tier == AttentionTier::kAuto ? attention_tier(params, device, tier) : tier;
 }
 
+bool takes_hopper_backward(const AttentionParams& params, const DeviceProperties& device,
+                           AttentionTier tier) {
+  return resolve(params, device, tier) == AttentionTier::kHopper &&
+         hopper_takes_backward(params, device);
+}
+
 }  // namespace
 
 size_t attention_forward_workspace(const AttentionParams& params, const DeviceProperties& device,
@@ -87,9 +93,10 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
                        params.lse, device, stream);
 }
 
-size_t attention_backward_workspace(const AttentionBackwardParams& params, const DeviceProperties&,
-                                    AttentionTier) {
-  return 2 * lse_bytes(params.forward);
+size_t attention_backward_workspace(const AttentionBackwardParams& params,
+                                    const DeviceProperties& device, AttentionTier tier) {
+  const bool hopper = takes_hopper_backward(params.forward, device, tier);
+  return 2 * lse_bytes(params.forward) + (hopper ? hopper_backward_workspace(params.forward) : 0);
 }
 
 cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
@@ -110,13 +117,13 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   }
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
-  // The portable tier's serve every call that a tensor-core tier's forward pass takes.
-  if (resolve(forward, device, tier) != AttentionTier::kPlain) {
+  // The portable tier's kernels serve the other calls that a tensor-core tier's forward pass takes.
+  if (takes_hopper_backward(forward, device, tier)) {
+    void* tickets = static_cast<char*>(workspace) + 2 * lse_bytes(forward);
+    error = launch_attention_backward_hopper(gradient, device, tickets, stream);
+  } else if (resolve(forward, device, tier) != AttentionTier::kPlain) {
     error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
-      using T = decltype(t);
-      const cudaError_t result = attention_backward_portable<T>(gradient, stream);
-      if (result != cudaSuccess || params.dmask == nullptr) return result;
-      return attention_mask_gradient_portable<T>(gradient, stream);
+      return attention_backward_portable<decltype(t)>(gradient, stream);
     });
   } else {
     error = attention_backward_plain(gradient, stream);

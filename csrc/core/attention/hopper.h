@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "core/attention/hopper_plan.h"
+#include "core/attention/workspace.h"
 
 namespace fused_norm {
 
@@ -11,9 +12,17 @@ namespace fused_norm {
 cudaError_t launch_attention_forward_hopper(const AttentionParams& params,
                                             const DeviceProperties& device, void* workspace,
                                             cudaStream_t stream);
+// Of hopper_takes_backward(): dquery, dkey and dvalue.
+cudaError_t launch_attention_backward_hopper(const AttentionGradient& gradient,
+                                             const DeviceProperties& device, void* workspace,
+                                             cudaStream_t stream);
 #else
 inline cudaError_t launch_attention_forward_hopper(const AttentionParams&, const DeviceProperties&,
                                                    void*, cudaStream_t) {
+  return cudaErrorNotSupported;
+}
+inline cudaError_t launch_attention_backward_hopper(const AttentionGradient&,
+                                                    const DeviceProperties&, void*, cudaStream_t) {
   return cudaErrorNotSupported;
 }
 #endif

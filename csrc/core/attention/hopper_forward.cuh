@@ -50,7 +50,8 @@ class Consumer {
   static constexpr int kKeys = Form::kKeys, kDim = Form::kDim;
   // The first scores of a tile are started before the tile before it is finished.
   static constexpr bool kEarly = Form::kQueryStages == 2;
-  // Named barriers: 1 and 2 for the turns, 3 for all consumers, 4 and on for a warpgroup's own.
+  // Named barriers: 1 and 2 for the turns, 3 for all consumers, 4 and 5 for a warpgroup's own; and
+  // kMaskIsRead.
   static constexpr int kOfConsumers = 3, kOfGroup = 4, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
@@ -105,12 +106,10 @@ class Consumer {
     const int group_last = min(group_first + 64, work.queries) - 1;
     hides_from_ = max(min(work.keys, group_first + band_.right + 1), 0) / kKeys;
     hides_below_ = (max(group_last - band_.left, 0) + kKeys - 1) / kKeys;
-    seen_first_ = max(0, -band_.left);
-    seen_end_ = min(work.keys, work.queries + band_.right);
-    clears_from_ = args_.query_offsets != nullptr || seen_end_ < work.keys
-                       ? max(seen_end_, 0) / kKeys
-                       : INT32_MAX;
-    clears_below_ = (seen_first_ + kKeys - 1) / kKeys;
+    const int seen_end = seen_end_of(work);
+    clears_from_ = args_.query_offsets != nullptr || seen_end < work.keys ? max(seen_end, 0) / kKeys
+                                                                          : INT32_MAX;
+    clears_below_ = (seen_first() + kKeys - 1) / kKeys;
     clear_sums();
   }
 
@@ -140,7 +139,7 @@ class Consumer {
     release(memory_.query_empty[query_place_.slot]);
     query_place_.advance();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
-    clear(work.first_tile);
+    clear(work, work.first_tile);
     multiply_values(weights);
     if (kEarly && next_has_scores()) {
       start_scores();
@@ -161,7 +160,7 @@ class Consumer {
     if constexpr (Form::kTurns) named_sync(1 + group_, 256);
     multiply_keys();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
-    clear(tile + 1);
+    clear(work, tile + 1);
     multiply_values(weights);
     if constexpr (Form::kTurns) named_arrive(2 - group_, 256);
     wait_products<1>();
@@ -185,9 +184,12 @@ class Consumer {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) sum = fmaf(values_[i], 0.f, sum);
-    if (sum != 0) memory_.spoiled = 1;
+    const int turn = verdict_turn_;
+    verdict_turn_ ^= 1;
+    if (threadIdx.x == 128) memory_.spoiled[turn ^ 1] = 0;  // all have read it
+    if (sum != 0) memory_.spoiled[turn] = 1;
     named_sync(kOfConsumers, kConsumers);
-    const bool spoiled = memory_.spoiled;
+    const bool spoiled = memory_.spoiled[turn];
     __syncwarp();
     release(memory_.verdict);
     if (!spoiled) return;
@@ -262,7 +264,16 @@ class Consumer {
 
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
     const int column = tile * kKeys + lane_ % 4 * 2;
-    if constexpr (Form::kGeneral) general_scores<T>(args_, work, scores_, row_, column);
+    if constexpr (Form::kGeneral) {
+      const float factor = general_scores(args_, work, work.head, scores_, row_, column, [] {});
+      if (args_.mask.data != nullptr) {
+        wait(memory_.mask_full, mask_parity_);
+        mask_parity_ ^= 1;
+        MaskTile{shared_address(memory_.mask), kKeys, args_.mask.row_stride != 0}.add<T>(
+            args_.mask, thread_row_, lane_ % 4 * 2, factor, scores_);
+        named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
+      }
+    }
     if (tile >= hides_from_) {
       const int end[2] = {min(work.keys, row_ + band_.right + 1) - column,
                           min(work.keys, row_ + 8 + band_.right + 1) - column};
@@ -273,11 +284,16 @@ class Consumer {
       hide_before(scores_, first);
     }
   }
-  __device__ __forceinline__ void clear(int tile) {
+  // The keys that some query of the sequence sees: [seen_first(), seen_end_of()).
+  __device__ __forceinline__ int seen_first() const { return max(0, -band_.left); }
+  __device__ __forceinline__ int seen_end_of(const WorkTile& work) const {
+    return min(work.keys, work.queries + band_.right);
+  }
+  __device__ __forceinline__ void clear(const WorkTile& work, int tile) {
     if (tile >= clears_from_ || tile < clears_below_) {
-      clear_rows<KeyTile>(memory_.value[value_place_.slot], [&](int key) {
-        return tile * kKeys + key < seen_first_ || tile * kKeys + key >= seen_end_;
-      });
+      const int first = seen_first() - tile * kKeys, end = seen_end_of(work) - tile * kKeys;
+      clear_rows<KeyTile>(memory_.value[value_place_.slot],
+                          [&](int key) { return key < first || key >= end; });
       named_sync(kOfGroup + group_, 128);
     }
   }
@@ -311,6 +327,8 @@ class Consumer {
   RingPlace<Form::kStages> key_place_, value_place_;
   RingPlace<Form::kQueryStages> query_place_;
   RingPlace<ForwardMemory<Form>::kWorks> work_place_;
+  uint32_t mask_parity_ = 0;
+  int verdict_turn_ = 0;
 
   // Of a tile of queries: the thread's first query (its second is 8 later) and its sums.
   Band band_;
@@ -319,9 +337,8 @@ class Consumer {
   float values_[kDim / 2];
   // Tiles of keys from `hides_from_` on or below `hides_below_` have keys that one of the
   // warpgroup's queries does not see. Those from `clears_from_` on or below `clears_below_` have
-  // keys that no query of the sequence sees (seen: [seen_first_, seen_end_)) and that the copy did
-  // not make zero.
-  int hides_from_, hides_below_, clears_from_, clears_below_, seen_first_, seen_end_;
+  // keys that no query of the sequence sees and that the copy did not make zero.
+  int hides_from_, hides_below_, clears_from_, clears_below_;
 
   Scores scores_;
   float rescale_[2];
@@ -339,12 +356,14 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.value);
     // A warp of a consumer arrives once.
     constexpr int kWarps = 4 * Form::kGroups;
+    const bool copies_masks = Form::kGeneral && args.mask.data != nullptr;
     for (int slot = 0; slot < Form::kQueryStages; ++slot) {
       memory.query_full[slot].init();
-      memory.query_empty[slot].init(kWarps);
+      memory.query_empty[slot].init(kWarps + (copies_masks ? kMaskWarps : 0));
     }
     memory.verdict.init(kWarps);
-    memory.spoiled = 0;
+    memory.spoiled[0] = memory.spoiled[1] = 0;
+    memory.mask_full.init(kMaskThreads);
     memory.place = {};
     for (int slot = 0; slot < Form::kStages; ++slot) {
       memory.key_full[slot].init();
@@ -357,7 +376,11 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   __syncthreads();
   if (group == 0) {
     shrink_registers<Form::kProducerRegisters>();
-    if (threadIdx.x < 32) produce(args, memory);
+    if (threadIdx.x < 32) {
+      produce(args, memory);
+    } else if (Form::kGeneral && args.mask.data != nullptr) {
+      copy_masks(args, memory);
+    }
   } else {
     grow_registers<Form::kConsumerRegisters>();
     Consumer<Form>(args, memory, group - 1).run();

@@ -7,7 +7,7 @@ template <typename T>
 using Plain = ForwardForm<T, 96, /*kKeys=*/96, /*kGroups=*/3, /*kStages=*/2, /*kQueryStages=*/2,
                           /*kGeneral=*/false, /*kTurns=*/false>;
 template <typename T>
-using General = ForwardForm<T, 96, /*kKeys=*/128, /*kGroups=*/2, /*kStages=*/2, /*kQueryStages=*/1,
+using General = ForwardForm<T, 96, /*kKeys=*/112, /*kGroups=*/2, /*kStages=*/2, /*kQueryStages=*/1,
                             /*kGeneral=*/true, /*kTurns=*/false>;
 
 }  // namespace

@@ -7,13 +7,14 @@
 #include "core/attention/hopper.h"
 #include "core/attention/hopper_forward.cuh"
 #include "core/attention/hopper_tensor_map.h"
+#include "core/attention/plan.h"
 #include "core/common/launch.cuh"
 
 namespace fused_norm::hopper {
 
 // A kernel's arguments by name of a call's. kRows: queries of a tile.
 template <int kRows>
-void set_work(const AttentionParams& params, int section, bool longest_first, uint32_t* ticket,
+void set_work(const AttentionParams& params, const HopperForwardPlan& plan, uint32_t* ticket,
               WorkArgs* args) {
   args->batch = params.batch;
   args->heads = params.heads;
@@ -25,8 +26,9 @@ void set_work(const AttentionParams& params, int section, bool longest_first, ui
   args->total_queries = params.total_queries;
   args->total_keys = params.total_keys;
   args->query_tiles = (params.queries + kRows - 1) / kRows;
-  args->section = section;
-  args->longest_first = longest_first;
+  args->section = plan.section;
+  args->longest_first = plan.in_order;
+  args->batch_first = plan.batch_first;
   args->ticket = ticket;
   const auto limit = [](int32_t window) {
     return window < 0 ? kNoLimit : std::min(window, kNoLimit);
@@ -36,9 +38,15 @@ void set_work(const AttentionParams& params, int section, bool longest_first, ui
   args->top_left = params.top_left;
 }
 
-inline void set_scores(const AttentionParams& params, bool general, ScoreArgs* args) {
-  args->scale = static_cast<float>(params.scale);
-  args->exponent = general ? kLog2E : static_cast<float>(params.scale * 1.4426950408889634);
+inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
+  const bool capped = params.softcap > 0;
+  const bool added = params.mask.data != nullptr || params.alibi_slopes != nullptr;
+  const double factor = capped ? params.softcap : params.scale;
+  const bool folded = !added && factor >= kSmallestPlainScale;
+  args->scale =
+      static_cast<float>(capped ? params.scale / params.softcap * kTanhUnit : params.scale);
+  args->multiplies = !added && !folded;
+  args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);
   args->mask = params.mask;
   args->alibi_slopes = params.alibi_slopes;
@@ -48,8 +56,8 @@ inline void set_scores(const AttentionParams& params, bool general, ScoreArgs* a
 }
 
 template <typename Form>
-cudaError_t launch_form(const AttentionParams& params, const DeviceProperties& device, int section,
-                        bool longest_first, uint32_t* ticket, cudaStream_t stream) {
+cudaError_t launch_form(const AttentionParams& params, const HopperForwardPlan& plan,
+                        const DeviceProperties& device, uint32_t* ticket, cudaStream_t stream) {
   const bool packed = params.query_offsets != nullptr;
   ForwardArgs args{};
   const auto map = [&](const AttentionTensor& tensor, int heads, int rows, int columns,
@@ -71,8 +79,8 @@ cudaError_t launch_form(const AttentionParams& params, const DeviceProperties& d
         map(params.value, params.kv_heads, key_rows, params.value_dim, Form::kKeys, &args.value);
   if (error != cudaSuccess) return error;
 
-  set_work<Form::kRows>(params, section, longest_first, ticket, &args);
-  set_scores(params, Form::kGeneral, &args);
+  set_work<Form::kRows>(params, plan, ticket, &args);
+  set_scores(params, &args);
   args.out = params.out.data;
   args.out_batch_stride = params.out.batch_stride;
   args.out_head_stride = params.out.head_stride;
@@ -107,7 +115,7 @@ cudaError_t launch_forms(const AttentionParams& params, const HopperForwardPlan&
   const auto launch = [&](auto form) {
     using Form = decltype(form);
     if (plan.queries != Form::kRows || plan.keys != Form::kKeys) return cudaErrorInvalidValue;
-    return launch_form<Form>(params, device, plan.section, plan.in_order, ticket, stream);
+    return launch_form<Form>(params, plan, device, ticket, stream);
   };
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
     using T = decltype(zero);

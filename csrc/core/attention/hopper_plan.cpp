@@ -10,32 +10,59 @@ namespace {
 // Keys and values of so many bytes stay in the second-level cache (50 MB) while their queries pass.
 constexpr int64_t kCachedBytes = 32 << 20;
 
+// Columns of a tile for both head dimensions.
+int dim_of(const AttentionParams& params) {
+  int result = 256;
+  for (int dim : {192, 128, 96, 64}) {
+    if (std::max(params.head_dim, params.value_dim) <= dim) result = dim;
+  }
+  return result;
+}
+
+// Whether tiles take unlike times.
+bool is_uneven(const AttentionParams& params) {
+  return params.query_offsets != nullptr || params.window_left >= 0 || params.window_right >= 0;
+}
+
+// Heads of `rows` rows of two tensors that the cache holds.
+int cached_heads(const AttentionParams& params, int64_t rows) {
+  const int64_t bytes = 2 * rows * (params.head_dim + params.value_dim);
+  return static_cast<int>(
+      std::clamp<int64_t>(kCachedBytes / std::max<int64_t>(bytes, 1), 1, 1 << 20));
+}
+
 }  // namespace
 
 HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   HopperForwardPlan plan{};
-  plan.dim = 256;
-  const int columns = std::max(params.head_dim, params.value_dim);
-  for (int dim : {192, 128, 96, 64}) {
-    if (columns <= dim) plan.dim = dim;
-  }
+  plan.dim = dim_of(params);
   plan.general = !attention_scores_are_plain(params);
   // Tiles of the forms in hopper_forward_*.cu: as large as registers and shared memory allow. Three
   // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
   plan.queries = plan.dim <= 96 && !plan.general ? 192 : 128;
-  plan.keys = plan.dim == 96    ? (plan.general ? 128 : 96)
-              : plan.dim <= 128 ? 128
+  plan.keys = plan.dim == 64    ? 128
+              : plan.dim == 96  ? (plan.general ? 112 : 96)
+              : plan.dim == 128 ? (plan.general ? 112 : 128)
               : plan.dim == 192 ? (plan.general ? 80 : 112)
                                 : (plan.general ? 64 : 80);
 
-  const bool packed = params.query_offsets != nullptr;
-  const bool band = params.window_left >= 0 || params.window_right >= 0;
-  plan.in_order = packed || band;
+  plan.in_order = is_uneven(params);
   const int group = params.heads / params.kv_heads;
-  const int64_t bytes_of_head = int64_t{2} * params.keys * (params.head_dim + params.value_dim);
-  const int64_t heads = kCachedBytes / std::max<int64_t>(bytes_of_head, 1);
-  plan.section =
-      static_cast<int>(plan.in_order ? std::clamp<int64_t>(heads, 1, 1 << 20) * group : group);
+  plan.section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
+  // A head's mask that serves every sequence is read for all of them while it is cached.
+  plan.batch_first = params.query_offsets == nullptr && params.batch > 1 &&
+                     params.mask.data != nullptr && params.mask.batch_stride == 0 &&
+                     params.mask.row_stride != 0;
+  if (plan.batch_first) plan.section = std::max(plan.section, params.batch);
+  return plan;
+}
+
+HopperBackwardPlan hopper_backward_plan(const AttentionParams& params) {
+  HopperBackwardPlan plan{dim_of(params), !attention_scores_are_plain(params), is_uneven(params), 0,
+                          1};
+  const int group = params.heads / params.kv_heads;
+  plan.query_section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
+  if (plan.in_order) plan.key_section = cached_heads(params, int64_t{params.queries} * group);
   return plan;
 }
 
@@ -50,8 +77,16 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 #endif
 }
 
+bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device) {
+  return hopper_takes_forward(params, device) && params.mask.data == nullptr;
+}
+
+// A ticket for each kernel whose tiles are handed out as blocks come.
 size_t hopper_forward_workspace(const AttentionParams& params) {
-  return hopper_forward_plan(params).in_order ? sizeof(uint32_t) : 0;
+  return is_uneven(params) ? sizeof(uint32_t) : 0;
+}
+size_t hopper_backward_workspace(const AttentionParams& params) {
+  return is_uneven(params) ? 3 * sizeof(uint32_t) : 0;
 }
 
 }  // namespace fused_norm

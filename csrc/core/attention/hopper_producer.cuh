@@ -48,6 +48,8 @@ struct ForwardMemory {
   alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
   alignas(1024) char key[Form::kStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kStages][Form::KeyTile::kBytes];
+  alignas(16) char mask[Form::kGeneral ? Form::kRows * mask_pitch(Form::kKeys, 4) : 16];
+  CopyBarrier mask_full;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kStages], key_empty[Form::kStages];
   CopyBarrier value_full[Form::kStages], value_empty[Form::kStages];
@@ -58,7 +60,7 @@ struct ForwardMemory {
   ListPlace place;
   // With a mask: whether the tile has to be done again (see mend), and which keys some query sees.
   CopyBarrier verdict;
-  int spoiled;
+  int spoiled[2];  // by turns
   bool seen[Form::kKeys];
 };
 
@@ -121,9 +123,9 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
         if constexpr (Form::kGeneral) {
           if (args.mask.data != nullptr) {
             wait(memory.verdict, verdict_parity);
+            const bool spoiled = memory.spoiled[verdict_parity];
             verdict_parity ^= 1;
-            if (memory.spoiled) {
-              memory.spoiled = 0;
+            if (spoiled) {
               load_key(work, work.end_tile - 1);
               load_rest(work);
             }
@@ -136,6 +138,87 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     query_place.advance();
     if (!found) return;
     index = __shfl_sync(~0u, next, 0);
+  }
+}
+
+// The other warps of the producer's warpgroup copy tiles of the mask.
+constexpr int kMaskWarps = 3, kMaskThreads = 32 * kMaskWarps;
+constexpr int kMaskIsRead = 8;  // a named barrier, of them and the consumers
+
+// Bits: an element. Rows beyond the sequence are its last one, columns beyond it zeros.
+template <typename Bits, typename Form>
+__device__ __forceinline__ void copy_mask(const ForwardArgs& args, ForwardMemory<Form>& memory,
+                                          const WorkTile& work, int tile) {
+  constexpr int kBytes = sizeof(Bits), kPitch = mask_pitch(Form::kKeys, kBytes);
+  const AttentionMask& mask = args.mask;
+  const int64_t corner = work.sequence * mask.batch_stride + work.head * mask.head_stride;
+  const int first = tile * Form::kKeys, columns = min(Form::kKeys, work.keys - first);
+  const Bits* from = static_cast<const Bits*>(mask.data) + corner + first * mask.key_stride;
+  const bool in_parts = mask.key_stride == 1 && (mask.row_stride | corner) * kBytes % 16 == 0 &&
+                        reinterpret_cast<uintptr_t>(mask.data) % 16 == 0;
+  // Parts of 16 bytes, or elements.
+  const auto for_all = [&](auto parts, auto copy) {
+    constexpr int kParts = decltype(parts)::value;
+#pragma unroll 1  // registers are few
+    const int rows = mask.row_stride == 0 ? 1 : Form::kRows;
+    for (int at = threadIdx.x - 32; at < rows * kParts; at += kMaskThreads) {
+      const int row = at / kParts, source = min(work.first + row, work.queries - 1);
+      copy(row, at % kParts, from + source * mask.row_stride);
+    }
+  };
+  if (in_parts) {
+    for_all(std::integral_constant<int, Form::kKeys * kBytes / 16>(),
+            [&](int row, int part, const Bits* source) {
+              const int left = min(max(columns * kBytes - part * 16, 0), 16);
+              copy_async(shared_address(memory.mask + row * kPitch + part * 16),
+                         left == 0 ? source : source + part * (16 / kBytes), left);
+            });
+    arrive_after_copies(memory.mask_full);
+  } else {
+    for_all(std::integral_constant<int, Form::kKeys>(), [&](int row, int key, const Bits* source) {
+      *reinterpret_cast<Bits*>(memory.mask + row * kPitch + key * kBytes) =
+          key < columns ? source[key * mask.key_stride] : Bits{0};
+    });
+    arrive(memory.mask_full);
+  }
+}
+
+template <typename Form>
+__device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemory<Form>& memory) {
+  RingPlace<Form::kQueryStages> query_place;
+  RingPlace<ForwardMemory<Form>::kWorks> work_place;
+  uint32_t verdict_parity = 0;
+  bool has_copied = false;
+  const auto wait_for_readers = [&] {
+    if (has_copied) named_sync(kMaskIsRead, 128 * Form::kGroups + kMaskThreads);
+    has_copied = true;
+  };
+  while (true) {
+    wait(memory.query_full[query_place.slot], query_place.parity);
+    const WorkTile& work = memory.work[work_place.slot];
+    work_place.advance();
+    if (work.sequence < 0) return wait_for_readers();
+    const bool any = work.first_tile < work.end_tile;
+    for (bool again = any, first = true; again; first = false) {
+      for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
+        wait_for_readers();
+        if (args.mask.boolean) {
+          copy_mask<uint8_t>(args, memory, work, tile);
+        } else if (args.mask.dtype == DType::kFloat32) {
+          copy_mask<uint32_t>(args, memory, work, tile);
+        } else {
+          copy_mask<uint16_t>(args, memory, work, tile);
+        }
+      }
+      again = false;
+      if (!first) break;
+      wait(memory.verdict, verdict_parity);
+      again = memory.spoiled[verdict_parity];
+      verdict_parity ^= 1;
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot]);  // done with `work`
+    query_place.advance();
   }
 }
 

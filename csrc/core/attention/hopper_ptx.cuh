@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "core/attention/fast_math.cuh"
 #include "core/common/bulk_copy.cuh"
 
 namespace fused_norm::hopper {
@@ -25,6 +26,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
                : "memory");
+}
+
+// Copies `bytes`, at most 16, and zeros for the rest of 16, by this thread; the barrier gets one of
+// its arrivals when all that the thread has started are there.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void arrive_after_copies(CopyBarrier& barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+      : "memory");
 }
 
 // Until the phase of `parity` has ended; a new barrier is as if one of parity 1 had. With
@@ -256,10 +269,25 @@ FUSED_NORM_PRODUCT(256, 15, 128, 129, 130, 131, 132, 133)
 
 // Numbers. ------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
+// In this order, so that few registers wait for what is loaded.
+__device__ __forceinline__ void load_shared(uint16_t& to, uint32_t from) {
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(to) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_shared(uint32_t& to, uint32_t from) {
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+}
+__device__ __forceinline__ void load_shared(float2& to, uint32_t from) {
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to.x), "=f"(to.y) : "r"(from) : "memory");
+}
+
+// The number that 16 bits are.
+template <typename T>
+__device__ __forceinline__ float unpack(uint32_t bits) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
+  } else {
+    return __uint_as_float(bits << 16);
+  }
 }
 
 // Two numbers rounded to 16 bit, `low` in the low half.

@@ -13,8 +13,11 @@ constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 // What becomes of query . key.
 struct ScoreArgs {
-  float scale;     // of scores, before all else; of general scores only
-  float exponent;  // of scores in the softmax: exp2(exponent * score); positive
+  // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
+  // positive.
+  float scale;
+  bool multiplies;  // no option and no exponent takes the last factor
+  float exponent;   // of scores in the softmax: exp2(exponent * score); positive
   float softcap;
   AttentionMask mask;
   const float* alibi_slopes;
@@ -86,56 +89,82 @@ __device__ __forceinline__ void hide_before(float (&scores)[kCount], const int (
   }
 }
 
-template <typename T>
-__device__ __forceinline__ float mask_value(const AttentionMask& mask, int64_t at) {
-  if (mask.boolean) return static_cast<const bool*>(mask.data)[at] ? 0.f : -INFINITY;
-  if (mask.dtype == DType::kFloat32) return static_cast<const float*>(mask.data)[at];
-  return static_cast<float>(static_cast<const T*>(mask.data)[at]);
-}
+__host__ __device__ constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + 16; }
 
-// scale, softcap, slopes and mask. `row`: the thread's first query, `column`: its first key.
-template <typename T, int kCount>
-__device__ __forceinline__ void general_scores(const ScoreArgs& args, const WorkTile& work,
-                                               float (&scores)[kCount], int row, int column) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) scores[i] *= args.scale;
-  if (args.softcap > 0) {
-    // tanh(x) = 1 - 2 / (1 + exp(2 x)).
-    const float in = 2 * kLog2E / args.softcap;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const float e = 1 + exp2_fast(scores[i] * in);
-      float inverse;
-      asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(e));
-      scores[i] = fmaf(-2 * args.softcap, inverse, args.softcap);
+// A tile of the mask in shared memory, as it is in the tensor but for 16 bytes more a row, so that
+// rows lie in different banks.
+struct MaskTile {
+  uint32_t data;
+  int keys;       // of a tile
+  bool has_rows;  // else all queries have the same
+
+  // Scores times `factor`, plus the mask; -inf where that is, whatever the score. `row`, `column`:
+  // a thread's first place in the tile.
+  template <typename T, int kCount>
+  __device__ __forceinline__ void add(const AttentionMask& mask, int row, int column, float factor,
+                                      float (&scores)[kCount]) const {
+    if (mask.boolean) {
+      add_pairs<uint16_t>(scores, row, column, factor, [](uint32_t pair) {
+        return make_float2(pair & 0xFF ? 0.f : -INFINITY, pair >> 8 ? 0.f : -INFINITY);
+      });
+    } else if (mask.dtype == DType::kFloat32) {
+      add_pairs<float2>(scores, row, column, factor, [](float2 pair) { return pair; });
+    } else {
+      add_pairs<uint32_t>(scores, row, column, factor, [](uint32_t pair) {
+        return make_float2(unpack<T>(pair & 0xFFFF), unpack<T>(pair >> 16));
+      });
     }
+  }
+
+ private:
+  template <typename Pair, int kCount, typename Values>
+  __device__ __forceinline__ void add_pairs(float (&scores)[kCount], int row, int column,
+                                            float factor, Values values) const {
+    constexpr int kBytes = sizeof(Pair) / 2;
+    const int pitch = mask_pitch(keys, kBytes) * has_rows;
+    const uint32_t first = data + row * pitch + column * kBytes;
+#pragma unroll
+    for (int i = 0; i < kCount; i += 2) {
+      Pair pair;
+      load_shared(pair, first + i / 2 % 2 * 8 * pitch + i / 4 * 8 * kBytes);
+      const float2 added = values(pair);
+      scores[i] = added.x == -INFINITY ? -INFINITY : fmaf(scores[i], factor, added.x);
+      scores[i + 1] = added.y == -INFINITY ? -INFINITY : fmaf(scores[i + 1], factor, added.y);
+      asm volatile("" : "+f"(scores[i]), "+f"(scores[i + 1]));  // one after the other: registers
+    }
+  }
+};
+
+// softcap and slopes: query . key become scores but for a factor, which it returns, and the mask.
+// `row`: the thread's first query, `column`: its first key, or the other way round. capped() is
+// called when scores are tanh(s / softcap).
+template <int kCount, typename Capped>
+__device__ __forceinline__ float general_scores(const ScoreArgs& args, const WorkTile& work,
+                                                int head, float (&scores)[kCount], int row,
+                                                int column, Capped capped) {
+  float factor = args.scale;
+  if (args.softcap > 0) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scores[i] = tanh_fast(scores[i] * args.scale);
+    capped();
+    factor = args.softcap;
   }
   if (args.alibi_slopes != nullptr) {
-    const float slope = args.alibi_slopes[work.sequence * args.alibi_batch_stride + work.head];
-    const int ahead = row + work.keys - work.queries - column;
+    const float slope = args.alibi_slopes[work.sequence * args.alibi_batch_stride + head];
+    const float ahead = static_cast<float>(row + work.keys - work.queries - column);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const int distance = ahead + 8 * (i / 2 % 2) - (8 * (i / 4) + i % 2);
-      scores[i] = fmaf(-slope, fabsf(static_cast<float>(distance)), scores[i]);
+      const float distance = ahead + static_cast<float>(8 * (i / 2 % 2) - 8 * (i / 4) - i % 2);
+      scores[i] = fmaf(scores[i], factor, -slope * fabsf(distance));
+      asm volatile("" : "+f"(scores[i]));
     }
+    factor = 1;
   }
-  if (args.mask.data != nullptr) {
-    const AttentionMask& mask = args.mask;
-    const int64_t corner = work.sequence * mask.batch_stride + work.head * mask.head_stride;
+  if (args.multiplies) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int query = min(row + 8 * r, work.queries - 1);
-      const int64_t at = corner + query * mask.row_stride;
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        if (i / 2 % 2 != r) continue;
-        const int key = column + 8 * (i / 4) + i % 2;
-        if (key >= work.keys) continue;
-        const float value = mask_value<T>(mask, at + key * mask.key_stride);
-        scores[i] = value == -INFINITY ? -INFINITY : scores[i] + value;
-      }
-    }
+    for (int i = 0; i < kCount; ++i) scores[i] *= factor;
   }
+  return factor;
 }
 
 template <typename T>

@@ -16,7 +16,7 @@ struct WorkArgs {
   int32_t total_queries, total_keys;
   int32_t query_tiles;  // of a dense sequence
   int32_t section;      // so many (batch, head) pairs share the second-level cache
-  bool longest_first;
+  bool longest_first, batch_first;
   uint32_t* ticket;  // 0 at first: tiles are handed out as blocks come; null: in turn
   int32_t window_left, window_right;  // at most kNoLimit
   bool top_left;
@@ -97,8 +97,8 @@ class WorkList {
     const uint32_t width = min(static_cast<uint32_t>(args_.section), pairs - first_pair);
     const uint32_t tile = rest / width, pair = first_pair + rest % width;
     work->first = (args_.longest_first ? tiles - 1 - tile : tile) * kRows;
-    work->sequence = work->batch = pair / args_.heads;
-    work->head = pair % args_.heads;
+    work->sequence = work->batch = args_.batch_first ? pair % args_.batch : pair / args_.heads;
+    work->head = args_.batch_first ? pair / args_.batch : pair % args_.heads;
     work->query_begin = work->key_begin = 0;
     work->queries = args_.queries;
     work->keys = args_.keys;

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "core/attention/fast_math.cuh"
 #include "core/common/pack.cuh"
 
 namespace fused_norm {
@@ -52,6 +53,12 @@ __device__ __forceinline__ void load_transposed(uint32_t (&to)[4], uint32_t row)
                : "memory");
 }
 
+// Two elements of an 8 x 8 matrix a lane, as load_matrices has them, become those of its transpose.
+__device__ __forceinline__ uint32_t transpose(uint32_t pair) {
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(pair));
+  return pair;
+}
+
 // acc (16 x 8) += a (16 x 16) b (16 x 8). Lane l has rows l / 4 and l / 4 + 8 of acc, two elements
 // each, in columns 2 (l % 4) and the next.
 __device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
@@ -69,13 +76,6 @@ __device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4]
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-// 2^x; 0 for -inf.
-__device__ __forceinline__ float exp2_of(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // Rows of kDim 16-bit elements in shared memory, 64, 128 or 256. Chunk c of 16 bytes of row r lies
@@ -156,6 +156,14 @@ __device__ __forceinline__ void clear(Accumulators<kM, kN>& acc) {
       for (int e = 0; e < 4; ++e) acc[m][n][e] = 0;
     }
   }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ bool has_nan(const Accumulators<kM, kN>& acc) {
+  bool found = false;
+  for_elements<kM, kN>(
+      [&](int m, int n, int e, int, int) { found |= acc[m][n][e] != acc[m][n][e]; });
+  return found;
 }
 
 // acc = left x right^T, of rows of tiles.

@@ -3,9 +3,14 @@
 // is the reference of the faster tiers.
 #pragma once
 
+#include <algorithm>
+#include <climits>
+
 #include "core/attention/scores.cuh"
 #include "core/attention/workspace.h"
+#include "core/common/launch.cuh"
 #include "core/common/pack.cuh"
+#include "core/common/sizes.h"
 
 namespace fused_norm {
 namespace plain {
@@ -244,25 +249,26 @@ __device__ __forceinline__ A exp_difference(A a, A b) {
 }
 
 // Which of a thread's 4 x 4 probabilities dropout keeps, and what it multiplies them by.
+template <typename A>
 struct Kept {
   uint32_t bits;
-  float scale;
+  A scale;
 
-  __device__ __forceinline__ float at(int i, int j) const {
-    return bits >> (i * 4 + j) & 1 ? scale : 0;
+  __device__ __forceinline__ A at(int i, int j) const {
+    return bits >> (i * 4 + j) & 1 ? scale : A(0);
   }
 };
 
 template <typename A>
-__device__ __forceinline__ Kept kept_of(const ScoreRules<A>& rules, int query, int key) {
-  if (!rules.drops()) return {0xffffu, 1};
+__device__ __forceinline__ Kept<A> kept_of(const ScoreRules<A>& rules, int query, int key) {
+  if (!rules.drops()) return {0xffffu, A(1)};
   const Dropout dropout = rules.dropout();
   uint32_t bits = 0;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     bits |= dropout.kept(query + tile_row() + i, key + tile_col()) << (i * 4);
   }
-  return {bits, dropout.scale};
+  return {bits, static_cast<A>(rules.params.dropout_scale)};
 }
 
 // The score of a thread's element (i, j), given query . key; -inf where it is hidden.
@@ -273,6 +279,37 @@ __device__ __forceinline__ Score<A> score_at(A dot, int i, int j, const ScoreRul
   const int row = query + tile_row() + i, col = key + tile_col() + j;
   if (row < query_end && col < key_end && band.sees(row, col)) return rules.score(dot, row, col);
   return {kLowest<A>, A(0)};
+}
+
+// After store_scores and a barrier: which keys any query gives weight to. What the others hold
+// must not reach a product, as 0 * NaN is NaN.
+template <typename A>
+__device__ __forceinline__ void find_seen_keys(Shared<A>& shared) {
+  __syncthreads();
+  if (threadIdx.x < kTile) {
+    bool seen = false;
+    for (int i = 0; i < kTile; ++i) seen |= !(shared.scores[i][threadIdx.x] == 0);
+    shared.key_is_seen[threadIdx.x] = seen;
+  }
+  __syncthreads();
+}
+
+inline int tiles_of(int rows) { return std::max<int64_t>(1, ceil_div(rows, kTile)); }
+inline int chunks_of(int cols) { return std::max<int64_t>(1, ceil_div(cols, kChunk)); }
+
+// Of 256 threads a block; nothing is launched for no blocks.
+template <typename... Params, typename... Args>
+cudaError_t launch_tiles(void (*kernel)(Params...), int shared_bytes, int64_t blocks,
+                         cudaStream_t stream, const Args&... args) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  return detail::launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), {shared_bytes},
+                        stream, args...);
+}
+
+template <typename Run>
+cudaError_t with_arithmetic(DType dtype, Run run) {
+  return dtype == DType::kFloat64 ? run(double{}) : run(float{});
 }
 
 }  // namespace plain

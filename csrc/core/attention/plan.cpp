@@ -18,7 +18,7 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
     case AttentionTier::kPortable:
       return size_of(params.dtype) == 2 && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
              params.head_dim <= kMaxPortableHeadDim && params.value_dim <= kMaxPortableHeadDim;
-    case AttentionTier::kHopper:  // forward; the backward pass is the portable tier's
+    case AttentionTier::kHopper:  // forward; of the backward pass what hopper_takes_backward()
       return hopper_takes_forward(params, device);
     default:
       return false;

@@ -47,7 +47,7 @@ constexpr int attention_tiles_index(int head_dim, int value_dim) {
 // options.
 constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
     {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
-    {{64, 4, 2, 64, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 32, 1}},
+    {{64, 4, 2, 64, 1}, {128, 4, 2, 32, 1}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 64, 2}, {128, 4, 2, 32, 2}, {256, 4, 1, 32, 1}},

@@ -112,5 +112,24 @@ __device__ __forceinline__ void clear_unseen_rows(char* tile,
   __syncthreads();
 }
 
+// Calls run(sequence, head, query, clean) for the block's tiles of kRows queries, the last first:
+// under a causal mask they see the most. Where it returns that a thread met a NaN, once more with
+// `clean`: a key that the mask hides may hold one, and 0 * NaN is NaN.
+template <int kRows, bool kGeneral, typename Run>
+__device__ __forceinline__ void run_query_tiles(const AttentionParams& params, int tiles, Run run) {
+  const Place place = place_of(tiles, params.heads);
+  const Sequence s = sequence_of(params, place.batch);
+  const int all = (s.queries + kRows - 1) / kRows;
+  for (int tile = tiles - 1 - place.tile; tile < all; tile += tiles) {
+    bool clean = false;
+    while (true) {
+      const bool has_nan = run(s, place.head, tile * kRows, clean);
+      const bool again = kGeneral && !clean && params.mask.data != nullptr;
+      if (!__syncthreads_or(again && has_nan)) break;
+      clean = true;
+    }
+  }
+}
+
 }  // namespace portable
 }  // namespace fused_norm

@@ -9,8 +9,5 @@ template <typename T>
 cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream);
 template <typename T>
 cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaStream_t stream);
-template <typename T>
-cudaError_t attention_mask_gradient_portable(const AttentionGradient& gradient,
-                                             cudaStream_t stream);
 
 }  // namespace fused_norm

@@ -95,7 +95,7 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
     if (!all_is_seen) hide_outside<kTransposed, kM, kN>(scores, band, place);
     const auto exponents = statistics.exponents();
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      scores[m][n][e] = mma::exp2_of(fmaf(scores[m][n][e], unit, -exponents.at(m, n, e)));
+      scores[m][n][e] = exp2_fast(fmaf(scores[m][n][e], unit, -exponents.at(m, n, e)));
     });
   };
   const auto subtract_delta = [&] {
@@ -146,88 +146,133 @@ __device__ __forceinline__ void store_gradient(const AttentionTensor& tensor, co
                                             tensor.row_stride, row, end, cols);
 }
 
+// A block's own tile: rows [row, row + kOwn) of two tensors, those outside `valid` zeros.
+template <typename S>
+__device__ __forceinline__ void copy_own(const AttentionGradient& g, char* shared,
+                                         const Sequence& s, const AttentionTensor& first,
+                                         const AttentionTensor& second, int head, int begin,
+                                         int row, const Range& valid) {
+  using T = typename S::T;
+  const uint32_t to = mma::shared_address(shared);
+  copy_rows<T, S::kDim, S::kOwn, S::kThreads>(to, head_of<T>(first, s, head, begin),
+                                              first.row_stride, row, valid,
+                                              g.params.forward.head_dim);
+  copy_rows<T, S::kDim, S::kOwn, S::kThreads>(to + S::kOwnBytes, head_of<T>(second, s, head, begin),
+                                              second.row_stride, row, valid,
+                                              g.params.forward.value_dim);
+  mma::commit_copies();
+}
+
+// Walks the tiles of the other side in `range` against the own one: queries against keys, or
+// kTransposed keys against the queries of one head. use(probabilities, gradient, tile, address)
+// gets each tile's scores differentiated, and where the other side's rows are, two tensors one
+// behind the other. `statistics(stage)` are the queries'. Without `of_scores` there is no gradient.
+template <typename S, bool kTransposed, bool kBySoftcapped, typename Statistics, typename Use>
+__device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, const Sequence& s,
+                                     int head, int own, const Range& range, bool of_scores,
+                                     Statistics statistics, Use use) {
+  using T = typename S::T;
+  constexpr int kDim = S::kDim, kOthers = S::kOthers, kThreads = S::kThreads, kM = S::kM;
+  const AttentionParams& params = g.params.forward;
+  const int other_head = kTransposed ? head : head / (params.heads / params.kv_heads);
+  const int begin = kTransposed ? s.query_begin : s.key_begin;
+  const int warp_row = threadIdx.x / 32 * kM * 16;
+  const Band band = band_of(params, s);
+  const ScoreRules<float> rules(params, s, head);
+  const float unit = static_cast<float>(params.scale) * kLog2E;
+  const AttentionTensor& first_tensor = kTransposed ? params.query : params.key;
+  const AttentionTensor& second_tensor = kTransposed ? g.params.dout : params.value;
+  const T* first = head_of<T>(first_tensor, s, other_head, begin);
+  const T* second = head_of<T>(second_tensor, s, other_head, begin);
+  const int64_t lse = first_lse(params, s, head);
+  const uint32_t own_tile = mma::shared_address(shared);
+  const uint32_t other_tiles = own_tile + 2 * S::kOwnBytes;
+  const auto own_rows = mma::left_rows<kDim>(own_tile, warp_row);
+  const auto copy_pair = [&](int row, int stage) {
+    const uint32_t to = other_tiles + stage * 2 * S::kOtherBytes;
+    copy_rows<T, kDim, kOthers, kThreads>(to, first, first_tensor.row_stride, row, range,
+                                          params.head_dim);
+    copy_rows<T, kDim, kOthers, kThreads>(to + S::kOtherBytes, second, second_tensor.row_stride,
+                                          row, range, params.value_dim);
+    if (kTransposed && threadIdx.x < 2 * kOthers) {
+      const int query = row + threadIdx.x % kOthers;
+      const float* from = static_cast<const float*>(threadIdx.x < kOthers ? g.exponents : g.delta);
+      mma::copy_async_word(
+          other_tiles + S::kStages * 2 * S::kOtherBytes + (stage * 2 * kOthers + threadIdx.x) * 4,
+          from + lse + query, query < s.queries);
+    }
+    mma::commit_copies();
+  };
+
+  int other = range.begin / kOthers * kOthers, stage = 0;
+  __syncthreads();  // what was before is done with the tiles
+  copy_pair(other, 0);
+  for (; other < range.end; other += kOthers) {
+    mma::wait_copies<0>();
+    __syncthreads();
+    if (S::kStages == 2 && other + kOthers < range.end) copy_pair(other + kOthers, stage ^ 1);
+    const int query = kTransposed ? other : own, key = kTransposed ? own : other;
+    if constexpr (S::kGeneral) {
+      prefetch_mask<kTransposed ? kOthers : S::kOwn, kThreads>(
+          rules, kTransposed ? query + kOthers : query, s.queries,
+          kTransposed ? key : key + kOthers, s.keys);
+    }
+    const uint32_t tile = other_tiles + stage * 2 * S::kOtherBytes;
+    const auto other_rows = mma::right_rows<kDim>(tile);
+    typename S::Scores scores, gradient;
+    mma::multiply_rows<T, kDim, kM, kOthers / 8>(scores, own_rows, other_rows);
+    const int query_end = kTransposed ? query + kOthers : min(query + S::kOwn, s.queries);
+    const int key_end = key + (kTransposed ? S::kOwn : kOthers);
+    const bool all_is_seen = key_end <= s.keys && query_end <= s.queries &&
+                             band.sees_all(query, query_end, key, key_end);
+    const TilePlace<kTransposed> place(s, kTransposed ? query : query + warp_row,
+                                       kTransposed ? key + warp_row : key);
+    differentiate<S, kTransposed, kBySoftcapped>(
+        scores, gradient, rules, band, place, all_is_seen, unit, statistics(stage), [&] {
+          if (of_scores) {
+            mma::multiply_rows<T, kDim, kM, kOthers / 8>(gradient, own_rows.further(S::kOwnBytes),
+                                                         other_rows.further(S::kOtherBytes));
+          } else {
+            mma::clear<kM, kOthers / 8>(gradient);
+          }
+        });
+    use(scores, gradient, shared + (tile - own_tile), tile);
+    if constexpr (S::kStages == 2) {
+      stage ^= 1;
+    } else if (other + kOthers < range.end) {
+      __syncthreads();
+      copy_pair(other + kOthers, 0);
+    }
+  }
+  mma::wait_copies<0>();
+}
+
 // One tile of queries. `clean` is forward_tile's; so is what it returns.
 template <typename S>
 __device__ __forceinline__ bool query_gradient_tile(const AttentionGradient& g, char* shared,
                                                     const Sequence& s, int head, int query,
                                                     bool clean) {
   using T = typename S::T;
-  constexpr int kDim = S::kDim, kKeys = S::kOthers, kThreads = S::kThreads, kM = S::kM;
+  constexpr int kDim = S::kDim, kM = S::kM, kN = S::kOthers / 8;
   const AttentionParams& params = g.params.forward;
-  const int kv_head = head / (params.heads / params.kv_heads);
-  const int warp_row = threadIdx.x / 32 * kM * 16;
-  const Band band = band_of(params, s);
   const int query_end = min(query + S::kOwn, s.queries);
-  const Range range = band.keys_of(query, query_end, s.keys);
-  const ScoreRules<float> rules(params, s, head);
-  const float unit = static_cast<float>(params.scale) * kLog2E;
-  const T* keys = head_of<T>(params.key, s, kv_head, s.key_begin);
-  const T* values = head_of<T>(params.value, s, kv_head, s.key_begin);
-
-  const uint32_t query_tile = mma::shared_address(shared), dout_tile = query_tile + S::kOwnBytes;
-  const uint32_t other_tiles = dout_tile + S::kOwnBytes;
-  const auto query_rows = mma::left_rows<kDim>(query_tile, warp_row);
-  const auto dout_rows = query_rows.further(S::kOwnBytes);
-  const auto copy_pair = [&](int key, int stage) {
-    const uint32_t to = other_tiles + stage * 2 * S::kOtherBytes;
-    copy_rows<T, kDim, kKeys, kThreads>(to, keys, params.key.row_stride, key, range,
-                                        params.head_dim);
-    copy_rows<T, kDim, kKeys, kThreads>(to + S::kOtherBytes, values, params.value.row_stride, key,
-                                        range, params.value_dim);
-    mma::commit_copies();
-  };
-
-  const Range own{query, query_end};
-  copy_rows<T, kDim, S::kOwn, kThreads>(query_tile,
-                                        head_of<T>(params.query, s, head, s.query_begin),
-                                        params.query.row_stride, query, own, params.head_dim);
-  copy_rows<T, kDim, S::kOwn, kThreads>(dout_tile,
-                                        head_of<T>(g.params.dout, s, head, s.query_begin),
-                                        g.params.dout.row_stride, query, own, params.value_dim);
-  int key = range.begin / kKeys * kKeys, stage = 0;
-  copy_pair(key, 0);
-  const RowsStatistics<kM> statistics(g, s, head, query + warp_row);
-
+  copy_own<S>(g, shared, s, params.query, g.params.dout, head, s.query_begin, query,
+              {query, query_end});
+  const RowsStatistics<kM> statistics(g, s, head, query + threadIdx.x / 32 * kM * 16);
   typename S::Gradient acc;
   mma::clear<kM, kDim / 8>(acc);
-  for (; key < range.end; key += kKeys) {
-    mma::wait_copies<0>();
-    __syncthreads();
-    if (S::kStages == 2 && key + kKeys < range.end) copy_pair(key + kKeys, stage ^ 1);
-    if constexpr (S::kGeneral) {
-      prefetch_mask<S::kOwn, kThreads>(rules, query, s.queries, key + kKeys, s.keys);
-    }
-    const uint32_t key_tile = other_tiles + stage * 2 * S::kOtherBytes;
-    const auto key_rows = mma::right_rows<kDim>(key_tile);
-    typename S::Scores scores, gradient;
-    mma::multiply_rows<T, kDim, kM, kKeys / 8>(scores, query_rows, key_rows);
-    const bool all_is_seen =
-        key + kKeys <= s.keys && band.sees_all(query, query_end, key, key + kKeys);
-    differentiate<S, false>(scores, gradient, rules, band,
-                            TilePlace<false>(s, query + warp_row, key), all_is_seen, unit,
-                            statistics, [&] {
-                              mma::multiply_rows<T, kDim, kM, kKeys / 8>(
-                                  gradient, dout_rows, key_rows.further(S::kOtherBytes));
-                            });
-    if (S::kGeneral && clean) {
-      __syncthreads();
-      clear_unseen_rows<kDim, kKeys, kThreads, kM>(shared + (key_tile - query_tile), gradient);
-    }
-    mma::multiply_weights<T, kDim, kM, kKeys / 8, kDim / 8>(acc, gradient,
-                                                            mma::left_rows<kDim>(key_tile, 0));
-    if constexpr (S::kStages == 2) {
-      stage ^= 1;
-    } else if (key + kKeys < range.end) {
-      __syncthreads();
-      copy_pair(key + kKeys, 0);
-    }
-  }
-  mma::wait_copies<0>();
-  bool has_nan = false;
-  if constexpr (S::kGeneral) {
-    mma::for_elements<kM, kDim / 8>(
-        [&](int m, int n, int e, int, int) { has_nan |= acc[m][n][e] != acc[m][n][e]; });
-  }
+  walk<S, false, false>(
+      g, shared, s, head, query, band_of(params, s).keys_of(query, query_end, s.keys), true,
+      [&](int) -> const RowsStatistics<kM>& { return statistics; },
+      [&](const auto&, const auto& gradient, char* keys, uint32_t tile) {
+        if (S::kGeneral && clean) {
+          __syncthreads();
+          clear_unseen_rows<kDim, S::kOthers, S::kThreads, kM>(keys, gradient);
+        }
+        mma::multiply_weights<T, kDim, kM, kN, kDim / 8>(acc, gradient,
+                                                         mma::left_rows<kDim>(tile, 0));
+      });
+  const bool has_nan = S::kGeneral && mma::has_nan<kM, kDim / 8>(acc);
   store_gradient<S>(g.params.dquery, s, head, s.query_begin, shared, acc,
                     static_cast<float>(params.scale), query, query_end, params.head_dim);
   return has_nan;
@@ -237,102 +282,10 @@ template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kThreads == 128 ? 2 : 1)
     attention_portable_query_gradient(const __grid_constant__ AttentionGradient g, int tiles) {
   extern __shared__ __align__(1024) char shared[];
-  const AttentionParams& params = g.params.forward;
-  const Place place = place_of(tiles, params.heads);
-  const Sequence s = sequence_of(params, place.batch);
-  const int all = (s.queries + S::kOwn - 1) / S::kOwn;
-  for (int tile = tiles - 1 - place.tile; tile < all; tile += tiles) {
-    bool clean = false;
-    while (true) {
-      const bool has_nan = query_gradient_tile<S>(g, shared, s, place.head, tile * S::kOwn, clean);
-      const bool again = S::kGeneral && !clean && params.mask.data != nullptr;
-      if (!__syncthreads_or(again && has_nan)) break;
-      clean = true;
-    }
-  }
-}
-
-// The queries of one head that see a tile of keys.
-template <typename S, bool kBoth>
-__device__ __forceinline__ void add_head(const AttentionGradient& g, char* shared,
-                                         const Sequence& s, int head, int key, const Range& range,
-                                         const Band& band, bool of_key, typename S::Gradient& dkey,
-                                         typename S::Gradient& dvalue) {
-  using T = typename S::T;
-  constexpr int kDim = S::kDim, kQueries = S::kOthers, kThreads = S::kThreads, kM = S::kM;
-  constexpr int kRowBytes = kQueries * static_cast<int>(sizeof(float));
-  const AttentionParams& params = g.params.forward;
-  const int warp_row = threadIdx.x / 32 * kM * 16, column = threadIdx.x % 4 * 2;
-  const ScoreRules<float> rules(params, s, head);
-  const float unit = static_cast<float>(params.scale) * kLog2E;
-  const T* queries = head_of<T>(params.query, s, head, s.query_begin);
-  const T* douts = head_of<T>(g.params.dout, s, head, s.query_begin);
-  const int64_t first = first_lse(params, s, head);
-  const uint32_t key_tile = mma::shared_address(shared);
-  const uint32_t other_tiles = key_tile + 2 * S::kOwnBytes;
-  const uint32_t statistics = other_tiles + S::kStages * 2 * S::kOtherBytes;
-  const auto key_rows = mma::left_rows<kDim>(key_tile, warp_row);
-  const auto value_rows = key_rows.further(S::kOwnBytes);
-  const auto copy_pair = [&](int query, int stage) {
-    const uint32_t to = other_tiles + stage * 2 * S::kOtherBytes;
-    copy_rows<T, kDim, kQueries, kThreads>(to, queries, params.query.row_stride, query, range,
-                                           params.head_dim);
-    copy_rows<T, kDim, kQueries, kThreads>(to + S::kOtherBytes, douts, g.params.dout.row_stride,
-                                           query, range, params.value_dim);
-    if (threadIdx.x < 2 * kQueries) {
-      const int row = query + threadIdx.x % kQueries;
-      const float* from = static_cast<const float*>(threadIdx.x < kQueries ? g.exponents : g.delta);
-      mma::copy_async_word(statistics + stage * 2 * kRowBytes + threadIdx.x * 4, from + first + row,
-                           row < s.queries);
-    }
-    mma::commit_copies();
-  };
-
-  int query = range.begin / kQueries * kQueries, stage = 0;
-  __syncthreads();  // the head before is done with the tiles
-  copy_pair(query, 0);
-  for (; query < range.end; query += kQueries) {
-    mma::wait_copies<0>();
-    __syncthreads();
-    if (S::kStages == 2 && query + kQueries < range.end) copy_pair(query + kQueries, stage ^ 1);
-    if constexpr (S::kGeneral) {
-      prefetch_mask<kQueries, kThreads>(rules, query + kQueries, s.queries, key, s.keys);
-    }
-    const uint32_t query_tile = other_tiles + stage * 2 * S::kOtherBytes;
-    const float* of_columns =
-        reinterpret_cast<const float*>(shared + (statistics - key_tile) + stage * 2 * kRowBytes) +
-        column;
-    const auto query_rows = mma::right_rows<kDim>(query_tile);
-    const auto query_columns = mma::left_rows<kDim>(query_tile, 0);
-    typename S::Scores scores, gradient;
-    mma::multiply_rows<T, kDim, kM, kQueries / 8>(scores, key_rows, query_rows);
-    const bool all_is_seen = key + S::kOwn <= s.keys && query + kQueries <= s.queries &&
-                             band.sees_all(query, query + kQueries, key, key + S::kOwn);
-    differentiate<S, true>(scores, gradient, rules, band, TilePlace<true>(s, query, key + warp_row),
-                           all_is_seen, unit, ColumnsStatistics<kQueries / 8>{of_columns}, [&] {
-                             if (kBoth || of_key) {
-                               mma::multiply_rows<T, kDim, kM, kQueries / 8>(
-                                   gradient, value_rows, query_rows.further(S::kOtherBytes));
-                             } else {
-                               mma::clear<kM, kQueries / 8>(gradient);
-                             }
-                           });
-    if (kBoth || !of_key) {
-      mma::multiply_weights<T, kDim, kM, kQueries / 8, kDim / 8>(
-          dvalue, scores, query_columns.further(S::kOtherBytes));
-    }
-    if (kBoth || of_key) {
-      mma::multiply_weights<T, kDim, kM, kQueries / 8, kDim / 8>(kBoth ? dkey : dvalue, gradient,
-                                                                 query_columns);
-    }
-    if constexpr (S::kStages == 2) {
-      stage ^= 1;
-    } else if (query + kQueries < range.end) {
-      __syncthreads();
-      copy_pair(query + kQueries, 0);
-    }
-  }
-  mma::wait_copies<0>();
+  run_query_tiles<S::kOwn, S::kGeneral>(
+      g.params.forward, tiles, [&](const Sequence& s, int head, int query, bool clean) {
+        return query_gradient_tile<S>(g, shared, s, head, query, clean);
+      });
 }
 
 // One tile of keys, for the heads of its group in order. Not kBoth: `of_key` says which gradient.
@@ -341,28 +294,36 @@ __device__ __forceinline__ void key_gradient_tile(const AttentionGradient& g, ch
                                                   const Sequence& s, int kv_head, int key,
                                                   bool of_key) {
   using T = typename S::T;
-  constexpr int kDim = S::kDim;
+  constexpr int kDim = S::kDim, kM = S::kM, kN = S::kOthers / 8;
   const AttentionParams& params = g.params.forward;
   const Band band = band_of(params, s);
   const int key_end = min(key + S::kOwn, s.keys), group = params.heads / params.kv_heads;
   const Range range = band.queries_of(key, key_end, s.queries);
   // Keys that no query of the call sees are zeros: they may hold a NaN.
   const Range seen = band.keys_of(0, s.queries, s.keys);
-  const Range own{max(key, seen.begin), min(key_end, seen.end)};
-  const uint32_t key_tile = mma::shared_address(shared);
-  copy_rows<T, kDim, S::kOwn, S::kThreads>(key_tile,
-                                           head_of<T>(params.key, s, kv_head, s.key_begin),
-                                           params.key.row_stride, key, own, params.head_dim);
-  copy_rows<T, kDim, S::kOwn, S::kThreads>(key_tile + S::kOwnBytes,
-                                           head_of<T>(params.value, s, kv_head, s.key_begin),
-                                           params.value.row_stride, key, own, params.value_dim);
-  mma::commit_copies();
+  copy_own<S>(g, shared, s, params.key, params.value, kv_head, s.key_begin, key,
+              {max(key, seen.begin), min(key_end, seen.end)});
+  const float* of_queries =
+      reinterpret_cast<const float*>(shared + 2 * S::kOwnBytes + S::kStages * 2 * S::kOtherBytes) +
+      threadIdx.x % 4 * 2;
   typename S::Gradient dkey, dvalue;
-  mma::clear<S::kM, kDim / 8>(dkey);
-  mma::clear<S::kM, kDim / 8>(dvalue);
+  mma::clear<kM, kDim / 8>(dkey);
+  mma::clear<kM, kDim / 8>(dvalue);
   for (int head = kv_head * group; head < (kv_head + 1) * group && range.begin < range.end;
        ++head) {
-    add_head<S, kBoth>(g, shared, s, head, key, range, band, of_key, dkey, dvalue);
+    walk<S, true, false>(
+        g, shared, s, head, key, range, kBoth || of_key,
+        [&](int stage) { return ColumnsStatistics<kN>{of_queries + stage * 2 * S::kOthers}; },
+        [&](const auto& weights, const auto& gradient, char*, uint32_t tile) {
+          const auto rows = mma::left_rows<kDim>(tile, 0);
+          if (kBoth || !of_key) {
+            mma::multiply_weights<T, kDim, kM, kN, kDim / 8>(dvalue, weights,
+                                                             rows.further(S::kOtherBytes));
+          }
+          if (kBoth || of_key) {
+            mma::multiply_weights<T, kDim, kM, kN, kDim / 8>(kBoth ? dkey : dvalue, gradient, rows);
+          }
+        });
   }
   mma::wait_copies<0>();
   const float scale = static_cast<float>(params.scale);

@@ -49,7 +49,7 @@ __device__ __forceinline__ void advance_softmax(typename S::Scores& scores,
     max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 2));
     rescale[r] = 1;
     if (max > rows.max[r] + slack) {
-      rescale[r] = mma::exp2_of((rows.max[r] - max) * unit);
+      rescale[r] = exp2_fast((rows.max[r] - max) * unit);
       rows.max[r] = max;
       moves = true;
     }
@@ -60,7 +60,7 @@ __device__ __forceinline__ void advance_softmax(typename S::Scores& scores,
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& score = scores[r / 2][n][r % 2 * 2 + e];
-        score = mma::exp2_of(fmaf(score, unit, -shift));
+        score = exp2_fast(fmaf(score, unit, -shift));
         sum += score;
       }
     }
@@ -93,8 +93,8 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& params, const
     const float last_max = fmaxf(max, sink);
     float scale = 1;
     if (sink != -INFINITY) {
-      scale = mma::exp2_of(max - last_max);
-      sum = sum * scale + mma::exp2_of(sink - last_max);
+      scale = exp2_fast(max - last_max);
+      sum = sum * scale + exp2_fast(sink - last_max);
     }
     const float factor = sum == 0 ? 0 : scale / sum;
 #pragma unroll
@@ -193,17 +193,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   mma::wait_copies<0>();
   finish_rows<S>(params, s, head, query + warp_row, rows, out, unit);
 
-  bool has_nan = false;
-  if constexpr (S::kGeneral) {
-#pragma unroll
-    for (int m = 0; m < S::kM; ++m) {
-#pragma unroll
-      for (int n = 0; n < kDim / 8; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) has_nan |= out[m][n][e] != out[m][n][e];
-      }
-    }
-  }
+  const bool has_nan = S::kGeneral && mma::has_nan<S::kM, kDim / 8>(out);
   // All have read the queries; the output takes their place.
   __syncthreads();
   round_to_tile<T, kDim, S::kM, kDim / 8>(shared, out, warp_row);
@@ -218,21 +208,10 @@ template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kThreads == 128 ? 2 : 1)
     attention_portable_forward(const __grid_constant__ AttentionParams params, int tiles) {
   extern __shared__ __align__(1024) char shared[];
-  const Place place = place_of(tiles, params.heads);
-  const Sequence s = sequence_of(params, place.batch);
-  const int all = (s.queries + S::kQueries - 1) / S::kQueries;
-  // The last tiles first: under a causal mask they see the most.
-  for (int tile = tiles - 1 - place.tile; tile < all; tile += tiles) {
-    bool clean = false;
-    while (true) {
-      const bool has_nan =
-          forward_tile<S>(params, shared, s, place.head, tile * S::kQueries, clean);
-      // A hidden key may hold a NaN, and 0 * NaN is NaN.
-      const bool again = S::kGeneral && !clean && params.mask.data != nullptr;
-      if (!__syncthreads_or(again && has_nan)) break;
-      clean = true;
-    }
-  }
+  run_query_tiles<S::kQueries, S::kGeneral>(
+      params, tiles, [&](const Sequence& s, int head, int query, bool clean) {
+        return forward_tile<S>(params, shared, s, head, query, clean);
+      });
 }
 
 }  // namespace portable

@@ -108,4 +108,19 @@ cudaError_t mask_gradient(const AttentionGradient& g, cudaStream_t stream) {
 }
 
 }  // namespace portable
+template <typename T>
+cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream) {
+  return attention_scores_are_plain(params) ? portable::forward<T, false>(params, stream)
+                                            : portable::forward<T, true>(params, stream);
+}
+
+template <typename T>
+cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t stream) {
+  const bool plain = attention_scores_are_plain(g.params.forward);
+  const cudaError_t error =
+      plain ? portable::backward<T, false>(g, stream) : portable::backward<T, true>(g, stream);
+  if (error != cudaSuccess || g.params.dmask == nullptr) return error;
+  return portable::mask_gradient<T>(g, stream);
+}
+
 }  // namespace fused_norm

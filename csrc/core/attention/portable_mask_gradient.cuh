@@ -37,56 +37,6 @@ __device__ __forceinline__ void store_mask_tile(const AttentionBackwardParams& p
   }
 }
 
-// Adds one tile of one head to the sums.
-template <typename S>
-__device__ __forceinline__ void add_mask_gradient(const AttentionGradient& g, char* shared,
-                                                  const Sequence& s, int head, int query, int key,
-                                                  typename S::Scores& sums) {
-  using T = typename S::T;
-  constexpr int kDim = S::kDim, kKeys = S::kOthers, kThreads = S::kThreads, kM = S::kM;
-  const AttentionParams& params = g.params.forward;
-  const int kv_head = head / (params.heads / params.kv_heads);
-  const int warp_row = threadIdx.x / 32 * kM * 16;
-  const Range queries{query, min(query + S::kOwn, s.queries)};
-  const Range keys{key, min(key + kKeys, s.keys)};
-  const uint32_t query_tile = mma::shared_address(shared), dout_tile = query_tile + S::kOwnBytes;
-  const uint32_t key_tile = dout_tile + S::kOwnBytes, value_tile = key_tile + S::kOtherBytes;
-  __syncthreads();  // the tiles before are done with
-  const auto copy = [&](auto rows, uint32_t to, const AttentionTensor& tensor, int of_head,
-                        int first, const Range& range, int cols) {
-    copy_rows<T, kDim, decltype(rows)::value, kThreads>(
-        to, head_of<T>(tensor, s, of_head, first), tensor.row_stride, range.begin, range, cols);
-  };
-  using Own = std::integral_constant<int, S::kOwn>;
-  using Others = std::integral_constant<int, kKeys>;
-  copy(Own(), query_tile, params.query, head, s.query_begin, queries, params.head_dim);
-  copy(Others(), key_tile, params.key, kv_head, s.key_begin, keys, params.head_dim);
-  mma::commit_copies();
-  copy(Own(), dout_tile, g.params.dout, head, s.query_begin, queries, params.value_dim);
-  copy(Others(), value_tile, params.value, kv_head, s.key_begin, keys, params.value_dim);
-  mma::commit_copies();
-  const RowsStatistics<kM> statistics(g, s, head, query + warp_row);
-
-  typename S::Scores scores, gradient;
-  mma::wait_copies<1>();
-  __syncthreads();
-  mma::multiply_rows<T, kDim, kM, kKeys / 8>(scores, mma::left_rows<kDim>(query_tile, warp_row),
-                                             mma::right_rows<kDim>(key_tile));
-  const Band band = band_of(params, s);
-  const bool all_is_seen =
-      key + kKeys <= s.keys && band.sees_all(query, queries.end, key, key + kKeys);
-  differentiate<S, false, /*kBySoftcapped=*/true>(
-      scores, gradient, ScoreRules<float>(params, s, head), band,
-      TilePlace<false>(s, query + warp_row, key), all_is_seen, kLog2E, statistics, [&] {
-        mma::wait_copies<0>();
-        __syncthreads();
-        mma::multiply_rows<T, kDim, kM, kKeys / 8>(
-            gradient, mma::left_rows<kDim>(dout_tile, warp_row), mma::right_rows<kDim>(value_tile));
-      });
-  mma::for_elements<kM, kKeys / 8>(
-      [&](int m, int n, int e, int, int) { sums[m][n][e] += gradient[m][n][e]; });
-}
-
 // A block has a tile of the mask and sums what its elements serve, in order. The grid is (key
 // tiles, query tiles, mask heads, mask batches), the first fastest.
 template <typename S>
@@ -110,13 +60,22 @@ __global__ void __launch_bounds__(S::kThreads)
     const Range keys = served(key_tile, shape[3], (s.keys + S::kOthers - 1) / S::kOthers);
     for (int head = heads.begin; head < heads.end; ++head) {
       for (int i = queries.begin; i < queries.end; ++i) {
-        const int query = i * S::kOwn;
-        const Range seen = band.keys_of(query, min(query + S::kOwn, s.queries), s.keys);
-        for (int j = keys.begin; j < keys.end; ++j) {
-          const int key = j * S::kOthers;
-          if (query >= s.queries || key >= seen.end || key + S::kOthers <= seen.begin) continue;
-          add_mask_gradient<S>(g, shared, s, head, query, key, sums);
-        }
+        const int query = i * S::kOwn, query_end = min(query + S::kOwn, s.queries);
+        const Range seen = band.keys_of(query, query_end, s.keys);
+        const Range range{max(keys.begin * S::kOthers, seen.begin),
+                          min(keys.end * S::kOthers, seen.end)};
+        if (query >= s.queries || range.begin >= range.end) continue;
+        __syncthreads();  // the tiles before are done with
+        copy_own<S>(g, shared, s, params.query, g.params.dout, head, s.query_begin, query,
+                    {query, query_end});
+        const RowsStatistics<S::kM> statistics(g, s, head, query + threadIdx.x / 32 * S::kM * 16);
+        walk<S, false, /*kBySoftcapped=*/true>(
+            g, shared, s, head, query, range, true,
+            [&](int) -> const RowsStatistics<S::kM>& { return statistics; },
+            [&](const auto&, const auto& gradient, char*, uint32_t) {
+              mma::for_elements<S::kM, S::kOthers / 8>(
+                  [&](int m, int n, int e, int, int) { sums[m][n][e] += gradient[m][n][e]; });
+            });
       }
     }
   }

@@ -55,45 +55,56 @@ __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const B
 template <int kM, int kN>
 __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient)[kN][4],
                                     float scale, float softcap) {
-  // tanh x = 1 - 2 / (1 + e^(2 x)), good to 2^-22 absolute.
-  const float exponent = scale / softcap * 2 * kLog2E;
+  const float factor = scale / softcap * kTanhUnit;
   mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-    const float t = 1 - __fdividef(2.f, 1 + mma::exp2_of(scores[m][n][e] * exponent));
+    const float t = tanh_fast(scores[m][n][e] * factor);
     scores[m][n][e] = t;
     if (gradient != nullptr) gradient[m][n][e] *= 1 - t * t;
   });
 }
 
-__device__ __forceinline__ float mask_value(float added) { return added; }
 __device__ __forceinline__ float mask_value(__nv_bfloat16 added) { return __bfloat162float(added); }
 __device__ __forceinline__ float mask_value(__half added) { return __half2float(added); }
 __device__ __forceinline__ float mask_value(bool shown) { return shown ? 0 : -INFINITY; }
 
-// Two neighbours of a mask.
-template <typename M>
-struct alignas(2 * sizeof(M)) MaskPair {
-  M first, second;
-};
+__device__ __forceinline__ void add_to_score(float& score, float factor, float added) {
+  score = added == -INFINITY ? -INFINITY : fmaf(score, factor, added);
+}
 
-// Reads a thread's part of a row of the mask, 2 kN elements from column `col` on.
-template <typename M, int kN>
-__device__ __forceinline__ void read_mask(float (&added)[2 * kN], const char* data, int64_t at,
-                                          int64_t col_stride, int col, int last_col,
-                                          bool in_pairs) {
-  const M* row = reinterpret_cast<const M*>(data) + at;
-  if (in_pairs) {
+// Adds a tile that lies within the mask, of 16 bits or booleans with neighbouring keys next to each
+// other: every lane reads two, and where keys are rows the lanes then exchange them.
+template <typename T, bool kBoolean, bool kTransposed, int kM, int kN>
+__device__ __forceinline__ void add_whole_mask(float (&scores)[kM][kN][4], float factor,
+                                               const ScoreRules<float>& rules,
+                                               const TilePlace<kTransposed>& place) {
+  const int lane = threadIdx.x % 32;
+  // A lane's place among eight queries by eight keys.
+  const int query = kTransposed ? place.col - lane % 4 * 2 + lane / 4 : place.row;
+  const int key = kTransposed ? place.row - lane / 4 + lane % 4 * 2 : place.col;
+  const int64_t row_stride = rules.params.mask.row_stride;
+#pragma unroll
+  for (int r = 0; r < 2 * kM; ++r) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const auto pair = *reinterpret_cast<const MaskPair<M>*>(row + col + n * 8);
-      added[2 * n] = mask_value(pair.first);
-      added[2 * n + 1] = mask_value(pair.second);
-    }
-  } else {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
+      const int64_t at =
+          (query + (kTransposed ? n : r) * 8) * row_stride + key + (kTransposed ? r : n) * 8;
+      uint32_t pair;
+      if constexpr (kBoolean) {
+        pair = __byte_perm(*reinterpret_cast<const uint16_t*>(rules.mask + at), 0, 0x4140);
+      } else {
+        pair = *reinterpret_cast<const uint32_t*>(rules.mask + at * 2);
+      }
+      if constexpr (kTransposed) pair = mma::transpose(pair);
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        added[2 * n + e] = mask_value(row[min(col + n * 8 + e, last_col) * col_stride]);
+        const uint16_t bits = static_cast<uint16_t>(e ? pair >> 16 : pair & 0xFFFF);
+        float added;
+        if constexpr (kBoolean) {
+          added = mask_value(bits != 0);
+        } else {
+          added = mask_value(*reinterpret_cast<const T*>(&bits));
+        }
+        add_to_score(scores[r / 2][n][r % 2 * 2 + e], factor, added);
       }
     }
   }
@@ -106,29 +117,38 @@ __device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], float facto
                                          const ScoreRules<float>& rules,
                                          const TilePlace<kTransposed>& place) {
   const AttentionMask& mask = rules.params.mask;
-  const int64_t row_stride = kTransposed ? mask.key_stride : mask.row_stride;
-  const int64_t col_stride = kTransposed ? mask.row_stride : mask.key_stride;
   const int last_row = (kTransposed ? place.keys : place.queries) - 1;
   const int last_col = (kTransposed ? place.queries : place.keys) - 1;
-  // The same for all threads: a column is even, and the warp's last one is known.
-  const bool in_pairs = col_stride == 1 && row_stride % 2 == 0 &&
-                        reinterpret_cast<uintptr_t>(rules.mask) % (2 * rules.mask_bytes()) == 0 &&
-                        place.col - place.col % 8 + kN * 8 - 1 <= last_col;
+  // The same for all lanes, whose places are within eight of the warp's first.
+  const bool in_pairs = mask.key_stride == 1 && mask.row_stride % 2 == 0 &&
+                        reinterpret_cast<uintptr_t>(rules.mask) % (2 * rules.mask_bytes()) == 0;
+  const bool within = place.row - threadIdx.x % 32 / 4 + kM * 16 - 1 <= last_row &&
+                      place.col - threadIdx.x % 4 * 2 + kN * 8 - 1 <= last_col;
+  if (in_pairs && within && mask.boolean) {
+    add_whole_mask<T, true>(scores, factor, rules, place);
+    return;
+  }
+  if (in_pairs && within && mask.dtype != DType::kFloat32) {
+    add_whole_mask<T, false>(scores, factor, rules, place);
+    return;
+  }
+  const int64_t row_stride = kTransposed ? mask.key_stride : mask.row_stride;
+  const int64_t col_stride = kTransposed ? mask.row_stride : mask.key_stride;
 #pragma unroll
   for (int r = 0; r < 2 * kM; ++r) {
     const int64_t at = min(place.row + r * 8, last_row) * row_stride;
-    float added[2 * kN];
-    if (mask.boolean) {
-      read_mask<bool, kN>(added, rules.mask, at, col_stride, place.col, last_col, in_pairs);
-    } else if (mask.dtype == DType::kFloat32) {
-      read_mask<float, kN>(added, rules.mask, at, col_stride, place.col, last_col, in_pairs);
-    } else {
-      read_mask<T, kN>(added, rules.mask, at, col_stride, place.col, last_col, in_pairs);
-    }
 #pragma unroll
     for (int i = 0; i < 2 * kN; ++i) {
-      float& score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
-      score = added[i] == -INFINITY ? -INFINITY : fmaf(score, factor, added[i]);
+      const int64_t element = at + min(place.col + i / 2 * 8 + i % 2, last_col) * col_stride;
+      float added;
+      if (mask.boolean) {
+        added = mask_value(reinterpret_cast<const bool*>(rules.mask)[element]);
+      } else if (mask.dtype == DType::kFloat32) {
+        added = reinterpret_cast<const float*>(rules.mask)[element];
+      } else {
+        added = mask_value(reinterpret_cast<const T*>(rules.mask)[element]);
+      }
+      add_to_score(scores[r / 2][i / 2][r % 2 * 2 + i % 2], factor, added);
     }
   }
 }

@@ -196,9 +196,8 @@ struct ScoreRules {
 
   __device__ __forceinline__ bool drops() const { return params.dropout_p > 0; }
   __device__ __forceinline__ Dropout dropout() const {
-    const float p = params.dropout_p;
     return {static_cast<uint64_t>(params.rng[0]), static_cast<uint64_t>(params.rng[1]), dropout_row,
-            dropout_threshold(p), p < 1 ? 1 / (1 - p) : 0};
+            dropout_threshold(params.dropout_p), static_cast<float>(params.dropout_scale)};
   }
 };
 

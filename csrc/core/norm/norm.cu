@@ -15,15 +15,15 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
                                                  params.y_dtype, params.rms, device);
   auto launch = [&] {
     if (adds) return norm_add_forward(params, plan, stream);
-    if (plan.warps.threads > 0) return norm_flat_forward(params, plan.warps, plan.overlaps, stream);
-    return with_dtype<__half, __nv_bfloat16, float, double>(
+    if (plan.tier == Tier::kStreaming) return norm_stream_forward(params, plan, stream);
+    if (plan.tiles.slots > 0) return norm_flat_forward(params, plan, stream);
+    return with_dtype<__half, __nv_bfloat16, float>(
         params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });
   };
   if (params.list.room == 0) return launch();
   // Rows that stay in registers are short enough to be read again from the L2 cache, for the
   // columns that were listed before. Of others xhat is gathered afterwards.
-  const bool before = plan.tier == Tier::kRegisters && (adds || plan.warps.threads == 0);
-  if (before) {
+  if (plan.tier == Tier::kRegisters && (adds || plan.tiles.slots == 0)) {
     const cudaError_t error = launch_list_columns(params, /*gathers=*/false, device, stream);
     return error != cudaSuccess ? error : launch();
   }
@@ -57,7 +57,8 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,
                                  cudaStream_t stream) {
   const NormBackwardPlan plan = plan_of(params, device);
-  return with_dtype<__half, __nv_bfloat16, float, double>(
+  if (plan.tier == Tier::kStreaming) return norm_stream_backward(params, plan, stream);
+  return with_dtype<__half, __nv_bfloat16, float>(
       params.x_dtype, [&](auto x) { return norm_backward_of<decltype(x)>(params, plan, stream); });
 }
 

@@ -1,0 +1,378 @@
+// Backward on Hopper: a block has a tile of one side, its own, and walks the tiles of the other
+// side that see it in a fixed order, so that no block adds to another's result. With own rows X
+// and X', others Y and Y', a warpgroup makes
+//   S = X Y^T      P = exp2(S - exponents)
+//   D = X' Y'^T    W = P (D - delta)
+//   first += W Y   second += P Y'
+// which for X = queries, X' = dout gives dquery, and for X = keys, X' = values, with all
+// transposed, dkey and dvalue. P and W stay in registers. A tile's S and D run while the sums of
+// the tile before do.
+#pragma once
+
+#include "core/attention/hopper_backward_producer.cuh"
+#include "core/attention/hopper_rows.cuh"
+#include "core/attention/hopper_scores.cuh"
+
+namespace fused_norm::hopper {
+
+// A multiplying warpgroup.
+template <typename Form>
+class BackwardConsumer {
+  using T = typename Form::T;
+  using OwnTile = typename Form::OwnTile;
+  using OtherTile = typename Form::OtherTile;
+  static constexpr int kOthers = Form::kOthers, kDim = Form::kDim;
+  static constexpr bool kFirst = Form::kFirst, kSecond = Form::kSecond;
+  static constexpr bool kGeneral = Form::kGeneral;
+  static constexpr int kOfGroup = 4;  // named barriers, from this one on
+  using Scores = float[kOthers / 2];
+  using Weights = uint32_t[kOthers / 4];
+  using Sums = float[kDim / 2];
+
+ public:
+  __device__ __forceinline__ BackwardConsumer(const BackwardArgs& args,
+                                              BackwardMemory<Form>& memory, int group)
+      : args_(args),
+        memory_(memory),
+        group_(group),
+        lane_(threadIdx.x % 32),
+        own_first_(OwnTile::along_rows(shared_address(memory.own_first[0]), 64 * group)),
+        own_second_(OwnTile::along_rows(shared_address(memory.own_second[0]), 64 * group)),
+        first_(shared_address(memory.first[0])),
+        second_(shared_address(memory.second[0])) {}
+
+  __device__ __forceinline__ void run() {
+#pragma unroll 1
+    for (uint32_t count = 0;; ++count) {
+      own_slot_ = count % Form::kOwnStages;
+      wait(memory_.own_full[own_slot_], count / Form::kOwnStages % 2);
+      const WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
+      if (work.sequence < 0) return;
+      open(work);
+      if (work.first_tile < work.end_tile) {
+        walk(work);
+      } else {
+        release(memory_.own_empty[own_slot_]);
+      }
+      const int row = work.first + row_in_tile();
+      if constexpr (kFirst) {
+        store(work, row, args_.first, first_sums_, args_.gradient_scale, args_.head_dim);
+      }
+      if constexpr (kSecond) store(work, row, args_.second, second_sums_, 1, args_.value_dim);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int row_in_tile() const {
+    return 64 * group_ + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
+  }
+
+  // Sets what holds for all of a tile of the own side; as forward's.
+  __device__ __forceinline__ void open(const WorkTile& work) {
+    const Band band = band_of(args_, work);
+    const int row = work.first + row_in_tile();
+    const int group_first = work.first + 64 * group_;
+    const int group_last = min(group_first + 64, work.queries) - 1;
+    whole_from_ = (max(group_last - band.left, 0) + kOthers - 1) / kOthers;
+    whole_end_ = max(min(work.keys, group_first + band.right + 1), 0) / kOthers;
+    if constexpr (!Form::kOfKeys) {
+      const int64_t first = first_statistic<Form>(args_, work, work.head);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool inside = row + 8 * r < work.queries;
+        exponents_[r] = inside ? args_.exponents[first + row + 8 * r] : INFINITY;
+        delta_[r] = inside ? args_.delta[first + row + 8 * r] : 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kDim / 2; ++i) {
+      if constexpr (kFirst) first_sums_[i] = 0;
+      if constexpr (kSecond) second_sums_[i] = 0;
+    }
+  }
+
+  // All tiles of others, of all heads of the group. No product is under way from one turn to the
+  // next, as the compiler would lose sight of it.
+  __device__ __forceinline__ void walk(const WorkTile& work) {
+    int tile = work.first_tile, heads = Form::kOfKeys ? args_.group : 1;
+    start_scores(work, tile);
+    start_products(work, tile);
+    bool hides = weigh(work, tile, heads);
+#pragma unroll 1
+    while (advance(work, tile, heads)) {
+      add_tile(hides);
+      const int first_slot = first_place_.slot, second_slot = second_place_.slot;
+      next_place();
+      start_scores(work, tile);
+      wait_products<1>();
+      end_tile(first_slot, second_slot);
+      start_products(work, tile);
+      hides = weigh(work, tile, heads);
+    }
+    release(memory_.own_empty[own_slot_]);
+    add_tile(hides);
+    wait_products<0>();
+    end_tile(first_place_.slot, second_place_.slot);
+    next_place();
+  }
+  __device__ __forceinline__ void next_place() {
+    first_place_.advance();
+    if constexpr (kSecond) second_place_.advance();
+  }
+
+  // To the next tile, or the first of the next head; false: that was the last.
+  __device__ __forceinline__ bool advance(const WorkTile& work, int& tile, int& heads) const {
+    if (++tile < work.end_tile) return true;
+    tile = work.first_tile;
+    return --heads > 0;
+  }
+
+  // Waits for a tile's products, and turns S into P meanwhile. Whether pairs of it are hidden.
+  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile, int heads) {
+    wait_products<kFirst && !kGeneral ? 1 : 0>();
+    hold(scores_);
+    if constexpr (kGeneral) apply_options(work, tile, heads);
+    const bool hides = is_cut(tile);
+    if (hides) hide(work, tile);
+    exponentiate();
+    if constexpr (kSecond) {
+      round(second_weights_, scores_);
+      if constexpr (kFirst) make_now(second_weights_);
+    }
+    if constexpr (kFirst) {
+      wait_products<0>();
+      hold(products_);
+      if constexpr (!kSecond) {
+        leave_second();
+        differentiate(hides);
+        round(first_weights_, products_);
+      }
+    }
+    return hides;
+  }
+  // Starts a tile's sums, the second while D is turned into W.
+  __device__ __forceinline__ void add_tile(bool hides) {
+    if constexpr (kSecond) add(second_sums_, second_weights_, second_, second_place_.slot);
+    if constexpr (kFirst && kSecond) {
+      differentiate(hides);
+      round(first_weights_, products_);
+      make_now(first_weights_);
+      wait_products<0>();
+      hold(second_sums_);
+    }
+    if constexpr (kFirst) add(first_sums_, first_weights_, first_, first_place_.slot);
+  }
+  // Gives back what a tile's sums, which are made, have read.
+  __device__ __forceinline__ void end_tile(int first_slot, int second_slot) {
+    if constexpr (kFirst) hold(first_sums_);
+    if constexpr (kSecond) hold(second_sums_);
+    release(memory_.first_empty[first_slot]);
+    if constexpr (kSecond) release(memory_.second_empty[second_slot]);
+  }
+  __device__ __forceinline__ void leave_second() {
+    release(memory_.second_empty[second_place_.slot]);
+    second_place_.advance();
+  }
+
+  // Starts S, and D.
+  __device__ __forceinline__ void start_scores(const WorkTile& work, int tile) {
+    wait(memory_.first_full[first_place_.slot], first_place_.parity);
+    if (is_cut(tile)) clear(work, tile, memory_.first[first_place_.slot]);
+    multiply(scores_, own_first_, first_, first_place_.slot);
+  }
+  __device__ __forceinline__ void start_products(const WorkTile& work, int tile) {
+    wait(memory_.second_full[second_place_.slot], second_place_.parity);
+    if (is_cut(tile)) clear(work, tile, memory_.second[second_place_.slot]);
+    if constexpr (kFirst) multiply(products_, own_second_, second_, second_place_.slot);
+  }
+
+  // Whether a tile has rows which one of the warpgroup's own does not see.
+  __device__ __forceinline__ bool is_cut(int tile) const {
+    return tile < whole_from_ || tile >= whole_end_;
+  }
+  __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot) {
+    own += own_slot_ * (OwnTile::kBytes / 16);
+    const uint64_t others = OtherTile::along_rows(tiles + slot * OtherTile::kBytes, 0);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < kDim / 16; ++step) {
+      Product<kOthers>::template shared<T, false>(to, own + OwnTile::row_step(step),
+                                                  others + OtherTile::row_step(step), step > 0);
+    }
+    commit_products();
+  }
+  __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles,
+                                      int slot) {
+    const uint64_t others = OtherTile::down_columns(tiles + slot * OtherTile::kBytes);
+    fence_products();
+#pragma unroll
+    for (int step = 0; step < kOthers / 16; ++step) {
+      Product<kDim>::template registers<T, true>(sums, weights + 4 * step,
+                                                 others + OtherTile::column_step(step));
+    }
+    commit_products();
+  }
+  __device__ __forceinline__ void round(Weights& weights, const Scores& from) {
+#pragma unroll
+    for (int i = 0; i < kOthers / 4; ++i) weights[i] = pack_two<T>(from[2 * i], from[2 * i + 1]);
+  }
+
+  // The compiler would wait for products before it makes weights, as nothing orders the two: so
+  // here is something that hardly ever happens and needs them all.
+  __device__ __forceinline__ void make_now(const Weights& weights) {
+    uint32_t all = 0;
+#pragma unroll
+    for (int i = 0; i < kOthers / 4; ++i) all ^= weights[i];
+    if (all == 0x7FC17FC1) asm volatile("nanosleep.u32 1;" ::: "memory");
+  }
+
+  __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
+    const Band band = band_of(args_, work);
+    const int row = work.first + row_in_tile(), column = tile * kOthers + lane_ % 4 * 2;
+    const int end[2] = {min(work.keys, row + band.right + 1) - column,
+                        min(work.keys, row + 8 + band.right + 1) - column};
+    hide_after(scores_, end);
+    const int first[2] = {row - band.left - column, row + 8 - band.left - column};
+    hide_before(scores_, first);
+  }
+  // S becomes scores, D - delta what P is multiplied by; the last `heads` of the group are left.
+  __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads) {
+    if constexpr (kFirst) {
+      hold(products_);
+      subtract_delta();
+    }
+    const int head = Form::kOfKeys ? (work.head + 1) * args_.group - heads : work.head;
+    general_scores(args_, work, head, scores_, work.first + row_in_tile(),
+                   tile * kOthers + lane_ % 4 * 2, [&] {
+#pragma unroll
+                     for (int i = 0; kFirst && i < kOthers / 2; ++i)
+                       products_[i] *= 1 - scores_[i] * scores_[i];
+                   });
+  }
+  // Makes the rows of a tile zero that no own row of the sequence sees: they may hold a NaN. The
+  // copy has done so with those beyond a dense tensor.
+  __device__ __forceinline__ void clear(const WorkTile& work, int tile, char* others) {
+    const Band band = band_of(args_, work);
+    const int first = max(0, -band.left) - tile * kOthers;
+    const int end = min(work.keys, work.queries + band.right) - tile * kOthers;
+    const bool behind =
+        end < kOthers && (args_.query_offsets != nullptr || end + tile * kOthers < work.keys);
+    if (first <= 0 && !behind) return;
+    clear_rows<OtherTile>(others, [&](int row) { return row < first || row >= end; });
+    named_sync(kOfGroup + group_, 128);
+  }
+
+  // The statistic of element i: of its row, or of its column in `columns`.
+  template <typename Use>
+  __device__ __forceinline__ void with_statistics(const float (&rows)[2], const float* columns,
+                                                  Use use) {
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; i += 4) {
+      if constexpr (Form::kOfKeys) {
+        const float2 two = *reinterpret_cast<const float2*>(columns + 2 * i + lane_ % 4 * 2);
+        use(i, two.x), use(i + 1, two.y), use(i + 2, two.x), use(i + 3, two.y);
+      } else {
+        use(i, rows[0]), use(i + 1, rows[0]), use(i + 2, rows[1]), use(i + 3, rows[1]);
+      }
+    }
+  }
+  __device__ __forceinline__ void exponentiate() {
+    with_statistics(exponents_, memory_.exponents[first_place_.slot], [&](int i, float exponent) {
+      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -exponent));
+    });
+  }
+  __device__ __forceinline__ void differentiate(bool hides) {
+    if (hides) {
+      // The product of a hidden pair may be a NaN.
+#pragma unroll
+      for (int i = 0; i < kOthers / 2; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
+    }
+    if constexpr (!kGeneral) subtract_delta();
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
+  }
+  __device__ __forceinline__ void subtract_delta() {
+    with_statistics(delta_, memory_.delta[first_place_.slot],
+                    [&](int i, float delta) { products_[i] -= delta; });
+  }
+
+  // Of a tile's probabilities, rounded where the sum of seconds has them so.
+  __device__ __forceinline__ float weight(int i) const {
+    if constexpr (!kSecond) return scores_[i];
+    const uint32_t two = second_weights_[i / 2];
+    if constexpr (std::is_same_v<T, __half>) {
+      return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 ? two >> 16 : two)));
+    } else {
+      return __uint_as_float(i % 2 ? two & 0xFFFF0000 : two << 16);
+    }
+  }
+
+  // Rounds and writes the thread's rows of a gradient.
+  __device__ __forceinline__ void store(const WorkTile& work, int row,
+                                        const AttentionTensor& tensor, const Sums& sums,
+                                        float factor, int columns) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool stores = tensor.data != nullptr && row + 8 * r < work.queries;
+      T* out = static_cast<T*>(tensor.data) + work.batch * tensor.batch_stride +
+               work.head * tensor.head_stride +
+               int64_t{work.query_begin + row + 8 * r} * tensor.row_stride;
+      store_row<T>(sums, r, factor, stores ? out : nullptr, columns);
+    }
+  }
+
+  __device__ __forceinline__ void release(CopyBarrier& barrier) const {
+    if (lane_ == 0) arrive(barrier);
+  }
+
+  const BackwardArgs& args_;
+  BackwardMemory<Form>& memory_;
+  const int group_, lane_;
+  const uint64_t own_first_, own_second_;
+  int own_slot_;
+  const uint32_t first_, second_;
+  RingPlace<Form::kFirstStages> first_place_;
+  RingPlace<Form::kSecondStages> second_place_;
+
+  // Of a tile of the own side: every row of the warpgroup sees all of these tiles of others.
+  int whole_from_, whole_end_;
+  float exponents_[2], delta_[2];
+  Scores scores_, products_;
+  Weights first_weights_, second_weights_;  // W and P, rounded
+  Sums first_sums_, second_sums_;
+};
+
+template <typename Form>
+__global__ void __launch_bounds__(Form::kThreads, 1)
+    attention_backward_hopper(const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& memory = *reinterpret_cast<BackwardMemory<Form>*>(shared);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
+    for (int slot = 0; slot < Form::kOwnStages; ++slot) {
+      memory.own_full[slot].init();
+      memory.own_empty[slot].init(kWarps);
+    }
+    memory.place = {};
+    for (int slot = 0; slot < Form::kFirstStages; ++slot) {
+      memory.first_full[slot].init();
+      memory.first_empty[slot].init(kWarps);
+    }
+    for (int slot = 0; slot < Form::kSecondStages; ++slot) {
+      memory.second_full[slot].init();
+      memory.second_empty[slot].init(kWarps);
+    }
+    CopyBarrier::order_inits();
+  }
+  __syncthreads();
+  if (group == 0) {
+    shrink_registers<Form::kProducerRegisters>();
+    if (threadIdx.x < 32) BackwardProducer<Form>(args, memory).run();
+  } else {
+    grow_registers<Form::kConsumerRegisters>();
+    BackwardConsumer<Form>(args, memory, group - 1).run();
+  }
+}
+
+}  // namespace fused_norm::hopper

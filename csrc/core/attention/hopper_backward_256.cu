@@ -1,0 +1,13 @@
+#include "core/attention/hopper_backward_launch.cuh"
+
+namespace fused_norm::hopper {
+
+template <typename T, bool kGeneral>
+using Queries = QueryForm<T, kGeneral, 256, 64, 1, 2, 1>;
+template <typename T, bool kGeneral>
+using Keys = KeyForm<T, kGeneral, 256, 64, 1, 2, 1>;
+template <typename T, bool kGeneral>
+using Values = ValueForm<T, kGeneral, 256, 64, 1, 2>;
+FUSED_NORM_BACKWARD(256, Queries, Keys, Values)
+
+}  // namespace fused_norm::hopper

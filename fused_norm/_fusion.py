@@ -1,0 +1,191 @@
+"""The graph pass of :func:`fused_norm.compile_options`: additions that the norms' kernels take in.
+
+It sees the forward and the backward graph as Inductor has them, after autograd:
+
+- ``total = a + b`` and ``norm(total)`` become ``add_norm_forward``, which gives norm and total;
+- ``dx + g``, with ``dx`` of ``norm_backward``, becomes the ``dx`` of one that is given ``g`` too.
+
+An addition stays where the operators have no such form, and where one of its operands is computed
+in the same kernel as the sum, as a dropout's output is: that would have to be stored first.
+"""
+
+import operator
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.lowering import fallbacks, lowerings
+from torch._prims_common import make_contiguous_strides_for
+from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
+from torch.utils.flop_counter import flop_registry
+
+from fused_norm import _ops
+
+_ADD = torch.ops.aten.add.Tensor
+_CLONE = torch.ops.aten.clone.default
+_CONVERT = torch.ops.prims.convert_element_type.default
+_ADDING = {
+    _ops.norm_forward: _ops.add_norm_forward,
+    _ops.norm_forward_listing: _ops.add_norm_forward_listing,
+}
+
+
+class FuseResiduals(CustomGraphPass):
+    """The pass. All its instances are equal, so that code is not compiled anew for another one."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        # A node has a larger number than all that it reads, one that is made here too.
+        order = {node: number for number, node in enumerate(graph.nodes)}
+        for node in list(graph.nodes):
+            if node.target in _ADDING:
+                _fuse_forward(node, order)
+            elif node.target is _ADD:
+                _fuse_backward(node, order)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((__file__,))
+
+    def __eq__(self, other) -> bool:
+        return type(other) is FuseResiduals
+
+    def __hash__(self) -> int:
+        return hash(FuseResiduals)
+
+
+def _arguments(node: fx.Node) -> dict:
+    """All arguments of an operator's node, in the order of its schema."""
+    schema = node.target._schema.arguments
+    values = {arg.name: arg.default_value for arg in schema}
+    names = [arg.name for arg in schema]
+    return values | dict(zip(names, node.args, strict=False)) | node.kwargs
+
+
+def _same(a, b) -> bool:
+    """Of sizes or strides, symbols among them."""
+    return statically_known_true(sym_eq(tuple(a), tuple(b)))
+
+
+def _is_view(node: fx.Node) -> bool:
+    return getattr(node.target, "is_view", False)
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """Whether Inductor calls it as it is, or it is no operator: what it reads and gives is in
+    memory. Others Inductor computes where they are read."""
+    if node.target is operator.getitem:
+        return _is_opaque(node.args[0])
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return True
+    return target not in lowerings or target in fallbacks or target.overloadpacket in flop_registry
+
+
+def _is_stored(node: fx.Node) -> bool:
+    """Whether the tensor is in memory in any case."""
+    while _is_view(node):
+        node = node.args[0]
+    return _is_opaque(node) or _is_read_by_opaque(node)
+
+
+def _is_read_by_opaque(node: fx.Node) -> bool:
+    return any(_is_opaque(u) or (_is_view(u) and _is_read_by_opaque(u)) for u in node.users)
+
+
+def _is_copy(node: fx.Node) -> bool:
+    if node.target is not _CLONE:
+        return False
+    return _same(node.meta["val"].stride(), node.args[0].meta["val"].stride())
+
+
+def _addends(total) -> list[fx.Node]:
+    """The two operands of a plain sum, if they are tensors of its shape and device; else none. A
+    copy, as dropout makes one that drops nothing, is what it copies."""
+    if not isinstance(total, fx.Node) or total.target is not _ADD or len(total.args) != 2:
+        return []
+    if total.kwargs or not all(isinstance(operand, fx.Node) for operand in total.args):
+        return []
+    operands = [operand.args[0] if _is_copy(operand) else operand for operand in total.args]
+    sum_, *values = (node.meta.get("val") for node in (total, *operands))
+    for value in values:
+        if not isinstance(value, torch.Tensor) or value.device != sum_.device:
+            return []
+        if not _same(value.shape, sum_.shape):
+            return []
+    return operands
+
+
+def _narrow(node: fx.Node) -> fx.Node:
+    """The 16-bit tensor that the node converts to fp32, if it does nothing else, or the node."""
+    if node.target is _CONVERT and node.args[1] is torch.float32:
+        source = node.args[0].meta["val"]
+        if source.dtype in (torch.float16, torch.bfloat16):
+            return node.args[0]
+    return node
+
+
+def _input_and_residual(total, out_dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
+    """The operands of a sum as a norm's kernel adds them: one of the output's dtype to one of the
+    sum's."""
+    addends = _addends(total)
+    for input, residual in (addends, addends[::-1]) if addends else ():
+        if input.meta["val"].dtype != out_dtype:
+            input = _narrow(input)
+        if (
+            input.meta["val"].dtype == out_dtype
+            and residual.meta["val"].dtype == total.meta["val"].dtype
+            and _is_stored(input)
+            and _is_stored(residual)
+        ):
+            return input, residual
+    return None
+
+
+def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
+    arguments = _arguments(norm)
+    total = arguments.pop("input")
+    output, *statistics = norm.meta["val"]
+    addends = _input_and_residual(total, output.dtype)
+    if addends is None or any(user.target is not operator.getitem for user in norm.users):
+        return
+    sum_ = total.meta["val"]
+    if not _same(sum_.stride(), make_contiguous_strides_for(sum_.shape)):
+        return
+    # The new node takes the place of the sum.
+    if any(order[node] > order[total] for node in norm.all_input_nodes):
+        return
+    arguments["out_dtype"] = None  # the input's
+    arguments |= {"input": addends[0], "residual": addends[1], "residual_dtype": None}
+    adding = _ADDING[norm.target]
+    names = [arg.name for arg in adding._schema.arguments]
+    graph = norm.graph
+    with graph.inserting_before(total):
+        both = graph.call_function(adding, tuple(arguments[name] for name in names))
+        residual_out = graph.call_function(operator.getitem, (both, 1))
+    both.meta = {**norm.meta, "val": (output, sum_, *statistics)}
+    both.meta.pop("eager_input_vals", None)  # the strides of other inputs
+    residual_out.meta = dict(total.meta)
+    order[both] = order[residual_out] = order[total]
+    for result in list(norm.users):
+        index = result.args[1]
+        result.args = (both, index if index == 0 else index + 1)
+    graph.erase_node(norm)
+    total.replace_all_uses_with(residual_out)
+    graph.erase_node(total)
+
+
+def _fuse_backward(total: fx.Node, order: dict[fx.Node, int]) -> None:
+    for dx, gradient in zip(_addends(total), _addends(total)[::-1], strict=True):
+        if dx.target is not operator.getitem or dx.args[1] != 0 or len(dx.users) != 1:
+            continue
+        norm = dx.args[0]
+        if norm.target is not _ops.norm_backward or order[gradient] >= order[norm]:
+            continue
+        arguments = _arguments(norm)
+        same_dtype = dx.meta["val"].dtype == gradient.meta["val"].dtype
+        if arguments["dresidual"] is not None or not same_dtype or not _is_stored(gradient):
+            continue
+        norm.args, norm.kwargs = tuple((arguments | {"dresidual": gradient}).values()), {}
+        norm.meta.pop("eager_input_vals", None)
+        total.replace_all_uses_with(dx)
+        total.graph.erase_node(total)
+        return

@@ -1,0 +1,324 @@
+"""fused_norm.integrations.transformers: tiny random models give what they gave."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from stacks_harness import relative_error
+
+import fused_norm
+from fused_norm.integrations import transformers as fused
+
+COMMON = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ALTERNATING = ["sliding_attention", "full_attention"]
+# name: (model class, config class, options): what its attention has beside causality
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", COMMON),
+    "sliding": ("MistralForCausalLM", "MistralConfig", {**COMMON, "sliding_window": 5}),
+    "softcap": (
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        {
+            **COMMON,
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+            "attn_logit_softcapping": 2.0,
+        },
+    ),
+    "sinks": (
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        {
+            **COMMON,
+            "sliding_window": 5,
+            "layer_types": ALTERNATING,
+            "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    ),
+    "zero_centered": (
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5TextConfig",
+        {**COMMON, "layer_types": ["full_attention", "full_attention"]},
+    ),
+    "latent": (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        {
+            **{k: v for k, v in COMMON.items() if k != "head_dim"},
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 6,
+            "first_k_dense_replace": 2,
+        },
+    ),
+}
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+@pytest.fixture(autouse=True)
+def registered():
+    fused.register()
+    yield
+    fused.unregister()
+
+
+each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+
+
+def make(name, attention="eager", **options):
+    model_class, config_class, usual = MODELS[name]
+    config = getattr(transformers, config_class)(**{**usual, **options})
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    model = getattr(transformers, model_class)(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model.eval()
+
+
+def batch(padding=None, length=12):
+    generator = torch.Generator().manual_seed(2)
+    tokens = torch.randint(3, 64, (3, length), generator=generator)
+    inputs = {"input_ids": tokens, "labels": tokens}
+    if padding is not None:
+        mask = torch.ones(3, length, dtype=torch.long)
+        if padding == "left":
+            mask[0, :4] = mask[2, :1] = 0
+        else:
+            mask[0, -4:] = mask[2, -1:] = 0
+        # What a padding token says of the one behind it is arbitrary: eager attention looks at all
+        # keys where there are none to see.
+        shown = mask * mask.roll(1, 1) if padding == "left" else mask
+        inputs |= {"attention_mask": mask, "labels": torch.where(shown == 1, tokens, -100)}
+    return inputs
+
+
+def run(model, inputs):
+    """{name: gradient, or the logits of tokens that are no padding}."""
+    model.zero_grad()
+    output = model(**inputs, use_cache=False)
+    output.loss.backward()
+    results = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return results | {"logits": output.logits.detach()[inputs["labels"] != -100]}
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@each_model
+def test_attention(name, padding, calls):
+    expected = run(make(name), batch(padding))
+    model = make(name, "fused_norm")
+    results = {}
+    layers = model.config.num_hidden_layers
+    counted = calls(lambda: results.update(run(model, batch(padding))), "attention_forward")
+    assert counted == layers
+    assert relative_error(results, expected) < 2e-6
+    model.set_attn_implementation("eager")
+    assert relative_error(run(model, batch(padding)), expected) == 0
+
+
+def test_window_without_padding_has_no_mask_in_memory():
+    """A mask of 4096 x 4096 would be 16 MB."""
+    model = make("sliding", "fused_norm", max_position_embeddings=8192)
+    config, embeddings = model.config, torch.zeros(1, 4096, 32)
+    make_mask = transformers.masking_utils.create_sliding_window_causal_mask
+    assert make_mask(config, embeddings, None, None).numel() == 0
+    padded = torch.ones(1, 4096, dtype=torch.long)
+    padded[:, 0] = 0
+    assert make_mask(config, embeddings, padded, None).shape == (1, 1, 4096, 4096)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("name", ["llama", "sliding", "softcap", "sinks"])
+def test_generation(name, cache):
+    inputs = batch("left")
+    del inputs["labels"]
+    options = {"max_new_tokens": 12, "do_sample": False, "cache_implementation": cache}
+    options["disable_compile"] = True
+    expected = make(name).generate(**inputs, **options)
+    tokens = make(name, "fused_norm").generate(**inputs, **options)
+    assert expected.shape[1] > 14 and torch.equal(tokens, expected)
+
+
+def test_packed_sequences():
+    """Several sequences in one row, told apart by their positions."""
+    inputs = batch()
+    inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]]).expand(3, -1)
+    for name in ("llama", "sliding"):
+        expected = run(make(name), inputs)
+        assert relative_error(run(make(name, "fused_norm"), inputs), expected) < 2e-6
+        alone = run(make(name, "fused_norm"), batch())
+        assert relative_error(alone, expected) > 1e-2  # the positions matter
+
+
+def test_bidirectional_and_cross_attention():
+    torch.manual_seed(0)
+    config = transformers.BartConfig(
+        vocab_size=64,
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=48,
+        decoder_ffn_dim=48,
+        max_position_embeddings=32,
+        attn_implementation="eager",
+    )
+    model = transformers.BartForConditionalGeneration(config).eval()
+    inputs = batch("right")
+    expected = run(model, inputs)
+    model.set_attn_implementation("fused_norm")
+    assert relative_error(run(model, inputs), expected) < 2e-6
+
+
+def test_position_bias():
+    torch.manual_seed(0)
+    config = transformers.T5Config(
+        vocab_size=64,
+        d_model=32,
+        d_kv=8,
+        d_ff=48,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=0,
+        attn_implementation="eager",
+    )
+    model = transformers.T5ForConditionalGeneration(config).eval()
+    for padding in (None, "right"):
+        inputs = batch(padding)
+        model.set_attn_implementation("eager")
+        expected = run(model, inputs)
+        model.set_attn_implementation("fused_norm")
+        assert relative_error(run(model, inputs), expected) < 2e-6
+
+
+def test_chunks():
+    """Llama 4's attention within chunks: no window."""
+    config = {**COMMON, "attention_chunk_size": 5, "layer_types": None}
+    config |= {"intermediate_size_mlp": 48, "num_local_experts": 1, "moe_layers": []}
+    torch.manual_seed(0)
+    model = transformers.Llama4ForCausalLM(
+        transformers.Llama4TextConfig(**config, attn_implementation="eager")
+    ).eval()
+    expected = run(model, batch())
+    model.set_attn_implementation("fused_norm")
+    assert relative_error(run(model, batch()), expected) < 2e-6
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding", "softcap"])
+def test_compiled(name):
+    torch._dynamo.reset()
+    expected = run(make(name), batch())
+    model = make(name, "fused_norm")
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert relative_error(run(model, batch()), expected) < 2e-6
+
+
+def test_dropout_is_of_training_alone():
+    model = make("llama", "fused_norm", attention_dropout=0.5)
+    logits = [model(**batch()).logits for _ in range(2)]
+    assert torch.equal(*logits)
+    logits = [model.train()(**batch()).logits for _ in range(2)]
+    assert not torch.equal(*logits)
+
+
+def test_what_it_cannot_do_is_an_error():
+    model = make("llama", "fused_norm")
+    with pytest.raises(ValueError, match="paged"):
+        q = torch.zeros(1, 4, 3, 8)
+        fused.attention(model, q, q, q, None, cache=object())
+
+
+# Norms of these classes, and how many.
+LAYERS = {"llama": 5, "zero_centered": 9, "softcap": 0}
+
+
+@each_flag
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_of_kernels(name, training, calls, memory_efficient):
+    fused.register(memory_efficient=memory_efficient)
+    original = make(name).train(training)
+    expected = run(original, batch())
+    model = copy.deepcopy(original)
+    state, names = list(model.state_dict()), [n for n, _ in model.named_modules()]
+    model.set_use_kernels(True)
+    results = {}
+    counted = calls(lambda: results.update(run(model, batch())), "norm_forward")
+    assert counted == LAYERS[name]
+    assert relative_error(results, expected) < 2e-6
+    assert list(model.state_dict()) == state and [n for n, _ in model.named_modules()] == names
+    model.train(not training)  # transformers chooses again
+    model.train(training)
+    assert relative_error(run(model, batch()), expected) < 2e-6
+    torch._dynamo.reset()
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert relative_error(run(model, batch()), expected) < 2e-6
+
+
+def saved_bytes(model):
+    sizes = {}
+
+    def pack(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        kept = model(**batch(), use_cache=False)  # so that no address comes twice
+    del kept
+    return sum(sizes.values())
+
+
+def test_layers_of_kernels_save_memory():
+    saved = []
+    for memory_efficient in (False, True):
+        fused.register(memory_efficient)
+        model = make("llama").train()
+        model.set_use_kernels(True)
+        saved.append(saved_bytes(model))
+    # The inputs of five norms, one of which the embedding's output is, kept by nobody else.
+    rows = 3 * 12 * 32 * 4
+    assert saved[1] <= saved[0] - 4 * rows
+
+
+def test_layers_are_not_overruled():
+    """set_use_kernels registers transformers' own choice, which comes from the Hub."""
+    own = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
+    for device in ("cpu", "cuda"):
+        [layer] = own["RMSNorm"][device].values()
+        assert layer.load()().forward.__module__.startswith("fused_norm.")
+    fused.unregister()
+    assert all(
+        not isinstance(layer, fused._Repository) for layer in own["RMSNorm"]["cuda"].values()
+    )
+    expected = run(make("llama"), batch())
+    model = make("llama")
+    model.set_use_kernels(True)
+    assert relative_error(run(model, batch()), expected) == 0
+
+
+def test_convert_and_attention_together():
+    expected = run(make("llama"), batch("left"))
+    model = make("llama", "fused_norm")
+    assert len(fused_norm.convert(model, memory_efficient=True)) == 5
+    assert relative_error(run(model, batch("left")), expected) < 2e-6
+    assert fused_norm.revert(model) == 5
