@@ -73,7 +73,8 @@ class Cell:
 def cells(quick):
     lengths = (2048, 16384) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     dims = (64, 128) if quick else (64, 96, 128, 192, 256)
-    found = [Cell("lengths", d, n, c) for d, c, n in itertools.product(dims, (0, 1), lengths)]
+    masks = (False, True)
+    found = [Cell("lengths", d, n, c) for d, c, n in itertools.product(dims, masks, lengths)]
     found += [Cell("GQA", 128, 4096, True, group_size=g) for g in (1, 4, 16)]
     for window in (512, 4096):
         found.append(Cell("windows", 128, TOKENS, True, window))

@@ -111,7 +111,7 @@ def plot(records, path):
 
     here = [r for r in records if r.group == "lengths" and r.seconds]
     down = sorted({r.head_dim for r in here})
-    across = [(d, m) for d in ("forward", "backward") for m in ("full", "causal")]
+    across = list(dict.fromkeys((r.direction, r.mask) for r in here))
     if not down:
         return []
     figure = Figure(figsize=(3.6 * len(across), 2.6 * len(down)), layout="constrained")

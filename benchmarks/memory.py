@@ -28,6 +28,7 @@ needs_gpu = False
 MIB = 2**20
 VARIANTS = ("torch", "fused", "fused, memory_efficient", "fused, memory_efficient, attention")
 MODES = ("eager", "compiled")
+COMPILED_LAYERS = 8  # to compile more takes minutes
 KINDS = ("norms", "linear layers", "attention", "activations", "embeddings and loss")
 
 
@@ -264,6 +265,8 @@ def measure(name, modes, device, rounds):
     for variant, module in variants.items():
         calls["eager", variant] = functools.partial(module, *batch)
         calls["compiled", variant] = functools.partial(compiled(module, variant), *batch)
+    if preset.layers > COMPILED_LAYERS:
+        modes = ["eager"]
     keys = [key for key in calls if key[0] in modes]
     steps = {key: [] for key in keys}
     for number in range(rounds + 1):
@@ -418,10 +421,13 @@ def add_arguments(parser):
         "--preset",
         nargs="+",
         choices=PRESETS,
-        help="default: llama-7b and gpt2-xl on a GPU, else the tiny ones",
+        help="default: the large ones on a GPU, else the tiny ones",
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=["eager"])
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=["eager"],
+        help=f"compiled: presets of at most {COMPILED_LAYERS} layers. Default: eager",
+    )  # fmt: skip
     parser.add_argument("--rounds", type=commandline.positive, help="default: 7, on a CPU 3")
 
 
@@ -429,7 +435,7 @@ def run(options):
     """Measure, print and write; 1 if a saving is more than 3 % off its prediction, else 0."""
     works = torch.cuda.is_available() and fn.build_info()["cuda"] is not None
     device = options.device or ("cuda" if works else "cpu")
-    defaults = ("llama-7b", "gpt2-xl") if device == "cuda" else ("llama-tiny", "gpt2-tiny")
+    defaults = [name for name in PRESETS if ("tiny" in name) == (device == "cpu")]
     results = []
     for name in options.preset or defaults:
         print(name, flush=True)

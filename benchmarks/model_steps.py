@@ -495,7 +495,8 @@ def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
     # Liger's last: a compilation that fails may spoil the next one.
     for bench, mode, variant in sorted(todo, key=lambda one: one[2] == "liger"):
         bench.prepare(variant, mode, pool)
-    gc.collect()
+        gc.collect()
+        torch.cuda.empty_cache()  # five processes share the memory
     torch.cuda.synchronize()
     begin()
     gc.disable()
@@ -523,6 +524,7 @@ def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
                     keep(bench, mode, variant, f"kernels, {quantity}", value)
             except ValueError as error:
                 absent[f"{bench.case.name}, kernels"] = str(error)
+            torch.cuda.empty_cache()
         if "zeros" in modes and process == 1:
             bench.zero()
             time_steps(bench, "zeros", bench.calls["replayed"])

@@ -1,7 +1,9 @@
-"""examples/train_gpt.py as its user runs it: a few steps on the CPU, and every bad option."""
+"""The examples as their user runs them; of train_gpt.py a few steps on the CPU, and every bad
+option."""
 
 import math
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -128,3 +130,30 @@ def test_exit_code_of_runs_that_disagree(case, tmp_path, capsys):
         assert code == 0 and errors == ""
     else:
         assert code == 1 and errors.startswith("FAILED: ") and WRONG[case][2] in errors
+
+
+@pytest.mark.parametrize(
+    "name, says",
+    [
+        ("norm.py", ["16,793,600", "16,384", "gradients with the flag differ by"]),
+        ("attention.py", ["largest difference from torch's", "log-sum-exp (2, 8, 512)"]),
+        ("hugging_face.py", ["5 x transformers.LlamaRMSNorm, memory_efficient", "loss"]),
+    ],
+)
+def test_short_examples(name, says):
+    environment = {"PYTHONPATH": str(Path(fused_norm.__file__).parents[1])}
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / name],
+        env=os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for words in says:
+        assert words in done.stdout
+    if "differ" in done.stdout:
+        assert float(re.search(r"differ by (\S+)", done.stdout)[1]) < 1e-5
+    if "loss" in done.stdout:
+        loss, first = map(float, re.findall(r"\d\.\d\d", done.stdout.splitlines()[-1]))
+        assert loss < 0.7 * first

@@ -1,0 +1,73 @@
+"""`python -m benchmarks attention`: the FLOPs it counts, and its files and tables."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks import attention, attention_report
+from benchmarks.__main__ import main
+from benchmarks.attention_report import OURS, Record
+
+
+def record(peer, seconds, *, cell="64 x 512 full", group="lengths", error=0.2, **others):
+    fields = dict.fromkeys(("tflops", "mhz", "watts"), 1.0) | {"peak_bytes": 2**20} | others
+    return Record(group, cell, 64, 512, "full", "forward", peer, seconds, error=error, **fields)
+
+
+FACTS = [("suite", "attention"), ("GPU", "a chip: large")]
+
+
+@pytest.mark.parametrize("window", [None, 0, 3, 100])
+@pytest.mark.parametrize("lengths", [(), (5, 1, 9, 9)])
+def test_flops_are_those_of_the_pairs_seen(window, lengths, monkeypatch):
+    monkeypatch.setattr(attention, "TOKENS", 24)
+    cell = attention.Cell("", 64, 12, True, window, lengths=lengths)
+    pairs = 0
+    for n in lengths or (12, 12):
+        i, j = torch.arange(n)[:, None], torch.arange(n)
+        pairs += int(((j <= i) & (j >= i - (n if window is None else window))).sum())
+    assert cell.flops("forward") == 4 * pairs * 32 * 64
+    assert cell.flops("backward") == 2.5 * cell.flops("forward")
+    full = attention.Cell("", 64, 12)
+    assert full.flops("forward") == 4 * 2 * 144 * 32 * 64
+
+
+def test_masks_are_booleans():
+    """torch takes no int for `is_causal`."""
+    assert all(type(cell.causal) is bool for cell in attention.cells(False))
+
+
+def test_files_and_merge(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    first = [
+        record(OURS, 1e-3),
+        record("torch FLASH", 2e-3),
+        record("flash-attn 4", 0.0, note="no"),
+    ]
+    second = [
+        record(OURS, 3e-3, cell="64 x 512 causal"),
+        record("torch FLASH", 2e-3, error=7.0, cell="64 x 512 causal"),
+    ]
+    for name, records in (("one", first), ("two", second)):
+        attention_report.write(FACTS, records, tmp_path, name)
+        assert attention_report.read_records(tmp_path / f"{name}.csv") == (FACTS, records)
+    (tmp_path / "other.csv").write_text("# suite: norm\nstudy,operation\n")
+    assert attention_report.read_records(tmp_path / "other.csv") is None
+    out = tmp_path / "out"
+    assert (
+        main(["merge", str(tmp_path / "one.csv"), str(tmp_path / "two.csv"), "--out", str(out)])
+        == 0
+    )
+    assert attention_report.read_records(out / "attention.csv") == (FACTS, first + second)
+    text = (out / "attention.md").read_text()
+    assert "flash-attn 4: no" in text and "WRONG (7 x bound)" in text
+    assert (out / "attention.png").exists()
+    capsys.readouterr()
+
+
+def test_lead():
+    ours, rival = record(OURS, 1e-3), record("torch FLASH", 2e-3)
+    assert attention_report.lead({OURS: ours, rival.peer: rival}) == 2
+    wrong = dataclasses.replace(rival, error=1.5)
+    assert attention_report.lead({OURS: ours, rival.peer: wrong}) is None
