@@ -152,7 +152,7 @@ def test_short_examples(name, says):
     assert done.returncode == 0, done.stderr
     for words in says:
         assert words in done.stdout
-    if "differ" in done.stdout:
+    if "differ by" in done.stdout:
         assert float(re.search(r"differ by (\S+)", done.stdout)[1]) < 1e-5
     if "loss" in done.stdout:
         loss, first = map(float, re.findall(r"\d\.\d\d", done.stdout.splitlines()[-1]))
