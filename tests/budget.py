@@ -22,12 +22,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3141, 2300),
-    "lines of norm": (5164, 3000),
+    "lines of norm": (5477, 3000),
     "lines of softmax": (2901, 2000),
-    "kernels of norms and softmaxes": (346, 210),
+    "kernels of norms and softmaxes": (269, 210),
     "kernels of attention": (130, 130),
     f"files of more than {MAX_FILE_LINES} lines": (1, 0),
-    f"functions of more than {MAX_FUNCTION_LINES} lines": (9, 0),
+    f"functions of more than {MAX_FUNCTION_LINES} lines": (10, 0),
 }
 
 
