@@ -21,13 +21,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3361, 2300),
-    "lines of norm": (5403, 3000),
+    "lines of common": (3216, 2300),
+    "lines of norm": (5468, 3000),
     "lines of softmax": (2913, 2000),
-    "kernels of norms and softmaxes": (400, 210),
+    "kernels of norms and softmaxes": (356, 210),
     "kernels of attention": (130, 130),
-    f"files of more than {MAX_FILE_LINES} lines": (3, 0),
-    f"functions of more than {MAX_FUNCTION_LINES} lines": (12, 0),
+    f"files of more than {MAX_FILE_LINES} lines": (2, 0),
+    f"functions of more than {MAX_FUNCTION_LINES} lines": (10, 0),
 }
 
 

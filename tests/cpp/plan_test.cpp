@@ -442,7 +442,11 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         if (plan.tier == Tier::kStreaming) {
           EXPECT_EQ(plan.cluster_blocks, 1);
           EXPECT_LE(plan.threads_per_row * plan.rows_per_block, 512);
-          EXPECT_GE(int64_t{plan.tiles} * kTileThreads * plan.pack, cols);
+          const int tile_cols =
+              kTileThreads * streamed_columns(false, dtypes.x == DType::kFloat64 ? 8 : 4);
+          EXPECT_GE(int64_t{plan.tiles} * tile_cols, cols);
+          EXPECT_LT(int64_t{plan.tiles - 1} * tile_cols, cols);
+          EXPECT_EQ(plan.threads_per_row % 32, 0);
           continue;
         }
         EXPECT_GE(int64_t{plan.cluster_blocks} * plan.threads_per_row * plan.packs * plan.pack,

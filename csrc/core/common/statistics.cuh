@@ -1,5 +1,4 @@
-// Row statistics: mean and mean square about it, of a row that lies in the packs of a row group's
-// threads.
+// Row statistics: mean and mean square about it, of a row whose values a group's threads hold.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -90,55 +89,27 @@ struct Moments {
   }
 };
 
-// Calls visit(x) for the elements of `packs` that lie in a row of `cols`; pack p starts at column
-// col + p * step.
-template <typename T, int N, int kPacks, typename Visit>
-__device__ __forceinline__ void visit_elements(const Pack<T, N> (&packs)[kPacks], int col, int step,
-                                               int cols, Visit visit) {
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    Accumulator<T> x[N];
-    unpack(packs[p], x);
-    // (Never ask whether clamp(in_row, 0, N) == N: ptxas 13.0 gets that wrong.)
-    const int in_row = cols - (col + p * step);
-    if (in_row >= N) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) visit(x[i]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (i < in_row) visit(x[i]);
-      }
-    }
-  }
-}
-
-// Moments of a warp's part of a row, the same in all the group's lanes. Two passes over registers;
+// Moments of a warp's part of a row, the same in all lanes; a lane's N values are those of columns
+// a warp's width apart, of which `left` remain from its first one on. Two passes over registers;
 // the second, about the first one's mean, also finds how far that is off, so that rows far from
 // zero lose nothing and the mean of a constant row is exact (the corrected two-pass algorithm of
 // Chan, Golub and LeVeque).
-template <typename Group, typename T, int N, int kPacks>
-__device__ __forceinline__ Moments<Accumulator<T>> warp_moments(const Group& group,
-                                                                const Pack<T, N> (&packs)[kPacks],
-                                                                int col, int step, int cols) {
-  using A = Accumulator<T>;
-  const int warp_cols = group.lanes() * N;
-  const int first_col = col - group.lane() * N;
-  int count = 0;
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) count += max(0, min(warp_cols, cols - (first_col + p * step)));
-
+template <int N, typename Group, typename A>
+__device__ __forceinline__ Moments<A> warp_moments(const Group& group, const A (&x)[N], int left) {
+  const int count = max(0, min(left + group.lane(), N * kWarpSize));
   const A per_count = reciprocal(static_cast<A>(max(count, 1)));
   A sum = 0;
-  visit_elements(packs, col, step, cols, [&](A x) { sum += x; });
+#pragma unroll
+  for (int i = 0; i < N; ++i) sum += x[i];  // zero past the row
   const A mean = group.reduce_lanes(sum, SumOf()) * per_count;
 
   SumAndSquares<A> centred{0, 0};
-  visit_elements(packs, col, step, cols, [&](A x) {
-    const A difference = x - mean;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const A difference = i * kWarpSize < left ? x[i] - mean : A(0);
     centred.sum += difference;
     centred.squares += difference * difference;
-  });
+  }
   centred = group.reduce_lanes(centred, SumAndSquares<A>::merge);
   const A correction = centred.sum * per_count;
   return {static_cast<A>(count), mean, correction, centred.squares, -centred.sum * correction};
@@ -150,10 +121,9 @@ struct RowStatistics : Moments<A> {
   __device__ RowStatistics() : Moments<A>{0, 0, 0, 0, 0} {}
   __device__ RowStatistics(const Moments<A>& moments) : Moments<A>(moments) {}
 
-  template <typename Group, typename T, int N, int kPacks>
-  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int col,
-                                     int step, int cols) {
-    return warp_moments(group, packs, col, step, cols);
+  template <int N, typename Group>
+  __device__ static RowStatistics of(const Group& group, const A (&x)[N], int left) {
+    return warp_moments(group, x, left);
   }
   __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
     return Moments<A>::merge(a, b);
@@ -167,25 +137,18 @@ struct RowStatistics<A, true> {
   A sum = 0, rest = 0;  // of the squares, and what their addition rounded off
 
   // Columns past the row are zero and add nothing.
-  template <typename Group, typename T, int N, int kPacks>
-  __device__ static RowStatistics of(const Group& group, const Pack<T, N> (&packs)[kPacks], int,
-                                     int, int) {
-    RowStatistics statistics;
+  template <int N, typename Group>
+  __device__ static RowStatistics of(const Group& group, const A (&x)[N], int) {
+    A squares[N];
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      A x[N];
-      unpack(packs[p], x);
+    for (int i = 0; i < N; ++i) squares[i] = x[i] * x[i];
 #pragma unroll
-      for (int i = 0; i < N; ++i) x[i] *= x[i];
+    for (int width = N / 2; width > 0; width /= 2) {
 #pragma unroll
-      for (int width = N / 2; width > 0; width /= 2) {
-#pragma unroll
-        for (int i = 0; i < width; ++i) x[i] += x[i + width];
-      }
-      RowStatistics of_pack;
-      of_pack.sum = x[0];
-      statistics = merge(statistics, of_pack);
+      for (int i = 0; i < width; ++i) squares[i] += squares[i + width];
     }
+    RowStatistics statistics;
+    statistics.sum = squares[0];
     return group.reduce_lanes(statistics, merge);
   }
   __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {

@@ -3,8 +3,8 @@
 //   dx = rstd * (w - mean(w) - xhat * mean(w * xhat))      (RMSNorm: without mean(w))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 // in two stages without atomics: blocks that walk over rows write partial sums (backward.cuh,
-// backward_flat.cuh for rows in tiles, backward_ring.cuh for long rows, or backward_streaming.cuh
-// for any length), then sum_partials() adds those in a fixed order (partial_sums.cuh). Of few rows
+// backward_flat.cuh for rows in tiles, backward_ring.cuh for long rows, or streaming.cuh for
+// any length), then sum_partials() adds those in a fixed order (partial_sums.cuh). Of few rows
 // one kernel makes all (backward_few.cuh).
 #pragma once
 
@@ -32,16 +32,6 @@ struct BackwardInput {
   ParamVector weight, bias;
   A weight_offset;
   ListedColumns<A> list;
-
-  // Rows past the end are empty.
-  template <int N, typename Group>
-  __device__ RowReader<Y, N> open_dy(int64_t row, const Group& group) const {
-    return open_row<N>(dy, dy_layout, row, rows, cols, group);
-  }
-  template <int N, typename Group>
-  __device__ RowReader<S, N> open_saved(int64_t row, const Group& group) const {
-    return open_row<N>(saved, saved_layout, row, rows, cols, group);
-  }
 };
 
 // Whether LayerNorm's kernels are also RMSNorm's, and find out at run time: two dtypes are seldom.
@@ -115,17 +105,6 @@ struct BackwardOutput {
              added);
       gradient[i] += added[0];
     }
-  }
-
-  template <int N, typename Group>
-  __device__ RowWriter<X, N> open_dx(int64_t row, int64_t rows, int cols,
-                                     const Group& group) const {
-    return {dx + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
-  }
-  template <int N, typename Group>
-  __device__ RowReader<X, N> open_dresidual(int64_t row, int64_t rows, int cols,
-                                            const Group& group) const {
-    return open_row<N>(dresidual, one_stride(cols), row, rows, cols, group);
   }
 };
 

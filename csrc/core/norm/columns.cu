@@ -162,6 +162,13 @@ __global__ void __launch_bounds__(kListThreads, 1)
   }
 }
 
+constexpr int kLookThreads = 1024;
+template <typename A>
+__global__ void __launch_bounds__(kLookThreads)
+    column_look(const __grid_constant__ ColumnLook<A> look) {
+  look_at_columns(look);
+}
+
 }  // namespace
 
 cudaError_t launch_list_columns(const NormForwardParams& params, const DeviceProperties& device,
@@ -198,6 +205,13 @@ cudaError_t launch_list_columns(const NormForwardParams& params, const DevicePro
   });
 }
 
+template <typename A>
+cudaError_t launch_column_look(const ColumnLook<A>& look, cudaStream_t stream) {
+  return detail::launch(column_look<A>, 1, kLookThreads, {}, stream, look);
+}
+template cudaError_t launch_column_look(const ColumnLook<float>&, cudaStream_t);
+template cudaError_t launch_column_look(const ColumnLook<double>&, cudaStream_t);
+
 cudaError_t launch_column_look(const ColumnLookParams& params, cudaStream_t stream) {
   auto run = [&](auto zero) {
     using A = decltype(zero);
@@ -208,7 +222,7 @@ cudaError_t launch_column_look(const ColumnLookParams& params, cudaStream_t stre
                              false,
                              params.watch,
                              nullptr};
-    return detail::launch(column_look<A>, 1, kLookThreads, {}, stream, look);
+    return launch_column_look(look, stream);
   };
   return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
 }

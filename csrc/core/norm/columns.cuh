@@ -207,11 +207,8 @@ __device__ void look_at_columns(const ColumnLook<A>& look) {
   look.report(found);
 }
 
-constexpr int kLookThreads = 1024;
+// A kernel for a look alone: columns.cu.
 template <typename A>
-__global__ void __launch_bounds__(kLookThreads)
-    column_look(const __grid_constant__ ColumnLook<A> look) {
-  look_at_columns(look);
-}
+cudaError_t launch_column_look(const ColumnLook<A>& look, cudaStream_t stream);
 
 }  // namespace fused_norm

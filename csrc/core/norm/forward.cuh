@@ -178,53 +178,6 @@ __device__ __forceinline__ void norm_forward_once(
   write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
 }
 
-// Any length: the row is read for its statistics and again to normalize it.
-template <bool kRms, typename Load, typename Store>
-__device__ __forceinline__ void norm_forward_twice(const Load& load, const Store& store,
-                                                   const StatisticsOf<Load, Store>& out) {
-  using X = typename Load::Input;
-  using A = Accumulator<X>;
-  using Statistics = RowStatistics<A, kRms>;
-  constexpr int N = kPackElements<X, typename Store::Output>;
-  constexpr int kPacks = 4;
-  __shared__ __align__(16) char slot_bytes[2 * kMaxWarps * sizeof(Statistics)];
-  auto& slots = reinterpret_cast<Statistics(&)[2][kMaxWarps]>(slot_bytes);
-
-  RowGroup<Barrier::kBlock> group;
-  meet_previous_kernel();
-  const int step = group.threads() * N;
-  const int64_t row = int64_t{blockIdx.x} * group.groups() + group.index();
-  const auto reader = load.template open<N>(row, group);
-  Pack<X, N> packs[kPacks];
-  Statistics of_warp;
-  for (int base = 0; base < load.cols; base += kPacks * step) {
-    const int col = base + group.thread() * N;
-    reader.load(packs, col, step);
-    of_warp = Statistics::merge(of_warp, Statistics::of(group, packs, col, step, load.cols));
-  }
-  const Statistics of_row = group.reduce_warps(of_warp, Statistics(), slots, Statistics::merge);
-  const A mean = of_row.row_mean();
-  const A rstd = out.rstd_of(of_row.sum_of_squares());
-  if (group.thread() == 0 && row < load.rows) out.template write<kRms>(row, mean, rstd);
-
-  using AnyForm = RowForm<RowsLie::kShifted, X, void>;
-  const auto writer = store.template open<N>(row, group);
-  for (int base = 0; base < load.cols; base += kPacks * step) {
-    const int col = base + group.thread() * N;
-    reader.load(packs, col, step);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      A x[N], g[N], b[N];
-      unpack(packs[p], x);
-#pragma unroll
-      for (int i = 0; i < N; ++i) x[i] = (x[i] - mean) * rstd;
-      if (col + p * step < load.cols)
-        store.template load<AnyForm, !kRms, false>(col + p * step, group, g, b);
-      writer.store(col + p * step, store.template apply<!kRms>(x, g, b));
-    }
-  }
-}
-
 template <typename Load, typename Store, bool kRms, int kPacks>
 __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
@@ -247,17 +200,6 @@ __global__ void __launch_bounds__(forward_threads(false, kFewLanesPacks), forwar
   __shared__ ForwardShared<Accumulator<X>> shared;
   norm_forward_once<RowForm<RowsLie::kRegular, X, X>, false, kFewLanesPacks, false>(load, store,
                                                                                     out, shared);
-}
-
-template <typename Load, typename Store>
-__global__ void __launch_bounds__(kMaxForwardThreads)
-    norm_forward_streaming(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           const StatisticsOf<Load, Store> out, bool rms) {
-  if (rms) {
-    norm_forward_twice<true>(load, store, out);
-  } else {
-    norm_forward_twice<false>(load, store, out);
-  }
 }
 
 }  // namespace fused_norm

@@ -8,14 +8,13 @@
 #include "core/norm/backward.cuh"
 #include "core/norm/backward_few.cuh"
 #include "core/norm/backward_ring.cuh"
-#include "core/norm/backward_streaming.cuh"
 #include "core/norm/forward_ring.cuh"
 #include "core/norm/norm.h"
 #include "core/norm/plan.h"
 
 namespace fused_norm {
 
-// One of these a dtype of x, in f16.cu, bf16.cu, f32.cu and f64.cu.
+// One of these a dtype of x but fp64, in f16.cu, bf16.cu and f32.cu.
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream);
@@ -33,11 +32,50 @@ template <typename X>
 cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
                                const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
                                cudaStream_t stream);
-// Sums of the partial rows, and the look at the parameters: second_stage.cu.
+// Of Tier::kStreaming: streaming.cu.
+cudaError_t norm_stream_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                                cudaStream_t stream);
+cudaError_t norm_stream_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                                 cudaStream_t stream);
+
+// What a backward call's workspace holds: the totals of the look at the parameters, partial rows,
+// and what Tier::kStreaming needs beside. Null: not asked for.
+template <typename A>
+struct BackwardWorkspace {
+  LookTotals* totals;
+  LookTotals* cleared;  // the totals, if stage 1 is to clear them
+  A* dweight;
+  A* dbias;
+  A* rest;
+
+  BackwardWorkspace(const NormBackwardParams& params, const NormBackwardPlan& plan) {
+    A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
+    const int64_t size = int64_t{plan.partials} * params.cols;
+    totals = static_cast<LookTotals*>(params.workspace);
+    cleared = params.watch.report && !params.watch.totals ? totals : nullptr;
+    dweight = params.dweight ? partials : nullptr;
+    dbias = params.dbias ? partials + size : nullptr;
+    rest = partials + 2 * size;
+  }
+};
+
+template <typename A>
+ColumnLook<A> column_look_of(const NormBackwardParams& params,
+                             const BackwardWorkspace<A>& workspace) {
+  return {params.cols,
+          {params.weight, params.bias, static_cast<A>(params.weight_offset)},
+          {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype),
+           params.list.room, params.list.columns, static_cast<const A*>(params.list.side)},
+          params.from_output,
+          params.watch,
+          workspace.totals};
+}
+
+// Sums of the partial rows, if there are, and the look at the parameters: second_stage.cu.
 template <typename A>
 cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                              const A* dweight_partials, const A* dbias_partials,
-                              const ColumnLook<A>& look, cudaStream_t stream);
+                              const BackwardWorkspace<A>& workspace, const ColumnLook<A>& look,
+                              cudaStream_t stream);
 
 template <typename Y>
 AffineStore<Y> affine_store(const NormForwardParams& params) {
@@ -83,8 +121,8 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   };
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
-    if (plan.tier == Tier::kRegisters && lie == RowsLie::kRegular && typed) {
-      if constexpr (std::is_same_v<Load, InputLoad<Y>> && !std::is_same_v<X, double>) {
+    if (lie == RowsLie::kRegular && typed) {
+      if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
         if (const ForwardRing& ring = plan.ring; ring.slots > 0)
           return detail::launch(norm_forward_ring<X, kRms>, ring.blocks, threads,
                                 {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream,
@@ -100,22 +138,16 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
         shared_bytes = std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
                                                   params_bytes(plan.packs, !kRms));
     }
-    if constexpr (!Load::kAdds) {
-      if (plan.tier == Tier::kStreaming) return run(norm_forward_streaming<Load, Store>, kRms);
+    switch (plan.packs) {
+      case 2:
+        return run(norm_forward_registers<Load, Store, kRms, 2>, lie);
+      case 3:
+        return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
+      case 4:
+        return run(norm_forward_registers<Load, Store, kRms, 4>, lie);
+      default:
+        return run(norm_forward_registers<Load, Store, kRms, kMostPacks>, lie);
     }
-    if constexpr (!std::is_same_v<X, double>) {
-      switch (plan.packs) {
-        case 2:
-          return run(norm_forward_registers<Load, Store, kRms, 2>, lie);
-        case 3:
-          return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
-        case 4:
-          return run(norm_forward_registers<Load, Store, kRms, 4>, lie);
-        default:
-          return run(norm_forward_registers<Load, Store, kRms, kMostPacks>, lie);
-      }
-    }
-    return cudaErrorInvalidValue;
   };
   return params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
 }
@@ -178,72 +210,46 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
 template <typename X, typename Y, Saved kSaved>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
-  using A = Accumulator<X>;
   using S = std::conditional_t<kSaved == Saved::kInput, X, Y>;
-  constexpr bool kListed = kSaved == Saved::kOutputAndList;
-  const BackwardInput<Y, S, A> in{
-      params.rows,
-      params.cols,
-      A(1) / params.cols,
-      params.rms,
-      params.from_output,
-      static_cast<const Y*>(params.dy),
-      params.dy_layout,
-      static_cast<const S*>(params.saved),
-      params.saved_layout,
-      static_cast<const A*>(params.mean),
-      static_cast<const A*>(params.rstd),
-      params.weight,
-      params.bias,
-      static_cast<A>(params.weight_offset),
-      {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype), params.list.room,
-       params.list.columns, static_cast<const A*>(params.list.side)}};
-  // The workspace begins with the totals of the look at the parameters; partial sums follow, and
-  // kStreaming's row means.
-  auto* const totals = static_cast<LookTotals*>(params.workspace);
-  A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
-  const int64_t partial_size = int64_t{plan.partials} * params.cols;
-  const BackwardOutput<X, A> out{static_cast<X*>(params.dx), params.dweight ? partials : nullptr,
-                                 params.dbias ? partials + partial_size : nullptr,
-                                 static_cast<const X*>(params.dresidual),
-                                 params.watch.report && !params.watch.totals ? totals : nullptr};
-
-  const ColumnLook<A> look{
-      params.cols,  {params.weight, params.bias, static_cast<A>(params.weight_offset)},
-      in.list,      params.from_output,
-      params.watch, totals};
-
+  const BackwardWorkspace<float> workspace(params, plan);
+  const ColumnLook<float> look = column_look_of(params, workspace);
+  const BackwardInput<Y, S, float> in{params.rows,
+                                      params.cols,
+                                      1.0f / params.cols,
+                                      params.rms,
+                                      params.from_output,
+                                      static_cast<const Y*>(params.dy),
+                                      params.dy_layout,
+                                      static_cast<const S*>(params.saved),
+                                      params.saved_layout,
+                                      static_cast<const float*>(params.mean),
+                                      static_cast<const float*>(params.rstd),
+                                      params.weight,
+                                      params.bias,
+                                      static_cast<float>(params.weight_offset),
+                                      look.listed};
+  const BackwardOutput<X, float> out{static_cast<X*>(params.dx), workspace.dweight, workspace.dbias,
+                                     static_cast<const X*>(params.dresidual), workspace.cleared};
   cudaError_t error = cudaErrorInvalidValue;
-  const dim3 threads(plan.threads_per_row, plan.rows_per_block);
-  if (plan.tier == Tier::kStreaming) {
-    A* const means = partials + 2 * partial_size;
-    if (params.dx) {
-      error = detail::launch(norm_backward_row_means<Y, S, A, kListed>, plan.blocks, threads, {},
-                             stream, in, means);
-      if (error != cudaSuccess) return error;
-    }
-    const dim3 grid(plan.tiles, plan.partials);
-    error = detail::launch(norm_backward_columns<X, Y, S, A, kListed>, grid, kTileThreads, {},
-                           stream, in, out, static_cast<const A*>(means));
-  } else if (plan.tier == Tier::kFlat) {
+  if (plan.tier == Tier::kFlat) {
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
       error = norm_flat_backward(in, out, plan, stream);
-  } else if constexpr (!std::is_same_v<X, double>) {
+  } else {
     const bool regular =
         is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
         is_regular(params.saved, params.saved_layout, params.cols, plan.pack, kDTypeOf<S>) &&
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
-    const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
-                        : regular      ? RowsLie::kRegular
-                                       : RowsLie::kShifted;
-    if constexpr (std::is_same_v<X, Y> && !kListed) {
+    if constexpr (std::is_same_v<X, Y> && kSaved != Saved::kOutputAndList) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
     }
+    const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
+                        : regular      ? RowsLie::kRegular
+                                       : RowsLie::kShifted;
     auto run = [&](auto kernel, auto... flags) {
-      return detail::launch(kernel, plan.blocks, threads,
+      return detail::launch(kernel, plan.blocks, dim3(plan.threads_per_row, plan.rows_per_block),
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
                             out, flags...);
     };
@@ -262,11 +268,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     }
   }
   if (error != cudaSuccess) return error;
-  if (!params.dweight && !params.dbias) {
-    if (!params.watch.report) return error;
-    return detail::launch(column_look<A>, 1, kLookThreads, {}, stream, look);
-  }
-  return norm_second_stage(params, plan, out.dweight_partials, out.dbias_partials, look, stream);
+  return norm_second_stage(params, plan, workspace, look, stream);
 }
 
 // norm_forward_of<X> and norm_backward_of<X>, for outputs of X or one of Others.
@@ -283,13 +285,10 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwa
                               cudaStream_t stream) {
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     using Y = decltype(y);
-    // fp64's kernels find out at run time.
-    if (std::is_same_v<X, double> || (params.from_output && params.list.room > 0))
-      return norm_backward_as<X, Y, Saved::kOutputAndList>(params, plan, stream);
-    if constexpr (!std::is_same_v<X, double>) {
-      if (params.from_output) return norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream);
-      return norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
-    }
+    if (!params.from_output) return norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
+    return params.list.room > 0
+               ? norm_backward_as<X, Y, Saved::kOutputAndList>(params, plan, stream)
+               : norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream);
   });
 }
 

@@ -14,10 +14,11 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
   const NormForwardPlan plan = plan_norm_forward(params.rows, params.cols, params.x_dtype,
                                                  params.y_dtype, params.rms, device);
   const cudaError_t error =
-      adds ? norm_add_forward(params, plan, stream)
+      adds                            ? norm_add_forward(params, plan, stream)
+      : plan.tier == Tier::kStreaming ? norm_stream_forward(params, plan, stream)
       : plan.warps.threads > 0
           ? norm_flat_forward(params, plan.warps, plan.overlaps, stream)
-          : with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
+          : with_dtype<__half, __nv_bfloat16, float>(params.x_dtype, [&](auto x) {
               return norm_forward_of<decltype(x)>(params, plan, stream);
             });
   if (error != cudaSuccess || params.list.room == 0) return error;
@@ -52,7 +53,8 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,
                                  cudaStream_t stream) {
   const NormBackwardPlan plan = plan_of(params, device);
-  return with_dtype<__half, __nv_bfloat16, float, double>(
+  if (plan.tier == Tier::kStreaming) return norm_stream_backward(params, plan, stream);
+  return with_dtype<__half, __nv_bfloat16, float>(
       params.x_dtype, [&](auto x) { return norm_backward_of<decltype(x)>(params, plan, stream); });
 }
 

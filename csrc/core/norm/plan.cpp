@@ -42,6 +42,14 @@ bool takes_two_packs(int64_t rows, int64_t block_packs, const DeviceProperties& 
   return rows <= int64_t{rows_at_once} * device.sm_count;
 }
 
+// kStreaming: whole warps, as many as have columns; short rows share a block. (2^31 blocks of so
+// many threads reach more rows of fp64 than any memory holds.)
+constexpr int kStreamedBlockThreads = 256;
+int streamed_threads(int cols, bool forward, DType x, int most) {
+  const int columns = streamed_columns(forward, size_of(x) == 8 ? 8 : 4);
+  return static_cast<int>(std::min<int64_t>(ceil_div(cols, columns * kWarpSize) * kWarpSize, most));
+}
+
 // Partial rows: gridDim.y of the column tiles.
 constexpr int64_t kMaxPartials = 65535;
 
@@ -441,9 +449,8 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
   const int64_t block_packs = ceil_div(row_packs, plan.cluster_blocks);
   if (x == DType::kFloat64 || block_packs > kMaxBlockPacks) {
     plan.tier = Tier::kStreaming;
-    plan.cluster_blocks = 1;
-    plan.packs = 4;
-    plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kMaxForwardThreads);
+    plan.cluster_blocks = plan.pack = 1;
+    plan.threads_per_row = streamed_threads(cols, true, x, kMaxForwardThreads);
   } else {
     plan.tier = Tier::kRegisters;
     plan.packs = forward_packs(block_packs, plan.cluster_blocks);
@@ -451,7 +458,9 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
     if (plan.packs == 4 && same_bits && takes_two_packs(rows, block_packs, device)) plan.packs = 2;
     plan.threads_per_row = threads_for(block_packs, plan.packs);
   }
-  plan.rows_per_block = std::max(1, kForwardBlockThreads / plan.threads_per_row);
+  const bool streams = plan.tier == Tier::kStreaming;
+  plan.rows_per_block =
+      std::max(1, (streams ? kStreamedBlockThreads : kForwardBlockThreads) / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block) * plan.cluster_blocks);
   if (plan.tier == Tier::kRegisters)
     plan.shared_bytes =
@@ -549,12 +558,13 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   }
 
   plan.tier = Tier::kStreaming;
-  plan.shared_bytes = 0;
-  plan.packs = 4;
-  plan.threads_per_row = std::min(threads_for(row_packs, plan.packs), kMaxRowMeansThreads);
-  plan.rows_per_block = std::max(1, 128 / plan.threads_per_row);
+  plan.pack = 1;
+  plan.packs = plan.shared_bytes = 0;
+  plan.threads_per_row = streamed_threads(cols, false, x, kMaxRowMeansThreads);
+  plan.rows_per_block = std::max(1, kStreamedBlockThreads / plan.threads_per_row);
   plan.blocks = clamp_grid(ceil_div(rows, plan.rows_per_block));
-  plan.tiles = static_cast<int>(ceil_div(row_packs, kTileThreads));
+  const int tile_cols = kTileThreads * streamed_columns(false, size_of(x) == 8 ? 8 : 4);
+  plan.tiles = static_cast<int>(ceil_div(cols, tile_cols));
   // Eight tiles' blocks a multiprocessor hide the loads of each other. More partial rows would only
   // be summed later; but a thread sums no more than 64 rows in sequence, so that rounding errors
   // stay those of a shallow tree.

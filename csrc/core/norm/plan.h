@@ -25,8 +25,9 @@ enum class Tier : uint8_t {
 
 struct NormPlan {
   Tier tier;
-  int pack;             // elements a pack: 16 bytes of the wider of the two tensors; kFlat: 1
-  int packs;            // packs a thread (kStreaming: what its threads are counted by)
+  int pack;             // elements a pack: 16 bytes of the wider of the two tensors; kFlat and
+                        // kStreaming: 1
+  int packs;            // packs a thread; none of kStreaming
   int threads_per_row;  // 1..16 lanes, or whole warps
   int rows_per_block;
   int cluster_blocks;  // kRegisters and kRing: blocks that share a row
@@ -136,7 +137,7 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
 struct NormBackwardPlan : NormPlan {
   int partials;  // rows of fp32 (fp64) partial sums: one or more a block, or row chunks of the
                  // tiles
-  int tiles;     // kStreaming: column tiles of kTileThreads packs
+  int tiles;     // kStreaming: column tiles of kTileThreads threads
   // kRegisters, few rows: blocks for each tile of kFewColumns columns in the one kernel that then
   // does all, without partial sums, or 0.
   int few_splits;
@@ -189,7 +190,12 @@ constexpr int slice_queue_bytes(int packs, int pack, int saved_size, int dy_size
 // faster (measured with the ring, H200).
 constexpr int ring_slot(int bytes) { return (bytes + 2 * kGranule - 1 + 127) / 128 * 128; }
 
-// kStreaming: most threads of a block for rows' sums, and those for a tile.
+// kStreaming: a thread's columns at a time, by the bytes of an accumulator; in backward's second
+// kernel they are the thread's in all rows. Most threads of a block for rows' sums, and those for a
+// tile.
+constexpr int streamed_columns(bool forward, int accumulator_size) {
+  return (forward ? 64 : 16) / accumulator_size;
+}
 constexpr int kMaxRowMeansThreads = 512, kTileThreads = 128;
 constexpr int kSumThreads = 512, kFewSumThreads = 128;
 

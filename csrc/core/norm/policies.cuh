@@ -28,12 +28,6 @@ struct InputLoad {
   int64_t rows;
   int cols;
 
-  // A row index past the end opens an empty row.
-  template <int N, typename Group>
-  __device__ RowReader<T, N> open(int64_t row, const Group& group) const {
-    return open_row<N>(x, layout, row, rows, cols, group);
-  }
-
   // A thread's slice of a row, from column `col` on.
   template <int N, RowsLie kLie, int kPacks>
   class Slice {
@@ -126,11 +120,6 @@ struct AffineStore {
   int cols;
   ParamVector weight, bias;
   Accumulator<T> weight_offset;
-
-  template <int N, typename Group>
-  __device__ RowWriter<T, N> open(int64_t row, const Group& group) const {
-    return {y + row * cols, row < rows ? cols : 0, group.lane(), group.lanes(), group.mask()};
-  }
 
   // Weight and (kBias) bias of a pack's columns from `col` on; Param is their type where they are
   // there and the offset is zero, or void: found out here. kWhole: the packs are whole.

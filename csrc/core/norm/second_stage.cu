@@ -6,8 +6,10 @@ namespace fused_norm {
 
 template <typename A>
 cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                              const A* dweight_partials, const A* dbias_partials,
-                              const ColumnLook<A>& look, cudaStream_t stream) {
+                              const BackwardWorkspace<A>& workspace, const ColumnLook<A>& look,
+                              cudaStream_t stream) {
+  if (!params.dweight && !params.dbias)
+    return params.watch.report ? launch_column_look(look, stream) : cudaSuccess;
   PartialSums<A> sums{};
   int count = 0;
   auto add = [&](void* gradient, const A* from, DType dtype) {
@@ -16,8 +18,8 @@ cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwa
     sums.out[count] = gradient;
     sums.dtype[count++] = dtype;
   };
-  add(params.dweight, dweight_partials, params.weight.dtype);
-  add(params.dbias, dbias_partials, params.bias.dtype);
+  add(params.dweight, workspace.dweight, params.weight.dtype);
+  add(params.dbias, workspace.dbias, params.bias.dtype);
   const int look_blocks =
       params.watch.report ? (params.cols + plan.sum_threads - 1) / plan.sum_threads : 0;
   const dim3 grid(look_blocks + (params.cols + kWarpSize - 1) / kWarpSize, count);
@@ -27,10 +29,10 @@ cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwa
                         look_blocks, plan.partials);
 }
 template cudaError_t norm_second_stage(const NormBackwardParams&, const NormBackwardPlan&,
-                                       const float*, const float*, const ColumnLook<float>&,
+                                       const BackwardWorkspace<float>&, const ColumnLook<float>&,
                                        cudaStream_t);
 template cudaError_t norm_second_stage(const NormBackwardParams&, const NormBackwardPlan&,
-                                       const double*, const double*, const ColumnLook<double>&,
+                                       const BackwardWorkspace<double>&, const ColumnLook<double>&,
                                        cudaStream_t);
 
 }  // namespace fused_norm
