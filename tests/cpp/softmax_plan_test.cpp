@@ -276,7 +276,8 @@ TEST(SoftmaxColumnsPlan, CoversTheTensorAndFitsTheChip) {
       for (bool backward : {false, true}) {
         for (bool vectorized : {false, true}) {
           for (int cols : kCols) {
-            const int pack = vectorized ? pack_elements(dtypes.x, dtypes.y) : 1;
+            const DType read = backward ? dtypes.y : dtypes.x;
+            const int pack = vectorized ? pack_elements(read, read) : 1;
             const int64_t outer = 3, inner = 40 * pack;
             const SoftmaxColumnsPlan plan = plan_softmax_columns(backward, vectorized, outer, cols,
                                                                  inner, dtypes.x, dtypes.y, chip);

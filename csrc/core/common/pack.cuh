@@ -14,10 +14,11 @@
 
 namespace fused_norm {
 
-// kBytes (4, 8 or 16; 2 for a single element) as registers hold them.
+// kBytes (4, 8 or 16; 2 for a single element; 32 for fp32 results of a 16-bit pack) as registers
+// hold them.
 template <int kBytes>
 struct Words {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16 || kBytes == 32);
   uint32_t at[kBytes / 4];
 };
 template <>
@@ -201,7 +202,10 @@ __device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, 
 // compiler takes apart stores of structs in some kernels, four accesses in place of one.
 template <int kBytes>
 __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& words) {
-  if constexpr (kBytes == 16) {
+  if constexpr (kBytes == 32) {
+    store_words(address, Words<16>{words.at[0], words.at[1], words.at[2], words.at[3]});
+    store_words(address + 16, Words<16>{words.at[4], words.at[5], words.at[6], words.at[7]});
+  } else if constexpr (kBytes == 16) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words.at[0]),
                  "r"(words.at[1]), "r"(words.at[2]), "r"(words.at[3]));
   } else if constexpr (kBytes == 8) {

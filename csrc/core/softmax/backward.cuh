@@ -91,7 +91,7 @@ __device__ __forceinline__ void gradient_of_row(Pack<Y, N> (&dy)[kPacks], Pack<Y
 template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Y, typename Store>
 __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& load,
                                                       const Store& store) {
-  constexpr int N = kPackElements<Y, typename Store::Output>;
+  constexpr int N = kPackElements<Y>;
   RowGroup<Barrier::kBlock, kMayShare> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
@@ -118,7 +118,7 @@ template <bool kRegular, bool kLog, typename Y, typename Store>
 __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& load,
                                                        const Store& store, int slice) {
   using A = Accumulator<Y>;
-  constexpr int N = kPackElements<Y, typename Store::Output>;
+  constexpr int N = kPackElements<Y>;
   constexpr int kPacks = 2;
   using Fetched = typename RunReader<Y, N, kRegular, Filler::kZero>::template Fetched<kPacks>;
 
@@ -170,30 +170,33 @@ __device__ __forceinline__ void softmax_backward_twice(const GradientLoad<Y>& lo
   }
 }
 
-template <typename Y, typename Store, int kPacks>
+template <typename Y>
+using BackwardStore = RoundedStore<Y, ResultTypes::kNarrower>;
+
+template <typename Y, int kPacks>
 __global__ void __launch_bounds__(kWarpTierThreads, 8)
     softmax_backward_warp(const __grid_constant__ GradientLoad<Y> load,
-                          const __grid_constant__ Store store, bool regular, bool log) {
+                          const __grid_constant__ BackwardStore<Y> store, bool regular, bool log) {
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_backward_once<decltype(is_regular)::value, decltype(is_log)::value, false, kPacks>(
         load, store);
   });
 }
 
-template <typename Y, typename Store, int kPacks>
+template <typename Y, int kPacks>
 __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 ? 2 : 1)
     softmax_backward_block(const __grid_constant__ GradientLoad<Y> load,
-                           const __grid_constant__ Store store, bool regular, bool log) {
+                           const __grid_constant__ BackwardStore<Y> store, bool regular, bool log) {
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_backward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(
         load, store);
   });
 }
 
-template <typename Y, typename Store>
+template <typename Y>
 __global__ void __launch_bounds__(kBlockTierThreads, sizeof(Y) == 8 ? 1 : 2)
     softmax_backward_stream(const __grid_constant__ GradientLoad<Y> load,
-                            const __grid_constant__ Store store, bool regular, bool log,
+                            const __grid_constant__ BackwardStore<Y> store, bool regular, bool log,
                             int slice) {
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_backward_twice<decltype(is_regular)::value, decltype(is_log)::value>(load, store,

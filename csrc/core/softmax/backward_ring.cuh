@@ -47,8 +47,8 @@ struct GradientSpans {
 template <typename Y>
 __global__ void __launch_bounds__(kMaxSpanWarps* kWarpSize, 1)
     softmax_backward_ring(const __grid_constant__ GradientLoad<Y> load,
-                          const __grid_constant__ AnyBoundaryStore<Y> store, bool regular, bool log,
-                          int span_cols, int pieces, int slots) {
+                          const __grid_constant__ BoundaryStore<Y, ResultTypes::kNarrower> store,
+                          bool regular, bool log, int span_cols, int pieces, int slots) {
 #if __CUDA_ARCH__ >= 900
   __shared__ SpanSums<float>::Slots sum_slots;
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {

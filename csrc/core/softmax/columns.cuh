@@ -8,6 +8,7 @@
 #include "core/common/statistics.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/plan.h"
+#include "core/softmax/policies.cuh"
 
 namespace fused_norm {
 
@@ -89,9 +90,10 @@ __device__ __forceinline__ void combine_splits(V (&values)[N], V (*slots)[kColum
 
 // The columns that fit one turn stay in registers, others in shared memory where the launch gave
 // enough of it (cached); else they are read twice.
-template <typename X, typename Y, int N>
+template <typename X, int N>
 __global__ void __launch_bounds__(kColumnThreads)
-    softmax_columns_forward(const X* x, Y* y, ColumnsShape shape, bool log, bool cached) {
+    softmax_columns_forward(const X* x, void* y, DType y_dtype, ColumnsShape shape, bool log,
+                            bool cached) {
   using A = Accumulator<X>;
   constexpr int kItems = kForwardColumnItems;
   __shared__ ExpSum<A> slots[N][kColumnThreads];
@@ -157,17 +159,19 @@ __global__ void __launch_bounds__(kColumnThreads)
         const A difference = values[i] - shifts[i];
         values[i] = log ? difference + finishes[i] : exp_of(difference) * finishes[i];
       }
-      Pack<Y, N> out;
-      round_to(out, values);
-      walk.store(y, turn, k, out);
+      with_result_type<X, ResultTypes::kWider>(y_dtype, [&](auto type) {
+        Pack<decltype(type), N> out;
+        round_to(out, values);
+        walk.store(static_cast<decltype(type)*>(y), turn, k, out);
+      });
     }
   }
 }
 
-template <typename X, typename Y, int N>
+template <typename Y, int N>
 __global__ void __launch_bounds__(kColumnThreads)
-    softmax_columns_backward(const Y* dy, const Y* y, X* dx, ColumnsShape shape, bool log,
-                             bool cached) {
+    softmax_columns_backward(const Y* dy, const Y* y, void* dx, DType dx_dtype, ColumnsShape shape,
+                             bool log, bool cached) {
   using A = Accumulator<Y>;
   constexpr int kItems = kBackwardColumnItems;
   __shared__ A slots[N][kColumnThreads];
@@ -226,9 +230,11 @@ __global__ void __launch_bounds__(kColumnThreads)
         dx_values[i] = log ? fma(-exp_of(y_values[i]), sums[i], dy_values[i])
                            : (dy_values[i] - sums[i]) * y_values[i];
       }
-      Pack<X, N> out;
-      round_to(out, dx_values);
-      walk.store(dx, turn, k, out);
+      with_result_type<Y, ResultTypes::kNarrower>(dx_dtype, [&](auto type) {
+        Pack<decltype(type), N> out;
+        round_to(out, dx_values);
+        walk.store(static_cast<decltype(type)*>(dx), turn, k, out);
+      });
     }
   }
 }

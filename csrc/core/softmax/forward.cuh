@@ -124,7 +124,7 @@ __device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& grou
 template <bool kRegular, bool kLog, bool kMayShare, int kPacks, typename Load, typename Store>
 __device__ __forceinline__ void softmax_forward_once(const Load& load, const Store& store) {
   using X = typename Load::Input;
-  constexpr int N = kPackElements<X, typename Store::Output>;
+  constexpr int N = kPackElements<X>;
   using Row = typename Load::template Row<N, kRegular>;
 
   RowGroup<Barrier::kBlock, kMayShare> group;
@@ -185,7 +185,7 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
                                                       int slice, bool cached) {
   using X = typename Load::Input;
   using A = Accumulator<X>;
-  constexpr int N = kPackElements<X, typename Store::Output>;
+  constexpr int N = kPackElements<X>;
   constexpr int kPacks = 4;
   using Row = typename Load::template Row<N, kRegular>;
   using Fetched = typename decltype(Row::reader)::template Fetched<kPacks>;
@@ -245,31 +245,36 @@ __device__ __forceinline__ void softmax_forward_twice(const Load& load, const St
   }
 }
 
-template <typename Load, typename Store, int kPacks>
+template <typename Load>
+using ForwardStore = RoundedStore<typename Load::Input, ResultTypes::kWider>;
+
+template <typename Load, int kPacks>
 __global__ void __launch_bounds__(kWarpTierThreads, 8)
-    softmax_forward_warp(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                         bool regular, bool log) {
+    softmax_forward_warp(const __grid_constant__ Load load,
+                         const __grid_constant__ ForwardStore<Load> store, bool regular, bool log) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, false, kPacks>(
         load, store);
   });
 }
 
-template <typename Load, typename Store, int kPacks>
+template <typename Load, int kPacks>
 __global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 || !Load::kMasked ? 2 : 1)
-    softmax_forward_block(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                          bool regular, bool log) {
+    softmax_forward_block(const __grid_constant__ Load load,
+                          const __grid_constant__ ForwardStore<Load> store, bool regular,
+                          bool log) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(load,
                                                                                              store);
   });
 }
 
-template <typename Load, typename Store>
+template <typename Load>
 __global__ void __launch_bounds__(kBlockTierThreads,
                                   sizeof(typename Load::Input) == 8 || Load::kMasked ? 1 : 2)
-    softmax_forward_stream(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           bool regular, bool log, int slice, bool cached) {
+    softmax_forward_stream(const __grid_constant__ Load load,
+                           const __grid_constant__ ForwardStore<Load> store, bool regular, bool log,
+                           int slice, bool cached) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_forward_twice<decltype(is_regular)::value, decltype(is_log)::value>(load, store, slice,
                                                                                 cached);

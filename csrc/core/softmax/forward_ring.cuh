@@ -55,8 +55,8 @@ struct ExponentialSpans {
 template <typename X>
 __global__ void __launch_bounds__(kMaxSpanWarps* kWarpSize, 1)
     softmax_forward_ring(const __grid_constant__ PlainLoad<X> load,
-                         const __grid_constant__ BoundaryStore<X> store, bool regular, bool log,
-                         int span_cols, int pieces, int slots) {
+                         const __grid_constant__ BoundaryStore<X, ResultTypes::kWider> store,
+                         bool regular, bool log, int span_cols, int pieces, int slots) {
 #if __CUDA_ARCH__ >= 900
   __shared__ SpanSums<ExpSum<float>>::Slots sum_slots;
   with_form<true>(regular, log, [&](auto is_regular, auto is_log) {

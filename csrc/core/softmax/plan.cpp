@@ -23,6 +23,11 @@ int whole_warps(int64_t threads) {
   return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
 }
 
+// Elements of a pack: 16 bytes of what is read. Results may have another dtype.
+int pack_of(bool backward, DType x, DType y) {
+  return backward ? pack_elements(y, y) : pack_elements(x, x);
+}
+
 // How one row is run: what plan_softmax() says but for the number of rows.
 struct RowShape {
   RowPlace place;
@@ -44,7 +49,7 @@ constexpr int kMaxWarpPacks = 4 * kWarpSize;
 RowShape warp_shape(bool backward, int64_t row_packs) {
   const bool fills = backward ? row_packs <= kWarpSize || row_packs >= 3 * kWarpSize / 2
                               : row_packs == power_of_two_from(row_packs);
-  const int packs = row_packs == 1 ? 1 : row_packs <= 2 * kWarpSize && fills ? 2 : 4;
+  const int packs = row_packs <= 2 * kWarpSize && fills ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
   return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0, 0, 0};
 }
@@ -117,9 +122,9 @@ void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, RowS
 // eight packs (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288: 161 -> 147; softmax's would go
 // from 140 to 148, H200).
 RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
-  const int pack = pack_elements(x, y);
-  const int64_t row_packs = ceil_div(cols, pack);
   const bool backward = is_backward(pass);
+  const int pack = pack_of(backward, x, y);
+  const int64_t row_packs = ceil_div(cols, pack);
   auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
     return {RowPlace::kRegisters,     packs, threads, cluster_blocks,
@@ -173,7 +178,7 @@ RowShape uncached_shape(SoftmaxPass pass, int64_t row_packs, const DevicePropert
 
 RowShape shape_in(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                   const DeviceProperties& device) {
-  const int64_t row_packs = ceil_div(cols, pack_elements(x, y));
+  const int64_t row_packs = ceil_div(cols, pack_of(is_backward(pass), x, y));
   if (tier == SoftmaxTier::kWarp) return warp_shape(is_backward(pass), row_packs);
   if (tier == SoftmaxTier::kBlock) return block_shape(pass, cols, x, y, device);
   return uncached_shape(pass, row_packs, device);
@@ -183,7 +188,8 @@ bool tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                 const DeviceProperties& device) {
   if (tier == SoftmaxTier::kUncached) return true;
   if (x == DType::kFloat64) return false;
-  if (tier == SoftmaxTier::kWarp) return ceil_div(cols, pack_elements(x, y)) <= kMaxWarpPacks;
+  if (tier == SoftmaxTier::kWarp)
+    return ceil_div(cols, pack_of(is_backward(pass), x, y)) <= kMaxWarpPacks;
   const RowShape shape = shape_in(tier, pass, cols, x, y, device);
   if (shape.place == RowPlace::kRing) return shape.slots > 0;
   return shape.shared_bytes + kStaticShared <= device.shared_bytes_per_block;
@@ -214,7 +220,7 @@ int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DevicePropert
   while (row_class < kSoftmaxFlatClasses && units() * kWarpSize < cols) ++row_class;
   const bool has_tiles = device.max_cluster_blocks > 1 && x == y && size_of(x) == 2 &&
                          pass != SoftmaxPass::kMaskedForward;
-  const int pack = pack_elements(x, y);
+  const int pack = pack_of(is_backward(pass), x, y);
   if (!has_tiles || row_class == kSoftmaxFlatClasses || cols <= (units() - 1) * kWarpSize ||
       (cols % pack == 0 && cols <= kMaxWarpPacks * pack))
     return kSoftmaxFlatClasses;
@@ -280,7 +286,7 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
   plan.tier = tier;
   plan.place = shape.place;
   plan.overlap = device.max_cluster_blocks > 1;
-  plan.pack = pack_elements(x, y);
+  plan.pack = pack_of(is_backward(pass), x, y);
   plan.packs = shape.packs;
   plan.threads_per_row = shape.threads;
   plan.cluster_blocks = shape.cluster_blocks;
@@ -313,7 +319,7 @@ SoftmaxColumnsPlan plan_softmax_columns(bool backward, bool vectorized, int64_t 
                                         int64_t inner, DType x, DType y,
                                         const DeviceProperties& device) {
   SoftmaxColumnsPlan plan{};
-  plan.pack = vectorized ? pack_elements(x, y) : 1;
+  plan.pack = vectorized ? pack_of(backward, x, y) : 1;
   // At least eight packs side by side, 128 bytes where the tensors are 16 bit.
   constexpr int kMaxSplits = 32;
   const int items = backward ? kBackwardColumnItems : kForwardColumnItems;

@@ -205,98 +205,100 @@ __device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_o
   }
 }
 
+// Which dtype the results of rows of T may have, beside T: fp32 where T is a 16-bit one (forward),
+// or a 16-bit one where T is fp32 (backward).
+enum class ResultTypes { kWider, kNarrower };
+
+// Calls run(U()) with the type of `dtype`: one uniform branch, or none.
+template <typename T, ResultTypes kResults, typename Run>
+__device__ __forceinline__ void with_result_type(DType dtype, Run run) {
+  constexpr bool kWider = kResults == ResultTypes::kWider;
+  if constexpr (kWider && sizeof(T) == 2) {
+    if (dtype == DType::kFloat32) return run(float());
+  } else if constexpr (!kWider && std::is_same_v<T, float>) {
+    if (dtype == DType::kFloat16) return run(__half());
+    if (dtype == DType::kBFloat16) return run(__nv_bfloat16());
+  }
+  run(T());
+}
+
 // Rows of a contiguous tensor, rounded once.
-template <typename T>
+template <typename T, ResultTypes kResults>
 struct RoundedStore {
-  using Output = T;
-  T* data;
+  void* data;
+  DType dtype;
   int64_t rows;
   int cols;
 
   template <int N, bool kRegular, typename Group>
   __device__ RunPlace<N, kRegular> place(int64_t row, const Group& group) const {
-    return {group.lane(), group.lanes(), turn_of<N, kRegular>(data + row * cols)};
+    int turn = 0;
+    with_result_type<T, kResults>(dtype, [&](auto type) {
+      turn = turn_of<N, kRegular>(static_cast<const decltype(type)*>(data) + row * cols);
+    });
+    return {group.lane(), group.lanes(), turn};
   }
 
   template <int N, bool kRegular>
   struct Row {
-    RunWriter<T, N, kRegular> writer;
+    const RoundedStore& store_to;
+    int64_t first;
+    int count;
+    RunPlace<N, kRegular> place;
 
     // Pack p of a run of kPacks.
     template <int kPacks>
     __device__ __forceinline__ void store(int p, int col, const Accumulator<T> (&values)[N]) const {
-      Pack<T, N> pack;
-      round_to(pack, values);
-      writer.template store<kPacks>(p, col, pack);
+      with_result_type<T, kResults>(store_to.dtype, [&](auto type) {
+        using U = decltype(type);
+        Pack<U, N> pack;
+        round_to(pack, values);
+        RunWriter<U, N, kRegular>(static_cast<U*>(store_to.data) + first, count, place)
+            .template store<kPacks>(p, col, pack);
+      });
     }
   };
 
   template <int N, bool kRegular>
   __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
-    return {{data + row * cols, row < rows ? cols : 0, place}};
+    return {*this, row * cols, row < rows ? cols : 0, place};
   }
 };
 
 // The same without runs, in packs of N at pack boundaries.
-template <typename T>
+template <typename T, ResultTypes kResults>
 struct BoundaryStore {
-  T* data;
+  void* data;
+  DType dtype;
   int cols;
 
   // The first column of a row that lies at a pack boundary.
   template <int N>
   __device__ __forceinline__ int first_boundary(int64_t row) const {
-    return (N - turn_of<N, false>(data + row * cols)) % N;
+    int first = 0;
+    with_result_type<T, kResults>(dtype, [&](auto type) {
+      first = (N - turn_of<N, false>(static_cast<const decltype(type)*>(data) + row * cols)) % N;
+    });
+    return first;
   }
 
   // N results from such a column on, or one from any, as far as the row reaches.
   template <bool kRegular, int N>
   __device__ __forceinline__ void put(int64_t row, int col, const float (&values)[N]) const {
-    Pack<T, N> pack;
-    round_to(pack, values);
-    T* const at = data + row * cols + col;
-    if (cols - col >= N) {
-      detail::store_words<sizeof(T) * N>(reinterpret_cast<char*>(at), pack.words);
-    } else if (!kRegular) {
+    with_result_type<T, kResults>(dtype, [&](auto type) {
+      using U = decltype(type);
+      Pack<U, N> pack;
+      round_to(pack, values);
+      U* const at = static_cast<U*>(data) + row * cols + col;
+      if (cols - col >= N) {
+        detail::store_words<sizeof(U) * N>(reinterpret_cast<char*>(at), pack.words);
+      } else if (!kRegular) {
 #pragma unroll
-      for (int i = 0; i < N - 1; ++i) {
-        if (i < cols - col) reinterpret_cast<Bits<T>*>(at)[i] = bits_of(pack, i);
+        for (int i = 0; i < N - 1; ++i) {
+          if (i < cols - col) reinterpret_cast<Bits<U>*>(at)[i] = bits_of(pack, i);
+        }
       }
-    }
-  }
-};
-
-// The same of a dtype that is known at run time, of results that are fp32 or of one 16-bit type T.
-template <typename T>
-struct AnyBoundaryStore {
-  void* data;
-  DType dtype;  // that of T; where T is float, any but fp64
-  int cols;
-
-  template <int N>
-  __device__ __forceinline__ int first_boundary(int64_t row) const {
-    int first;
-    with_store([&](const auto& store) { first = store.template first_boundary<N>(row); });
-    return first;
-  }
-
-  template <bool kRegular, int N>
-  __device__ __forceinline__ void put(int64_t row, int col, const float (&values)[N]) const {
-    with_store([&](const auto& store) { store.template put<kRegular>(row, col, values); });
-  }
-
- private:
-  template <typename Run>
-  __device__ __forceinline__ void with_store(Run run) const {
-    if constexpr (sizeof(T) == 2) {
-      run(BoundaryStore<T>{static_cast<T*>(data), cols});
-    } else if (dtype == DType::kFloat32) {
-      run(BoundaryStore<float>{static_cast<float*>(data), cols});
-    } else if (dtype == DType::kFloat16) {
-      run(BoundaryStore<__half>{static_cast<__half*>(data), cols});
-    } else {
-      run(BoundaryStore<__nv_bfloat16>{static_cast<__nv_bfloat16*>(data), cols});
-    }
+    });
   }
 };
 
