@@ -145,26 +145,21 @@ TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
   EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 0);
 }
 
-// Rows of 16 bits an element that go by warps: so many lanes have a row, or a part of it, and so
-// many of its columns each, of which the compiler is told that all lanes have the first `sure`.
-void check_parts(const FlatRows& flat, FlatClass of, int sure, int cols) {
+// Rows of 16 bits an element that go by warps: so many columns of a row, or of a part of it, in
+// each lane, of which the compiler is told that all lanes have the first `sure`.
+void check_parts(const FlatRows& flat, int units, int sure, int cols) {
   EXPECT_GE(flat.parts, 1);
-  if (flat.parts <= kBlockParts) {
-    EXPECT_EQ(flat.parts & (flat.parts - 1), 0);
-  } else {
-    EXPECT_EQ(flat.parts, kBlockParts * cluster_of(flat));
-    EXPECT_LE(flat.parts, kMaxClusterParts);
-  }
+  EXPECT_LE(flat.parts, kBlockParts);
+  EXPECT_EQ(flat.parts & (flat.parts - 1), 0);
   int first = 0;
   for (int part = 0; part < flat.parts; ++part) {
     ASSERT_EQ(first_of_part(flat, part), first);
-    ASSERT_LE(cols_of_part(flat, part), of.lanes * of.units);
-    ASSERT_GE(cols_of_part(flat, part), std::max(1, sure * of.lanes));
+    ASSERT_LE(cols_of_part(flat, part), 32 * units);
+    ASSERT_GE(cols_of_part(flat, part), std::max(1, sure * 32));
     first += cols_of_part(flat, part);
   }
   EXPECT_EQ(first, cols);
   EXPECT_EQ(first_of_part(flat, flat.parts), cols);
-  EXPECT_TRUE(flat.parts == 1 || may_be_part(of));
 }
 
 // `whole`: the kernel takes for granted that tiles are whole 16-byte granules.
@@ -179,102 +174,33 @@ void check_tiles(const FlatRows& flat, int rows_at_work, bool whole, int cols) {
   EXPECT_EQ(flat.params_bytes % 16, 0);
 }
 
-// Which lengths go by warps, of one block's.
+// Which lengths go by warps.
 bool goes_by_warps(int cols) {
   return cols % 8 != 0 && (cols <= 17 * 32 || (cols % 2 != 0 && cols <= 8 * 17 * 32));
 }
-// In forward, longer rows of odd length, and of any from where pairs end, go by those of a cluster
-// if they fill its lanes; 0: not even so.
-int blocks_of_warps(int cols, const DeviceProperties& chip) {
-  if (goes_by_warps(cols)) return 1;
-  if (cols % 8 == 0 || (cols % 2 == 0 && cols <= 16384)) return 0;
-  for (int blocks : {2, 4, 8, 16}) {
-    const double filled = cols / (blocks * 8 * 17 * 32.0);
-    if (filled > 1) continue;
-    const bool fills = filled >= (blocks > 4 ? 0.875 : 0.75);
-    return fills && chip.cluster_multiprocessors(blocks) > 0 ? blocks : 0;
-  }
-  return 0;
-}
 
-void check_forward_tiles(const FlatRows& flat, int cols) {
-  EXPECT_EQ(flat.shared_bytes, flat.slots * flat.tile_bytes);
-  if (cluster_of(flat) > 1) {  // of which each block has a slice, of a row at a time
-    for (int first = 0; first < flat.parts; first += kBlockParts) {
-      const int slice = first_of_part(flat, first + kBlockParts) - first_of_part(flat, first);
-      EXPECT_GE(flat.tile_bytes, slice * 2 + 14 + 15);
-    }
-    EXPECT_EQ(flat.tile_bytes % 16, 0);
-    EXPECT_EQ(flat.rows, 1);
-    EXPECT_GE(flat.slots, 3);
-    return;
-  }
-  const int lanes = kForwardClasses[flat.row_class].lanes;
-  check_tiles(flat, kFlatThreads / lanes / flat.parts, flat.row_class < kShorterForwardClasses,
-              cols);
-  // Each lane of a row keeps the statistics of one turn; rows of a warp are in other banks.
-  const int warp_rows = flat.rows * flat.parts / (kFlatThreads / 32);
-  EXPECT_TRUE(lanes == 1 || warp_rows / (32 / lanes) <= lanes);
-  EXPECT_EQ(flat.rows % (lanes < 32 ? 64 : 1), 0);
-}
-
-TEST(ForwardPlan, RowsThatAreNotWholePacksGoByWarps) {
+TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
     for (int64_t rows : kRows) {
-      const ForwardWarps warps =
-          plan_norm_forward(rows, cols, dtypes.x, dtypes.y, false, chip).warps;
       SCOPED_TRACE(testing::Message() << rows << " x " << cols);
-      const int spread =
-          dtypes.x == dtypes.y && size_of(dtypes.x) == 2 ? blocks_of_warps(cols, chip) : 0;
-      EXPECT_EQ(warps.threads > 0, spread > 0);
-      if (spread == 0) continue;
-      const FlatRows& flat = warps.flat;
-      const FlatClass of = kForwardClasses[flat.row_class];
-      check_parts(flat, of, forward_sure_units(flat.row_class), cols);
-      EXPECT_EQ(cluster_of(flat), spread);
-      EXPECT_EQ(warps.threads * spread % (32 * flat.parts), 0);
-      EXPECT_LE(warps.threads, kFlatThreads);
-      const int rows_at_once = warps.threads * spread / of.lanes / flat.parts;
-      const int64_t all = int64_t{warps.blocks} / spread * rows_at_once;
-      EXPECT_EQ(warps.blocks % spread, 0);
-      EXPECT_GE(all, std::min<int64_t>(rows, INT_MAX / spread));
-      EXPECT_LE(all - rows_at_once, rows - 1);
-      if (flat.slots == 0) continue;
-      EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
-      check_forward_tiles(flat, cols);
-      // Persistent: all resident at once, and each with tiles to walk over.
-      const int a_multiprocessor = flat_forward_blocks(flat.row_class >= kShorterForwardClasses);
-      EXPECT_LE(a_multiprocessor * (flat.shared_bytes + 3 * kKilobyte),
+      const FlatRows tiles = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, false, chip).tiles;
+      const bool goes = dtypes.x == dtypes.y && size_of(dtypes.x) == 2 && cols % 8 != 0 &&
+                        cols >= 17 && cols <= 17 * 32 && chip.max_cluster_blocks > 1;
+      ASSERT_EQ(tiles.slots > 0, goes);
+      if (!goes) continue;
+      const int units = kForwardTileUnits[tiles.row_class];
+      EXPECT_LE(cols, 32 * units);
+      EXPECT_GE(cols, 32 * forward_sure_units(tiles.row_class));
+      check_tiles(tiles, kFlatThreads / 32 * forward_tile_rows(units), true, cols);
+      EXPECT_EQ(tiles.shared_bytes, tiles.slots * tiles.tile_bytes);
+      // Persistent: all resident at once, and none without a tile.
+      const int a_multiprocessor = (tiles.blocks + chip.sm_count - 1) / chip.sm_count;
+      EXPECT_LE(a_multiprocessor, kForwardTileBlocks);
+      EXPECT_LE(a_multiprocessor * (tiles.shared_bytes + 3 * kKilobyte),
                 chip.shared_bytes_per_block + kKilobyte);
-      if (spread > 1) {
-        const int clusters = chip.cluster_multiprocessors(spread) / spread * a_multiprocessor;
-        EXPECT_EQ(flat.blocks, clusters * spread);
-        EXPECT_GE(rows, clusters);
-        continue;
-      }
-      EXPECT_EQ(flat.blocks, a_multiprocessor * chip.sm_count);
-      EXPECT_GT(rows, int64_t{flat.blocks} * flat.rows);
+      EXPECT_LE(int64_t{tiles.blocks - 1} * tiles.rows, rows - 1);
     }
   });
-  auto tiled = [](int64_t rows, int cols) {
-    return plan_norm_forward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, kH200)
-               .warps.flat.slots > 0;
-  };
-  for (int cols : {7, 33, 65, 70, 126, 129, 257, 258, 513, 1023, 1025, 3333, 4097, 8193, 65537})
-    EXPECT_TRUE(tiled(1 << 20, cols)) << cols;
-  EXPECT_FALSE(tiled(2000, 257));
-  EXPECT_TRUE(tiled(198, 8193));
-  EXPECT_FALSE(tiled(197, 8193));  // less than one for each cluster
-}
-
-TEST(ForwardPlan, TilesAreNeitherTooLargeForTheLastTurnNorTooSmall) {
-  auto rows_of_tile = [](int64_t rows, int cols) {
-    return plan_norm_forward(rows, cols, DType::kBFloat16, DType::kBFloat16, false, kH200)
-        .warps.flat.rows;
-  };
-  EXPECT_EQ(rows_of_tile(261123, 257), 16);  // of 32 there would be 15.5 for each block
-  EXPECT_EQ(rows_of_tile(131328, 511), 16);
-  EXPECT_EQ(rows_of_tile(1 << 24, 511), 16);
 }
 
 TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
@@ -282,13 +208,6 @@ TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
     if (cols % 8 == 0) continue;
     SCOPED_TRACE(cols);
     const DType dtype = DType::kBFloat16;
-    const ForwardWarps warps = plan_norm_forward(1 << 24, cols, dtype, dtype, false, kH200).warps;
-    EXPECT_EQ(warps.threads > 0, blocks_of_warps(cols, kH200) > 0);
-    if (warps.threads > 0) {
-      const int row_class = warps.flat.row_class;
-      check_parts(warps.flat, kForwardClasses[row_class], forward_sure_units(row_class), cols);
-      check_forward_tiles(warps.flat, cols);
-    }
     for (bool from_output : {false, true}) {
       const NormBackwardPlan plan =
           plan_norm_backward(1 << 20, cols, dtype, dtype, from_output, false, kH200);
@@ -297,7 +216,7 @@ TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
                                               (from_output ? cols <= 832 : cols <= 1088 || wide));
       if (plan.tier != Tier::kFlat) continue;
       const int row_class = plan.flat.row_class;
-      check_parts(plan.flat, {32, kFlatUnits[row_class]}, flat_sure_units(row_class), cols);
+      check_parts(plan.flat, kFlatUnits[row_class], flat_sure_units(row_class), cols);
     }
   }
 }
@@ -374,7 +293,7 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
   ASSERT_GE(flat.row_class, 0);
   ASSERT_LT(flat.row_class, kFlatClasses);
   const int units = kFlatUnits[flat.row_class], columns = staged_columns(flat, units);
-  check_parts(flat, {32, units}, flat_sure_units(flat.row_class), cols);
+  check_parts(flat, units, flat_sure_units(flat.row_class), cols);
   check_tiles(flat, kFlatThreads / 32 / flat.parts * flat_rows_at_once(units), flat.parts == 1,
               cols);
   EXPECT_TRUE(flat.parts == 1 || flat_rows_at_once(units) == 1);

@@ -33,15 +33,10 @@ constexpr int cols_of_part(const FlatRows& flat, int part) {
 constexpr int staged_columns(const FlatRows& flat, int units) {
   return (first_of_part(flat, flat.parts - 1) + units * kWarpSize + 1) / 2 * 2;
 }
-constexpr int kMaxFlatSlots = 4;
+constexpr int kMaxFlatSlots = 3;
 constexpr int kFlatThreads = 256;
-// All of a block's warps, of which a row takes a power of two; or it takes those of all blocks of a
-// cluster.
+// A block's warps, of which a row takes a power of two.
 constexpr int kBlockParts = kFlatThreads / kWarpSize;
-constexpr int cluster_of(const FlatRows& flat) {
-  return flat.parts <= kBlockParts ? 1 : flat.parts / kBlockParts;
-}
-constexpr int kMaxClusterParts = kBlockParts * kMaxClusterBlocks;
 
 inline void cut_in_parts(int cols, int parts, FlatRows& flat) {
   flat.parts = parts;
@@ -50,7 +45,7 @@ inline void cut_in_parts(int cols, int parts, FlatRows& flat) {
 }
 
 // Static shared memory of the kernels, rounded up.
-constexpr int kFlatStatic = 2048, kClusterStatic = 2304;
+constexpr int kFlatStatic = 2048;
 
 // Bytes of shared memory for a tile: copies fill slots that start at multiples of 128 up to 7 %
 // faster (H200).
@@ -68,19 +63,10 @@ inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes,
   flat.tile_bytes = bytes % kGranule == 0 ? flat_tile_bytes(bytes) : broken_tile_bytes(bytes);
 }
 
-// Tiles that are slices of one row, for each block of a cluster; the first one is the widest.
-inline void set_slices(int slots, FlatRows& flat) {
-  constexpr int kElementBytes = 2;
-  flat.slots = slots;
-  flat.rows = 1;
-  flat.tile_bytes = broken_tile_bytes(first_of_part(flat, kBlockParts) * kElementBytes);
-}
-
 // Blocks of a multiprocessor, of so many that its registers leave room for.
 inline int resident_flat(const FlatRows& flat, int most, const DeviceProperties& device) {
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
-  const int fixed = (cluster_of(flat) > 1 ? kClusterStatic : kFlatStatic) + kReservedPerBlock;
-  return std::min(most, capacity / (flat.shared_bytes + fixed));
+  return std::min(most, capacity / (flat.shared_bytes + kFlatStatic + kReservedPerBlock));
 }
 // Bytes for a tile where so many blocks hold so many beside parameters.
 inline int flat_room(const FlatRows& flat, int tiles, int blocks, const DeviceProperties& device) {

@@ -3,6 +3,7 @@
 
 #include "core/common/bulk_copy.cuh"
 #include "core/common/flat_rows.h"
+#include "core/common/overlap.cuh"
 #include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 
@@ -37,11 +38,10 @@ struct TileRows {
   RowLayout layout;
 };
 
-// What tiles are: rows, in whole granules of 16 bytes or not; or a slice of one row, for each block
-// of a cluster.
-enum class TileKind { kWhole, kRows, kSlices };
+// Whether tiles are whole granules of 16 bytes.
+enum class TileKind { kWhole, kRows };
 
-// A persistent block's (or cluster's) tiles: every gridDim.x-th, each in a slot of shared memory
+// A persistent block's tiles: every gridDim.x-th, each in a slot of shared memory
 // for as long as the block works on it; others are on their way there, or from there. Copies are of
 // whole granules. A tile of others begins in its slot where it does in a granule of its tensor; the
 // first and last granules, of which other tiles have a part, some lanes write.
@@ -52,23 +52,19 @@ enum class TileKind { kWhole, kRows, kSlices };
 // block's threads, before and after a tile's turn.
 template <typename T, TileKind kKind, typename Tensors>
 class TileRing {
-  static constexpr bool kWhole = kKind == TileKind::kWhole, kSlices = kKind == TileKind::kSlices;
+  static constexpr bool kWhole = kKind == TileKind::kWhole;
 
  public:
   // `filled` and `memory`, of so many slots, are in shared memory. A barrier of the block follows
-  // start(). Slices, of tensors that lie flat, are so many columns from the first one on.
-  __device__ __forceinline__ TileRing(const Tensors& tensors, int64_t rows, int row_cols,
-                                      const FlatRows& flat, CopyBarrier* filled, char* memory,
-                                      int first_col = 0, int cols = 0)
+  // start().
+  __device__ __forceinline__ TileRing(const Tensors& tensors, int64_t rows, int cols,
+                                      const FlatRows& flat, CopyBarrier* filled, char* memory)
       : tensors_(tensors),
         flat_(flat),
         filled_(filled),
         memory_(memory),
-        cols_(kSlices ? cols : row_cols),
-        row_cols_(row_cols),
-        first_col_(first_col),
-        clusters_(kSlices ? gridDim.x / RowCluster().blocks() : 0),
-        tile_(first_tile()),
+        cols_(cols),
+        tile_(blockIdx.x),
         tiles_(static_cast<int>((rows + flat.rows - 1) / flat.rows)),
         last_rows_(static_cast<int>(rows - int64_t{tiles_ - 1} * flat.rows)) {
     if (threadIdx.x != 0) return;
@@ -131,7 +127,7 @@ class TileRing {
       if (tensors_.written() != nullptr) write_ends();
       if (copies()) {
         if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
-        if (tile_ != first_tile())
+        if (tile_ != static_cast<int>(blockIdx.x))
           fill(slot_ > 0 ? slot_ - 1 : flat_.slots - 1, tile_ + (flat_.slots - 1) * stride());
       }
       if (++slot_ == flat_.slots) {
@@ -159,26 +155,16 @@ class TileRing {
   __device__ __forceinline__ char* part_of(int slot, int tensor) const {
     return memory_ + offset_of(slot, tensor);
   }
-  __device__ __forceinline__ int stride() const {
-    return kSlices ? clusters_ : static_cast<int>(gridDim.x);
-  }
-  __device__ __forceinline__ static int first_tile() {
-    return blockIdx.x / (kSlices ? RowCluster().blocks() : 1);
-  }
+  __device__ __forceinline__ static int stride() { return static_cast<int>(gridDim.x); }
   __device__ __forceinline__ int rows_of(int tile) const {
     return tile + 1 < tiles_ ? flat_.rows : last_rows_;
   }
   // Where a tile starts in its tensors, in bytes, and how far that is from the granule's start; and
   // where it ends, from there.
   __device__ __forceinline__ int64_t start_of(int tile) const {
-    if (kSlices) return (int64_t{tile} * row_cols_ + first_col_) * static_cast<int64_t>(sizeof(T));
     return int64_t{tile} * (flat_.rows * cols_ * static_cast<int>(sizeof(T)));
   }
   __device__ __forceinline__ int skew_of(int tile) const {
-    if (kSlices) {
-      const uint32_t start = static_cast<uint32_t>(tile) * row_cols_ + first_col_;
-      return static_cast<int>(start * sizeof(T) % kGranule);
-    }
     return kWhole ? 0 : static_cast<int>(start_of(tile)) & (kGranule - 1);
   }
   __device__ __forceinline__ int end_of(int tile) const {
@@ -235,11 +221,29 @@ class TileRing {
   const FlatRows& flat_;
   CopyBarrier* filled_;
   char* memory_;
-  int cols_;                             // of a tile
-  int row_cols_, first_col_, clusters_;  // kSlices
-  int tile_, tiles_, last_rows_;         // rows of the tensors' last tile
+  int cols_;
+  int tile_, tiles_, last_rows_;  // rows of the tensors' last tile
   int slot_ = 0;
   uint32_t parity_ = 0;
 };
+
+// Persistent blocks walk over tiles; calls run(r) for the first of each kRows of a warp's rows of
+// one. prepare() while the first tiles are on their way.
+template <int kRows, typename Tiles, typename Prepare, typename Run>
+__device__ __forceinline__ void for_tiles(Tiles& tiles, const FlatRows& flat, Prepare prepare,
+                                          Run run) {
+  meet_previous_kernel();
+  tiles.start();
+  prepare();
+  __syncthreads();
+  for (; tiles.any(); tiles.next()) {
+    tiles.template wait<false>();
+#pragma unroll 1
+    for (int r = threadIdx.x / kWarpSize * kRows; r < flat.rows;
+         r += kFlatThreads / kWarpSize * kRows)
+      run(r);
+  }
+  tiles.finish();
+}
 
 }  // namespace fused_norm

@@ -4,30 +4,17 @@
 
 namespace fused_norm {
 
-cudaError_t norm_flat_forward(const NormForwardParams& params, const ForwardWarps& warps,
-                              bool overlaps, cudaStream_t stream) {
+cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                              cudaStream_t stream) {
+  const bool lie_flat = lies_flat(params.x, params.x_layout, params.cols) &&
+                        lies_flat(params.y, one_stride(params.cols), params.cols);
   return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
-    const FlatRows& flat = warps.flat;
-    auto run = [&](auto kernel, int blocks, int threads, int shared_bytes) {
-      return detail::launch(kernel, blocks, threads, {shared_bytes, cluster_of(flat), overlaps},
-                            stream, input_load<X>(params.x, params.x_layout, params),
+    const FlatForward<X> of{input_load<X>(params.x, params.x_layout, params),
                             affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
-                            params.rms, flat);
-    };
-    const bool in_tiles = flat.slots > 0 && lies_flat(params.x, params.x_layout, params.cols) &&
-                          lies_flat(params.y, one_stride(params.cols), params.cols);
-    auto run_shared_by = [&](auto sharing) {
-      constexpr Sharing kSharing = decltype(sharing)::value;
-      return in_tiles
-                 ? run(norm_forward_flat<X, kSharing>, flat.blocks, kFlatThreads, flat.shared_bytes)
-                 : run(norm_forward_rows<X, kSharing>, warps.blocks, warps.threads, 0);
-    };
-    if (cluster_of(flat) > 1)
-      return run_shared_by(std::integral_constant<Sharing, Sharing::kCluster>());
-    if (flat.row_class >= kShorterForwardClasses)
-      return run_shared_by(std::integral_constant<Sharing, Sharing::kBlock>());
-    return run_shared_by(std::integral_constant<Sharing, Sharing::kWarp>());
+                            plan.tiles, lie_flat};
+    return detail::launch(norm_forward_flat<X>, plan.tiles.blocks, kFlatThreads,
+                          {plan.tiles.shared_bytes, 1, plan.overlaps}, stream, of, params.rms);
   });
 }
 

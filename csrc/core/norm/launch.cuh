@@ -18,9 +18,9 @@ namespace fused_norm {
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream);
-// Of rows that go by warps: flat.cu.
-cudaError_t norm_flat_forward(const NormForwardParams& params, const ForwardWarps& warps,
-                              bool overlaps, cudaStream_t stream);
+// In tiles: flat.cu.
+cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                              cudaStream_t stream);
 // With an addend: add.cu.
 cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream);

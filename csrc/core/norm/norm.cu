@@ -16,8 +16,8 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
   const cudaError_t error =
       adds                            ? norm_add_forward(params, plan, stream)
       : plan.tier == Tier::kStreaming ? norm_stream_forward(params, plan, stream)
-      : plan.warps.threads > 0
-          ? norm_flat_forward(params, plan.warps, plan.overlaps, stream)
+      : plan.tiles.slots > 0
+          ? norm_flat_forward(params, plan, stream)
           : with_dtype<__half, __nv_bfloat16, float>(params.x_dtype, [&](auto x) {
               return norm_forward_of<decltype(x)>(params, plan, stream);
             });

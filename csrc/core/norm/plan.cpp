@@ -259,9 +259,7 @@ int flat_class(int64_t cols) {
 constexpr int kMostPartCols = kFlatUnits[kFlatClasses - 1] * kWarpSize;
 
 // Cuts rows in parts for warps of a block, as few as there can be. False if they are too long; and
-// for longer ones of even length, which other kernels deal out in pairs: that is a little slower
-// (LayerNorm forward of 1500 columns: 83 microseconds, in parts 78), but faster where rows are
-// neither few nor many (2421 x 758 in fp16, RMSNorm: 3.9 and 8.4, in parts 5.2 and 10.7; H200).
+// for longer ones of even length, which are dealt out in pairs.
 bool set_parts(int cols, FlatRows& flat) {
   if (cols > kBlockParts * kMostPartCols || (cols > kMostPartCols && cols % 2 == 0)) return false;
   int parts = 1;
@@ -270,99 +268,30 @@ bool set_parts(int cols, FlatRows& flat) {
   return true;
 }
 
-// The same of longer rows, for all warps of a cluster's blocks, if there are columns for most of
-// their lanes: a row takes them little less time where it is shorter. Even lengths as long as other
-// kernels deal them out in pairs do not. (2^26 elements of bf16 on an H200, LayerNorm and RMSNorm,
-// microseconds; dealt out or shifted, and so: 8193 columns 96 -> 88 and 82 -> 74, 14001: 116 -> 107
-// and 100 -> 81, 16385: 117 -> 97 and 86 -> 74, 32769: 130 -> 102 and 107 -> 76, 65537: 140 -> 120
-// and 114 -> 90; 11001 would go from 99 to 120 and from 87 to 94, 28001 from 108 to 115 and from 86
-// to 86, 50257 from 133 to 141 and from 109 to 112. 64 x 16385, LayerNorm: 8.0 -> 4.7.)
-bool set_cluster_parts(int cols, const DeviceProperties& device, FlatRows& flat) {
-  constexpr int kPack = 8;
-  if (cols % 2 == 0 && cols <= kMostFourPacks * kPack) return false;
-  int blocks = 2, most = 2 * kBlockParts * kMostPartCols;
-  for (; cols > most; most *= 2) blocks *= 2;
-  // The largest clusters leave a part of the chip without work.
-  const int eighths = blocks <= 4 ? 6 : 7;
-  if (blocks > kMaxClusterBlocks || cols < most / 8 * eighths) return false;
-  if (device.cluster_multiprocessors(blocks) == 0) return false;
-  cut_in_parts(cols, blocks * kBlockParts, flat);
-  return true;
-}
-
-// Of tiles of `least` bytes and some steps more those that let `blocks` be done first with so many
-// bytes: a block's turns, a tile each and what that costs beside, as much as some bytes; and
-// the first tile's way in and the last one's way out, during which it does nothing else. (Tiles of
-// 8 and 16 KB, microseconds for 2^26 elements of bf16 on an H200, RMSNorm: 257 columns 73 and 76,
-// 511: 73.5 and 72; LayerNorm: 333 columns 76 and 81, 4097: 81.5 and 78.5.)
-int64_t best_tile_bytes(int64_t least, int64_t step, int64_t most, int64_t all, int64_t blocks) {
-  constexpr int kBeside = 600;
-  constexpr double kInAndOut = 0.75;
-  double least_time = 0;
-  int64_t best = 0;
-  for (int64_t bytes = least; bytes <= std::max(most, least); bytes += step) {
-    const int64_t turns = ceil_div(ceil_div(all, bytes), blocks);
-    const double time = static_cast<double>(turns * (bytes + kBeside)) + kInAndOut * bytes;
-    if (best > 0 && time > least_time) continue;
-    least_time = time;
-    best = bytes;
-  }
-  return best;
-}
-
-// Forward of rows by warps: through tiles where each block has some. (LayerNorm and RMSNorm, bf16
-// of 128 MB on an H200, microseconds; as packs, shifted or dealt out, and so: 129 columns 167 -> 79
-// and 156 -> 73, 257: 162 -> 77 and 106 -> 73, 1025: 135 -> 82 and 91 -> 78, 2049: 111 -> 83 and 83
-// -> 78, 4097: 105 -> 78 and 81 -> 74. 500 x 2049, without tiles: LayerNorm 4.4 -> 3.8.)
-ForwardWarps forward_warps(int64_t rows, int cols, const DeviceProperties& device) {
-  constexpr int kSlots = 3;
-  constexpr int64_t kFewBytes = 8448, kMostBytes = 17 * 1024;
-  constexpr int kElementBytes = 2;
-  ForwardWarps warps{};
-  FlatRows& flat = warps.flat;
-  if (!set_parts(cols, flat) && !set_cluster_parts(cols, device, flat)) return warps;
-  flat.row_class = flat.parts > 1 ? kShorterForwardClasses : 0;
-  while (kForwardClasses[flat.row_class].lanes * kForwardClasses[flat.row_class].units <
-         cols_of_part(flat, 0))
-    ++flat.row_class;
-  const int lanes = kForwardClasses[flat.row_class].lanes;
-  const int most_blocks = flat_forward_blocks(flat.row_class >= kShorterForwardClasses);
-  if (const int spread = cluster_of(flat); spread > 1) {
-    warps.threads = kFlatThreads;
-    warps.blocks = clamp_grid(rows * spread) / spread * spread;
-    for (int slots : {kMaxFlatSlots, kSlots}) {
-      set_slices(slots, flat);
-      flat.shared_bytes = slots * flat.tile_bytes;
-      if (resident_flat(flat, most_blocks, device) == most_blocks) break;
-    }
-    const int clusters = device.cluster_multiprocessors(spread) / spread * most_blocks;
-    flat.blocks = clusters * spread;
-    if (rows < clusters) flat.slots = 0;
-    return warps;
-  }
-  warps.threads = std::max(kForwardBlockThreads, flat.parts * kWarpSize);
-  warps.blocks = clamp_grid(ceil_div(rows, warps.threads / lanes / flat.parts));
-
-  // Tiles are so many rows that those of a warp are apart, and no more than a lane for each turn.
-  flat.slots = kSlots;
-  const int rows_at_work = kFlatThreads / lanes / flat.parts;
-  const int least_rows = lanes < kWarpSize ? std::max(rows_at_work, 2 * kBanks) : rows_at_work;
-  const int64_t step = int64_t{least_rows} * cols * kElementBytes,
-                all = rows * cols * kElementBytes;
-  const int64_t least = step * std::max<int64_t>(1, kFewBytes / step);
-  const int64_t turns_bytes = lanes > 1 ? step / least_rows * rows_at_work * lanes : kMostBytes;
-  const int64_t blocks = int64_t{most_blocks} * device.sm_count;
-  const int64_t room = flat_room(flat, kSlots, most_blocks, device);
-  set_tiles(least_rows, cols, kSlots,
-            best_tile_bytes(least, step, std::min({turns_bytes, kMostBytes, room}), all, blocks),
-            flat);
+// Forward of short rows in tiles; no slots where there can be none. Longer ones are dealt out in
+// registers, which is as fast as any other library's way. (bf16 of 128 MB on an H200, LayerNorm and
+// RMSNorm, microseconds, dealt out: 129 columns 168 and 155, torch.compile 124 and 87; 513: 137 and
+// 103, torch.compile 145 and 110; 1025: 123 and 90, 301 and 162; 4097: 92 and 79, 230 and 160.)
+FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
+  constexpr int kMinCols = 17, kSlots = 3;
+  constexpr int64_t kMostBytes = 17 * 1024;
+  FlatRows flat{};
+  int row_class = 0;
+  while (row_class < kForwardTileClasses && kForwardTileUnits[row_class] * kWarpSize < cols)
+    ++row_class;
+  if (cols < kMinCols || row_class == kForwardTileClasses || device.max_cluster_blocks == 1)
+    return flat;
+  flat.row_class = row_class;
+  // As much as there is room for, but a tile for each block, if there are so many rows.
+  const int64_t share = ceil_div(rows, int64_t{kForwardTileBlocks} * device.sm_count) * cols * 2;
+  const int64_t room = flat_room(flat, kSlots, kForwardTileBlocks, device);
+  const int rows_at_work =
+      kFlatThreads / kWarpSize * forward_tile_rows(kForwardTileUnits[row_class]);
+  set_tiles(rows_at_work, cols, kSlots, std::min({share, room, kMostBytes}), flat);
   flat.shared_bytes = kSlots * flat.tile_bytes;
-  flat.blocks = static_cast<int>(blocks);
-  const bool bulk_copies = device.max_cluster_blocks > 1;
-  if (!bulk_copies || resident_flat(flat, most_blocks, device) < most_blocks ||
-      all < 2 * blocks * least)
-    flat.slots = 0;
-  return warps;
+  const int64_t resident = resident_flat(flat, kForwardTileBlocks, device);
+  flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
+  return flat;
 }
 
 // Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
@@ -470,7 +399,7 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
       !takes_two_packs(rows, row_packs, device))
     plan.few_lanes = few_lanes(plan, rows, row_packs, device);
   if (plan.tier == Tier::kRegisters && x == y && size_of(x) == 2 && cols % plan.pack != 0)
-    plan.warps = forward_warps(rows, cols, device);
+    plan.tiles = forward_tiles(rows, cols, device);
   return plan;
 }
 

@@ -88,43 +88,12 @@ struct FewLanes {
   int shared_bytes;
 };
 
-// Forward, rows of one 16-bit dtype that go by warps: so many lanes have a row, and so many of its
-// columns each; the least that suffice. (A row in all 32 lanes, in two or three columns each,
-// spends too much on sums over lanes: LayerNorm of 33 columns 119 microseconds; 2^26 elements,
-// H200.) The longest take more registers, and may be parts of rows; they have a kernel of their
-// own.
-struct FlatClass {
-  int lanes, units;
-};
-constexpr FlatClass kForwardClasses[] = {{1, 16}, {4, 5},  {4, 7},  {4, 9},   {8, 5},
-                                         {8, 7},  {8, 9},  {16, 5}, {16, 7},  {16, 9},
-                                         {32, 5}, {32, 7}, {32, 9}, {32, 13}, {32, 17}};
-constexpr int kForwardFlatClasses = 15, kShorterForwardClasses = 13;
-constexpr bool may_be_part(FlatClass of) { return of.lanes == 32 && of.units > 9; }
-// Of a lane's columns, so many all lanes have: a row's last part is shorter by a few than others.
-constexpr int forward_sure_units(int row_class) {
-  const FlatClass of = kForwardClasses[row_class];
-  if (of.lanes == 1) return 0;
-  if (of.units == 5) return 4;  // more than half as many lanes can have
-  return kForwardClasses[row_class - 1].units - (may_be_part(of) ? 1 : 0);
-}
-
-// Blocks of a multiprocessor that registers leave room for, of those with tiles.
-constexpr int flat_forward_blocks(bool longer) { return longer ? 3 : 4; }
-
-// kRegisters, one 16-bit dtype, rows that are not whole packs: without an addend those of many
-// lengths go by warps, if `threads` is not zero (forward_flat.cuh). Where they follow each other
-// without gaps from a multiple of 16 bytes on, and `flat.slots` is not zero, in tiles; else by
-// blocks of so many threads.
-struct ForwardWarps {
-  int threads, blocks;
-  FlatRows flat;
-};
-
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
   FewLanes few_lanes;
-  ForwardWarps warps;
+  // kRegisters, one 16-bit dtype, short rows that are not whole packs: without an addend they go in
+  // tiles (forward_flat.cuh), if `tiles.slots` is not zero, wherever they lie.
+  FlatRows tiles;
 };
 
 // The kernels that add have no streaming tier: where the plan says so, x is added up before.
@@ -148,12 +117,22 @@ struct NormBackwardPlan : NormPlan {
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
 
+// Forward in tiles: a warp has so many columns of a row in each lane, the least that suffice, and
+// so many rows at a time; and blocks of a multiprocessor that registers leave room for.
+constexpr int kForwardTileClasses = 8;
+constexpr int kForwardTileUnits[kForwardTileClasses] = {2, 3, 4, 5, 7, 9, 13, 17};
+constexpr int forward_tile_rows(int units) { return units <= 4 ? 4 : units <= 5 ? 2 : 1; }
+constexpr int forward_sure_units(int row_class) {
+  return row_class == 0 ? 0 : kForwardTileUnits[row_class - 1];
+}
+constexpr int kForwardTileBlocks = 3;
 constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
 // Tensors that pass through, with dresidual one more.
 constexpr int kFlatTensors = 2;
 
-// kFlat: warps have so many columns of a row in each lane, the least that suffice, and so many rows
-// at a time. More columns take more registers, may be parts of rows, and have kernels of their own.
+// Tiles: warps have so many columns of a row in each lane, the least that suffice, and so many rows
+// at a time. In backward more columns take more registers, may be parts of rows, and have kernels
+// of their own.
 constexpr int kFlatClasses = 7, kShorterFlatClasses = 5;
 constexpr int kFlatUnits[kFlatClasses] = {2, 3, 5, 7, 9, 13, 17};
 constexpr int flat_rows_at_once(int units) { return units <= 3 ? 4 : units <= 5 ? 2 : 1; }

@@ -3,7 +3,6 @@
 // in neighbouring lanes.
 #pragma once
 
-#include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/common/tile_ring.cuh"
 #include "core/common/warp_rows.cuh"
@@ -50,22 +49,6 @@ struct GradientTiles {
 template <int kUnits>
 using RowColumns = LaneColumns<kUnits, kUnits - 1>;
 
-// Persistent blocks walk over tiles; calls run(r) for the first of each of a warp's rows of one.
-template <int kRows, typename Tiles, typename Run>
-__device__ __forceinline__ void for_tiles(Tiles& tiles, const FlatRows& flat, Run run) {
-  meet_previous_kernel();
-  tiles.start();
-  __syncthreads();
-  for (; tiles.any(); tiles.next()) {
-    tiles.template wait<false>();
-#pragma unroll 1
-    for (int r = threadIdx.x / kWarpSize * kRows; r < flat.rows;
-         r += kFlatThreads / kWarpSize * kRows)
-      run(r);
-  }
-  tiles.finish();
-}
-
 template <bool kLog, int kClass, typename X>
 __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_flat,
                                               const FlatRows& flat, CopyBarrier* filled) {
@@ -75,38 +58,40 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
   const SoftmaxTiles<X> tensors{x, y, lie_flat};
   TileRing<X, TileKind::kWhole, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled,
                                                        memory);
-  for_tiles<kRows>(tiles, flat, [&](int r) {
-    X* const at = tiles.part(0) + r * x.cols + columns.first;
-    float values[kRows][kUnits], top[kRows], sum[kRows];
-    load_rows(at, x.cols, columns, kLowest<float>, values);
+  for_tiles<kRows>(
+      tiles, flat, [] {},
+      [&](int r) {
+        X* const at = tiles.part(0) + r * x.cols + columns.first;
+        float values[kRows][kUnits], top[kRows], sum[kRows];
+        load_rows(at, x.cols, columns, kLowest<float>, values);
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      top[k] = values[k][0];
+        for (int k = 0; k < kRows; ++k) {
+          top[k] = values[k][0];
 #pragma unroll
-      for (int i = 1; i < kUnits; ++i) top[k] = larger_of(top[k], values[k][i]);
-    }
-    reduce_each(top, LargerOf());
+          for (int i = 1; i < kUnits; ++i) top[k] = larger_of(top[k], values[k][i]);
+        }
+        reduce_each(top, LargerOf());
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const float shift = shift_of(top[k]);
-      float exponentials[kUnits];
+        for (int k = 0; k < kRows; ++k) {
+          const float shift = shift_of(top[k]);
+          float exponentials[kUnits];
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        values[k][i] -= shift;
-        exponentials[i] = exp_of(values[k][i]);
-        if (!kLog) values[k][i] = exponentials[i];
-      }
-      sum[k] = tree_sum<kUnits>(exponentials);
-    }
-    reduce_each(sum, SumOf(), [](float of_row) { return Finish<kLog, float>::of_sum(of_row); });
+          for (int i = 0; i < kUnits; ++i) {
+            values[k][i] -= shift;
+            exponentials[i] = exp_of(values[k][i]);
+            if (!kLog) values[k][i] = exponentials[i];
+          }
+          sum[k] = tree_sum<kUnits>(exponentials);
+        }
+        reduce_each(sum, SumOf(), [](float of_row) { return Finish<kLog, float>::of_sum(of_row); });
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      const Finish<kLog, float> finish(sum[k]);
+        for (int k = 0; k < kRows; ++k) {
+          const Finish<kLog, float> finish(sum[k]);
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
-    }
-    store_rows(at, x.cols, columns, values);
-  });
+          for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
+        }
+        store_rows(at, x.cols, columns, values);
+      });
 }
 
 template <bool kLog, int kClass, typename X>
@@ -119,30 +104,33 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
   const RowColumns<kUnits> columns(cols);
   const Tiles tensors{load, dx, lie_flat};
   TileRing<X, TileKind::kWhole, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
-  for_tiles<kRows>(tiles, flat, [&](int r) {
-    const int at = r * cols + columns.first;
-    X* const dy_at = tiles.part(Tiles::kGradientRows) + at;
-    float y[kRows][kUnits], dy[kRows][kUnits], sum[kRows];
-    load_rows(tiles.part(Tiles::kOutputRows) + at, cols, columns, 0.0f, y);
-    load_rows(dy_at, cols, columns, 0.0f, dy);
+  for_tiles<kRows>(
+      tiles, flat, [] {},
+      [&](int r) {
+        const int at = r * cols + columns.first;
+        X* const dy_at = tiles.part(Tiles::kGradientRows) + at;
+        float y[kRows][kUnits], dy[kRows][kUnits], sum[kRows];
+        load_rows(tiles.part(Tiles::kOutputRows) + at, cols, columns, 0.0f, y);
+        load_rows(dy_at, cols, columns, 0.0f, dy);
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
-      // Two chains.
-      float of_row[2] = {};
+        for (int k = 0; k < kRows; ++k) {
+          // Two chains.
+          float of_row[2] = {};
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i)
-        of_row[i % 2] = kLog ? of_row[i % 2] + dy[k][i] : fmaf(dy[k][i], y[k][i], of_row[i % 2]);
-      sum[k] = of_row[0] + of_row[1];
-    }
-    reduce_each(sum, SumOf());
+          for (int i = 0; i < kUnits; ++i)
+            of_row[i % 2] =
+                kLog ? of_row[i % 2] + dy[k][i] : fmaf(dy[k][i], y[k][i], of_row[i % 2]);
+          sum[k] = of_row[0] + of_row[1];
+        }
+        reduce_each(sum, SumOf());
 #pragma unroll
-    for (int k = 0; k < kRows; ++k) {
+        for (int k = 0; k < kRows; ++k) {
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i)
-        dy[k][i] = gradient_of<kLog>(dy[k][i], y[k][i], sum[k], load.scale);
-    }
-    store_rows(dy_at, cols, columns, dy);
-  });
+          for (int i = 0; i < kUnits; ++i)
+            dy[k][i] = gradient_of<kLog>(dy[k][i], y[k][i], sum[k], load.scale);
+        }
+        store_rows(dy_at, cols, columns, dy);
+      });
 }
 
 // All classes in one kernel a type, which branches once; in backward, two. From: what is read.
