@@ -21,10 +21,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3145, 2300),
-    "lines of norm": (5164, 3000),
+    "lines of common": (3148, 2300),
+    "lines of norm": (5209, 3000),
     "lines of softmax": (2850, 2000),
-    "kernels of norms and softmaxes": (296, 210),
+    "kernels of norms and softmaxes": (264, 210),
     "kernels of attention": (130, 130),
     f"files of more than {MAX_FILE_LINES} lines": (2, 0),
     f"functions of more than {MAX_FUNCTION_LINES} lines": (10, 0),

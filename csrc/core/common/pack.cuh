@@ -221,7 +221,10 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
 // The same for what nobody reads soon.
 template <int kBytes>
 __device__ __forceinline__ void store_streamed(char* address, const Words<kBytes>& words) {
-  if constexpr (kBytes == 16) {
+  if constexpr (kBytes == 32) {
+    store_streamed(address, Words<16>{words.at[0], words.at[1], words.at[2], words.at[3]});
+    store_streamed(address + 16, Words<16>{words.at[4], words.at[5], words.at[6], words.at[7]});
+  } else if constexpr (kBytes == 16) {
     __stcs(reinterpret_cast<uint4*>(address), bit_copy<uint4>(words));
   } else if constexpr (kBytes == 8) {
     __stcs(reinterpret_cast<uint2*>(address), bit_copy<uint2>(words));

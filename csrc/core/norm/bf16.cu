@@ -5,7 +5,7 @@ namespace fused_norm {
 template <>
 cudaError_t norm_forward_of<__nv_bfloat16>(const NormForwardParams& params,
                                            const NormForwardPlan& plan, cudaStream_t stream) {
-  return dispatch_forward<__nv_bfloat16, float>(params, plan, stream);
+  return norm_forward_as<__nv_bfloat16>(params, plan, stream);
 }
 
 template <>

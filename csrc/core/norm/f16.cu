@@ -5,7 +5,7 @@ namespace fused_norm {
 template <>
 cudaError_t norm_forward_of<__half>(const NormForwardParams& params, const NormForwardPlan& plan,
                                     cudaStream_t stream) {
-  return dispatch_forward<__half, float>(params, plan, stream);
+  return norm_forward_as<__half>(params, plan, stream);
 }
 
 template <>

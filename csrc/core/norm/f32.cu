@@ -5,7 +5,7 @@ namespace fused_norm {
 template <>
 cudaError_t norm_forward_of<float>(const NormForwardParams& params, const NormForwardPlan& plan,
                                    cudaStream_t stream) {
-  return dispatch_forward<float, __half, __nv_bfloat16>(params, plan, stream);
+  return norm_forward_as<float>(params, plan, stream);
 }
 
 template <>

@@ -11,8 +11,7 @@ cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForward
   return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     const FlatForward<X> of{input_load<X>(params.x, params.x_layout, params),
-                            affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
-                            plan.tiles, lie_flat};
+                            affine_store<X>(params), statistics_out(params), plan.tiles, lie_flat};
     return detail::launch(norm_forward_flat<X>, plan.tiles.blocks, kFlatThreads,
                           {plan.tiles.shared_bytes, 1, plan.overlaps}, stream, of, params.rms);
   });

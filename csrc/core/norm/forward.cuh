@@ -7,15 +7,17 @@
 
 namespace fused_norm {
 
-// Where the statistics go; mean may be null. kExact: for an fp32 output.
-template <typename A, bool kExact>
+// Where the statistics go; mean may be null. exact: for an fp32 output.
+template <typename A>
 struct StatisticsOut {
   A* mean;
   A* rstd;
   A eps, cols, per_cols;
+  bool exact;
 
   __device__ __forceinline__ A rstd_of(A squares) const {
-    return reciprocal_root_mean<kExact>(squares, cols, per_cols, eps);
+    return exact ? reciprocal_root_mean<true>(squares, cols, per_cols, eps)
+                 : reciprocal_root_mean<false>(squares, cols, per_cols, eps);
   }
   template <bool kRms>
   __device__ void write(int64_t row, A row_mean, A row_rstd) const {
@@ -23,10 +25,6 @@ struct StatisticsOut {
     rstd[row] = row_rstd;
   }
 };
-
-template <typename Load, typename Store>
-using StatisticsOf =
-    StatisticsOut<Accumulator<typename Load::Input>, std::is_same_v<typename Store::Output, float>>;
 
 // How many values of a row a thread holds as fp32. Rows that are not regular need registers to be
 // put together.
@@ -47,10 +45,10 @@ struct ForwardShared {
 // walk over rows have them anyway.)
 constexpr bool params_ahead(int packs) { return packs != kMostPacks; }
 
-template <typename Form, bool kBias, int N, int kPacks, typename Load, typename Store,
-          bool kWalks = false>
+template <typename Form, bool kBias, int N, int kPacks, bool kWalks = false>
 class ParamsAhead {
-  using X = typename Load::Input;
+  using X = typename Form::Input;
+  using Store = AffineStore<X>;
   static constexpr bool kWhole = Form::kLie == RowsLie::kRegular;
   static constexpr bool kAhead =
       kWhole && std::is_same_v<typename Form::Param, X> && (kWalks || params_ahead(kPacks));
@@ -104,13 +102,13 @@ class ParamsAhead {
 
 // Writes a thread's columns of y, of centred values.
 template <bool kRms, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
-          typename Bounds, typename Params, typename Store, typename A>
+          typename Bounds, typename Params, typename A>
 __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks, kPacked>& values,
                                                  const Group& group, const Bounds& bounds, A rstd,
-                                                 const Params& params, const Store& store,
+                                                 const Params& params, const AffineStore<T>& store,
                                                  int64_t row, int col, int left) {
-  WriterOf<typename Store::Output, N, kLie, kPacks> writer;
-  writer.open(store.y + row * store.cols + col, left);
+  OutputWriter<T, N, kLie, kPacks> writer;
+  writer.open(store, row, col, left);
   params.wait();
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -121,21 +119,23 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
     values.get(p, bounds, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] *= rstd;
-    writer.store(p, store.template apply<!kRms>(x, g, b), group);
+    store.template apply<!kRms>(x, g, b);
+    writer.store(p, x, store.dtype, group);
   }
 }
 
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
 // A group of threads takes one row and is done; that the others of its multiprocessor are at other
 // rows, and other blocks follow, keeps the memory busy.
-template <typename Form, bool kRms, int kPacks, bool kWholeWarps, typename Load, typename Store>
-__device__ __forceinline__ void norm_forward_once(
-    const Load& load, const Store& store, const StatisticsOf<Load, Store>& out,
-    ForwardShared<Accumulator<typename Load::Input>>& shared) {
+template <typename Form, bool kRms, int kPacks, bool kWholeWarps, typename Load>
+__device__ __forceinline__ void norm_forward_once(const Load& load,
+                                                  const AffineStore<typename Load::Input>& store,
+                                                  const StatisticsOut<float>& out,
+                                                  ForwardShared<float>& shared) {
   constexpr RowsLie kLie = Form::kLie;
   using X = typename Load::Input;
-  using A = Accumulator<X>;
-  constexpr int N = kPackElements<X, typename Store::Output>;
+  using A = float;
+  constexpr int N = kPackElements<X>;
   // Values that may be centred about the mean of a block's part of the row first, and then about
   // the row's, must not be rounded twice.
   constexpr bool kTwice = !kRms && !kCorrectsMean<X> && kPacks == kMostPacks;
@@ -156,7 +156,7 @@ __device__ __forceinline__ void norm_forward_once(
 
   typename Load::template Slice<N, kLie, kPacks> from(load, row, col);
   SliceValues<X, N, kPacks, kPacked> values;
-  ParamsAhead<Form, !kRms, N, kPacks, Load, Store> params(store, col, group);
+  ParamsAhead<Form, !kRms, N, kPacks> params(store, col, group);
   from.fetch(group);
   params.fetch(group, bounds);
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });
@@ -178,15 +178,14 @@ __device__ __forceinline__ void norm_forward_once(
   write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
 }
 
-template <typename Load, typename Store, bool kRms, int kPacks>
+template <typename Load, bool kRms, int kPacks>
 __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
-    norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           const StatisticsOf<Load, Store> out, RowsLie lie) {
-  __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
-  using X = typename Load::Input;
-  constexpr BrokenRows kBroken =
-      broken_rows(Load::kAdds, std::is_same_v<X, typename Store::Output>, kPacks, sizeof(X));
-  store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
+    norm_forward_registers(const __grid_constant__ Load load,
+                           const __grid_constant__ AffineStore<typename Load::Input> store,
+                           const StatisticsOut<float> out, RowsLie lie) {
+  __shared__ ForwardShared<float> shared;
+  constexpr BrokenRows kBroken = broken_rows(Load::kAdds, kPacks, sizeof(typename Load::Input));
+  store.template with_form<!kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
     norm_forward_once<decltype(form), kRms, kPacks, whole_warps(kPacks)>(load, store, out, shared);
   });
 }
@@ -196,8 +195,8 @@ template <typename X>
 __global__ void __launch_bounds__(forward_threads(false, kFewLanesPacks), forward_blocks(false))
     norm_forward_few_lanes(const __grid_constant__ InputLoad<X> load,
                            const __grid_constant__ AffineStore<X> store,
-                           const StatisticsOf<InputLoad<X>, AffineStore<X>> out) {
-  __shared__ ForwardShared<Accumulator<X>> shared;
+                           const StatisticsOut<float> out) {
+  __shared__ ForwardShared<float> shared;
   norm_forward_once<RowForm<RowsLie::kRegular, X, X>, false, kFewLanesPacks, false>(load, store,
                                                                                     out, shared);
 }

@@ -13,7 +13,7 @@ template <typename X>
 struct FlatForward {
   InputLoad<X> load;
   AffineStore<X> store;
-  StatisticsOf<InputLoad<X>, AffineStore<X>> out;
+  StatisticsOut<float> out;
   FlatRows flat;
   bool lie_flat;
 };
@@ -27,7 +27,7 @@ struct ForwardTiles {
   __device__ static constexpr int count() { return 1; }
   __device__ __forceinline__ bool flat() const { return of.lie_flat; }
   __device__ __forceinline__ TileRows<X> rows_of(int) const { return {of.load.x, of.load.layout}; }
-  __device__ __forceinline__ X* written() const { return of.store.y; }
+  __device__ __forceinline__ X* written() const { return static_cast<X*>(of.store.y); }
 };
 
 // The sum of a lane's values of a row: two chains.

@@ -13,8 +13,8 @@ namespace fused_norm {
 template <typename X, bool kRms>
 __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     norm_forward_ring(const __grid_constant__ InputLoad<X> load,
-                      const __grid_constant__ AffineStore<X> store,
-                      const StatisticsOf<InputLoad<X>, AffineStore<X>> out, int slots) {
+                      const __grid_constant__ AffineStore<X> store, const StatisticsOut<float> out,
+                      int slots) {
 #if __CUDA_ARCH__ >= 900
   constexpr RowsLie kLie = RowsLie::kRegular;
   constexpr int N = kPackElements<X>, kPacks = kMostPacks;
@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
   if (fills) {
     for (int slot = 0; slot < slots; ++slot) fill(slot, row + slot * stride);
   }
-  ParamsAhead<RowForm<kLie, X, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
-      store, col, group);
+  ParamsAhead<RowForm<kLie, X, X>, !kRms, N, kPacks, true> params(store, col, group);
   params.fetch(group, bounds);
   cluster.wait();
 

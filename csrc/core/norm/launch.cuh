@@ -77,37 +77,40 @@ cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwa
                               const BackwardWorkspace<A>& workspace, const ColumnLook<A>& look,
                               cudaStream_t stream);
 
-template <typename Y>
-AffineStore<Y> affine_store(const NormForwardParams& params) {
-  return {static_cast<Y*>(params.y),
+template <typename X>
+AffineStore<X> affine_store(const NormForwardParams& params) {
+  return {params.y,
+          params.y_dtype,
           params.rows,
           params.cols,
           params.weight,
           params.bias,
-          static_cast<Accumulator<Y>>(params.weight_offset)};
+          static_cast<float>(params.weight_offset)};
 }
 
-template <typename Load, typename Y>
-StatisticsOf<Load, AffineStore<Y>> statistics_out(const NormForwardParams& params) {
-  using A = Accumulator<typename Load::Input>;
-  return {static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
-          static_cast<A>(params.cols), A(1) / params.cols};
+inline StatisticsOut<float> statistics_out(const NormForwardParams& params) {
+  return {static_cast<float*>(params.mean),
+          static_cast<float*>(params.rstd),
+          static_cast<float>(params.eps),
+          static_cast<float>(params.cols),
+          1.0f / params.cols,
+          params.y_dtype == DType::kFloat32};
 }
 
 // `reads_regular`: what the policy reads and writes by itself is regular.
-template <typename Y, typename Load>
+template <typename Load>
 cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormForwardParams& params,
                               const NormForwardPlan& plan, cudaStream_t stream) {
   using X = typename Load::Input;
-  using Store = AffineStore<Y>;
-  const Store store = affine_store<Y>(params);
-  const auto out = statistics_out<Load, Y>(params);
+  const AffineStore<X> store = affine_store<X>(params);
+  const StatisticsOut<float> out = statistics_out(params);
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
                                 : store.template all_of<true>(kDTypeOf<X>);
-  const bool dealt_out =
-      params.cols % plan.pack != 0 && typed && plan.threads_per_row >= kMinDealtOutLanes &&
-      broken_rows(Load::kAdds, std::is_same_v<X, Y>, plan.packs, sizeof(X)).dealt_out;
+  const bool dealt_out = params.cols % plan.pack != 0 && typed &&
+                         params.x_dtype == params.y_dtype &&
+                         plan.threads_per_row >= kMinDealtOutLanes &&
+                         broken_rows(Load::kAdds, plan.packs, sizeof(X)).dealt_out;
   const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols)
                       : reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
                                                     plan.pack, params.y_dtype)
@@ -122,7 +125,7 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   auto run_packs = [&](auto rms) {
     constexpr bool kRms = decltype(rms)::value;
     if (lie == RowsLie::kRegular && typed) {
-      if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
+      if constexpr (!Load::kAdds) {
         if (const ForwardRing& ring = plan.ring; ring.slots > 0)
           return detail::launch(norm_forward_ring<X, kRms>, ring.blocks, threads,
                                 {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream,
@@ -140,13 +143,13 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
     }
     switch (plan.packs) {
       case 2:
-        return run(norm_forward_registers<Load, Store, kRms, 2>, lie);
+        return run(norm_forward_registers<Load, kRms, 2>, lie);
       case 3:
-        return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
+        return run(norm_forward_registers<Load, kRms, 3>, lie);
       case 4:
-        return run(norm_forward_registers<Load, Store, kRms, 4>, lie);
+        return run(norm_forward_registers<Load, kRms, 4>, lie);
       default:
-        return run(norm_forward_registers<Load, Store, kRms, kMostPacks>, lie);
+        return run(norm_forward_registers<Load, kRms, kMostPacks>, lie);
     }
   };
   return params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
@@ -157,28 +160,28 @@ InputLoad<X> input_load(const void* x, const RowLayout& layout, const NormForwar
   return {static_cast<const X*>(x), layout, params.rows, params.cols};
 }
 
-template <typename X, typename Y>
+template <typename X>
 cudaError_t norm_forward_as(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream) {
   const bool regular =
       is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype);
-  return norm_forward_from<Y>(input_load<X>(params.x, params.x_layout, params), regular, params,
-                              plan, stream);
+  return norm_forward_from(input_load<X>(params.x, params.x_layout, params), regular, params, plan,
+                           stream);
 }
 
-template <typename X, typename Y>
+template <typename X, typename Addend>
 cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormForwardPlan& plan,
                                 cudaStream_t stream) {
-  const AddLoad<X, Y> load{input_load<X>(params.x, params.x_layout, params),
-                           input_load<Y>(params.addend, params.addend_layout, params),
-                           static_cast<X*>(params.sum), params.rows, params.cols};
+  const AddLoad<X, Addend> load{input_load<X>(params.x, params.x_layout, params),
+                                input_load<Addend>(params.addend, params.addend_layout, params),
+                                static_cast<X*>(params.sum), params.rows, params.cols};
   auto all_regular = [&](const void* data, const RowLayout& layout, DType dtype) {
     return is_regular(data, layout, params.cols, plan.pack, dtype);
   };
   const bool regular = all_regular(params.x, params.x_layout, params.x_dtype) &&
                        all_regular(params.addend, params.addend_layout, params.y_dtype) &&
                        all_regular(params.sum, one_stride(params.cols), params.x_dtype);
-  return norm_forward_from<Y>(load, regular, params, plan, stream);
+  return norm_forward_from(load, regular, params, plan, stream);
 }
 
 template <typename X>
@@ -271,15 +274,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   return norm_second_stage(params, plan, workspace, look, stream);
 }
 
-// norm_forward_of<X> and norm_backward_of<X>, for outputs of X or one of Others.
-template <typename X, typename... Others>
-cudaError_t dispatch_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                             cudaStream_t stream) {
-  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
-    return norm_forward_as<X, decltype(y)>(params, plan, stream);
-  });
-}
-
+// norm_backward_of<X>, for outputs of X or one of Others.
 template <typename X, typename... Others>
 cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
                               cudaStream_t stream) {

@@ -367,7 +367,7 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
                                   const DeviceProperties& device) {
   NormForwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;  // both came with compute capability 9.0
-  plan.pack = pack_elements(x, y);
+  plan.pack = pack_elements(x, x);
   const int64_t row_packs = ceil_div(cols, plan.pack);
   constexpr int kMaxBlockPacks = kMostPacks * kMaxForwardThreads;
   plan.cluster_blocks = 1;

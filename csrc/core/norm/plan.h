@@ -51,14 +51,14 @@ constexpr int forward_threads(bool adds, int packs) {
 constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
 // Forward: what rows that are not whole packs become, by the kernel. What is seldom asked for has
-// no code of its own: they are shifted then as rows of whole packs are, and so they are where not
-// all parameters are of the rows' type.
+// no code of its own: they are shifted then as rows of whole packs are, and so they are where the
+// output or a parameter is of another type.
 struct BrokenRows {
   bool dealt_out;  // in elements or pairs
   bool shifted;    // with the type of the parameters known to the kernel, as regular rows have it
 };
-constexpr BrokenRows broken_rows(bool adds, bool one_dtype, int packs, int size) {
-  const bool dealt_out = one_dtype && !adds && (packs != kMostPacks || size == 4);
+constexpr BrokenRows broken_rows(bool adds, int packs, int size) {
+  const bool dealt_out = !adds && (packs != kMostPacks || size == 4);
   return {dealt_out, adds || (dealt_out ? !whole_warps(packs) : packs == kMostPacks)};
 }
 // To fewer lanes they are not dealt out: these would read too little side by side (1000000 x 37,

@@ -110,16 +110,28 @@ struct AddLoad {
   };
 };
 
-// y = xhat * (weight + offset) + bias, rounded once. The parameters come from L1: every row uses
-// the same columns.
-template <typename T>
+// Calls run(Y()) with the type of an output of rows of X: one uniform branch.
+template <typename X, typename Run>
+__device__ __forceinline__ void with_output_type(DType dtype, Run run) {
+  if constexpr (sizeof(X) == 2) {
+    if (dtype == DType::kFloat32) return run(float());
+  } else {
+    if (dtype == DType::kFloat16) return run(__half());
+    if (dtype == DType::kBFloat16) return run(__nv_bfloat16());
+  }
+  run(X());
+}
+
+// y = xhat * (weight + offset) + bias, rounded once, of rows of X; y's dtype is known at run time.
+// The parameters come from L1: every row uses the same columns.
+template <typename X>
 struct AffineStore {
-  using Output = T;
-  T* y;
+  void* y;
+  DType dtype;
   int64_t rows;
   int cols;
   ParamVector weight, bias;
-  Accumulator<T> weight_offset;
+  Accumulator<X> weight_offset;
 
   // Weight and (kBias) bias of a pack's columns from `col` on; Param is their type where they are
   // there and the offset is zero, or void: found out here. kWhole: the packs are whole.
@@ -155,14 +167,9 @@ struct AffineStore {
 
   // Without a bias nothing is added, whatever the form: not even zero, to which -0 would give way.
   template <bool kBias, int N, typename A>
-  __device__ __forceinline__ Pack<T, N> apply(const A (&xhat)[N], const A (&g)[N],
-                                              const A (&b)[N]) const {
-    A y[N];
+  __device__ __forceinline__ static void apply(A (&x)[N], const A (&g)[N], const A (&b)[N]) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) y[i] = kBias ? fma(xhat[i], g[i], b[i]) : xhat[i] * g[i];
-    Pack<T, N> out;
-    round_to(out, y);
-    return out;
+    for (int i = 0; i < N; ++i) x[i] = kBias ? fma(x[i], g[i], b[i]) : x[i] * g[i];
   }
 
   // Whether there are all parameters, in that dtype, and the weight as it is.
@@ -174,7 +181,7 @@ struct AffineStore {
 
   // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel.
   // kDealsOut, kTypedShift: of BrokenRows.
-  template <typename X, bool kBias, bool kDealsOut, bool kTypedShift, typename Run>
+  template <bool kBias, bool kDealsOut, bool kTypedShift, typename Run>
   __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
     if constexpr (kDealsOut) {
       if constexpr (kInPairs<X>) {
@@ -196,6 +203,52 @@ struct AffineStore {
       run(RowForm<RowsLie::kRegular, X, void>());
     }
   }
+};
+
+// Writes a thread's slice of a row of y, pack by pack in order. All lanes that share a row which is
+// not regular call store() together.
+template <typename X, int N, RowsLie kLie, int kPacks>
+class OutputWriter {
+ public:
+  // The slice starts at column `col`; `left` columns remain of the row from there on.
+  __device__ __forceinline__ void open(const AffineStore<X>& store, int64_t row, int col,
+                                       int left) {
+    const int64_t first = row * store.cols + col;
+    left_ = left;
+    other_ = store.dtype != kDTypeOf<X>;
+    with_output_type<X>(store.dtype, [&](auto type) {
+      at_ = reinterpret_cast<char*>(static_cast<decltype(type)*>(store.y) + first);
+    });
+    if constexpr (kLie != RowsLie::kRegular) writer_.open(reinterpret_cast<X*>(at_), left);
+  }
+
+  template <typename Group>
+  __device__ __forceinline__ void store(int p, const float (&values)[N], DType dtype,
+                                        const Group& group) {
+    const int first = p * slice_step<N>(group);
+    if (kLie != RowsLie::kRegular && !other_) {
+      Pack<X, N> pack;
+      round_to(pack, values);
+      return writer_.store(p, pack, group);
+    }
+    with_output_type<X>(dtype, [&](auto type) {
+      using Y = decltype(type);
+      Pack<Y, N> pack;
+      round_to(pack, values);
+      Y* const to = reinterpret_cast<Y*>(at_) + first;
+      if constexpr (kLie == RowsLie::kRegular) {
+        detail::store_streamed<sizeof(Y) * N>(reinterpret_cast<char*>(to), pack.words);
+      } else if constexpr (kLie == RowsLie::kShifted) {
+        detail::store_elements(to, 0, pack, 0, left_ - first);
+      }
+    });
+  }
+
+ private:
+  char* at_;
+  int left_;
+  bool other_;
+  WriterOf<X, N, kLie, kPacks> writer_;
 };
 
 }  // namespace fused_norm

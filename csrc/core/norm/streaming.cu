@@ -17,7 +17,7 @@ cudaError_t stream_forward(const NormForwardParams& params, const NormForwardPla
       params.bias,
       static_cast<A>(params.weight_offset),
       {static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
-       static_cast<A>(params.cols), A(1) / params.cols}};
+       static_cast<A>(params.cols), A(1) / params.cols, true}};
   return detail::launch(norm_forward_streaming<A>, plan.blocks,
                         dim3(plan.threads_per_row, plan.rows_per_block), {0, 1, plan.overlaps},
                         stream, in, params.rms);

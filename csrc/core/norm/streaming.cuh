@@ -25,7 +25,7 @@ struct StreamedForward {
   AnyOutput y;
   ParamVector weight, bias;
   A weight_offset;
-  StatisticsOut<A, true> out;
+  StatisticsOut<A> out;
 };
 
 template <bool kRms, typename A>
