@@ -3,7 +3,7 @@
 #   make test    everything that CI runs
 #   make stacks  the tests of fused_norm.integrations, beside the stacks' own packages
 #   make build   compile the extension into fused_norm/, so that the tree itself is importable
-#   make budget  the size of csrc/core beside its limits and goals
+#   make budget  the size of the sources beside its limits and goals
 #   make lint | bench | wheel | clean
 # PYTHON=python3.13 and TORCH=2.9.1 choose versions. The variables of setup.py (FUSED_NORM_CUDA,
 # TORCH_CUDA_ARCH_LIST, MAX_JOBS) are passed on.
@@ -13,9 +13,11 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := build
 .PHONY: build demo test stacks host-tests core budget lint bench wheel clean
 
-# The first of these that runs and can make an environment (an installed name may be a dead shim).
+# The first of these that runs and can make an environment (an installed name may be a dead shim of
+# pyenv, whose own folder has the Python then).
 ifndef PYTHON
-PYTHON := $(shell for python in python3.12 python3.11 python3.13 python3.10; do \
+PYENV_3.12 := $${PYENV_ROOT:-~/.pyenv}/versions/3.12.*/bin/python3.12
+PYTHON := $(shell for python in python3.12 $(PYENV_3.12) python3.11 python3.13 python3.10; do \
     $$python -c 'import ensurepip, venv' >/dev/null 2>&1 && { echo $$python; break; }; done)
 endif
 TORCH ?= 2.11.0

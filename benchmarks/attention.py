@@ -9,6 +9,7 @@ do those named deterministic.
 
 import dataclasses
 import functools
+import inspect
 import itertools
 import statistics
 import time
@@ -22,14 +23,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import fused_norm.functional as fn
 from benchmarks import attention_report, commandline, environment
 from benchmarks.attention_report import OURS, Record
+from benchmarks.peers import first_line
 from benchmarks.sensors import Sensors, medians
 
-TOKENS, WIDTH = 16384, 2048  # of a batch; all heads' columns
 UNIT = 2.0**-8  # of bf16
 # Probabilities, the derivatives by scores and each result are rounded once, by 0.43 u in root mean
 # square of what they are; sums of terms of random signs keep that ratio.
 TOLERANCE = 2 * UNIT
 MIXED = (8192, 4096, 2048, 1024, 512, 256, 128, 128)
+DIRECTIONS = ("forward", "backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,16 +44,21 @@ class Cell:
     group_size: int = 1  # query heads of a key head
     option: str = "none"
     lengths: tuple = ()  # packed
+    tokens: int = 16384  # of a batch
+    width: int = 2048  # all heads' columns
 
     @property
     def heads(self):
-        heads = WIDTH // self.head_dim
+        heads = self.width // self.head_dim
         return heads - heads % 2
 
     @property
+    def mask(self):
+        return "causal" if self.causal else "full"
+
+    @property
     def name(self):
-        mask = "causal" if self.causal else "full"
-        mask += f" window {self.window}" if self.window is not None else ""
+        mask = self.mask + (f" window {self.window}" if self.window is not None else "")
         gqa = f" GQA {self.group_size}" if self.group_size > 1 else ""
         packed = f" packed {len(self.lengths)}" if self.lengths else ""
         option = f" {self.option}" if self.option != "none" else ""
@@ -59,7 +66,7 @@ class Cell:
 
     @property
     def sequences(self):
-        return self.lengths or (self.length,) * (TOKENS // self.length)
+        return self.lengths or (self.length,) * (self.tokens // self.length)
 
     def flops(self, direction):
         pairs = 0
@@ -73,25 +80,22 @@ class Cell:
 def cells(quick):
     lengths = (2048, 16384) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     dims = (64, 128) if quick else (64, 96, 128, 192, 256)
-    masks = (False, True)
-    found = [Cell("lengths", d, n, c) for d, c, n in itertools.product(dims, masks, lengths)]
+    found = [Cell("lengths", d, n, c) for d in dims for c in (False, True) for n in lengths]
     found += [Cell("GQA", 128, 4096, True, group_size=g) for g in (1, 4, 16)]
-    for window in (512, 4096):
-        found.append(Cell("windows", 128, TOKENS, True, window))
-    for packed in ((2048,) * 8, MIXED):
-        for d in (64, 128):
-            found.append(Cell("packed", d, max(packed), True, lengths=packed))
-    for d, option in itertools.product((64, 128), OPTIONS):
-        found.append(Cell("options", d, 4096, False, option=option))
-    return found
+    found += [Cell("windows", 128, 16384, True, window) for window in (512, 4096)]
+    for packed, d in itertools.product(((2048,) * 8, MIXED), (64, 128)):
+        found.append(Cell("packed", d, max(packed), True, lengths=packed))
+    found += [Cell("options", d, 4096, option=o) for d in (64, 128) for o in OPTIONS]
+    # The last one's work is so little that its time is the host's.
+    return [*found, Cell("host", 64, 128, tokens=128, width=128)]
 
 
-# What an option makes of (cell, device): arguments of flash_attention.
-def _bias(cell, grad=False):
+def bias(cell, grad=False):
     shape = (1, cell.heads, cell.length, cell.length)
     return torch.randn(shape, dtype=torch.bfloat16, device="cuda").requires_grad_(grad)
 
 
+# What an option makes of a cell: arguments of flash_attention.
 OPTIONS = {
     "none": lambda cell: {},
     "softcap": lambda cell: {"softcap": 30.0},
@@ -104,8 +108,8 @@ OPTIONS = {
     "boolean": lambda cell: {
         "attn_mask": torch.rand(1, 1, cell.length, cell.length, device="cuda") > 0.25
     },
-    "bias": lambda cell: {"attn_mask": _bias(cell)},
-    "bias gradient": lambda cell: {"attn_mask": _bias(cell, True)},
+    "bias": lambda cell: {"attn_mask": bias(cell)},
+    "bias gradient": lambda cell: {"attn_mask": bias(cell, True)},
 }
 
 
@@ -115,11 +119,10 @@ class Inputs:
 
     def __init__(self, cell):
         torch.manual_seed(0)
-        n, packed = len(cell.sequences), bool(cell.lengths)
+        n, d, packed = len(cell.sequences), cell.head_dim, bool(cell.lengths)
 
         def make(heads):
-            shape = (TOKENS, heads, cell.head_dim) if packed else (
-                n, cell.length, heads, cell.head_dim)  # fmt: skip
+            shape = (cell.tokens, heads, d) if packed else (n, cell.length, heads, d)
             made = torch.randn(shape, dtype=torch.bfloat16, device="cuda")
             return (made if packed else made.transpose(1, 2)).requires_grad_()
 
@@ -132,24 +135,28 @@ class Inputs:
         self.leaves = [self.query, self.key, self.value]
         self.leaves += [t for t in self.options.values() if getattr(t, "requires_grad", False)]
 
+    @property
+    def packed(self):
+        return self.query, self.key, self.value, self.offsets, self.offsets
+
 
 def ours(cell, x):
-    window = None if cell.window is None else (cell.window, None)
+    masks = {"causal": cell.causal}
+    if cell.window is not None:
+        masks["window"] = (cell.window, None)
     if cell.lengths:
-        return functools.partial(
-            fn.flash_attention_varlen, x.query, x.key, x.value, x.offsets, x.offsets,
-            cell.length, cell.length, causal=cell.causal, window=window,
-        )  # fmt: skip
-    return functools.partial(
-        fn.flash_attention, x.query, x.key, x.value, causal=cell.causal, window=window, **x.options
-    )
+        call, sizes = fn.flash_attention_varlen, (cell.length, cell.length)
+        return functools.partial(call, *x.packed, *sizes, **masks)
+    return functools.partial(fn.flash_attention, x.query, x.key, x.value, **masks, **x.options)
 
 
-def of_torch(backend, takes_masks=False):
+def of_torch(backend, masks):
+    """`masks`: whether it is to be seen with a mask, without, or both."""
+
     def make(cell, x):
         mask = x.options.get("attn_mask")
-        known = cell.option == "none" or (takes_masks and mask is not None)
-        if cell.lengths or cell.window is not None or not known:
+        known = cell.option == "none" or mask is not None
+        if cell.lengths or cell.window is not None or not known or (mask is not None) not in masks:
             return None
 
         def call():
@@ -168,37 +175,28 @@ def torch_varlen(cell, x):
         return None
     from torch.nn.attention.varlen import varlen_attn
 
-    sizes = (x.offsets, x.offsets, cell.length, cell.length)
-    try:  # an argument of its own until torch 2.10
-        varlen_attn(x.query, x.key, x.value, *sizes, is_causal=True)
-        masks = {"is_causal": True}
-    except TypeError:
+    masks = {"is_causal": True}  # until torch 2.10
+    if "window_size" in inspect.signature(varlen_attn).parameters:
         masks = {"window_size": (-1, 0)}
-    return functools.partial(varlen_attn, x.query, x.key, x.value, *sizes, **masks)
+    return functools.partial(varlen_attn, *x.packed, cell.length, cell.length, **masks)
 
 
-def flash_attn_4(deterministic):
-    def make(cell, x):
-        from flash_attn import cute
+def flash_attn_4(cell, x, deterministic):
+    from flash_attn import cute
 
-        options = {"causal": cell.causal, "deterministic": deterministic}
-        if cell.window is not None:
-            options["window_size"] = (cell.window, 0)
-        if cell.option == "softcap":
-            options["softcap"] = x.options["softcap"]
-        elif cell.option != "none":
-            return None
-        if cell.lengths:
-            options |= {f"cu_seqlens_{t}": x.offsets for t in "qk"}
-            options |= {f"max_seqlen_{t}": cell.length for t in "qk"}
-            call = functools.partial(cute.flash_attn_varlen_func, **options)
-            return lambda: call(x.query, x.key, x.value)[0]
-        call = functools.partial(cute.flash_attn_func, **options)
-        return lambda: call(*(t.transpose(1, 2) for t in (x.query, x.key, x.value)))[0].transpose(
-            1, 2
-        )
-
-    return make
+    options = {"causal": cell.causal, "deterministic": deterministic}
+    if cell.window is not None:
+        options["window_size"] = (cell.window, 0)
+    if cell.option == "softcap":
+        options["softcap"] = x.options["softcap"]
+    elif cell.option != "none":
+        return None
+    if cell.lengths:
+        for side in "qk":
+            options |= {f"cu_seqlens_{side}": x.offsets, f"max_seqlen_{side}": cell.length}
+        return lambda: cute.flash_attn_varlen_func(x.query, x.key, x.value, **options)[0]
+    rows_first = [t.transpose(1, 2) for t in (x.query, x.key, x.value)]
+    return lambda: cute.flash_attn_func(*rows_first, **options)[0].transpose(1, 2)
 
 
 def flex(cell, x):
@@ -218,8 +216,8 @@ def flex(cell, x):
         cap = x.options["softcap"]
         score_mod = lambda s, b, h, i, j: cap * torch.tanh(s / cap)  # noqa: E731
     elif cell.option == "bias":
-        bias = x.options["attn_mask"]
-        score_mod = lambda s, b, h, i, j: s + bias[0, h, i, j]  # noqa: E731
+        added = x.options["attn_mask"]
+        score_mod = lambda s, b, h, i, j: s + added[0, h, i, j]  # noqa: E731
     torch._dynamo.reset()
     call = torch.compile(flex_attention, fullgraph=True, dynamic=False)
     return functools.partial(
@@ -229,86 +227,66 @@ def flex(cell, x):
 
 PEERS = {
     OURS: ours,
-    "torch FLASH": of_torch(SDPBackend.FLASH_ATTENTION),
-    "torch CUDNN": of_torch(SDPBackend.CUDNN_ATTENTION, takes_masks=True),
-    "torch EFFICIENT": lambda cell, x: (
-        of_torch(SDPBackend.EFFICIENT_ATTENTION, True)(cell, x)
-        if "attn_mask" in x.options
-        else None
-    ),
+    "torch FLASH": of_torch(SDPBackend.FLASH_ATTENTION, (False,)),
+    "torch CUDNN": of_torch(SDPBackend.CUDNN_ATTENTION, (False, True)),
+    "torch EFFICIENT": of_torch(SDPBackend.EFFICIENT_ATTENTION, (True,)),
     "torch varlen": torch_varlen,
-    "flash-attn 4": flash_attn_4(False),
-    "flash-attn 4 deterministic": flash_attn_4(True),
+    "flash-attn 4": functools.partial(flash_attn_4, deterministic=False),
+    "flash-attn 4 deterministic": functools.partial(flash_attn_4, deterministic=True),
     "FlexAttention": flex,
 }
 
 
+def part(cell, tensor, heads):
+    """The first sequence of the first heads, in fp64, as a leaf."""
+    rows = tensor.detach()[: cell.length].transpose(0, 1) if cell.lengths else tensor.detach()[0]
+    return rows[:heads].double().requires_grad_()
+
+
 def reference(cell, x):
-    """fp64 results of the first key head's group in the first sequence: out, dquery, dkey, dvalue,
-    block of queries after block."""
-    n, group = cell.sequences[0], cell.group_size
-
-    def part(t, heads):
-        rows = t.detach()[:n].transpose(0, 1) if cell.lengths else t.detach()[0]
-        return rows[:heads].double()
-
-    query, dout, key, value = (
-        part(x.query, group),
-        part(x.dout, group),
-        part(x.key, 1),
-        part(x.value, 1),
-    )
-    scale, mask, cap = cell.head_dim**-0.5, x.options.get("attn_mask"), x.options.get("softcap")
-    outs, dqueries, dkey, dvalue = [], [], torch.zeros_like(key), torch.zeros_like(value)
-    columns = torch.arange(n, device="cuda")
-    for first in range(0, n, 1024):
-        q, do = query[:, first : first + 1024], dout[:, first : first + 1024]
-        rows = columns[first : first + 1024, None]
-        s, slope = q @ key.mT * scale, 1
-        if cap:
-            t = torch.tanh(s / cap)
-            s, slope = t * cap, 1 - t * t
-        if "alibi_slopes" in x.options:
-            slopes = x.options["alibi_slopes"][:group, None, None].double()
-            s = s - slopes * (rows - columns).abs()
-        if mask is not None:
-            here = mask.detach()[0, :group]
-            here = here[:, first : first + 1024] if here.shape[1] > 1 else here
-            s = s.masked_fill(~here, -torch.inf) if here.dtype == torch.bool else s + here.double()
+    """out, dquery, dkey and dvalue by the formula in fp64, of the first sequence, the first head of
+    keys and its heads of queries; block of queries after block."""
+    group, options = cell.group_size, x.options
+    query, dout = part(cell, x.query, group), part(cell, x.dout, group).detach()
+    key, value = part(cell, x.key, 1), part(cell, x.value, 1)
+    columns, outs = torch.arange(query.shape[1], device="cuda"), []
+    for rows in columns.split(1024):
+        distance = rows[:, None] - columns
+        scores = query[:, rows] @ key.mT * cell.head_dim**-0.5
+        if "softcap" in options:
+            scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+        if "alibi_slopes" in options:
+            scores = scores - options["alibi_slopes"][:group, None, None] * distance.abs()
+        if "attn_mask" in options:
+            mask = options["attn_mask"].detach()[0, :group]
+            mask = mask[:, rows] if mask.shape[1] > 1 else mask
+            scores = scores.where(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
         if cell.causal:
-            reach = n if cell.window is None else cell.window
-            s = s.masked_fill((columns > rows) | (columns < rows - reach), -torch.inf)
-        lse = s.logsumexp(-1, keepdim=True)
-        if "sink" in x.options:
-            lse = torch.logaddexp(lse, x.options["sink"][:group, None, None].double())
-        p = (s - lse).exp()
-        out = p @ value
-        ds = p * (do @ value.mT - (do * out).sum(-1, keepdim=True)) * slope * scale
-        outs.append(out)
-        dqueries.append(ds @ key)
-        dkey += (ds.mT @ q).sum(0, keepdim=True)
-        dvalue += (p.mT @ do).sum(0, keepdim=True)
-    return [part, torch.cat(outs, 1), torch.cat(dqueries, 1), dkey, dvalue]
+            reach = cell.length if cell.window is None else cell.window
+            scores = scores.where((distance >= 0) & (distance <= reach), -torch.inf)
+        if "sink" in options:
+            sink = options["sink"][:group, None, None].double().expand(-1, len(rows), 1)
+            scores = torch.cat((scores, sink), -1)
+        out = scores.softmax(-1)[..., : len(columns)] @ value
+        out.backward(dout[:, rows])
+        outs.append(out.detach())
+    return [torch.cat(outs, 1), query.grad, key.grad, value.grad]
 
 
-def errors(cell, x, expected, out, grads):
+def errors(cell, expected, out, grads):
     """{direction: the worst root mean square error of a tensor over TOLERANCE of its own}"""
-    part, *expected = expected
     of_each = []
     for ref, result in zip(expected, (out, *grads[:3]), strict=True):
-        difference = part(result, ref.shape[0]) - ref
+        difference = part(cell, result, len(ref)).detach() - ref
         of_each.append((difference.norm() / ref.norm() / TOLERANCE).item())
-    return {"forward": of_each[0], "backward": max(of_each[1:])}
+    return dict(zip(DIRECTIONS, (of_each[0], max(of_each[1:])), strict=True))
 
 
 class Subject:
     """One implementation at one cell, warm: `forward()` and `backward()` are single calls."""
 
-    def __init__(self, name, cell, x):
-        self.name, self.x = name, x
-        self.forward = PEERS[name](cell, x)
-        if self.forward is None:
-            return
+    def __init__(self, name, forward, x):
+        self.name, self.forward, self.x = name, forward, x
         for _ in range(2):
             self.out = self.forward()
             self.backward()
@@ -341,68 +319,43 @@ def timed(call, seconds, sensors):
     return events[1].elapsed_time(events[2]) * 1e-3 / calls, sample
 
 
+def timed_on_the_host(call, _, sensors, calls=200):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - start) / calls, sensors.sample()
+
+
 def measure(cell, names, rounds, seconds, sensors):
     x = Inputs(cell)
-    expected, found, notes = reference(cell, x), [], []
+    expected, found, records = reference(cell, x), [], []
+    about = (cell.group, cell.name, cell.head_dim, cell.length, cell.mask)
     for name in names:
         try:
-            subject = Subject(name, cell, x)
-            if subject.forward is not None:
-                found.append((subject, errors(cell, x, expected, subject.out, subject.grads)))
+            forward = PEERS[name](cell, x)
+            if forward is not None:
+                subject = Subject(name, forward, x)
+                found.append((subject, errors(cell, expected, subject.out, subject.grads)))
         except Exception as reason:
             if name == OURS:
                 raise
-            notes.append((name, f"{type(reason).__name__}: {reason}".partition("\n")[0][:120]))
-    times = {}
-    for turn in range(rounds):
-        for direction in ("forward", "backward"):
-            for i in range(len(found)):
-                subject = found[(i + turn) % len(found)][0]
-                call = getattr(subject, direction)
-                times.setdefault((subject.name, direction), []).append(
-                    timed(call, seconds, sensors)
-                )
-    about = (cell.group, cell.name, cell.head_dim, cell.length, "causal" if cell.causal else "full")
-    records = []
-    for (subject, wrong), direction in itertools.product(found, ("forward", "backward")):
-        median = statistics.median(t for t, _ in times[subject.name, direction])
-        state = medians([sample for _, sample in times[subject.name, direction]])
-        records.append(
-            Record(*about, direction, subject.name, median, cell.flops(direction) / median * 1e-12,
-                   wrong[direction], subject.peak, state.get("MHz", 0), state.get("watts", 0))
-        )  # fmt: skip
-    records += [Record(*about, "", name, 0, 0, 0, 0, 0, 0, note) for name, note in notes]
-    return records
-
-
-def host_times(names, calls=200, rounds=9):
-    """Records of the host's time of a call, of which the GPU's is far shorter."""
-    cell = Cell("host", 64, 128)
-    x = Inputs(cell)
-    x.query, x.key, x.value, x.dout = (t.detach()[:1, :2] for t in (*x.leaves, x.dout))
-    x.leaves = [t.requires_grad_() for t in (x.query, x.key, x.value)]
-    found, times = [], {}
-    for name in names:
-        try:
-            subject = Subject(name, cell, x)
-            found += [subject] if subject.forward is not None else []
-        except Exception:
-            continue
-    for turn, direction in itertools.product(range(rounds), ("forward", "backward")):
+            records.append(Record(*about, "", name, 0, 0, 0, 0, 0, 0, first_line(reason)))
+    clock = timed_on_the_host if cell.group == "host" else timed
+    turns = {(subject.name, direction): [] for subject, _ in found for direction in DIRECTIONS}
+    for turn, direction in itertools.product(range(rounds), DIRECTIONS):
         for i in range(len(found)):
-            subject = found[(i + turn) % len(found)]
+            subject = found[(i + turn) % len(found)][0]
             call = getattr(subject, direction)
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            spent = (time.perf_counter() - start) / calls
-            times.setdefault((subject.name, direction), []).append(spent)
-    return [
-        Record("host", cell.name, 64, 128, "full", direction, name, statistics.median(spent), 0, 0,
-               0, 0, 0)
-        for (name, direction), spent in times.items()
-    ]  # fmt: skip
+            turns[subject.name, direction].append(clock(call, seconds, sensors))
+    for (subject, wrong), direction in itertools.product(found, DIRECTIONS):
+        times, samples = zip(*turns[subject.name, direction], strict=True)
+        median, state = statistics.median(times), medians(samples)
+        rate = cell.flops(direction) / median * 1e-12
+        state = state.get("MHz", 0), state.get("watts", 0)
+        own = (subject.name, median, rate, wrong[direction], subject.peak, *state)
+        records.append(Record(*about, direction, *own))
+    return records
 
 
 def add_arguments(parser):
@@ -423,19 +376,15 @@ def run(options):
     names = [n for n in PEERS if n in options.peers or n == OURS]
     chosen = [c for c in cells(options.quick) if not options.groups or c.group in options.groups]
     facts, records, sensors = [("suite", "attention"), *environment.facts()], [], Sensors()
-    stem = f"attention{options.part.suffix}"
+    console, seconds = Console(stderr=True), options.milliseconds * 1e-3
     try:
-        console = Console(stderr=True)
         for cell in track(options.part.of(chosen, stride=True), "attention", console=console):
-            seconds = options.milliseconds * 1e-3
             here = measure(cell, names, options.rounds, seconds, sensors)
             records += here
             rates = (f"{r.peer} {r.direction} {r.tflops:.0f}" for r in here if r.seconds)
             print(f"{cell.name}: {'; '.join(rates)}", flush=True)
             torch.cuda.empty_cache()
-        if options.part.k == 1 and (not options.groups or "host" in options.groups):
-            records += host_times(names)
     finally:
         if records:
-            attention_report.write(facts, records, options.out, stem)
+            attention_report.write(facts, records, options.out, f"attention{options.part.suffix}")
     return 1 if any(r.peer == OURS and not r.error <= 1 for r in records) else 0

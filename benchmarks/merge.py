@@ -5,7 +5,7 @@ Of `model` the processes of all files are put together.
 
 from pathlib import Path
 
-from benchmarks import attention_report, model, report, results
+from benchmarks import attention_report, model, report, result_files, results
 
 needs_gpu = False
 
@@ -45,12 +45,16 @@ def read_suites(files):
 
 
 def run(options):
-    steps = {path: found for path in options.files if (found := model.read_records(path))}
+    def of(cls):
+        return {
+            path: found for path in options.files if (found := result_files.read_csv(path, cls))
+        }
+
+    steps, parts = of(model.Record), of(attention_report.Record)
     if steps:
         facts = merge_facts(facts for facts, _ in steps.values())
         records = model.renumbered(records for _, records in steps.values())
         model.report_on(facts, records, options.out)
-    parts = {path: r for path in options.files if (r := attention_report.read_records(path))}
     if parts:
         facts = merge_facts(facts for facts, _ in parts.values())
         records = [record for _, records in parts.values() for record in records]

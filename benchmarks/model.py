@@ -7,7 +7,6 @@ process's median.
 """
 
 import argparse
-import csv
 import dataclasses
 import os
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import commandline, environment, peers, report
+from benchmarks import commandline, environment, peers, report, result_files
 from benchmarks.model_steps import MODES, PASSES, VARIANTS, Case, Record
 
 BLOCKS = (
@@ -74,38 +73,6 @@ def add_arguments(parser):
     parser.add_argument("--child", type=commandline.count, help=argparse.SUPPRESS)
 
 
-def write_records(path, facts, records):
-    with path.open("w", newline="") as stream:
-        for name, value in facts:
-            stream.write(f"# {name}: {value}\n")
-        lines = csv.writer(stream)
-        lines.writerow([field.name for field in dataclasses.fields(Record)])
-        for record in records:
-            lines.writerow([*dataclasses.astuple(record)[:-1], f"{record.value:.6g}"])
-
-
-def read_records(path):
-    """(facts, records) of a file that `write_records` wrote; None if it is no such file."""
-    fields = dataclasses.fields(Record)
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError):
-        return None
-    facts = []
-    while lines and lines[0].startswith("# "):
-        name, _, value = lines.pop(0)[2:].partition(": ")
-        facts.append((name, value))
-    header, *rows = csv.reader(lines) if lines else [[]]
-    if header != [field.name for field in fields]:
-        return None
-    try:
-        types = [field.type for field in fields]
-        records = [Record(*(t(v) for t, v in zip(types, row, strict=True))) for row in rows]
-    except ValueError as error:
-        raise ValueError(f"{path} has a broken line: {error}.") from None
-    return facts, records
-
-
 def renumbered(many):
     """The records of several runs, each process with a number of its own."""
     numbers, joined = {}, []
@@ -128,7 +95,8 @@ def child(options):
         options.blocks, options.modes, options.variants, options.child, options.rounds,
         options.seconds, options.child == 1 and not options.no_kernels, begin,
     )  # fmt: skip
-    write_records(options.out / f"{options.child}.csv", list(absent.items()), records)
+    path = options.out / f"{options.child}.csv"
+    result_files.write_csv(path, list(absent.items()), Record, records)
     os._exit(0)  # at once: the next process waits, and to take all of this down takes seconds
 
 
@@ -154,7 +122,7 @@ def measure(options):
                 print(f"process {number} of {len(children)}", file=sys.stderr, flush=True)
                 process.communicate("go\n" if ready[number - 1] else None)
                 if process.returncode == 0:
-                    why, found = read_records(Path(folder) / f"{number}.csv")
+                    why, found = result_files.read_csv(Path(folder) / f"{number}.csv", Record)
                     records += found
                     absent |= why
                 else:
@@ -315,21 +283,16 @@ TEXTS = {
 
 
 def write(numbers, facts, records, out):
-    write_records(out / "model.csv", facts, records)
-    tables = [step_table, kernel_table, alone_table, sensor_table]
-    console = Console(width=200)
-    with (out / "model.md").open("w") as stream:
-        print("# Step time of transformer blocks\n", file=stream)
-        for name, value in facts:
-            print(f"- {name}: {value}", file=stream)
-        for (title, text), make in zip(TEXTS.items(), tables, strict=True):
-            header, rows = make(numbers)
-            if not rows:
-                continue
-            print(f"\n## {title}\n\n{text}\n", file=stream)
-            for row in (header, ["---"] * len(header), *rows):
-                print(f"| {' | '.join(row)} |", file=stream)
-            console.print(report.rich_table(title, header, rows))
+    result_files.write_csv(out / "model.csv", facts, Record, records)
+    console, parts = Console(width=200), []
+    makers = (step_table, kernel_table, alone_table, sensor_table)
+    for (title, text), make in zip(TEXTS.items(), makers, strict=True):
+        table = make(numbers)
+        if table[1]:
+            parts += [f"## {title}", text, table]
+            console.print(report.rich_table(title, *table))
+    title = "Step time of transformer blocks"
+    result_files.write_markdown(out / "model.md", title, facts, parts)
     console.print(f"Written: {out / 'model'}.csv and .md", highlight=False)
 
 

@@ -1,13 +1,11 @@
 """A suite's results as tables on the terminal, CSV, Markdown and plots."""
 
-import csv
-import dataclasses
 import sys
 
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import plots, results, studies
+from benchmarks import plots, result_files, results, studies
 from benchmarks.peers import ranked
 
 TITLES = {
@@ -97,31 +95,16 @@ def write(suite, measured, facts, out, suffix=""):
     # Wide enough for a row a case even where the output is no terminal.
     console = Console() if sys.stdout.isatty() else Console(width=180)
     for heading, (header, rows) in tables:
-        table = Table(title=f"{title}: {heading}")
-        for index, name in enumerate(header):
-            table.add_column(name, justify="left" if index in (0, len(header) - 1) else "right")
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
+        console.print(rich_table(f"{title}: {heading}", header, rows))
     absent = [f"absent: {value}" for name, value in facts if name == "absent"]
     for line in [*remarks, *absent, *sentences]:
         console.print(line, markup=False, highlight=False)
 
-    with (out / f"{stem}.md").open("w") as stream:
-        print(f"# {title}\n", file=stream)
-        for name, value in facts:
-            print(f"- {name}: {value}", file=stream)
-        print(f"\n{LEGEND}", file=stream)
-        for sentence in sentences:
-            print(f"\n{sentence.strip()}", file=stream)
-        for heading, (header, rows) in tables:
-            print(f"\n## {heading}\n", file=stream)
-            for row in (header, ["---"] * len(header), *rows):
-                print(f"| {' | '.join(row)} |", file=stream)
-        for remark in remarks:
-            print(f"\n{remark}", file=stream)
-        for path in pictures:
-            print(f"\n![{path.stem}]({path.name})", file=stream)
+    parts = [LEGEND, *(sentence.strip() for sentence in sentences)]
+    for heading, table in tables:
+        parts += [f"## {heading}", table]
+    parts += [*remarks, *(f"![{path.stem}]({path.name})" for path in pictures)]
+    result_files.write_markdown(out / f"{stem}.md", title, facts, parts)
     written = ", ".join(str(path) for path in (out / f"{stem}.csv", out / f"{stem}.md", *pictures))
     console.print(f"Written: {written}", highlight=False, soft_wrap=True)
 
@@ -141,17 +124,8 @@ def write_simple(path, title, text, facts, header, rows, costs):
     """Print one table of strings, and write it to a Markdown file below the facts and the text; and
     `costs`, dataclasses alike, to a CSV file. `path`: of both, without a suffix."""
     Console(width=120).print(rich_table(title, header, rows))
-    with path.with_suffix(".csv").open("w", newline="") as stream:
-        lines = csv.writer(stream)
-        lines.writerow([field.name for field in dataclasses.fields(costs[0])])
-        lines.writerows(map(dataclasses.astuple, costs))
-    with path.with_suffix(".md").open("w") as stream:
-        print(f"# {title}\n", file=stream)
-        for name, value in facts:
-            print(f"- {name}: {value}", file=stream)
-        print(f"\n{text}\n", file=stream)
-        for row in (header, ["---"] * len(header), *rows):
-            print(f"| {' | '.join(row)} |", file=stream)
+    result_files.write_csv(path.with_suffix(".csv"), [], type(costs[0]), costs)
+    result_files.write_markdown(path.with_suffix(".md"), title, facts, [text, (header, rows)])
     print(f"Written: {path}.csv and .md")
 
 

@@ -7,6 +7,8 @@ import collections
 import csv
 import dataclasses
 
+from benchmarks import result_files
+
 OURS = "fused_norm"
 AHEAD = 1.02  # a peer is ahead when it is faster by more than this
 
@@ -148,35 +150,29 @@ def read(path):
     def seconds(text):
         return float(text) * 1e-6 if text else None
 
-    facts, results = [], []
+    results = []
     try:
-        with path.open(newline="") as stream:
-            line = stream.readline()
-            while line.startswith("# "):
-                key, _, value = line[2:].rstrip("\n").partition(": ")
-                facts.append((key, value))
-                line = stream.readline()
-            header = tuple(line.strip().split(","))
-            if header != COLUMNS:
-                raise ValueError(f"{path} is no file of results: its header has other columns.")
-            for row in csv.DictReader(stream, fieldnames=COLUMNS):
-                results.append(
-                    Result(
-                        row["operation"],
-                        row["direction"],
-                        int(row["rows"]),
-                        int(row["cols"]),
-                        row["dtype"],
-                        row["implementation"],
-                        seconds(row["ideal_us"]),
-                        seconds(row["target_us"]),
-                        seconds(row["microseconds"]),
-                        float(row["error_over_bound"]) if row["error_over_bound"] else None,
-                        row["note"],
-                        row["study"],
-                        int(row["bytes"]),
-                    )  # fmt: skip
+        facts, lines = result_files.split(path.read_text().splitlines())
+        if not lines or tuple(lines[0].split(",")) != COLUMNS:
+            raise ValueError(f"{path} is no file of results: its header has other columns.")
+        for row in csv.DictReader(lines):
+            results.append(
+                Result(
+                    row["operation"],
+                    row["direction"],
+                    int(row["rows"]),
+                    int(row["cols"]),
+                    row["dtype"],
+                    row["implementation"],
+                    seconds(row["ideal_us"]),
+                    seconds(row["target_us"]),
+                    seconds(row["microseconds"]),
+                    float(row["error_over_bound"]) if row["error_over_bound"] else None,
+                    row["note"],
+                    row["study"],
+                    int(row["bytes"]),
                 )
+            )
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ValueError(f"{path} cannot be read: {reason}.") from None

@@ -1,7 +1,8 @@
-"""Draws the README's two pictures and writes its table of times: `python docs/draw.py`.
+"""Draws the README's two pictures and writes its headlines, its table of times and
+where others are ahead: `python docs/draw.py`.
 
-memory_efficient.svg shows what a norm and the linear layer behind it keep; speed.svg and the table
-are made of benchmarks/results. Needs no package.
+memory_efficient.svg shows what a norm and the linear layer behind it keep; the rest is made of
+benchmarks/results. Needs no package.
 """
 
 import csv
@@ -12,6 +13,7 @@ DOCS = Path(__file__).resolve().parent
 README = DOCS.parent / "README.md"
 RESULTS = DOCS.parent / "benchmarks" / "results"
 OURS = "fused_norm"
+AHEAD = 1.02  # a library is ahead when it is faster by more than this
 PEERS = {  # name in the results: (name in the picture, colour)
     "torch": ("torch eager", "#d55e00"),
     "torch.compile": ("torch.compile", "#e69f00"),
@@ -36,14 +38,18 @@ MARK = "<!-- written by docs/draw.py -->"
 GREY, INK = "#d0d7de", "#1f2328"
 
 
+def rows_of(suite):
+    """The lines of a suite's results, as {column: text}."""
+    with (RESULTS / f"{suite}.csv").open(newline="") as stream:
+        yield from csv.DictReader(line for line in stream if not line.startswith("# "))
+
+
 def times():
     """{(operation, rows, columns): {implementation: microseconds}} of forward and backward in bf16,
     of those that have both and compute both right."""
     parts = {}
     for suite in ("norm", "softmax"):
-        with (RESULTS / f"{suite}.csv").open(newline="") as stream:
-            lines = [line for line in stream if not line.startswith("# ")]
-        for row in csv.DictReader(lines):
+        for row in rows_of(suite):
             if row["dtype"] != "bf16" or not row["microseconds"]:
                 continue
             if float(row["error_over_bound"]) <= 1:
@@ -183,14 +189,88 @@ def table(found):
     return "\n".join(lines)
 
 
+def attention_speeds():
+    """{implementation: [its time over ours, forward and backward, of each cell of the lengths]}"""
+    cells = {}
+    for row in rows_of("attention"):
+        if row["group"] == "lengths" and float(row["seconds"]):
+            of_cell = cells.setdefault(row["cell"], {}).setdefault(row["peer"], [])
+            of_cell.append(float(row["seconds"]))
+    speeds = {}
+    for of_cell in cells.values():
+        sums = {name: sum(both) for name, both in of_cell.items() if len(both) == 2}
+        for name in sums:
+            speeds.setdefault(name, []).append(sums[name] / sums[OURS])
+    return speeds
+
+
+def headlines(found):
+    of_norm = found["LayerNorm", 16384, 2048]
+    ours, torchs = of_norm[OURS], of_norm["torch"]
+    held = {
+        row["variant"]: int(row["held_bytes"])
+        for row in rows_of("memory")
+        if row["preset"] == "llama-7b" and row.get("mode", "eager") == "eager"
+    }
+    freed = held["fused"] - held["fused, memory_efficient"]
+    speeds = attention_speeds()
+    flash, cudnn = (
+        f"{min(speeds[name]):.1f} to {max(speeds[name]):.1f} times"
+        for name in ("torch FLASH", "torch CUDNN")
+    )
+    return f"""\
+- **Norms {torchs / ours:.1f} times as fast as torch's**: LayerNorm of 16384 x 2048 in bf16 takes
+  {ours:.0f} microseconds in place of {torchs:.0f}, forward and backward
+  ([norm.md](benchmarks/results/norm.md)).
+- **{freed / 1e9:.1f} GB less memory** for a training step of a 7B LLaMA over 4096 tokens, by one
+  flag ([memory.md](benchmarks/results/memory.md)).
+- **Attention {flash} as fast as torch's FlashAttention**, forward and backward, and
+  {cudnn} as fast as cuDNN's, with the same bits on every run
+  ([attention.md](benchmarks/results/attention.md))."""
+
+
+def rivals(suite, study):
+    """[(our time over the fastest other's, its name, the case)] of a study, the worst last."""
+    cases = {}
+    for row in rows_of(suite):
+        if row["study"] == study and row["microseconds"] and float(row["error_over_bound"]) <= 1:
+            name = "{operation} {direction} of {rows} x {cols}, {dtype}".format(**row)
+            cases.setdefault(name, {})[row["implementation"]] = float(row["microseconds"])
+    found = []
+    for name, of_case in cases.items():
+        others = {peer: t for peer, t in of_case.items() if not peer.startswith(OURS)}
+        if OURS in of_case and others:
+            best = min(others, key=others.get)
+            found.append((of_case[OURS] / others[best], PEERS.get(best, (best,))[0], name))
+    return sorted(found)
+
+
+def where_slower():
+    lines = ["- **Where it is slower.** Another library is ahead by more than 2 % in"]
+    for suite, study, cells in (
+        ("norm", "shapes", "cells"),
+        ("softmax", "shapes", "cells"),
+        ("sweep", "random", "random shapes"),
+    ):
+        found = rivals(suite, study)
+        ratio, peer, case = found[-1]
+        ahead = sum(r > AHEAD for r, *_ in found)
+        line = f"  {ahead} of {len(found)} {cells} of [{suite}.md](benchmarks/results/{suite}.md)"
+        if ahead:
+            line += f", at most by {100 * (ratio - 1):.2g} % ({peer}, {case})"
+        lines.append(line + ";")
+    return "\n".join(lines)[:-1] + "."
+
+
 def products():
     """{path: content}"""
     found = times()
-    before, _, after = README.read_text().split(MARK)
+    parts = README.read_text().split(MARK)
+    parts[1::2] = [f"\n{text}\n" for text in (headlines(found), table(found), where_slower())]
     return {
         DOCS / "speed.svg": speed_chart(found),
         DOCS / "memory_efficient.svg": idea(),
-        README: f"{before}{MARK}\n{table(found)}\n{MARK}{after}",
+        README: MARK.join(parts),
     }
 
 

@@ -24,7 +24,7 @@ config = LlamaConfig(
 model = LlamaForCausalLM(config).to("cuda" if torch.cuda.is_available() else "cpu")
 print(fn.convert(model, memory_efficient=True))
 
-step = torch.compile(model)
+step = torch.compile(model, options=fn.compile_options())  # additions go into the norms
 optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
 tokens = torch.arange(256, device=model.device).view(4, 64)  # to count is what it learns
 for _ in range(20):

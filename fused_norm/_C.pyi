@@ -25,8 +25,13 @@ def norm_forward(
     weight_offset: float = 0.0,
     rms: bool = False,
     out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (output, mean, rstd); mean is empty with ``rms``."""
+    residual: Tensor | None = None,
+    residual_dtype: torch.dtype | None = None,
+    room: int | None = None,
+) -> list[Tensor]:
+    """Returns [output, mean, rstd], where mean is empty with ``rms``; with a residual [output,
+    residual_out, mean, rstd], where ``residual_out`` is ``input + residual``. With ``room`` for
+    listed columns it is [rstd, side, columns] in place of [mean, rstd]."""
 
 def norm_backward(
     dy: Tensor,
@@ -49,22 +54,8 @@ def norm_backward(
     dx.
 
     ``saved`` is the input, with its ``mean`` unless ``rms``, or the output with ``from_output``,
-    then perhaps with the ``side`` and ``columns`` of ``torch.ops.fused_norm.norm_forward_listing``.
+    then perhaps with the ``side`` and ``columns`` of :func:`norm_forward`.
     """
-
-def add_norm_forward(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float = 0.0,
-    rms: bool = False,
-    residual_dtype: torch.dtype | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns (output, residual_out, mean, rstd); ``residual_out`` is ``input + residual``."""
 
 def unrecoverable_columns(
     weight: Tensor | None, bias: Tensor | None, weight_offset: float, out_dtype: torch.dtype
@@ -114,25 +105,12 @@ def norm(
     weight_offset: float,
     rms: bool,
     out_dtype: torch.dtype | None,
-    memory_efficient: bool,
-) -> Tensor | None:
-    """The output of a norm, recorded for autograd where it is to be differentiated; None for
-    arguments of other types, and under torch.jit.trace."""
-
-def add_norm(
-    input: Tensor,
-    residual: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    normalized_shape: Sequence[int],
-    eps: float,
-    weight_offset: float,
-    rms: bool,
+    residual: Tensor | None,
     residual_dtype: torch.dtype | None,
-    out_dtype: torch.dtype | None,
     memory_efficient: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """(output, residual_out) of a norm of ``input + residual``, as by :func:`norm`."""
+) -> tuple[Tensor, Tensor | None] | None:
+    """(output, residual_out) of a norm, recorded for autograd where it is to be differentiated.
+    None for arguments of other types, and under torch.jit.trace."""
 
 def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor | None:
     """The operator softmax_forward, recorded for autograd, by a shorter way than ``torch.ops``.
@@ -140,19 +118,19 @@ def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -
 
 def record_norm(
     input: Tensor,
-    residual: Tensor | None,
     weight: Tensor | None,
     bias: Tensor | None,
     normalized_shape: Sequence[int],
     eps: float,
     weight_offset: float,
     rms: bool,
-    residual_dtype: torch.dtype | None,
     out_dtype: torch.dtype | None,
+    residual: Tensor | None,
+    residual_dtype: torch.dtype | None,
     room: int | None,
 ) -> list[Tensor]:
-    """The results of the forward operator that fits, recorded. With ``room`` for listed columns, or
-    for none, it is the output that is saved."""
+    """The results of :func:`norm_forward`, recorded. With ``room`` it is the output that is
+    saved."""
 
 def traced_room(
     weight: Tensor | None,

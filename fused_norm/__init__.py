@@ -9,7 +9,7 @@ from fused_norm._C import build_info as _build_info
 from fused_norm._convert import ConvertReport, convert, revert
 from fused_norm._report import memory_report
 from fused_norm._tracing import compile_options
-from fused_norm.modules import LayerNorm, LogSoftmax, RMSNorm, Softmax
+from fused_norm.modules import LayerNorm, LogSoftmax, RMSNorm, RMSNormGated, Softmax
 
 __version__: str = _build_info()["version"]
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "LayerNorm",
     "LogSoftmax",
     "RMSNorm",
+    "RMSNormGated",
     "Softmax",
     "__version__",
     "apex",

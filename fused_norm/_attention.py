@@ -7,10 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from fused_norm import _C, _ops, _sharding
-
-# torch's own, also where torch.nn.functional's is replaced by ours.
-_torch_attention = torch._C._nn.scaled_dot_product_attention
+from fused_norm import _C, _ops, _sharding, _torch
 
 
 def _are_plain(tensors) -> bool:
@@ -263,7 +260,7 @@ def scaled_dot_product_attention(
             )
         _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask)
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
-        return _torch_attention(
+        return _torch.attention(
             query,
             key,
             value,

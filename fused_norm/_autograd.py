@@ -8,13 +8,12 @@ decompositions.
 import gc
 
 import torch
-from torch.autograd import forward_ad
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from fused_norm import _C, _decompositions, _ops, _sharding, _tracing
+from fused_norm import _C, _decompositions, _ops, _sharding, _torch, _tracing
 from fused_norm._C import record_norm
 
 
@@ -45,7 +44,7 @@ def _name_of_norm(address: int) -> str | None:
     for norm in modules:
         if not isinstance(norm, (torch.nn.LayerNorm, torch.nn.RMSNorm)):
             continue
-        if all(p._cdata != address for p in norm.parameters(recurse=False)):
+        if all(_torch.address(p) != address for p in norm.parameters(recurse=False)):
             continue
         names = [name for root in modules for name, m in root.named_modules() if m is norm]
         name = ".".join(part for part in max(names, key=len).split(".") if part != "_orig_mod")
@@ -91,105 +90,27 @@ class NormBackwardFunction(torch.autograd.Function):
         return tuple(results)
 
 
-def is_transformed() -> bool:
-    """Whether a torch.func transform, forward-mode differentiation or torch.jit.trace is at work,
-    which no ``autograd.Function`` here knows."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._is_tracing()
-    )
-
-
 def _needs_grad(*tensors) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _record(input, *args) -> tuple:
-    if type(input) is not torch.Tensor:  # a DTensor, perhaps the first
+def _norm_forward_autograd(*args):
+    call = _ops.NormCall(*args)
+    if _torch.is_transformed():
+        _ops.check_norm_arguments(*call)
+        return _decompositions.norm_forward(*call)
+    if not _needs_grad(call.input, call.weight, call.bias, call.residual):
+        return _ops.call_below_autograd(_ops.norm_forward, *call)
+    if call.room is not None and call.room <= 0:
+        raise RuntimeError(f"room is {call.room}; a call that is differentiated needs room")
+    if type(call.input) is not torch.Tensor:  # a DTensor, perhaps the first
         _sharding.register_where_loaded()
-    return tuple(record_norm(input, *args))
-
-
-def _check_has_room(room: int) -> None:
-    if room <= 0:
-        raise RuntimeError(f"room is {room}; a call that is differentiated needs room")
-
-
-def _norm_forward_autograd(
-    input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
-):
-    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
-    if is_transformed():
-        _ops.check_norm_arguments(*args)
-        return _decompositions.norm_forward(*args)
-    if _needs_grad(input, weight, bias):
-        return _record(input, None, *args[1:-1], None, out_dtype, None)
-    return _ops.call_below_autograd(_ops.norm_forward, *args)
-
-
-def _norm_forward_listing_autograd(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
-):
-    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype)
-    if is_transformed():
-        _ops.check_norm_arguments(*args)
-        return _decompositions.norm_forward_listing(*args, room)
-    if _needs_grad(input, weight, bias):
-        _check_has_room(room)
-        return _record(input, None, *args[1:-1], None, out_dtype, room)
-    return _ops.call_below_autograd(_ops.norm_forward_listing, *args, room)
-
-
-def _add_norm_forward_autograd(
-    input,
-    residual,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset=0.0,
-    rms=False,
-    residual_dtype=None,
-    out_dtype=None,
-):
-    args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
-            residual_dtype, out_dtype)  # fmt: skip
-    if is_transformed():
-        _ops.check_add_norm_arguments(*args)
-        return _decompositions.add_norm_forward(*args)
-    if _needs_grad(input, residual, weight, bias):
-        return _record(*args, None)
-    return _ops.call_below_autograd(_ops.add_norm_forward, *args)
-
-
-def _add_norm_forward_listing_autograd(
-    input,
-    residual,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    residual_dtype,
-    out_dtype,
-    room,
-):
-    args = (input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
-            residual_dtype, out_dtype)  # fmt: skip
-    if is_transformed():
-        _ops.check_add_norm_arguments(*args)
-        return _decompositions.add_norm_forward_listing(*args, room)
-    if _needs_grad(input, residual, weight, bias):
-        _check_has_room(room)
-        return _record(*args, room)
-    return _ops.call_below_autograd(_ops.add_norm_forward_listing, *args, room)
+    return record_norm(*call)
 
 
 def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     tensors = (dy, saved, mean, rstd, weight, bias)
-    if is_transformed():
+    if _torch.is_transformed():
         return _decompositions.norm_backward(*tensors, *args)
     options, (side, columns, dresidual) = args[:6], (*args[6:], None, None, None)[:3]
     if _needs_grad(*tensors, side, dresidual):
@@ -197,19 +118,16 @@ def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
     return _ops.call_below_autograd(_ops.norm_backward, *tensors, *args)
 
 
+@_torch.untraced
 def _before_optimizer_step(*_) -> None:
     if _C.before_optimizer_step():
         _tracing.compile_anew()
 
 
+@_torch.untraced
 def _after_optimizer_step(*_) -> None:
     _C.after_optimizer_step()
 
-
-# torch.compiler.disable, without loading the compiler: a compiled step calls them, and does not try
-# to trace them.
-_before_optimizer_step._torchdynamo_disable = True
-_after_optimizer_step._torchdynamo_disable = True
 
 # So that gradients that are NaN for want of room reach no parameter, and other changes of
 # parameters are known from an optimizer's (csrc/ops/column_watch.cpp).
@@ -219,10 +137,7 @@ _C.set_overflow_message(_overflow_message)
 
 _library = torch.library.Library("fused_norm", "IMPL")
 _library.impl("norm_forward", _norm_forward_autograd, "Autograd")
-_library.impl("norm_forward_listing", _norm_forward_listing_autograd, "Autograd")
 _library.impl("norm_backward", _norm_backward_autograd, "Autograd")
 _library.impl(
     "norm_statistics_backward", _decompositions.statistics_backward, "CompositeImplicitAutograd"
 )
-_library.impl("add_norm_forward", _add_norm_forward_autograd, "Autograd")
-_library.impl("add_norm_forward_listing", _add_norm_forward_listing_autograd, "Autograd")

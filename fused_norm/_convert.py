@@ -140,7 +140,7 @@ def converted_norm(
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
     eps = functional._rms_eps(input, eps) if rms else eps
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
-    return functional._norm(input, weight, bias, *options, out_dtype=out_dtype)
+    return functional._norm(input, weight, bias, *options, out_dtype)[0]
 
 
 def _why_not(module: nn.Module, cls: type) -> str | None:

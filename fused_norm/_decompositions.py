@@ -24,10 +24,31 @@ def _affine(weight, bias, weight_offset, dtype):
     return g, None if bias is None else bias.to(dtype)
 
 
+def add(input: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
+    """``input + residual`` as it is normalized: rounded to ``dtype`` once."""
+    accumulate = _accumulate_dtype(dtype)
+    return (input.to(accumulate) + residual.to(accumulate)).to(dtype)
+
+
 def norm_forward(
-    input, weight, bias, normalized_shape, eps, weight_offset=0.0, rms=False, out_dtype=None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, mean, rstd); mean is empty with ``rms``."""
+    input,
+    weight,
+    bias,
+    normalized_shape,
+    eps,
+    weight_offset=0.0,
+    rms=False,
+    out_dtype=None,
+    residual=None,
+    residual_dtype=None,
+    room=None,
+) -> list[Tensor]:
+    """With room no column is listed: the chain is its own backward pass."""
+    out_dtype = out_dtype or input.dtype
+    sums = []
+    if residual is not None:
+        input = add(input, residual, residual_dtype or residual.dtype)
+        sums = [input]
     dtype = _accumulate_dtype(input.dtype)
     dims = _row_dims(normalized_shape)
     x = input.to(dtype)
@@ -43,63 +64,11 @@ def norm_forward(
         output = output * g
     if b is not None:
         output = output + b
-    return output.to(out_dtype or input.dtype), mean, rstd
-
-
-def norm_forward_listing(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, room
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(output, rstd, side, columns) with no column listed: the chain is its own backward pass."""
-    output, _, rstd = norm_forward(
-        input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype
-    )
+    output = output.to(out_dtype)
+    if room is None:
+        return [output, *sums, mean, rstd]
     columns = torch.zeros(room + 1, dtype=torch.int32, device=input.device)
-    return output, rstd, rstd.new_zeros(rstd.numel(), room), columns
-
-
-def add(input: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
-    """``input + residual`` as it is normalized: rounded to ``dtype`` once."""
-    accumulate = _accumulate_dtype(dtype)
-    return (input.to(accumulate) + residual.to(accumulate)).to(dtype)
-
-
-def add_norm_forward(
-    input,
-    residual,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset=0.0,
-    rms=False,
-    residual_dtype=None,
-    out_dtype=None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(output, residual_out, mean, rstd)."""
-    residual_out = add(input, residual, residual_dtype or residual.dtype)
-    options = (normalized_shape, eps, weight_offset, rms, out_dtype or input.dtype)
-    output, mean, rstd = norm_forward(residual_out, weight, bias, *options)
-    return output, residual_out, mean, rstd
-
-
-def add_norm_forward_listing(
-    input,
-    residual,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    residual_dtype,
-    out_dtype,
-    room,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(output, residual_out, rstd, side, columns) with no column listed."""
-    residual_out = add(input, residual, residual_dtype or residual.dtype)
-    options = (normalized_shape, eps, weight_offset, rms, out_dtype or input.dtype, room)
-    output, *others = norm_forward_listing(residual_out, weight, bias, *options)
-    return output, residual_out, *others
+    return [output, *sums, rstd, rstd.new_zeros(rstd.numel(), room), columns]
 
 
 def softmax_forward(input, dim, log=False, out_dtype=None) -> Tensor:

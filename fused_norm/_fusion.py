@@ -2,8 +2,11 @@
 
 It sees the forward and the backward graph as Inductor has them, after autograd:
 
-- ``total = a + b`` and ``norm(total)`` become ``add_norm_forward``, which gives norm and total;
-- ``dx + g``, with ``dx`` of ``norm_backward``, becomes the ``dx`` of one that is given ``g`` too.
+- ``total = a + b`` and ``norm(total)`` become a norm of ``a`` with the residual ``b``, which gives
+  total too;
+- ``dx + g``, with ``dx`` of ``norm_backward``, becomes the ``dx`` of one that is given ``g`` too;
+- ``a @ b + c @ d``, of which ``norm_backward`` is to be given the sum, becomes a matrix product and
+  one that adds to its result, in place.
 
 An addition stays where the operators have no such form, and where one of its operands is computed
 in the same kernel as the sum, as a dropout's output is: that would have to be stored first.
@@ -13,6 +16,7 @@ import operator
 
 import torch
 from torch import fx
+from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.lowering import fallbacks, lowerings
 from torch._prims_common import make_contiguous_strides_for
@@ -23,11 +27,10 @@ from fused_norm import _ops
 
 _ADD = torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
+_MM = torch.ops.aten.mm.default
+_MM_ADDING = torch.ops.aten.addmm_.default
+_RESHAPE = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
-_ADDING = {
-    _ops.norm_forward: _ops.add_norm_forward,
-    _ops.norm_forward_listing: _ops.add_norm_forward_listing,
-}
 
 
 class FuseResiduals(CustomGraphPass):
@@ -37,10 +40,14 @@ class FuseResiduals(CustomGraphPass):
         # A node has a larger number than all that it reads, one that is made here too.
         order = {node: number for number, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
-            if node.target in _ADDING:
+            if node.target is _ops.norm_forward:
                 _fuse_forward(node, order)
             elif node.target is _ADD:
                 _fuse_backward(node, order)
+        if not (config.max_autotune or config.max_autotune_gemm):  # products are chosen one by one
+            for node in list(graph.nodes):
+                if node.target is _ADD and _is_dy(node):
+                    _fuse_products(node, order)
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
@@ -142,8 +149,10 @@ def _input_and_residual(total, out_dtype: torch.dtype) -> tuple[fx.Node, fx.Node
 
 def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     arguments = _arguments(norm)
-    total = arguments.pop("input")
+    total = arguments["input"]
     output, *statistics = norm.meta["val"]
+    if arguments["residual"] is not None:
+        return
     addends = _input_and_residual(total, output.dtype)
     if addends is None or any(user.target is not operator.getitem for user in norm.users):
         return
@@ -153,15 +162,12 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     # The new node takes the place of the sum.
     if any(order[node] > order[total] for node in norm.all_input_nodes):
         return
-    arguments["out_dtype"] = None  # the input's
-    arguments |= {"input": addends[0], "residual": addends[1], "residual_dtype": None}
-    adding = _ADDING[norm.target]
-    names = [arg.name for arg in adding._schema.arguments]
+    arguments |= {"input": addends[0], "residual": addends[1], "out_dtype": None}  # the input's
     graph = norm.graph
     with graph.inserting_before(total):
-        both = graph.call_function(adding, tuple(arguments[name] for name in names))
+        both = graph.call_function(norm.target, tuple(arguments.values()))
         residual_out = graph.call_function(operator.getitem, (both, 1))
-    both.meta = {**norm.meta, "val": (output, sum_, *statistics)}
+    both.meta = {**norm.meta, "val": [output, sum_, *statistics]}
     both.meta.pop("eager_input_vals", None)  # the strides of other inputs
     residual_out.meta = dict(total.meta)
     order[both] = order[residual_out] = order[total]
@@ -189,3 +195,66 @@ def _fuse_backward(total: fx.Node, order: dict[fx.Node, int]) -> None:
         total.replace_all_uses_with(dx)
         total.graph.erase_node(total)
         return
+
+
+def _is_dy(total: fx.Node) -> bool:
+    """Whether a norm's backward is given the sum, or further sums of it."""
+    while not any(u.target is _ops.norm_backward and u.args[0] is total for u in total.users):
+        user, *others = total.users
+        if others or user.target not in (_ADD, *_RESHAPE):
+            return False
+        total = user
+    return True
+
+
+def _additions(product: fx.Node) -> list[fx.Node]:
+    """What adds to it in place."""
+    return [u for u in product.users if u.target is _MM_ADDING and u.args[0] is product]
+
+
+def _product(node: fx.Node) -> tuple[fx.Node, list[fx.Node]] | None:
+    """The matrix product that the node has the elements of in the same order, if nothing else reads
+    it, and the views between them."""
+    views = []
+    while node.target in _RESHAPE:
+        views.append(node)
+        node = node.args[0]
+    readers = len(node.users) - len(_additions(node))
+    if node.target is not _MM or readers > 1 or any(len(view.users) > 1 for view in views):
+        return None
+    return node, views
+
+
+def _is_contiguous(node: fx.Node) -> bool:
+    value = node.meta["val"]
+    return _same(value.stride(), make_contiguous_strides_for(value.shape))
+
+
+def _fuse_products(total: fx.Node, order: dict[fx.Node, int]) -> None:
+    products = [_product(addend) for addend in _addends(total)]
+    if len(products) != 2 or None in products:
+        return
+    # The one that something was added to already takes in the other, or the earlier the later.
+    products.sort(key=lambda found: (not _additions(found[0]), order[found[0]]))
+    (sum_, views), (added, others) = products
+    if sum_ is added or _additions(added):
+        return
+    # Inductor would copy operands that are not contiguous.
+    if not all(_is_contiguous(node) for node in (sum_, *added.args)):
+        return
+    if sum_.meta["val"].dtype != total.meta["val"].dtype or not _same(
+        sum_.meta["val"].shape, added.meta["val"].shape
+    ):
+        return
+    graph = total.graph
+    last = max((added, *_additions(sum_)), key=order.__getitem__)
+    with graph.inserting_after(last):
+        adding = graph.call_function(_MM_ADDING, (sum_, *added.args))
+    adding.meta = dict(added.meta)
+    adding.meta.pop("eager_input_vals", None)
+    order[adding] = order[last]
+    for view in views:  # the outermost first
+        adding.append(view)
+    total.replace_all_uses_with(views[0] if views else sum_)
+    for node in (total, *others, added):
+        graph.erase_node(node)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fused_norm import _torch
+
 
 def is_nested(value) -> bool:
     """Whether it is a nested tensor of any layout."""
@@ -24,18 +26,6 @@ def _check(name: str, value: Tensor) -> None:
         )
 
 
-def _as(nested: Tensor, values: Tensor) -> Tensor:
-    """A tensor with the rows ``values``, nested as ``nested``: of the same symbolic shape."""
-    return torch.nested.nested_tensor_from_jagged(
-        values,
-        nested.offsets(),
-        lengths=nested.lengths(),
-        jagged_dim=nested._ragged_idx,
-        min_seqlen=nested._maybe_min_seqlen,
-        max_seqlen=nested._maybe_max_seqlen,
-    )
-
-
 def of_rows(norm: Callable, normalized_shape, **tensors: Tensor):
     """What ``norm`` gives for the rows of the tensors, nested as the first one."""
     for name, tensor in tensors.items():
@@ -47,16 +37,16 @@ def of_rows(norm: Callable, normalized_shape, **tensors: Tensor):
                 f"{name} must have the shape of {first} {list(input.shape)}, but has shape "
                 f"{list(tensor.shape)}"
             )
-    within = input.dim() - input._ragged_idx - 1
+    within = input.dim() - _torch.ragged_dim(input) - 1
     if len(normalized_shape) > within:
         raise RuntimeError(
             f"normalized_shape is {list(normalized_shape)}, but {first} is nested of shape "
             f"{list(input.shape)}: only its last {within} dimension(s) can be normalized"
         )
     results = norm(*(tensor.values() for tensor in tensors.values()))
-    if isinstance(results, Tensor):
-        return _as(input, results)
-    return tuple(_as(input, values) for values in results)
+    return tuple(
+        values if values is None else _torch.nested_as(input, values) for values in results
+    )
 
 
 def of_dim(softmax: Callable, input: Tensor, dim: int) -> Tensor:
@@ -68,9 +58,9 @@ def of_dim(softmax: Callable, input: Tensor, dim: int) -> Tensor:
             f"dim is {dim}, but input has {ndim} dimensions: dim must be in [{-ndim}, {ndim - 1}]"
         )
     dim %= ndim
-    if dim in (0, input._ragged_idx):
+    if dim in (0, _torch.ragged_dim(input)):
         raise RuntimeError(
             f"dim is {dim}, but input is nested of shape {list(input.shape)}: its dimensions 0 and "
-            f"{input._ragged_idx} are no dimensions of one tensor"
+            f"{_torch.ragged_dim(input)} are no dimensions of one tensor"
         )
-    return _as(input, softmax(input.values(), dim - 1))
+    return _torch.nested_as(input, softmax(input.values(), dim - 1))

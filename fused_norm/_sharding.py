@@ -11,7 +11,10 @@ import sys
 
 import torch
 
+from fused_norm import _torch
 
+
+@_torch.constant
 def register_where_loaded() -> bool:
     """Registers the rules once torch.distributed.tensor is loaded, which no DTensor is without.
 
@@ -22,20 +25,17 @@ def register_where_loaded() -> bool:
     return True
 
 
-# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it and keeps no
-# trace of it.
-register_where_loaded._dynamo_marked_constant = True
-
-
 @functools.cache
 def _register() -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+    from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo
+    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
     from torch.distributed.tensor.experimental import register_sharding
 
     norm_forward = torch.ops.fused_norm.norm_forward.default
     norm_backward = torch.ops.fused_norm.norm_backward.default
-    add_norm_forward = torch.ops.fused_norm.add_norm_forward.default
+    gated_forward = torch.ops.fused_norm.rms_norm_gated_forward.default
+    gated_backward = torch.ops.fused_norm.rms_norm_gated_backward.default
     softmax_forward = torch.ops.fused_norm.softmax_forward.default
     scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
     softmax_backward = torch.ops.fused_norm.softmax_backward.default
@@ -47,28 +47,28 @@ def _register() -> None:
         """The placement for each tensor of a list, None for what is None."""
         return [None if tensor is None else placement for tensor in tensors]
 
-    @register_sharding(norm_forward)
-    def forward(input, weight, bias, normalized_shape, eps, *options):
-        rest = [None] * (2 + len(options))  # arguments that are no tensors
-        is_rms = len(options) > 1 and options[1]
-        rows = range(input.ndim - len(normalized_shape))
-        return [
-            (
-                # An RMSNorm's mean is an empty tensor, the same everywhere.
-                [placement, Replicate() if is_rms else placement, placement],
-                [placement, *same((weight, bias), Replicate()), *rest],
-            )
-            for placement in (Replicate(), *map(Shard, rows))
+    def forward(schema):
+        """By hand: register_sharding knows no operator that gives a list of tensors."""
+        args = [
+            arg.strategies[0].output_spec if isinstance(arg, OpStrategy) else arg
+            for arg in schema.args_schema
         ]
-
-    @register_sharding(add_norm_forward)
-    def add_forward(input, residual, weight, bias, normalized_shape, eps, *options):
+        input, weight, bias, normalized_shape, _, *options = args + [None] * (11 - len(args))
+        is_rms, residual, room = options[1], options[3], options[5]
+        if room is not None:
+            raise NotImplementedError("norm_forward lists no columns of a DTensor")
         rules = []
-        for outputs, (placement, *others) in forward(
-            input, weight, bias, normalized_shape, eps, *options
-        ):
-            rules.append(([placement, *outputs], [placement, placement, *others]))
-        return rules
+        for placement in (Replicate(), *map(Shard, range(input.ndim - len(normalized_shape)))):
+            outputs = [placement] * (1 if residual is None else 2)
+            # An RMSNorm's mean is an empty tensor, the same everywhere.
+            outputs += [Replicate() if is_rms else placement, placement]
+            inputs = [placement, *same((weight, bias), Replicate()), *same([residual], placement)]
+            rules.append(outputs + inputs)
+        count = 3 if residual is None else 4
+        return expand_to_full_mesh_op_strategy(input.mesh, schema, rules, input_index=count)
+
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.register_op_strategy(norm_forward, forward)
 
     @register_sharding(norm_backward)
     def backward(dy, saved, mean, rstd, weight, bias, normalized_shape, *options):
@@ -88,6 +88,25 @@ def _register() -> None:
             inputs += same((weight, bias), Replicate())
             inputs += [None] * 6 + same(more, placement)  # six arguments that are no tensors
             rules.append((outputs, inputs))
+        return rules
+
+    @register_sharding(gated_forward)
+    def of_gated(input, gate, weight, normalized_shape, *options):
+        rest = [*same([weight], Replicate()), *[None] * (1 + len(options))]
+        rows = range(input.ndim - len(normalized_shape))
+        return [([p, p], [p, p, *rest]) for p in (Replicate(), *map(Shard, rows))]
+
+    @register_sharding(gated_backward)
+    def of_gated_backward(dy, rstd, input, gate, weight, normalized_shape, *options):
+        mask = options[-1]
+        rules = []
+        for outputs, inputs in of_gated(input, gate, weight, normalized_shape, *options):
+            placement = outputs[0]
+            summed = Partial() if isinstance(placement, Shard) else Replicate()
+            has_gradient = (mask[0], mask[1], mask[2] and weight is not None)
+            gradients = zip((placement, placement, summed), has_gradient, strict=True)
+            outputs = [gradient if wanted else None for gradient, wanted in gradients]
+            rules.append((outputs, [placement, placement, *inputs]))
         return rules
 
     def placements_beside(ndim, *dims):
@@ -200,11 +219,12 @@ def _register() -> None:
 
     # What a rule may depend on beside the tensors. register_sharding would remember its answer for
     # every normalized_shape, output_mask, dim or causal.
-    info = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+    info = propagator.op_to_schema_info
     first_options = {
         norm_forward: 3,
-        add_norm_forward: 4,
         norm_backward: 6,
+        gated_forward: 3,
+        gated_backward: 5,
         softmax_forward: 1,
         scaled_masked_softmax: 2,
         softmax_backward: 2,

@@ -5,20 +5,16 @@ import math
 
 import torch
 
-from fused_norm import _C, _arguments, _decompositions, _ops, config
+from fused_norm import _C, _arguments, _decompositions, _ops, _torch, config
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # what no subclass has changed
 
 
+@_torch.constant
 def _is_onnx_export() -> bool:
     """Whether an export to ONNX is at work, by torch.export or by torch.jit.trace."""
-    is_tracing = torch.compiler._is_exporting_flag or torch._C._is_tracing()
+    is_tracing = _torch.is_exporting() or torch.jit.is_tracing()
     return is_tracing and torch.onnx.is_in_onnx_export()
-
-
-# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it and keeps no
-# trace of it.
-_is_onnx_export._dynamo_marked_constant = True
 
 
 def decomposes() -> bool:
@@ -35,7 +31,8 @@ def compile_options(fuse_residuals: bool = True) -> dict:
     Args:
         fuse_residuals: an addition before a norm becomes a part of the norm's kernel, as in
             :func:`fused_norm.functional.add_layer_norm`, and so does, in the backward pass, the
-            addition of the residual's gradient. The model's code stays as it is. The forward pass
+            addition of the residual's gradient. Where a norm's backward is given the sum of matrix
+            products, these add it up themselves. The model's code stays as it is. The forward pass
             gives the same bits; a gradient is rounded once where it was twice.
 
     Returns:
@@ -55,8 +52,7 @@ def _fixed_room(cols: int) -> int:
 
 
 def _can_list_exported(input, normalized_shape) -> bool:
-    # torch.export traces fake tensors.
-    is_plain = type(input) in PLAIN or isinstance(input, torch._subclasses.FakeTensor)
+    is_plain = type(input) in PLAIN or _torch.is_fake(input)
     return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and is_plain
 
 
@@ -76,6 +72,7 @@ def compile_anew() -> None:
     _rooms.generation = str(int(_rooms.generation) + 1)
 
 
+@_torch.constant  # called with the parameters themselves
 def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
     """The room for listed columns, or -1 to save the input, from the parameters as they are. 0, or
     -1 for good, where no generation is given."""
@@ -83,11 +80,6 @@ def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
         return -1
     args = (weight, bias, weight_offset, x_dtype, y_dtype)
     return _C.traced_room(*args, int(generation or _rooms.generation), generation is not None)
-
-
-# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it, with the
-# parameters themselves, and keeps no trace of it.
-_look._dynamo_marked_constant = True
 
 
 def _is_parameter(tensor) -> bool:
@@ -122,91 +114,68 @@ def _numbers(*values) -> list:
     return [guard_scalar(value) for value in values]
 
 
+def _outputs(results, residual) -> tuple:
+    return results[0], None if residual is None else results[1]
+
+
 def norm_forward(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, memory_efficient
-) -> torch.Tensor:
-    """The output."""
-    if decomposes():
-        args = (input, weight, bias, normalized_shape, *_numbers(eps, weight_offset), rms)
-        _ops.check_norm_arguments(*args, out_dtype)
-        return _decompositions.norm_forward(*args, out_dtype)[0]
-    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
-    # Not torch.compiler.is_exporting(), which torch.compile too evaluates to True.
-    if not torch.compiler._is_exporting_flag:
-        if memory_efficient:
-            room = _room(
-                input, weight, bias, normalized_shape, weight_offset, input.dtype, out_dtype
-            )
-            if room > 0:
-                return _ops.norm_forward_listing(*args, out_dtype, room)[0]
-        return _ops.norm_forward(*args, out_dtype)[0]
-    # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
-    # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
-    # conversion before or after it gives the same numbers.
-    if out_dtype is torch.float32:
-        input = input.to(out_dtype)
-    args = (input, weight, bias, normalized_shape, eps, weight_offset, rms)
-    if memory_efficient and _can_list_exported(input, normalized_shape):
-        room = _fixed_room(math.prod(normalized_shape))
-        return _ops.norm_forward_listing(*args, None, room)[0].to(out_dtype)
-    return _ops.norm_forward(*args)[0].to(out_dtype)
-
-
-def recorded_norm(*args) -> torch.Tensor:
-    """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
-    if _is_onnx_export():
-        _ops.check_norm_arguments(*args)
-        return _decompositions.norm_forward(*args)[0]
-    return _ops.norm_forward(*args)[0]
-
-
-def recorded_add_norm(*args) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same of a sum."""
-    if _is_onnx_export():
-        _ops.check_add_norm_arguments(*args)
-        return _decompositions.add_norm_forward(*args)[:2]
-    return _ops.add_norm_forward(*args)[:2]
-
-
-def add_norm_forward(
     input,
-    residual,
     weight,
     bias,
     normalized_shape,
     eps,
     weight_offset,
     rms,
-    residual_dtype,
     out_dtype,
+    residual,
+    residual_dtype,
     memory_efficient,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(output, residual_out)."""
     if decomposes():
         eps, weight_offset = _numbers(eps, weight_offset)
-    options = (weight, bias, normalized_shape, eps, weight_offset, rms)
-    args = (input, residual, *options, residual_dtype, out_dtype)
+    options = (normalized_shape, eps, weight_offset, rms)
+    if residual is not None:
+        residual_dtype = residual_dtype or residual.dtype
+    args = (input, weight, bias, *options, out_dtype, residual, residual_dtype)
     if decomposes():
-        _ops.check_add_norm_arguments(*args)
-        return _decompositions.add_norm_forward(*args)[:2]
-    if not torch.compiler._is_exporting_flag:
+        _ops.check_norm_arguments(*args)
+        return _outputs(_decompositions.norm_forward(*args), residual)
+    if not _torch.is_exporting():
         if memory_efficient:
-            room = _room(
-                input, weight, bias, normalized_shape, weight_offset, residual_dtype, out_dtype
-            )
+            x_dtype = input.dtype if residual is None else residual_dtype
+            room = _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, out_dtype)
             if room > 0:
-                return _ops.add_norm_forward_listing(*args, room)[:2]
-        return _ops.add_norm_forward(*args)[:2]
-    _ops.check_add_norm_arguments(*args)
-    if out_dtype is input.dtype:  # both dtypes are the operator's defaults
-        args = (input, residual.to(residual_dtype), *options)
-        if memory_efficient and _can_list_exported(input, normalized_shape):
-            room = _fixed_room(math.prod(normalized_shape))
-            return _ops.add_norm_forward_listing(*args, None, None, room)[:2]
-        return _ops.add_norm_forward(*args)[:2]
-    residual_out = _decompositions.add(input, residual, residual_dtype)
-    output = norm_forward(residual_out, *options, out_dtype, memory_efficient)
-    return output, residual_out
+                return _outputs(_ops.norm_forward(*args, room), residual)
+        return _outputs(_ops.norm_forward(*args), residual)
+    # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
+    # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
+    # conversion before or after it gives the same numbers.
+    _ops.check_norm_arguments(*args)
+    residual_out = None
+    if residual is not None and out_dtype is not input.dtype:
+        input = residual_out = _decompositions.add(input, residual, residual_dtype)
+        residual = None
+    if residual is not None:
+        residual = residual.to(residual_dtype)
+    elif out_dtype is torch.float32:
+        input = input.to(out_dtype)
+    room = None
+    if memory_efficient and _can_list_exported(input, normalized_shape):
+        room = _fixed_room(math.prod(normalized_shape))
+    results = _ops.norm_forward(input, weight, bias, *options, None, residual, None, room)
+    if residual is not None:
+        residual_out = results[1]
+    return results[0].to(out_dtype), residual_out
+
+
+def recorded_norm(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
+    op = _ops.norm_forward
+    if _is_onnx_export():
+        _ops.check_norm_arguments(*args)
+        op = _decompositions.norm_forward
+    return _outputs(op(*args), args[8])
 
 
 def softmax_forward(input, dim, log, out_dtype) -> torch.Tensor:

@@ -53,109 +53,25 @@ def _parameter(tensor: Tensor | None, dim: int | None, input_dims: int) -> Tenso
 
 
 @torch.library.register_vmap("fused_norm::norm_forward")
-def _norm_forward(
-    info,
-    in_dims,
-    input,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset=0.0,
-    rms=False,
-    out_dtype=None,
-):
-    options = (normalized_shape, eps, weight_offset, rms, out_dtype)
-    _ops.check_norm_arguments(*_one_of_each(in_dims, input, weight, bias), *options)
-    input = _with_batch(input, in_dims[0], info.batch_size)
-    is_kernel = in_dims[1] is None and in_dims[2] is None
+def _norm_forward(info, in_dims, *args):
+    call = _ops.NormCall(*args)
+    dims = dict(enumerate(in_dims))
+    names = {0: "input", 1: "weight", 2: "bias", 8: "residual"}
+    of_one = _one_of_each([dims.get(at) for at in names], *(call[at] for at in names))
+    _ops.check_norm_arguments(*call._replace(**dict(zip(names.values(), of_one, strict=True))))
+    x = _with_batch(call.input, dims[0], info.batch_size)
+    residual = call.residual
+    if residual is not None:
+        residual = _with_batch(residual, dims[8], info.batch_size)
+    weight, bias = (_parameter(call[at], dims[at], x.dim()) for at in (1, 2))
+    # No list of columns serves a batch of them.
+    is_kernel = dims[1] is None and dims[2] is None and call.room is None
     function = _ops.norm_forward if is_kernel else _decompositions.norm_forward
-    weight = _parameter(weight, in_dims[1], input.dim())
-    bias = _parameter(bias, in_dims[2], input.dim())
-    outputs = function(input, weight, bias, *options)
-    return outputs, (0, None if rms else 0, 0)
-
-
-@torch.library.register_vmap("fused_norm::norm_forward_listing")
-def _norm_forward_listing(
-    info,
-    in_dims,
-    input,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    out_dtype,
-    room,
-):
-    """By decomposition: no list of columns serves a batch of them."""
-    options = (normalized_shape, eps, weight_offset, rms, out_dtype)
-    _ops.check_norm_arguments(*_one_of_each(in_dims, input, weight, bias), *options)
-    input = _with_batch(input, in_dims[0], info.batch_size)
-    weight = _parameter(weight, in_dims[1], input.dim())
-    bias = _parameter(bias, in_dims[2], input.dim())
-    output, rstd, side, columns = _decompositions.norm_forward_listing(
-        input, weight, bias, *options, room
-    )
-    return (output, rstd, side.view(info.batch_size, -1, room), columns), (0, 0, 0, None)
-
-
-@torch.library.register_vmap("fused_norm::add_norm_forward")
-def _add_norm_forward(
-    info,
-    in_dims,
-    input,
-    residual,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset=0.0,
-    rms=False,
-    residual_dtype=None,
-    out_dtype=None,
-):
-    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
-    _ops.check_add_norm_arguments(*_one_of_each(in_dims, input, residual, weight, bias), *options)
-    input = _with_batch(input, in_dims[0], info.batch_size)
-    residual = _with_batch(residual, in_dims[1], info.batch_size)
-    is_kernel = in_dims[2] is None and in_dims[3] is None
-    function = _ops.add_norm_forward if is_kernel else _decompositions.add_norm_forward
-    weight = _parameter(weight, in_dims[2], input.dim())
-    bias = _parameter(bias, in_dims[3], input.dim())
-    outputs = function(input, residual, weight, bias, *options)
-    return outputs, (0, 0, None if rms else 0, 0)
-
-
-@torch.library.register_vmap("fused_norm::add_norm_forward_listing")
-def _add_norm_forward_listing(
-    info,
-    in_dims,
-    input,
-    residual,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    residual_dtype,
-    out_dtype,
-    room,
-):
-    """By decomposition, as norm_forward_listing."""
-    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
-    _ops.check_add_norm_arguments(*_one_of_each(in_dims, input, residual, weight, bias), *options)
-    input = _with_batch(input, in_dims[0], info.batch_size)
-    residual = _with_batch(residual, in_dims[1], info.batch_size)
-    weight = _parameter(weight, in_dims[2], input.dim())
-    bias = _parameter(bias, in_dims[3], input.dim())
-    *outputs, side, columns = _decompositions.add_norm_forward_listing(
-        input, residual, weight, bias, *options, room
-    )
-    return (*outputs, side.view(info.batch_size, -1, room), columns), (0, 0, 0, 0, None)
+    results = function(*call._replace(input=x, weight=weight, bias=bias, residual=residual))
+    if call.room is None:
+        return results, [0] * (len(results) - 2) + [None if call.rms else 0, 0]
+    results[-2] = results[-2].view(info.batch_size, -1, call.room)
+    return results, [0] * (len(results) - 1) + [None]
 
 
 @torch.library.register_vmap("fused_norm::norm_backward")

@@ -112,18 +112,10 @@ def _norm(
     if not _store_converts(input.dtype, out_dtype) and input.dtype is not torch.float64:
         input = input.to(torch.float64 if out_dtype is torch.float64 else torch.float32)
     stored = out_dtype if _store_converts(input.dtype, out_dtype) else input.dtype
-    output = functional._norm(
-        input,
-        _fit(weight, input),
-        _fit(bias, input),
-        normalized_shape,
-        eps,
-        0.0,
-        rms,
-        memory_efficient,
-        out_dtype=stored,
+    options = (normalized_shape, eps, 0.0, rms, memory_efficient, stored)
+    return functional._norm(input, _fit(weight, input), _fit(bias, input), *options)[0].to(
+        out_dtype
     )
-    return output.to(out_dtype)
 
 
 def fused_layer_norm_affine(

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _C, _arguments, _jagged, _sharding, _tracing
+from fused_norm import _C, _arguments, _jagged, _sharding, _torch, _tracing
 from fused_norm import _autograd as _autograd  # registers the operators' derivatives
 from fused_norm._attention import (  # noqa: F401
     flash_attention,
     flash_attention_varlen,
     scaled_dot_product_attention,
 )
+from fused_norm._gated import rms_norm_gated  # noqa: F401
 
 _SIXTEEN_BIT = (torch.float16, torch.bfloat16)
+_PLAIN_OR_NONE = (Tensor, type(None))
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
@@ -26,7 +28,7 @@ def _is_overridden(*tensors) -> bool:
     if torch.compiler.is_compiling():
         return False
     nested = any(_jagged.is_nested(tensor) for tensor in tensors)
-    return not nested or torch._C._is_torch_function_mode_enabled()
+    return not nested or _torch.is_function_mode_enabled()
 
 
 def _options(normalized_shape, eps, weight_offset, memory_efficient, is_compiling) -> tuple:
@@ -49,20 +51,19 @@ def _options(normalized_shape, eps, weight_offset, memory_efficient, is_compilin
     )
 
 
-def _retry(norm, op, tensors: dict, normalized_shape, *options):
-    """What ``norm`` of the extension gave None for: an argument that is wrong, a normalized_shape
-    of numbers that are no ints, or a tracer, for which there is the operator ``op``."""
-    for name, value in tensors.items():
+def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
+    """What the extension gave None for: an argument that is wrong, a normalized_shape of numbers
+    that are no ints, or a tracer, for which there is the operator."""
+    for name, value in {"input": input, "weight": weight, "bias": bias}.items():
         _arguments.optional_tensor(name, value)
-    normalized_shape = _arguments.shape(normalized_shape)
-    args = (*tensors.values(), normalized_shape, *options)
-    if torch._C._is_tracing():
-        return op(*args[:-1])
-    result = norm(*args)
-    if result is None:
+    args = (input, weight, bias, _arguments.shape(normalized_shape), *options)
+    if torch.jit.is_tracing():
+        return _tracing.recorded_norm(*args[:-1])
+    outputs = _C.norm(*args)
+    if outputs is None:
         types = ", ".join(type(arg).__name__ for arg in args)
         raise TypeError(f"a norm does not take arguments of types {types}")
-    return result
+    return outputs
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
@@ -99,9 +100,11 @@ def _norm(
     weight_offset,
     rms,
     memory_efficient,
-    *,
     out_dtype=None,
-) -> Tensor:
+    residual=None,
+    residual_dtype=None,
+) -> tuple[Tensor, Tensor | None]:
+    """(output, residual_out)"""
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
@@ -109,33 +112,28 @@ def _norm(
     normalized_shape, eps, weight_offset, memory_efficient = _options(
         normalized_shape, eps, weight_offset, memory_efficient, is_compiling
     )
-    if type(input) is not Tensor and input.is_nested:
-        options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
+    if (type(input) is not Tensor and input.is_nested) or (
+        type(residual) not in _PLAIN_OR_NONE and residual.is_nested
+    ):
+        options = (normalized_shape, eps, weight_offset, rms, memory_efficient, out_dtype)
         return _jagged.of_rows(
-            lambda rows: _norm(rows, weight, bias, *options, out_dtype=out_dtype),
+            lambda x, r=None: _norm(x, weight, bias, *options, r, residual_dtype),
             normalized_shape,
             input=input,
+            **({} if residual is None else {"residual": residual}),
         )
-    options = (
-        normalized_shape,
-        eps,
-        weight_offset,
-        rms,
-        out_dtype or _out_dtype(input, rms, memory_efficient),
-        memory_efficient,
-    )
-    if is_compiling:
-        _arguments.optional_tensor("weight", weight)
-        _arguments.optional_tensor("bias", bias)
-        output = _tracing.norm_forward(input, weight, bias, *options)
-        if not rms or input.dim() not in (4, 5):
-            return output
-        return output.contiguous(memory_format=torch._prims_common.suggest_memory_format(input))
-    output = _C.norm(input, weight, bias, *options)
-    if output is None:
-        tensors = {"input": input, "weight": weight, "bias": bias}
-        return _retry(_C.norm, _tracing.recorded_norm, tensors, *options)
-    return output
+    out_dtype = out_dtype or _out_dtype(input, rms, memory_efficient)
+    options = (normalized_shape, eps, weight_offset, rms, out_dtype, residual, residual_dtype)
+    if not is_compiling:
+        outputs = _C.norm(input, weight, bias, *options, memory_efficient)
+        return outputs or _retry(input, weight, bias, *options, memory_efficient)
+    _arguments.optional_tensor("weight", weight)
+    _arguments.optional_tensor("bias", bias)
+    outputs = _tracing.norm_forward(input, weight, bias, *options, memory_efficient)
+    if rms and residual is None and input.dim() in (4, 5):
+        format = _torch.suggest_memory_format(input)
+        return outputs[0].contiguous(memory_format=format), None
+    return outputs
 
 
 def layer_norm(
@@ -186,7 +184,8 @@ def layer_norm(
             memory_efficient=memory_efficient,
             weight_offset=weight_offset,
         )
-    return _norm(input, weight, bias, normalized_shape, eps, weight_offset, False, memory_efficient)
+    options = (normalized_shape, eps, weight_offset, False, memory_efficient)
+    return _norm(input, weight, bias, *options)[0]
 
 
 def rms_norm(
@@ -231,56 +230,18 @@ def rms_norm(
             memory_efficient=memory_efficient,
             weight_offset=weight_offset,
         )
-    eps = _rms_eps(input, eps)
-    return _norm(input, weight, None, normalized_shape, eps, weight_offset, True, memory_efficient)
+    options = (normalized_shape, _rms_eps(input, eps), weight_offset, True, memory_efficient)
+    return _norm(input, weight, None, *options)[0]
 
 
-def _add_norm(
-    input,
-    residual,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    memory_efficient,
-    residual_dtype,
-) -> tuple[Tensor, Tensor]:
-    if type(input) is not Tensor or type(residual) is not Tensor:
+def _add_norm(input, residual, weight, bias, residual_dtype, *options) -> tuple[Tensor, Tensor]:
+    if type(residual) is not Tensor:
         _arguments.tensor("input", input)
         _arguments.tensor("residual", residual)
         _sharding.register_where_loaded()
-    if residual_dtype is None:
-        residual_dtype = residual.dtype
-    else:
+    if residual_dtype is not None:
         _arguments.optional_dtype("residual_dtype", residual_dtype)
-    is_compiling = torch.compiler.is_compiling()
-    normalized_shape, eps, weight_offset, memory_efficient = _options(
-        normalized_shape, eps, weight_offset, memory_efficient, is_compiling
-    )
-    if (type(input) is not Tensor and input.is_nested) or (
-        type(residual) is not Tensor and residual.is_nested
-    ):
-        options = (normalized_shape, eps, weight_offset, rms, memory_efficient, residual_dtype)
-        return _jagged.of_rows(
-            lambda *rows: _add_norm(*rows, weight, bias, *options),
-            normalized_shape,
-            input=input,
-            residual=residual,
-        )
-    out_dtype = _out_dtype(input, rms, memory_efficient)
-    options = (normalized_shape, eps, weight_offset, rms, residual_dtype, out_dtype)
-    options = (*options, memory_efficient)
-    if is_compiling:
-        _arguments.optional_tensor("weight", weight)
-        _arguments.optional_tensor("bias", bias)
-        return _tracing.add_norm_forward(input, residual, weight, bias, *options)
-    outputs = _C.add_norm(input, residual, weight, bias, *options)
-    if outputs is None:
-        tensors = {"input": input, "residual": residual, "weight": weight, "bias": bias}
-        return _retry(_C.add_norm, _tracing.recorded_add_norm, tensors, *options)
-    return outputs
+    return _norm(input, weight, bias, *options, None, residual, residual_dtype)
 
 
 def add_layer_norm(
@@ -344,18 +305,8 @@ def add_layer_norm(
             weight_offset=weight_offset,
             residual_dtype=residual_dtype,
         )
-    return _add_norm(
-        input,
-        residual,
-        weight,
-        bias,
-        normalized_shape,
-        eps,
-        weight_offset,
-        False,
-        memory_efficient,
-        residual_dtype,
-    )
+    options = (normalized_shape, eps, weight_offset, False, memory_efficient)
+    return _add_norm(input, residual, weight, bias, residual_dtype, *options)
 
 
 def add_rms_norm(
@@ -390,20 +341,11 @@ def add_rms_norm(
             weight_offset=weight_offset,
             residual_dtype=residual_dtype,
         )
-    return _add_norm(
-        input,
-        residual,
-        weight,
-        None,
-        normalized_shape,
-        _rms_eps(input, eps),
-        weight_offset,
-        True,
-        memory_efficient,
-        residual_dtype,
-    )
+    options = (normalized_shape, _rms_eps(input, eps), weight_offset, True, memory_efficient)
+    return _add_norm(input, residual, weight, None, residual_dtype, *options)
 
 
+@_torch.constant
 def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
     """torch's rule, and its warning, for a dimension that is not given."""
     warnings.warn(
@@ -412,11 +354,6 @@ def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
         stacklevel=stacklevel,
     )
     return 0 if ndim in (0, 1, 3) else 1
-
-
-# torch.compiler.assume_constant_result, without loading the compiler: a tracer runs it, warning
-# included, and keeps no trace of it.
-_softmax_dim._dynamo_marked_constant = True
 
 
 def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:

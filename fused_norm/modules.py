@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from fused_norm import _arguments, functional
+from fused_norm import _arguments, _gated, functional
 
 
 def _offset(weight_offset, elementwise_affine) -> float:
@@ -136,6 +136,72 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def extra_repr(self) -> str:
         return super().extra_repr() + _extra_repr(self)
+
+
+class RMSNormGated(torch.nn.RMSNorm):
+    """An RMSNorm with a gate: ``norm(input, gate)`` is ``rms_norm(input) * act(gate)``, or
+    ``rms_norm(input * act(gate))``. Its ``state_dict`` is that of :class:`torch.nn.RMSNorm`.
+
+    Args:
+        norm_before_gate: the norm comes first; ``False``: the gate does.
+        activation: ``"silu"`` or ``"sigmoid"``.
+        group_size: elements of a row that are normalized together; ``None``: all.
+        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred weights,
+            which then start at zero.
+
+    The other arguments are :class:`torch.nn.RMSNorm`'s. Shapes, dtypes and errors:
+    :func:`fused_norm.functional.rms_norm_gated`.
+    """
+
+    def __init__(
+        self,
+        normalized_shape,
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device=None,
+        dtype=None,
+        *,
+        norm_before_gate: bool = True,
+        activation: str = "silu",
+        group_size: int | None = None,
+        weight_offset: float = 0.0,
+    ) -> None:
+        self.weight_offset = _offset(weight_offset, elementwise_affine)  # as in LayerNorm
+        norm_before_gate = _arguments.flag("norm_before_gate", norm_before_gate)
+        activation = _gated.activation_of(activation)
+        if group_size is not None:
+            group_size = _arguments.integer("group_size", group_size)
+        eps = _arguments.optional_number("eps", eps)
+        super().__init__(_arguments.shape(normalized_shape), eps, elementwise_affine, device, dtype)
+        self.norm_before_gate = norm_before_gate
+        self.activation = activation
+        self.group_size = group_size
+
+    def reset_parameters(self) -> None:
+        """Sets the effective weight, ``weight + weight_offset``, to one."""
+        super().reset_parameters()
+        _reset_weight(self)
+
+    def forward(self, input: Tensor, gate: Tensor) -> Tensor:
+        return functional.rms_norm_gated(
+            input,
+            gate,
+            self.normalized_shape,
+            self.weight,
+            self.eps,
+            norm_before_gate=self.norm_before_gate,
+            activation=self.activation,
+            group_size=self.group_size,
+            weight_offset=self.weight_offset,
+        )
+
+    def extra_repr(self) -> str:
+        options = [f"norm_before_gate={self.norm_before_gate}", f"activation={self.activation!r}"]
+        if self.group_size is not None:
+            options.append(f"group_size={self.group_size}")
+        if self.weight_offset:
+            options.append(f"weight_offset={self.weight_offset}")
+        return ", ".join([super().extra_repr(), *options])
 
 
 class Softmax(torch.nn.Softmax):

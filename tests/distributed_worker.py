@@ -234,6 +234,35 @@ def added_residual(rank, device, memory_efficient):
             close(gradient.full_tensor(), right)
 
 
+def gated(rank, device):
+    """Rows stay where they are; the gate comes to the input."""
+    mesh = init_device_mesh(device, (WORLD,))
+    x, gate, dy = (torch.randn(4, 6, 8, dtype=FP64, device=device) for _ in range(3))
+    for weight in (torch.rand(8, dtype=FP64, device=device) + 0.5, None):
+        for norm_before_gate in (True, False):
+            tensors = [x, gate] if weight is None else [x, gate, weight]
+
+            def call(x, gate, weight=None, norm_before_gate=norm_before_gate):
+                return fn.rms_norm_gated(
+                    x, gate, 8, weight, norm_before_gate=norm_before_gate, group_size=4
+                )
+
+            leaves = [t.clone().requires_grad_() for t in tensors]
+            exact = call(*leaves)
+            exact_grads = torch.autograd.grad(exact, leaves, dy)
+            for of_input in (Replicate(), Shard(0), Shard(1), Shard(2)):
+                places = (of_input, Shard(0), Replicate())
+                d_leaves = [
+                    distribute_tensor(t, mesh, [place]).requires_grad_()
+                    for t, place in zip(tensors, places, strict=False)
+                ]
+                output = call(*d_leaves)
+                d_dy = distribute_tensor(dy, mesh, list(output.placements))
+                grads = torch.autograd.grad(output, d_leaves, d_dy)
+                for ours, right in zip([output, *grads], [exact, *exact_grads], strict=True):
+                    close(ours.full_tensor(), right)
+
+
 def sharded_parameters_and_no_parameters(rank, device):
     mesh = init_device_mesh(device, (WORLD,))
     x = torch.randn(4, 8, dtype=FP64, device=device)

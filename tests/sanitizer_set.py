@@ -166,8 +166,8 @@ def run(call, pools, x_dtype, y_dtype, rms):
         )  # fmt: skip
     if weight is not None and call.rows <= FEW_ROWS:  # every seventh column is listed
         weight[::7] = -call.weight_offset
-        y, rstd, side, columns = torch.ops.fused_norm.norm_forward_listing(
-            x, weight, bias, shape, 1e-5, call.weight_offset, rms, y_dtype, call.cols
+        y, rstd, side, columns = torch.ops.fused_norm.norm_forward(
+            x, weight, bias, shape, 1e-5, call.weight_offset, rms, y_dtype, room=call.cols
         )
         torch.ops.fused_norm.norm_backward(
             dy, y, None, rstd, weight, bias, shape, call.weight_offset, rms, True,
@@ -181,8 +181,8 @@ def run_add(call, pools, x_dtype, y_dtype, rms):
     residual, x = (tensor(pools[dtype], *size, call.layout) for dtype in (x_dtype, y_dtype))
     weight, bias = parameters(call, pools, rms)
     shape = [call.cols]
-    y, total, mean, rstd = torch.ops.fused_norm.add_norm_forward(
-        x, residual, weight, bias, shape, 1e-5, call.weight_offset, rms
+    y, total, mean, rstd = torch.ops.fused_norm.norm_forward(
+        x, weight, bias, shape, 1e-5, call.weight_offset, rms, residual=residual
     )
     if call.output_mask is None or not call.output_mask[0]:
         return
@@ -193,8 +193,8 @@ def run_add(call, pools, x_dtype, y_dtype, rms):
         )  # fmt: skip
     if weight is not None and call.rows <= FEW_ROWS:
         weight[::7] = -call.weight_offset
-        y, total, rstd, side, columns = torch.ops.fused_norm.add_norm_forward_listing(
-            x, residual, weight, bias, shape, 1e-5, call.weight_offset, rms, x_dtype, y_dtype,
+        y, total, rstd, side, columns = torch.ops.fused_norm.norm_forward(
+            x, weight, bias, shape, 1e-5, call.weight_offset, rms, y_dtype, residual, x_dtype,
             call.cols,
         )  # fmt: skip
         torch.ops.fused_norm.norm_backward(
@@ -269,6 +269,8 @@ STAGES = [
     Case(BF16, (70, 520), (64, 64), (1, 1, 1), "full", "float", softcap=5.0),
     Case(BF16, (70, 520), (128, 128), (1, 1, 1), "causal"),
     Case(BF16, (70, 520), (128, 128), (1, 1, 1), "both", "bool keys"),
+    Case(BF16, (330, 200), (128, 128), (1, 1, 1), "causal", "float"),
+    Case(BF16, (150, 330), (192, 192), (1, 1, 1), "full", "bool"),
     Case(BF16, (70, 330), (256, 256), (1, 1, 1), "causal"),
     Case(BF16, (70, 330), (256, 256), (1, 1, 1), "full", "fp32"),
     Case(FP32, (70, 150), (40, 40), (1, 2, 1), "causal", "float rows"),

@@ -33,8 +33,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
 each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 each_sum = pytest.mark.parametrize("sums", SUMS, ids=lambda s: f"{s[1]} to {s[0]}")
-forward_op = torch.ops.fused_norm.add_norm_forward.default
-listing_op = torch.ops.fused_norm.add_norm_forward_listing.default
+forward_op = torch.ops.fused_norm.norm_forward.default
 backward_op = torch.ops.fused_norm.norm_backward.default
 
 SIZES = {"cpu": [(1, 1), (33, 40), (60, 264), (2, 1027)]}
@@ -407,15 +406,15 @@ each_sample = pytest.mark.parametrize("sample", SAMPLES, ids=str)
 
 
 def arguments(sample, kind, generator, requires_grad=False):
-    shape, normalized, dtype, residual_dtype, parameter, *dtypes = sample
+    shape, normalized, dtype, residual_dtype, parameter, sum_dtype, out_dtype = sample
     x, residual = randn(generator, *shape, dtype=dtype), randn(generator, *shape)
     weight = bias = None
     if parameter is not None:
         weight = randn(generator, *normalized).sigmoid().to(parameter)
         bias = randn(generator, *normalized).to(parameter) if kind == "layer" else None
     leaves = [x, residual.to(residual_dtype), weight, bias]
-    leaves = [t if t is None else t.requires_grad_(requires_grad) for t in leaves]
-    return [*leaves, normalized, 1e-5, 0.0, kind == "rms", *dtypes]
+    x, residual, *params = (t if t is None else t.requires_grad_(requires_grad) for t in leaves)
+    return [x, *params, normalized, 1e-5, 0.0, kind == "rms", out_dtype, residual, sum_dtype]
 
 
 @pytest.mark.parametrize("requires_grad", [False, True], ids=["", "needs grad"])
@@ -430,11 +429,12 @@ def test_opcheck(kind, sample, requires_grad, device, generator):
 @each_kind
 def test_opcheck_listing(kind, sample, requires_grad, device, generator):
     args = arguments(sample, kind, generator)
-    args[2].view(-1)[:3] = 0
-    if args[3] is not None:  # one that dwarfs the weight would lose more columns
-        args[3].mul_(0.1)
-    args[:4] = [t if t is None else t.requires_grad_(requires_grad) for t in args[:4]]
-    torch.library.opcheck(listing_op, (*args, 3))
+    args[1].view(-1)[:3] = 0
+    if args[2] is not None:  # one that dwarfs the weight would lose more columns
+        args[2].mul_(0.1)
+    for at in (0, 1, 2, 8):
+        args[at] = args[at] if args[at] is None else args[at].requires_grad_(requires_grad)
+    torch.library.opcheck(forward_op, (*args, 3))
 
 
 @pytest.mark.parametrize("mask", [[True, True, True], [True, False, False]], ids=str)
@@ -444,10 +444,10 @@ def test_opcheck_listing(kind, sample, requires_grad, device, generator):
 @each_kind
 def test_opcheck_backward(kind, sample, requires_grad, from_output, mask, device, generator):
     args = arguments(sample, kind, generator)
-    if from_output and args[3] is not None:  # a bias that dwarfs the weight would give NaN
-        args[3].zero_()
+    if from_output and args[2] is not None:  # a bias that dwarfs the weight would give NaN
+        args[2].zero_()
     y, total, mean, rstd = forward_op(*args)
-    x, _, weight, bias, normalized, _, offset, rms, _, _ = args
+    x, weight, bias, normalized, _, offset, rms, *_ = args
     dy, dresidual = (randn(generator, *x.shape).to(t.dtype) for t in (y, total))
     saved = (y if from_output else total).detach()
     options = (normalized, offset, rms, from_output, total.dtype, mask, None, None)
@@ -461,10 +461,10 @@ def test_opcheck_backward(kind, sample, requires_grad, from_output, mask, device
 def test_binding_gives_the_operators_bits(kind, sample, device, generator):
     args = arguments(sample, kind, generator)
     results = forward_op(*args)
-    for operator, binding in zip(results, _C.add_norm_forward(*args), strict=True):
+    for operator, binding in zip(results, _C.norm_forward(*args), strict=True):
         assert same_bits(operator, binding)
     y, total, mean, rstd = results
-    _, _, weight, bias, normalized, _, offset, rms, _, _ = args
+    _, weight, bias, normalized, _, offset, rms, *_ = args
     options = (normalized, offset, rms, False, total.dtype, [True] * 3, None, None)
     args = (y, total, None if rms else mean, rstd, weight, bias, *options, total)
     for operator, binding in zip(backward_op(*args), _C.norm_backward(*args), strict=True):
@@ -487,8 +487,8 @@ def test_calling_the_operator_differentiates(kind, device, generator):
     leaves = leaves_of(kind, generator)
     gradients = [leaf(generator, 4, 6).detach() for _ in range(2)]
     eps = 1e-5 if kind == "layer" else torch.finfo(FP64).eps
-    bias = leaves[3] if kind == "layer" else None
-    direct = forward_op(*leaves[:3], bias, [6], eps, 0.0, kind == "rms")[:2]
+    x, residual, weight, bias = (*leaves, None)[:4]
+    direct = forward_op(x, weight, bias, [6], eps, 0.0, kind == "rms", residual=residual)[:2]
     for a, b in zip(
         torch.autograd.grad(direct, leaves, gradients),
         torch.autograd.grad(call_of(kind, False)(*leaves), leaves, gradients),

@@ -205,7 +205,7 @@ def test_threads_do_not_matter_within_a_sequence(threads, seed):
     reason="needs compute capability 9.0",
 )
 def test_which_tier_makes_gradients(seed):
-    """Hopper's kernels unless there is a mask, whatever the sizes."""
+    """Hopper's kernels, whatever the sizes, unless a mask does not fit."""
     generator = rand_generator("cuda", seed)
 
     def tiers(dim, batch=1, length=70, **options):
@@ -219,7 +219,10 @@ def test_which_tier_makes_gradients(seed):
         assert tiers(dim) == tiers(dim, 3, 1000) == {"hopper"}
         assert tiers(dim, causal=True) == tiers(dim, window=(9, 0)) == {"hopper"}
         assert tiers(dim, softcap=30.0, alibi_slopes=torch.ones(2, device="cuda")) == {"hopper"}
-        assert tiers(dim, attn_mask=randn(generator, 70, 70, dtype=BF16)) == {"portable"}
+        of_mask = {"hopper" if dim <= 192 else "portable"}
+        assert tiers(dim, attn_mask=randn(generator, 70, 70, dtype=BF16)) == of_mask
+        assert tiers(dim, attn_mask=randn(generator, 70, 70) > 0) == of_mask
+        assert tiers(dim, attn_mask=randn(generator, 70, 70)) == {"portable"}
 
 
 @each_tier
@@ -315,6 +318,32 @@ def test_hidden_keys_may_hold_anything(tier, poison, seed):
                 results.append([out[:30].detach(), grads[0][:30], grads[1][:45], grads[2][:45]])
             for a, b in zip(*results, strict=True):
                 assert same_bits(a, b)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("mask", ["bool", "float", "float keys", "fp32"])
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
+def test_masks_of_several_tiles(tier, mask, dim, seed):
+    """Values; the same bits wherever the mask lies, and whatever a key holds that it hides."""
+    for size in ((300, 331), (390, 400)):
+        case = Case(BF16, size, (dim, dim), (2, 4, 2), "causal", mask, softcap=5.0 * (dim == 96))
+        tensors = tensors_of(case, rand_generator("cuda", seed))
+        given = tensors["attn_mask"]
+        hidden = slice(20, 290)  # whole tiles and parts
+        given[..., hidden] = False if mask == "bool" else -torch.inf
+        with forced(tier), unwritten_is_nan("cuda", tensors["query"].numel() * 2):
+            results = run(attend(case), case, tensors)
+            verdict = Verdict()
+            verdict.add(str(case), check(case, tensors, results))
+            verdict.check()
+            padded = F.pad(given, (3, 5, 1, 0))[..., 1:, 3:-5]
+            for other in (padded, given.mT.contiguous().mT):
+                for name, value in run(attend(case), case, tensors | {"attn_mask": other}).items():
+                    assert same_bits(value, results[name]), name
+            for name in ("key", "value"):
+                tensors[name][:, :, hidden] = float("nan")
+            for name, value in run(attend(case), case, tensors).items():
+                assert same_bits(value, results[name]), name
 
 
 def unpacked(tensor, offsets, b):

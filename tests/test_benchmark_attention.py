@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks import attention, attention_report
+from benchmarks import attention, attention_report, result_files
 from benchmarks.__main__ import main
 from benchmarks.attention_report import OURS, Record
 
@@ -20,16 +20,15 @@ FACTS = [("suite", "attention"), ("GPU", "a chip: large")]
 
 @pytest.mark.parametrize("window", [None, 0, 3, 100])
 @pytest.mark.parametrize("lengths", [(), (5, 1, 9, 9)])
-def test_flops_are_those_of_the_pairs_seen(window, lengths, monkeypatch):
-    monkeypatch.setattr(attention, "TOKENS", 24)
-    cell = attention.Cell("", 64, 12, True, window, lengths=lengths)
+def test_flops_are_those_of_the_pairs_seen(window, lengths):
+    cell = attention.Cell("", 64, 12, True, window, lengths=lengths, tokens=24)
     pairs = 0
     for n in lengths or (12, 12):
         i, j = torch.arange(n)[:, None], torch.arange(n)
         pairs += int(((j <= i) & (j >= i - (n if window is None else window))).sum())
     assert cell.flops("forward") == 4 * pairs * 32 * 64
     assert cell.flops("backward") == 2.5 * cell.flops("forward")
-    full = attention.Cell("", 64, 12)
+    full = attention.Cell("", 64, 12, tokens=24)
     assert full.flops("forward") == 4 * 2 * 144 * 32 * 64
 
 
@@ -51,15 +50,15 @@ def test_files_and_merge(tmp_path, capsys):
     ]
     for name, records in (("one", first), ("two", second)):
         attention_report.write(FACTS, records, tmp_path, name)
-        assert attention_report.read_records(tmp_path / f"{name}.csv") == (FACTS, records)
+        assert result_files.read_csv(tmp_path / f"{name}.csv", Record) == (FACTS, records)
     (tmp_path / "other.csv").write_text("# suite: norm\nstudy,operation\n")
-    assert attention_report.read_records(tmp_path / "other.csv") is None
+    assert result_files.read_csv(tmp_path / "other.csv", Record) is None
     out = tmp_path / "out"
     assert (
         main(["merge", str(tmp_path / "one.csv"), str(tmp_path / "two.csv"), "--out", str(out)])
         == 0
     )
-    assert attention_report.read_records(out / "attention.csv") == (FACTS, first + second)
+    assert result_files.read_csv(out / "attention.csv", Record) == (FACTS, first + second)
     text = (out / "attention.md").read_text()
     assert "flash-attn 4: no" in text and "WRONG (7 x bound)" in text
     assert (out / "attention.png").exists()

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("benchmarks.model", reason="the benchmarks need the repository and rich")
 
 from benchmarks import __main__ as entry_point  # noqa: E402
-from benchmarks import model, model_steps, sensors  # noqa: E402
+from benchmarks import model, model_steps, result_files, sensors  # noqa: E402
 from benchmarks.model_steps import Case, Kernel, Record  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -150,11 +150,11 @@ def test_files_are_merged(tmp_path, monkeypatch, capsys):
     for name, changes in (("a", [-0.03, -0.02]), ("b", [-0.01])):
         flags = [change + 0.02 for change in changes]
         facts = [("suite", "model"), ("GPU", f"GPU {name}")]
-        model.write_records(tmp_path / f"{name}.csv", facts, records(changes, flags))
+        result_files.write_csv(tmp_path / f"{name}.csv", facts, Record, records(changes, flags))
     files = [str(tmp_path / f"{name}.csv") for name in "ab"]
     assert entry_point.main(["merge", *files, "--out", str(tmp_path)]) == 0
     assert "the flag adds +2.0%" in capsys.readouterr().out
-    facts, merged = model.read_records(tmp_path / "model.csv")
+    facts, merged = result_files.read_csv(tmp_path / "model.csv", Record)
     assert dict(facts)["GPU"] == "GPU a; GPU b"
     assert sorted({r.process for r in merged}) == [1, 2, 3]
     markdown = (tmp_path / "model.md").read_text()
@@ -183,7 +183,7 @@ def test_a_small_run(tmp_path):
         timeout=300,
     )  # fmt: skip
     assert done.returncode in (0, 1), done.stderr  # so small a step tells nothing of the flag
-    _, found = model.read_records(tmp_path / "model.csv")
+    _, found = result_files.read_csv(tmp_path / "model.csv", Record)
     steps = [r for r in found if r.quantity == "seconds"]
     assert len(steps) == 5 * 3 and all(r.value > 0 for r in steps)
     markdown = (tmp_path / "model.md").read_text()

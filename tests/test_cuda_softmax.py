@@ -159,7 +159,7 @@ def boundaries():
     three halves of them, a pack of eight, four or two to each side of them, and neighbours."""
     middles = [2**k for k in range(2, 18)] + [3 * 2**k for k in range(1, 16)]
     steps = [-8, -4, -2, -1, 0, 1, 2, 4, 8]
-    return sorted({m + s for m in middles for s in steps if m + s > 0} | {2**20, 2**20 + 1})
+    return sorted({m + s for m in middles for s in steps if m + s > 0} | {300001, 2**20, 2**20 + 1})
 
 
 @each_log

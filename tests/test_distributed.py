@@ -41,6 +41,10 @@ def test_sharded_parameters_and_no_parameters(pair):
     pair.run("sharded_parameters_and_no_parameters")
 
 
+def test_gated(pair):
+    pair.run("gated")
+
+
 def test_softmaxes(pair):
     pair.run("softmaxes")
 

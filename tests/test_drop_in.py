@@ -20,6 +20,7 @@ CALLS = {
     "rms_norm": lambda x, w: fn.rms_norm(x, 8, w, weight_offset=1.0),
     "add_layer_norm": lambda x, w: fn.add_layer_norm(x, x, 8, w, w, weight_offset=0.5),
     "add_rms_norm": lambda x, w: fn.add_rms_norm(x, x, 8, w, residual_dtype=torch.float32),
+    "rms_norm_gated": lambda x, w: fn.rms_norm_gated(x, x, 8, w, norm_before_gate=False),
     "softmax": lambda x, w: fn.softmax(x, -1, torch.float64),
     "log_softmax": lambda x, w: fn.log_softmax(x, 0),
     "scaled_masked_softmax": lambda x, w: fn.scaled_masked_softmax(x, x > 0, 2.0, causal=True),

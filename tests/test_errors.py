@@ -278,16 +278,14 @@ CASES |= {
     ),
     "vmap: normalized_shape does not match, listing columns": (
         lambda make: torch.vmap(
-            lambda x, w: torch.ops.fused_norm.norm_forward_listing(
-                x, w, None, [37], 1e-5, 0.0, False, None, 4
-            )
+            lambda x, w: torch.ops.fused_norm.norm_forward(x, w, None, [37], 1e-5, room=4)
         )(make(4, 3, 48), make(4, 48)),
         ["normalized_shape", "37", "3, 48"],
     ),
     "vmap: residual of another shape, listing columns": (
         lambda make: torch.vmap(
-            lambda x, r, w: torch.ops.fused_norm.add_norm_forward_listing(
-                x, r, w, None, [48], 1e-5, 0.0, False, None, None, 4
+            lambda x, r, w: torch.ops.fused_norm.norm_forward(
+                x, w, None, [48], 1e-5, residual=r, room=4
             )
         )(make(4, 4, 48), make(4, 48), make(4, 48)),
         ["residual", r"\[4, 48\]", r"\[48\]"],
@@ -607,8 +605,6 @@ def test_room_for_listed_columns(room):
     cols = 2**25
     x = torch.empty(1).expand(1, cols)  # takes no memory
     check_raises(
-        lambda: torch.ops.fused_norm.norm_forward_listing(
-            x, x[0], None, [cols], 1e-5, 0.0, False, None, room
-        ),
+        lambda: torch.ops.fused_norm.norm_forward(x, x[0], None, [cols], 1e-5, room=room),
         ["room", str(room), "16777216", str(cols)],
     )

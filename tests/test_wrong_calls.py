@@ -34,6 +34,9 @@ WRONG = {
     "dim": [1.5, "a", [0], object(), 2, -3],
     "scale": [None, *NOT_A_NUMBER],
     "causal": NOT_A_FLAG,
+    "gate": NOT_A_TENSOR,
+    "norm_before_gate": NOT_A_FLAG,
+    "group_size": [1.5, "a", [0], object(), 3, 0],
 }
 NORM = {"normalized_shape": (8,), "weight": WEIGHT, "eps": 1e-5, "memory_efficient": False}
 OF_FUNCTIONS = {
@@ -46,6 +49,10 @@ OF_FUNCTIONS = {
     fn.add_rms_norm: {
         **{"input": X, "residual": X, **NORM, "weight_offset": 0.0},
         "residual_dtype": torch.float32,
+    },
+    fn.rms_norm_gated: {
+        **{"input": X, "gate": X, "normalized_shape": (8,), "weight": WEIGHT, "eps": 1e-5},
+        **{"norm_before_gate": True, "group_size": 4, "weight_offset": 0.0},
     },
     fn.softmax: {"input": X, "dim": -1, "dtype": None},
     fn.log_softmax: {"input": X, "dim": -1, "dtype": None},

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from benchmarks import result_files
+
 needs_gpu = False
 
 STEM = "backward_ladder"
@@ -81,23 +83,16 @@ def plot(lines, path):
 
 def write(lines, out):
     """Write backward_ladder.md and .png into `out`."""
-    with (out / f"{STEM}.md").open("w") as stream:
-        print("# The backward ladder\n", file=stream)
-        for name, value in facts(lines):
-            print(f"- {name}: {value}", file=stream)
-        print(
-            "\nLayerNorm's backward pass in fp32, in a CUDA graph of many calls. Time is all that "
-            "a call launches,\nzeroing `dweight` and `dbias` before atomics included; cycles are "
-            "time x SM clock; TB/s counts what\nmust move, `x` and `dy` in and `dx` out. Each "
-            "result was compared with the CPU's, in double.\n",
-            file=stream,
-        )
-        for title, steps in cases(lines):
-            print(f"## {title}\n", file=stream)
-            for row in (HEADER, ["---"] * len(HEADER), *table(steps)):
-                print(f"| {' | '.join(row)} |", file=stream)
-            print(file=stream)
-        print(f"![Microseconds of each step]({STEM}.png)", file=stream)
+    parts = [
+        "LayerNorm's backward pass in fp32, in a CUDA graph of many calls. Time is all that a call "
+        "launches,\nzeroing `dweight` and `dbias` before atomics included; cycles are time x SM "
+        "clock; TB/s counts what\nmust move, `x` and `dy` in and `dx` out. Each result was "
+        "compared with the CPU's, in double."
+    ]
+    for title, steps in cases(lines):
+        parts += [f"## {title}", (HEADER, table(steps))]
+    parts.append(f"![Microseconds of each step]({STEM}.png)")
+    result_files.write_markdown(out / f"{STEM}.md", "The backward ladder", facts(lines), parts)
     plot(lines, out / f"{STEM}.png")
     print(f"Written: {out / STEM}.md and .png")
 

@@ -1,6 +1,6 @@
 // The two ways into the library: operators of the dispatcher (torch.ops.fused_norm.*) and the
-// pybind11 module fused_norm._C, over the same functions. Fake kernels, and what differentiates the
-// norms' operators, are registered in Python (fused_norm/_ops.py, _autograd.py).
+// pybind11 module fused_norm._C, over the same functions. What differentiates the norms' operators
+// is registered in Python (fused_norm/_autograd.py).
 #include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/utils/pybind.h>
@@ -24,13 +24,8 @@ namespace {
 TORCH_LIBRARY(fused_norm, m) {
   m.def(
       "norm_forward(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
-      "eps, "
-      "float weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None) "
-      "-> (Tensor output, Tensor mean, Tensor rstd)");
-  m.def(
-      "norm_forward_listing(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, "
-      "float eps, float weight_offset, bool rms, ScalarType? out_dtype, SymInt room) "
-      "-> (Tensor output, Tensor rstd, Tensor side, Tensor columns)");
+      "eps, float weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None, Tensor? "
+      "residual=None, ScalarType? residual_dtype=None, SymInt? room=None) -> Tensor[]");
   m.def(
       "norm_backward(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? "
       "bias, "
@@ -43,16 +38,6 @@ TORCH_LIBRARY(fused_norm, m) {
       "mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
       "weight_offset, bool rms, bool from_output, ScalarType input_dtype, Tensor? side, Tensor? "
       "columns) -> Tensor");
-  m.def(
-      "add_norm_forward(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, SymInt[] "
-      "normalized_shape, float eps, float weight_offset=0.0, bool rms=False, ScalarType? "
-      "residual_dtype=None, ScalarType? out_dtype=None) -> (Tensor output, Tensor residual_out, "
-      "Tensor mean, Tensor rstd)");
-  m.def(
-      "add_norm_forward_listing(Tensor input, Tensor residual, Tensor? weight, Tensor? bias, "
-      "SymInt[] normalized_shape, float eps, float weight_offset, bool rms, ScalarType? "
-      "residual_dtype, ScalarType? out_dtype, SymInt room) -> (Tensor output, Tensor residual_out, "
-      "Tensor rstd, Tensor side, Tensor columns)");
   m.def(
       "unrecoverable_columns(Tensor? weight, Tensor? bias, float weight_offset, ScalarType "
       "out_dtype) -> Tensor");
@@ -87,10 +72,7 @@ at::Tensor softmax_backward_auto(const at::Tensor& dy, const at::Tensor& output,
 // missing and a sparse argument is named.
 void register_kernels(torch::Library& m) {
   m.impl("norm_forward", &norm_forward);
-  m.impl("norm_forward_listing", &norm_forward_listing);
   m.impl("norm_backward", &norm_backward);
-  m.impl("add_norm_forward", &add_norm_forward);
-  m.impl("add_norm_forward_listing", &add_norm_forward_listing);
   m.impl("unrecoverable_columns", &unrecoverable_columns);
   m.impl("softmax_forward", &softmax_forward_auto);
   m.impl("scaled_masked_softmax", &scaled_masked_softmax_auto);
@@ -98,6 +80,7 @@ void register_kernels(torch::Library& m) {
 }
 TORCH_LIBRARY_IMPL(fused_norm, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(fused_norm, Meta, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, SparseCPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, SparseCUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(fused_norm, SparseCsrCPU, m) { register_kernels(m); }
@@ -120,13 +103,15 @@ void check_no_grad(const char* function, std::initializer_list<OptionalTensor> t
   }
 }
 
-TensorTriple norm_forward_no_grad(const at::Tensor& input, const OptionalTensor& weight,
-                                  const OptionalTensor& bias, std::vector<int64_t> normalized_shape,
-                                  double eps, double weight_offset, bool rms,
-                                  std::optional<at::ScalarType> out_dtype) {
-  check_no_grad("norm_forward", {input, weight, bias});
+std::vector<at::Tensor> norm_forward_no_grad(
+    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+    std::vector<int64_t> normalized_shape, double eps, double weight_offset, bool rms,
+    std::optional<at::ScalarType> out_dtype, const OptionalTensor& residual,
+    std::optional<at::ScalarType> residual_dtype, std::optional<int64_t> room) {
+  check_no_grad("norm_forward", {input, weight, bias, residual});
   at::AutoDispatchBelowADInplaceOrView guard;
-  return norm_forward(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype);
+  return norm_forward(input, weight, bias, c10::fromIntArrayRefSlow(normalized_shape), eps,
+                      weight_offset, rms, out_dtype, residual, residual_dtype, room);
 }
 
 TensorTriple norm_backward_no_grad(const at::Tensor& dy, const at::Tensor& saved,
@@ -138,19 +123,9 @@ TensorTriple norm_backward_no_grad(const at::Tensor& dy, const at::Tensor& saved
                                    const OptionalTensor& columns, const OptionalTensor& dresidual) {
   check_no_grad("norm_backward", {dy, saved, weight, bias, dresidual});
   at::AutoDispatchBelowADInplaceOrView guard;
-  return norm_backward(dy, saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms,
-                       from_output, input_dtype, output_mask, side, columns, dresidual);
-}
-
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward_no_grad(
-    const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, std::vector<int64_t> normalized_shape, double eps,
-    double weight_offset, bool rms, std::optional<at::ScalarType> residual_dtype,
-    std::optional<at::ScalarType> out_dtype) {
-  check_no_grad("add_norm_forward", {input, residual, weight, bias});
-  at::AutoDispatchBelowADInplaceOrView guard;
-  return add_norm_forward(input, residual, weight, bias, normalized_shape, eps, weight_offset, rms,
-                          residual_dtype, out_dtype);
+  return norm_backward(dy, saved, mean, rstd, weight, bias,
+                       c10::fromIntArrayRefSlow(normalized_shape), weight_offset, rms, from_output,
+                       input_dtype, output_mask, side, columns, dresidual);
 }
 
 // What functional softmaxes call.
@@ -160,41 +135,35 @@ at::Tensor softmax_output(const at::Tensor& input, int64_t dim, bool log,
   return softmax(input, dim, log, out_dtype);
 }
 
-// What functional norms call, and their Autograd kernels. None: the caller is to say what is wrong,
-// or to see to it that torch.jit.trace records an operator.
+// What functional norms call: (output, residual_out). None: the caller is to say what is wrong, or
+// to see to it that torch.jit.trace records an operator.
 using Shape = std::vector<c10::SymInt>;
 
-at::Tensor norm_output(const at::Tensor& input, const OptionalTensor& weight,
-                       const OptionalTensor& bias, Shape normalized_shape, double eps,
-                       double weight_offset, bool rms, std::optional<at::ScalarType> out_dtype,
-                       bool memory_efficient) {
-  if (at::tracer::impl::is_dispatch_enabled()) return {};  // None, as for arguments of other types
-  const NormOptions options{std::move(normalized_shape), eps, weight_offset, rms, {}, out_dtype};
-  const at::Tensor y = norm(input, {}, weight, bias, options, memory_efficient)[0];
-  // As torch's, whose RMSNorm alone keeps channels_last.
-  return rms ? y.contiguous(input.suggest_memory_format()) : y;
-}
-
-std::optional<std::tuple<at::Tensor, at::Tensor>> add_norm_outputs(
-    const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, Shape normalized_shape, double eps, double weight_offset, bool rms,
-    std::optional<at::ScalarType> residual_dtype, std::optional<at::ScalarType> out_dtype,
-    bool memory_efficient) {
+std::optional<std::tuple<at::Tensor, OptionalTensor>> norm_outputs(
+    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+    Shape normalized_shape, double eps, double weight_offset, bool rms,
+    std::optional<at::ScalarType> out_dtype, const OptionalTensor& residual,
+    std::optional<at::ScalarType> residual_dtype, bool memory_efficient) {
   if (at::tracer::impl::is_dispatch_enabled()) return std::nullopt;
   const NormOptions options{
-      std::move(normalized_shape), eps, weight_offset, rms, residual_dtype, out_dtype};
-  const auto results = norm(input, residual, weight, bias, options, memory_efficient);
-  return std::tuple{results[0], results[1]};
+      std::move(normalized_shape), eps, weight_offset, rms, out_dtype, residual_dtype};
+  auto results = norm(input, residual, weight, bias, options, memory_efficient);
+  if (residual.has_value()) return std::tuple{std::move(results[0]), std::move(results[1])};
+  // As torch's, whose RMSNorm alone keeps channels_last.
+  if (rms) results[0] = results[0].contiguous(input.suggest_memory_format());
+  return std::tuple{std::move(results[0]), std::nullopt};
 }
 
-std::vector<at::Tensor> record_norm_of(const at::Tensor& input, const OptionalTensor& residual,
-                                       const OptionalTensor& weight, const OptionalTensor& bias,
-                                       Shape normalized_shape, double eps, double weight_offset,
-                                       bool rms, std::optional<at::ScalarType> residual_dtype,
+// What the operator's Autograd kernel calls.
+std::vector<at::Tensor> record_norm_of(const at::Tensor& input, const OptionalTensor& weight,
+                                       const OptionalTensor& bias, Shape normalized_shape,
+                                       double eps, double weight_offset, bool rms,
                                        std::optional<at::ScalarType> out_dtype,
+                                       const OptionalTensor& residual,
+                                       std::optional<at::ScalarType> residual_dtype,
                                        std::optional<c10::SymInt> room) {
   const NormOptions options{
-      std::move(normalized_shape), eps, weight_offset, rms, residual_dtype, out_dtype};
+      std::move(normalized_shape), eps, weight_offset, rms, out_dtype, residual_dtype};
   return record_norm(input, residual, weight, bias, options, room.value_or(kSaveInput));
 }
 
@@ -283,23 +252,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "fused_norm's operators without the dispatcher.";
   m.def("norm_forward", &norm_forward_no_grad, py::arg("input"), py::arg("weight"), py::arg("bias"),
         py::arg("normalized_shape"), py::arg("eps"), py::arg("weight_offset") = 0.0,
-        py::arg("rms") = false, py::arg("out_dtype") = py::none(),
+        py::arg("rms") = false, py::arg("out_dtype") = py::none(), py::arg("residual") = py::none(),
+        py::arg("residual_dtype") = py::none(), py::arg("room") = py::none(),
         py::call_guard<py::gil_scoped_release>());
   m.def("norm_backward", &norm_backward_no_grad, py::arg("dy"), py::arg("saved"), py::arg("mean"),
         py::arg("rstd"), py::arg("weight"), py::arg("bias"), py::arg("normalized_shape"),
         py::arg("weight_offset"), py::arg("rms"), py::arg("from_output"), py::arg("input_dtype"),
         py::arg("output_mask"), py::arg("side") = py::none(), py::arg("columns") = py::none(),
         py::arg("dresidual") = py::none(), py::call_guard<py::gil_scoped_release>());
-  m.def("add_norm_forward", &add_norm_forward_no_grad, py::arg("input"), py::arg("residual"),
-        py::arg("weight"), py::arg("bias"), py::arg("normalized_shape"), py::arg("eps"),
-        py::arg("weight_offset") = 0.0, py::arg("rms") = false,
-        py::arg("residual_dtype") = py::none(), py::arg("out_dtype") = py::none(),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("norm", &norm_output, py::call_guard<py::gil_scoped_release>());
-  m.def("add_norm", &add_norm_outputs, py::call_guard<py::gil_scoped_release>());
+  m.def("norm", &norm_outputs, py::call_guard<py::gil_scoped_release>());
   // pybind11's error for arguments of other types would print them: kernels, and a wait.
-  for (const char* name : {"norm", "add_norm"})
-    m.def(name, [](const py::args&) { return py::none(); });
+  m.def("norm", [](const py::args&) { return py::none(); });
   m.def("record_norm", &record_norm_of, py::call_guard<py::gil_scoped_release>());
   m.def("traced_room", &traced_room_of, py::call_guard<py::gil_scoped_release>());
   m.def("before_optimizer_step", &before_optimizer_step, py::call_guard<py::gil_scoped_release>());

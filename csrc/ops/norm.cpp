@@ -32,6 +32,8 @@ namespace {
 
 using at::ScalarType;
 using at::Tensor;
+using c10::SymInt;
+using c10::SymIntArrayRef;
 
 // `x` is the dtype of what is normalized, whose name is `x_name`.
 void check_param_dtype(ScalarType x, const char* x_name, std::optional<ScalarType> param,
@@ -65,12 +67,13 @@ std::optional<ScalarType> dtype_of(const OptionalTensor& tensor) {
 }
 
 // A norm's parameter, checked against the input: layout, shape and device. Undefined when absent.
-Tensor check_param(const OptionalTensor& param, const char* name, at::IntArrayRef normalized_shape,
+Tensor check_param(const OptionalTensor& param, const char* name, SymIntArrayRef normalized_shape,
                    const Tensor& input) {
   if (!param.has_value() || !param->defined()) return {};
   check_layout(*param, name);
-  TORCH_CHECK(param->sizes() == normalized_shape, name, " must have the shape of normalized_shape ",
-              normalized_shape, ", but has shape ", param->sizes());
+  TORCH_CHECK(param->sym_sizes() == normalized_shape, name,
+              " must have the shape of normalized_shape ", normalized_shape, ", but has shape ",
+              param->sym_sizes());
   TORCH_CHECK(param->device() == input.device(), name, " is on ", param->device(),
               ", but input is on ", input.device());
   return *param;
@@ -78,7 +81,7 @@ Tensor check_param(const OptionalTensor& param, const char* name, at::IntArrayRe
 
 void check_rms_bias(bool rms, const Tensor& bias) {
   TORCH_CHECK(!rms || !bias.defined(), "bias must be None with rms=True, but has shape ",
-              bias.sizes());
+              bias.sym_sizes());
 }
 
 // weight + weight_offset, added in the precision in which the kernels add it.
@@ -87,21 +90,33 @@ Tensor effective_weight(const Tensor& weight, double weight_offset) {
       .add(weight_offset);
 }
 
+void check_shape(const Tensor& tensor, const char* name, SymIntArrayRef normalized_shape) {
+  const size_t row_dims = normalized_shape.size();
+  TORCH_CHECK(row_dims > 0, "normalized_shape must have at least one dimension, but is []");
+  const SymIntArrayRef sizes = tensor.sym_sizes();
+  TORCH_CHECK(sizes.size() >= row_dims && sizes.slice(sizes.size() - row_dims) == normalized_shape,
+              "normalized_shape is ", normalized_shape, ", but ", name, " has shape ", sizes,
+              ", whose last dimensions differ from it");
+}
+
+ScalarType stats_dtype_of(ScalarType x) { return x == at::kDouble ? at::kDouble : at::kFloat; }
+
+// A meta tensor on the device of `like`.
+Tensor described(const Tensor& like, SymIntArrayRef sizes, ScalarType dtype) {
+  return at::empty_symint(sizes, like.options().dtype(dtype));
+}
+
 struct Geometry {
   int64_t rows, cols, row_dims;
   at::DimVector stats_shape;  // the leading dimensions, then ones
 };
 
-Geometry check_geometry(const Tensor& tensor, const char* name, at::IntArrayRef normalized_shape) {
+// Of a tensor whose shape was checked.
+Geometry geometry_of(const Tensor& tensor, at::IntArrayRef normalized_shape) {
   const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
-  TORCH_CHECK(row_dims > 0, "normalized_shape must have at least one dimension, but is []");
   const auto sizes = tensor.sizes();
-  TORCH_CHECK(tensor.dim() >= row_dims && sizes.slice(tensor.dim() - row_dims) == normalized_shape,
-              "normalized_shape is ", normalized_shape, ", but ", name, " has shape ", sizes,
-              ", whose last dimensions differ from it");
-  const int64_t lead = tensor.dim() - row_dims;
   Geometry geometry{1, c10::multiply_integers(normalized_shape), row_dims,
-                    at::DimVector(sizes.begin(), sizes.begin() + lead)};
+                    at::DimVector(sizes.begin(), sizes.end() - row_dims)};
   geometry.rows = c10::multiply_integers(geometry.stats_shape);
   geometry.stats_shape.resize(tensor.dim(), 1);
   TORCH_CHECK(geometry.cols <= kMaxCols, "normalized_shape ", normalized_shape, " has ",
@@ -145,59 +160,110 @@ void check_add_norm_options(ScalarType input, ScalarType residual, ScalarType re
 
 namespace {
 
-struct Forward {
-  Tensor y, mean, rstd;
-  Tensor side, columns;  // undefined without room
-  Tensor residual_out;   // undefined without a residual
-};
-
-struct ForwardOptions {
-  double eps, weight_offset;
-  bool rms;
-  std::optional<ScalarType> out_dtype;
-  int64_t room = 0;  // for listed columns
-  std::optional<ScalarType> residual_dtype = std::nullopt;
-};
-
 // input + residual, added and rounded as the kernels do it.
 Tensor add_residual(const Tensor& input, const Tensor& residual, ScalarType dtype) {
   Tensor sum = at::empty(input.sizes(), input.options().dtype(dtype));
   return at::add_out(sum, input, residual.to(dtype));
 }
 
-// `residual` may be undefined.
-Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-                    const OptionalTensor& bias, at::IntArrayRef normalized_shape,
-                    const ForwardOptions& how) {
+// For a call that lists columns.
+void check_room(int64_t room, at::IntArrayRef normalized_shape) {
+  const int64_t most = std::min(c10::multiply_integers(normalized_shape), kMostRoom);
+  TORCH_CHECK(room >= 0 && room <= most, "room is ", room, "; it must lie between 0 and ", most,
+              ", for the ", c10::multiply_integers(normalized_shape),
+              " columns of normalized_shape ", normalized_shape, " and at most 2^24");
+}
+
+struct Forward {
+  Tensor y, mean, rstd;
+  Tensor side, columns;  // undefined without room
+  Tensor residual_out;   // undefined without a residual
+
+  // The operator's results.
+  std::vector<Tensor> list(std::optional<int64_t> room) && {
+    std::vector<Tensor> results;
+    results.reserve(5);
+    results.push_back(std::move(y));
+    if (residual_out.defined()) results.push_back(std::move(residual_out));
+    if (!room.has_value()) {
+      results.push_back(std::move(mean));
+      results.push_back(std::move(rstd));
+      return results;
+    }
+    if (!side.defined()) {  // there are no rows, or there is no room
+      side = at::zeros({rstd.numel(), *room}, rstd.options());
+      columns = at::zeros({1 + *room}, rstd.options().dtype(at::kInt));
+    }
+    results.insert(results.end(), {std::move(rstd), std::move(side), std::move(columns)});
+    return results;
+  }
+};
+
+// The results for meta tensors.
+std::vector<Tensor> describe_forward(const Tensor& input, bool adds, size_t row_dims, bool rms,
+                                     ScalarType x_dtype, ScalarType y_dtype,
+                                     const std::optional<SymInt>& room) {
+  const SymIntArrayRef sizes = input.sym_sizes();
+  c10::SymDimVector stats_shape(sizes.begin(), sizes.end() - row_dims);
+  stats_shape.resize(sizes.size(), 1);
+  Forward out;
+  out.y = described(input, sizes, y_dtype);
+  if (adds) out.residual_out = described(input, sizes, x_dtype);
+  out.rstd = described(input, stats_shape, stats_dtype_of(x_dtype));
+  out.mean = rms ? at::empty({0}, out.rstd.options()) : at::empty_like(out.rstd);
+  if (!room.has_value()) return std::move(out).list(std::nullopt);
+  out.side = described(input, {out.rstd.sym_numel(), *room}, out.rstd.scalar_type());
+  out.columns = described(input, {*room + 1}, at::kInt);
+  return std::move(out).list(0);
+}
+
+}  // namespace
+
+std::vector<Tensor> norm_forward(const Tensor& input, const OptionalTensor& weight,
+                                 const OptionalTensor& bias, SymIntArrayRef sym_shape, double eps,
+                                 double weight_offset, bool rms,
+                                 std::optional<ScalarType> out_dtype, const OptionalTensor& added,
+                                 std::optional<ScalarType> residual_dtype,
+                                 std::optional<SymInt> sym_room) {
   // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
-  check_overflow();
-  const bool rms = how.rms;
-  const int64_t room = how.room;
+  const Tensor residual = added.value_or(Tensor());
   check_layout(input, "input");
   ScalarType x_dtype = input.scalar_type();
-  const ScalarType y_dtype = how.out_dtype.value_or(x_dtype);
+  const ScalarType y_dtype = out_dtype.value_or(x_dtype);
   if (residual.defined()) {
     check_layout(residual, "residual");
-    x_dtype = how.residual_dtype.value_or(residual.scalar_type());
+    x_dtype = residual_dtype.value_or(residual.scalar_type());
     check_add_norm_options(input.scalar_type(), residual.scalar_type(), x_dtype, dtype_of(weight),
-                           dtype_of(bias), y_dtype, how.eps, how.weight_offset);
-    TORCH_CHECK(residual.sizes() == input.sizes(), "residual must have the shape of input ",
-                input.sizes(), ", but has shape ", residual.sizes());
+                           dtype_of(bias), y_dtype, eps, weight_offset);
+    TORCH_CHECK(residual.sym_sizes() == input.sym_sizes(), "residual must have the shape of input ",
+                input.sym_sizes(), ", but has shape ", residual.sym_sizes());
     TORCH_CHECK(residual.device() == input.device(), "residual is on ", residual.device(),
                 ", but input is on ", input.device());
   } else {
-    check_norm_options(x_dtype, dtype_of(weight), dtype_of(bias), y_dtype, how.eps,
-                       how.weight_offset);
+    check_norm_options(x_dtype, dtype_of(weight), dtype_of(bias), y_dtype, eps, weight_offset);
   }
-  const Geometry geometry = check_geometry(input, "input", normalized_shape);
-  const Tensor g = check_param(weight, "weight", normalized_shape, input);
-  const Tensor b = check_param(bias, "bias", normalized_shape, input);
+  check_shape(input, "input", sym_shape);
+  const Tensor g = check_param(weight, "weight", sym_shape, input);
+  const Tensor b = check_param(bias, "bias", sym_shape, input);
   check_rms_bias(rms, b);
+  if (input.is_meta()) {
+    return describe_forward(input, residual.defined(), sym_shape.size(), rms, x_dtype, y_dtype,
+                            sym_room);
+  }
 
-  const ScalarType stats_dtype = x_dtype == at::kDouble ? at::kDouble : at::kFloat;
+  check_overflow();
+  const at::IntArrayRef normalized_shape = C10_AS_INTARRAYREF_SLOW(sym_shape);
+  std::optional<int64_t> room_given;
+  if (sym_room.has_value()) {
+    room_given = sym_room->guard_int(__FILE__, __LINE__);
+    check_room(*room_given, normalized_shape);
+  }
+  const int64_t room = room_given.value_or(0);
+  const Geometry geometry = geometry_of(input, normalized_shape);
+  const ScalarType stats_dtype = stats_dtype_of(x_dtype);
   const auto options = input.options();
-  const NormColumns norm{g, b, how.weight_offset, geometry.cols, x_dtype, y_dtype};
+  const NormColumns norm{g, b, weight_offset, geometry.cols, x_dtype, y_dtype};
   Forward out;
   if (geometry.rows == 0 || geometry.cols == 0) {
     auto stats = [&] { return at::zeros(geometry.stats_shape, options.dtype(stats_dtype)); };
@@ -205,7 +271,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
     out.mean = rms ? at::empty({0}, options.dtype(stats_dtype)) : stats();
     out.rstd = stats();
     if (residual.defined()) out.residual_out = add_residual(input, residual, x_dtype);
-    return out;
+    return std::move(out).list(room_given);
   }
 
   if (input.is_cpu()) {
@@ -214,15 +280,14 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
         (residual.defined() ? out.residual_out : input).reshape({geometry.rows, geometry.cols});
     const Tensor g_row = g.defined() ? g.reshape({-1}) : g;
     const Tensor b_row = b.defined() ? b.reshape({-1}) : b;
-    const auto result =
-        cpu::norm_forward(x, g_row, b_row, how.eps, how.weight_offset, rms, y_dtype);
+    const auto result = cpu::norm_forward(x, g_row, b_row, eps, weight_offset, rms, y_dtype);
     out.y = result.y.view(input.sizes());
     out.mean =
         rms ? at::empty({0}, options.dtype(stats_dtype)) : result.mean.view(geometry.stats_shape);
     out.rstd = result.rstd.view(geometry.stats_shape);
     if (room > 0) {
       auto find = [&](bool precise) {
-        return cpu::lost_columns(g_row, b_row, how.weight_offset, geometry.cols, x_dtype, y_dtype,
+        return cpu::lost_columns(g_row, b_row, weight_offset, geometry.cols, x_dtype, y_dtype,
                                  precise);
       };
       Tensor lost = find(true);
@@ -236,7 +301,7 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
       out.side.slice(1, 0, listed.numel())
           .copy_(cpu::gather_xhat(x, result.mean, result.rstd, listed));
     }
-    return out;
+    return std::move(out).list(room_given);
   }
 #ifdef FUSED_NORM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(input.device());
@@ -267,8 +332,8 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
   params.x_dtype = to_dtype(x_dtype);
   params.y_dtype = to_dtype(y_dtype);
   params.rms = rms;
-  params.eps = how.eps;
-  params.weight_offset = how.weight_offset;
+  params.eps = eps;
+  params.weight_offset = weight_offset;
   params.x = x.tensor.const_data_ptr();
   params.x_layout = x.layout;
   std::optional<Rows> addend;
@@ -291,68 +356,10 @@ Forward run_forward(const Tensor& input, const Tensor& residual, const OptionalT
                    out.side.mutable_data_ptr()};
   }
   check_launch(launch_norm_forward(params, device, at::cuda::getCurrentCUDAStream()));
-  return out;
+  return std::move(out).list(room_given);
 #else
   raise_cpu_only(input);
 #endif
-}
-
-// For a call that lists columns.
-void check_room(int64_t room, at::IntArrayRef normalized_shape) {
-  const int64_t most = std::min(c10::multiply_integers(normalized_shape), kMostRoom);
-  TORCH_CHECK(room >= 0 && room <= most, "room is ", room, "; it must lie between 0 and ", most,
-              ", for the ", c10::multiply_integers(normalized_shape),
-              " columns of normalized_shape ", normalized_shape, " and at most 2^24");
-}
-
-// Where there are no rows, or no room.
-void list_nothing(Forward& out, int64_t room) {
-  if (out.side.defined()) return;
-  out.side = at::zeros({out.rstd.numel(), room}, out.rstd.options());
-  out.columns = at::zeros({1 + room}, out.rstd.options().dtype(at::kInt));
-}
-
-}  // namespace
-
-TensorTriple norm_forward(const Tensor& input, const OptionalTensor& weight,
-                          const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
-                          double weight_offset, bool rms, std::optional<ScalarType> out_dtype) {
-  auto out =
-      run_forward(input, {}, weight, bias, normalized_shape, {eps, weight_offset, rms, out_dtype});
-  return {std::move(out.y), std::move(out.mean), std::move(out.rstd)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> norm_forward_listing(
-    const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-    at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
-    std::optional<ScalarType> out_dtype, int64_t room) {
-  check_room(room, normalized_shape);
-  auto out = run_forward(input, {}, weight, bias, normalized_shape,
-                         {eps, weight_offset, rms, out_dtype, room});
-  list_nothing(out, room);
-  return {std::move(out.y), std::move(out.rstd), std::move(out.side), std::move(out.columns)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor> add_norm_forward(
-    const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps, double weight_offset,
-    bool rms, std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype) {
-  auto out = run_forward(input, residual, weight, bias, normalized_shape,
-                         {eps, weight_offset, rms, out_dtype, 0, residual_dtype});
-  return {std::move(out.y), std::move(out.residual_out), std::move(out.mean), std::move(out.rstd)};
-}
-
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> add_norm_forward_listing(
-    const Tensor& input, const Tensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps, double weight_offset,
-    bool rms, std::optional<ScalarType> residual_dtype, std::optional<ScalarType> out_dtype,
-    int64_t room) {
-  check_room(room, normalized_shape);
-  auto out = run_forward(input, residual, weight, bias, normalized_shape,
-                         {eps, weight_offset, rms, out_dtype, room, residual_dtype});
-  list_nothing(out, room);
-  return {std::move(out.y), std::move(out.residual_out), std::move(out.rstd), std::move(out.side),
-          std::move(out.columns)};
 }
 
 namespace {
@@ -382,16 +389,16 @@ cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight,
 
 TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const OptionalTensor& mean,
                            const Tensor& rstd, const OptionalTensor& weight,
-                           const OptionalTensor& bias, at::IntArrayRef normalized_shape,
+                           const OptionalTensor& bias, SymIntArrayRef sym_shape,
                            double weight_offset, bool rms, bool from_output, ScalarType input_dtype,
                            std::array<bool, 3> output_mask, const OptionalTensor& side,
                            const OptionalTensor& columns, const OptionalTensor& dresidual) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(dy, "dy");
   check_layout(saved, "saved");
-  const Geometry geometry = check_geometry(dy, "dy", normalized_shape);
-  TORCH_CHECK(saved.sizes() == dy.sizes(), "saved must have the shape of dy ", dy.sizes(),
-              ", but has shape ", saved.sizes());
+  check_shape(dy, "dy", sym_shape);
+  TORCH_CHECK(saved.sym_sizes() == dy.sym_sizes(), "saved must have the shape of dy ",
+              dy.sym_sizes(), ", but has shape ", saved.sym_sizes());
   TORCH_CHECK(saved.device() == dy.device(), "saved is on ", saved.device(), ", but dy is on ",
               dy.device());
   const ScalarType y_dtype = dy.scalar_type();
@@ -400,11 +407,20 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   const ScalarType saved_dtype = from_output ? y_dtype : input_dtype;
   TORCH_CHECK(saved.scalar_type() == saved_dtype, "saved must be ", saved_dtype, ", but is ",
               saved.scalar_type());
-  const Tensor g = check_param(weight, "weight", normalized_shape, dy);
-  const Tensor b = check_param(bias, "bias", normalized_shape, dy);
+  const Tensor g = check_param(weight, "weight", sym_shape, dy);
+  const Tensor b = check_param(bias, "bias", sym_shape, dy);
   check_rms_bias(rms, b);
+  output_mask[1] = output_mask[1] && g.defined();
+  output_mask[2] = output_mask[2] && b.defined();
+  if (dy.is_meta()) {
+    return {output_mask[0] ? described(dy, dy.sym_sizes(), input_dtype) : Tensor(),
+            output_mask[1] ? described(g, g.sym_sizes(), g.scalar_type()) : Tensor(),
+            output_mask[2] ? described(b, b.sym_sizes(), b.scalar_type()) : Tensor()};
+  }
 
-  const ScalarType stats_dtype = input_dtype == at::kDouble ? at::kDouble : at::kFloat;
+  const at::IntArrayRef normalized_shape = C10_AS_INTARRAYREF_SLOW(sym_shape);
+  const Geometry geometry = geometry_of(dy, normalized_shape);
+  const ScalarType stats_dtype = stats_dtype_of(input_dtype);
   auto check_stats = [&](const Tensor& stats, const char* name) {
     TORCH_CHECK(stats.scalar_type() == stats_dtype && stats.numel() == geometry.rows &&
                     stats.device() == dy.device() && stats.is_contiguous(),
@@ -451,8 +467,6 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   }
   const NormColumns norm{g, b, weight_offset, geometry.cols, input_dtype, y_dtype};
 
-  output_mask[1] = output_mask[1] && g.defined();
-  output_mask[2] = output_mask[2] && b.defined();
   if (geometry.rows == 0 || geometry.cols == 0) {
     return {output_mask[0] ? at::empty(dy.sizes(), dy.options().dtype(input_dtype)) : Tensor(),
             output_mask[1] ? at::zeros_like(g) : Tensor(),

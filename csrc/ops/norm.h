@@ -1,60 +1,51 @@
 // The norm operators: argument checks, allocation, and the choice between the CPU path and the
-// kernels. Registered as torch.ops.fused_norm.* and bound in fused_norm._C (bindings.cpp).
+// kernels. Registered as torch.ops.fused_norm.* and bound in fused_norm._C (bindings.cpp). Of meta
+// tensors the operators check what they can, and give shapes and dtypes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+#include <c10/core/SymIntArrayRef.h>
 
 #include <array>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 namespace fused_norm::ops {
 
 using OptionalTensor = std::optional<at::Tensor>;
 using TensorTriple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// The checks that need no tensor, for fake kernels too: dtypes that go together, and numbers in
+// The checks that need no tensor, for decompositions too: dtypes that go together, and numbers in
 // range.
 void check_norm_options(at::ScalarType input, std::optional<at::ScalarType> weight,
                         std::optional<at::ScalarType> bias, at::ScalarType out, double eps,
                         double weight_offset);
 
-// -> (output, mean, rstd). mean and rstd have the shape of input with the normalized dimensions as
-// ones, in fp32 (fp64 for fp64 input); mean is empty when rms.
-TensorTriple norm_forward(const at::Tensor& input, const OptionalTensor& weight,
-                          const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps,
-                          double weight_offset, bool rms, std::optional<at::ScalarType> out_dtype);
-
-// -> (output, rstd, side, columns), for a backward call from the output. columns, int32 of 1 +
-// room, says how many columns are not precise (core/norm/recoverable.h) and which they are; if room
-// does not suffice, how many are not recoverable, and the first of these. side, (rows, room) in the
-// type of rstd, holds their xhat. room is at most the number of columns.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> norm_forward_listing(
-    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-    at::IntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
-    std::optional<at::ScalarType> out_dtype, int64_t room);
-
-// The same for add_norm_forward.
+// The same for a call with a residual.
 void check_add_norm_options(at::ScalarType input, at::ScalarType residual,
                             at::ScalarType residual_out, std::optional<at::ScalarType> weight,
                             std::optional<at::ScalarType> bias, at::ScalarType out, double eps,
                             double weight_offset);
 
-// -> (output, residual_out, mean, rstd): residual_out is input + residual, added in fp32 (fp64 for
-// fp64 input) and rounded to residual_dtype, by default residual's; it is contiguous. The rest is
-// norm_forward(residual_out), whose output has input's dtype by default.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward(
-    const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps, double weight_offset,
-    bool rms, std::optional<at::ScalarType> residual_dtype,
-    std::optional<at::ScalarType> out_dtype);
-
-// -> (output, residual_out, rstd, side, columns), as norm_forward_listing(residual_out).
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_forward_listing(
-    const at::Tensor& input, const at::Tensor& residual, const OptionalTensor& weight,
-    const OptionalTensor& bias, at::IntArrayRef normalized_shape, double eps, double weight_offset,
-    bool rms, std::optional<at::ScalarType> residual_dtype, std::optional<at::ScalarType> out_dtype,
-    int64_t room);
+// -> {output, residual_out, mean, rstd}, or with room {output, residual_out, rstd, side, columns}.
+// Without a residual there is no residual_out. mean and rstd have the shape of input with the
+// normalized dimensions as ones, in fp32 (fp64 for fp64 input); mean is empty when rms.
+//
+// residual_out is input + residual, added in fp32 (fp64 for fp64 input) and rounded to
+// residual_dtype, by default residual's; it is contiguous, and it is what is normalized. The output
+// has input's dtype by default.
+//
+// With room the results are those for a backward call from the output. columns, int32 of 1 + room,
+// says how many columns are not precise (core/norm/recoverable.h) and which they are; if room does
+// not suffice, how many are not recoverable, and the first of these. side, (rows, room) in the type
+// of rstd, holds their xhat. room is at most the number of columns.
+std::vector<at::Tensor> norm_forward(
+    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
+    c10::SymIntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
+    std::optional<at::ScalarType> out_dtype, const OptionalTensor& residual,
+    std::optional<at::ScalarType> residual_dtype, std::optional<c10::SymInt> room);
 
 // -> (dx, dweight, dbias), undefined where output_mask is false. `saved` is the input, or the
 // output when from_output; `mean` is needed only for a LayerNorm's input. from_output may come with
@@ -63,7 +54,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> add_norm_
 TensorTriple norm_backward(const at::Tensor& dy, const at::Tensor& saved,
                            const OptionalTensor& mean, const at::Tensor& rstd,
                            const OptionalTensor& weight, const OptionalTensor& bias,
-                           at::IntArrayRef normalized_shape, double weight_offset, bool rms,
+                           c10::SymIntArrayRef normalized_shape, double weight_offset, bool rms,
                            bool from_output, at::ScalarType input_dtype,
                            std::array<bool, 3> output_mask, const OptionalTensor& side,
                            const OptionalTensor& columns, const OptionalTensor& dresidual);

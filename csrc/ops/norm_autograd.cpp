@@ -26,21 +26,9 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using Dtype = std::optional<ScalarType>;
-using Forward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const OptionalTensor&,
-                                                   const OptionalTensor&, SymIntArrayRef, double,
-                                                   double, bool, Dtype);
-using ForwardListing = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&,
-                                                                  const OptionalTensor&,
-                                                                  const OptionalTensor&,
-                                                                  SymIntArrayRef, double, double,
-                                                                  bool, Dtype, SymInt);
-using AddForward = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
-                                                              const OptionalTensor&,
-                                                              const OptionalTensor&, SymIntArrayRef,
-                                                              double, double, bool, Dtype, Dtype);
-using AddForwardListing = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
-    const Tensor&, const Tensor&, const OptionalTensor&, const OptionalTensor&, SymIntArrayRef,
-    double, double, bool, Dtype, Dtype, SymInt);
+using Forward = std::vector<Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
+                                    SymIntArrayRef, double, double, bool, Dtype,
+                                    const OptionalTensor&, Dtype, std::optional<SymInt>);
 using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
                                                     const OptionalTensor&, const Tensor&,
                                                     const OptionalTensor&, const OptionalTensor&,
@@ -63,41 +51,14 @@ OptionalTensor optional(const Tensor& tensor) {
   return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
 }
 
-template <typename Tuple>
-variable_list listed(Tuple&& results) {
-  return std::apply(
-      [](auto&&... tensors) {
-        variable_list list;
-        list.reserve(sizeof...(tensors));
-        (list.push_back(std::forward<decltype(tensors)>(tensors)), ...);
-        return list;
-      },
-      std::forward<Tuple>(results));
-}
-
 // The operator's results.
 variable_list run_forward(const Tensor& input, const OptionalTensor& residual,
                           const OptionalTensor& weight, const OptionalTensor& bias,
                           const NormOptions& how, const SymInt& room) {
-  static const auto plain = find_operator<Forward>("fused_norm::norm_forward");
-  static const auto listing = find_operator<ForwardListing>("fused_norm::norm_forward_listing");
-  static const auto adding = find_operator<AddForward>("fused_norm::add_norm_forward");
-  static const auto both = find_operator<AddForwardListing>("fused_norm::add_norm_forward_listing");
-  const SymIntArrayRef shape = how.normalized_shape;
-  if (residual.has_value()) {
-    if (room > 0) {
-      return listed(both.call(input, *residual, weight, bias, shape, how.eps, how.weight_offset,
-                              how.rms, how.residual_dtype, how.out_dtype, room));
-    }
-    return listed(adding.call(input, *residual, weight, bias, shape, how.eps, how.weight_offset,
-                              how.rms, how.residual_dtype, how.out_dtype));
-  }
-  if (room > 0) {
-    return listed(listing.call(input, weight, bias, shape, how.eps, how.weight_offset, how.rms,
-                               how.out_dtype, room));
-  }
-  return listed(
-      plain.call(input, weight, bias, shape, how.eps, how.weight_offset, how.rms, how.out_dtype));
+  static const auto op = find_operator<Forward>("fused_norm::norm_forward");
+  return op.call(input, weight, bias, how.normalized_shape, how.eps, how.weight_offset, how.rms,
+                 how.out_dtype, residual, how.residual_dtype,
+                 room > 0 ? std::optional(room) : std::nullopt);
 }
 
 // What a call saves, in this order; undefined what it does not need.

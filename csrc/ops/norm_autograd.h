@@ -16,12 +16,11 @@ struct NormOptions {
   std::vector<c10::SymInt> normalized_shape;
   double eps, weight_offset;
   bool rms;
-  std::optional<at::ScalarType> residual_dtype, out_dtype;
+  std::optional<at::ScalarType> out_dtype, residual_dtype;
 };
 
-// The results of norm_forward, or of add_norm_forward with a residual, or, with room above 0, of
-// their listing forms, on record: differentiable in all that depends on the input. `room` is
-// kSaveInput, or that for listed columns of a call that saves its output.
+// The results of norm_forward, on record: differentiable in all that depends on the input. `room`
+// is kSaveInput, or that for listed columns of a call that saves its output; with 0 it has no list.
 std::vector<at::Tensor> record_norm(const at::Tensor& input,
                                     const std::optional<at::Tensor>& residual,
                                     const std::optional<at::Tensor>& weight,

@@ -56,6 +56,11 @@ Geometry geometry_of(const Tensor& tensor, int64_t dim) {
   return geometry;
 }
 
+// The result for a meta tensor.
+Tensor described(const Tensor& input, ScalarType dtype) {
+  return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype));
+}
+
 void check_tier(SoftmaxTier tier, const Tensor& tensor, const Geometry& geometry) {
   if (tier == SoftmaxTier::kAuto) return;
   TORCH_CHECK(tensor.is_cuda(), "tier is '", name_of(tier), "', but input is on ", tensor.device(),
@@ -225,11 +230,15 @@ Tensor expanded_mask(const std::optional<Tensor>& mask, const Tensor& input) {
   const int64_t missing = input.dim() - mask->dim();
   bool broadcasts = missing >= 0;
   for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
-    broadcasts = mask->size(d) == 1 || mask->size(d) == input.size(d + missing);
+    const c10::SymInt size = mask->sym_size(d);
+    // Of a size that depends on data it is known that it is the input's, not that it is not 1.
+    broadcasts = size.maybe_as_int() == 1 || size.sym_eq(input.sym_size(d + missing))
+                                                 .sym_or(size.sym_eq(1))
+                                                 .expect_true(__FILE__, __LINE__);
   }
-  TORCH_CHECK(broadcasts, "mask has shape ", mask->sizes(),
-              ", which does not broadcast to input's shape ", input.sizes());
-  return mask->expand(input.sizes());
+  TORCH_CHECK(broadcasts, "mask has shape ", mask->sym_sizes(),
+              ", which does not broadcast to input's shape ", input.sym_sizes());
+  return input.is_meta() ? *mask : mask->expand_symint(input.sym_sizes());
 }
 
 void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
@@ -264,6 +273,7 @@ Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
   check_layout(input, "input");
   const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
   check_softmax_options(input.scalar_type(), y_dtype, input.dim(), dim);
+  if (input.is_meta()) return described(input, y_dtype);
   const Geometry geometry = geometry_of(input, dim);
   check_tier(tier, input, geometry);
   if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
@@ -289,6 +299,7 @@ Tensor scaled_masked_softmax(const Tensor& input, const std::optional<Tensor>& m
                                has_mask ? std::optional(mask->scalar_type()) : std::nullopt,
                                y_dtype, input.dim(), scale, causal);
   const Tensor expanded = expanded_mask(mask, input);
+  if (input.is_meta()) return described(input, y_dtype);
   const Geometry geometry = geometry_of(input, -1);
   check_tier(tier, input, geometry);
   if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
@@ -316,8 +327,8 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(dy, "dy");
   check_layout(output, "output");
-  TORCH_CHECK(output.sizes() == dy.sizes(), "output must have the shape of dy ", dy.sizes(),
-              ", but has shape ", output.sizes());
+  TORCH_CHECK(output.sym_sizes() == dy.sym_sizes(), "output must have the shape of dy ",
+              dy.sym_sizes(), ", but has shape ", output.sym_sizes());
   TORCH_CHECK(output.device() == dy.device(), "output is on ", output.device(), ", but dy is on ",
               dy.device());
   check_floating(dy.scalar_type(), "dy");
@@ -325,6 +336,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
               " as dy is, but is ", output.scalar_type());
   check_softmax_options(input_dtype, dy.scalar_type(), dy.dim(), dim);
   TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
+  if (dy.is_meta()) return described(dy, input_dtype);
   const Geometry geometry = geometry_of(dy, dim);
   TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim, " of shape ",
               dy.sizes(), ": only softmax over the last dimension is scaled");

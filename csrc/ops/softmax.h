@@ -10,7 +10,7 @@
 
 namespace fused_norm::ops {
 
-// The checks that need no tensor, for fake kernels too: dtypes that go together, and a dimension
+// The checks that need no tensor, for batching rules too: dtypes that go together, and a dimension
 // that an input of `ndim` dimensions has.
 void check_softmax_options(at::ScalarType input, at::ScalarType out, int64_t ndim, int64_t dim);
 

@@ -20,7 +20,7 @@ from fused_norm import _arguments, _convert, _probe, functional
 __all__ = ["attention", "mask", "register", "unregister"]
 
 NAME = "fused_norm"
-LAYERS = ("RMSNorm", "RMSNormZeroCentered")
+LAYERS = ("RMSNorm", "RMSNormZeroCentered", "RMSNormGated")
 DEVICES = ("cpu", "cuda")
 
 
@@ -29,12 +29,12 @@ def register(memory_efficient: bool = False) -> None:
     ``kernels`` is installed, has ``model.set_use_kernels(True)`` run RMSNorms by this library's
     kernels, for training and inference, compiled or not.
 
-    The norms take the place of those that transformers itself would load for "RMSNorm" and
-    "RMSNormZeroCentered"; a ``KernelConfig`` that names others has the last word. A second call
-    replaces the first.
+    The norms take the place of those that transformers itself would load for "RMSNorm",
+    "RMSNormZeroCentered" and "RMSNormGated" (of gated delta nets); a ``KernelConfig`` that names
+    others has the last word. A second call replaces the first.
 
     Args:
-        memory_efficient: of the norms (docs/memory_efficient.md).
+        memory_efficient: of the norms without a gate (docs/memory_efficient.md).
     """
     memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     AttentionInterface.register(NAME, attention)
@@ -43,8 +43,10 @@ def register(memory_efficient: bool = False) -> None:
         from kernels import Mode
 
         # This mode serves inference and eager code too, where nothing else is registered.
-        repository = {Mode.TRAINING | Mode.TORCH_COMPILE: _Repository(memory_efficient)}
-        _set_layers({name: dict.fromkeys(DEVICES, repository) for name in LAYERS})
+        mode = Mode.TRAINING | Mode.TORCH_COMPILE
+        norm = {mode: _Repository(memory_efficient)}
+        repositories = {**dict.fromkeys(LAYERS, norm), "RMSNormGated": {mode: _GatedRepository()}}
+        _set_layers({name: dict.fromkeys(DEVICES, r) for name, r in repositories.items()})
 
 
 def unregister() -> None:
@@ -92,6 +94,24 @@ class _Repository:
         return f"`fused_norm`, memory_efficient={self.memory_efficient}"
 
 
+class _GatedRepository:
+    """The same for norms with a gate, which have no options."""
+
+    layer_name = "RMSNormGated"
+
+    def load(self) -> type[nn.Module]:
+        return _gated_layer()
+
+    def __eq__(self, other) -> bool:
+        return isinstance(other, _GatedRepository)
+
+    def __hash__(self) -> int:
+        return hash(_GatedRepository)
+
+    def __str__(self) -> str:
+        return "`fused_norm`"
+
+
 @functools.cache
 def _layer(memory_efficient: bool) -> type[nn.Module]:
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -117,6 +137,51 @@ def _layer(memory_efficient: bool) -> type[nn.Module]:
         (nn.Module,),
         {"forward": forward, "can_torch_compile": True, "has_backward": True},
     )
+
+
+@functools.cache
+def _gated_layer() -> type[nn.Module]:
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        if gate is None or not _is_gated_norm(type(self), self.activation):
+            return type(self).forward(self, hidden_states, gate)
+        return _gated_norm(self, hidden_states, gate)
+
+    return type(
+        "RMSNormGated",
+        (nn.Module,),
+        {"forward": forward, "can_torch_compile": True, "has_backward": True},
+    )
+
+
+def _gated_norm(norm: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:
+    shape, eps = tuple(norm.weight.shape), norm.variance_epsilon
+    return functional.rms_norm_gated(
+        hidden_states, gate, shape, norm.weight, eps, activation=norm.activation
+    )
+
+
+@functools.cache
+def _gated_norm_is(cls: type, activation: str) -> bool:
+    if activation not in ("silu", "sigmoid"):
+        return False
+    norm = cls.__new__(cls)
+    nn.Module.__init__(norm)
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("cpu"), torch.no_grad():
+        x, gate, weight = torch.randn(3, 16, 16, generator=generator)
+        norm.weight = nn.Parameter(weight[0])
+        norm.variance_epsilon, norm.activation = 0.25, activation
+        try:
+            theirs = cls.forward(norm, x, gate)
+        except AttributeError:  # it has more than these
+            return False
+        return torch.allclose(theirs, _gated_norm(norm, x, gate), rtol=1e-5, atol=1e-6)
+
+
+@torch.compiler.assume_constant_result
+def _is_gated_norm(cls: type, activation: str) -> bool:
+    """Whether a class computes the norm before such a gate, from a weight and an epsilon alone."""
+    return _gated_norm_is(cls, activation)
 
 
 _forms: dict[type, tuple | None] = {}

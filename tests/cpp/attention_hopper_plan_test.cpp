@@ -115,8 +115,13 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   EXPECT_TRUE(hopper_backward_plan(params).general);
   params.mask.data = &params;
   EXPECT_TRUE(hopper_takes_forward(params, chip));
+  params.mask.dtype = DType::kFloat32;
   EXPECT_FALSE(hopper_takes_backward(params, chip));
-  params.mask.data = nullptr;
+  params.mask.dtype = params.dtype;
+  EXPECT_TRUE(hopper_takes_backward(params, chip));
+  params.head_dim = 200;
+  EXPECT_FALSE(hopper_takes_backward(params, chip));
+  params.mask = {};
   for (int dim : {4, 100, 264}) EXPECT_FALSE(hopper_takes_forward(call(dim, 512, 512), chip));
   params.dropout_p = 0.1f;
   EXPECT_FALSE(hopper_takes_forward(params, chip));

@@ -317,14 +317,18 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
 }
 
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
-                int saved_size, int dy_size, int column_vectors) {
+                int saved_size, int dy_size, bool from_output, bool rms_kernel) {
+  // From the output threads keep the weights, in more registers for LayerNorm, and shared memory
+  // has the scale, and LayerNorm's shift. One more warp may take listed columns.
+  const int column_vectors = from_output && !rms_kernel ? 2 : 1;
+  const int registers = column_vectors == 2 ? 96 : 80, more_threads = from_output ? 32 : 0;
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
   EXPECT_LE(plan.cluster_blocks, kMaxRingBlocks);
   EXPECT_GT(chip.cluster_multiprocessors(plan.cluster_blocks), 0);
   EXPECT_EQ(plan.rows_per_block, 1);
   EXPECT_EQ(plan.threads_per_row % 32, 0);
   EXPECT_GE(plan.threads_per_row, 64);
-  EXPECT_LE(plan.threads_per_row, 768);
+  EXPECT_LE(plan.threads_per_row + more_threads, 768);
   EXPECT_EQ(plan.packs * plan.pack, 16);
   // A row being added up, one whose dx is written, and one on its way.
   EXPECT_GE(plan.stages, 3);
@@ -338,7 +342,7 @@ void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
   const int a_multiprocessor = (plan.blocks + a_chip - 1) / a_chip;
   EXPECT_LE(a_multiprocessor * (plan.shared_bytes + 2 * kKilobyte),
             chip.shared_bytes_per_block + kKilobyte);
-  EXPECT_LE(a_multiprocessor * plan.threads_per_row * 80, 65536);
+  EXPECT_LE(a_multiprocessor * (plan.threads_per_row + more_threads) * registers, 65536);
   EXPECT_TRUE(plan.cluster_blocks == 1 || a_multiprocessor == 1);
   // The partial rows of a cluster hold all of its rows, few in each, unless partial rows run out.
   const int64_t clusters = plan.blocks / plan.cluster_blocks;
@@ -374,13 +378,16 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         EXPECT_EQ(plan.blocks * sets, plan.partials * plan.cluster_blocks);
         EXPECT_LE(plan.partials, rows);
         const int saved_size = size_of(from_output ? dtypes.y : dtypes.x);
-        const int param_vectors = from_output ? 3 : 1;
+        const bool rms_kernel = rms && dtypes.x == dtypes.y;
         if (plan.tier == Tier::kRing) {
-          check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), param_vectors);
+          check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), from_output,
+                     rms_kernel);
           continue;
         }
+        // From the output there are its shifts and scales too; RMSNorm's kernels have no shift.
+        const int param_vectors = !from_output ? 1 : rms_kernel ? 2 : 3;
         if (plan.tier == Tier::kFlat) {
-          check_flat(plan, chip, rows, cols, param_vectors);
+          check_flat(plan, chip, rows, cols, from_output ? 3 : 1);
           continue;
         }
         check_registers(plan, chip);
@@ -491,6 +498,34 @@ TEST(BackwardPlan, FewRowsAreOneKernel) {
   };
   EXPECT_EQ(from_output(4096, kH200), 1);
   EXPECT_EQ(from_output(1024, kA10), 1);
+}
+
+TEST(BackwardPlan, BlocksTakeTheGroupsOfAGateInTurn) {
+  for (const DeviceProperties& chip : kChips) {
+    for (DType x : {DType::kBFloat16, DType::kFloat32}) {
+      for (int cols : {8, 64, 128, 264, 1024, 2048, 3072, 4096}) {
+        const auto alone = plan_norm_backward(1, cols, x, x, false, true, chip, 1);
+        for (int groups : {1, 3, 8, 640}) {
+          for (int64_t rows : {int64_t{groups}, int64_t{groups} * 7, int64_t{groups} << 20}) {
+            const auto plan = plan_norm_backward(rows, cols, x, x, false, true, chip, groups);
+            EXPECT_EQ(plan.tier, alone.tier);
+            if (plan.tier != Tier::kRegisters) continue;
+            EXPECT_EQ(plan.packs, alone.packs);
+            EXPECT_EQ(plan.threads_per_row, alone.threads_per_row);
+            EXPECT_EQ(plan.blocks % groups, 0);
+            EXPECT_EQ(plan.partials, plan.blocks);
+            EXPECT_EQ(plan.few_splits, 0);
+            // Each block has rows of its group, and room for two of three tensors.
+            EXPECT_LT((plan.blocks / groups - 1) * plan.rows_per_block, rows / groups);
+            const int rows_bytes =
+                plan.rows_per_block * plan.threads_per_row * 2 * 3 * plan.packs * 16;
+            EXPECT_GE(plan.shared_bytes, rows_bytes + cols * 4);
+            EXPECT_LE(plan.shared_bytes, chip.shared_bytes_per_block);
+          }
+        }
+      }
+    }
+  }
 }
 
 TEST(BackwardPlan, FromTheOutputTakesNoMoreKernels) {

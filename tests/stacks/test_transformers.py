@@ -1,7 +1,9 @@
 """fused_norm.integrations.transformers: tiny random models give what they gave."""
 
 import copy
+import functools
 
+import kernels
 import pytest
 import torch
 import transformers
@@ -68,7 +70,49 @@ MODELS = {
             "first_k_dense_replace": 2,
         },
     ),
+    "chunks": (  # attention within them, which is no window
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        {
+            **COMMON,
+            "attention_chunk_size": 5,
+            "layer_types": None,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 1,
+            "moe_layers": [],
+        },
+    ),
+    "cross_attention": (
+        "BartForConditionalGeneration",
+        "BartConfig",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "encoder_layers": 1,
+            "decoder_layers": 1,
+            "encoder_attention_heads": 4,
+            "decoder_attention_heads": 4,
+            "encoder_ffn_dim": 48,
+            "decoder_ffn_dim": 48,
+            "max_position_embeddings": 32,
+        },
+    ),
+    "position_bias": (
+        "T5ForConditionalGeneration",
+        "T5Config",
+        {
+            "vocab_size": 64,
+            "d_model": 32,
+            "d_kv": 8,
+            "d_ff": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
+    ),
 }
+# How often they attend in a forward pass; the others twice.
+ATTENTIONS = {"cross_attention": 3, "position_bias": 6}
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
@@ -127,12 +171,12 @@ def test_attention(name, padding, calls):
     expected = run(make(name), batch(padding))
     model = make(name, "fused_norm")
     results = {}
-    layers = model.config.num_hidden_layers
     counted = calls(lambda: results.update(run(model, batch(padding))), "attention_forward")
-    assert counted == layers
+    assert counted == ATTENTIONS.get(name, 2)
     assert relative_error(results, expected) < 2e-6
-    model.set_attn_implementation("eager")
-    assert relative_error(run(model, batch(padding)), expected) == 0
+    if name != "position_bias":  # T5's stacks keep what they were made with
+        model.set_attn_implementation("eager")
+        assert relative_error(run(model, batch(padding)), expected) == 0
 
 
 def test_window_without_padding_has_no_mask_in_memory():
@@ -167,61 +211,6 @@ def test_packed_sequences():
         assert relative_error(run(make(name, "fused_norm"), inputs), expected) < 2e-6
         alone = run(make(name, "fused_norm"), batch())
         assert relative_error(alone, expected) > 1e-2  # the positions matter
-
-
-def test_bidirectional_and_cross_attention():
-    torch.manual_seed(0)
-    config = transformers.BartConfig(
-        vocab_size=64,
-        d_model=32,
-        encoder_layers=1,
-        decoder_layers=1,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=32,
-        attn_implementation="eager",
-    )
-    model = transformers.BartForConditionalGeneration(config).eval()
-    inputs = batch("right")
-    expected = run(model, inputs)
-    model.set_attn_implementation("fused_norm")
-    assert relative_error(run(model, inputs), expected) < 2e-6
-
-
-def test_position_bias():
-    torch.manual_seed(0)
-    config = transformers.T5Config(
-        vocab_size=64,
-        d_model=32,
-        d_kv=8,
-        d_ff=48,
-        num_layers=2,
-        num_heads=4,
-        decoder_start_token_id=0,
-        attn_implementation="eager",
-    )
-    model = transformers.T5ForConditionalGeneration(config).eval()
-    for padding in (None, "right"):
-        inputs = batch(padding)
-        model.set_attn_implementation("eager")
-        expected = run(model, inputs)
-        model.set_attn_implementation("fused_norm")
-        assert relative_error(run(model, inputs), expected) < 2e-6
-
-
-def test_chunks():
-    """Llama 4's attention within chunks: no window."""
-    config = {**COMMON, "attention_chunk_size": 5, "layer_types": None}
-    config |= {"intermediate_size_mlp": 48, "num_local_experts": 1, "moe_layers": []}
-    torch.manual_seed(0)
-    model = transformers.Llama4ForCausalLM(
-        transformers.Llama4TextConfig(**config, attn_implementation="eager")
-    ).eval()
-    expected = run(model, batch())
-    model.set_attn_implementation("fused_norm")
-    assert relative_error(run(model, batch()), expected) < 2e-6
 
 
 @pytest.mark.parametrize("name", ["llama", "sliding", "softcap"])
@@ -272,7 +261,10 @@ def test_layers_of_kernels(name, training, calls, memory_efficient):
     assert relative_error(run(model, batch()), expected) < 2e-6
     torch._dynamo.reset()
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    assert relative_error(run(model, batch()), expected) < 2e-6
+    run(model, batch())  # compiles
+    counted = calls(lambda: results.update(run(model, batch())), "norm_forward")
+    assert counted == LAYERS[name]
+    assert relative_error(results, expected) < 2e-6
 
 
 def saved_bytes(model):
@@ -288,6 +280,63 @@ def saved_bytes(model):
     return sum(sizes.values())
 
 
+GATED = {
+    "qwen": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig"),
+    "olmo": ("OlmoHybridForCausalLM", "OlmoHybridConfig"),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("name", GATED)
+def test_gated_layers_of_kernels(name, training, calls, monkeypatch):
+    linear = {
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_conv_kernel_dim": 4,
+    }
+    monkeypatch.setitem(MODELS, name, (*GATED[name], {**COMMON, **linear}))
+    original = make(name).train(training)
+    expected = run(original, batch())
+    model = copy.deepcopy(original)
+    state = list(model.state_dict())
+    model.set_use_kernels(True)
+    assert relative_error(run(model, batch()), expected) < 2e-6  # the class is looked at first
+    assert calls(lambda: run(model, batch()), "rms_norm_gated_forward") == 1
+    assert list(model.state_dict()) == state
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_gated_layer_takes_what_it_knows(activation, calls):
+    """Both activations, compiled too; other ones, and other classes, run their own code."""
+    module = transformers.models.qwen3_5.modeling_qwen3_5
+    layer = fused._GatedRepository().load()
+    norm = module.Qwen3_5RMSNormGated(16)
+    norm.activation = activation
+    x, gate = torch.randn(2, 5, 3, 16)
+    expected = norm(x, gate)
+    torch.testing.assert_close(layer.forward(norm, x, gate), expected)
+    assert calls(lambda: layer.forward(norm, x, gate), "rms_norm_gated_forward") == 1
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda *args: layer.forward(norm, *args), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(compiled(x, gate), expected)
+    norm.activation = "gelu"
+    torch.testing.assert_close(layer.forward(norm, x, gate), norm(x, gate), rtol=0, atol=0)
+
+    class Other(module.Qwen3_5RMSNormGated):
+        def forward(self, hidden_states, gate):
+            return super().forward(hidden_states, 2 * gate)
+
+    other = Other(16)
+    other.activation = activation
+    torch.testing.assert_close(layer.forward(other, x, gate), other(x, gate), rtol=0, atol=0)
+    assert calls(lambda: layer.forward(other, x, gate), "rms_norm_gated_forward") == 0
+
+
 def test_layers_of_kernels_save_memory():
     saved = []
     for memory_efficient in (False, True):
@@ -300,17 +349,50 @@ def test_layers_of_kernels_save_memory():
     assert saved[1] <= saved[0] - 4 * rows
 
 
-def test_layers_are_not_overruled():
-    """set_use_kernels registers transformers' own choice, which comes from the Hub."""
-    own = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
-    for device in ("cpu", "cuda"):
-        [layer] = own["RMSNorm"][device].values()
-        assert layer.load()().forward.__module__.startswith("fused_norm.")
-    fused.unregister()
-    assert all(
-        not isinstance(layer, fused._Repository) for layer in own["RMSNorm"]["cuda"].values()
-    )
+@pytest.mark.parametrize("first", ["register", "set_use_kernels"])
+@pytest.mark.parametrize("name", ["INFERENCE", "TRAINING"])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_layers_are_not_overruled(device, name, first, monkeypatch, calls):
+    """set_use_kernels registers transformers' own choice each time, which comes from the Hub."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    if first == "set_use_kernels":
+        fused.unregister()
+        make("llama").set_use_kernels(True)
+        fused.register()
+    for mode in (kernels.Mode[name], kernels.Mode[name] | kernels.Mode.TORCH_COMPILE):
+        model = make("llama")
+        model.set_use_kernels(True)
+        norm = kernels.kernelize(model.model.norm, mode=mode, device=device)
+        assert calls(functools.partial(norm, torch.ones(2, 32)), "norm_forward") == 1
+
+
+def test_a_kernel_config_has_the_last_word(monkeypatch, calls):
+    class Repository:
+        layer_name = "RMSNorm"
+
+        def load(self):
+            def forward(self, hidden_states):
+                return 2 * hidden_states
+
+            return type("RMSNorm", (torch.nn.Module,), {"forward": forward})
+
+    mapping = {"RMSNorm": {"cpu": {kernels.Mode.INFERENCE: Repository()}}}
+    config = transformers.KernelConfig(mapping)
+    for check in ("sanitize_kernel_mapping", "create_compatible_mapping"):  # of names on the Hub
+        monkeypatch.setattr(config, check, lambda model: None)
+    model = make("llama")
+    model.set_use_kernels(True, config)
+    x = torch.ones(2, 32)
+    assert calls(lambda: model(**batch()), "norm_forward") == 0
+    assert torch.equal(model.model.norm(x), 2 * x)
+
+
+def test_unregister():
     expected = run(make("llama"), batch())
+    fused.unregister()
+    own = transformers.integrations.hub_kernels.get_kernel_mapping_transformers()
+    assert "cpu" in own["RMSNorm"] and not own["RMSNorm"]["cpu"]
+    assert all(type(layer) is kernels.LayerRepository for layer in own["RMSNorm"]["cuda"].values())
     model = make("llama")
     model.set_use_kernels(True)
     assert relative_error(run(model, batch()), expected) == 0

@@ -105,31 +105,29 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   const AttentionParams& forward = params.forward;
   const AttentionGradient gradient{params, workspace,
                                    static_cast<char*>(workspace) + lse_bytes(forward)};
-  cudaError_t error = clear_outside(forward, params.dquery, forward.heads, forward.head_dim,
-                                    /*of_keys=*/false, nullptr, device, stream);
-  if (error == cudaSuccess) {
-    error = clear_outside(forward, params.dkey, forward.kv_heads, forward.head_dim,
-                          /*of_keys=*/true, nullptr, device, stream);
-  }
-  if (error == cudaSuccess) {
-    error = clear_outside(forward, params.dvalue, forward.kv_heads, forward.value_dim,
-                          /*of_keys=*/true, nullptr, device, stream);
-  }
+  const auto clear = [&](const AttentionTensor& tensor, int heads, int cols, bool of_keys) {
+    return clear_outside(forward, tensor, heads, cols, of_keys, nullptr, device, stream);
+  };
+  cudaError_t error = clear(params.dquery, forward.heads, forward.head_dim, /*of_keys=*/false);
+  if (error == cudaSuccess) error = clear(params.dkey, forward.kv_heads, forward.head_dim, true);
+  if (error == cudaSuccess) error = clear(params.dvalue, forward.kv_heads, forward.value_dim, true);
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
   if (error != cudaSuccess) return error;
-  // The portable tier's kernels serve the other calls that a tensor-core tier's forward pass takes.
+  // The portable tier's kernels serve the other calls that a tensor-core tier's forward pass takes,
+  // and make the mask's gradient.
+  AttentionGradient rest = gradient;
   if (takes_hopper_backward(forward, device, tier)) {
     void* tickets = static_cast<char*>(workspace) + 2 * lse_bytes(forward);
     error = launch_attention_backward_hopper(gradient, device, tickets, stream);
-  } else if (resolve(forward, device, tier) != AttentionTier::kPlain) {
+    rest.params.dquery.data = rest.params.dkey.data = rest.params.dvalue.data = nullptr;
+  }
+  if (error != cudaSuccess) return error;
+  if (resolve(forward, device, tier) != AttentionTier::kPlain) {
     error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
-      return attention_backward_portable<decltype(t)>(gradient, stream);
+      return attention_backward_portable<decltype(t)>(rest, stream);
     });
   } else {
     error = attention_backward_plain(gradient, stream);
-    if (error == cudaSuccess && params.dmask != nullptr) {
-      error = attention_mask_gradient_plain(gradient, stream);
-    }
   }
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);

@@ -16,6 +16,16 @@ cudaError_t launch_attention_forward_hopper(const AttentionParams& params,
 cudaError_t launch_attention_backward_hopper(const AttentionGradient& gradient,
                                              const DeviceProperties& device, void* workspace,
                                              cudaStream_t stream);
+
+// The kernels of a head dimension: hopper_launch.cuh.
+namespace hopper {
+template <int kDim>
+cudaError_t launch_forward(const AttentionParams& params, const DeviceProperties& device,
+                           void* tickets, cudaStream_t stream);
+template <int kDim>
+cudaError_t launch_backward(const AttentionGradient& gradient, const DeviceProperties& device,
+                            void* tickets, cudaStream_t stream);
+}  // namespace hopper
 #else
 inline cudaError_t launch_attention_forward_hopper(const AttentionParams&, const DeviceProperties&,
                                                    void*, cudaStream_t) {

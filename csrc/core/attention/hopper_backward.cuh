@@ -25,6 +25,7 @@ class BackwardConsumer {
   static constexpr bool kFirst = Form::kFirst, kSecond = Form::kSecond;
   static constexpr bool kGeneral = Form::kGeneral;
   static constexpr int kOfGroup = 4;  // named barriers, from this one on
+  static constexpr int kConsumers = 128 * Form::kGroups;
   using Scores = float[kOthers / 2];
   using Weights = uint32_t[kOthers / 4];
   using Sums = float[kDim / 2];
@@ -44,14 +45,20 @@ class BackwardConsumer {
   __device__ __forceinline__ void run() {
 #pragma unroll 1
     for (uint32_t count = 0;; ++count) {
-      own_slot_ = count % Form::kOwnStages;
-      wait(memory_.own_full[own_slot_], count / Form::kOwnStages % 2);
+      const uint32_t stages = own_stages<Form>(args_);
+      own_slot_ = count % stages;
+      wait(memory_.own_full[own_slot_], count / stages % 2);
       const WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       if (work.sequence < 0) return;
       open(work);
       if (work.first_tile < work.end_tile) {
-        walk(work);
+#pragma unroll 1
+        do {
+          clear_sums();
+          walk(work);
+        } while (is_spoiled());
       } else {
+        clear_sums();
         release(memory_.own_empty[own_slot_]);
       }
       const int row = work.first + row_in_tile();
@@ -69,12 +76,8 @@ class BackwardConsumer {
 
   // Sets what holds for all of a tile of the own side; as forward's.
   __device__ __forceinline__ void open(const WorkTile& work) {
-    const Band band = band_of(args_, work);
     const int row = work.first + row_in_tile();
-    const int group_first = work.first + 64 * group_;
-    const int group_last = min(group_first + 64, work.queries) - 1;
-    whole_from_ = (max(group_last - band.left, 0) + kOthers - 1) / kOthers;
-    whole_end_ = max(min(work.keys, group_first + band.right + 1), 0) / kOthers;
+    if constexpr (!kGeneral) whole_ = whole_of(work);
     if constexpr (!Form::kOfKeys) {
       const int64_t first = first_statistic<Form>(args_, work, work.head);
 #pragma unroll
@@ -84,6 +87,16 @@ class BackwardConsumer {
         delta_[r] = inside ? args_.delta[first + row + 8 * r] : 0;
       }
     }
+  }
+  // Whether a tile's sums have to be made again.
+  __device__ __forceinline__ bool is_spoiled() {
+    if constexpr (Form::kMends) {
+      again_ = !again_ && has_mask<Form>(args_) &&
+               memory_.verdict.template give<kConsumers>(first_sums_, verdict_turn_);
+    }
+    return again_;
+  }
+  __device__ __forceinline__ void clear_sums() {
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) {
       if constexpr (kFirst) first_sums_[i] = 0;
@@ -101,23 +114,19 @@ class BackwardConsumer {
 #pragma unroll 1
     while (advance(work, tile, heads)) {
       add_tile(hides);
-      const int first_slot = first_place_.slot, second_slot = second_place_.slot;
-      next_place();
+      const int slot = first_place_.slot;
+      first_place_.advance();
       start_scores(work, tile);
       wait_products<1>();
-      end_tile(first_slot, second_slot);
+      end_tile(slot);
       start_products(work, tile);
       hides = weigh(work, tile, heads);
     }
-    release(memory_.own_empty[own_slot_]);
+    if (!again_) release(memory_.own_empty[own_slot_]);
     add_tile(hides);
     wait_products<0>();
-    end_tile(first_place_.slot, second_place_.slot);
-    next_place();
-  }
-  __device__ __forceinline__ void next_place() {
+    end_tile(first_place_.slot);
     first_place_.advance();
-    if constexpr (kSecond) second_place_.advance();
   }
 
   // To the next tile, or the first of the next head; false: that was the last.
@@ -132,11 +141,11 @@ class BackwardConsumer {
     wait_products<kFirst && !kGeneral ? 1 : 0>();
     hold(scores_);
     if constexpr (kGeneral) apply_options(work, tile, heads);
-    const bool hides = is_cut(tile);
-    if (hides) hide(work, tile);
+    const bool is_cut_off = is_cut(work, tile), hides = is_cut_off || has_mask<Form>(args_);
+    if (is_cut_off) hide(work, tile);
     exponentiate();
     if constexpr (kSecond) {
-      round(second_weights_, scores_);
+      round<T>(second_weights_, scores_);
       if constexpr (kFirst) make_now(second_weights_);
     }
     if constexpr (kFirst) {
@@ -145,29 +154,44 @@ class BackwardConsumer {
       if constexpr (!kSecond) {
         leave_second();
         differentiate(hides);
-        round(first_weights_, products_);
+        round<T>(first_weights_, products_);
       }
     }
     return hides;
   }
   // Starts a tile's sums, the second while D is turned into W.
   __device__ __forceinline__ void add_tile(bool hides) {
-    if constexpr (kSecond) add(second_sums_, second_weights_, second_, second_place_.slot);
+    if constexpr (kSecond) add(second_sums_, second_weights_, second_, first_place_.slot);
     if constexpr (kFirst && kSecond) {
       differentiate(hides);
-      round(first_weights_, products_);
+      round<T>(first_weights_, products_);
       make_now(first_weights_);
       wait_products<0>();
       hold(second_sums_);
     }
+    if constexpr (Form::kMends) {
+      if (again_) {
+        memory_.verdict.template clear_unseen<OtherTile, kConsumers>(
+            memory_.first[first_place_.slot],
+            [&](int i) { return (first_weights_[i / 2] >> i % 2 * 16 & 0x7FFF) != 0; });
+      }
+    }
     if constexpr (kFirst) add(first_sums_, first_weights_, first_, first_place_.slot);
   }
   // Gives back what a tile's sums, which are made, have read.
-  __device__ __forceinline__ void end_tile(int first_slot, int second_slot) {
+  __device__ __forceinline__ void end_tile(int slot) {
     if constexpr (kFirst) hold(first_sums_);
     if constexpr (kSecond) hold(second_sums_);
-    release(memory_.first_empty[first_slot]);
-    if constexpr (kSecond) release(memory_.second_empty[second_slot]);
+    release(memory_.first_empty[slot]);
+    if constexpr (kSecond) release(memory_.second_empty[slot]);
+  }
+  // Where the second sum reads them, tiles of both are used for as long.
+  __device__ __forceinline__ const auto& second_place() const {
+    if constexpr (kSecond) {
+      return first_place_;
+    } else {
+      return second_place_;
+    }
   }
   __device__ __forceinline__ void leave_second() {
     release(memory_.second_empty[second_place_.slot]);
@@ -177,44 +201,39 @@ class BackwardConsumer {
   // Starts S, and D.
   __device__ __forceinline__ void start_scores(const WorkTile& work, int tile) {
     wait(memory_.first_full[first_place_.slot], first_place_.parity);
-    if (is_cut(tile)) clear(work, tile, memory_.first[first_place_.slot]);
+    if (is_cut(work, tile)) clear(work, tile, memory_.first[first_place_.slot]);
     multiply(scores_, own_first_, first_, first_place_.slot);
   }
   __device__ __forceinline__ void start_products(const WorkTile& work, int tile) {
-    wait(memory_.second_full[second_place_.slot], second_place_.parity);
-    if (is_cut(tile)) clear(work, tile, memory_.second[second_place_.slot]);
-    if constexpr (kFirst) multiply(products_, own_second_, second_, second_place_.slot);
+    const auto& place = second_place();
+    wait(memory_.second_full[place.slot], place.parity);
+    if (is_cut(work, tile)) clear(work, tile, memory_.second[place.slot]);
+    if constexpr (kFirst) multiply(products_, own_second_, second_, place.slot);
   }
 
-  // Whether a tile has rows which one of the warpgroup's own does not see.
-  __device__ __forceinline__ bool is_cut(int tile) const {
-    return tile < whole_from_ || tile >= whole_end_;
+  // Tiles of which every row of the warpgroup sees all.
+  struct TileRange {
+    int begin, end;
+  };
+  __device__ __forceinline__ TileRange whole_of(const WorkTile& work) const {
+    const Band band = band_of(args_, work);
+    const int first = work.first + 64 * group_, last = min(first + 64, work.queries) - 1;
+    return {(max(last - band.left, 0) + kOthers - 1) / kOthers,
+            max(min(work.keys, first + band.right + 1), 0) / kOthers};
+  }
+  __device__ __forceinline__ bool is_cut(const WorkTile& work, int tile) const {
+    const TileRange whole = kGeneral ? whole_of(work) : whole_;
+    return tile < whole.begin || tile >= whole.end;
   }
   __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot) {
     own += own_slot_ * (OwnTile::kBytes / 16);
     const uint64_t others = OtherTile::along_rows(tiles + slot * OtherTile::kBytes, 0);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      Product<kOthers>::template shared<T, false>(to, own + OwnTile::row_step(step),
-                                                  others + OtherTile::row_step(step), step > 0);
-    }
-    commit_products();
+    start_product<T, OwnTile, OtherTile>(to, own, others);
   }
   __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles,
                                       int slot) {
     const uint64_t others = OtherTile::down_columns(tiles + slot * OtherTile::kBytes);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < kOthers / 16; ++step) {
-      Product<kDim>::template registers<T, true>(sums, weights + 4 * step,
-                                                 others + OtherTile::column_step(step));
-    }
-    commit_products();
-  }
-  __device__ __forceinline__ void round(Weights& weights, const Scores& from) {
-#pragma unroll
-    for (int i = 0; i < kOthers / 4; ++i) weights[i] = pack_two<T>(from[2 * i], from[2 * i + 1]);
+    start_sum<T, OtherTile>(sums, weights, others);
   }
 
   // The compiler would wait for products before it makes weights, as nothing orders the two: so
@@ -229,11 +248,8 @@ class BackwardConsumer {
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
     const Band band = band_of(args_, work);
     const int row = work.first + row_in_tile(), column = tile * kOthers + lane_ % 4 * 2;
-    const int end[2] = {min(work.keys, row + band.right + 1) - column,
-                        min(work.keys, row + 8 + band.right + 1) - column};
-    hide_after(scores_, end);
-    const int first[2] = {row - band.left - column, row + 8 - band.left - column};
-    hide_before(scores_, first);
+    hide_after(scores_, band, work.keys, row, column);
+    hide_before(scores_, band, row, column);
   }
   // S becomes scores, D - delta what P is multiplied by; the last `heads` of the group are left.
   __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads) {
@@ -242,12 +258,19 @@ class BackwardConsumer {
       subtract_delta();
     }
     const int head = Form::kOfKeys ? (work.head + 1) * args_.group - heads : work.head;
-    general_scores(args_, work, head, scores_, work.first + row_in_tile(),
-                   tile * kOthers + lane_ % 4 * 2, [&] {
+    const auto capped = [&] {
 #pragma unroll
-                     for (int i = 0; kFirst && i < kOthers / 2; ++i)
-                       products_[i] *= 1 - scores_[i] * scores_[i];
-                   });
+      for (int i = 0; kFirst && i < kOthers / 2; ++i) products_[i] *= 1 - scores_[i] * scores_[i];
+    };
+    const float factor = general_scores(args_, work, head, scores_, work.first + row_in_tile(),
+                                        tile * kOthers + lane_ % 4 * 2, capped);
+    if constexpr (Form::kMasks) {
+      if (!has_mask<Form>(args_)) return;
+      wait(memory_.mask_full, first_place_.is_odd());
+      Form::Mask::template add<T, Form::kOfKeys>(args_.mask, memory_.mask_tile(), row_in_tile(),
+                                                 lane_ % 4 * 2, factor, scores_);
+      named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
+    }
   }
   // Makes the rows of a tile zero that no own row of the sequence sees: they may hold a NaN. The
   // copy has done so with those beyond a dense tensor.
@@ -314,14 +337,14 @@ class BackwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool stores = tensor.data != nullptr && row + 8 * r < work.queries;
-      T* out = static_cast<T*>(tensor.data) + work.batch * tensor.batch_stride +
-               work.head * tensor.head_stride +
-               int64_t{work.query_begin + row + 8 * r} * tensor.row_stride;
-      store_row<T>(sums, r, factor, stores ? out : nullptr, columns);
+      T* out = stores ? row_of<T>(tensor, work, row + 8 * r) : nullptr;
+      store_row<T>(sums, r, factor, out, columns);
     }
   }
 
+  // A warp's lanes have read the slot before lane 0 gives it back for all of them.
   __device__ __forceinline__ void release(CopyBarrier& barrier) const {
+    __syncwarp();
     if (lane_ == 0) arrive(barrier);
   }
 
@@ -330,12 +353,13 @@ class BackwardConsumer {
   const int group_, lane_;
   const uint64_t own_first_, own_second_;
   int own_slot_;
+  uint32_t verdict_turn_ = 0;
+  bool again_ = false;  // the tile's sums were spoiled (MaskVerdict)
   const uint32_t first_, second_;
   RingPlace<Form::kFirstStages> first_place_;
   RingPlace<Form::kSecondStages> second_place_;
 
-  // Of a tile of the own side: every row of the warpgroup sees all of these tiles of others.
-  int whole_from_, whole_end_;
+  TileRange whole_;  // of a tile of the own side; options leave no registers for it
   float exponents_[2], delta_[2];
   Scores scores_, products_;
   Weights first_weights_, second_weights_;  // W and P, rounded
@@ -350,25 +374,23 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
-    for (int slot = 0; slot < Form::kOwnStages; ++slot) {
-      memory.own_full[slot].init();
-      memory.own_empty[slot].init(kWarps);
-    }
+    init_ring(memory.own_full, memory.own_empty, 1,
+              kWarps + (has_mask<Form>(args) ? kMaskWarps : 0));
+    memory.mask_full.init(2 * kMaskThreads);
+    memory.verdict.init(kWarps);
     memory.place = {};
-    for (int slot = 0; slot < Form::kFirstStages; ++slot) {
-      memory.first_full[slot].init();
-      memory.first_empty[slot].init(kWarps);
-    }
-    for (int slot = 0; slot < Form::kSecondStages; ++slot) {
-      memory.second_full[slot].init();
-      memory.second_empty[slot].init(kWarps);
-    }
+    init_ring(memory.first_full, memory.first_empty, Form::kOfKeys ? 33 : 1, kWarps);  // statistics
+    init_ring(memory.second_full, memory.second_empty, 1, kWarps);
     CopyBarrier::order_inits();
   }
   __syncthreads();
   if (group == 0) {
     shrink_registers<Form::kProducerRegisters>();
-    if (threadIdx.x < 32) BackwardProducer<Form>(args, memory).run();
+    if (threadIdx.x < 32) {
+      BackwardProducer<Form>(args, memory).run();
+    } else if (has_mask<Form>(args)) {
+      copy_masks(args, memory);
+    }
   } else {
     grow_registers<Form::kConsumerRegisters>();
     BackwardConsumer<Form>(args, memory, group - 1).run();

@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/attention/hopper_mask.cuh"
+#include "core/attention/hopper_plan.h"
 #include "core/attention/hopper_ptx.cuh"
 #include "core/attention/hopper_scores.cuh"
 #include "core/attention/hopper_work.cuh"
@@ -21,47 +23,44 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   const float *exponents, *delta;         // of queries (workspace.h)
   int32_t group;                          // query heads of a head of keys
   float gradient_scale;                   // what dquery and dkey are multiplied by at last
-  AttentionTensor first, second;          // dquery or dkey; dvalue. Null data: not asked for
+  AttentionTensor first,
+      second;  // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
 };
 
-// A form of the kernel. kGeneral: scores pass through softcap and slopes. kOfKeys: the own side are
+// A form of the kernel. kGeneral: scores pass through softcap, slopes and
+// mask. kOfKeys: the own side are
 // keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue.
-template <typename T_, bool kGeneral_, int kDim_, bool kOfKeys_, bool kFirst_, bool kSecond_,
-          int kOthers_, int kOwnStages_, int kFirstStages_, int kSecondStages_>
+template <typename T_, int kDim_, bool kGeneral_, bool kOfKeys_, bool kFirst_, bool kSecond_>
 struct BackwardForm {
   using T = T_;
-  static constexpr int kDim = kDim_, kOthers = kOthers_, kGroups = 2;
-  static constexpr int kOwnStages = kOwnStages_;
   static constexpr bool kGeneral = kGeneral_, kOfKeys = kOfKeys_, kFirst = kFirst_,
                         kSecond = kSecond_;
-  static constexpr int kFirstStages = kFirstStages_, kSecondStages = kSecondStages_;
+  static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
+  static constexpr HopperBackwardTiles kTiles = !kOfKeys ? kHopperQueryGradientTiles[kIndex]
+                                                : kFirst ? kHopperKeyGradientTiles[kGeneral][kIndex]
+                                                         : kHopperValueGradientTiles[kIndex];
+  static constexpr int kOthers = kTiles.others, kGroups = 2;
+  static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
+  static constexpr int kSecondStages = kTiles.second_stages;
   static constexpr int kOwn = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has (ForwardForm).
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (kFirst || kSecondStages >= 2));
   static_assert(kFirst || kSecond);
+  static_assert(!kSecond || kFirstStages == kSecondStages);
   static_assert(kOfKeys || !kSecond);
   using OwnTile = SharedTile<kOwn, kDim>;
   using OtherTile = SharedTile<kOthers, kDim>;
+  // Where there is room for a tile of a mask, beside the others or in place of a tile of the own
+  // side. Queries' tiles may be done twice for it.
+  static constexpr bool kMasks = kGeneral && kDim <= kMaxMaskedBackwardDim;
+  static constexpr bool kMaskInOwn = kMasks && kDim == 128 && kOwnStages == 2;
+  static constexpr bool kMends = kMasks && !kOfKeys;
+  using Mask = MaskTile<kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2>;
+  static_assert(!kMaskInOwn || Mask::kBytes <= OwnTile::kBytes);
 };
-
-// The kinds: dquery; dkey and dvalue; and one of the two alone.
-template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kFirstStages,
-          int kSecondStages>
-using QueryForm = BackwardForm<T, kGeneral, kDim, false, true, false, kOthers, kOwnStages,
-                               kFirstStages, kSecondStages>;
-template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kStages>
-using KeyValueForm =
-    BackwardForm<T, kGeneral, kDim, true, true, true, kOthers, kOwnStages, kStages, kStages>;
-template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kFirstStages,
-          int kSecondStages>
-using KeyForm = BackwardForm<T, kGeneral, kDim, true, true, false, kOthers, kOwnStages,
-                             kFirstStages, kSecondStages>;
-template <typename T, bool kGeneral, int kDim, int kOthers, int kOwnStages, int kStages>
-using ValueForm =
-    BackwardForm<T, kGeneral, kDim, true, false, true, kOthers, kOwnStages, kStages, kStages>;
 
 template <typename Form>
 struct BackwardMemory {
@@ -73,6 +72,9 @@ struct BackwardMemory {
   // Where the others are queries: theirs, beside `first`.
   alignas(16) float exponents[Form::kFirstStages][kStatistics];
   alignas(16) float delta[Form::kFirstStages][kStatistics];
+  alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
+  CopyBarrier mask_full;
+  MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
   CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
@@ -80,7 +82,22 @@ struct BackwardMemory {
   static constexpr int kWorks = 4;
   WorkTile work[kWorks];
   ListPlace place;
+
+  __device__ __forceinline__ char* mask_tile() {
+    if constexpr (Form::kMaskInOwn) return own_first[1];
+    return mask;
+  }
 };
+
+template <typename Form>
+__device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
+  return Form::kMasks && args.mask.data != nullptr;
+}
+// Where tiles of the own side lie: of one after the other.
+template <typename Form>
+__device__ __forceinline__ uint32_t own_stages(const BackwardArgs& args) {
+  return Form::kMaskInOwn && has_mask<Form>(args) ? 1 : Form::kOwnStages;
+}
 
 // Where the statistics of a sequence's first query lie, for one query head.
 template <typename Form>
@@ -126,11 +143,10 @@ class BackwardProducer {
       if (lane_ == 0 && args_.ticket != nullptr) next = gridDim.x + atomicAdd(args_.ticket, 1);
       __syncwarp();
       const int steps = found ? steps_of<Form>(args_, work) : 0;
-      head_ = found ? first_head<Form>(args_, work) : 0;
-      tile_ = work.first_tile;
+      const uint32_t stages = own_stages<Form>(args_), own_slot = count % stages;
+      begin_others(work);
       if (steps > 0) load_others(work);
-      const int own_slot = count % Form::kOwnStages;
-      wait(memory_.own_empty[own_slot], count / Form::kOwnStages % 2 ^ 1);
+      wait(memory_.own_empty[own_slot], count / stages % 2 ^ 1);
       if (lane_ == 0) {
         if (steps > 0) {
           load_own(work, own_slot);
@@ -140,6 +156,13 @@ class BackwardProducer {
       }
 #pragma unroll 1
       for (int step = 1; step < steps; ++step) load_others(work);
+      if constexpr (Form::kMends) {
+        if (steps > 0 && has_mask<Form>(args_) && memory_.verdict.read(verdict_turn_)) {
+          begin_others(work);
+#pragma unroll 1
+          for (int step = 0; step < steps; ++step) load_others(work);
+        }
+      }
       if (!found) return;
       index = __shfl_sync(~0u, next, 0);
     }
@@ -158,6 +181,10 @@ class BackwardProducer {
     }
   }
 
+  __device__ __forceinline__ void begin_others(const WorkTile& work) {
+    head_ = first_head<Form>(args_, work);
+    tile_ = work.first_tile;
+  }
   // The next tile of others.
   __device__ __forceinline__ void load_others(const WorkTile& work) {
     const int slot = first_place_.slot, row = work.key_begin + tile_ * kOthers;
@@ -178,7 +205,7 @@ class BackwardProducer {
         memory_.exponents[slot][lane_ + 32 * i] = exponents[i];
         memory_.delta[slot][lane_ + 32 * i] = delta[i];
       }
-      __syncwarp();
+      arrive(memory_.first_full[slot]);
     } else {
       wait(memory_.first_empty[slot], first_place_.parity ^ 1);
     }
@@ -205,8 +232,43 @@ class BackwardProducer {
   BackwardMemory<Form>& memory_;
   const int lane_;
   int head_, tile_;
+  uint32_t verdict_turn_ = 0;
   RingPlace<Form::kFirstStages> first_place_;
   RingPlace<Form::kSecondStages> second_place_;
 };
+
+// The other warps of the producer's warpgroup copy tiles of the mask.
+template <typename Form>
+__device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMemory<Form>& memory) {
+  const uint32_t stages = own_stages<Form>(args);
+  uint32_t verdict_turn = 0;
+  bool has_copied = false;
+  for (uint32_t count = 0;; ++count) {
+    const uint32_t slot = count % stages;
+    wait(memory.own_full[slot], count / stages % 2);
+    const WorkTile& work = memory.work[count % BackwardMemory<Form>::kWorks];
+    if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
+    const int heads = Form::kOfKeys ? args.group : 1;
+    const bool any = work.first_tile < work.end_tile;
+    for (bool again = any, first = true; again; first = false) {
+      for (int head = work.head * heads; head < (work.head + 1) * heads; ++head) {
+        for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
+          const int others = tile * Form::kOthers;
+          wait_for_readers<128 * Form::kGroups>(has_copied);
+          if constexpr (Form::kOfKeys) {
+            Form::Mask::copy(args.mask, memory.mask_tile(), memory.mask_full, work.sequence, head,
+                             others, work.keys, work.first, work.queries);
+          } else {
+            Form::Mask::copy(args.mask, memory.mask_tile(), memory.mask_full, work.sequence, head,
+                             work.first, work.queries, others, work.keys);
+          }
+        }
+      }
+      again = Form::kMends && first && memory.verdict.read(verdict_turn);
+    }
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) arrive(memory.own_empty[slot]);  // done with `work`
+  }
+}
 
 }  // namespace fused_norm::hopper

@@ -27,10 +27,8 @@ __device__ __forceinline__ void finish(const ForwardArgs& args, const WorkTile& 
     const bool empty = sum == 0;
     const int query = row + 8 * r;
     const bool stores = query < work.queries;
-    T* out = static_cast<T*>(args.out) + work.batch * args.out_batch_stride +
-             work.head * args.out_head_stride +
-             int64_t{work.query_begin + query} * args.out_row_stride;
-    store_row<T>(values, r, empty ? 0.f : shrink / total, stores ? out : nullptr, args.value_dim);
+    T* out = stores ? row_of<T>(args.out, work, query) : nullptr;
+    store_row<T>(values, r, empty ? 0.f : shrink / total, out, args.value_dim);
     if (stores && threadIdx.x % 4 == 0) {
       const int64_t at =
           args.query_offsets == nullptr
@@ -50,9 +48,8 @@ class Consumer {
   static constexpr int kKeys = Form::kKeys, kDim = Form::kDim;
   // The first scores of a tile are started before the tile before it is finished.
   static constexpr bool kEarly = Form::kQueryStages == 2;
-  // Named barriers: 1 and 2 for the turns, 3 for all consumers, 4 and 5 for a warpgroup's own; and
-  // kMaskIsRead.
-  static constexpr int kOfConsumers = 3, kOfGroup = 4, kConsumers = 128 * Form::kGroups;
+  // Named barriers: 1 and 2 for the turns, 4 to 6 for a warpgroup's own; and those of masks.
+  static constexpr int kOfGroup = 4, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
 
@@ -91,7 +88,9 @@ class Consumer {
         }
       }
       if constexpr (Form::kGeneral) {
-        if (args_.mask.data != nullptr && work.first_tile < work.end_tile) mend(work);
+        if (args_.mask.data != nullptr && work.first_tile < work.end_tile &&
+            memory_.verdict.template give<kConsumers>(values_, verdict_turn_))
+          mend(work);
       }
       finish<Form>(args_, work, values_, rows_, row_);
     }
@@ -132,7 +131,7 @@ class Consumer {
     leave_key();
     hide(work, work.end_tile - 1);
     softmax_step(scores_, rows_, args_.exponent, rescale_);
-    round(weights);
+    round<T>(weights, scores_);
 
     for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) step(work, tile, weights);
 
@@ -173,26 +172,12 @@ class Consumer {
     if (rows_.sum[0] < 0 || rows_.sum[1] < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
     wait_products<0>();
     leave_value();
-    round(weights);
+    round<T>(weights, scores_);
     rescale_values();
   }
 
-  // A NaN or Inf in a value that the mask hides from every query spoils the sums, as it survives
-  // its weight of 0. If a sum is one, the tile is done again, step by step, without the values of
-  // keys that none of the block's queries sees.
+  // The tile again, step by step (MaskVerdict).
   __device__ __forceinline__ void mend(const WorkTile& work) {
-    float sum = 0;
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) sum = fmaf(values_[i], 0.f, sum);
-    const int turn = verdict_turn_;
-    verdict_turn_ ^= 1;
-    if (threadIdx.x == 128) memory_.spoiled[turn ^ 1] = 0;  // all have read it
-    if (sum != 0) memory_.spoiled[turn] = 1;
-    named_sync(kOfConsumers, kConsumers);
-    const bool spoiled = memory_.spoiled[turn];
-    __syncwarp();
-    release(memory_.verdict);
-    if (!spoiled) return;
     clear_sums();
 #pragma unroll 1
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
@@ -202,20 +187,12 @@ class Consumer {
       end_scores();
       leave_key();
       hide(work, tile);
-      for (int i = threadIdx.x - 128; i < kKeys; i += kConsumers) memory_.seen[i] = false;
-      named_sync(kOfConsumers, kConsumers);
-#pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) {
-        if (scores_[i] != -INFINITY) memory_.seen[8 * (i / 4) + lane_ % 4 * 2 + i % 2] = true;
-      }
-      softmax_step(scores_, rows_, args_.exponent, rescale_);
-      round(weights);
-      rescale_values();
-      named_sync(kOfConsumers, kConsumers);
       wait(memory_.value_full[value_place_.slot], value_place_.parity);
-      clear_rows<KeyTile>(memory_.value[value_place_.slot],
-                          [&](int key) { return !memory_.seen[key]; });
-      named_sync(kOfConsumers, kConsumers);
+      memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
+          memory_.value[value_place_.slot], [&](int i) { return scores_[i] != -INFINITY; });
+      softmax_step(scores_, rows_, args_.exponent, rescale_);
+      round<T>(weights, scores_);
+      rescale_values();
       multiply_values(weights);
       wait_products<0>();
       leave_value();
@@ -243,23 +220,11 @@ class Consumer {
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
     if constexpr (Form::kGeneral) asm volatile("" : "+l"(queries));  // no steps kept in registers
     const uint64_t keys = key_operand_ + key_place_.slot * (KeyTile::kBytes / 16);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < kDim / 16; ++step) {
-      Product<kKeys>::template shared<T, false>(scores_, queries + QueryTile::row_step(step),
-                                                keys + KeyTile::row_step(step), step > 0);
-    }
-    commit_products();
+    start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
   }
   __device__ __forceinline__ void multiply_values(const Weights& weights) {
     const uint64_t from = value_operand_ + value_place_.slot * (KeyTile::kBytes / 16);
-    fence_products();
-#pragma unroll
-    for (int step = 0; step < kKeys / 16; ++step) {
-      Product<kDim>::template registers<T, true>(values_, weights + 4 * step,
-                                                 from + KeyTile::column_step(step));
-    }
-    commit_products();
+    start_sum<T, KeyTile>(values_, weights, from);
   }
 
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
@@ -269,20 +234,13 @@ class Consumer {
       if (args_.mask.data != nullptr) {
         wait(memory_.mask_full, mask_parity_);
         mask_parity_ ^= 1;
-        MaskTile{shared_address(memory_.mask), kKeys, args_.mask.row_stride != 0}.add<T>(
-            args_.mask, thread_row_, lane_ % 4 * 2, factor, scores_);
+        Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
+                                           factor, scores_);
         named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
       }
     }
-    if (tile >= hides_from_) {
-      const int end[2] = {min(work.keys, row_ + band_.right + 1) - column,
-                          min(work.keys, row_ + 8 + band_.right + 1) - column};
-      hide_after(scores_, end);
-    }
-    if (tile < hides_below_) {
-      const int first[2] = {row_ - band_.left - column, row_ + 8 - band_.left - column};
-      hide_before(scores_, first);
-    }
+    if (tile >= hides_from_) hide_after(scores_, band_, work.keys, row_, column);
+    if (tile < hides_below_) hide_before(scores_, band_, row_, column);
   }
   // The keys that some query of the sequence sees: [seen_first(), seen_end_of()).
   __device__ __forceinline__ int seen_first() const { return max(0, -band_.left); }
@@ -296,11 +254,6 @@ class Consumer {
                           [&](int key) { return key < first || key >= end; });
       named_sync(kOfGroup + group_, 128);
     }
-  }
-  __device__ __forceinline__ void round(Weights& weights) const {
-#pragma unroll
-    for (int i = 0; i < kKeys / 4; ++i)
-      weights[i] = pack_two<T>(scores_[2 * i], scores_[2 * i + 1]);
   }
   __device__ __forceinline__ void rescale_values() {
 #pragma unroll
@@ -328,7 +281,7 @@ class Consumer {
   RingPlace<Form::kQueryStages> query_place_;
   RingPlace<ForwardMemory<Form>::kWorks> work_place_;
   uint32_t mask_parity_ = 0;
-  int verdict_turn_ = 0;
+  uint32_t verdict_turn_ = 0;
 
   // Of a tile of queries: the thread's first query (its second is 8 later) and its sums.
   Band band_;
@@ -357,20 +310,12 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     // A warp of a consumer arrives once.
     constexpr int kWarps = 4 * Form::kGroups;
     const bool copies_masks = Form::kGeneral && args.mask.data != nullptr;
-    for (int slot = 0; slot < Form::kQueryStages; ++slot) {
-      memory.query_full[slot].init();
-      memory.query_empty[slot].init(kWarps + (copies_masks ? kMaskWarps : 0));
-    }
+    init_ring(memory.query_full, memory.query_empty, 1, kWarps + (copies_masks ? kMaskWarps : 0));
     memory.verdict.init(kWarps);
-    memory.spoiled[0] = memory.spoiled[1] = 0;
     memory.mask_full.init(2 * kMaskThreads);
     memory.place = {};
-    for (int slot = 0; slot < Form::kStages; ++slot) {
-      memory.key_full[slot].init();
-      memory.value_full[slot].init();
-      memory.key_empty[slot].init(kWarps);
-      memory.value_empty[slot].init(kWarps);
-    }
+    init_ring(memory.key_full, memory.key_empty, 1, kWarps);
+    init_ring(memory.value_full, memory.value_empty, 1, kWarps);
     CopyBarrier::order_inits();
   }
   __syncthreads();

@@ -1,42 +1,18 @@
-// From a call's parameters to a launch of one form of the forward kernel.
+// From a call's parameters to launches of the kernels of a head dimension.
 #pragma once
 
 #include <algorithm>
 #include <cmath>
+#include <utility>
 
 #include "core/attention/hopper.h"
+#include "core/attention/hopper_backward.cuh"
 #include "core/attention/hopper_forward.cuh"
 #include "core/attention/hopper_tensor_map.h"
 #include "core/attention/plan.h"
 #include "core/common/launch.cuh"
 
 namespace fused_norm::hopper {
-
-// A kernel's arguments by name of a call's. kRows: queries of a tile.
-template <int kRows>
-void set_work(const AttentionParams& params, const HopperForwardPlan& plan, uint32_t* ticket,
-              WorkArgs* args) {
-  args->batch = params.batch;
-  args->heads = params.heads;
-  args->heads_per_kv = params.heads / params.kv_heads;
-  args->queries = params.queries;
-  args->keys = params.keys;
-  args->query_offsets = params.query_offsets;
-  args->key_offsets = params.key_offsets;
-  args->total_queries = params.total_queries;
-  args->total_keys = params.total_keys;
-  args->query_tiles = (params.queries + kRows - 1) / kRows;
-  args->section = plan.section;
-  args->longest_first = plan.in_order;
-  args->batch_first = plan.batch_first;
-  args->ticket = ticket;
-  const auto limit = [](int32_t window) {
-    return window < 0 ? kNoLimit : std::min(window, kNoLimit);
-  };
-  args->window_left = limit(params.window_left);
-  args->window_right = limit(params.window_right);
-  args->top_left = params.top_left;
-}
 
 inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
   const bool capped = params.softcap > 0;
@@ -55,72 +31,175 @@ inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
   args->sink_dtype = params.sink_dtype;
 }
 
-template <typename Form>
-cudaError_t launch_form(const AttentionParams& params, const HopperForwardPlan& plan,
-                        const DeviceProperties& device, uint32_t* ticket, cudaStream_t stream) {
-  const bool packed = params.query_offsets != nullptr;
-  ForwardArgs args{};
-  const auto map = [&](const AttentionTensor& tensor, int heads, int rows, int columns,
-                       int tile_rows, CUtensorMap* to) {
-    AttentionTensor source = tensor;
-    // A tensor without rows is never read.
-    if (rows == 0) source = params.query;
-    return make_tensor_map(source, params.dtype, packed ? 1 : params.batch, heads,
-                           std::max(rows, 1), columns, tile_rows, Form::KeyTile::kPanelColumns, to);
-  };
-  const int query_rows = packed ? params.total_queries : params.queries;
-  const int key_rows = packed ? params.total_keys : params.keys;
-  cudaError_t error =
-      map(params.query, params.heads, query_rows, params.head_dim, Form::kRows, &args.query);
-  if (error == cudaSuccess)
-    error = map(params.key, params.kv_heads, key_rows, params.head_dim, Form::kKeys, &args.key);
-  if (error == cudaSuccess)
-    error =
-        map(params.value, params.kv_heads, key_rows, params.value_dim, Form::kKeys, &args.value);
-  if (error != cudaSuccess) return error;
+// Makes tensor maps of a call's tensors until one fails.
+template <int kPanelColumns>
+struct MapMaker {
+  const AttentionParams& params;
+  cudaError_t error = cudaSuccess;
 
-  set_work<Form::kRows>(params, plan, ticket, &args);
+  void operator()(const AttentionTensor& tensor, bool of_keys, int columns, int tile_rows,
+                  CUtensorMap* to) {
+    if (error != cudaSuccess) return;
+    const bool packed = params.query_offsets != nullptr;
+    const int rows = of_keys ? (packed ? params.total_keys : params.keys)
+                             : (packed ? params.total_queries : params.queries);
+    // A tensor without rows is never read.
+    error =
+        make_tensor_map(rows == 0 ? (of_keys ? params.query : params.key) : tensor, params.dtype,
+                        packed ? 1 : params.batch, of_keys ? params.kv_heads : params.heads,
+                        std::max(rows, 1), columns, tile_rows, kPanelColumns, to);
+  }
+};
+
+// Launches a kernel whose work is that of `params`, in tiles of kRows queries, after it has set
+// what of `args` says so.
+template <typename Form, int kRows, typename Memory, typename Args>
+cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, bool in_order,
+                          int section, bool batch_first, const DeviceProperties& device,
+                          uint32_t* ticket, cudaStream_t stream, Args* args) {
+  args->batch = params.batch;
+  args->heads = params.heads;
+  args->heads_per_kv = params.heads / params.kv_heads;
+  args->queries = params.queries;
+  args->keys = params.keys;
+  args->query_offsets = params.query_offsets;
+  args->key_offsets = params.key_offsets;
+  args->total_queries = params.total_queries;
+  args->total_keys = params.total_keys;
+  args->query_tiles = (params.queries + kRows - 1) / kRows;
+  args->section = section;
+  args->longest_first = in_order;
+  args->batch_first = batch_first;
+  args->ticket = ticket;
+  const auto limit = [](int32_t window) {
+    return window < 0 ? kNoLimit : std::min(window, kNoLimit);
+  };
+  args->window_left = limit(params.window_left);
+  args->window_right = limit(params.window_right);
+  args->top_left = params.top_left;
+  const int64_t tiles = params.query_offsets != nullptr
+                            ? params.total_queries / kRows + params.batch + 2
+                            : int64_t{params.batch} * args->query_tiles;
+  if (tiles * params.heads == 0) return cudaSuccess;
+  static_assert(sizeof(Memory) <= 227 * 1024);
+  detail::LaunchOptions options;
+  options.shared_bytes = sizeof(Memory);
+  const auto blocks = std::min<int64_t>(device.sm_count, tiles * params.heads);
+  return detail::launch(kernel, static_cast<unsigned>(blocks), Form::kThreads, options, stream,
+                        *args);
+}
+
+template <typename Form>
+cudaError_t launch_forward_form(const AttentionParams& params, const DeviceProperties& device,
+                                uint32_t* ticket, cudaStream_t stream) {
+  ForwardArgs args{};
+  MapMaker<Form::KeyTile::kPanelColumns> map{params};
+  map(params.query, false, params.head_dim, Form::kRows, &args.query);
+  map(params.key, true, params.head_dim, Form::kKeys, &args.key);
+  map(params.value, true, params.value_dim, Form::kKeys, &args.value);
+  if (map.error != cudaSuccess) return map.error;
   set_scores(params, &args);
-  args.out = params.out.data;
-  args.out_batch_stride = params.out.batch_stride;
-  args.out_head_stride = params.out.head_stride;
-  args.out_row_stride = params.out.row_stride;
+  args.out = params.out;
   args.value_dim = params.value_dim;
   args.lse = static_cast<float*>(params.lse);
-
-  const int64_t tiles =
-      packed ? int64_t{params.heads} * (params.total_queries / Form::kRows + params.batch + 2)
-             : int64_t{params.heads} * params.batch * args.query_tiles;
-  if (ticket != nullptr) {
-    error = cudaMemsetAsync(ticket, 0, sizeof(*ticket), stream);
-    if (error != cudaSuccess) return error;
-  }
-  detail::LaunchOptions options;
-  options.shared_bytes = sizeof(ForwardMemory<Form>);
-  return detail::launch(attention_forward_hopper<Form>,
-                        static_cast<unsigned>(std::min<int64_t>(device.sm_count, tiles)),
-                        Form::kThreads, options, stream, args);
+  const HopperForwardPlan plan = hopper_forward_plan(params);
+  return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(
+      attention_forward_hopper<Form>, params, plan.in_order, plan.section, plan.batch_first, device,
+      plan.in_order ? ticket : nullptr, stream, &args);
 }
 
-// The four forms of a head dimension. Each has a source file of its own, so that they compile side
-// by side.
-template <int kDim>
-cudaError_t launch_forward(const AttentionParams& params, const HopperForwardPlan& plan,
-                           const DeviceProperties& device, uint32_t* ticket, cudaStream_t stream);
+// The call whose queries are this one's keys.
+inline AttentionParams with_sides_changed(AttentionParams params) {
+  params.heads = params.kv_heads;
+  std::swap(params.queries, params.keys);
+  std::swap(params.query_offsets, params.key_offsets);
+  std::swap(params.total_queries, params.total_keys);
+  std::swap(params.window_left, params.window_right);
+  return params;
+}
 
-// Plain and General: forms by the type of the tensors, for scores that are plain and for others.
-template <template <typename> class Plain, template <typename> class General>
-cudaError_t launch_forms(const AttentionParams& params, const HopperForwardPlan& plan,
-                         const DeviceProperties& device, uint32_t* ticket, cudaStream_t stream) {
-  const auto launch = [&](auto form) {
-    using Form = decltype(form);
-    if (plan.queries != Form::kRows || plan.keys != Form::kKeys) return cudaErrorInvalidValue;
-    return launch_form<Form>(params, plan, device, ticket, stream);
+template <typename Form>
+cudaError_t launch_backward_form(const AttentionGradient& gradient, const DeviceProperties& device,
+                                 uint32_t* ticket, cudaStream_t stream) {
+  constexpr bool kOfKeys = Form::kOfKeys;
+  const AttentionParams& params = gradient.params.forward;
+  BackwardArgs args{};
+  if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
+  if (Form::kSecond) args.second = gradient.params.dvalue;
+  if (args.first.data == nullptr && args.second.data == nullptr) return cudaSuccess;
+  MapMaker<Form::OwnTile::kPanelColumns> map{params};
+  const auto maps_of = [&](bool of_keys, int rows, CUtensorMap* first, CUtensorMap* second) {
+    map(of_keys ? params.key : params.query, of_keys, params.head_dim, rows, first);
+    map(of_keys ? params.value : gradient.params.dout, of_keys, params.value_dim, rows, second);
   };
+  maps_of(kOfKeys, Form::kOwn, &args.own_first, &args.own_second);
+  maps_of(!kOfKeys, Form::kOthers, &args.other_first, &args.other_second);
+  if (map.error != cudaSuccess) return map.error;
+  set_scores(params, &args);
+  args.exponents = static_cast<const float*>(gradient.exponents);
+  args.delta = static_cast<const float*>(gradient.delta);
+  args.group = params.heads / params.kv_heads;
+  args.gradient_scale = static_cast<float>(params.scale);
+  args.head_dim = params.head_dim;
+  args.value_dim = params.value_dim;
+  const HopperBackwardPlan plan = hopper_backward_plan(params);
+  // Of queries, causal, the last see most; of keys, the first are seen most.
+  return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
+      attention_backward_hopper<Form>, kOfKeys ? with_sides_changed(params) : params,
+      plan.in_order && !kOfKeys, kOfKeys ? plan.key_section : plan.query_section, false, device,
+      plan.in_order ? ticket : nullptr, stream, &args);
+}
+
+// run(zero of the tensors' type, whether scores are general)
+template <typename Run>
+cudaError_t with_kind(const AttentionParams& params, Run run) {
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    using T = decltype(zero);
-    return plan.general ? launch(General<T>()) : launch(Plain<T>());
+    return attention_scores_are_plain(params) ? run(zero, std::false_type())
+                                              : run(zero, std::true_type());
   });
 }
+
+template <int kDim>
+cudaError_t launch_forward(const AttentionParams& params, const DeviceProperties& device,
+                           void* tickets, cudaStream_t stream) {
+  return with_kind(params, [&](auto zero, auto general) {
+    return launch_forward_form<ForwardForm<decltype(zero), kDim, general.value>>(
+        params, device, static_cast<uint32_t*>(tickets), stream);
+  });
+}
+
+template <int kDim>
+cudaError_t launch_backward(const AttentionGradient& gradient, const DeviceProperties& device,
+                            void* tickets, cudaStream_t stream) {
+  return with_kind(gradient.params.forward, [&](auto zero, auto general) {
+    auto* ticket = static_cast<uint32_t*>(tickets);
+    cudaError_t error = cudaSuccess;
+    const auto launch = [&](auto of_keys, auto first, auto second) {
+      using Form = BackwardForm<decltype(zero), kDim, general.value, of_keys.value, first.value,
+                                second.value>;
+      if (error != cudaSuccess) return;
+      error = launch_backward_form<Form>(gradient, device, ticket++, stream);
+    };
+    constexpr std::true_type kYes;
+    constexpr std::false_type kNo;
+    launch(kNo, kYes, kNo);
+    if constexpr (hopper_makes_both(kDim)) {
+      launch(kYes, kYes, kYes);
+    } else {
+      launch(kYes, kYes, kNo);
+      launch(kYes, kNo, kYes);
+    }
+    return error;
+  });
+}
+
+// The kernels of a head dimension have a source file of their own.
+#define FUSED_NORM_HOPPER(dim)                                                          \
+  template cudaError_t fused_norm::hopper::launch_forward<dim>(                         \
+      const AttentionParams& params, const DeviceProperties& device, void* tickets,     \
+      cudaStream_t stream);                                                             \
+  template cudaError_t fused_norm::hopper::launch_backward<dim>(                        \
+      const AttentionGradient& gradient, const DeviceProperties& device, void* tickets, \
+      cudaStream_t stream);
 
 }  // namespace fused_norm::hopper

@@ -12,11 +12,8 @@ constexpr int64_t kCachedBytes = 32 << 20;
 
 // Columns of a tile for both head dimensions.
 int dim_of(const AttentionParams& params) {
-  int result = 256;
-  for (int dim : {192, 128, 96, 64}) {
-    if (std::max(params.head_dim, params.value_dim) <= dim) result = dim;
-  }
-  return result;
+  return kHopperDims[hopper_dim_index(
+      std::min(std::max(params.head_dim, params.value_dim), kHopperDims[4]))];
 }
 
 // Whether tiles take unlike times.
@@ -37,15 +34,9 @@ HopperForwardPlan hopper_forward_plan(const AttentionParams& params) {
   HopperForwardPlan plan{};
   plan.dim = dim_of(params);
   plan.general = !attention_scores_are_plain(params);
-  // Tiles of the forms in hopper_forward_*.cu: as large as registers and shared memory allow. Three
-  // warpgroups (192 queries) where two exponentiate too slowly for the tensor cores.
-  plan.queries = plan.dim <= 96 && !plan.general ? 192 : 128;
-  plan.keys = plan.dim == 64    ? 128
-              : plan.dim == 96  ? (plan.general ? 112 : 96)
-              : plan.dim == 128 ? (plan.general ? 112 : 128)
-              : plan.dim == 192 ? (plan.general ? 80 : 112)
-                                : (plan.general ? 64 : 80);
-
+  const HopperForwardTiles& tiles = kHopperForwardTiles[plan.general][hopper_dim_index(plan.dim)];
+  plan.queries = 64 * tiles.groups;
+  plan.keys = tiles.keys;
   plan.in_order = is_uneven(params);
   const int group = params.heads / params.kv_heads;
   plan.section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
@@ -78,7 +69,10 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 }
 
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device) {
-  return hopper_takes_forward(params, device) && params.mask.data == nullptr;
+  const AttentionMask& mask = params.mask;
+  return hopper_takes_forward(params, device) &&
+         (mask.data == nullptr ||
+          (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));
 }
 
 // A ticket for each kernel whose tiles are handed out as blocks come.

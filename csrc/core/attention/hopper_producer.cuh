@@ -5,6 +5,8 @@
 
 #include <cstdint>
 
+#include "core/attention/hopper_mask.cuh"
+#include "core/attention/hopper_plan.h"
 #include "core/attention/hopper_ptx.cuh"
 #include "core/attention/hopper_scores.cuh"
 #include "core/attention/hopper_work.cuh"
@@ -14,21 +16,22 @@ namespace fused_norm::hopper {
 // What the kernel is told. Tensor maps have dimensions (column, row, head, batch).
 struct ForwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap query, key, value;
-  void* out;
-  int64_t out_batch_stride, out_head_stride, out_row_stride;
+  AttentionTensor out;
   int32_t value_dim;
   float* lse;
 };
 
-// A form of the kernel. kGeneral: scores pass through scale, softcap, slopes and mask. kTurns: two
-// warpgroups start their products in turn.
-template <typename T_, int kDim_, int kKeys_, int kGroups_, int kStages_, int kQueryStages_,
-          bool kGeneral_, bool kTurns_>
+// A form of the kernel. kGeneral: scores pass through scale, softcap, slopes and mask.
+template <typename T_, int kDim_, bool kGeneral_>
 struct ForwardForm {
   using T = T_;
-  static constexpr int kDim = kDim_, kKeys = kKeys_, kGroups = kGroups_, kStages = kStages_;
-  static constexpr bool kGeneral = kGeneral_, kTurns = kTurns_;
-  static constexpr int kQueryStages = kQueryStages_;
+  static constexpr int kDim = kDim_, kStages = 2;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr HopperForwardTiles kTiles =
+      kHopperForwardTiles[kGeneral][hopper_dim_index(kDim)];
+  static constexpr int kKeys = kTiles.keys, kGroups = kTiles.groups;
+  static constexpr int kQueryStages = kTiles.query_stages;
+  static constexpr bool kTurns = kTiles.in_turns;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has. The launch gives all the same, 168 or 128, and takes no more
   // from the 65536 of the chip than that: a warpgroup that asks for more in sum waits for ever.
@@ -39,6 +42,7 @@ struct ForwardForm {
                 (kGroups + 1) * kLaunchRegisters);
   using QueryTile = SharedTile<kRows, kDim>;
   using KeyTile = SharedTile<kKeys, kDim>;
+  using Mask = MaskTile<kRows, kKeys, 4>;
   static_assert(!kTurns || kGroups == 2);
   static_assert(!kGeneral || kQueryStages == 1);  // a tile with a mask may be done twice
 };
@@ -48,7 +52,7 @@ struct ForwardMemory {
   alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
   alignas(1024) char key[Form::kStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kStages][Form::KeyTile::kBytes];
-  alignas(16) char mask[Form::kGeneral ? Form::kRows * mask_pitch(Form::kKeys, 4) : 16];
+  alignas(16) char mask[Form::kGeneral ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kStages], key_empty[Form::kStages];
@@ -58,10 +62,7 @@ struct ForwardMemory {
   static constexpr int kWorks = Form::kQueryStages + 2;
   WorkTile work[kWorks];
   ListPlace place;
-  // With a mask: whether the tile has to be done again (see mend), and which keys some query sees.
-  CopyBarrier verdict;
-  int spoiled[2];  // by turns
-  bool seen[Form::kKeys];
+  MaskVerdict<Form::kKeys> verdict;
 };
 
 // One warp: copies the tiles of queries, keys and values in the order in which they are used.
@@ -73,7 +74,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
   RingPlace<Form::kStages> key_place, value_place;
   RingPlace<Form::kQueryStages> query_place;
   RingPlace<ForwardMemory<Form>::kWorks> work_place;
-  uint32_t verdict_parity = 0;
+  uint32_t verdict_turn = 0;
 
   const auto load = [&](const CUtensorMap* map, char* to, CopyBarrier& full, CopyBarrier& empty,
                         uint32_t parity, const WorkTile& work, int tile) {
@@ -121,14 +122,9 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
                                             work.head, work.batch);
         load_rest(work);
         if constexpr (Form::kGeneral) {
-          if (args.mask.data != nullptr) {
-            wait(memory.verdict, verdict_parity);
-            const bool spoiled = memory.spoiled[verdict_parity];
-            verdict_parity ^= 1;
-            if (spoiled) {
-              load_key(work, work.end_tile - 1);
-              load_rest(work);
-            }
+          if (args.mask.data != nullptr && memory.verdict.read(verdict_turn)) {
+            load_key(work, work.end_tile - 1);
+            load_rest(work);
           }
         }
       } else {
@@ -142,88 +138,25 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
 }
 
 // The other warps of the producer's warpgroup copy tiles of the mask.
-constexpr int kMaskWarps = 3, kMaskThreads = 32 * kMaskWarps;
-constexpr int kMaskIsRead = 8;  // a named barrier, of them and the consumers
-
-// Bits: an element. Rows beyond the sequence are its last one, columns beyond it zeros.
-template <typename Bits, typename Form>
-__device__ __forceinline__ void copy_mask(const ForwardArgs& args, ForwardMemory<Form>& memory,
-                                          const WorkTile& work, int tile) {
-  constexpr int kBytes = sizeof(Bits), kPitch = mask_pitch(Form::kKeys, kBytes);
-  const AttentionMask& mask = args.mask;
-  const int64_t corner = work.sequence * mask.batch_stride + work.head * mask.head_stride;
-  const int first = tile * Form::kKeys, columns = min(Form::kKeys, work.keys - first);
-  const Bits* from = static_cast<const Bits*>(mask.data) + corner + first * mask.key_stride;
-  const bool in_parts = mask.key_stride == 1 && (mask.row_stride | corner) * kBytes % 16 == 0 &&
-                        reinterpret_cast<uintptr_t>(mask.data) % 16 == 0;
-  // Parts of 16 bytes, or elements.
-  const auto for_all = [&](auto parts, auto copy) {
-    constexpr int kParts = decltype(parts)::value;
-    const int rows = mask.row_stride == 0 ? 1 : Form::kRows;
-#pragma unroll 1  // registers are few
-    for (int at = threadIdx.x - 32; at < rows * kParts; at += kMaskThreads) {
-      const int row = at / kParts, source = min(work.first + row, work.queries - 1);
-      copy(row, at % kParts, from + source * mask.row_stride);
-    }
-  };
-  if (in_parts) {
-    for_all(std::integral_constant<int, Form::kKeys * kBytes / 16>(), [&](int row, int part,
-                                                                          const Bits* source) {
-      const int left = min(max(columns * kBytes - part * 16, 0), 16);
-      char* to = memory.mask + row * kPitch + part * 16;
-      if (left % 16 == 0) {
-        copy_async(shared_address(to), left == 0 ? source : source + part * (16 / kBytes), left);
-        return;
-      }
-#pragma unroll 1
-      for (int i = 0; i < 16 / kBytes; ++i) {
-        const bool inside = i * kBytes < left;
-        reinterpret_cast<Bits*>(to)[i] = inside ? source[part * (16 / kBytes) + i] : Bits{0};
-      }
-    });
-  } else {
-    for_all(std::integral_constant<int, Form::kKeys>(), [&](int row, int key, const Bits* source) {
-      *reinterpret_cast<Bits*>(memory.mask + row * kPitch + key * kBytes) =
-          key < columns ? source[key * mask.key_stride] : Bits{0};
-    });
-  }
-  // Of what the thread stored, and of what it started to copy.
-  arrive(memory.mask_full);
-  arrive_after_copies(memory.mask_full);
-}
-
 template <typename Form>
 __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemory<Form>& memory) {
   RingPlace<Form::kQueryStages> query_place;
   RingPlace<ForwardMemory<Form>::kWorks> work_place;
-  uint32_t verdict_parity = 0;
+  uint32_t verdict_turn = 0;
   bool has_copied = false;
-  const auto wait_for_readers = [&] {
-    if (has_copied) named_sync(kMaskIsRead, 128 * Form::kGroups + kMaskThreads);
-    has_copied = true;
-  };
   while (true) {
     wait(memory.query_full[query_place.slot], query_place.parity);
     const WorkTile& work = memory.work[work_place.slot];
     work_place.advance();
-    if (work.sequence < 0) return wait_for_readers();
+    if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
     const bool any = work.first_tile < work.end_tile;
     for (bool again = any, first = true; again; first = false) {
       for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
-        wait_for_readers();
-        if (args.mask.boolean) {
-          copy_mask<uint8_t>(args, memory, work, tile);
-        } else if (args.mask.dtype == DType::kFloat32) {
-          copy_mask<uint32_t>(args, memory, work, tile);
-        } else {
-          copy_mask<uint16_t>(args, memory, work, tile);
-        }
+        wait_for_readers<128 * Form::kGroups>(has_copied);
+        Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, work.head,
+                         work.first, work.queries, tile * Form::kKeys, work.keys);
       }
-      again = false;
-      if (!first) break;
-      wait(memory.verdict, verdict_parity);
-      again = memory.spoiled[verdict_parity];
-      verdict_parity ^= 1;
+      again = first && memory.verdict.read(verdict_turn);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot]);  // done with `work`

@@ -28,11 +28,18 @@ __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
                : "memory");
 }
 
-// Copies `bytes`, at most 16, and zeros for the rest of 16, by this thread; the barrier gets one of
-// its arrivals when all that the thread has started are there.
+// Copies `bytes`, at most kBytes, and zeros for the rest of kBytes, by this thread; the barrier
+// gets one of its arrivals when all that the thread has started are there.
+template <int kBytes>
 __device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-               : "memory");
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
+                 "r"(bytes)
+                 : "memory");
+  }
 }
 __device__ __forceinline__ void arrive_after_copies(CopyBarrier& barrier) {
   asm volatile(
@@ -66,6 +73,16 @@ __device__ __forceinline__ void wait(const CopyBarrier& barrier, uint32_t parity
 #else
   barrier.wait(parity);
 #endif
+}
+
+// Barriers of a ring of slots: so many arrivals fill one, so many readers leave it.
+template <int kStages>
+__device__ __forceinline__ void init_ring(CopyBarrier (&full)[kStages],
+                                          CopyBarrier (&empty)[kStages], int fillers, int readers) {
+  for (int slot = 0; slot < kStages; ++slot) {
+    full[slot].init(fillers);
+    empty[slot].init(readers);
+  }
 }
 
 // Named barriers of `threads` threads, of which those that arrive() do not wait. Ids 1 to 15.
@@ -191,14 +208,15 @@ struct Product;
 #define FUSED_NORM_R5 FUSED_NORM_R4 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define FUSED_NORM_R6 FUSED_NORM_R5 ",%48,%49,%50,%51,%52,%53,%54,%55"
 #define FUSED_NORM_R7 FUSED_NORM_R6 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define FUSED_NORM_R8 FUSED_NORM_R7 ",%64,%65,%66,%67,%68,%69,%70,%71"
-#define FUSED_NORM_R9 FUSED_NORM_R8 ",%72,%73,%74,%75,%76,%77,%78,%79"
-#define FUSED_NORM_R10 FUSED_NORM_R9 ",%80,%81,%82,%83,%84,%85,%86,%87"
-#define FUSED_NORM_R11 FUSED_NORM_R10 ",%88,%89,%90,%91,%92,%93,%94,%95"
-#define FUSED_NORM_R12 FUSED_NORM_R11 ",%96,%97,%98,%99,%100,%101,%102,%103"
-#define FUSED_NORM_R13 FUSED_NORM_R12 ",%104,%105,%106,%107,%108,%109,%110,%111"
-#define FUSED_NORM_R14 FUSED_NORM_R13 ",%112,%113,%114,%115,%116,%117,%118,%119"
-#define FUSED_NORM_R15 FUSED_NORM_R14 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define FUSED_NORM_R11                                                                             \
+  FUSED_NORM_R7                                                                                    \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%" \
+  "87,"                                                                                            \
+  "%88,%89,%90,%91,%92,%93,%94,%95"
+#define FUSED_NORM_R15                                                                           \
+  FUSED_NORM_R11                                                                                 \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114," \
+  "%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define FUSED_NORM_8(i)                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
@@ -207,10 +225,8 @@ struct Product;
 #define FUSED_NORM_D5 FUSED_NORM_D4, FUSED_NORM_8(40)
 #define FUSED_NORM_D6 FUSED_NORM_D5, FUSED_NORM_8(48)
 #define FUSED_NORM_D7 FUSED_NORM_D6, FUSED_NORM_8(56)
-#define FUSED_NORM_D8 FUSED_NORM_D7, FUSED_NORM_8(64)
-#define FUSED_NORM_D9 FUSED_NORM_D8, FUSED_NORM_8(72)
-#define FUSED_NORM_D10 FUSED_NORM_D9, FUSED_NORM_8(80)
-#define FUSED_NORM_D11 FUSED_NORM_D10, FUSED_NORM_8(88)
+#define FUSED_NORM_D11 \
+  FUSED_NORM_D7, FUSED_NORM_8(64), FUSED_NORM_8(72), FUSED_NORM_8(80), FUSED_NORM_8(88)
 #define FUSED_NORM_D15 \
   FUSED_NORM_D11, FUSED_NORM_8(96), FUSED_NORM_8(104), FUSED_NORM_8(112), FUSED_NORM_8(120)
 
@@ -258,26 +274,65 @@ FUSED_NORM_PRODUCT(80, 4, 40, 41, 42, 43, 44, 45)
 FUSED_NORM_PRODUCT(96, 5, 48, 49, 50, 51, 52, 53)
 FUSED_NORM_PRODUCT(112, 6, 56, 57, 58, 59, 60, 61)
 FUSED_NORM_PRODUCT(128, 7, 64, 65, 66, 67, 68, 69)
-FUSED_NORM_PRODUCT(144, 8, 72, 73, 74, 75, 76, 77)
-FUSED_NORM_PRODUCT(160, 9, 80, 81, 82, 83, 84, 85)
-FUSED_NORM_PRODUCT(176, 10, 88, 89, 90, 91, 92, 93)
 FUSED_NORM_PRODUCT(192, 11, 96, 97, 98, 99, 100, 101)
 FUSED_NORM_PRODUCT(256, 15, 128, 129, 130, 131, 132, 133)
 #undef FUSED_NORM_PRODUCT
 #undef FUSED_NORM_REGISTER_A
 #undef FUSED_NORM_SHARED_A
 
+// Starts D = A B^T of two tiles' rows, or D += A B of packed numbers and a tile, along all of the
+// sum: batches of their own.
+template <typename T, typename Left, typename Right, int kCount>
+__device__ __forceinline__ void start_product(float (&d)[kCount], uint64_t left, uint64_t right) {
+  fence_products();
+#pragma unroll
+  for (int step = 0; step < Left::kColumns / 16; ++step) {
+    Product<2 * kCount>::template shared<T, false>(d, left + Left::row_step(step),
+                                                   right + Right::row_step(step), step > 0);
+  }
+  commit_products();
+}
+template <typename T, typename Right, int kCount, int kWeights>
+__device__ __forceinline__ void start_sum(float (&d)[kCount], const uint32_t (&weights)[kWeights],
+                                          uint64_t right) {
+  fence_products();
+#pragma unroll
+  for (int step = 0; step < Right::kRows / 16; ++step) {
+    Product<2 * kCount>::template registers<T, true>(d, weights + 4 * step,
+                                                     right + Right::column_step(step));
+  }
+  commit_products();
+}
+
 // Numbers. ------------------------------------------------------------------------------------
 
-// In this order, so that few registers wait for what is loaded.
-__device__ __forceinline__ void load_shared(uint16_t& to, uint32_t from) {
-  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(to) : "r"(from) : "memory");
-}
+// Elements of kBytes: one, or two that are neighbours. In this order, so that few registers wait
+// for what is loaded.
+template <int kBytes>
 __device__ __forceinline__ void load_shared(uint32_t& to, uint32_t from) {
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+  if constexpr (kBytes == 1)
+    asm volatile("ld.shared.u8 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
+  if constexpr (kBytes == 2) {
+    uint16_t half;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
+    to = half;
+  }
+  if constexpr (kBytes == 4)
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
 }
-__device__ __forceinline__ void load_shared(float2& to, uint32_t from) {
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(to.x), "=f"(to.y) : "r"(from) : "memory");
+template <int kBytes>
+__device__ __forceinline__ void load_two_shared(uint32_t (&to)[2], uint32_t from) {
+  if constexpr (kBytes == 4) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];"
+                 : "=r"(to[0]), "=r"(to[1])
+                 : "r"(from)
+                 : "memory");
+  } else {
+    uint32_t both;
+    load_shared<2 * kBytes>(both, from);
+    to[0] = both & ((1u << 8 * kBytes) - 1);
+    to[1] = both >> 8 * kBytes;
+  }
 }
 
 // The number that 16 bits are.
@@ -300,6 +355,12 @@ __device__ __forceinline__ uint32_t pack_two(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   }
   return packed;
+}
+
+template <typename T, int kCount>
+__device__ __forceinline__ void round(uint32_t (&to)[kCount], const float (&from)[2 * kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) to[i] = pack_two<T>(from[2 * i], from[2 * i + 1]);
 }
 
 }  // namespace fused_norm::hopper

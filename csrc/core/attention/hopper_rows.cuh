@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/attention/hopper_ptx.cuh"
+#include "core/attention/hopper_work.cuh"
 
 namespace fused_norm::hopper {
 
@@ -20,6 +21,13 @@ __device__ __forceinline__ void clear_rows(char* tile, Hidden hidden) {
     if (hidden(i / kParts % Tile::kRows)) reinterpret_cast<int4*>(tile)[i] = make_int4(0, 0, 0, 0);
   }
   CopyBarrier::order_writes();
+}
+
+// Row `row` of the sequence of a tile's own side.
+template <typename T>
+__device__ __forceinline__ T* row_of(const AttentionTensor& tensor, const WorkTile& work, int row) {
+  return static_cast<T*>(tensor.data) + work.batch * tensor.batch_stride +
+         work.head * tensor.head_stride + int64_t{work.query_begin + row} * tensor.row_stride;
 }
 
 // Thirty-two columns at a time, the four threads of a row give each other parts, so that each

@@ -72,68 +72,27 @@ __device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& 
   }
 }
 
-// Hides the scores outside [first, end) of each of the two rows, columns counted from the thread's
-// own first one.
+// Hides what lies behind or before the band of a thread's two rows, of which `row` is the first.
+// `column`: its first one.
 template <int kCount>
-__device__ __forceinline__ void hide_after(float (&scores)[kCount], const int (&end)[2]) {
+__device__ __forceinline__ void hide_after(float (&scores)[kCount], const Band& band, int columns,
+                                           int row, int column) {
+  const int end[2] = {min(columns, row + band.right + 1) - column,
+                      min(columns, row + 8 + band.right + 1) - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (8 * (i / 4) + i % 2 >= end[i / 2 % 2]) scores[i] = -INFINITY;
   }
 }
 template <int kCount>
-__device__ __forceinline__ void hide_before(float (&scores)[kCount], const int (&first)[2]) {
+__device__ __forceinline__ void hide_before(float (&scores)[kCount], const Band& band, int row,
+                                            int column) {
+  const int first[2] = {row - band.left - column, row + 8 - band.left - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) scores[i] = -INFINITY;
   }
 }
-
-__host__ __device__ constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + 16; }
-
-// A tile of the mask in shared memory, as it is in the tensor but for 16 bytes more a row, so that
-// rows lie in different banks.
-struct MaskTile {
-  uint32_t data;
-  int keys;       // of a tile
-  bool has_rows;  // else all queries have the same
-
-  // Scores times `factor`, plus the mask; -inf where that is, whatever the score. `row`, `column`:
-  // a thread's first place in the tile.
-  template <typename T, int kCount>
-  __device__ __forceinline__ void add(const AttentionMask& mask, int row, int column, float factor,
-                                      float (&scores)[kCount]) const {
-    if (mask.boolean) {
-      add_pairs<uint16_t>(scores, row, column, factor, [](uint32_t pair) {
-        return make_float2(pair & 0xFF ? 0.f : -INFINITY, pair >> 8 ? 0.f : -INFINITY);
-      });
-    } else if (mask.dtype == DType::kFloat32) {
-      add_pairs<float2>(scores, row, column, factor, [](float2 pair) { return pair; });
-    } else {
-      add_pairs<uint32_t>(scores, row, column, factor, [](uint32_t pair) {
-        return make_float2(unpack<T>(pair & 0xFFFF), unpack<T>(pair >> 16));
-      });
-    }
-  }
-
- private:
-  template <typename Pair, int kCount, typename Values>
-  __device__ __forceinline__ void add_pairs(float (&scores)[kCount], int row, int column,
-                                            float factor, Values values) const {
-    constexpr int kBytes = sizeof(Pair) / 2;
-    const int pitch = mask_pitch(keys, kBytes) * has_rows;
-    const uint32_t first = data + row * pitch + column * kBytes;
-#pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      Pair pair;
-      load_shared(pair, first + i / 2 % 2 * 8 * pitch + i / 4 * 8 * kBytes);
-      const float2 added = values(pair);
-      scores[i] = added.x == -INFINITY ? -INFINITY : fmaf(scores[i], factor, added.x);
-      scores[i + 1] = added.y == -INFINITY ? -INFINITY : fmaf(scores[i + 1], factor, added.y);
-      asm volatile("" : "+f"(scores[i]), "+f"(scores[i + 1]));  // one after the other: registers
-    }
-  }
-};
 
 // softcap and slopes: query . key become scores but for a factor, which it returns, and the mask.
 // `row`: the thread's first query, `column`: its first key, or the other way round. capped() is

@@ -148,14 +148,7 @@ __device__ __forceinline__ void for_elements(Use use) {
 
 template <int kM, int kN>
 __device__ __forceinline__ void clear(Accumulators<kM, kN>& acc) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0;
-    }
-  }
+  for_elements<kM, kN>([&](int m, int n, int e, int, int) { acc[m][n][e] = 0; });
 }
 
 template <int kM, int kN>

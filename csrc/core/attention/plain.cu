@@ -1,6 +1,4 @@
 // The plain tier's forward kernel, and the kernels of every tier's backward pass.
-#include <algorithm>
-
 #include "core/attention/plain.cuh"
 #include "core/attention/plan.h"
 
@@ -8,11 +6,20 @@ namespace fused_norm {
 namespace plain {
 namespace {
 
+// Over the 16 threads that hold a row.
+template <typename A, typename Op>
+__device__ __forceinline__ A reduce_row(A value, Op op) {
+#pragma unroll
+  for (int mask = 8; mask > 0; mask /= 2) {
+    value = op(value, __shfl_xor_sync(0xffffffffu, value, mask));
+  }
+  return value;
+}
+
 // Softmax of a tile's rows: `max` and `sum` are brought forward, and the tile's probabilities
 // (times their dropout) replace the scores. Returns by how much what came before is scaled.
 template <typename A>
-__device__ __forceinline__ A advance_softmax(A (&row)[4], int i, const Kept<A>& kept, A& max,
-                                             A& sum) {
+__device__ __forceinline__ A advance_softmax(A (&row)[4], const A (&kept)[4], A& max, A& sum) {
   A tile_max = row[0];
 #pragma unroll
   for (int j = 1; j < 4; ++j) tile_max = fmax(tile_max, row[j]);
@@ -24,9 +31,9 @@ __device__ __forceinline__ A advance_softmax(A (&row)[4], int i, const Kept<A>& 
     // A NaN score must show even in a row whose other keys are hidden.
     const A p = new_max == kLowest<A> && row[j] == kLowest<A> ? A(0) : exp_of(row[j] - new_max);
     tile_sum += p;
-    row[j] = p * kept.at(i, j);
+    row[j] = p * kept[j];
   }
-  sum = sum * rescale + sum_row(tile_sum);
+  sum = sum * rescale + reduce_row(tile_sum, [](A a, A b) { return a + b; });
   max = new_max;
   return rescale;
 }
@@ -34,18 +41,10 @@ __device__ __forceinline__ A advance_softmax(A (&row)[4], int i, const Kept<A>& 
 template <typename A>
 __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shared<A>& shared,
                                              const Sequence& s, int head, int query, int col) {
-  const int kv_head = head / (params.heads / params.kv_heads);
-  const Band band = band_of(params, s);
-  const ScoreRules<A> rules(params, s, head);
   const int query_end = min(query + kTile, s.queries);
-  const Range range = band.keys_of(query, query_end, s.keys);
-  const Rows queries = rows_of(params.query, params.dtype, s.batch, head, s.query_begin,
-                               {query, query_end}, params.head_dim);
-  const Rows keys =
-      rows_of(params.key, params.dtype, s.batch, kv_head, s.key_begin, range, params.head_dim);
-  Rows values =
-      rows_of(params.value, params.dtype, s.batch, kv_head, s.key_begin, range, params.value_dim);
-  if (params.mask.data != nullptr) values.seen = shared.key_is_seen;
+  const Range range = band_of(params, s).keys_of(query, query_end, s.keys);
+  Head<A> h(params, {}, s, head, {query, query_end}, range);
+  if (params.mask.data != nullptr) h.values.seen = shared.key_is_seen;
   A max[4], sum[4];
   Fragment<A> acc[kTilesOfChunk] = {};
 #pragma unroll
@@ -53,16 +52,14 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
 
   for (int key = range.begin / kTile * kTile; key < range.end; key += kTile) {
     Fragment<A> scores;
-    multiply_rows(scores, shared, params.dtype, queries, query, keys, key);
-    const Kept<A> kept = kept_of(rules, query, key);
+    multiply_rows(scores, shared, params.dtype, h.queries, query, h.keys, key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      A kept[4];
+      h.draw(kept, i, query, key);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        scores[i][j] =
-            score_at(scores[i][j], i, j, rules, band, query, query_end, key, range.end).value;
-      }
-      const A rescale = advance_softmax(scores[i], i, kept, max[i], sum[i]);
+      for (int j = 0; j < 4; ++j) scores[i][j] = h.score(scores[i][j], i, j, query, key).value;
+      const A rescale = advance_softmax(scores[i], kept, max[i], sum[i]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
 #pragma unroll
@@ -70,8 +67,8 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
       }
     }
     store_scores(shared, scores);
-    if (values.seen != nullptr) find_seen_keys(shared);
-    multiply_scores<A, false>(acc, shared, params.dtype, values, key, col);
+    if (h.values.seen != nullptr) find_seen_keys(shared);
+    multiply_scores<A, false>(acc, shared, params.dtype, h.values, key, col);
   }
 
   const A sink = read_sink<A>(params, head);
@@ -91,9 +88,8 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
           total == 0 ? kLowest<A> : last_max + log(total);
     }
   }
-  const Rows out = rows_of(params.out, params.dtype, s.batch, head, s.query_begin, {0, 0}, 0);
-  store_chunk(acc, params.dtype, data_at(out, params.dtype, query), out.stride, query_end - query,
-              col, params.value_dim);
+  store_chunk(acc, params.dtype, params.out, s.batch, head, s.query_begin + query,
+              query_end - query, col, params.value_dim);
 }
 
 // A block has 64 queries and 128 columns of the output; blocks of other columns make the same
@@ -102,12 +98,10 @@ template <typename A>
 __global__ void __launch_bounds__(kThreads, kBlocks<A>)
     attention_plain_forward(const __grid_constant__ AttentionParams params, int tiles, int chunks) {
   extern __shared__ char memory[];
-  const Place place = place_of(tiles, chunks, params.heads);
-  const Sequence s = sequence_of(params, place.batch);
-  for (int tile = place.tile; tile < (s.queries + kTile - 1) / kTile; tile += tiles) {
-    forward_tile(params, *reinterpret_cast<Shared<A>*>(memory), s, place.head, tile * kTile,
-                 place.chunk * kChunk);
-  }
+  for_tiles<kTile, false>(
+      params, tiles, chunks, [&](const Sequence& s, int head, int query, int chunk) {
+        forward_tile(params, *reinterpret_cast<Shared<A>*>(memory), s, head, query, chunk * kChunk);
+      });
 }
 
 // Part of a row of products: kDepth columns from `col` on, in the order of multiply_staged.
@@ -140,25 +134,22 @@ __device__ __forceinline__ A multiply_part(const T* a, const T* b, int col, int 
 // gradient of a query with one key is zero to the bit.
 template <typename A>
 __global__ void __launch_bounds__(kThreads)
-    attention_delta(const __grid_constant__ AttentionGradient g, int tiles, int lanes,
+    attention_delta(const __grid_constant__ AttentionGradient g, int tiles, int parts, int lanes,
                     bool aligned) {
   const AttentionParams& params = g.params.forward;
-  const Place place = place_of(tiles, 1, params.heads);
-  const Sequence s = sequence_of(params, place.batch);
-  const int64_t first = first_lse(params, s, place.head);
   const A* dlse = static_cast<const A*>(g.params.dlse);
   const int lane = threadIdx.x % lanes, cols = params.value_dim;
-  for (int tile = place.tile; tile < (s.queries + kTile - 1) / kTile; tile += tiles) {
-    for (int i = threadIdx.x / lanes; i < kTile; i += kThreads / lanes) {
-      const int row = tile * kTile + i;
+  for_tiles<kTile, false>(params, tiles, parts, [&](const Sequence& s, int head, int query, int) {
+    const int64_t first = first_lse(params, s, head);
+    for (int row = query + threadIdx.x / lanes; row < query + kTile; row += kThreads / lanes) {
       A part = 0, sum = 0;
       if (row < s.queries) {
         with_storage<A>(params.dtype, [&](auto t) {
-          using T = decltype(t);
+          using T = const decltype(t);
           const int at = s.query_begin + row;
-          part = multiply_part<A>(row_of<const T>(g.params.dout, s.batch, place.head, at),
-                                  row_of<const T>(params.out, s.batch, place.head, at),
-                                  lane * kDepth, cols, aligned);
+          part = multiply_part<A>(row_of<T>(g.params.dout, s.batch, head, at),
+                                  row_of<T>(params.out, s.batch, head, at), lane * kDepth, cols,
+                                  aligned);
         });
       }
       __syncwarp();
@@ -172,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
       static_cast<A*>(g.exponents)[first + row] =
           lse == kLowest<A> ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
     }
-  }
+  });
 }
 
 // dsink = -sum over queries of exp(sink - lse) * delta; a block a head.
@@ -215,34 +206,32 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
 
 cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t stream) {
   using namespace plain;
-  const int tiles = tiles_of(params.queries), chunks = chunks_of(params.value_dim);
   return with_arithmetic(params.dtype, [&](auto a) {
     using A = decltype(a);
-    return launch_tiles(attention_plain_forward<A>, sizeof(Shared<A>),
-                        int64_t{tiles} * chunks * params.heads * params.batch, stream, params,
-                        tiles, chunks);
+    return launch_tiles(attention_plain_forward<A>, params, tiles_of(params.queries, kTile),
+                        chunks_of(params.value_dim), params.heads, params.batch, kThreads,
+                        sizeof(Shared<A>), stream);
   });
 }
 
 cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t stream) {
   using namespace plain;
   const AttentionParams& params = g.params.forward;
-  const int tiles = tiles_of(params.queries);
   int lanes = 1;
   while (lanes * kDepth < params.value_dim) lanes *= 2;
   const bool aligned = attention_is_aligned(params.out, params.dtype) &&
                        attention_is_aligned(g.params.dout, params.dtype);
   return with_arithmetic(params.dtype, [&](auto a) {
-    return launch_tiles(attention_delta<decltype(a)>, 0,
-                        int64_t{tiles} * params.heads * params.batch, stream, g, tiles, lanes,
-                        aligned);
+    return launch_tiles(attention_delta<decltype(a)>, g, tiles_of(params.queries, kTile), 1,
+                        params.heads, params.batch, kThreads, 0, stream, lanes, aligned);
   });
 }
 
 cudaError_t attention_sink_gradient(const AttentionGradient& g, cudaStream_t stream) {
   using namespace plain;
+  const dim3 heads(g.params.forward.heads);
   return with_arithmetic(g.params.forward.dtype, [&](auto a) {
-    return launch_tiles(attention_sinks<decltype(a)>, 0, g.params.forward.heads, stream, g);
+    return detail::launch(attention_sinks<decltype(a)>, heads, dim3(kThreads), {}, stream, g);
   });
 }
 

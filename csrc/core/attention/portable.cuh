@@ -3,16 +3,48 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 
 #include "core/attention/mma.cuh"
 #include "core/attention/plan.h"
-#include "core/attention/scores.cuh"
-#include "core/attention/workspace.h"
+#include "core/attention/tiles.cuh"
 
 namespace fused_norm {
 namespace portable {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+enum class Kernel { kForward, kQueryGradient, kKeyGradient, kMaskGradient };
+
+constexpr AttentionTiles tiles_of_kernel(Kernel kernel, bool general, int index) {
+  return kernel == Kernel::kForward         ? kForwardTiles[general][index]
+         : kernel == Kernel::kQueryGradient ? kQueryGradientTiles[general][index]
+         : kernel == Kernel::kKeyGradient   ? kKeyGradientTiles[general][index]
+                                            : kMaskGradientTiles[index];
+}
+
+// A kernel's constants. A warp has 16 kM rows of the block's own tile, of queries or kOfKeys of
+// keys, against kOthers rows of the other side at a time, in kStages tiles of shared memory: with
+// two, the next is copied while one is worked on.
+template <typename T_, Kernel kKernel, bool kGeneral_, int kIndex>
+struct Shape {
+  using T = T_;
+  static constexpr AttentionTiles kTiles = tiles_of_kernel(kKernel, kGeneral_, kIndex);
+  static constexpr int kDim = kTiles.dim, kM = kTiles.fragments, kOwn = kTiles.own();
+  static constexpr int kOthers = kTiles.others, kN = kOthers / 8, kStages = kTiles.stages;
+  static constexpr int kThreads = kTiles.threads(), kBlocks = kThreads == 128 ? 2 : 1;
+  static constexpr bool kGeneral = kGeneral_, kOfKeys = kKernel == Kernel::kKeyGradient;
+  static constexpr bool kRepeats = kGeneral && !kOfKeys;                   // run_tiles()
+  static constexpr bool kBySoftcapped = kKernel == Kernel::kMaskGradient;  // differentiate()
+  // Of keys: whether a block makes both gradients, or one.
+  static constexpr int kParts = kOfKeys && !makes_both_key_gradients(kTiles) ? 2 : 1;
+  static constexpr int kOwnBytes = kOwn * kDim * 2, kOtherBytes = kOthers * kDim * 2;
+  static constexpr int kSharedBytes =
+      kKernel == Kernel::kForward ? forward_shared_bytes(kTiles) : backward_shared_bytes(kTiles);
+
+  using Scores = mma::Accumulators<kM, kN>;
+  using Out = mma::Accumulators<kM, kDim / 8>;
+};
 
 // Starts to copy rows [row, row + kRows) of a head into a tile; zeros for rows outside `valid` and
 // in columns from `cols` on.
@@ -34,56 +66,33 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const T* data, int64_t st
   }
 }
 
-// Writes the rows of a tile, from `row` on and below `end`, 16 bytes at a time.
-template <typename T, int kDim, int kRows, int kThreads>
-__device__ __forceinline__ void store_rows(const char* tile, T* data, int64_t stride, int row,
-                                           int end, int cols) {
-  constexpr int kChunks = mma::Tile<kDim>::kChunks, kRowsAtOnce = kThreads / kChunks;
-  const int chunk = threadIdx.x % kChunks;
+// Writes rows [row, end) of a block's accumulators, rounded, through shared memory that is free
+// once all threads are here.
+template <typename S>
+__device__ __forceinline__ void store_tile(const AttentionTensor& tensor, const Sequence& s,
+                                           int head, int begin, char* tile,
+                                           const typename S::Out& acc, int row, int end, int cols) {
+  using T = typename S::T;
+  using Tile = mma::Tile<S::kDim>;
+  if (tensor.data == nullptr) return;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * S::kM * 16 + lane / 4;
+  __syncthreads();
+  mma::for_elements<S::kM, S::kDim / 8>([&](int m, int n, int e, int further, int) {
+    if (e % 2 == 1) return;
+    *reinterpret_cast<uint32_t*>(tile + Tile::at(0, first + further, n) + lane % 4 * 4) =
+        detail::round_pair(acc[m][n][e], acc[m][n][e + 1], T());
+  });
+  __syncthreads();
+  constexpr int kRowsAtOnce = S::kThreads / Tile::kChunks;
+  const int chunk = threadIdx.x % Tile::kChunks;
+  T* data = row_of<T>(tensor, s.batch, head, begin);
 #pragma unroll
-  for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
-    const int at = threadIdx.x / kChunks + i * kRowsAtOnce;
+  for (int i = 0; i < S::kOwn / kRowsAtOnce; ++i) {
+    const int at = threadIdx.x / Tile::kChunks + i * kRowsAtOnce;
     if (row + at >= end || chunk * 8 >= cols) continue;
-    *reinterpret_cast<uint4*>(data + (row + at) * stride + chunk * 8) =
-        *reinterpret_cast<const uint4*>(tile + mma::Tile<kDim>::at(0, at, chunk));
+    *reinterpret_cast<uint4*>(data + (row + at) * tensor.row_stride + chunk * 8) =
+        *reinterpret_cast<const uint4*>(tile + Tile::at(0, at, chunk));
   }
-}
-
-// Puts a warp's accumulators, rounded, into a tile; its first row is `first_row`.
-template <typename T, int kDim, int kM, int kN>
-__device__ __forceinline__ void round_to_tile(char* tile, const float (&acc)[kM][kN][4],
-                                              int first_row) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = first_row + m * 16 + half * 8 + lane / 4;
-        *reinterpret_cast<uint32_t*>(tile + mma::Tile<kDim>::at(0, row, n) + lane % 4 * 4) =
-            detail::round_pair(acc[m][n][half * 2], acc[m][n][half * 2 + 1], T());
-      }
-    }
-  }
-}
-
-// Which (tile, head, batch) a block has. Tiles vary fastest, so that blocks that run together read
-// the same keys; the heads of a group follow each other.
-struct Place {
-  int tile, head, batch;
-};
-
-__device__ __forceinline__ Place place_of(int tiles, int heads) {
-  const unsigned block = blockIdx.x, row = block / tiles;
-  return {static_cast<int>(block - row * tiles), static_cast<int>(row % heads),
-          static_cast<int>(row / heads)};
-}
-
-template <typename T>
-__device__ __forceinline__ const T* head_of(const AttentionTensor& tensor, const Sequence& s,
-                                            int head, int first_row) {
-  return row_of<const T>(tensor, s.batch, head, first_row);
 }
 
 // Sets the rows of a tile to zero that have no weight in any of the block's `weights`, whose
@@ -112,23 +121,49 @@ __device__ __forceinline__ void clear_unseen_rows(char* tile,
   __syncthreads();
 }
 
-// Calls run(sequence, head, query, clean) for the block's tiles of kRows queries, the last first:
-// under a causal mask they see the most. Where it returns that a thread met a NaN, once more with
-// `clean`: a key that the mask hides may hold one, and 0 * NaN is NaN.
-template <int kRows, bool kGeneral, typename Run>
-__device__ __forceinline__ void run_query_tiles(const AttentionParams& params, int tiles, Run run) {
-  const Place place = place_of(tiles, params.heads);
-  const Sequence s = sequence_of(params, place.batch);
-  const int all = (s.queries + kRows - 1) / kRows;
-  for (int tile = tiles - 1 - place.tile; tile < all; tile += tiles) {
-    bool clean = false;
-    while (true) {
-      const bool has_nan = run(s, place.head, tile * kRows, clean);
-      const bool again = kGeneral && !clean && params.mask.data != nullptr;
-      if (!__syncthreads_or(again && has_nan)) break;
-      clean = true;
+// Calls run(sequence, head, first row, part, clean) for a block's tiles. Where it returns that a
+// thread met a NaN, once more with `clean`: a key that the mask hides may hold one, and 0 * NaN is
+// NaN.
+template <typename S, typename Run>
+__device__ __forceinline__ void run_tiles(const AttentionParams& params, int tiles, int parts,
+                                          Run run) {
+  for_tiles<S::kOwn, S::kOfKeys>(
+      params, tiles, parts, [&](const Sequence& s, int head, int row, int part) {
+        bool clean = false, again;
+        do {
+          const bool has_nan = run(s, head, row, part, clean);
+          again = __syncthreads_or(!clean && params.mask.data != nullptr && has_nan);
+          clean = true;
+        } while (S::kRepeats && again);
+      });
+}
+
+// Calls launch(shape) with the shape of a call's kernel.
+template <typename T, Kernel kKernel, typename Launch>
+cudaError_t with_shape(const AttentionParams& params, Launch launch) {
+  const auto with = [&](auto general) {
+    switch (attention_tiles_index(params.head_dim, params.value_dim)) {
+      case 0:
+        return launch(Shape<T, kKernel, decltype(general)::value, 0>());
+      case 1:
+        return launch(Shape<T, kKernel, decltype(general)::value, 1>());
+      default:
+        return launch(Shape<T, kKernel, decltype(general)::value, 2>());
     }
+  };
+  if constexpr (kKernel != Kernel::kMaskGradient) {
+    if (attention_scores_are_plain(params)) return with(std::false_type());
   }
+  return with(std::true_type());
+}
+
+// A block for each tile of the shape's own side.
+template <typename S, typename Params>
+cudaError_t launch_shape(S, void (*kernel)(Params, int, int), const Params& args,
+                         const AttentionParams& params, cudaStream_t stream) {
+  return launch_tiles(kernel, args, tiles_of(S::kOfKeys ? params.keys : params.queries, S::kOwn),
+                      S::kParts, S::kOfKeys ? params.kv_heads : params.heads, params.batch,
+                      S::kThreads, S::kSharedBytes, stream);
 }
 
 }  // namespace portable

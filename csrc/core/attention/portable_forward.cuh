@@ -7,20 +7,6 @@
 namespace fused_norm {
 namespace portable {
 
-// A warp has 16 kM queries, against kKeys keys at a time.
-template <typename T_, int kDim_, int kWarps_, int kM_, int kKeys_, bool kGeneral_>
-struct ForwardShape {
-  using T = T_;
-  static constexpr int kDim = kDim_, kWarps = kWarps_, kM = kM_, kKeys = kKeys_;
-  static constexpr AttentionTiles kTiles{kDim, kWarps, kM, kKeys, 1};
-  static constexpr int kThreads = kTiles.threads(), kQueries = kTiles.own();
-  static constexpr bool kGeneral = kGeneral_;
-  static constexpr int kSharedBytes = forward_shared_bytes(kTiles);
-
-  using Scores = mma::Accumulators<kM, kKeys / 8>;
-  using Out = mma::Accumulators<kM, kDim / 8>;
-};
-
 // Of a thread's 2 kM rows: row r is 8 r + lane / 4 of the warp's.
 template <int kM>
 struct RowStatistics {
@@ -42,7 +28,7 @@ __device__ __forceinline__ void advance_softmax(typename S::Scores& scores,
   for (int r = 0; r < 2 * S::kM; ++r) {
     float max = -INFINITY;
 #pragma unroll
-    for (int n = 0; n < S::kKeys / 8; ++n) {
+    for (int n = 0; n < S::kN; ++n) {
       max = fmaxf(max, fmaxf(scores[r / 2][n][r % 2 * 2], scores[r / 2][n][r % 2 * 2 + 1]));
     }
     max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 1));
@@ -56,7 +42,7 @@ __device__ __forceinline__ void advance_softmax(typename S::Scores& scores,
     const float shift = rows.max[r] == -INFINITY ? 0 : rows.max[r] * unit;
     float sum = 0;
 #pragma unroll
-    for (int n = 0; n < S::kKeys / 8; ++n) {
+    for (int n = 0; n < S::kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         float& score = scores[r / 2][n][r % 2 * 2 + e];
@@ -67,14 +53,8 @@ __device__ __forceinline__ void advance_softmax(typename S::Scores& scores,
     rows.sum[r] = rows.sum[r] * rescale[r] + sum;
   }
   if (!__any_sync(0xffffffffu, moves)) return;
-#pragma unroll
-  for (int m = 0; m < S::kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < S::kDim / 8; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out[m][n][e] *= rescale[m * 2 + e / 2];
-    }
-  }
+  mma::for_elements<S::kM, S::kDim / 8>(
+      [&](int m, int n, int e, int, int) { out[m][n][e] *= rescale[m * 2 + e / 2]; });
 }
 
 // Divides by the sums, sink included, and writes the log-sum-exp.
@@ -116,26 +96,24 @@ template <typename S>
 __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char* shared,
                                              const Sequence& s, int head, int query, bool clean) {
   using T = typename S::T;
-  constexpr int kDim = S::kDim, kKeys = S::kKeys, kThreads = S::kThreads;
+  constexpr int kDim = S::kDim, kKeys = S::kOthers, kThreads = S::kThreads;
   const int kv_head = head / (params.heads / params.kv_heads);
   const int warp_row = threadIdx.x / 32 * S::kM * 16;
   const Band band = band_of(params, s);
-  const int query_end = min(query + S::kQueries, s.queries);
+  const int query_end = min(query + S::kOwn, s.queries);
   const Range range = band.keys_of(query, query_end, s.keys);
   const ScoreRules<float> rules(params, s, head);
   float unit = static_cast<float>(params.scale) * kLog2E;
-  const T* keys = head_of<T>(params.key, s, kv_head, s.key_begin);
-  const T* values = head_of<T>(params.value, s, kv_head, s.key_begin);
 
   const uint32_t query_tile = mma::shared_address(shared);
-  const uint32_t key_tile = query_tile + S::kQueries * kDim * 2;
-  const uint32_t value_tile = key_tile + kKeys * kDim * 2;
+  const uint32_t key_tile = query_tile + S::kOwnBytes, value_tile = key_tile + S::kOtherBytes;
   const auto query_rows = mma::left_rows<kDim>(query_tile, warp_row);
   const auto key_rows = mma::right_rows<kDim>(key_tile);
   const auto value_rows = mma::left_rows<kDim>(value_tile, 0);
-  const auto copy_keys = [&](int key) {
-    copy_rows<T, kDim, kKeys, kThreads>(key_tile, keys, params.key.row_stride, key, range,
-                                        params.head_dim);
+  const auto copy = [&](const AttentionTensor& tensor, uint32_t tile, int key, int cols) {
+    copy_rows<T, kDim, kKeys, kThreads>(tile,
+                                        row_of<const T>(tensor, s.batch, kv_head, s.key_begin),
+                                        tensor.row_stride, key, range, cols);
     mma::commit_copies();
   };
 
@@ -145,39 +123,32 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
 #pragma unroll
   for (int r = 0; r < 2 * S::kM; ++r) rows.max[r] = -INFINITY, rows.sum[r] = 0;
   int key = range.begin / kKeys * kKeys;
-  copy_rows<T, kDim, S::kQueries, kThreads>(
-      query_tile, head_of<T>(params.query, s, head, s.query_begin), params.query.row_stride, query,
-      {query, query_end}, params.head_dim);
-  copy_keys(key);
+  copy_rows<T, kDim, S::kOwn, kThreads>(
+      query_tile, row_of<const T>(params.query, s.batch, head, s.query_begin),
+      params.query.row_stride, query, {query, query_end}, params.head_dim);
+  copy(params.key, key_tile, key, params.head_dim);
   for (; key < range.end; key += kKeys) {
     mma::wait_copies<0>();
     __syncthreads();
-    copy_rows<T, kDim, kKeys, kThreads>(value_tile, values, params.value.row_stride, key, range,
-                                        params.value_dim);
-    mma::commit_copies();
+    copy(params.value, value_tile, key, params.value_dim);
     typename S::Scores scores;
-    mma::multiply_rows<T, kDim, S::kM, kKeys / 8>(scores, query_rows, key_rows);
+    mma::multiply_rows<T, kDim, S::kM, S::kN>(scores, query_rows, key_rows);
     __syncthreads();
     const bool is_last = key + kKeys >= range.end;
-    if (!is_last) copy_keys(key + kKeys);
-    if constexpr (S::kGeneral) {
-      prefetch_mask<S::kQueries, kThreads>(rules, query, s.queries, key + kKeys, s.keys);
-    }
-
+    if (!is_last) copy(params.key, key_tile, key + kKeys, params.head_dim);
     const TilePlace<false> place(s, query + warp_row, key);
     if constexpr (S::kGeneral) {
-      unit = apply_options<T, false, S::kM, kKeys / 8>(scores, nullptr, rules, place);
+      prefetch_mask<S::kOwn, kThreads>(rules, query, s.queries, key + kKeys, s.keys);
+      unit = apply_options<T, false, S::kM, S::kN>(scores, nullptr, rules, place);
     }
     if (key + kKeys > s.keys || !band.sees_all(query, query_end, key, key + kKeys)) {
-      hide_outside<false, S::kM, kKeys / 8>(scores, band, place);
+      hide_outside<false, S::kM, S::kN>(scores, band, place);
     }
     advance_softmax<S>(scores, rows, out, unit);
     if constexpr (S::kGeneral) {
-      if (rules.drops()) {
-        KeptElements<false, S::kM, kKeys / 8> kept;
-        kept.draw(rules.dropout(), place);
-        kept.apply(scores);
-      }
+      KeptElements<false, S::kM, S::kN> kept;
+      kept.draw(rules, place);
+      kept.apply(scores);
     }
     if (is_last) {
       mma::wait_copies<0>();
@@ -188,31 +159,35 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     if (S::kGeneral && clean) {
       clear_unseen_rows<kDim, kKeys, kThreads, S::kM>(shared + (value_tile - query_tile), scores);
     }
-    mma::multiply_weights<T, kDim, S::kM, kKeys / 8, kDim / 8>(out, scores, value_rows);
+    mma::multiply_weights<T, kDim, S::kM, S::kN, kDim / 8>(out, scores, value_rows);
   }
   mma::wait_copies<0>();
   finish_rows<S>(params, s, head, query + warp_row, rows, out, unit);
-
   const bool has_nan = S::kGeneral && mma::has_nan<S::kM, kDim / 8>(out);
-  // All have read the queries; the output takes their place.
-  __syncthreads();
-  round_to_tile<T, kDim, S::kM, kDim / 8>(shared, out, warp_row);
-  __syncthreads();
-  store_rows<T, kDim, S::kQueries, kThreads>(
-      shared, const_cast<T*>(head_of<T>(params.out, s, head, s.query_begin)), params.out.row_stride,
-      query, query_end, params.value_dim);
+  // The output takes the queries' place.
+  store_tile<S>(params.out, s, head, s.query_begin, shared, out, query, query_end,
+                params.value_dim);
   return has_nan;
 }
 
 template <typename S>
-__global__ void __launch_bounds__(S::kThreads, S::kThreads == 128 ? 2 : 1)
-    attention_portable_forward(const __grid_constant__ AttentionParams params, int tiles) {
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    attention_portable_forward(const __grid_constant__ AttentionParams params, int tiles,
+                               int parts) {
   extern __shared__ __align__(1024) char shared[];
-  run_query_tiles<S::kQueries, S::kGeneral>(
-      params, tiles, [&](const Sequence& s, int head, int query, bool clean) {
-        return forward_tile<S>(params, shared, s, head, query, clean);
-      });
+  run_tiles<S>(params, tiles, parts, [&](const Sequence& s, int head, int query, int, bool clean) {
+    return forward_tile<S>(params, shared, s, head, query, clean);
+  });
 }
 
 }  // namespace portable
+
+template <typename T>
+cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream) {
+  using namespace portable;
+  return with_shape<T, Kernel::kForward>(params, [&](auto shape) {
+    return launch_shape(shape, attention_portable_forward<decltype(shape)>, params, params, stream);
+  });
+}
+
 }  // namespace fused_norm

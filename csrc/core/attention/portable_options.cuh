@@ -25,10 +25,9 @@ struct TilePlace {
 template <bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const Band& band,
                                              const TilePlace<kTransposed>& place) {
-  // Bounds of a column's distance from this thread's first, by row.
-#pragma unroll
-  for (int r = 0; r < 2 * kM; ++r) {
-    const int row = place.row + r * 8;
+  mma::for_elements<kM, kN>([&](int m, int n, int e, int further, int at) {
+    // Bounds of a column's distance from this thread's first, by row.
+    const int row = place.row + further;
     int low, high;
     if constexpr (kTransposed) {
       low = row < place.keys ? row - band.highest : place.queries;
@@ -37,17 +36,8 @@ __device__ __forceinline__ void hide_outside(float (&scores)[kM][kN][4], const B
       low = row + band.lowest;
       high = min(row + band.highest, place.keys - 1);
     }
-    low -= place.col;
-    high -= place.col;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int at = n * 8 + e;
-        if (at < low || at > high) scores[r / 2][n][r % 2 * 2 + e] = -INFINITY;
-      }
-    }
-  }
+    if (at < low - place.col || at > high - place.col) scores[m][n][e] = -INFINITY;
+  });
 }
 
 // Scores become tanh(scale dot / softcap); `gradient`, where given, is multiplied by its derivative
@@ -63,10 +53,6 @@ __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient
   });
 }
 
-__device__ __forceinline__ float mask_value(__nv_bfloat16 added) { return __bfloat162float(added); }
-__device__ __forceinline__ float mask_value(__half added) { return __half2float(added); }
-__device__ __forceinline__ float mask_value(bool shown) { return shown ? 0 : -INFINITY; }
-
 __device__ __forceinline__ void add_to_score(float& score, float factor, float added) {
   score = added == -INFINITY ? -INFINITY : fmaf(score, factor, added);
 }
@@ -77,36 +63,32 @@ template <typename T, bool kBoolean, bool kTransposed, int kM, int kN>
 __device__ __forceinline__ void add_whole_mask(float (&scores)[kM][kN][4], float factor,
                                                const ScoreRules<float>& rules,
                                                const TilePlace<kTransposed>& place) {
+  using Pair = std::conditional_t<kBoolean, uint16_t, uint32_t>;
+  constexpr int kBytes = sizeof(Pair) / 2;
   const int lane = threadIdx.x % 32;
   // A lane's place among eight queries by eight keys.
   const int query = kTransposed ? place.col - lane % 4 * 2 + lane / 4 : place.row;
   const int key = kTransposed ? place.row - lane / 4 + lane % 4 * 2 : place.col;
-  const int64_t row_stride = rules.params.mask.row_stride;
+  const int64_t pitch = rules.params.mask.row_stride * kBytes;
+  const char* from = rules.mask + query * pitch + key * kBytes;
 #pragma unroll
-  for (int r = 0; r < 2 * kM; ++r) {
+  for (int i = 0; i < (kTransposed ? kN : 2 * kM); ++i) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const int64_t at =
-          (query + (kTransposed ? n : r) * 8) * row_stride + key + (kTransposed ? r : n) * 8;
-      uint32_t pair;
+    for (int j = 0; j < (kTransposed ? 2 * kM : kN); ++j) {
+      uint32_t pair = __ldg(reinterpret_cast<const Pair*>(from + j * 8 * kBytes));
+      if (kBoolean) pair = __byte_perm(pair, 0, 0x4140);
+      if (kTransposed) pair = mma::transpose(pair);
+      float2 added;
       if constexpr (kBoolean) {
-        pair = __byte_perm(*reinterpret_cast<const uint16_t*>(rules.mask + at), 0, 0x4140);
+        added = {pair & 0xFFFF ? 0 : -INFINITY, pair >> 16 ? 0 : -INFINITY};
       } else {
-        pair = *reinterpret_cast<const uint32_t*>(rules.mask + at * 2);
+        added = detail::to_floats(pair, T());
       }
-      if constexpr (kTransposed) pair = mma::transpose(pair);
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const uint16_t bits = static_cast<uint16_t>(e ? pair >> 16 : pair & 0xFFFF);
-        float added;
-        if constexpr (kBoolean) {
-          added = mask_value(bits != 0);
-        } else {
-          added = mask_value(*reinterpret_cast<const T*>(&bits));
-        }
-        add_to_score(scores[r / 2][n][r % 2 * 2 + e], factor, added);
-      }
+      const int r = kTransposed ? j : i, n = kTransposed ? i : j;
+      add_to_score(scores[r / 2][n][r % 2 * 2], factor, added.x);
+      add_to_score(scores[r / 2][n][r % 2 * 2 + 1], factor, added.y);
     }
+    from += 8 * pitch;
   }
 }
 
@@ -126,30 +108,15 @@ __device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], float facto
                       place.col - threadIdx.x % 4 * 2 + kN * 8 - 1 <= last_col;
   if (in_pairs && within && mask.boolean) {
     add_whole_mask<T, true>(scores, factor, rules, place);
-    return;
-  }
-  if (in_pairs && within && mask.dtype != DType::kFloat32) {
+  } else if (in_pairs && within && mask.dtype != DType::kFloat32) {
     add_whole_mask<T, false>(scores, factor, rules, place);
-    return;
-  }
-  const int64_t row_stride = kTransposed ? mask.key_stride : mask.row_stride;
-  const int64_t col_stride = kTransposed ? mask.row_stride : mask.key_stride;
-#pragma unroll
-  for (int r = 0; r < 2 * kM; ++r) {
-    const int64_t at = min(place.row + r * 8, last_row) * row_stride;
-#pragma unroll
-    for (int i = 0; i < 2 * kN; ++i) {
-      const int64_t element = at + min(place.col + i / 2 * 8 + i % 2, last_col) * col_stride;
-      float added;
-      if (mask.boolean) {
-        added = mask_value(reinterpret_cast<const bool*>(rules.mask)[element]);
-      } else if (mask.dtype == DType::kFloat32) {
-        added = reinterpret_cast<const float*>(rules.mask)[element];
-      } else {
-        added = mask_value(reinterpret_cast<const T*>(rules.mask)[element]);
-      }
-      add_to_score(scores[r / 2][i / 2][r % 2 * 2 + i % 2], factor, added);
-    }
+  } else {
+    mma::for_elements<kM, kN>([&](int m, int n, int e, int further_row, int further_col) {
+      const int row = min(place.row + further_row, last_row);
+      const int col = min(place.col + further_col, last_col);
+      add_to_score(scores[m][n][e], factor,
+                   rules.mask_at(kTransposed ? col : row, kTransposed ? row : col));
+    });
   }
 }
 
@@ -202,8 +169,11 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
 template <bool kTransposed, int kM, int kN>
 class KeptElements {
  public:
-  __device__ __forceinline__ void draw(const Dropout& dropout,
+  __device__ __forceinline__ void draw(const ScoreRules<float>& rules,
                                        const TilePlace<kTransposed>& place) {
+    drops_ = rules.drops();
+    if (!drops_) return;
+    const Dropout dropout = rules.dropout();
     scale_ = dropout.scale;
     static_assert(kN <= 8);
     const int lane = threadIdx.x % 32;
@@ -227,19 +197,19 @@ class KeptElements {
       }
     }
   }
-  __device__ __forceinline__ bool at(int m, int n, int e) const {
-    return kTransposed ? at_[m][e] >> (n * 4) & 1 : at_[m][e / 2] >> (n * 4 + e % 2) & 1;
-  }
   // Multiplies by 1 / (1 - p) or 0.
   __device__ __forceinline__ void apply(float (&weights)[kM][kN][4]) const {
+    if (!drops_) return;
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      weights[m][n][e] = at(m, n, e) ? weights[m][n][e] * scale_ : 0;
+      const uint32_t kept = kTransposed ? at_[m][e] : at_[m][e / 2] >> e % 2;
+      weights[m][n][e] = kept >> (n * 4) & 1 ? weights[m][n][e] * scale_ : 0;
     });
   }
 
  private:
   uint32_t at_[kM][kTransposed ? 4 : 2] = {};
   float scale_ = 1;
+  bool drops_ = false;
 };
 
 }  // namespace portable

@@ -52,31 +52,41 @@ __device__ __forceinline__ int64_t first_lse(const AttentionParams& params, cons
              : (int64_t{s.batch} * params.heads + head) * params.queries;
 }
 
+// Calls use(T{}) with the type in memory; fp64 arithmetic means fp64 in memory.
+template <typename A, typename Use>
+__device__ __forceinline__ void with_storage(DType dtype, Use use) {
+  if constexpr (sizeof(A) == 8) {
+    use(double{});
+  } else {
+    if (dtype == DType::kFloat32) return use(float{});
+    if (dtype == DType::kBFloat16) return use(__nv_bfloat16{});
+    use(__half{});
+  }
+}
+// Of masks and sinks, which may be fp32 beside fp64.
+template <typename A, typename Use>
+__device__ __forceinline__ void with_option_storage(DType dtype, Use use) {
+  if (sizeof(A) == 8 && dtype == DType::kFloat32) return use(float{});
+  with_storage<A>(dtype, use);
+}
+template <typename A>
+__device__ __forceinline__ A read_option(const void* data, DType dtype, int64_t at) {
+  A value;
+  with_option_storage<A>(
+      dtype, [&](auto t) { value = static_cast<A>(static_cast<const decltype(t)*>(data)[at]); });
+  return value;
+}
+
 // The sink of a head, -inf without one.
 template <typename A>
 __device__ __forceinline__ A read_sink(const AttentionParams& params, int head) {
-  if (params.sink == nullptr) return -static_cast<A>(INFINITY);
-  switch (params.sink_dtype) {
-    case DType::kFloat64:
-      return static_cast<A>(static_cast<const double*>(params.sink)[head]);
-    case DType::kFloat32:
-      return static_cast<const float*>(params.sink)[head];
-    case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(params.sink)[head]);
-    default:
-      return __half2float(static_cast<const __half*>(params.sink)[head]);
-  }
+  return params.sink == nullptr ? -static_cast<A>(INFINITY)
+                                : read_option<A>(params.sink, params.sink_dtype, head);
 }
 
 struct Range {
   int begin, end;
 };
-
-// Indices that one element (or, in tiles, one tile) of the mask serves: all where the mask has one
-// for all.
-__device__ __forceinline__ Range served(int index, int mask_size, int all) {
-  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
-}
 
 // Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
 struct Band {
@@ -167,14 +177,7 @@ struct ScoreRules {
   __device__ __forceinline__ A mask_at(int query, int key) const {
     const int64_t at = query * params.mask.row_stride + key * params.mask.key_stride;
     if (params.mask.boolean) return mask[at] ? A(0) : -static_cast<A>(INFINITY);
-    if (params.mask.dtype == DType::kFloat32) return reinterpret_cast<const float*>(mask)[at];
-    if constexpr (sizeof(A) == 8) {
-      return reinterpret_cast<const double*>(mask)[at];
-    } else {
-      return params.mask.dtype == DType::kBFloat16
-                 ? __bfloat162float(reinterpret_cast<const __nv_bfloat16*>(mask)[at])
-                 : __half2float(reinterpret_cast<const __half*>(mask)[at]);
-    }
+    return read_option<A>(mask, params.mask.dtype, at);
   }
 
   // Of a key that the band shows; -inf where the mask hides it, whatever the key holds.

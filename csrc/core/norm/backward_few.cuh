@@ -1,12 +1,11 @@
-// Backward for few rows, but not with listed columns, in one kernel: some blocks make dx, a row
-// each, as backward.cuh does, and others the sums over rows, a tile of columns each. Rows are so
-// read twice, once from the L2 cache, but no partial sums are written, and no second kernel waits
-// for them.
+// Backward for few rows in one kernel: some blocks make dx, a row each, as backward.cuh does, and
+// others the sums over rows, a tile of columns each. Rows are so read twice, once from the L2
+// cache, but no partial sums are written, and no second kernel waits for them.
 #pragma once
 
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
-#include "core/norm/backward_input.cuh"
+#include "core/norm/listed_share.cuh"
 #include "core/norm/partial_sums.cuh"
 #include "core/norm/staged_params.cuh"
 
@@ -26,10 +25,11 @@ struct FewShared {
   float of_warp[backward_threads(2) / kWarpSize][2][kFewColumns];
   float of_block[kMaxFewSplits][2][kFewColumns];
   alignas(16) float shift[kFewColumns], scale[kFewColumns];  // of the columns, from the output
+  int place[kFewColumns];                                    // in the list, or -1
 };
 
 // The dx of a row.
-template <bool kRegular, bool kRms, Saved kSaved, typename X>
+template <bool kRegular, bool kRms, Saved kSaved, bool kLists, typename X>
 __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
                                          const BackwardOutput<X, float>& out, int64_t row,
                                          FewRowSums::Slots& slots) {
@@ -47,7 +47,8 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   constexpr bool kFromOutput = kSaved == Saved::kOutput;
   // Each thread stages its own parameters, which it need not hold in registers while the row is
   // under way; three of each column before that, as they would take too many.
-  const StagedParams<kPacks, N, kSaved> params(few_staged, group.thread());
+  using Params = StagedParams<kPacks, N, kSaved>;
+  const Params params(few_staged, group.thread());
   auto stage = [&] {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
@@ -61,6 +62,16 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
+  using Listed = ListedShare<RowsLie::kRegular, Params, 1, false, X, X, X>;
+  const Listed listed(in, out, few_staged, 0, group.thread(), group.threads(), 0,
+                      kLists ? in.list.count() : 0);
+  typename Listed::Held own_listed{};
+  if (kLists && listed.any()) {
+    own_listed = listed.load(row);
+    __syncthreads();
+    listed.clear();
+    __syncthreads();
+  }
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
@@ -82,6 +93,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
     if (!kRms) sum_w += tree_sum<N>(of_w);
     sum_wx += tree_sum<N>(of_wx);
   }
+  if (kLists && listed.any()) sum_wx += listed.add_up(row, own_listed);
   if constexpr (kRms) {
     sums.add_up(group, sum_wx);
   } else {
@@ -103,11 +115,15 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
     round_to(pack, w[p]);
     writer.store(p, pack, group);
   }
+  if (kLists && listed.any()) {
+    __syncthreads();
+    listed.write_dx(row, own_listed, gradient);
+  }
 }
 
 // The sums over the rows split, split + splits, ... of a tile of columns, and over its blocks,
 // which are a cluster. A thread takes one pack of some rows.
-template <bool kRegular, bool kRms, Saved kSaved, typename X>
+template <bool kRegular, bool kRms, Saved kSaved, bool kLists, typename X>
 __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in,
                                             const ColumnGradients& gradients, int tile, int split,
                                             int splits, FewShared& shared) {
@@ -122,12 +138,16 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
   if constexpr (kFromOutput) {
     if (thread < kFewColumns) {
       const auto params =
-          ColumnParams<float, 1>::template load<true, false>(in, first_col + thread);
-      shared.shift[thread] = params.shift[0];
+          ColumnParams<float, 1>::template load<true, kLists>(in, first_col + thread);
+      shared.shift[thread] = params.listed ? 0.0f : params.shift[0];
       shared.scale[thread] = params.scale[0];
+      if (kLists) shared.place[thread] = params.listed ? static_cast<int>(params.shift[0]) : -1;
     }
     __syncthreads();
   }
+  bool lists = false;
+#pragma unroll
+  for (int i = 0; kLists && i < N; ++i) lists |= shared.place[lane * N + i] >= 0;
   float sums[2][N] = {};
   if (col < in.cols) {
     auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
@@ -168,6 +188,8 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
                         ? (xhat[i] - shared.shift[lane * N + i]) * shared.scale[lane * N + i]
                     : kRms ? xhat[i] * rstd[r]
                            : (xhat[i] - mean[r]) * rstd[r];
+          if (lists && shared.place[lane * N + i] >= 0)
+            xhat[i] = in.list.xhat(row + r * step, shared.place[lane * N + i]);
           sums[0][i] = fmaf(d[i], xhat[i], sums[0][i]);
           if (!kRms) sums[1][i] += d[i];
         }
@@ -210,8 +232,9 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 }
 
 // Blocks, in clusters of `splits`: `look_blocks`, if that is asked for, that look at the
-// parameters; one cluster for each tile of columns; and one block for each row.
-template <typename X>
+// parameters; one cluster for each tile of columns; and one block for each row. kLists: from the
+// output, with room for a list.
+template <typename X, bool kLists>
 __global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
                       const __grid_constant__ BackwardOutput<X, float> out,
@@ -241,14 +264,15 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   };
   choose(regular, [&](auto is_regular) {
     choose(in.rms, [&](auto is_rms) {
-      choose(in.from_output, [&](auto is_output) {
+      choose(kLists || in.from_output, [&](auto is_output) {
         constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
         constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
+        if constexpr (kLists && kSaved == Saved::kInput) return;
         if (row < 0) {
-          few_columns<kRegular, kRms, kSaved>(in, gradients, block / splits, block % splits, splits,
-                                              shared);
+          few_columns<kRegular, kRms, kSaved, kLists>(in, gradients, block / splits, block % splits,
+                                                      splits, shared);
         } else {
-          few_rows<kRegular, kRms, kSaved>(in, out, row, shared.slots);
+          few_rows<kRegular, kRms, kSaved, kLists>(in, out, row, shared.slots);
         }
       });
     });

@@ -287,7 +287,7 @@ __device__ __forceinline__ void norm_backward_form(const BackwardInput<X, X, flo
         in, out, lie_flat, flat, filled, slots);
   };
   constexpr std::integral_constant<Saved, Saved::kInput> kInput;
-  constexpr std::integral_constant<Saved, Saved::kOutputAndList> kOutput;
+  constexpr std::integral_constant<Saved, Saved::kOutput> kOutput;
   if (in.from_output) {
     in.rms ? run(std::true_type(), kOutput) : run(std::false_type(), kOutput);
   } else {

@@ -32,6 +32,10 @@ struct BackwardInput {
   ParamVector weight, bias;
   A weight_offset;
   ListedColumns<A> list;
+
+  static constexpr bool kGates = false;
+  using Gradient = Y;
+  using Kept = S;
 };
 
 // Whether LayerNorm's kernels are also RMSNorm's, and find out at run time: two dtypes are seldom.
@@ -47,6 +51,7 @@ struct BackwardOutput {
   A* dbias_partials;
   const X* dresidual;  // null, or what is added to dx, which lies likewise
   LookTotals* totals;  // null, or what stage 2 wants to be zero
+  A* listed_sums;      // null, or for each group that shares the list a value for each place
 
   // By all threads of a kernel, once nothing before it runs.
   __device__ __forceinline__ void clear_totals() const {

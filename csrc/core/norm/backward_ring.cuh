@@ -4,6 +4,7 @@
 
 #include "core/common/cluster_parts.cuh"
 #include "core/common/overlap.cuh"
+#include "core/norm/listed_share.cuh"
 #include "core/norm/ring_slice.cuh"
 #include "core/norm/row_ring.cuh"
 
@@ -91,7 +92,84 @@ struct RingShared {
   RingStages<kMaxRingStages> stages;
   typename LateSums<kRms>::Slots slots;
   float2 statistics[4];  // mean and rstd of the row before, the one at hand, and the next
+  bool lists;            // whether any of the block's columns are listed
 };
+
+// The rows of a block: turn t's is first + t * stride. Partial row s has the sums of so many in
+// sequence, as far as there are any.
+struct RingRows {
+  int64_t first, stride;
+  int rounds, partial_sets, in_sequence;
+
+  __device__ __forceinline__ int64_t at(int turn) const { return first + turn * stride; }
+  __device__ __forceinline__ int end_of_set(int end) const {
+    return static_cast<int>(min(int64_t{rounds}, int64_t{end} + in_sequence));
+  }
+};
+
+// Places in the list of a lane, of which it holds the values of rows to come.
+constexpr int kListedHeld = 4;
+
+// The listed columns of a block, by one warp that has none of its own. While the others work on a
+// row it adds up the next one and writes dx of the row before the row before, which the others have
+// written. It asks for what it needs one turn ahead, and meets the others at each of their
+// barriers.
+template <bool kRms, typename Listed, typename In, typename Out>
+__device__ __forceinline__ void norm_backward_listed(const Listed& listed, const In& in,
+                                                     const Out& out, const RingRows& rows,
+                                                     LateSums<kRms>& sums, bool has_mean,
+                                                     const float2 (&statistics)[4]) {
+  if (!listed.any()) {
+    for (int turn = 0; turn < rows.rounds; ++turn) __syncthreads();
+    return;
+  }
+  auto gradient_of = [&](int turn) {
+    const auto of_row = sums.total(turn);
+    const float rstd = statistics[turn & 3].y;
+    if constexpr (kRms) {
+      return RowGradient<true>(rstd, in.per_cols, 0.0f, of_row.wx);
+    } else {
+      return RowGradient<false>(rstd, in.per_cols, has_mean ? of_row.w : 0.0f, of_row.wx);
+    }
+  };
+  using Held = typename Listed::Held;
+  auto load = [&](int turn) { return turn < rows.rounds ? listed.load(rows.at(turn)) : Held{}; };
+  auto write_dx = [&](int turn, const Held& held, const RowGradient<kRms>& gradient) {
+    if (out.dx != nullptr && turn >= 0) listed.write_dx(rows.at(turn), held, gradient);
+  };
+  RowGradient<kRms> gradient(0, 0, 0, 0);  // of the row before
+  Held to_write{}, next = load(1);
+  typename LateSums<kRms>::Sums own_sums{};
+  own_sums.wx = listed.add_up(rows.at(0), load(0));
+  int turn = 0, end = 0;
+  for (int set = 0; set < rows.partial_sets; ++set) {
+    end = rows.end_of_set(end);
+    for (; turn < end; ++turn) {
+      sums.put(turn, own_sums);
+      write_dx(turn - 2, to_write, gradient);
+      if (turn > 0) {
+        gradient = gradient_of(turn - 1);
+        to_write = load(turn - 1);
+      }
+      if (turn + 1 < end) {
+        own_sums.wx = listed.add_up(rows.at(turn + 1), next);
+        next = load(turn + 2);
+      }
+      __syncthreads();
+    }
+    __syncthreads();
+    if (out.dweight_partials) listed.write_partials(out.dweight_partials + rows.at(set) * in.cols);
+    if (turn < rows.rounds) {
+      own_sums.wx = listed.add_up(rows.at(turn), next);
+      next = load(turn + 1);
+    }
+  }
+  write_dx(turn - 2, to_write, gradient);
+  gradient = gradient_of(turn - 1);
+  to_write = load(turn - 1);
+  __syncthreads();
+  write_dx(turn - 1, to_write, gradient);
+}
 
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
 // an iteration they add up a row, write the dx of the row before, and meet at one barrier; then one
@@ -103,9 +181,14 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                                                    RingShared<kRms>& shared) {
   using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
+  constexpr RingKernel kKernel = ring_kernel(kSaved == Saved::kOutput, kRms);
+  static_assert(kKernel.param_vectors == param_kinds(kSaved, !kRms, !Slice::kKeepsWeights));
   extern __shared__ __align__(128) float staged[];
 
-  const int threads = blockDim.x, thread = threadIdx.x;
+  // One more warp takes the listed columns, where there may be any.
+  const bool may_list = kSaved == Saved::kOutput && in.list.room > 0;
+  const int threads = blockDim.x - (may_list ? kKernel.listing_threads : 0), thread = threadIdx.x;
+  const bool lists = thread >= threads;
   const RowCluster cluster;
   const int blocks = cluster.blocks();
   const int block_first = cluster.rank() * threads * kCols;
@@ -123,7 +206,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                          reinterpret_cast<const char*>(end)};
   };
   RowRing<S, Y, Slice::kRegular && N * sizeof(S) == 16, Slice::kRegular && N * sizeof(Y) == 16>
-      ring(reinterpret_cast<char*>(staged + param_kinds(kSaved) * threads * kCols), shared.stages,
+      ring(reinterpret_cast<char*>(staged + kKernel.param_vectors * threads * kCols), shared.stages,
            tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout), stages);
   const bool fills = thread == threads - kWarpSize;  // in the warp with the fewest columns
   if (fills) {
@@ -133,13 +216,31 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.fill(stage, first + s * stride);
   }
   LateSums<kRms> sums(shared.slots, cluster);
+  const int rounds = static_cast<int>((in.rows - first + stride - 1) / stride);
+  const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
+  if (kSaved == Saved::kOutput && lists) {
+    const auto [listed_first, listed_end] = in.list.places(block_first, block_first + block_cols);
+    ListedShare<kLie, typename Slice::Params, kListedHeld, true, X, Y, S> listed(
+        in, out, staged, block_first, lane, kWarpSize, listed_first, listed_end, first);
+    listed.begin();
+    if (lane == 0) shared.lists = listed.any();
+    cluster.arrive();
+    __syncthreads();
+    cluster.wait();
+    if (listed.any()) {
+      listed.clear();
+      __syncthreads();
+    }
+    const RingRows rows{first, stride, rounds, partial_sets, rows_in_sequence};
+    norm_backward_listed<kRms>(listed, in, out, rows, sums, has_mean, shared.statistics);
+    return;
+  }
   Slice slice(in, out, typename Slice::Params(staged, thread), own, block_cols, block_first, first,
               stride);
 
   // One thread reads the rows' statistics, two rows ahead.
-  const int rounds = static_cast<int>((in.rows - first + stride - 1) / stride);
   float2 next_statistics{};
-  const bool reads_mean = !kRms && kSaved == Saved::kInput && !(kForBothNorms<X, Y> && in.rms);
+  const bool reads_mean = has_mean && kSaved == Saved::kInput;
   auto read_statistics = [&](int turn) {
     if (turn >= rounds) return;
     const int64_t row = first + turn * stride;
@@ -154,13 +255,14 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   cluster.arrive();  // nobody sends to a block that has not begun
   __syncthreads();
   cluster.wait();
+  const bool meets_lister = may_list && shared.lists;
+  if (meets_lister) __syncthreads();
 
   int turn = 0;
   RingStage stage, stage_before;
   auto row_at = [&](int turn, const RingStage& stage) {
     const auto [mean, rstd] = shared.statistics[turn & 3];
-    return typename Slice::Row{first + turn * stride, ring.first(stage), ring.second(stage), mean,
-                               rstd};
+    return typename Slice::Row{ring.first(stage), ring.second(stage), mean, rstd};
   };
   auto write_row_before = [&] {
     const auto of_row = sums.total(turn - 1);
@@ -178,7 +280,6 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.wait(stage);
       sums.put(turn, slice.add_up(row_at(turn, stage)));
       if (turn > 0) write_row_before();
-      slice.ask_for_listed(first + (turn + 1) * stride, first + (turn + 2) * stride);
       __syncthreads();
       sums.share(turn);
       if (fills && turn > 0 && turn + stages - 1 < rounds)
@@ -188,32 +289,32 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
     }
     if (turn == rounds) launch_dependents();
     slice.write_partials(first + set * stride);
+    if (meets_lister) __syncthreads();
   }
   write_row_before();
+  if (meets_lister) __syncthreads();
 }
 
-// 80 registers a thread hold two accumulators of each of its columns.
+// 80 registers a thread hold two numbers for each of its columns, 96 hold three.
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved>
-__global__ void __launch_bounds__(kMaxRingThreads, 1)
+__global__ void __launch_bounds__(ring_kernel(kSaved == Saved::kOutput, kRms).most_threads, 1)
     norm_backward_ring(const __grid_constant__ BackwardInput<Y, S, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, bool regular,
                        int stages, int partial_sets, int rows_in_sequence) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
-  with_saved<kSaved>(in, [&](auto saved) {
-    constexpr Saved kKept = decltype(saved)::value;
-    if (regular) {
-      norm_backward_late<RowsLie::kRegular, kRms, kKept>(in, out, stages, partial_sets,
-                                                         rows_in_sequence, shared);
-    } else if (in.cols % N == 0) {
-      norm_backward_late<RowsLie::kShifted, kRms, kKept>(in, out, stages, partial_sets,
-                                                         rows_in_sequence, shared);
-    } else {
-      norm_backward_late<RowsLie::kElements, kRms, kKept>(in, out, stages, partial_sets,
-                                                          rows_in_sequence, shared);
-    }
-  });
+  auto run = [&](auto lie) {
+    norm_backward_late<decltype(lie)::value, kRms, kSaved>(in, out, stages, partial_sets,
+                                                           rows_in_sequence, shared);
+  };
+  if (regular) {
+    run(std::integral_constant<RowsLie, RowsLie::kRegular>());
+  } else if (in.cols % N == 0) {
+    run(std::integral_constant<RowsLie, RowsLie::kShifted>());
+  } else {
+    run(std::integral_constant<RowsLie, RowsLie::kElements>());
+  }
 #else
   __trap();  // no plan asks for it
 #endif

@@ -20,7 +20,7 @@ struct ListInput {
   RowLayout layout;
   int64_t rows;
   int cols, part_cols;  // of the row, and of a block
-  bool rms;
+  bool rms, gathers;
   const A* mean;
   const A* rstd;
   ParamVector weight, bias;
@@ -50,10 +50,11 @@ struct ListInput {
   }
 };
 
-// A cluster of blocks, each of which has a part of the columns, finds out which are to be listed
-// while the kernel before still runs: the parameters are ready. If there are any, it waits, and
-// each block gathers those of its part from the rows of its cluster: the last rows first, which may
-// still be in the L2 cache.
+// A cluster of blocks, each of which has a part of the columns, finds out which are to be listed.
+//
+// A kernel that also gathers their xhat follows the forward kernel, and does this while that still
+// runs: the parameters are ready. If there are any, it waits, and each block gathers those of its
+// part from the rows of its cluster: the last rows first, which may still be in the L2 cache.
 template <typename X>
 __global__ void __launch_bounds__(kListThreads, 1)
     list_columns(const __grid_constant__ ListInput<X> in) {
@@ -64,6 +65,7 @@ __global__ void __launch_bounds__(kListThreads, 1)
   __shared__ int2 of_blocks[2][kPortableClusterBlocks];
   __shared__ int found[2];
 
+  if (!in.gathers) meet_previous_kernel();
   RowCluster cluster;
   const int rank = cluster.rank(), blocks = cluster.blocks();
   cluster.arrive();
@@ -115,8 +117,11 @@ __global__ void __launch_bounds__(kListThreads, 1)
   // Who writes nothing need not wait.
   const bool writes_list = static_cast<int>(blockIdx.x) < blocks;
   if (count == 0 && blockIdx.x != 0) return;
-  meet_previous_kernel();
-  if (blockIdx.x == 0 && threadIdx.x == 0) in.columns[0] = total;
+  if (in.gathers) meet_previous_kernel();
+  if (blockIdx.x == 0) {
+    if (threadIdx.x == 0) in.columns[0] = total;
+    for (int i = total + threadIdx.x; i < in.room; i += kListThreads) in.columns[1 + i] = 0;
+  }
 
   const int64_t clusters = gridDim.x / blocks, cluster_index = blockIdx.x / blocks;
   for (int base = 0; base < count; base += kListedAtOnce) {
@@ -129,6 +134,7 @@ __global__ void __launch_bounds__(kListThreads, 1)
       for (int i = threadIdx.x; i < places; i += kListThreads)
         in.columns[1 + before + base + i] = listed[i];
     }
+    if (!in.gathers) continue;
     A* const side = in.side + before + base;
     int lanes = 1;
     while (lanes < places && lanes < kWarpSize) lanes *= 2;
@@ -171,16 +177,18 @@ __global__ void __launch_bounds__(kLookThreads)
 
 }  // namespace
 
-cudaError_t launch_list_columns(const NormForwardParams& params, const DeviceProperties& device,
-                                cudaStream_t stream) {
+cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
+                                const DeviceProperties& device, cudaStream_t stream) {
   // Blocks of a cluster share the columns, which takes a barrier of the cluster.
   int cluster = 1;
   while (cluster < device.max_cluster_blocks && cluster * kListTurn * 2 < params.cols) cluster *= 2;
   const int packs = (params.cols + kListPack - 1) / kListPack;
   const int part_cols = (packs + cluster - 1) / cluster * kListPack;
   const int64_t elements = params.rows * std::min(params.list.room, cluster * kListedAtOnce);
-  const int64_t blocks = std::clamp<int64_t>(elements / (kListThreads * kRowsInFlight),
-                                             kPortableClusterBlocks, 2 * device.sm_count);
+  const int64_t most_blocks = gathers ? 2 * device.sm_count : cluster;
+  const int64_t blocks =
+      std::clamp<int64_t>(elements / (kListThreads * kRowsInFlight),
+                          std::min<int64_t>(kPortableClusterBlocks, most_blocks), most_blocks);
   return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     using A = Accumulator<X>;
@@ -190,6 +198,7 @@ cudaError_t launch_list_columns(const NormForwardParams& params, const DevicePro
                           params.cols,
                           part_cols,
                           params.rms,
+                          gathers,
                           static_cast<const A*>(params.mean),
                           static_cast<const A*>(params.rstd),
                           params.weight,

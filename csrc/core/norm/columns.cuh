@@ -19,9 +19,12 @@ struct ListedColumns {
   const int32_t* columns;
   const A* side;
 
+  __device__ __forceinline__ int count() const { return room > 0 ? min(columns[0], room) : 0; }
+
   // The place of a column in the list; -1: it is not there.
   __device__ int find(int col) const {
-    int low = 0, end = room > 0 ? min(columns[0], room) : 0;
+    const int count = this->count();
+    int low = 0, end = count;
     while (low < end) {
       const int middle = (low + end) / 2;
       if (columns[1 + middle] < col) {
@@ -30,14 +33,68 @@ struct ListedColumns {
         end = middle;
       }
     }
-    return room > 0 && low < min(columns[0], room) && columns[1 + low] == col ? low : -1;
+    return low < count && columns[1 + low] == col ? low : -1;
+  }
+
+  // The places of the columns from `first` to `end`, by all lanes of a warp.
+  __device__ int2 places(int first, int end) const {
+    int2 before = {};
+    const int count = this->count();
+#pragma unroll 4
+    for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize) {
+      const int col = columns[1 + i];
+      before.x += col < first;
+      before.y += col < end;
+    }
+    return {static_cast<int>(__reduce_add_sync(kFullMask, before.x)),
+            static_cast<int>(__reduce_add_sync(kFullMask, before.y))};
   }
 
   __device__ __forceinline__ A xhat(int64_t row, int place) const {
     return side[row * room + place];
   }
-  __device__ __forceinline__ void prefetch(int64_t row, int place) const {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(side + row * room + place));
+};
+
+// Where a forward kernel keeps xhat of columns that the kernel before it lists.
+template <typename A>
+struct SideOut {
+  int32_t room;  // 0: nothing is listed
+  const int32_t* columns;
+  A* side;
+
+  // At the top of a forward kernel. The kernel that lists has waited for all before it: what they
+  // wrote may be read while it is at work.
+  __device__ __forceinline__ void meet_previous_kernel() const {
+    if (room == 0) wait_for_prerequisites();
+    launch_dependents();
+  }
+
+  // Keeps those of the listed columns of a row that lie among `cols` from `first` on. By all
+  // threads of the block, of which each group has written its row's statistics; a row past the end
+  // is none. The row is read again, from the L2 cache: its columns may be in the registers of any
+  // thread.
+  template <bool kRms, typename Load, typename Statistics>
+  __device__ __forceinline__ void keep(const Load& load, const Statistics& statistics, int64_t row,
+                                       int first, int cols) const {
+    wait_for_prerequisites();
+    // Asked for along with the count: past that there are zeros.
+    int place = threadIdx.x, next_col = place < room ? columns[1 + place] : 0;
+    const int count = min(*columns, room);
+    if (count == 0) return;
+    if (blockDim.x > kWarpSize) {
+      __syncthreads();
+    } else {
+      __syncwarp();
+    }
+    if (row >= load.rows) return;
+    const A mean = kRms ? A(0) : statistics.mean[row], rstd = statistics.rstd[row];
+    for (; place < count; place += blockDim.x) {
+      const int col = next_col, next = place + blockDim.x;
+      if (next < count) next_col = columns[1 + next];
+      if (static_cast<unsigned>(col - first) >= static_cast<unsigned>(cols)) continue;
+      const A x = static_cast<A>(load.value(row, col));
+      side[row * room + place] = kRms ? x * rstd : (x - mean) * rstd;
+    }
   }
 };
 

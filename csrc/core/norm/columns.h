@@ -16,7 +16,7 @@ namespace fused_norm {
 // What a forward call lists.
 struct ColumnList {
   int32_t room;
-  int32_t* columns;  // 1 + room: how many there are, then the first of them, ascending
+  int32_t* columns;  // 1 + room: how many there are, then the first of them, ascending, then zeros
   void* side;        // rows x room, fp32 (fp64 for fp64 x): their xhat
 };
 
@@ -52,9 +52,10 @@ struct ColumnWatch {
 
 struct NormForwardParams;
 
-// Fills params.list; after the forward kernel, on the same stream.
-cudaError_t launch_list_columns(const NormForwardParams& params, const DeviceProperties& device,
-                                cudaStream_t stream);
+// Fills params.list, before or after the forward kernel on the same stream: before it the columns,
+// after it (`gathers`, where nothing was added) their xhat too.
+cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
+                                const DeviceProperties& device, cudaStream_t stream);
 
 // Takes a look outside of a backward call.
 struct ColumnLookParams {

@@ -3,6 +3,7 @@
 
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
+#include "core/norm/columns.cuh"
 #include "core/norm/policies.cuh"
 
 namespace fused_norm {
@@ -13,6 +14,7 @@ struct StatisticsOut {
   A* mean;
   A* rstd;
   A eps, cols, per_cols;
+  SideOut<A> listed;
 
   __device__ __forceinline__ A rstd_of(A squares) const {
     return reciprocal_root_mean<kExact>(squares, cols, per_cols, eps);
@@ -102,13 +104,20 @@ class ParamsAhead {
   AlignedPack<X, N>* own_;
 };
 
-// Writes a thread's columns of y, of centred values.
+// What is done to a pack of what is normalized before the weight, without a gate: nothing.
+struct Ungated {
+  template <typename Values>
+  __device__ __forceinline__ void operator()(int, Values&) const {}
+};
+
+// Writes a thread's columns of y, of centred values. finish(p, xhat) has a pack before the weight.
 template <bool kRms, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
-          typename Bounds, typename Params, typename Store, typename A>
+          typename Bounds, typename Params, typename Store, typename A, typename Finish = Ungated>
 __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks, kPacked>& values,
                                                  const Group& group, const Bounds& bounds, A rstd,
                                                  const Params& params, const Store& store,
-                                                 int64_t row, int col, int left) {
+                                                 int64_t row, int col, int left,
+                                                 Finish finish = {}) {
   WriterOf<typename Store::Output, N, kLie, kPacks> writer;
   writer.open(store.y + row * store.cols + col, left);
   params.wait();
@@ -121,8 +130,20 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
     values.get(p, bounds, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] *= rstd;
+    finish(p, x);
     writer.store(p, store.template apply<!kRms>(x, g, b), group);
   }
+}
+
+// The end of norm_forward_once() where columns may be listed, for kCols columns a thread. A
+// function that finds out anew where it is, so that it takes no registers before.
+template <bool kRms, int kCols, bool kMaySpread, typename Load, typename Statistics>
+__device__ __noinline__ void keep_listed(const Load& load, const Statistics& out) {
+  const RowCluster cluster;
+  const int blocks = kMaySpread ? cluster.blocks() : 1, rank = kMaySpread ? cluster.rank() : 0;
+  const int part_cols = static_cast<int>(blockDim.x) * kCols;
+  const int64_t row = int64_t{blockIdx.x / blocks} * blockDim.y + threadIdx.y;
+  out.listed.template keep<kRms>(load, out, row, rank * part_cols, part_cols);
 }
 
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
@@ -152,11 +173,13 @@ __device__ __forceinline__ void norm_forward_once(
   const int left = row < load.rows ? load.cols - col : 0;
   const SliceBounds<N, kLie, decltype(group)> bounds(group, left);
   if (spread) cluster.arrive();
-  meet_previous_kernel();
+  out.listed.meet_previous_kernel();
 
   typename Load::template Slice<N, kLie, kPacks> from(load, row, col);
   SliceValues<X, N, kPacks, kPacked> values;
-  ParamsAhead<Form, !kRms, N, kPacks, Load, Store> params(store, col, group);
+  int first_param = 0;
+  if constexpr (Load::kGates) first_param = load.first_param(row);
+  ParamsAhead<Form, !kRms, N, kPacks, Load, Store> params(store, first_param + col, group);
   from.fetch(group);
   params.fetch(group, bounds);
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });
@@ -172,16 +195,22 @@ __device__ __forceinline__ void norm_forward_once(
   if (!kRms && (kCorrectsMean<X> || spread)) values.centre(statistics.mean, bounds);
   if (kLie != RowsLie::kRegular) values.forget();
   const A rstd = out.rstd_of(statistics.squares);
-  if (group.thread() == 0 && part_first == 0 && row < load.rows)
+  if (group.thread() == 0 && (part_first == 0 || out.listed.room > 0) && row < load.rows)
     out.template write<kRms>(row, statistics.mean, rstd);
 
-  write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
+  write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
+                               [&](int p, auto& xhat) {
+                                 if constexpr (Load::kGates) from.finish(p, xhat);
+                               });
+  if constexpr (!Load::kGates) {
+    if (out.listed.room > 0) keep_listed<kRms, kPacks * N, kPacks == kMostPacks>(load, out);
+  }
 }
 
 template <typename Load, typename Store, bool kRms, int kPacks>
 __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           const StatisticsOf<Load, Store> out, RowsLie lie) {
+                           const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
   using X = typename Load::Input;
   constexpr BrokenRows kBroken =
@@ -196,7 +225,7 @@ template <typename X>
 __global__ void __launch_bounds__(forward_threads(false, kFewLanesPacks), forward_blocks(false))
     norm_forward_few_lanes(const __grid_constant__ InputLoad<X> load,
                            const __grid_constant__ AffineStore<X> store,
-                           const StatisticsOf<InputLoad<X>, AffineStore<X>> out) {
+                           const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out) {
   __shared__ ForwardShared<Accumulator<X>> shared;
   norm_forward_once<RowForm<RowsLie::kRegular, X, X>, false, kFewLanesPacks, false>(load, store,
                                                                                     out, shared);

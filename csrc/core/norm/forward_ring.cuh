@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     CopyBarrier::order_inits();
   }
   cluster.arrive();
-  meet_previous_kernel();
+  out.listed.meet_previous_kernel();
   if (fills) {
     for (int slot = 0; slot < slots; ++slot) fill(slot, row + slot * stride);
   }
@@ -81,8 +81,10 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     statistics = merge_parts<kRms>(parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols);
     if (!kRms) values.centre(statistics.mean, bounds);
     const float rstd = out.rstd_of(statistics.squares);
-    if (group.thread() == 0 && first_col == 0) out.template write<kRms>(row, statistics.mean, rstd);
+    if (group.thread() == 0 && (first_col == 0 || out.listed.room > 0))
+      out.template write<kRms>(row, statistics.mean, rstd);
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
+    if (out.listed.room > 0) out.listed.template keep<kRms>(load, out, row, first_col, slot_cols);
 
     if (++slot == slots) {
       slot = 0;

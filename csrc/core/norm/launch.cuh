@@ -18,6 +18,11 @@ namespace fused_norm {
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream);
+// With a gate: gated.cu.
+cudaError_t norm_gated_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                               cudaStream_t stream);
+cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                                cudaStream_t stream);
 // In tiles: flat.cu.
 cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                               cudaStream_t stream);
@@ -90,8 +95,12 @@ AffineStore<Y> affine_store(const NormForwardParams& params) {
 template <typename Load, typename Y>
 StatisticsOf<Load, AffineStore<Y>> statistics_out(const NormForwardParams& params) {
   using A = Accumulator<typename Load::Input>;
-  return {static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
-          static_cast<A>(params.cols), A(1) / params.cols};
+  return {static_cast<A*>(params.mean),
+          static_cast<A*>(params.rstd),
+          static_cast<A>(params.eps),
+          static_cast<A>(params.cols),
+          A(1) / params.cols,
+          {params.list.room, params.list.columns, static_cast<A*>(params.list.side)}};
 }
 
 // `reads_regular`: what the policy reads and writes by itself is regular.
@@ -149,7 +158,10 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
         return run(norm_forward_registers<Load, Store, kRms, kMostPacks>, lie);
     }
   };
-  return params.rms ? run_packs(std::true_type()) : run_packs(std::false_type());
+  if constexpr (!Load::kGates) {
+    if (!params.rms) return run_packs(std::false_type());
+  }
+  return run_packs(std::true_type());
 }
 
 template <typename X>
@@ -202,9 +214,31 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   if (clusters == 0) return cudaSuccess;
   const int kinds = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput);
   const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
-  return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
-                        plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
-                        out, gradients, look, regular, looks * splits, tiles, splits);
+  return detail::launch(
+      params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
+      static_cast<int>(clusters * splits), plan.threads_per_row,
+      {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look, regular,
+      looks * splits, tiles, splits);
+}
+
+template <typename Y, typename S>
+BackwardInput<Y, S, float> backward_input(const NormBackwardParams& params,
+                                          const ListedColumns<float>& listed) {
+  return {params.rows,
+          params.cols,
+          1.0f / params.cols,
+          params.rms,
+          params.from_output,
+          static_cast<const Y*>(params.dy),
+          params.dy_layout,
+          static_cast<const S*>(params.saved),
+          params.saved_layout,
+          static_cast<const float*>(params.mean),
+          static_cast<const float*>(params.rstd),
+          params.weight,
+          params.bias,
+          static_cast<float>(params.weight_offset),
+          listed};
 }
 
 template <typename X, typename Y, Saved kSaved>
@@ -213,23 +247,14 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   using S = std::conditional_t<kSaved == Saved::kInput, X, Y>;
   const BackwardWorkspace<float> workspace(params, plan);
   const ColumnLook<float> look = column_look_of(params, workspace);
-  const BackwardInput<Y, S, float> in{params.rows,
-                                      params.cols,
-                                      1.0f / params.cols,
-                                      params.rms,
-                                      params.from_output,
-                                      static_cast<const Y*>(params.dy),
-                                      params.dy_layout,
-                                      static_cast<const S*>(params.saved),
-                                      params.saved_layout,
-                                      static_cast<const float*>(params.mean),
-                                      static_cast<const float*>(params.rstd),
-                                      params.weight,
-                                      params.bias,
-                                      static_cast<float>(params.weight_offset),
-                                      look.listed};
-  const BackwardOutput<X, float> out{static_cast<X*>(params.dx), workspace.dweight, workspace.dbias,
-                                     static_cast<const X*>(params.dresidual), workspace.cleared};
+  const BackwardInput<Y, S, float> in = backward_input<Y, S>(params, look.listed);
+  const BackwardOutput<X, float> out{
+      static_cast<X*>(params.dx),
+      workspace.dweight,
+      workspace.dbias,
+      static_cast<const X*>(params.dresidual),
+      workspace.cleared,
+      params.list.room > 0 && params.dweight && plan.few_splits == 0 ? workspace.rest : nullptr};
   cudaError_t error = cudaErrorInvalidValue;
   if (plan.tier == Tier::kFlat) {
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
@@ -241,15 +266,18 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
         is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
         is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
                    params.x_dtype);
-    if constexpr (std::is_same_v<X, Y> && kSaved != Saved::kOutputAndList) {
+    if constexpr (std::is_same_v<X, Y>) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
     }
     const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
                         : regular      ? RowsLie::kRegular
                                        : RowsLie::kShifted;
+    const bool lists = plan.tier == Tier::kRing && params.list.room > 0;
+    const int listing_threads = lists ? ring_kernel(true, params.rms).listing_threads : 0;
+    const dim3 threads(plan.threads_per_row + listing_threads, plan.rows_per_block);
     auto run = [&](auto kernel, auto... flags) {
-      return detail::launch(kernel, plan.blocks, dim3(plan.threads_per_row, plan.rows_per_block),
+      return detail::launch(kernel, plan.blocks, threads,
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
                             out, flags...);
     };
@@ -285,10 +313,8 @@ cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwa
                               cudaStream_t stream) {
   return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
     using Y = decltype(y);
-    if (!params.from_output) return norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
-    return params.list.room > 0
-               ? norm_backward_as<X, Y, Saved::kOutputAndList>(params, plan, stream)
-               : norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream);
+    return params.from_output ? norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream)
+                              : norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
   });
 }
 

@@ -8,36 +8,55 @@ bool norm_forward_adds(int32_t cols, DType x_dtype, DType y_dtype, const DeviceP
          plan_norm_forward(1, cols, x_dtype, y_dtype, false, device).tier == Tier::kRegisters;
 }
 
+namespace {
+
+NormForwardPlan plan_of(const NormForwardParams& params, const DeviceProperties& device) {
+  const DType values = params.gate.data ? DType::kFloat32 : params.x_dtype;  // GatedLoad::Input
+  return plan_norm_forward(params.rows, params.cols, values, params.y_dtype, params.rms, device);
+}
+
+}  // namespace
+
+bool norm_gates(int32_t cols, int32_t groups, DType x_dtype, bool backward,
+                const DeviceProperties& device) {
+  if (x_dtype == DType::kFloat64) return false;
+  const NormPlan plan = backward
+                            ? NormPlan(plan_norm_backward(groups, cols, x_dtype, x_dtype, false,
+                                                          true, device, groups))
+                            : plan_norm_forward(1, cols, DType::kFloat32, x_dtype, true, device);
+  const bool whole_packs = cols % plan.pack == 0;
+  return plan.tier == Tier::kRegisters && (whole_packs || (!backward && groups == 1));
+}
+
 cudaError_t launch_norm_forward(const NormForwardParams& params, const DeviceProperties& device,
                                 cudaStream_t stream) {
   const bool adds = params.addend != nullptr;
-  const NormForwardPlan plan = plan_norm_forward(params.rows, params.cols, params.x_dtype,
-                                                 params.y_dtype, params.rms, device);
-  const cudaError_t error =
-      adds                            ? norm_add_forward(params, plan, stream)
-      : plan.tier == Tier::kStreaming ? norm_stream_forward(params, plan, stream)
-      : plan.tiles.slots > 0
-          ? norm_flat_forward(params, plan, stream)
-          : with_dtype<__half, __nv_bfloat16, float>(params.x_dtype, [&](auto x) {
-              return norm_forward_of<decltype(x)>(params, plan, stream);
-            });
-  if (error != cudaSuccess || params.list.room == 0) return error;
-  NormForwardParams normalized = params;
-  if (adds) {
-    normalized.x = params.sum;
-    normalized.x_layout = one_stride(params.cols);
+  const NormForwardPlan plan = plan_of(params, device);
+  if (params.gate.data) return norm_gated_forward(params, plan, stream);
+  auto launch = [&] {
+    if (adds) return norm_add_forward(params, plan, stream);
+    if (plan.tier == Tier::kStreaming) return norm_stream_forward(params, plan, stream);
+    if (plan.tiles.slots > 0) return norm_flat_forward(params, plan, stream);
+    return with_dtype<__half, __nv_bfloat16, float>(
+        params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });
+  };
+  if (params.list.room == 0) return launch();
+  // Rows that stay in registers are short enough to be read again from the L2 cache, for the
+  // columns that were listed before. Of others xhat is gathered afterwards.
+  if (plan.tier == Tier::kRegisters && (adds || plan.tiles.slots == 0)) {
+    const cudaError_t error = launch_list_columns(params, /*gathers=*/false, device, stream);
+    return error != cudaSuccess ? error : launch();
   }
-  return launch_list_columns(normalized, device, stream);
+  const cudaError_t error = launch();
+  return error != cudaSuccess ? error
+                              : launch_list_columns(params, /*gathers=*/true, device, stream);
 }
 
 namespace {
 
 NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
-  NormBackwardPlan plan =
-      plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
-                         params.from_output, params.rms, device);
-  if (params.list.room > 0) plan.few_splits = 0;
-  return plan;
+  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
+                            params.from_output, params.rms, device, params.gate.form.groups);
 }
 
 }  // namespace
@@ -47,12 +66,18 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
-  return kTotalsBytes + element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);
+  const size_t groups =
+      static_cast<size_t>(plan.blocks / plan.cluster_blocks) * plan.rows_per_block;
+  const size_t listed =
+      plan.tier == Tier::kRegisters || plan.tier == Tier::kRing ? groups * params.list.room : 0;
+  return kTotalsBytes +
+         element * (2 * static_cast<size_t>(plan.partials) * params.cols + means + listed);
 }
 
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,
                                  cudaStream_t stream) {
   const NormBackwardPlan plan = plan_of(params, device);
+  if (params.gate.data) return norm_gated_backward(params, plan, stream);
   if (plan.tier == Tier::kStreaming) return norm_stream_backward(params, plan, stream);
   return with_dtype<__half, __nv_bfloat16, float>(
       params.x_dtype, [&](auto x) { return norm_backward_of<decltype(x)>(params, plan, stream); });

@@ -15,6 +15,24 @@
 
 namespace fused_norm {
 
+// Of a gated RMSNorm: y = norm(x) * act(gate), or norm(x * act(gate)). A row may be a group, one of
+// several in a row of the weight: group g has the weight from column g * cols on.
+struct GateForm {
+  int32_t groups;   // row r is of group r % groups
+  bool norm_first;  // the norm, then the gate
+  bool silu;        // act(z) is z * sigmoid(z), or else sigmoid(z)
+
+  constexpr int32_t group_of(int64_t row) const {
+    return groups > 1 ? static_cast<int32_t>(row % groups) : 0;
+  }
+};
+struct Gate {
+  const void* data;  // of x's dtype; null: there is no gate
+  RowLayout layout;
+  GateForm form;
+  void* gradient;  // backward: if dx is asked for; contiguous
+};
+
 struct NormForwardParams {
   int64_t rows;
   int32_t cols;
@@ -33,6 +51,8 @@ struct NormForwardParams {
   void* mean;       // rows, fp32 (fp64 for fp64 x); null when rms
   void* rstd;       // rows
   ColumnList list;  // with room 0 none are listed, and nothing is launched for it
+  // Only of RMSNorm with y in x's dtype, without addend and list, and where norm_gates().
+  Gate gate;
 };
 
 // Whether there is a kernel that adds for rows of this length and these dtypes.
@@ -40,6 +60,11 @@ bool norm_forward_adds(int32_t cols, DType x_dtype, DType y_dtype, const DeviceP
 
 cudaError_t launch_norm_forward(const NormForwardParams& params, const DeviceProperties& device,
                                 cudaStream_t stream);
+
+// Whether there are kernels with a gate: not for fp64, nor for the longest rows; in backward, and
+// with groups, for whole packs (of 16 bytes, in forward four elements) that are aligned as such.
+bool norm_gates(int32_t cols, int32_t groups, DType x_dtype, bool backward,
+                const DeviceProperties& device);
 
 struct NormBackwardParams {
   int64_t rows;
@@ -65,6 +90,7 @@ struct NormBackwardParams {
   void* dweight;
   void* dbias;
   void* workspace;  // norm_backward_workspace() bytes, 16-byte aligned, contents irrelevant
+  Gate gate;        // forward's
 };
 
 size_t norm_backward_workspace(const NormBackwardParams& params, const DeviceProperties& device);

@@ -72,24 +72,28 @@ struct RingShape {
 };
 
 std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_size, int dy_size,
-                                    int column_vectors, const DeviceProperties& device) {
+                                    const RingKernel& kernel, const DeviceProperties& device) {
   constexpr int kEnoughThreads = 384, kMinStages = 3;
   constexpr int kStatic = 1024, kEnoughBytes = 40 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
-  if (block_packs * pack > kMaxRingThreads * kRingCols) return std::nullopt;
+  if (block_packs * pack > (kernel.most_threads - kernel.listing_threads) * kRingCols)
+    return std::nullopt;
   const int threads = threads_for(block_packs, kRingCols / pack);
   const int block_cols = std::min(cols, threads * kRingCols);
-  const int params = column_vectors * threads * kRingCols * 4;
+  const int params = kernel.param_vectors * threads * kRingCols * 4;
   const int stage = ring_slot(block_cols * saved_size) + ring_slot(block_cols * dy_size);
   const int beside = params + kStatic + kReservedPerBlock;
   const int wanted = spread > 1 ? 1 : static_cast<int>(ceil_div(kEnoughThreads, threads));
   for (int blocks = wanted; blocks > 0; --blocks) {
+    auto have_registers = [&](int blocks) {
+      return blocks * (threads + kernel.listing_threads) <= kernel.most_threads;
+    };
     const int most = std::min((capacity / blocks - beside) / stage, kMaxRingStages);
-    if (most < kMinStages) continue;
+    if (most < kMinStages || !have_registers(blocks)) continue;
     auto suffice = [&](int stages) {
-      const bool fill = (blocks + 1) * (beside + stages * stage) > capacity ||
-                        (blocks + 1) * threads > kMaxRingThreads;
+      const bool fill =
+          (blocks + 1) * (beside + stages * stage) > capacity || !have_registers(blocks + 1);
       return fill && blocks * (stages - 2) * stage >= kEnoughBytes;
     };
     int stages = kMinStages;
@@ -126,8 +130,8 @@ int most_threads_of_one(bool rms, int saved_size) {
 
 // Fills in the plan, if so many blocks as a cluster can have can share the row. One or two do if
 // they can, as these fill the chip.
-bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_vectors, bool rms,
-               const DeviceProperties& device, NormBackwardPlan& plan) {
+bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKernel& kernel,
+               bool rms, const DeviceProperties& device, NormBackwardPlan& plan) {
   // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
   // tree.
   constexpr int kMaxRowsInSequence = 128;
@@ -136,8 +140,7 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
   int64_t best_time = 0;
   auto consider = [&](int spread) {
     if (device.cluster_multiprocessors(spread) == 0) return;
-    const auto shape =
-        ring_shape(spread, cols, plan.pack, saved_size, dy_size, column_vectors, device);
+    const auto shape = ring_shape(spread, cols, plan.pack, saved_size, dy_size, kernel, device);
     if (!shape) return;
     if (spread == 1 && shape->threads > most_threads_of_one(rms, saved_size) &&
         device.max_cluster_blocks > 1)
@@ -155,9 +158,8 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, int column_v
   // Larger clusters than all chips have, for the longest rows (131072 columns of bf16 would be
   // streamed otherwise) and for the parameters of an output. Where those have no room even so, the
   // input goes without too: what it takes as one kernel is then one from the output.
-  constexpr int kOutputVectors = 3;
-  if (!best &&
-      ring_shape(kMaxRingBlocks, cols, plan.pack, dy_size, dy_size, kOutputVectors, device))
+  if (!best && ring_shape(kMaxRingBlocks, cols, plan.pack, dy_size, dy_size,
+                          ring_kernel(/*from_output=*/true, /*rms=*/false), device))
     consider(kMaxRingBlocks);
   if (!best) return false;
 
@@ -404,7 +406,9 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
 }
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
-                                    bool rms, const DeviceProperties& device) {
+                                    bool rms, const DeviceProperties& device, int gate_groups) {
+  const bool gated = gate_groups > 0;
+  gate_groups = std::max(gate_groups, 1);
   NormBackwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
@@ -413,11 +417,12 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const int64_t sum_blocks = ceil_div(cols, kWarpSize) * (rms ? 1 : 2);
   plan.sum_threads = sum_blocks > 2 * device.sm_count ? kFewSumThreads : kSumThreads;
   const int64_t row_packs = ceil_div(cols, plan.pack);
-  const bool whole_packs = cols % plan.pack == 0, bulk_copies = device.max_cluster_blocks > 1;
+  const bool whole_packs = cols % plan.pack == 0;
+  const bool bulk_copies = device.max_cluster_blocks > 1 && !gated;  // those of rings and tiles
   const int saved_size = size_of(from_output ? y : x);
-  const int param_vectors = from_output ? 3 : 1;
+  const int param_vectors = !from_output ? 1 : rms && x == y ? 2 : 3;  // RMSNorm has no shift
   if (bulk_copies && x == y && size_of(x) == 2 && goes_flat(cols, plan.pack, from_output) &&
-      plan_flat(rows, cols, param_vectors, device, plan))
+      plan_flat(rows, cols, from_output ? 3 : 1, device, plan))
     return plan;
   // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
   // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
@@ -438,8 +443,8 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // in the end the sums of dweight and dbias.
   const int64_t params =
       int64_t{std::max(threads, kWarpSize)} * packs * plan.pack * param_vectors * 4;
-  int64_t row_bytes =
-      int64_t{threads} * slice_queue_bytes(packs, plan.pack, saved_size, size_of(y));
+  int64_t row_bytes = int64_t{threads} *
+                      slice_queue_bytes(packs, plan.pack, saved_size, size_of(y) * (gated ? 2 : 1));
   if (plan.dealt_out) {
     row_bytes = packs == 1 ? 0
                            : int64_t{kRowStages} *
@@ -460,7 +465,8 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   const bool simple = whole_packs && !from_output;
   const bool by_ring =
       x != DType::kFloat64 && bulk_copies && (groups == 0 || (!fills && packs == 2 && simple));
-  if (by_ring && plan_ring(rows, cols, saved_size, size_of(y), param_vectors, rms, device, plan))
+  if (by_ring && plan_ring(rows, cols, saved_size, size_of(y),
+                           ring_kernel(from_output, rms && x == y), rms, device, plan))
     return plan;
 
   plan.cluster_blocks = 1;
@@ -475,13 +481,14 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     const int resident =
         std::min({4, backward_blocks(packs) * block_threads / (threads * groups),
                   device.shared_bytes_per_block / (plan.shared_bytes + kStaticShared)});
-    plan.partials =
-        clamp_grid(std::min<int64_t>(ceil_div(rows, groups), int64_t{resident} * device.sm_count));
+    const int64_t most = std::max(resident * device.sm_count / gate_groups, 1);
+    plan.partials = clamp_grid(std::min(ceil_div(rows / gate_groups, groups), most) * gate_groups);
     plan.blocks = plan.partials;
     // Static shared memory of that kernel, rounded up, beside its parameters.
     constexpr int kFewStatic = 8 * 1024;
     const int params = (from_output ? 3 : 1) * threads * packs * plan.pack * 4;
-    if (packs == 2 && x == y && whole_packs && params + kFewStatic <= device.shared_bytes_per_block)
+    if (!gated && packs == 2 && x == y && whole_packs &&
+        params + kFewStatic <= device.shared_bytes_per_block)
       plan.few_splits = few_splits(rows, cols, threads * plan.pack / kFewColumns, device);
     return plan;
   }

@@ -100,6 +100,9 @@ struct NormForwardPlan : NormPlan {
 NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool rms,
                                   const DeviceProperties& device);
 
+// With a gate, `gate_groups` of its groups make a row of the weight: kRegisters for whole packs, or
+// kStreaming, which has no gate; blocks and partials are a multiple of gate_groups.
+//
 // kRegisters, kFlat, kRing: one kernel gives dx and a partial row of dweight and dbias per block,
 // or some. kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one
 // over column tiles.
@@ -144,11 +147,20 @@ constexpr int flat_sure_units(int row_class) {
 constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;
 
-// kRing: a thread's columns, and most threads of a block, which has all of a multiprocessor's
-// registers then: 80 each.
+// kRing: a thread's columns, and what a kernel takes: vectors of parameters in shared memory; the
+// most threads that its registers leave room for on a multiprocessor; and those of a block's that
+// have no columns of their own, but may take listed ones. From the output threads keep the weights:
+// beside RMSNorm's sums in 80 registers, beside LayerNorm's in 96.
 constexpr int kRingCols = 16, kMaxRingThreads = 768;
 constexpr int kMaxRingStages = 6;
 constexpr int kMaxRingBlocks = kMaxClusterBlocks;
+struct RingKernel {
+  int param_vectors, most_threads, listing_threads;
+};
+constexpr RingKernel ring_kernel(bool from_output, bool rms) {
+  if (!from_output) return {1, kMaxRingThreads, 0};
+  return rms ? RingKernel{1, kMaxRingThreads, kWarpSize} : RingKernel{2, 608, kWarpSize};
+}
 // kRegisters: rows of a group in shared memory at once, where they pass through that.
 constexpr int kRowStages = 3;
 
@@ -179,6 +191,6 @@ constexpr int kMaxRowMeansThreads = 512, kTileThreads = 128;
 constexpr int kSumThreads = 512, kFewSumThreads = 128;
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
-                                    bool rms, const DeviceProperties& device);
+                                    bool rms, const DeviceProperties& device, int gate_groups = 0);
 
 }  // namespace fused_norm

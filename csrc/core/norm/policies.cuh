@@ -22,11 +22,15 @@ struct RowForm {
 template <typename T>
 struct InputLoad {
   using Input = T;
-  static constexpr bool kAdds = false;
+  static constexpr bool kAdds = false, kGates = false;
   const T* x;
   RowLayout layout;
   int64_t rows;
   int cols;
+
+  __device__ __forceinline__ T value(int64_t row, int col) const {
+    return row_start(x, layout, row)[col];
+  }
 
   // A thread's slice of a row, from column `col` on.
   template <int N, RowsLie kLie, int kPacks>
@@ -65,12 +69,15 @@ struct InputLoad {
 template <typename T, typename Addend>
 struct AddLoad {
   using Input = T;
-  static constexpr bool kAdds = true;
+  static constexpr bool kAdds = true, kGates = false;
   InputLoad<T> x;
   InputLoad<Addend> addend;
   T* sum;  // rows x cols, contiguous
   int64_t rows;
   int cols;
+
+  // After the slice was extracted.
+  __device__ __forceinline__ T value(int64_t row, int col) const { return sum[row * cols + col]; }
 
   template <int N, RowsLie kLie, int kPacks>
   class Slice {

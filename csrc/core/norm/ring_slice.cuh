@@ -7,10 +7,9 @@
 
 namespace fused_norm {
 
-// A row in the ring: which it is, where the block's columns start in its stage, and its statistics.
+// A row in the ring: where the block's columns start in its stage, and its statistics.
 template <typename Y, typename S>
 struct RingRow {
-  int64_t index;
   const S* saved;
   const Y* dy;
   float mean, rstd;
@@ -25,11 +24,12 @@ class RingSlice {
   static constexpr int N = kPackElements<X, Y>;
   static constexpr int kPacks = kRingCols / N;
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
-  static constexpr bool kListed = kSaved == Saved::kOutputAndList;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
   static constexpr bool kDealtOut = dealt_out(kLie);
-  static constexpr bool kAsksAhead = kListed && !kDealtOut;  // for listed columns
-  using Params = StagedParams<kPacks, N, kSaved>;
+  // From the output a column has more parameters. A thread keeps its weights, so that shared memory
+  // is read no more often and leaves room for more stages.
+  static constexpr bool kKeepsWeights = kFromOutput;
+  using Params = StagedParams<kPacks, N, kSaved, !kRms, !kKeepsWeights>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 
@@ -48,40 +48,22 @@ class RingSlice {
         dx_(out.dx + row * in.cols + first_),
         dx_step_(static_cast<int>(stride) * in.cols),
         writes_(out.dx == nullptr ? 0 : left_) {
-    for (int p = 0; p < kPacks; ++p) params.template stage<kLie>(in, p, first_ + p * kStep);
-    // A thread reads but its own parameters.
-    if (kListed) listed_ = params.template listed<kLie>(left_);
-    if constexpr (kAsksAhead) {
-      params.first_places(listed_, places_);
-      ask_for_listed(row, row + stride);
-    }
-  }
-
-  // Asks for the listed columns of the row that comes next, once the row before this one is
-  // written, and brings those of the row after it near.
-  __device__ __forceinline__ void ask_for_listed(int64_t row, int64_t next) {
-    if constexpr (kAsksAhead) {
-      ++turn_;
-      if (row >= in_.rows) return;
-      params_.ask_for_listed(in_.list, listed_, places_, row, turn_);
-      if (listed_ == 0 || next >= in_.rows) return;
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        if (listed_ >> p * N & ((1u << N) - 1)) in_.list.prefetch(next, places_[p]);
-      }
+    for (int p = 0; p < kPacks; ++p) {
+      const auto staged = params.template stage<kLie>(in, p, first_ + p * kStep);
+      if constexpr (kKeepsWeights) memcpy(weight_[p], staged.weight, sizeof(weight_[p]));
     }
   }
 
   // Adds a row to the columns' sums; returns what the thread has of the row's.
   __device__ __forceinline__ Sums add_up(const Row& row) {
     Sums sums{};
-    if (kAsksAhead && listed_ != 0) Params::wait_for_listed();
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       one_by_one();
       float xhat[N], w[N], g[N], wx[N];
-      load(row, p, turn_, xhat, w);
-      params_.get(kWeight, p, g);
+      load(row, p, xhat, w);
+      get_weights(p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         dweight_[p][i] += w[i] * xhat[i];
@@ -112,8 +94,8 @@ class RingSlice {
     }
     auto gradient = [&](int p, float(&w)[N]) {
       float xhat[N], g[N];
-      load(row, p, turn_ + 1, xhat, w);
-      params_.get(kWeight, p, g);
+      load(row, p, xhat, w);
+      get_weights(p, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         w[i] *= g[i];
@@ -169,6 +151,14 @@ class RingSlice {
     return p * kStep + column(i) < left_;
   }
 
+  __device__ __forceinline__ void get_weights(int p, float (&g)[N]) const {
+    if constexpr (kKeepsWeights) {
+      memcpy(g, weight_[p], sizeof(g));
+    } else {
+      params_.get(kWeight, p, g);
+    }
+  }
+
   __device__ __forceinline__ float in_row(int p, float sum) const {
     return kDealtOut || inside(p) ? sum : 0.0f;
   }
@@ -193,18 +183,13 @@ class RingSlice {
     }
   }
 
-  // xhat and dy of a pack; `turn`: of the row, or so many times two more.
-  __device__ __forceinline__ void load(const Row& row, int p, int turn, float (&xhat)[N],
+  // xhat and dy of a pack.
+  __device__ __forceinline__ void load(const Row& row, int p, float (&xhat)[N],
                                        float (&dy)[N]) const {
     read(row.saved, p, xhat);
     read(row.dy, p, dy);
     if constexpr (kFromOutput) {
       params_.take_back(p, xhat);
-      if constexpr (kAsksAhead) {
-        params_.take_asked_for(listed_, p, turn, xhat);
-      } else if constexpr (kListed) {
-        params_.take_listed(in_.list, listed_, p, row.index, xhat);
-      }
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i)
@@ -267,11 +252,9 @@ class RingSlice {
   int own_, last_;  // this thread's first of the block's columns, and the last pack's
   int first_, left_;
   X* dx_;
-  int dx_step_;  // elements
-  int writes_;   // as left_, or 0 where there is no dx
-  uint32_t listed_ = 0;
-  int places_[kPacks];  // in the list, of the first listed column of each pack
-  int turn_ = -1;       // of the row that add_up() takes next; write_dx() takes the one before
+  int dx_step_;              // elements
+  int writes_;               // as left_, or 0 where there is no dx
+  float weight_[kPacks][N];  // kKeepsWeights
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};
 };
 

@@ -10,6 +10,10 @@ cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwa
                               cudaStream_t stream) {
   if (!params.dweight && !params.dbias)
     return params.watch.report ? launch_column_look(look, stream) : cudaSuccess;
+  // The blocks of a row's groups wrote one partial row together.
+  const int groups = std::max(params.gate.form.groups, 1), cols = params.cols * groups;
+  ColumnLook<A> of_row = look;
+  of_row.cols = cols;
   PartialSums<A> sums{};
   int count = 0;
   auto add = [&](void* gradient, const A* from, DType dtype) {
@@ -21,12 +25,12 @@ cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwa
   add(params.dweight, workspace.dweight, params.weight.dtype);
   add(params.dbias, workspace.dbias, params.bias.dtype);
   const int look_blocks =
-      params.watch.report ? (params.cols + plan.sum_threads - 1) / plan.sum_threads : 0;
-  const dim3 grid(look_blocks + (params.cols + kWarpSize - 1) / kWarpSize, count);
+      params.watch.report ? (cols + plan.sum_threads - 1) / plan.sum_threads : 0;
+  const dim3 grid(look_blocks + (cols + kWarpSize - 1) / kWarpSize, count);
   return detail::launch(plan.sum_threads == kSumThreads ? sum_partials<A, kSumThreads>
                                                         : sum_partials<A, kFewSumThreads>,
-                        grid, plan.sum_threads, {0, 1, plan.overlaps}, stream, sums, look,
-                        look_blocks, plan.partials);
+                        grid, plan.sum_threads, {0, 1, plan.overlaps}, stream, sums, of_row,
+                        look_blocks, plan.partials / groups);
 }
 template cudaError_t norm_second_stage(const NormBackwardParams&, const NormBackwardPlan&,
                                        const BackwardWorkspace<float>&, const ColumnLook<float>&,

@@ -89,32 +89,24 @@ __device__ __forceinline__ A max_of(const A (&values)[N]) {
 // How elements become outputs, given the row's sum and the shift their exponents were taken by.
 // softmax: y = exp(x - shift) * factor; log_softmax: y = (x - shift) + offset.
 template <bool kLog, typename A>
-struct Finish;
-
-template <typename A>
-struct Finish<false, A> {
-  A factor;
+struct Finish {
+  A by;  // factor or offset
   // Where all elements were shifted by the row's maximum: of what of_sum() gives.
-  __device__ explicit Finish(A factor) : factor(factor) {}
-  __device__ static A of_sum(A sum) { return reciprocal(sum); }
+  __device__ explicit Finish(A by) : by(by) {}
+  __device__ static A of_sum(A sum) { return kLog ? A(0) - log_of(sum) : reciprocal(sum); }
   // `part_max`: the maximum that the shift came from. A sum of zero, a row of nothing but -inf,
   // gives NaN or zeros.
   __device__ Finish(const ExpSum<A>& row, A part_max, bool zero_if_empty) {
-    factor = exp_of(part_max - shift_of(row.max)) * reciprocal(row.sum);
-    if (zero_if_empty && row.sum == A(0)) factor = 0;
+    if constexpr (kLog) {
+      by = (shift_of(part_max) - shift_of(row.max)) - log_of(row.sum);
+    } else {
+      by = exp_of(part_max - shift_of(row.max)) * reciprocal(row.sum);
+      if (zero_if_empty && row.sum == A(0)) by = 0;
+    }
   }
-  __device__ A operator()(A, A exponential) const { return exponential * factor; }
-};
-
-template <typename A>
-struct Finish<true, A> {
-  A offset;
-  __device__ explicit Finish(A offset) : offset(offset) {}
-  __device__ static A of_sum(A sum) { return A(0) - log_of(sum); }
-  __device__ Finish(const ExpSum<A>& row, A part_max, bool) {
-    offset = (shift_of(part_max) - shift_of(row.max)) - log_of(row.sum);
+  __device__ A operator()(A difference, A exponential) const {
+    return kLog ? difference + by : exponential * by;
   }
-  __device__ A operator()(A difference, A) const { return difference + offset; }
 };
 
 }  // namespace fused_norm

@@ -144,135 +144,26 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
       kept, group, cluster, at.spread, place, col, store.cols, store.open(at.row, place));
 }
 
-// A warp's part of a row: its maximum so far, and for each of a lane's elements the sum of
-// exp(x - shift_of(top)).
-template <typename A, int N>
-struct WarpPart {
-  A top = kLowest<A>;
-  A sums[N] = {};
-
-  // Brings it up to date with a few packs of scores (Milakov and Gimelshein, 2018).
-  template <typename Kept, int kPacks, typename Group>
-  __device__ __forceinline__ void add(Kept (&kept)[kPacks], const Group& group) {
-    const A before = top;
-    top = group.reduce_lanes(larger_of(top, max_of_packs<A>(kept)), LargerOf());
-    const A shift = shift_of(top), scale = exp_of(before - shift);
-    A added[N];
-    exp_sums<kPacks>(kept, shift, added);
-#pragma unroll
-    for (int i = 0; i < N; ++i) sums[i] = fma(sums[i], scale, added[i]);
-  }
-};
-
-// Stores a few packs of scores as outputs.
-template <bool kLog, int N, typename A, typename Kept, int kPacks, typename Out>
-__device__ __forceinline__ void store_outputs(const Kept (&kept)[kPacks], A shift,
-                                              const Finish<kLog, A>& finish, int col,
-                                              const Out& out) {
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    A y[N];
-    outputs_of(kept[p], shift, finish, y);
-    out.template store<kPacks>(p, col, y);
-  }
-}
-
-// Any length: each block of a cluster takes a slice of the row's columns, which it reads for its
-// sum and again to divide it, the second time from shared memory where the launch gave enough of it
-// (cached). Each thread reads back what it wrote itself.
-template <bool kRegular, bool kLog, typename Load, typename Store>
-__device__ __forceinline__ void softmax_forward_twice(const Load& load, const Store& store,
-                                                      int slice, bool cached) {
-  using X = typename Load::Input;
-  using A = Accumulator<X>;
-  constexpr int N = kPackElements<X, typename Store::Output>;
-  constexpr int kPacks = 4;
-  using Row = typename Load::template Row<N, kRegular>;
-  using Fetched = typename decltype(Row::reader)::template Fetched<kPacks>;
-  extern __shared__ __align__(16) char cache_bytes[];
-  using CachedPack = AlignedPack<X, N>;
-  CachedPack* const cache = reinterpret_cast<CachedPack*>(cache_bytes) + threadIdx.x;
-
-  RowGroup<Barrier::kBlock> group;
-  RowCluster cluster;
-  const RowPosition at(group, cluster, true);
-  const auto place = store.template place<N, kRegular>(at.row, group);
-  const int stride = group.threads() * kPacks * N;
-  const int begin = at.rank * slice, end = min(begin + slice, load.x.cols);
-  const Row in = load.open(at.row, place);
-
-  WarpPart<A, N> part;
-  Fetched fetched;
-  if (begin < end) in.reader.fetch(fetched, begin + run_start<kPacks, N>(group));
-  for (int base = begin; base < end; base += stride) {
-    const int col = base + run_start<kPacks, N>(group);
-    Pack<X, N> packs[kPacks];
-    in.reader.extract(fetched, packs, col);
-    if (base + stride < end) in.reader.fetch(fetched, col + stride);
-    if (cached) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        cache[(base - begin) / N + p * group.threads()] = {packs[p]};
-      }
-    }
-    typename Row::Kept kept[kPacks];
-    in.prepare(packs, kept, col);
-    part.add(kept, group);
-  }
-  if (at.spread) cluster.wait();
-  __shared__ RowSlots<ExpSum<A>> slots;
-  const ExpSum<A> of_warp{part.top, sum_of_run(part.sums, place, group)};
-  const ExpSum<A> sum =
-      reduce_row(group, cluster, at.spread, of_warp, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
-  const Finish<kLog, A> finish(sum, sum.max, Load::kMasked);
-  const A shift = shift_of(sum.max);
-  const auto out = store.open(at.row, place);
-  // Backwards: what was read last is the likeliest to be in the L2 cache yet.
-  for (int base = last_chunk(begin, end, stride); base >= begin; base -= stride) {
-    const int col = base + run_start<kPacks, N>(group);
-    Pack<X, N> packs[kPacks];
-    if (cached) {
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        packs[p] = cache[(base - begin) / N + p * group.threads()].pack;
-      }
-    } else {
-      in.reader.load(packs, col);
-    }
-    typename Row::Kept kept[kPacks];
-    in.prepare(packs, kept, col);
-    store_outputs<kLog, N>(kept, shift, finish, col, out);
-  }
-}
-
-template <typename Load, typename Store, int kPacks>
+// For rows whose packs a thread are any of kPacks: it takes the registers of the most.
+template <typename Load, typename Store, int... kPacks>
 __global__ void __launch_bounds__(kWarpTierThreads, 8)
     softmax_forward_warp(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                         bool regular, bool log) {
+                         bool regular, bool log, int packs) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
-    softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, false, kPacks>(
-        load, store);
+    with_packs<kPacks...>(packs, [&](auto count) {
+      softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, false,
+                           decltype(count)::value>(load, store);
+    });
   });
 }
 
 template <typename Load, typename Store, int kPacks>
-__global__ void __launch_bounds__(kBlockTierThreads, kPacks <= 4 || !Load::kMasked ? 2 : 1)
+__global__ void __launch_bounds__(kBlockTierThreads, 2)
     softmax_forward_block(const __grid_constant__ Load load, const __grid_constant__ Store store,
                           bool regular, bool log) {
   with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
     softmax_forward_once<decltype(is_regular)::value, decltype(is_log)::value, true, kPacks>(load,
                                                                                              store);
-  });
-}
-
-template <typename Load, typename Store>
-__global__ void __launch_bounds__(kBlockTierThreads,
-                                  sizeof(typename Load::Input) == 8 || Load::kMasked ? 1 : 2)
-    softmax_forward_stream(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           bool regular, bool log, int slice, bool cached) {
-  with_form<!Load::kMasked>(regular, log, [&](auto is_regular, auto is_log) {
-    softmax_forward_twice<decltype(is_regular)::value, decltype(is_log)::value>(load, store, slice,
-                                                                                cached);
   });
 }
 

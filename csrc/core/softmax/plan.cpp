@@ -10,8 +10,8 @@
 namespace fused_norm {
 namespace {
 
-// Static shared memory of the kernels over rows, and of those with a ring, rounded up.
-constexpr int kStaticShared = 4096, kRingStaticShared = 1024;
+// Static shared memory of the kernels with a ring, rounded up.
+constexpr int kRingStaticShared = 1024;
 
 int power_of_two_from(int64_t at_least) {
   int power = 1;
@@ -32,6 +32,10 @@ struct RowShape {
   int pieces, slots;
 };
 
+RowShape registers_shape(int packs, int threads, int cluster_blocks, int64_t slice_packs) {
+  return {RowPlace::kRegisters, packs, threads, cluster_blocks, slice_packs, 0, 0, 0};
+}
+
 // Rows by groups of lanes, 128 packs at most. Two packs a lane of each tensor are enough in flight
 // where many small groups share a multiprocessor, and four keep rows in one warp. Forward, which
 // lacks instructions rather than memory, takes four where two would leave lanes without a column:
@@ -46,7 +50,7 @@ RowShape warp_shape(bool backward, int64_t row_packs) {
                               : row_packs == power_of_two_from(row_packs);
   const int packs = row_packs == 1 ? 1 : row_packs <= 2 * kWarpSize && fills ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
-  return {RowPlace::kRegisters, packs, lanes, 1, row_packs, 0, 0, 0};
+  return registers_shape(packs, lanes, 1, row_packs);
 }
 
 // The smallest cluster whose blocks need take no more than `block_packs` each.
@@ -56,22 +60,16 @@ int cluster_for(int64_t row_packs, int64_t block_packs, const DeviceProperties& 
   return blocks;
 }
 
-// The packs of a row that each block of a cluster takes, a multiple of `chunk`.
-int64_t slice_of(int64_t row_packs, int cluster_blocks, int64_t chunk) {
-  return ceil_div(ceil_div(row_packs, cluster_blocks), chunk) * chunk;
-}
-
 // Where there are bulk copies, which came with clusters. One block takes all of a multiprocessor's
 // shared memory, and a row as few blocks as can hold it; of a cluster's blocks, as few as have room
 // for the start of the next row too (backward, 2048 x 100352: 305 -> 295 microseconds, 512 x
 // 200000: 163 -> 151; with a block alone 3000 x 49152 would go from 224 to 231; bf16, H200).
 // Forward's rows, of one tensor, leave a block alone sooner, as more than one next row then has
 // room (2048 x 65536: 149 -> 140, 2048 x 100352: 223 -> 210; 2048 x 50304 would go from 112 to
-// 132). No slots: not even a cluster can.
+// 132). Without packs: not even a cluster can.
 RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& device) {
   const int piece_packs = span_piece_packs(tensors);
-  RowShape shape{RowPlace::kRing, piece_packs, kMaxSpanWarps * kWarpSize, 1, 0, 0, 0, 0};
-  if (device.max_cluster_blocks == 1) return shape;
+  if (device.max_cluster_blocks == 1) return {};
   const int room = (device.shared_bytes_per_block - kRingStaticShared) / kMaxSpanWarps;
   for (int blocks = 1; blocks <= device.max_cluster_blocks; blocks *= 2) {
     const int64_t lane_packs = ceil_div(row_packs, int64_t{kWarpSize} * kMaxSpanWarps * blocks);
@@ -84,14 +82,16 @@ RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& devi
     while (slots >= needed && span_ring_bytes(tensors, needed, slots) > room) --slots;
     const bool tight = slots == needed && blocks > 1 && blocks < device.max_cluster_blocks;
     if (slots < needed || tight) continue;
-    shape.cluster_blocks = blocks;
-    shape.slice_packs = lane_packs * kWarpSize;
-    shape.shared_bytes = int64_t{span_ring_bytes(tensors, needed, slots)} * kMaxSpanWarps;
-    shape.pieces = needed;
-    shape.slots = slots;
-    break;
+    return {RowPlace::kRing,
+            piece_packs,
+            kMaxSpanWarps * kWarpSize,
+            blocks,
+            lane_packs * kWarpSize,
+            int64_t{span_ring_bytes(tensors, needed, slots)} * kMaxSpanWarps,
+            needed,
+            slots};
   }
-  return shape;
+  return {};
 }
 
 // Deals a ring's warps out to the blocks of the largest cluster, if the rows leave half of the chip
@@ -107,76 +107,61 @@ void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, RowS
       int64_t{span_ring_bytes(tensors, shape.pieces, shape.slots)} * (shape.threads / kWarpSize);
 }
 
-// Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
-// 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
-// where these are of one tensor, they leave as much room and share a barrier among more columns.
-// Longer rows pass through a ring where the chip has them: those of whole packs, as others must be
-// put together of what they share with their neighbours, and lie in a cluster's registers if these
-// hold them; so do rows that are masked, or come as 16 bit and leave as fp32. Rows too long for all
-// that are kept in shared memory. log_softmax's gradient of fp32 takes clusters before it takes
-// eight packs (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288: 161 -> 147; softmax's would go
-// from 140 to 148, H200).
-RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
-  const int pack = pack_elements(x, y);
-  const int64_t row_packs = ceil_div(cols, pack);
-  const bool backward = is_backward(pass);
-  auto in_registers = [&](int packs, int cluster_blocks) -> RowShape {
-    const int threads = whole_warps(ceil_div(ceil_div(row_packs, cluster_blocks), packs));
-    return {RowPlace::kRegisters,     packs, threads, cluster_blocks,
-            int64_t{packs} * threads, 0,     0,       0};
-  };
-  constexpr int64_t kMostPacks = 8 * kBlockTierThreads;
-  if (row_packs <= (backward ? 4 : 2) * kBlockTierThreads) return in_registers(4, 1);
-  if (pass == SoftmaxPass::kLogBackward && size_of(y) == 4 && device.max_cluster_blocks > 1 &&
-      row_packs <= kMostPacks)
-    return in_registers(4, cluster_for(row_packs, 4 * 320, device));
-  if (row_packs <= kMostPacks) return in_registers(8, 1);
-  const bool may_ring = backward || (pass == SoftmaxPass::kForward && x == y);
-  const RowShape ring = ring_shape(backward ? 2 : 1, row_packs, device);
-  if (may_ring && cols % pack == 0 && ring.slots > 0) return ring;
-  if (row_packs <= kMostPacks * device.max_cluster_blocks && (!backward || cols % pack != 0)) {
-    // Small blocks hide each other's waiting for their clusters.
-    return in_registers(8, cluster_for(row_packs, kMostPacks / 2, device));
-  }
-  if (backward) return ring;
-  constexpr int kPacks = 4;
-  const int64_t slice = slice_of(row_packs, device.max_cluster_blocks, kPacks * kBlockTierThreads);
-  return {RowPlace::kShared,
-          kPacks,
-          kBlockTierThreads,
-          device.max_cluster_blocks,
-          slice,
-          slice * pack * size_of(x),
-          0,
-          0};
+// Elements of a granule of what a ring is filled with.
+int ring_pack(SoftmaxPass pass, DType x, DType y) {
+  return kGranule / size_of(is_backward(pass) ? y : x);
 }
 
-// A block reads a few chunks at least before it meets the others of its cluster; for log_softmax's
-// gradient, whose sum is of dy alone, twice as many.
-RowShape uncached_shape(SoftmaxPass pass, int64_t row_packs, const DeviceProperties& device) {
-  const int packs = is_backward(pass) ? 2 : 4;
-  const int64_t wanted = ceil_div(row_packs, packs);
-  const int threads = wanted <= kWarpSize ? power_of_two_from(wanted)
-                                          : std::min(whole_warps(wanted), kBlockTierThreads);
-  const int chunks = pass == SoftmaxPass::kLogBackward ? 8 : 4;
-  const int chunk = packs * threads;
-  const int cluster_blocks = cluster_for(row_packs, chunks * chunk, device);
-  return {RowPlace::kRegisters,
-          packs,
-          threads,
-          cluster_blocks,
-          slice_of(row_packs, cluster_blocks, chunk),
-          0,
-          0,
-          0};
+// Rows stay in registers: four packs a thread of each tensor, which leaves room for two blocks of
+// 512 threads on a multiprocessor, or eight for what is longer and still one block's; forward,
+// where these are of one tensor, they leave as much room. Longer rows pass through a ring where the
+// chip has them: those of whole packs, as others must be put together of what they share with their
+// neighbours, and lie in a cluster's registers if these hold them; so do rows that come as 16 bit
+// and leave as fp32. What these do not hold passes through a ring as well (forward, 256 x 200001 in
+// fp32: 160 microseconds, read twice 215; 128 x 300001 in bf16: 73 and 95; H100). Masked rows take
+// clusters before eight packs, as their scores are fp32 (bf16, causal: 8200 columns 93 -> 84
+// microseconds, 16384: 168 -> 164, 24576: 214 -> 234, 32768: 197 -> 206, 65536: 241 -> 224; H100),
+// and so does log_softmax's gradient of fp32 (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288:
+// 161 -> 147; softmax's would go from 140 to 148, H200). Without packs: no block holds the row.
+RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
+  const int pack = pack_elements(x, y), most_blocks = device.max_cluster_blocks;
+  const int64_t row_packs = ceil_div(cols, pack);
+  constexpr int64_t kFourPacks = 4 * kBlockTierThreads, kMostPacks = 2 * kFourPacks;
+  // Small blocks hide each other's waiting for their clusters.
+  auto in_registers = [&](int packs, int64_t block_packs) {
+    const int blocks = cluster_for(row_packs, block_packs, device);
+    const int threads = whole_warps(ceil_div(ceil_div(row_packs, blocks), packs));
+    return registers_shape(packs, threads, blocks, int64_t{packs} * threads);
+  };
+  if (row_packs <= kFourPacks) return in_registers(4, kFourPacks);
+  if (pass == SoftmaxPass::kMaskedForward)
+    return row_packs <= kFourPacks * most_blocks ? in_registers(4, kFourPacks) : RowShape{};
+  if (pass == SoftmaxPass::kLogBackward && size_of(y) == 4 && most_blocks > 1 &&
+      row_packs <= kMostPacks)
+    return in_registers(4, 4 * 320);
+  if (row_packs <= kMostPacks) return in_registers(8, kMostPacks);
+  const bool backward = is_backward(pass), held = row_packs <= kMostPacks * most_blocks;
+  if (!held || (cols % pack == 0 && (backward || x == y)))
+    return ring_shape(backward ? 2 : 1, ceil_div(cols, ring_pack(pass, x, y)), device);
+  return in_registers(8, kFourPacks);
+}
+
+// What is read twice, column by column: a block of a cluster has a few turns of its threads at
+// least before it meets the others.
+RowShape uncached_shape(SoftmaxPass pass, int cols, DType x, const DeviceProperties& device) {
+  const int elements = streamed_elements(is_backward(pass) ? 2 : 1, x == DType::kFloat64);
+  const int threads = std::min(whole_warps(ceil_div(cols, elements)), kBlockTierThreads);
+  constexpr int kLeastSlice = 32 * 1024;
+  const int blocks = cluster_for(cols, kLeastSlice, device), turn = elements * threads;
+  return registers_shape(elements, threads, blocks, ceil_div(ceil_div(cols, blocks), turn) * turn);
 }
 
 RowShape shape_in(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                   const DeviceProperties& device) {
-  const int64_t row_packs = ceil_div(cols, pack_elements(x, y));
-  if (tier == SoftmaxTier::kWarp) return warp_shape(is_backward(pass), row_packs);
+  if (tier == SoftmaxTier::kWarp)
+    return warp_shape(is_backward(pass), ceil_div(cols, pack_elements(x, y)));
   if (tier == SoftmaxTier::kBlock) return block_shape(pass, cols, x, y, device);
-  return uncached_shape(pass, row_packs, device);
+  return uncached_shape(pass, cols, x, device);
 }
 
 bool tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
@@ -184,22 +169,15 @@ bool tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
   if (tier == SoftmaxTier::kUncached) return true;
   if (x == DType::kFloat64) return false;
   if (tier == SoftmaxTier::kWarp) return ceil_div(cols, pack_elements(x, y)) <= kMaxWarpPacks;
-  const RowShape shape = shape_in(tier, pass, cols, x, y, device);
-  if (shape.place == RowPlace::kRing) return shape.slots > 0;
-  return shape.shared_bytes + kStaticShared <= device.shared_bytes_per_block;
+  return block_shape(pass, cols, x, y, device).packs > 0;
 }
 
+// What no block or cluster holds is read again from the L2 cache.
 SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
                         const DeviceProperties& device) {
   if (tier_holds(SoftmaxTier::kWarp, pass, cols, x, y, device)) return SoftmaxTier::kWarp;
-  if (!tier_holds(SoftmaxTier::kBlock, pass, cols, x, y, device)) return SoftmaxTier::kUncached;
-  // What no cluster holds in registers, or in a ring, is read again from the L2 cache: with a
-  // cluster to a row few rows are under way, and most of that is there. Without clusters more are,
-  // and shared memory is the place.
-  const RowShape block = shape_in(SoftmaxTier::kBlock, pass, cols, x, y, device);
-  const bool has_clusters = device.max_cluster_blocks > 1;
-  return block.place == RowPlace::kShared && has_clusters ? SoftmaxTier::kUncached
-                                                          : SoftmaxTier::kBlock;
+  return tier_holds(SoftmaxTier::kBlock, pass, cols, x, y, device) ? SoftmaxTier::kBlock
+                                                                   : SoftmaxTier::kUncached;
 }
 
 // The class of rows that go in tiles, or kSoftmaxFlatClasses: 16-bit ones a little longer than a
@@ -280,7 +258,9 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
   plan.tier = tier;
   plan.place = shape.place;
   plan.overlap = device.max_cluster_blocks > 1;
-  plan.pack = pack_elements(x, y);
+  plan.pack = tier == SoftmaxTier::kUncached   ? 1
+              : shape.place == RowPlace::kRing ? ring_pack(pass, x, y)
+                                               : pack_elements(x, y);
   plan.packs = shape.packs;
   plan.threads_per_row = shape.threads;
   plan.cluster_blocks = shape.cluster_blocks;
@@ -289,9 +269,10 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
   plan.slots = shape.slots;
   plan.shared_bytes = static_cast<int>(shape.shared_bytes);
   // Small blocks of short rows: many are resident, and hide each other's loads.
+  const int threads = tier == SoftmaxTier::kWarp ? kWarpTierThreads : kBlockTierThreads;
   plan.rows_per_block = tier == SoftmaxTier::kBlock || plan.threads_per_row > kWarpSize
                             ? 1
-                            : kWarpTierThreads / plan.threads_per_row;
+                            : threads / plan.threads_per_row;
   int64_t clusters = ceil_div(rows, plan.rows_per_block);
   if (plan.place == RowPlace::kRing) {  // they go round
     const int resident = (device.shared_bytes_per_block + kReservedPerBlock) /

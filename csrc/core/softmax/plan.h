@@ -18,7 +18,11 @@ namespace fused_norm {
 // Where a row of SoftmaxTier::kWarp or kBlock lies. kRing: in shared memory, on its way through
 // (span_ring.cuh). kFlat: on its way in a tile of rows, each of which is a warp's (flat.cuh), where
 // the tier is the plan's choice.
-enum class RowPlace : uint8_t { kRegisters, kShared, kRing, kFlat };
+enum class RowPlace : uint8_t { kRegisters, kRing, kFlat };
+
+// kUncached: columns that a thread reads at a time, of each of the tensors.
+// Exponentials of fp64 are long, so that those of columns past a short row would count.
+constexpr int streamed_elements(int tensors, bool fp64) { return fp64 ? 2 : 16 / tensors; }
 
 // Threads of a block of SoftmaxTier::kWarp, and most of one of the other tiers.
 constexpr int kWarpTierThreads = 128, kBlockTierThreads = 512;
@@ -51,8 +55,8 @@ struct SoftmaxPlan {
   SoftmaxPass pass;
   SoftmaxTier tier;
   RowPlace place;
-  int pack;             // elements
-  int packs;            // packs a thread (kShared, kRing and kUncached: at a time)
+  int pack;             // elements; kRing: of a granule of what is read; kUncached: one
+  int packs;            // packs a thread (kRing and kUncached: at a time)
   int threads_per_row;  // 1 to 32 lanes, or whole warps, of each block that shares the row
   int rows_per_block;
   int cluster_blocks;  // blocks that share a row

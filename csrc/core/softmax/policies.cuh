@@ -83,64 +83,24 @@ template <int N, typename A>
 __device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset,
                                           const PackColumns& columns, int cols, A (&terms)[N]);
 
-// Rows of scale * x + mask, causal or not. The mask is read where it lies, broadcast by strides.
-template <typename T>
-struct MaskedLoad {
-  using Input = T;
-  using A = Accumulator<T>;
-  static constexpr bool kMasked = true;
-  Rows<T> x;
-  A scale;
+// What is masked out of scale * x + mask. The mask is read where it lies, broadcast by strides.
+struct ScoreMask {
   SoftmaxMask mask;
   bool causal;
   Divider queries;
 
-  template <int N, bool kRegular>
-  struct Row {
-    using Kept = Scores<A, N>;
-    RunReader<T, N, kRegular, Filler::kZero> reader;
-    const MaskedLoad& load;
-    int cols;  // those that are not masked out by `causal`
-    int64_t mask_offset;
-
-    template <int kPacks>
-    __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks], Kept (&kept)[kPacks],
-                                            int col) const {
-      // All packs' masks first: they are in flight together with the packs.
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const PackColumns columns = reader.place.template columns<kPacks>(p, col);
-        load_mask(load.mask, mask_offset, columns, cols, kept[p].at);
-      }
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        const PackColumns columns = reader.place.template columns<kPacks>(p, col);
-        A x[N];
-        unpack(packs[p], x);
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          A& score = kept[p].at[i];
-          const bool out = score == kLowest<A> && !load.mask.additive;
-          score = out || columns.at(i) >= cols ? kLowest<A> : fma(x[i], load.scale, score);
-        }
-      }
-    }
-  };
-
-  template <int N, bool kRegular>
-  __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
-    int count = row < x.rows ? x.cols : 0;
+  // How many of the row's first columns `causal` does not mask out.
+  __device__ int visible(int64_t row, int cols) const {
+    if (!causal || cols == 0) return cols;
     const uint32_t index = static_cast<uint32_t>(row);
-    if (causal && count > 0) {
-      const int query = index - divide(index, queries) * queries.divisor;
-      count = max(0, min(count, query + 1 + x.cols - static_cast<int>(queries.divisor)));
-    }
-    return {x.template open_first<Filler::kZero>(row, count, place), *this, count,
-            mask.data && count > 0 ? mask_row_offset(index) : 0};
+    const int query = index - divide(index, queries) * queries.divisor;
+    return max(0, min(cols, query + 1 + cols - static_cast<int>(queries.divisor)));
   }
 
- private:
-  __device__ int64_t mask_row_offset(uint32_t row) const {
+  // Where the mask of a row starts, of which some columns are visible.
+  __device__ int64_t row_offset(int64_t index) const {
+    if (!mask.data) return 0;
+    uint32_t row = static_cast<uint32_t>(index);
     int64_t offset = 0;
 #pragma unroll
     for (int d = 0; d < SoftmaxMask::kMaxDims; ++d) {
@@ -150,6 +110,65 @@ struct MaskedLoad {
       row = rest;
     }
     return offset;
+  }
+
+  // The score of an element that is visible or not, given the mask's term for it.
+  template <typename A>
+  __device__ __forceinline__ A score(A x, A scale, A term, bool is_visible) const {
+    const bool out = term == kLowest<A> && !mask.additive;
+    return out || !is_visible ? kLowest<A> : fma(x, scale, term);
+  }
+};
+
+inline ScoreMask score_mask_of(const SoftmaxForwardParams& params) {
+  return {params.mask, params.causal, make_divider(params.causal ? params.queries : 1)};
+}
+
+// Rows of scale * x + mask, causal or not.
+template <typename T>
+struct MaskedLoad {
+  using Input = T;
+  static constexpr bool kMasked = true;
+  Rows<T> x;
+  float scale;
+  ScoreMask masking;
+
+  template <int N, bool kRegular>
+  struct Row {
+    using Kept = Scores<float, N>;
+    RunReader<T, N, kRegular, Filler::kZero> reader;
+    const MaskedLoad& load;
+    int visible;
+    int64_t mask_offset;
+
+    template <int kPacks>
+    __device__ __forceinline__ void prepare(const Pack<T, N> (&packs)[kPacks], Kept (&kept)[kPacks],
+                                            int col) const {
+      // All packs' masks first: they are in flight together with the packs.
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const PackColumns columns = reader.place.template columns<kPacks>(p, col);
+        load_mask(load.masking.mask, mask_offset, columns, visible, kept[p].at);
+      }
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) {
+        const PackColumns columns = reader.place.template columns<kPacks>(p, col);
+        float x[N];
+        unpack(packs[p], x);
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+          float& score = kept[p].at[i];
+          score = load.masking.score(x[i], load.scale, score, columns.at(i) < visible);
+        }
+      }
+    }
+  };
+
+  template <int N, bool kRegular>
+  __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
+    const int visible = masking.visible(row, row < x.rows ? x.cols : 0);
+    return {x.template open_first<Filler::kZero>(row, visible, place), *this, visible,
+            visible > 0 ? masking.row_offset(row) : 0};
   }
 };
 
@@ -249,18 +268,27 @@ struct BoundaryStore {
     return (N - turn_of<N, false>(data + row * cols)) % N;
   }
 
-  // N results from such a column on, or one from any, as far as the row reaches.
+  // N results from such a column on, or one from any, as far as the row reaches; two accesses where
+  // they are wider than a granule.
   template <bool kRegular, int N>
   __device__ __forceinline__ void put(int64_t row, int col, const float (&values)[N]) const {
-    Pack<T, N> pack;
-    round_to(pack, values);
-    T* const at = data + row * cols + col;
-    if (cols - col >= N) {
-      detail::store_words<sizeof(T) * N>(reinterpret_cast<char*>(at), pack.words);
-    } else if (!kRegular) {
+    constexpr int kMost = kGranule / sizeof(T), kWidth = N < kMost ? N : kMost;
 #pragma unroll
-      for (int i = 0; i < N - 1; ++i) {
-        if (i < cols - col) reinterpret_cast<Bits<T>*>(at)[i] = bits_of(pack, i);
+    for (int first = 0; first < N; first += kWidth) {
+      float part[kWidth];
+#pragma unroll
+      for (int i = 0; i < kWidth; ++i) part[i] = values[first + i];
+      Pack<T, kWidth> pack;
+      round_to(pack, part);
+      T* const at = data + row * cols + col + first;
+      const int left = cols - col - first;
+      if (left >= kWidth) {
+        detail::store_words<sizeof(T) * kWidth>(reinterpret_cast<char*>(at), pack.words);
+      } else if (!kRegular) {
+#pragma unroll
+        for (int i = 0; i < kWidth - 1; ++i) {
+          if (i < left) reinterpret_cast<Bits<T>*>(at)[i] = bits_of(pack, i);
+        }
       }
     }
   }

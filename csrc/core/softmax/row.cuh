@@ -28,9 +28,10 @@ __device__ __forceinline__ void with_form(bool regular, bool log, Run run) {
   run_regular(std::false_type());
 }
 
-// The start of the last of the chunks of `stride` columns from `begin` on; below `begin` if none.
-__device__ __forceinline__ int last_chunk(int begin, int end, int stride) {
-  return end <= begin ? begin - 1 : begin + (end - begin - 1) / stride * stride;
+// Calls run() with a number of packs that is one of kPacks, known at compile time.
+template <int... kPacks, typename Run>
+__device__ __forceinline__ void with_packs(int packs, Run run) {
+  ((packs == kPacks ? (run(std::integral_constant<int, kPacks>()), true) : false) || ...);
 }
 
 // Where a lane's packs start in the columns of its block: each warp has a run of them (RunPlace),

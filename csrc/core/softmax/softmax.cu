@@ -1,64 +1,32 @@
-#include "core/softmax/launch.cuh"
+#include "core/common/launch.cuh"
+#include "core/softmax/launch.h"
 #include "core/softmax/softmax.h"
 
 namespace fused_norm {
 namespace {
 
-template <typename Params, typename Plan>
-cudaError_t run(const Params& params, const Plan& plan, cudaStream_t stream) {
-  return with_dtype<__half, __nv_bfloat16, float, double>(
-      params.x_dtype, [&](auto x) { return softmax_of<decltype(x)>(params, plan, stream); });
-}
-
 template <typename Params>
-cudaError_t run_pass(SoftmaxPass pass, const Params& params, const DeviceProperties& device,
-                     cudaStream_t stream) {
-  return run(params,
-             plan_softmax(params.tier, pass, params.rows, params.cols, params.x_dtype,
-                          params.y_dtype, device),
-             stream);
-}
-
-// fp64 has no packs of columns.
-bool is_aligned(const void* data, int pack, DType dtype) {
-  return dtype != DType::kFloat64 &&
-         reinterpret_cast<uintptr_t>(data) % (pack * size_of(dtype)) == 0;
+cudaError_t run(SoftmaxPass pass, DType read, const Params& params, const DeviceProperties& device,
+                cudaStream_t stream) {
+  const SoftmaxPlan plan = plan_softmax(params.tier, pass, params.rows, params.cols, params.x_dtype,
+                                        params.y_dtype, device);
+  if (plan.tier == SoftmaxTier::kUncached) return softmax_streaming(params, plan, stream);
+  if (plan.place == RowPlace::kFlat) return softmax_in_tiles(params, plan, stream);
+  return with_dtype<__half, __nv_bfloat16, float>(
+      read, [&](auto type) { return softmax_of<decltype(type)>(params, plan, stream); });
 }
 
 }  // namespace
 
 cudaError_t launch_softmax_forward(const SoftmaxForwardParams& params,
                                    const DeviceProperties& device, cudaStream_t stream) {
-  return run_pass(forward_pass(params.scale, params.mask.data != nullptr, params.causal), params,
-                  device, stream);
+  const SoftmaxPass pass = forward_pass(params.scale, params.mask.data != nullptr, params.causal);
+  return run(pass, params.x_dtype, params, device, stream);
 }
 
 cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params,
                                     const DeviceProperties& device, cudaStream_t stream) {
-  return run_pass(backward_pass(params.log), params, device, stream);
-}
-
-cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& params,
-                                           const DeviceProperties& device, cudaStream_t stream) {
-  const int pack = pack_elements(params.x_dtype, params.y_dtype);
-  const bool vectorized = params.inner % pack == 0 && is_aligned(params.x, pack, params.x_dtype) &&
-                          is_aligned(params.y, pack, params.y_dtype);
-  return run(params,
-             plan_softmax_columns(false, vectorized, params.outer, params.cols, params.inner,
-                                  params.x_dtype, params.y_dtype, device),
-             stream);
-}
-
-cudaError_t launch_softmax_columns_backward(const SoftmaxColumnsBackwardParams& params,
-                                            const DeviceProperties& device, cudaStream_t stream) {
-  const int pack = pack_elements(params.x_dtype, params.y_dtype);
-  const bool vectorized = params.inner % pack == 0 && is_aligned(params.dx, pack, params.x_dtype) &&
-                          is_aligned(params.dy, pack, params.y_dtype) &&
-                          is_aligned(params.y, pack, params.y_dtype);
-  return run(params,
-             plan_softmax_columns(true, vectorized, params.outer, params.cols, params.inner,
-                                  params.x_dtype, params.y_dtype, device),
-             stream);
+  return run(backward_pass(params.log), params.y_dtype, params, device, stream);
 }
 
 }  // namespace fused_norm

@@ -52,29 +52,107 @@ __device__ __forceinline__ Pack<T, N> filled_from(const Pack<T, N>& pack, int ke
   return {spliced<T>(pack.words, filler, kept)};
 }
 
-// Persistent clusters walk over the rows. Each warp adds up its span of a row as the pieces come,
-// and writes its results when the row's sum is known, which makes room for the next row's pieces.
-//
+// A warp's columns of a row, and in how many pieces they come.
+struct Span {
+  int first, end, pieces;
+};
+
 // A Form has kTensors tensors of Element, the first kSummed of which are in the sum. A lane adds
 // packs to its Part; the parts' Sums, combined, are the row's, and results_of() that turns packs
 // into results.
+
+// A lane's part of the sum of a span, whose pieces it waits for.
+template <typename Form, typename Ring>
+__device__ __forceinline__ auto part_of(const Span& span, const Ring& ring,
+                                        typename Ring::Cursor cursor, int turn,
+                                        const int (&shifts)[Form::kTensors]) {
+  using T = typename Form::Element;
+  constexpr int kTensors = Form::kTensors, N = Form::N, kStep = kWarpSize * N;
+  const int lane = threadIdx.x % kWarpSize;
+  typename Form::Part part;
+  for (int k = 0; k < span.pieces; ++k) {
+    const auto piece = ring.wait(k, turn, cursor);
+    const int left = span.end - (span.first + k * Ring::kPieceCols);
+    if (left <= 0) continue;
+    Pack<T, N> packs[kTensors][Ring::kPiecePacks];
+#pragma unroll
+    for (int t = 0; t < Form::kSummed; ++t) Ring::read(piece, t, shifts[t], packs[t]);
+    if (left >= Ring::kPieceCols) {
+      part.add(packs);
+      continue;
+    }
+#pragma unroll
+    for (int p = 0; p < Ring::kPiecePacks; ++p) {
+      if (p * kStep >= left) break;
+      Pack<T, N> one[kTensors][1];
+#pragma unroll
+      for (int t = 0; t < Form::kSummed; ++t)
+        one[t][0] = filled_from<Form::kFiller>(packs[t][p], left - p * kStep - lane * N);
+      part.add(one);
+    }
+  }
+  return part;
+}
+
+// Writes the results of a span, piece by piece, each of which makes room for one of the next row.
+// Packs begin at the pack boundaries of the results, `head` columns late. So the span's last one
+// ends in the next span's columns, and those of the row's start are left over.
+template <bool kRegular, typename Form, typename Ring, typename Results, typename Store>
+__device__ __forceinline__ void write_span(const Span& span, Ring& ring,
+                                           typename Ring::Cursor& cursor, int turn,
+                                           const int (&shifts)[Form::kTensors],
+                                           const Results& results_of, const Store& store,
+                                           int64_t row) {
+  using T = typename Form::Element;
+  constexpr int kTensors = Form::kTensors, N = Form::N, kStep = kWarpSize * N;
+  const int head = kRegular ? 0 : store.template first_boundary<N>(row);
+  const int head_bytes = head * static_cast<int>(sizeof(T)), lane = threadIdx.x % kWarpSize;
+  for (int k = 0; k < span.pieces; ++k) {
+    const auto piece = ring.wait(k, turn, cursor);
+    const int first = span.first + k * Ring::kPieceCols;
+    Pack<T, N> packs[kTensors][Ring::kPiecePacks];
+    if (first < span.end) {
+      if (!kRegular && first == 0 && lane < head) {
+        Pack<T, 1> element[kTensors][1];
+#pragma unroll
+        for (int t = 0; t < kTensors; ++t)
+          element[t][0] = Ring::read_element(piece, t, shifts[t], lane);
+        float result[1];
+        results_of(element, 0, result);
+        store.template put<kRegular>(row, lane, result);
+      }
+#pragma unroll
+      for (int t = 0; t < kTensors; ++t) Ring::read(piece, t, shifts[t] + head_bytes, packs[t]);
+    }
+#pragma unroll
+    for (int p = 0; p < Ring::kPiecePacks; ++p) {
+      if (first + p * kStep >= span.end) break;
+      float results[N];
+      results_of(packs, p, results);
+      store.template put<kRegular>(row, first + head + p * kStep + lane * N, results);
+    }
+    // Only now: reads from shared memory wait behind stores, which copies into it do not.
+    ring.release();
+  }
+}
+
+// Persistent clusters walk over the rows. Each warp adds up its span of a row as the pieces come,
+// and writes its results when the row's sum is known.
 template <bool kRegular, typename Form, typename Store, typename Slots>
 __device__ __forceinline__ void walk_spans(const Form& form, const Store& store, int span_cols,
                                            int pieces, int slots, Slots& sum_slots) {
-  using T = typename Form::Element;
-  constexpr int kTensors = Form::kTensors, N = kGranule / sizeof(T);
-  using Ring = SpanRing<T, kTensors, kRegular>;
-  constexpr int kPiecePacks = Ring::kPiecePacks, kStep = kWarpSize * N;
+  constexpr int kTensors = Form::kTensors;
+  using Ring = SpanRing<typename Form::Element, kTensors, kRegular>;
   extern __shared__ __align__(128) char ring_bytes[];
 
   RowGroup<Barrier::kBlock, true> group;
   RowCluster cluster;
-  const SpanTensors<T> tensors = form.tensors();
+  const auto tensors = form.tensors();
   const typename Form::Combine combine;
   const int blocks = cluster.blocks(), warp = threadIdx.x / kWarpSize;
-  const int span = warp * blocks + cluster.rank(), first_col = span * span_cols;
+  const int first_col = (warp * blocks + cluster.rank()) * span_cols;
   const int64_t rows = tensors.first.rows;
-  const int cols = tensors.first.cols, end = min(cols, first_col + span_cols);
+  const Span span{first_col, min(tensors.first.cols, first_col + span_cols), pieces};
   const int stride = gridDim.x / blocks;
   int64_t row = blockIdx.x / blocks;
   Ring ring(ring_bytes + warp * span_ring_bytes(kTensors, pieces, slots), tensors, first_col,
@@ -90,65 +168,9 @@ __device__ __forceinline__ void walk_spans(const Form& form, const Store& store,
     int shifts[kTensors];
 #pragma unroll
     for (int t = 0; t < kTensors; ++t) shifts[t] = ring.shift(t, row);
-    typename Ring::Cursor cursor = oldest;
-    typename Form::Part part;
-    for (int k = 0; k < pieces; ++k) {
-      const auto piece = ring.wait(k, turn, cursor);
-      const int left = end - (first_col + k * Ring::kPieceCols);
-      if (left <= 0) continue;
-      Pack<T, N> packs[kTensors][kPiecePacks];
-#pragma unroll
-      for (int t = 0; t < Form::kSummed; ++t) Ring::read(piece, t, shifts[t], packs[t]);
-      if (left >= Ring::kPieceCols) {
-        part.add(packs);
-        continue;
-      }
-#pragma unroll
-      for (int p = 0; p < kPiecePacks; ++p) {
-        if (p * kStep >= left) break;
-        Pack<T, N> one[kTensors][1];
-#pragma unroll
-        for (int t = 0; t < Form::kSummed; ++t)
-          one[t][0] = filled_from<Form::kFiller>(packs[t][p], left - p * kStep - group.lane() * N);
-        part.add(one);
-      }
-    }
-    const auto results_of =
-        form.results_of(sums.total(group, turn, group.reduce_lanes(part.sum(), combine), combine));
-
-    // Packs begin at the pack boundaries of the results, `head` columns late. So the span's last
-    // one ends in the next span's columns, and those of the row's start are left over.
-    const int head = kRegular ? 0 : store.template first_boundary<N>(row);
-    const int head_bytes = head * static_cast<int>(sizeof(T));
-    cursor = oldest;
-    for (int k = 0; k < pieces; ++k) {
-      const auto piece = ring.wait(k, turn, cursor);
-      const int first = first_col + k * Ring::kPieceCols;
-      Pack<T, N> packs[kTensors][kPiecePacks];
-      if (first < end) {
-        if (!kRegular && first == 0 && group.lane() < head) {
-          Pack<T, 1> element[kTensors][1];
-#pragma unroll
-          for (int t = 0; t < kTensors; ++t)
-            element[t][0] = Ring::read_element(piece, t, shifts[t], group.lane());
-          float result[1];
-          results_of(element, 0, result);
-          store.template put<kRegular>(row, group.lane(), result);
-        }
-#pragma unroll
-        for (int t = 0; t < kTensors; ++t) Ring::read(piece, t, shifts[t] + head_bytes, packs[t]);
-      }
-#pragma unroll
-      for (int p = 0; p < kPiecePacks; ++p) {
-        if (first + p * kStep >= end) break;
-        float results[N];
-        results_of(packs, p, results);
-        store.template put<kRegular>(row, first + head + p * kStep + group.lane() * N, results);
-      }
-      // Only now: reads from shared memory wait behind stores, which copies into it do not.
-      ring.release();
-    }
-    oldest = cursor;
+    const auto part = part_of<Form>(span, ring, oldest, turn, shifts);
+    const auto sum = sums.total(group, turn, group.reduce_lanes(part.sum(), combine), combine);
+    write_span<kRegular, Form>(span, ring, oldest, turn, shifts, form.results_of(sum), store, row);
   }
 }
 

@@ -1,0 +1,3 @@
+#include "core/attention/hopper_launch.cuh"
+
+FUSED_NORM_HOPPER(96)

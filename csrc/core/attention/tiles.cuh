@@ -1,0 +1,116 @@
+// Which tile a block has, and how kernels are launched over tiles: shared by the plain and the
+// portable tier.
+#pragma once
+
+#include <algorithm>
+#include <climits>
+
+#include "core/attention/scores.cuh"
+#include "core/attention/workspace.h"
+#include "core/common/launch.cuh"
+#include "core/common/sizes.h"
+
+namespace fused_norm {
+
+// Which (tile, part of its outputs, head, batch) a block has. Tiles vary fastest, so that blocks
+// that run together read the same keys; the heads of a group follow each other.
+struct Place {
+  int tile, part, head, batch;
+};
+
+__device__ __forceinline__ Place place_of(int tiles, int parts, int heads) {
+  const unsigned row = blockIdx.x / tiles, pair = row / parts;
+  return {static_cast<int>(blockIdx.x - row * tiles), static_cast<int>(row - pair * parts),
+          static_cast<int>(pair % heads), static_cast<int>(pair / heads)};
+}
+
+inline int tiles_of(int rows, int tile) { return std::max<int64_t>(1, ceil_div(rows, tile)); }
+
+// A block for each place; nothing is launched for none. Kernels take the counts of tiles and parts.
+template <typename Params, typename... Args>
+cudaError_t launch_tiles(void (*kernel)(Params, int, int, Args...), const Params& params, int tiles,
+                         int parts, int heads, int batch, int threads, int shared_bytes,
+                         cudaStream_t stream, Args... args) {
+  const int64_t blocks = int64_t{tiles} * parts * heads * batch;
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
+  return detail::launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), {shared_bytes},
+                        stream, params, tiles, parts, args...);
+}
+
+// Calls run(sequence, head, first row, part) for a block's tiles of kRows queries, the last first:
+// under a causal mask they see the most. kOfKeys: for tiles of keys, the first first.
+template <int kRows, bool kOfKeys, typename Run>
+__device__ __forceinline__ void for_tiles(const AttentionParams& params, int tiles, int parts,
+                                          Run run) {
+  // Sequences that share a head's mask follow each other, while it is cached.
+  const bool batch_first = params.mask.data != nullptr && params.mask.batch_stride == 0;
+  const int heads = kOfKeys ? params.kv_heads : params.heads;
+  Place place = place_of(tiles, parts, batch_first ? params.batch : heads);
+  if (batch_first) {
+    const int head = place.batch;
+    place.batch = place.head;
+    place.head = head;
+  }
+  const Sequence s = sequence_of(params, place.batch);
+  const int all = ((kOfKeys ? s.keys : s.queries) + kRows - 1) / kRows;
+  for (int tile = kOfKeys ? place.tile : tiles - 1 - place.tile; tile < all; tile += tiles) {
+    run(s, place.head, tile * kRows, place.part);
+  }
+}
+
+// Indices that one element (or, in tiles, one tile) of the mask serves: all where the mask has one
+// for all.
+__device__ __forceinline__ Range served(int index, int mask_size, int all) {
+  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
+}
+
+// What a block's tile of the mask, kQueries by kKeys, serves: tiles are counted along keys, parts
+// along queries, heads and batches are the mask's. Calls use(sequence, head, query, keys) with a
+// tile of queries and the keys that it sees, in one order.
+template <int kQueries, int kKeys, typename Use>
+__device__ __forceinline__ void for_served(const AttentionBackwardParams& params,
+                                           const Place& place, Use use) {
+  const int* shape = params.mask_shape;
+  const Range batches = served(place.batch, shape[0], params.forward.batch);
+  const Range heads = served(place.head, shape[1], params.forward.heads);
+  for (int batch = batches.begin; batch < batches.end; ++batch) {
+    const Sequence s = sequence_of(params.forward, batch);
+    const Band band = band_of(params.forward, s);
+    const Range queries = served(place.part, shape[2], (s.queries + kQueries - 1) / kQueries);
+    const Range keys = served(place.tile, shape[3], (s.keys + kKeys - 1) / kKeys);
+    for (int head = heads.begin; head < heads.end; ++head) {
+      for (int i = queries.begin; i < queries.end; ++i) {
+        const int query = i * kQueries;
+        const Range seen = band.keys_of(query, min(query + kQueries, s.queries), s.keys);
+        const Range range{max(keys.begin * kKeys, seen.begin), min(keys.end * kKeys, seen.end)};
+        if (query < s.queries && range.begin < range.end) use(s, head, query, range);
+      }
+    }
+  }
+}
+
+// Writes a tile of the mask's gradient, which lies in shared memory with `pitch` elements a row,
+// summed over its rows and columns where the mask has one for all.
+template <int kQueries, int kKeys, typename A>
+__device__ __forceinline__ void store_mask_tile(const AttentionBackwardParams& params,
+                                                const Place& place, const A* tile, int pitch) {
+  const int rows = params.mask_shape[2], cols = params.mask_shape[3];
+  const int sum_rows = rows == 1 ? kQueries : 1, sum_cols = cols == 1 ? kKeys : 1;
+  const int64_t first = (int64_t{place.batch} * params.mask_shape[1] + place.head) * rows;
+  for (int at = threadIdx.x; at < kQueries * kKeys; at += blockDim.x) {
+    const int i = at / kKeys, j = at % kKeys;
+    const int row = place.part * kQueries + i, col = place.tile * kKeys + j;
+    if (row >= rows || col >= cols) continue;
+    A sum = 0;
+    for (int r = 0; r < sum_rows; ++r) {
+      for (int c = 0; c < sum_cols; ++c) sum += tile[(i + r) * pitch + j + c];
+    }
+    with_option_storage<A>(params.forward.mask.dtype, [&](auto t) {
+      using T = decltype(t);
+      static_cast<T*>(params.dmask)[(first + row) * cols + col] = static_cast<T>(sum);
+    });
+  }
+}
+
+}  // namespace fused_norm

@@ -1,0 +1,128 @@
+"""Gated RMSNorm, ``functional.rms_norm_gated``: its arguments, and the two ways to trace it."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_variadic
+
+from fused_norm import _arguments, _jagged, _ops, _sharding, _tracing
+
+ACTIVATIONS = ("silu", "sigmoid")
+
+
+def activation_of(value) -> str:
+    """``value`` if it is the name of an activation."""
+    if value not in ACTIVATIONS:
+        raise ValueError(f"activation must be 'silu' or 'sigmoid', but is {value!r:.80}")
+    return value
+
+
+def _decomposition(
+    input, gate, weight, shape, eps, weight_offset, norm_before_gate, silu, group_size
+) -> Tensor:
+    """The formula in torch's own operators."""
+    dtype = torch.promote_types(input.dtype, torch.float32)
+    lead = input.shape[: input.dim() - len(shape)]
+    cols = input.shape[len(lead) :].numel()
+    groups = [1, cols] if group_size is None else [cols // group_size, group_size]
+    x, z = (t.to(dtype).reshape(*lead, *groups) for t in (input, gate))
+    act = z * torch.sigmoid(z) if silu else torch.sigmoid(z)
+    x = x if norm_before_gate else x * act
+    x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        x = x * (weight.to(dtype) + weight_offset).reshape(groups)
+    x = x * act if norm_before_gate else x
+    return x.reshape(input.shape).to(input.dtype)
+
+
+def rms_norm_gated(
+    input: Tensor,
+    gate: Tensor,
+    normalized_shape: int | Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+    *,
+    norm_before_gate: bool = True,
+    activation: Literal["silu", "sigmoid"] = "silu",
+    group_size: int | None = None,
+    weight_offset: float = 0.0,
+) -> Tensor:
+    """``rms_norm(input) * act(gate)`` over the last dimensions, in one kernel, or
+    ``rms_norm(input * act(gate))``.
+
+    The norm before the gate is that of gated delta nets (Yang et al., *Gated Delta Networks*, 2024)
+    and Qwen3-Next; the gate before the norm that of Mamba 2 (Dao and Gu, *Transformers are SSMs*,
+    2024). All is computed in fp32 (fp64 for fp64 input) and rounded once. Input, gate and weight
+    are differentiated, from input and gate.
+
+    Args:
+        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64; rows may be strided.
+        gate: of input's shape, in input's dtype or fp32; rows may be strided. Under autocast any
+            other dtype is converted to input's.
+        normalized_shape: the dimensions to normalize over.
+        weight: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit ones.
+        eps: finite and not negative. ``None`` is fp32's machine epsilon, fp64's for fp64 input.
+        norm_before_gate: the norm comes first; ``False``: the gate does.
+        activation: ``"silu"``, ``gate * sigmoid(gate)``, or ``"sigmoid"``.
+        group_size: each so many elements that follow each other in a row are normalized by
+            themselves; divides the number of elements of ``normalized_shape``. ``None``: all.
+        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred weights.
+            Without a weight it must be 0.
+
+    Returns:
+        A contiguous tensor of input's shape and dtype.
+
+    Raises:
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it.
+        ValueError: ``activation`` is no activation.
+    """
+    is_compiling = torch.compiler.is_compiling()
+    if not is_compiling and has_torch_function_variadic(input, gate, weight):
+        nested = any(_jagged.is_nested(tensor) for tensor in (input, gate, weight))
+        if not nested or torch._C._is_torch_function_mode_enabled():
+            return handle_torch_function(
+                rms_norm_gated,
+                (input, gate, weight),
+                input,
+                gate,
+                normalized_shape,
+                weight=weight,
+                eps=eps,
+                norm_before_gate=norm_before_gate,
+                activation=activation,
+                group_size=group_size,
+                weight_offset=weight_offset,
+            )
+    if type(input) is not Tensor:
+        _arguments.tensor("input", input)
+        _sharding.register_where_loaded()  # it may be the first DTensor
+    _arguments.tensor("gate", gate)
+    _arguments.optional_tensor("weight", weight)
+    shape = _arguments.shape(normalized_shape)
+    if eps is None:
+        eps = torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
+    options = (
+        _arguments.number("eps", eps),
+        _arguments.number("weight_offset", weight_offset),
+        _arguments.flag("norm_before_gate", norm_before_gate),
+        activation_of(activation) == "silu",
+        group_size if group_size is None else _arguments.integer("group_size", group_size),
+    )
+    if gate.dtype not in (input.dtype, torch.float32) and torch.is_autocast_enabled(
+        input.device.type
+    ):
+        gate = gate.to(input.dtype)
+    if input.is_nested:
+        [output] = _jagged.of_rows(
+            lambda x, z: _ops.rms_norm_gated_forward(x, z, weight, shape, *options)[:1],
+            shape,
+            input=input,
+            gate=gate,
+        )
+        return output
+    if _tracing.decomposes():
+        return _decomposition(input, gate, weight, shape, *options)
+    return _ops.rms_norm_gated_forward(input, gate, weight, shape, *options)[0]

@@ -1,0 +1,75 @@
+"""What this package takes of torch beside its public interfaces, each with the reason. Two modules
+that are plugged into a part of torch import that part's own: _fusion.py Inductor's, _sharding.py
+DTensor's."""
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+# torch's own, also where torch.nn.functional's is replaced by ours.
+attention = torch._C._nn.scaled_dot_product_attention
+
+# Within it an operator is called past its Autograd kernel, as at::AutoDispatchBelowAutograd in C++.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+# torch.overrides.has_torch_function asks for modes and for arguments together.
+is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
+
+suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
+
+
+def constant(function):
+    """``torch.compiler.assume_constant_result``, without loading the compiler: a tracer runs the
+    function and keeps no trace of it."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def untraced(function):
+    """``torch.compiler.disable``, without loading the compiler: compiled code calls the function,
+    and does not try to trace it."""
+    function._torchdynamo_disable = True
+    return function
+
+
+def is_exporting() -> bool:
+    """Not ``torch.compiler.is_exporting()``, which torch.compile too evaluates to True."""
+    return torch.compiler._is_exporting_flag
+
+
+def is_transformed() -> bool:
+    """Whether a torch.func transform, forward-mode differentiation or torch.jit.trace is at work,
+    which no ``autograd.Function`` here knows."""
+    return (
+        torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.jit.is_tracing()
+    )
+
+
+def is_fake(tensor) -> bool:
+    """Whether it is a tensor without data, as torch.export traces them."""
+    return isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def address(tensor: Tensor) -> int:
+    """Of the C++ object, by which the extension names a tensor."""
+    return tensor._cdata
+
+
+def ragged_dim(nested: Tensor) -> int:
+    """The dimension of a nested tensor of layout torch.jagged whose size differs."""
+    return nested._ragged_idx
+
+
+def nested_as(nested: Tensor, values: Tensor) -> Tensor:
+    """A tensor with the rows ``values``, nested as ``nested``: of the same symbolic shape, which
+    needs the bounds of its sizes where they are known, and no wait where they are not."""
+    return torch.nested.nested_tensor_from_jagged(
+        values,
+        nested.offsets(),
+        lengths=nested.lengths(),
+        jagged_dim=nested._ragged_idx,
+        min_seqlen=nested._maybe_min_seqlen,
+        max_seqlen=nested._maybe_max_seqlen,
+    )

@@ -1,0 +1,177 @@
+"""Attention's fast kernels at every short length, at odd long ones and at 131072; the same bits a
+thousand times beside other work; and no call that waits for ever."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from attention_reference import (
+    BF16,
+    FP16,
+    Case,
+    attend,
+    check,
+    run,
+    tensors_of,
+)
+from harness import Verdict, rand_generator, randn, same_bits, unwritten_is_nan
+
+import fused_norm.functional as fn
+
+pytestmark = pytest.mark.cuda
+
+DIMS = (64, 96, 128, 192, 256)
+GROUPS = (1, 2, 4, 8, 16)  # query heads for each key head
+
+
+def cases_of(lengths):
+    """A case for each length; what else there is changes with the length."""
+    for number in lengths:
+        keys = (number, number, number + 67, max(1, number - 67))[number % 4]
+        dim, group = DIMS[number % 5], GROUPS[number // 5 % 5]
+        band = ("full", "causal", "left 17")[number % 3]
+        yield Case((BF16, FP16)[number // 2 % 2], (number, keys), (dim, dim), (1, group, 1), band)
+
+
+@pytest.mark.parametrize("part", range(6))
+def test_short_lengths(part, seed):
+    verdict = Verdict()
+    for case in cases_of(range(1 + part * 50, 51 + part * 50)):
+        tensors = tensors_of(case, rand_generator("cuda", seed))
+        sizes = {t.numel() * t.element_size() for t in tensors.values()}
+        with unwritten_is_nan("cuda", *sizes):
+            results = run(attend(case), case, tensors)
+        verdict.add(str(case), check(case, tensors, results))
+    verdict.check()
+
+
+@pytest.mark.parametrize("length", [511, 512, 513, 1000, 4095, 4096, 4097])
+def test_long_lengths(length, seed):
+    verdict = Verdict()
+    for dim, band in ((64, "causal"), (128, "full"), (256, "causal")):
+        case = Case(BF16, (length, length), (dim, dim), (1, 2, 1), band)
+        tensors = tensors_of(case, rand_generator("cuda", seed))
+        verdict.add(str(case), check(case, tensors, run(attend(case), case, tensors)))
+    verdict.check()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_unlike_lengths(dim, causal, seed):
+    """Sequences of 1 to 300 tokens and one of 3000 in one call: each has the bits that it has
+    alone."""
+    generator = rand_generator("cuda", seed)
+    lengths = [*range(1, 301, 7), 3000, *range(300, 0, -7)]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    cu = offsets.to("cuda", torch.int32)
+    q, dout = (randn(generator, int(offsets[-1]), 4, dim, dtype=BF16) for _ in range(2))
+    k, v = (randn(generator, int(offsets[-1]), 2, dim, dtype=BF16) for _ in range(2))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = fn.flash_attention_varlen(*leaves, cu, cu, 3000, 3000, causal=causal)
+    whole = [out, *torch.autograd.grad(out, leaves, dout)]
+    for at, length in zip(offsets.tolist(), lengths, strict=False):
+        part = slice(at, at + length)
+        alone = [t.detach()[part].transpose(0, 1)[None].requires_grad_() for t in leaves]
+        one = fn.flash_attention(*alone, causal=causal)
+        results = [one, *torch.autograd.grad(one, alone, dout[part].transpose(0, 1)[None])]
+        for name, a, b in zip(("out", "dq", "dk", "dv"), results, whole, strict=True):
+            assert same_bits(a[0].transpose(0, 1), b[part]), (length, name)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_131072_tokens(dim, seed):
+    """37 rows of each result against fp64; the rows' statistics are the kernel's, whose own rows
+    are checked."""
+    generator = rand_generator("cuda", seed)
+    length, rows = 131072, torch.randint(131072, (32,), generator=torch.Generator().manual_seed(1))
+    rows = torch.cat([rows, torch.tensor([1, 2, 127, 128, length - 1])]).cuda()
+    q, k, v, dout = (randn(generator, 1, 1, length, dim, dtype=BF16) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = fn.flash_attention(*leaves, causal=True, return_lse=True)
+    dq, dk, dv = torch.autograd.grad(out, leaves, dout)
+
+    at = torch.arange(length, device="cuda")
+    scale = dim**-0.5
+    exact_q, exact_k, exact_v, exact_dout = (t.detach()[0, 0].double() for t in (q, k, v, dout))
+    scores = (exact_q[rows] @ exact_k.T * scale).masked_fill(at > rows[:, None], -torch.inf)
+    weights = scores.softmax(-1)
+    expected = weights @ exact_v
+    products = exact_dout[rows] @ exact_v.T
+    delta = (exact_dout[rows] * expected).sum(-1, keepdim=True)
+    of_query = weights * (products - delta) @ exact_k * scale
+    close(out[0, 0, rows], expected)
+    torch.testing.assert_close(lse[0, 0, rows].double(), scores.logsumexp(-1), rtol=2e-4, atol=2e-4)
+    close(dq[0, 0, rows], of_query)
+
+    scores = (exact_k[rows] @ exact_q.T * scale).masked_fill(at < rows[:, None], -torch.inf)
+    weights = (scores - lse[0, 0].double()).exp()
+    delta = (exact_dout * out[0, 0].double()).sum(-1)
+    products = exact_v[rows] @ exact_dout.T
+    close(dv[0, 0, rows], weights @ exact_dout)
+    close(dk[0, 0, rows], weights * (products - delta) @ exact_q * scale)
+
+
+def close(value, expected):
+    """Errors are roundings of bf16: of the probabilities within the sum, and of the result."""
+    error = (value.double() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.max() < 2**-6, error.max()
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_a_thousand_repeats_beside_other_work(dim, seed):
+    generator = rand_generator("cuda", seed)
+    q, k, v, dout = (randn(generator, 2, 4, 333, dim, dtype=BF16) for _ in range(4))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+
+    def step():
+        out, lse = fn.flash_attention(*leaves, causal=True, return_lse=True)
+        return [out, lse, *torch.autograd.grad(out, leaves, dout)]
+
+    first = [t.detach().clone() for t in step()]
+    differences = torch.zeros((), dtype=torch.int64, device="cuda")
+    other, matrix = torch.cuda.Stream(), torch.randn(1536, 1536, device="cuda", dtype=BF16)
+    for repeat in range(1000):
+        if repeat % 4 == 0:
+            with torch.cuda.stream(other):
+                matrix @ matrix
+        for a, b in zip(step(), first, strict=True):
+            differences += (a != b).any()
+    assert differences.item() == 0
+
+
+CALLS = """
+import torch
+from attention_reference import BF16, Case, attend, forced, run, tensors_of
+from harness import rand_generator
+
+for tier in ("portable", "hopper"):
+    with forced(tier):
+        for dim in (64, 96, 128, 192, 256):
+            for size in ((1, 1), (1, 700), (700, 1), (300, 300), (129, 1025), (1025, 129)):
+                for band in ("full", "causal", "left 17", "both"):
+                    for more in ({}, {"mask": "bool"}, {"mask": "float", "sink": "same"},
+                                 {"softcap": 5.0, "alibi": "heads", "layout": "bshd"}):
+                        case = Case(BF16, size, (dim, dim), (2, 2, 1), band, **more)
+                        print(tier, case, flush=True)
+                        run(attend(case), case, tensors_of(case, rand_generator("cuda", 0)))
+                        torch.cuda.synchronize()
+print("all returned")
+"""
+
+
+def test_no_call_waits_for_ever():
+    """The kernels wait for copies, for products and for each other. One that waits for ever would
+    hang this process too, so another one runs them, and what it printed last names the call."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", CALLS],
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=150,
+        )
+    except subprocess.TimeoutExpired as late:
+        pytest.fail(f"hangs: {(late.stdout or b'').decode().splitlines()[-1:]}")
+    assert done.returncode == 0 and done.stdout.endswith("all returned\n"), done.stderr[-2000:]
