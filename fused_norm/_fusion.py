@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
-from torch._inductor.lowering import fallbacks, lowerings
+from torch._inductor.lowering import fallbacks, lowerings, make_fallback, require_contiguous
 from torch._prims_common import make_contiguous_strides_for
 from torch.fx.experimental.symbolic_shapes import statically_known_true, sym_eq
 from torch.utils.flop_counter import flop_registry
@@ -31,6 +31,9 @@ _MM = torch.ops.aten.mm.default
 _MM_ADDING = torch.ops.aten.addmm_.default
 _RESHAPE = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
+
+# Inductor calls it as it is. It has a lowering for addmm alone, which gives a new tensor.
+make_fallback(_MM_ADDING, require_contiguous, warn=False)
 
 
 class FuseResiduals(CustomGraphPass):
