@@ -272,7 +272,8 @@ class NormCheck:
             self._dx(stats, xhat, dy, dx, torch_dx, dresidual)
         if self.weight is not None:
             self._sum("dweight reference", dy * stats.xhat)
-            self._sum("dweight squares", (dy * (stats.xhat.abs() + stats.shift)).square())
+            terms = dy * (torch.maximum(xhat.abs(), stats.xhat.abs()) + stats.shift)
+            self._sum("dweight squares", terms.square())
             self._sum("dweight scale", (dy * stats.scale).square())
             if self.from_output:
                 self._sum("dweight propagated", dy * (xhat - stats.xhat))
@@ -304,7 +305,8 @@ class NormCheck:
         # the rows; where fewer do, in clusters, no sequence is longer than 128, and they are held
         # to it all the same. What a drift of the sum costs is u |sum|.
         chain = math.sqrt(self.total_rows / 128)
-        arithmetic = self.u * ((4 + 0.5 * chain) * root + 4 * ref.abs())
+        total = ref.abs() if propagated is None else ref.abs() + propagated.abs()
+        arithmetic = self.u * ((4 + 0.5 * chain) * root + 4 * total)
         if name == "dbias" and self.dy_repeats:
             # A thread that adds one number again and again rounds alike while its sum stays within
             # a power of two, and other threads do the same: nothing averages out. What holds for
