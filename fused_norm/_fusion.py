@@ -31,9 +31,7 @@ _MM = torch.ops.aten.mm.default
 _MM_ADDING = torch.ops.aten.addmm_.default
 _RESHAPE = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
-
-# Inductor calls it as it is. It has a lowering for addmm alone, which gives a new tensor.
-make_fallback(_MM_ADDING, require_contiguous, warn=False)
+make_fallback(_MM_ADDING, require_contiguous, warn=False)  # Inductor calls it as it is
 
 
 class FuseResiduals(CustomGraphPass):
