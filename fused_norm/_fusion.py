@@ -1,5 +1,4 @@
 """The graph pass of :func:`fused_norm.compile_options`: additions that the norms' kernels take in.
-
 It sees the forward and the backward graph as Inductor has them, after autograd:
 
 - ``total = a + b`` and ``norm(total)`` become a norm of ``a`` with the residual ``b``, which gives
