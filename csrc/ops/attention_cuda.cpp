@@ -222,7 +222,7 @@ void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, cons
   params.lse = lse.mutable_data_ptr();
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params);
-  const Tensor workspace = workspace_of(attention_forward_workspace(params, device, tier));
+  const Tensor workspace = workspace_of(attention_forward_workspace(params, tier));
   check_launch(launch_attention_forward(params, device, tier, data_of(workspace),
                                         at::cuda::getCurrentCUDAStream()));
   finish(written, out);
@@ -261,7 +261,7 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
   }
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params.forward);
-  const Tensor workspace = workspace_of(attention_backward_workspace(params, device, tier));
+  const Tensor workspace = workspace_of(attention_backward_workspace(params, tier));
   check_launch(launch_attention_backward(params, device, tier, data_of(workspace),
                                          at::cuda::getCurrentCUDAStream()));
   finish(dquery, made->query);

@@ -1,7 +1,7 @@
 // Which calls the Hopper kernels of attention take, and in what form.
 #include <gtest/gtest.h>
 
-#include "core/attention/hopper_plan.h"
+#include "core/attention/plan.h"
 #include "tests/cpp/chips.h"
 
 namespace fused_norm {
@@ -25,42 +25,40 @@ TEST(AttentionHopperPlan, RoundsUpToTheWiderHead) {
   for (int dim = 8; dim <= 256; dim += 8) {
     AttentionParams params = call(dim, 512, 512);
     params.value_dim = 8;
-    const int columns = hopper_forward_plan(params).dim;
+    const int columns = hopper_plan(params).dim;
     EXPECT_GE(columns, dim);
     EXPECT_TRUE(dim <= 64 || columns - dim < 64) << dim;
     std::swap(params.head_dim, params.value_dim);
-    EXPECT_EQ(hopper_forward_plan(params).dim, columns);
+    EXPECT_EQ(hopper_plan(params).dim, columns);
   }
 }
 
-// A row's bits depend on its own sequence and the options, so the tiles do too.
+// A row's bits depend on its own sequence and the options, so what sets the tiles does too.
 TEST(AttentionHopperPlan, TilesDoNotDependOnBatchOrLengths) {
   for (int dim : {64, 96, 128, 192, 256}) {
-    const HopperForwardPlan one = hopper_forward_plan(call(dim, 128, 128));
     AttentionParams params = call(dim, 7, 100000);
     params.batch = 1000;
-    const HopperForwardPlan other = hopper_forward_plan(params);
-    EXPECT_EQ(one.queries, other.queries);
-    EXPECT_EQ(one.keys, other.keys);
-    EXPECT_EQ(one.general, other.general);
     const int32_t offsets[] = {0};
-    params.query_offsets = params.key_offsets = offsets;
-    EXPECT_EQ(hopper_forward_plan(params).keys, one.keys);
-    EXPECT_EQ(hopper_forward_plan(params).queries, one.queries);
+    for (const int32_t* packed : {static_cast<const int32_t*>(nullptr), offsets}) {
+      params.query_offsets = params.key_offsets = packed;
+      const HopperPlan one = hopper_plan(call(dim, 128, 128)), other = hopper_plan(params);
+      EXPECT_EQ(one.dim, other.dim);
+      EXPECT_EQ(one.general, other.general);
+    }
   }
 }
 
 TEST(AttentionHopperPlan, OnlyPositiveScalesAndBandsArePlain) {
   AttentionParams params = call(128, 512, 512);
   params.window_right = 0;
-  EXPECT_FALSE(hopper_forward_plan(params).general);
+  EXPECT_FALSE(hopper_plan(params).general);
   for (double scale : {0.0, -0.125, 1e-38}) {
     params.scale = scale;
-    EXPECT_TRUE(hopper_forward_plan(params).general) << scale;
+    EXPECT_TRUE(hopper_plan(params).general) << scale;
   }
   params.scale = 0.125;
   params.softcap = 30;
-  EXPECT_TRUE(hopper_forward_plan(params).general);
+  EXPECT_TRUE(hopper_plan(params).general);
 }
 
 // Heads that share keys follow each other, and so do as many others as the cache holds.
@@ -69,11 +67,11 @@ TEST(AttentionHopperPlan, SectionsHoldWholeGroupsOfHeads) {
     for (bool causal : {false, true}) {
       AttentionParams params = call(128, 512, keys);
       if (causal) params.window_right = 0;
-      const HopperForwardPlan plan = hopper_forward_plan(params);
-      EXPECT_GE(plan.section, 4);
-      EXPECT_EQ(plan.section % 4, 0);
+      const HopperPlan plan = hopper_plan(params);
+      EXPECT_GE(plan.forward_section, 4);
+      EXPECT_EQ(plan.forward_section % 4, 0);
       EXPECT_EQ(plan.in_order, causal);
-      EXPECT_EQ(hopper_forward_workspace(params) != 0, causal);
+      EXPECT_EQ(hopper_workspace(params) != 0, causal);
     }
   }
 }
@@ -84,13 +82,12 @@ TEST(AttentionHopperPlan, BackwardHasATicketForEachOfItsKernels) {
     for (bool causal : {false, true}) {
       AttentionParams params = call(128, length, length);
       if (causal) params.window_right = 0;
-      const HopperBackwardPlan plan = hopper_backward_plan(params);
-      EXPECT_EQ(plan.dim, hopper_forward_plan(params).dim);
+      const HopperPlan plan = hopper_plan(params);
       EXPECT_EQ(plan.query_section % 4, 0);
       EXPECT_GE(plan.query_section, 4);
       EXPECT_GE(plan.key_section, 1);
       EXPECT_EQ(plan.in_order, causal);
-      EXPECT_EQ(hopper_backward_workspace(params), causal ? 3 * sizeof(uint32_t) : 0);
+      EXPECT_EQ(hopper_workspace(params), causal ? 3 * sizeof(uint32_t) : 0);
     }
   }
 }
@@ -112,7 +109,7 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   EXPECT_TRUE(hopper_takes_backward(params, chip));
   params.softcap = 30;
   EXPECT_TRUE(hopper_takes_backward(params, chip));
-  EXPECT_TRUE(hopper_backward_plan(params).general);
+  EXPECT_TRUE(hopper_plan(params).general);
   params.mask.data = &params;
   EXPECT_TRUE(hopper_takes_forward(params, chip));
   params.mask.dtype = DType::kFloat32;
@@ -136,12 +133,12 @@ TEST(AttentionHopperPlan, SequencesThatShareAMaskFollowEachOther) {
   AttentionParams params = call(128, 512, 512);
   params.mask.data = &params;
   params.mask.row_stride = 512;
-  EXPECT_TRUE(hopper_forward_plan(params).batch_first);
+  EXPECT_TRUE(hopper_plan(params).batch_first);
   params.batch = 7;
-  EXPECT_EQ(hopper_forward_plan(params).section, 7);
+  EXPECT_EQ(hopper_plan(params).forward_section, 7);
   params.mask.batch_stride = 512 * 512;
-  EXPECT_FALSE(hopper_forward_plan(params).batch_first);
-  EXPECT_FALSE(hopper_forward_plan(call(128, 512, 512)).batch_first);
+  EXPECT_FALSE(hopper_plan(params).batch_first);
+  EXPECT_FALSE(hopper_plan(call(128, 512, 512)).batch_first);
 }
 
 }  // namespace

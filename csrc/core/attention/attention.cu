@@ -1,8 +1,6 @@
 // Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
-#include "core/attention/hopper.h"
 #include "core/attention/plan.h"
-#include "core/attention/portable.h"
-#include "core/attention/workspace.h"
+#include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
 
 namespace fused_norm {
@@ -52,59 +50,72 @@ cudaError_t clear_outside(const AttentionParams& params, const AttentionTensor& 
                         lse, params.dtype);
 }
 
-AttentionTier resolve(const AttentionParams& params, const DeviceProperties& device,
-                      AttentionTier tier) {
-  return tier == AttentionTier::kAuto ? attention_tier(params, device, tier) : tier;
+// Bytes of the log-sum-exp.
+size_t lse_bytes(const AttentionParams& params) {
+  const int64_t rows = params.query_offsets != nullptr
+                           ? int64_t{params.heads} * params.total_queries
+                           : int64_t{params.batch} * params.heads * params.queries;
+  return rows * (params.dtype == DType::kFloat64 ? 8 : 4);
 }
 
-bool takes_hopper_backward(const AttentionParams& params, const DeviceProperties& device,
-                           AttentionTier tier) {
-  return resolve(params, device, tier) == AttentionTier::kHopper &&
-         hopper_takes_backward(params, device);
+// run(HopperLaunch) for the columns of the call's tiles, after its tickets were made zero.
+template <int kIndex = 0, typename Run>
+cudaError_t with_hopper(const AttentionParams& params, void* tickets, cudaStream_t stream,
+                        Run run) {
+#ifdef FUSED_NORM_WITH_HOPPER
+  constexpr int kDim = kHopperDims[kIndex];
+  if constexpr (kDim != 256) {
+    if (hopper_plan(params).dim != kDim) {
+      return with_hopper<kIndex + 1>(params, tickets, stream, run);
+    }
+  }
+  const size_t bytes = hopper_workspace(params);
+  const cudaError_t error = bytes > 0 ? cudaMemsetAsync(tickets, 0, bytes, stream) : cudaSuccess;
+  return error == cudaSuccess ? run(HopperLaunch<kDim>()) : error;
+#else
+  return cudaErrorNotSupported;
+#endif
 }
 
 }  // namespace
 
-size_t attention_forward_workspace(const AttentionParams& params, const DeviceProperties& device,
-                                   AttentionTier tier) {
-  const bool hopper = resolve(params, device, tier) == AttentionTier::kHopper;
-  return hopper ? hopper_forward_workspace(params) : 0;
+size_t attention_forward_workspace(const AttentionParams& params, AttentionTier tier) {
+  return tier == AttentionTier::kHopper ? hopper_workspace(params) : 0;
 }
 
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
                                      AttentionTier tier, void* workspace, cudaStream_t stream) {
-  const auto run = [&] {
-    switch (resolve(params, device, tier)) {
-      case AttentionTier::kHopper:
-        return launch_attention_forward_hopper(params, device, workspace, stream);
-      case AttentionTier::kPortable:
-        return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-          return attention_forward_portable<decltype(t)>(params, stream);
-        });
-      default:
-        return attention_forward_plain(params, stream);
-    }
-  };
+  if (lse_bytes(params) == 0) return cudaSuccess;
+  cudaError_t error;
+  if (tier == AttentionTier::kHopper) {
+    error = with_hopper(params, workspace, stream, [&](auto hopper) {
+      return hopper.forward(params, device, workspace, stream);
+    });
+  } else if (tier == AttentionTier::kPortable) {
+    error = with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
+      return attention_forward_portable<decltype(t)>(params, stream);
+    });
+  } else {
+    error = attention_forward_plain(params, stream);
+  }
   // Last: Hopper's kernels write rows outside every sequence as those that see nothing but the
   // sink.
-  const cudaError_t error = run();
   if (error != cudaSuccess) return error;
   return clear_outside(params, params.out, params.heads, params.value_dim, /*of_keys=*/false,
                        params.lse, device, stream);
 }
 
-size_t attention_backward_workspace(const AttentionBackwardParams& params,
-                                    const DeviceProperties& device, AttentionTier tier) {
-  const bool hopper = takes_hopper_backward(params.forward, device, tier);
-  return 2 * lse_bytes(params.forward) + (hopper ? hopper_backward_workspace(params.forward) : 0);
+size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
+  const size_t statistics = 2 * lse_bytes(params.forward);
+  return statistics + (tier == AttentionTier::kHopper ? hopper_workspace(params.forward) : 0);
 }
 
 cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       const DeviceProperties& device, AttentionTier tier,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
-  const AttentionGradient gradient{params, workspace,
-                                   static_cast<char*>(workspace) + lse_bytes(forward)};
+  char* exponents = static_cast<char*>(workspace) + lse_bytes(forward);
+  AttentionGradient gradient{params, workspace, exponents};
   const auto clear = [&](const AttentionTensor& tensor, int heads, int cols, bool of_keys) {
     return clear_outside(forward, tensor, heads, cols, of_keys, nullptr, device, stream);
   };
@@ -112,27 +123,25 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   if (error == cudaSuccess) error = clear(params.dkey, forward.kv_heads, forward.head_dim, true);
   if (error == cudaSuccess) error = clear(params.dvalue, forward.kv_heads, forward.value_dim, true);
   if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
-  if (error != cudaSuccess) return error;
-  // The portable tier's kernels serve the other calls that a tensor-core tier's forward pass takes,
-  // and make the mask's gradient.
-  AttentionGradient rest = gradient;
-  if (takes_hopper_backward(forward, device, tier)) {
-    void* tickets = static_cast<char*>(workspace) + 2 * lse_bytes(forward);
-    error = launch_attention_backward_hopper(gradient, device, tickets, stream);
-    rest.params.dquery.data = rest.params.dkey.data = rest.params.dvalue.data = nullptr;
-  }
-  if (error != cudaSuccess) return error;
-  if (resolve(forward, device, tier) != AttentionTier::kPlain) {
-    error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
-      return attention_backward_portable<decltype(t)>(rest, stream);
-    });
-  } else {
-    error = attention_backward_plain(gradient, stream);
-  }
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);
   }
-  return error;
+  if (error == cudaSuccess && tier == AttentionTier::kHopper &&
+      hopper_takes_backward(forward, device)) {
+    void* tickets = exponents + lse_bytes(forward);
+    error = with_hopper(forward, tickets, stream, [&](auto hopper) {
+      return hopper.backward(gradient, device, tickets, stream);
+    });
+    // Left is the mask's gradient.
+    AttentionBackwardParams& left = gradient.params;
+    left.dquery.data = left.dkey.data = left.dvalue.data = nullptr;
+  }
+  if (error != cudaSuccess) return error;
+  if (tier == AttentionTier::kPlain) return attention_backward_plain(gradient, stream);
+  // The portable tier's kernels also serve what else a call on Hopper needs.
+  return with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
+    return attention_backward_portable<decltype(t)>(gradient, stream);
+  });
 }
 
 }  // namespace fused_norm

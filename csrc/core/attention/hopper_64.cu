@@ -1,3 +1,3 @@
 #include "core/attention/hopper_launch.cuh"
 
-FUSED_NORM_HOPPER(64)
+template struct fused_norm::HopperLaunch<64>;

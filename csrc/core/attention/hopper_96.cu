@@ -1,3 +1,3 @@
 #include "core/attention/hopper_launch.cuh"
 
-FUSED_NORM_HOPPER(96)
+template struct fused_norm::HopperLaunch<96>;

@@ -323,11 +323,7 @@ class BackwardConsumer {
   __device__ __forceinline__ float weight(int i) const {
     if constexpr (!kSecond) return scores_[i];
     const uint32_t two = second_weights_[i / 2];
-    if constexpr (std::is_same_v<T, __half>) {
-      return __half2float(__ushort_as_half(static_cast<unsigned short>(i % 2 ? two >> 16 : two)));
-    } else {
-      return __uint_as_float(i % 2 ? two & 0xFFFF0000 : two << 16);
-    }
+    return value_of<T>(i % 2 ? two >> 16 : two);
   }
 
   // Rounds and writes the thread's rows of a gradient.

@@ -7,10 +7,10 @@
 #include <cstdint>
 
 #include "core/attention/hopper_mask.cuh"
-#include "core/attention/hopper_plan.h"
 #include "core/attention/hopper_ptx.cuh"
 #include "core/attention/hopper_scores.cuh"
 #include "core/attention/hopper_work.cuh"
+#include "core/attention/plan.h"
 
 namespace fused_norm::hopper {
 
@@ -20,17 +20,15 @@ namespace fused_norm::hopper {
 struct BackwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap own_first, own_second;      // query and dout, or key and value
   CUtensorMap other_first, other_second;  // key and value, or query and dout
-  const float *exponents, *delta;         // of queries (workspace.h)
+  const float *exponents, *delta;         // of queries (tiers.h)
   int32_t group;                          // query heads of a head of keys
   float gradient_scale;                   // what dquery and dkey are multiplied by at last
-  AttentionTensor first,
-      second;  // dquery or dkey; dvalue. Null data: not asked for
+  AttentionTensor first, second;          // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
 };
 
-// A form of the kernel. kGeneral: scores pass through softcap, slopes and
-// mask. kOfKeys: the own side are
-// keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue.
+// A form of the kernel. kGeneral: scores pass through softcap, slopes and mask. kOfKeys: the own
+// side are keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue.
 template <typename T_, int kDim_, bool kGeneral_, bool kOfKeys_, bool kFirst_, bool kSecond_>
 struct BackwardForm {
   using T = T_;

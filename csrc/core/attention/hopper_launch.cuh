@@ -1,18 +1,60 @@
 // From a call's parameters to launches of the kernels of a head dimension.
 #pragma once
 
+#include <cuda.h>
+#include <cudaTypedefs.h>
+
 #include <algorithm>
 #include <cmath>
 #include <utility>
 
-#include "core/attention/hopper.h"
 #include "core/attention/hopper_backward.cuh"
 #include "core/attention/hopper_forward.cuh"
-#include "core/attention/hopper_tensor_map.h"
-#include "core/attention/plan.h"
+#include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
 
-namespace fused_norm::hopper {
+namespace fused_norm {
+namespace hopper {
+
+// The driver's function, asked for once; null where the driver has none.
+inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }();
+  return encoder;
+}
+
+// Of a 16-bit tensor (batch, heads, rows, columns) with strides of multiples of 8 elements, for
+// tiles of `tile_rows` rows and panels of `panel_columns` columns (SharedTile).
+inline cudaError_t make_tensor_map(const AttentionTensor& tensor, DType dtype, int64_t batch,
+                                   int64_t heads, int64_t rows, int64_t columns, int tile_rows,
+                                   int panel_columns, CUtensorMap* map) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
+                              static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
+  // A dimension of one element may have any stride; the driver wants a multiple of 16 bytes.
+  const auto bytes = [](int64_t stride, int64_t size) {
+    return static_cast<cuuint64_t>(size > 1 ? 2 * stride : 16);
+  };
+  const cuuint64_t strides[] = {bytes(tensor.row_stride, rows), bytes(tensor.head_stride, heads),
+                                bytes(tensor.batch_stride, batch)};
+  const cuuint32_t box[] = {static_cast<cuuint32_t>(panel_columns),
+                            static_cast<cuuint32_t>(tile_rows), 1, 1};
+  const cuuint32_t steps[] = {1, 1, 1, 1};
+  const CUresult result = encode(
+      map,
+      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      panel_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
 
 inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
   const bool capped = params.softcap > 0;
@@ -82,11 +124,9 @@ cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, b
                             : int64_t{params.batch} * args->query_tiles;
   if (tiles * params.heads == 0) return cudaSuccess;
   static_assert(sizeof(Memory) <= 227 * 1024);
-  detail::LaunchOptions options;
-  options.shared_bytes = sizeof(Memory);
   const auto blocks = std::min<int64_t>(device.sm_count, tiles * params.heads);
-  return detail::launch(kernel, static_cast<unsigned>(blocks), Form::kThreads, options, stream,
-                        *args);
+  return detail::launch(kernel, static_cast<unsigned>(blocks), Form::kThreads, {sizeof(Memory)},
+                        stream, *args);
 }
 
 template <typename Form>
@@ -102,10 +142,10 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   args.out = params.out;
   args.value_dim = params.value_dim;
   args.lse = static_cast<float*>(params.lse);
-  const HopperForwardPlan plan = hopper_forward_plan(params);
+  const HopperPlan plan = hopper_plan(params);
   return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(
-      attention_forward_hopper<Form>, params, plan.in_order, plan.section, plan.batch_first, device,
-      plan.in_order ? ticket : nullptr, stream, &args);
+      attention_forward_hopper<Form>, params, plan.in_order, plan.forward_section, plan.batch_first,
+      device, plan.in_order ? ticket : nullptr, stream, &args);
 }
 
 // The call whose queries are this one's keys.
@@ -142,7 +182,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   args.gradient_scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
   args.value_dim = params.value_dim;
-  const HopperBackwardPlan plan = hopper_backward_plan(params);
+  const HopperPlan plan = hopper_plan(params);
   // Of queries, causal, the last see most; of keys, the first are seen most.
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
       attention_backward_hopper<Form>, kOfKeys ? with_sides_changed(params) : params,
@@ -159,9 +199,13 @@ cudaError_t with_kind(const AttentionParams& params, Run run) {
   });
 }
 
+}  // namespace hopper
+
 template <int kDim>
-cudaError_t launch_forward(const AttentionParams& params, const DeviceProperties& device,
-                           void* tickets, cudaStream_t stream) {
+cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
+                                        const DeviceProperties& device, void* tickets,
+                                        cudaStream_t stream) {
+  using namespace hopper;
   return with_kind(params, [&](auto zero, auto general) {
     return launch_forward_form<ForwardForm<decltype(zero), kDim, general.value>>(
         params, device, static_cast<uint32_t*>(tickets), stream);
@@ -169,8 +213,10 @@ cudaError_t launch_forward(const AttentionParams& params, const DeviceProperties
 }
 
 template <int kDim>
-cudaError_t launch_backward(const AttentionGradient& gradient, const DeviceProperties& device,
-                            void* tickets, cudaStream_t stream) {
+cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
+                                         const DeviceProperties& device, void* tickets,
+                                         cudaStream_t stream) {
+  using namespace hopper;
   return with_kind(gradient.params.forward, [&](auto zero, auto general) {
     auto* ticket = static_cast<uint32_t*>(tickets);
     cudaError_t error = cudaSuccess;
@@ -193,13 +239,4 @@ cudaError_t launch_backward(const AttentionGradient& gradient, const DevicePrope
   });
 }
 
-// The kernels of a head dimension have a source file of their own.
-#define FUSED_NORM_HOPPER(dim)                                                          \
-  template cudaError_t fused_norm::hopper::launch_forward<dim>(                         \
-      const AttentionParams& params, const DeviceProperties& device, void* tickets,     \
-      cudaStream_t stream);                                                             \
-  template cudaError_t fused_norm::hopper::launch_backward<dim>(                        \
-      const AttentionGradient& gradient, const DeviceProperties& device, void* tickets, \
-      cudaStream_t stream);
-
-}  // namespace fused_norm::hopper
+}  // namespace fused_norm

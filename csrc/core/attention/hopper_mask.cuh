@@ -67,7 +67,7 @@ struct MaskTile {
       if constexpr (kMaxBytes == 4)
         add_as(uint32_t(), [](uint32_t bits) { return __uint_as_float(bits); });
     } else {
-      add_as(uint16_t(), [](uint32_t bits) { return unpack<T>(bits); });
+      add_as(uint16_t(), [](uint32_t bits) { return value_of<T>(bits); });
     }
   }
 
@@ -96,15 +96,13 @@ struct MaskTile {
       each_row(
           [](char* to, const Bits*) { *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0); });
     } else if (is_dense && left >= 16 && offsets % 16 == 0) {
-      each_row(
-          [](char* to, const Bits* source) { copy_async<16>(shared_address(to), source, 16); });
+      each_row([](char* to, const Bits* source) { copy_async<16>(shared_address(to), source); });
     } else if (is_dense && (left >= 16 || left % 4 == 0) && offsets % 4 == 0) {
       each_row([&](char* to, const Bits* source) {
 #pragma unroll
         for (int i = 0; i < 16; i += 4) {
           const bool is_inside = i < left;
-          copy_async<4>(shared_address(to + i), is_inside ? source + i / kSize : source,
-                        is_inside ? 4 : 0);
+          copy_async<4>(shared_address(to + i), is_inside ? source + i / kSize : source, is_inside);
         }
       });
     } else if (is_dense && left >= 20) {

@@ -6,10 +6,10 @@
 #include <cstdint>
 
 #include "core/attention/hopper_mask.cuh"
-#include "core/attention/hopper_plan.h"
 #include "core/attention/hopper_ptx.cuh"
 #include "core/attention/hopper_scores.cuh"
 #include "core/attention/hopper_work.cuh"
+#include "core/attention/plan.h"
 
 namespace fused_norm::hopper {
 

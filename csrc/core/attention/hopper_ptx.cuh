@@ -11,14 +11,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "core/attention/fast_math.cuh"
+#include "core/attention/instructions.cuh"
 #include "core/common/bulk_copy.cuh"
+#include "core/common/pack.cuh"
 
 namespace fused_norm::hopper {
-
-__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
 
 // Barriers in shared memory. ------------------------------------------------------------------
 
@@ -28,51 +25,16 @@ __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
                : "memory");
 }
 
-// Copies `bytes`, at most kBytes, and zeros for the rest of kBytes, by this thread; the barrier
-// gets one of its arrivals when all that the thread has started are there.
-template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
-  if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
-                 : "memory");
-  } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(kBytes),
-                 "r"(bytes)
-                 : "memory");
-  }
-}
+// The barrier gets one of its arrivals when all copy_async() that the thread has started are there.
 __device__ __forceinline__ void arrive_after_copies(CopyBarrier& barrier) {
   asm volatile(
       "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
       : "memory");
 }
 
-// Until the phase of `parity` has ended; a new barrier is as if one of parity 1 had. With
-// FUSED_NORM_WATCHDOG, for tests, a wait gives up after a while and says so, in place of a hang. (A
-// trap would make the compiler ignore setmaxnreg.)
-#ifdef FUSED_NORM_WATCHDOG
-static __device__ int watchdog_bites;
-#endif
+// Until the phase of `parity` has ended; a new barrier is as if one of parity 1 had.
 __device__ __forceinline__ void wait(const CopyBarrier& barrier, uint32_t parity) {
-#ifdef FUSED_NORM_WATCHDOG
-  for (int polls = 0;; ++polls) {
-    uint32_t done;
-    asm volatile(
-        "{\n.reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(done)
-        : "r"(shared_address(&barrier)), "r"(parity)
-        : "memory");
-    if (done) return;
-    if (polls > 20000) {
-      watchdog_bites = 1;
-      return;
-    }
-  }
-#else
   barrier.wait(parity);
-#endif
 }
 
 // Barriers of a ring of slots: so many arrivals fill one, so many readers leave it.
@@ -197,88 +159,81 @@ __device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
-template <int N>
-struct Product;
-
-#define FUSED_NORM_R0 "%0,%1,%2,%3,%4,%5,%6,%7"
-#define FUSED_NORM_R1 FUSED_NORM_R0 ",%8,%9,%10,%11,%12,%13,%14,%15"
-#define FUSED_NORM_R2 FUSED_NORM_R1 ",%16,%17,%18,%19,%20,%21,%22,%23"
-#define FUSED_NORM_R3 FUSED_NORM_R2 ",%24,%25,%26,%27,%28,%29,%30,%31"
-#define FUSED_NORM_R4 FUSED_NORM_R3 ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define FUSED_NORM_R5 FUSED_NORM_R4 ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define FUSED_NORM_R6 FUSED_NORM_R5 ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define FUSED_NORM_R7 FUSED_NORM_R6 ",%56,%57,%58,%59,%60,%61,%62,%63"
-#define FUSED_NORM_R11                                                                             \
-  FUSED_NORM_R7                                                                                    \
-  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85,%86,%" \
-  "87,"                                                                                            \
-  "%88,%89,%90,%91,%92,%93,%94,%95"
-#define FUSED_NORM_R15                                                                           \
-  FUSED_NORM_R11                                                                                 \
-  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114," \
-  "%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
+// D's registers in the assembly, and what they are.
+#define FUSED_NORM_R64                                    \
+  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
+  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FUSED_NORM_R80 \
+  FUSED_NORM_R64       \
+  ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define FUSED_NORM_R96 \
+  FUSED_NORM_R80       \
+  ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define FUSED_NORM_R112 \
+  FUSED_NORM_R96        \
+  ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define FUSED_NORM_R128 \
+  FUSED_NORM_R112       \
+  ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define FUSED_NORM_R192                                              \
+  FUSED_NORM_R128                                                    \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
+  ",%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
+#define FUSED_NORM_R256                                                          \
+  FUSED_NORM_R192                                                                \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111" \
+  ",%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define FUSED_NORM_8(i)                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FUSED_NORM_D3 FUSED_NORM_8(0), FUSED_NORM_8(8), FUSED_NORM_8(16), FUSED_NORM_8(24)
-#define FUSED_NORM_D4 FUSED_NORM_D3, FUSED_NORM_8(32)
-#define FUSED_NORM_D5 FUSED_NORM_D4, FUSED_NORM_8(40)
-#define FUSED_NORM_D6 FUSED_NORM_D5, FUSED_NORM_8(48)
-#define FUSED_NORM_D7 FUSED_NORM_D6, FUSED_NORM_8(56)
-#define FUSED_NORM_D11 \
-  FUSED_NORM_D7, FUSED_NORM_8(64), FUSED_NORM_8(72), FUSED_NORM_8(80), FUSED_NORM_8(88)
-#define FUSED_NORM_D15 \
-  FUSED_NORM_D11, FUSED_NORM_8(96), FUSED_NORM_8(104), FUSED_NORM_8(112), FUSED_NORM_8(120)
+#define FUSED_NORM_D64 FUSED_NORM_8(0), FUSED_NORM_8(8), FUSED_NORM_8(16), FUSED_NORM_8(24)
+#define FUSED_NORM_D80 FUSED_NORM_D64, FUSED_NORM_8(32)
+#define FUSED_NORM_D96 FUSED_NORM_D80, FUSED_NORM_8(40)
+#define FUSED_NORM_D112 FUSED_NORM_D96, FUSED_NORM_8(48)
+#define FUSED_NORM_D128 FUSED_NORM_D112, FUSED_NORM_8(56)
+#define FUSED_NORM_D192 \
+  FUSED_NORM_D128, FUSED_NORM_8(64), FUSED_NORM_8(72), FUSED_NORM_8(80), FUSED_NORM_8(88)
+#define FUSED_NORM_D256 \
+  FUSED_NORM_D192, FUSED_NORM_8(96), FUSED_NORM_8(104), FUSED_NORM_8(112), FUSED_NORM_8(120)
 
-// The operands after D's registers: their indices are N / 2 and on.
-#define FUSED_NORM_SHARED_A(n, type, groups, a, b, c, t)                                \
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #c                                  \
-               ", 0;\n"                                                                 \
-               "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type          \
-               " {" FUSED_NORM_R##groups "}, %" #a ", %" #b ", p, 1, 1, 0, %" #t ";\n}" \
-               : FUSED_NORM_D##groups                                                   \
-               : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)), "n"(int{kTransposed}))
-#define FUSED_NORM_REGISTER_A(n, type, groups, a0, a1, a2, a3, b, t)                            \
-  asm volatile(                                                                                 \
-      "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type " {" FUSED_NORM_R##groups \
-      "}, {%" #a0 ",%" #a1 ",%" #a2 ",%" #a3 "}, %" #b ", 1, 1, 1, %" #t ";"                    \
-      : FUSED_NORM_D##groups                                                                    \
-      : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right), "n"(int{kTransposed}))
-
-// shared(): A from shared memory, along_rows(); D = A B where not `accumulate`. registers(): A from
-// registers. kTransposed: B is a down_columns() operand.
-#define FUSED_NORM_PRODUCT(n, groups, i0, i1, i2, i3, i4, i5)                                 \
+// shared(): A from shared memory, along_rows(), and B too; D = A B where not `accumulate`.
+// registers(): A from registers, B a down_columns() operand. The indices of operands after D's
+// registers, i0 to i4, are N / 2 and on.
+template <typename T, int N>
+struct Product;
+#define FUSED_NORM_PRODUCT(T, type, n, i0, i1, i2, i3, i4)                                    \
   template <>                                                                                 \
-  struct Product<n> {                                                                         \
-    template <typename T, bool kTransposed>                                                   \
+  struct Product<T, n> {                                                                      \
     static __device__ __forceinline__ void shared(float (&d)[n / 2], uint64_t left,           \
                                                   uint64_t right, bool accumulate) {          \
-      if constexpr (std::is_same_v<T, __half>) {                                              \
-        FUSED_NORM_SHARED_A(n, "f16", groups, i0, i1, i2, i3);                                \
-      } else {                                                                                \
-        FUSED_NORM_SHARED_A(n, "bf16", groups, i0, i1, i2, i3);                               \
-      }                                                                                       \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                   \
+                   ", 0;\n"                                                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
+                   " {" FUSED_NORM_R##n "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, 0;\n}"            \
+                   : FUSED_NORM_D##n                                                          \
+                   : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)));               \
     }                                                                                         \
-    template <typename T, bool kTransposed>                                                   \
     static __device__ __forceinline__ void registers(float (&d)[n / 2], const uint32_t* left, \
                                                      uint64_t right) {                        \
-      if constexpr (std::is_same_v<T, __half>) {                                              \
-        FUSED_NORM_REGISTER_A(n, "f16", groups, i0, i1, i2, i3, i4, i5);                      \
-      } else {                                                                                \
-        FUSED_NORM_REGISTER_A(n, "bf16", groups, i0, i1, i2, i3, i4, i5);                     \
-      }                                                                                       \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
+                   " {" FUSED_NORM_R##n "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4     \
+                                        ", 1, 1, 1, 1;"                                       \
+                   : FUSED_NORM_D##n                                                          \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));     \
     }                                                                                         \
   };
-FUSED_NORM_PRODUCT(64, 3, 32, 33, 34, 35, 36, 37)
-FUSED_NORM_PRODUCT(80, 4, 40, 41, 42, 43, 44, 45)
-FUSED_NORM_PRODUCT(96, 5, 48, 49, 50, 51, 52, 53)
-FUSED_NORM_PRODUCT(112, 6, 56, 57, 58, 59, 60, 61)
-FUSED_NORM_PRODUCT(128, 7, 64, 65, 66, 67, 68, 69)
-FUSED_NORM_PRODUCT(192, 11, 96, 97, 98, 99, 100, 101)
-FUSED_NORM_PRODUCT(256, 15, 128, 129, 130, 131, 132, 133)
+#define FUSED_NORM_PRODUCTS(...)                 \
+  FUSED_NORM_PRODUCT(__half, "f16", __VA_ARGS__) \
+  FUSED_NORM_PRODUCT(__nv_bfloat16, "bf16", __VA_ARGS__)
+FUSED_NORM_PRODUCTS(64, 32, 33, 34, 35, 36)
+FUSED_NORM_PRODUCTS(80, 40, 41, 42, 43, 44)
+FUSED_NORM_PRODUCTS(96, 48, 49, 50, 51, 52)
+FUSED_NORM_PRODUCTS(112, 56, 57, 58, 59, 60)
+FUSED_NORM_PRODUCTS(128, 64, 65, 66, 67, 68)
+FUSED_NORM_PRODUCTS(192, 96, 97, 98, 99, 100)
+FUSED_NORM_PRODUCTS(256, 128, 129, 130, 131, 132)
+#undef FUSED_NORM_PRODUCTS
 #undef FUSED_NORM_PRODUCT
-#undef FUSED_NORM_REGISTER_A
-#undef FUSED_NORM_SHARED_A
 
 // Starts D = A B^T of two tiles' rows, or D += A B of packed numbers and a tile, along all of the
 // sum: batches of their own.
@@ -287,8 +242,8 @@ __device__ __forceinline__ void start_product(float (&d)[kCount], uint64_t left,
   fence_products();
 #pragma unroll
   for (int step = 0; step < Left::kColumns / 16; ++step) {
-    Product<2 * kCount>::template shared<T, false>(d, left + Left::row_step(step),
-                                                   right + Right::row_step(step), step > 0);
+    Product<T, 2 * kCount>::shared(d, left + Left::row_step(step), right + Right::row_step(step),
+                                   step > 0);
   }
   commit_products();
 }
@@ -298,8 +253,7 @@ __device__ __forceinline__ void start_sum(float (&d)[kCount], const uint32_t (&w
   fence_products();
 #pragma unroll
   for (int step = 0; step < Right::kRows / 16; ++step) {
-    Product<2 * kCount>::template registers<T, true>(d, weights + 4 * step,
-                                                     right + Right::column_step(step));
+    Product<T, 2 * kCount>::registers(d, weights + 4 * step, right + Right::column_step(step));
   }
   commit_products();
 }
@@ -335,32 +289,10 @@ __device__ __forceinline__ void load_two_shared(uint32_t (&to)[2], uint32_t from
   }
 }
 
-// The number that 16 bits are.
-template <typename T>
-__device__ __forceinline__ float unpack(uint32_t bits) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return __half2float(__ushort_as_half(static_cast<unsigned short>(bits)));
-  } else {
-    return __uint_as_float(bits << 16);
-  }
-}
-
-// Two numbers rounded to 16 bit, `low` in the low half.
-template <typename T>
-__device__ __forceinline__ uint32_t pack_two(float low, float high) {
-  uint32_t packed;
-  if constexpr (std::is_same_v<T, __half>) {
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  } else {
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-  }
-  return packed;
-}
-
 template <typename T, int kCount>
 __device__ __forceinline__ void round(uint32_t (&to)[kCount], const float (&from)[2 * kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) to[i] = pack_two<T>(from[2 * i], from[2 * i + 1]);
+  for (int i = 0; i < kCount; ++i) to[i] = detail::round_pair(from[2 * i], from[2 * i + 1], T());
 }
 
 }  // namespace fused_norm::hopper

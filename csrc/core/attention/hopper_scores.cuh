@@ -9,8 +9,6 @@
 
 namespace fused_norm::hopper {
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 // What becomes of query . key.
 struct ScoreArgs {
   // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
@@ -31,15 +29,6 @@ struct RowState {
   float largest[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};
 };
-
-__device__ __forceinline__ float quad_max(float x) {
-  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
-  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-  x += __shfl_xor_sync(~0u, x, 1);
-  return x + __shfl_xor_sync(~0u, x, 2);
-}
 
 // Scores become exp2(exponent (score - largest)); what was summed so far is to be multiplied by
 // `rescale`. Columns of -inf alone give zeros.

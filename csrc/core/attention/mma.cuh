@@ -7,36 +7,11 @@
 
 #include <cstdint>
 
-#include "core/attention/fast_math.cuh"
+#include "core/attention/instructions.cuh"
 #include "core/common/pack.cuh"
 
 namespace fused_norm {
 namespace mma {
-
-__device__ __forceinline__ uint32_t shared_address(const void* data) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(data));
-}
-
-// Starts to copy 16 bytes to shared memory; zeros where `valid` is false, and then reads nothing.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 16 : 0)
-               : "memory");
-}
-// As copy_async, of 4 bytes.
-__device__ __forceinline__ void copy_async_word(uint32_t to, const void* from, bool valid) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
-               "r"(valid ? 4 : 0)
-               : "memory");
-}
-// Ends a group of the thread's copies.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;"); }
-// Waits until all but the thread's last `kLeft` groups have arrived; a barrier shows them to
-// others.
-template <int kLeft>
-__device__ __forceinline__ void wait_copies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
-}
 
 // Loads four 8 x 8 matrices, of whose 32 rows each lane names one. Lane l gets of each matrix
 // row l / 4, columns 2 (l % 4) and the next; transposed, column l / 4 and these rows.
@@ -61,22 +36,18 @@ __device__ __forceinline__ uint32_t transpose(uint32_t pair) {
 
 // acc (16 x 8) += a (16 x 16) b (16 x 8). Lane l has rows l / 4 and l / 4 + 8 of acc, two elements
 // each, in columns 2 (l % 4) and the next.
-__device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1, __nv_bfloat16) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-__device__ __forceinline__ void multiply(float (&acc)[4], const uint32_t (&a)[4], uint32_t b0,
-                                         uint32_t b1, __half) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
+#define FUSED_NORM_MULTIPLY(T, type)                                                           \
+  __device__ __forceinline__ void multiply(float(&acc)[4], const uint32_t(&a)[4], uint32_t b0, \
+                                           uint32_t b1, T) {                                   \
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." type "." type                        \
+                 ".f32 "                                                                       \
+                 "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"             \
+                 : "+f"(acc[0]), "+f"(acc[1]), "+f"(acc[2]), "+f"(acc[3])                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));              \
+  }
+FUSED_NORM_MULTIPLY(__nv_bfloat16, "bf16")
+FUSED_NORM_MULTIPLY(__half, "f16")
+#undef FUSED_NORM_MULTIPLY
 
 // Rows of kDim 16-bit elements in shared memory, 64, 128 or 256. Chunk c of 16 bytes of row r lies
 // at chunk c ^ (r % 8), so that eight rows' chunks of one column lie in different banks.

@@ -3,6 +3,8 @@
 // lengths or the number of multiprocessors: a row's sums have one order.
 #pragma once
 
+#include <cstddef>
+
 #include "core/attention/params.h"
 #include "core/common/sizes.h"
 
@@ -74,5 +76,75 @@ constexpr int forward_shared_bytes(const AttentionTiles& tiles) {
 constexpr int backward_shared_bytes(const AttentionTiles& tiles) {
   return 2 * tiles.own() * tiles.dim * 2 + tiles.stages * tiles.others * (2 * tiles.dim * 2 + 8);
 }
+
+// The tier for Hopper (compute capability 9.0): columns of a tile, of the head dimensions up to
+// that.
+constexpr int kHopperDims[] = {64, 96, 128, 192, 256};
+constexpr int hopper_dim_index(int dim) {
+  int index = 0;
+  while (kHopperDims[index] < dim) ++index;
+  return index;
+}
+
+// Tiles by kHopperDims, as large as registers and shared memory allow: for plain scores, and for
+// others. Forward: a block has 64 queries for each of its `groups` warpgroups, three where two
+// exponentiate too slowly for the tensor cores. `query_stages`: tiles of queries in shared memory.
+// in_turns: two warpgroups start their products in turn.
+struct HopperForwardTiles {
+  int keys, groups, query_stages;
+  bool in_turns;
+};
+constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
+    {{128, 3, 2, false},
+     {96, 3, 2, false},
+     {128, 2, 2, false},
+     {112, 2, 1, true},
+     {80, 2, 1, false}},
+    {{128, 2, 1, false},
+     {112, 2, 1, false},
+     {112, 2, 1, false},
+     {80, 2, 1, false},
+     {64, 2, 1, false}},
+};
+// Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
+// side shared memory has, of query or key, and of dout or value.
+struct HopperBackwardTiles {
+  int others, own_stages, first_stages, second_stages;
+};
+constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
+    {128, 2, 3, 3}, {128, 2, 2, 2}, {128, 1, 2, 2}, {64, 1, 2, 2}, {64, 1, 2, 1}};
+constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
+    {{128, 2, 3, 3}, {96, 2, 2, 2}, {64, 2, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
+    {{112, 2, 3, 3}, {96, 2, 2, 2}, {64, 2, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
+};
+// dkey and dvalue are made together where a warpgroup's registers hold both, else the latter with:
+constexpr bool hopper_makes_both(int dim) { return dim <= 128; }
+constexpr HopperBackwardTiles kHopperValueGradientTiles[] = {
+    {}, {}, {}, {96, 1, 2, 2}, {64, 1, 2, 2}};
+
+// How a call runs on Hopper. Everything that a row's bits depend on, dim and general, is a function
+// of the call's options alone; the rest is the order of the work.
+struct HopperPlan {
+  int dim;           // columns of a tile: both head dimensions, rounded up
+  bool general;      // scores need more than a positive scale and a band
+  bool in_order;     // tiles take unlike times: longest first, to the next block that is free
+  bool batch_first;  // forward: (batch, head) pairs of a head follow each other, else of a sequence
+  // Pairs whose other side shares the second-level cache: of queries' heads in the forward and the
+  // backward pass, and of keys'.
+  int forward_section, query_section, key_section;
+};
+HopperPlan hopper_plan(const AttentionParams& params);
+
+// Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, without dropout;
+// whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
+// compiled.
+bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
+// What the forward pass takes, but of masks those of 16 bit and booleans up to this head dimension:
+// shared memory has no room for others.
+constexpr int kMaxMaskedBackwardDim = 192;
+bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
+
+// Bytes of the tickets by which tiles are handed out as blocks come: one for each kernel of a pass.
+size_t hopper_workspace(const AttentionParams& params);
 
 }  // namespace fused_norm

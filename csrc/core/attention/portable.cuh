@@ -12,8 +12,6 @@
 namespace fused_norm {
 namespace portable {
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
-
 enum class Kernel { kForward, kQueryGradient, kKeyGradient, kMaskGradient };
 
 constexpr AttentionTiles tiles_of_kernel(Kernel kernel, bool general, int index) {
@@ -59,7 +57,7 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const T* data, int64_t st
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
     const int at = first + i * kRowsAtOnce;
-    mma::copy_async(mma::Tile<kDim>::at(to, at, chunk), from, at >= begin && at < end);
+    copy_async<16>(mma::Tile<kDim>::at(to, at, chunk), from, at >= begin && at < end);
     from += kRowsAtOnce * stride;
     // Keeps the compiler from holding every row's address in registers of its own.
     asm volatile("" : "+l"(from));

@@ -122,7 +122,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
   const ScoreRules<float> rules(params, s, head);
   const float unit = static_cast<float>(params.scale) * kLog2E;
   const Side<T, !kOfKeys> others(g, s, kOfKeys ? head : head / (params.heads / params.kv_heads));
-  const uint32_t own_tile = mma::shared_address(shared);
+  const uint32_t own_tile = shared_address(shared);
   const uint32_t other_tiles = own_tile + 2 * S::kOwnBytes;
   const auto own_rows = mma::left_rows<kDim>(own_tile, warp_row);
   // Of queries, two floats each: behind the tiles of the other side, or a thread's own.
@@ -133,10 +133,10 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
     others.template copy<S, kOthers>(other_tiles + stage * 2 * S::kOtherBytes, row, range);
     if (kOfKeys && threadIdx.x < 2 * kOthers) {
       const int query = row + threadIdx.x % kOthers;
-      mma::copy_async_word(own_tile + kStatistics + (stage * 2 * kOthers + threadIdx.x) * 4,
-                           (threadIdx.x < kOthers ? exponents : delta) + query, query < s.queries);
+      copy_async<4>(own_tile + kStatistics + (stage * 2 * kOthers + threadIdx.x) * 4,
+                    (threadIdx.x < kOthers ? exponents : delta) + query, query < s.queries);
     }
-    mma::commit_copies();
+    detail::commit_copies();
   };
   QueryStatistic<S> row_exponents, row_delta;
   if constexpr (!kOfKeys) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
   __syncthreads();  // what was before is done with the tiles
   copy_others(other, 0);
   for (; other < range.end; other += kOthers) {
-    mma::wait_copies<0>();
+    detail::wait_for_copies<0>();
     __syncthreads();
     if (S::kStages == 2 && other + kOthers < range.end) copy_others(other + kOthers, stage ^ 1);
     const int query = kOfKeys ? other : own, key = kOfKeys ? own : other;
@@ -195,7 +195,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
       copy_others(other + kOthers, 0);
     }
   }
-  mma::wait_copies<0>();
+  detail::wait_for_copies<0>();
 }
 
 // dquery of a tile of queries, or kOfKeys dkey and dvalue of a tile of keys, for the heads of its
@@ -219,9 +219,8 @@ __device__ __forceinline__ bool gradient_tile(const AttentionGradient& g, char* 
     const Range seen = band.keys_of(0, s.queries, s.keys);
     valid = {max(own, seen.begin), min(own_end, seen.end)};
   }
-  Side<T, kOfKeys>(g, s, own_head)
-      .template copy<S, S::kOwn>(mma::shared_address(shared), own, valid);
-  mma::commit_copies();
+  Side<T, kOfKeys>(g, s, own_head).template copy<S, S::kOwn>(shared_address(shared), own, valid);
+  detail::commit_copies();
   const bool of_scores = kBoth || part == 1, of_values = kOfKeys && (kBoth || part == 0);
   typename S::Out acc, dvalue;
   mma::clear<kM, kColumns>(acc);
@@ -285,9 +284,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
       g.params, place, [&](const Sequence& s, int head, int query, const Range& keys) {
         __syncthreads();  // the tiles before are done with
         Side<typename S::T, false>(g, s, head)
-            .template copy<S, S::kOwn>(mma::shared_address(shared), query,
+            .template copy<S, S::kOwn>(shared_address(shared), query,
                                        {query, min(query + S::kOwn, s.queries)});
-        mma::commit_copies();
+        detail::commit_copies();
         walk<S>(g, shared, s, head, query, keys, true,
                 [&](const auto&, const auto& gradient, char*, uint32_t) {
                   mma::for_elements<S::kM, S::kN>(

@@ -31,8 +31,7 @@ __device__ __forceinline__ void advance_softmax(typename S::Scores& scores,
     for (int n = 0; n < S::kN; ++n) {
       max = fmaxf(max, fmaxf(scores[r / 2][n][r % 2 * 2], scores[r / 2][n][r % 2 * 2 + 1]));
     }
-    max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 1));
-    max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, 2));
+    max = quad_max(max);
     rescale[r] = 1;
     if (max > rows.max[r] + slack) {
       rescale[r] = exp2_fast((rows.max[r] - max) * unit);
@@ -66,9 +65,7 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& params, const
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2 * S::kM; ++r) {
-    float sum = rows.sum[r];
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    float sum = quad_sum(rows.sum[r]);
     const float max = rows.max[r] == -INFINITY ? -INFINITY : rows.max[r] * unit;
     const float last_max = fmaxf(max, sink);
     float scale = 1;
@@ -105,7 +102,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   const ScoreRules<float> rules(params, s, head);
   float unit = static_cast<float>(params.scale) * kLog2E;
 
-  const uint32_t query_tile = mma::shared_address(shared);
+  const uint32_t query_tile = shared_address(shared);
   const uint32_t key_tile = query_tile + S::kOwnBytes, value_tile = key_tile + S::kOtherBytes;
   const auto query_rows = mma::left_rows<kDim>(query_tile, warp_row);
   const auto key_rows = mma::right_rows<kDim>(key_tile);
@@ -114,7 +111,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     copy_rows<T, kDim, kKeys, kThreads>(tile,
                                         row_of<const T>(tensor, s.batch, kv_head, s.key_begin),
                                         tensor.row_stride, key, range, cols);
-    mma::commit_copies();
+    detail::commit_copies();
   };
 
   typename S::Out out;
@@ -128,7 +125,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
       params.query.row_stride, query, {query, query_end}, params.head_dim);
   copy(params.key, key_tile, key, params.head_dim);
   for (; key < range.end; key += kKeys) {
-    mma::wait_copies<0>();
+    detail::wait_for_copies<0>();
     __syncthreads();
     copy(params.value, value_tile, key, params.value_dim);
     typename S::Scores scores;
@@ -151,9 +148,9 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
       kept.apply(scores);
     }
     if (is_last) {
-      mma::wait_copies<0>();
+      detail::wait_for_copies<0>();
     } else {
-      mma::wait_copies<1>();
+      detail::wait_for_copies<1>();
     }
     __syncthreads();
     if (S::kGeneral && clean) {
@@ -161,7 +158,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     }
     mma::multiply_weights<T, kDim, S::kM, S::kN, kDim / 8>(out, scores, value_rows);
   }
-  mma::wait_copies<0>();
+  detail::wait_for_copies<0>();
   finish_rows<S>(params, s, head, query + warp_row, rows, out, unit);
   const bool has_nan = S::kGeneral && mma::has_nan<S::kM, kDim / 8>(out);
   // The output takes the queries' place.

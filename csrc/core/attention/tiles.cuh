@@ -6,7 +6,7 @@
 #include <climits>
 
 #include "core/attention/scores.cuh"
-#include "core/attention/workspace.h"
+#include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
 #include "core/common/sizes.h"
 

@@ -1,0 +1,59 @@
+// What the tensor-core tiers share: instructions, and arithmetic for 16-bit tensors.
+#pragma once
+
+#include <cstdint>
+
+namespace fused_norm {
+
+constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+
+__device__ __forceinline__ uint32_t shared_address(const void* data) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(data));
+}
+
+// Starts to copy 16 or 4 bytes to shared memory; zeros where `valid` is false, and then reads
+// nothing.
+template <int kBytes>
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid = true) {
+  if constexpr (kBytes == 16) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? 16 : 0)
+                 : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
+                 "r"(valid ? 4 : 0)
+                 : "memory");
+  }
+}
+
+// Over the four threads of a row of a matrix product's result.
+__device__ __forceinline__ float quad_max(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+// 2^x; 0 for -inf.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// tanh(x), to 2^-22, of 2 log2(e) x: 1 - 2 / (1 + e^(2 x)). The reciprocal is made by Newton's
+// steps, as the unit of exponentials is what softmax waits for.
+__device__ __forceinline__ float tanh_fast(float exponent) {
+  float capped;
+  asm("min.NaN.f32 %0, %1, 0f41F00000;" : "=f"(capped) : "f"(exponent));  // 30: tanh is 1
+  const float e = 1 + exp2_fast(capped);
+  float inverse = __uint_as_float(0x7EF311C7u - __float_as_uint(e));  // within an eighth
+#pragma unroll
+  for (int i = 0; i < 3; ++i) inverse = fmaf(inverse, fmaf(-e, inverse, 1), inverse);
+  return fmaf(-2, inverse, 1);
+}
+constexpr float kTanhUnit = 2.8853900817779268f;  // 2 log2(e)
+
+}  // namespace fused_norm

@@ -1,0 +1,42 @@
+// What the backward pass keeps in scratch memory, and how the tiers are called. Host and device.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "core/attention/attention.h"
+
+namespace fused_norm {
+
+// What each tier's backward pass is given beside the call, in the type and order of the
+// log-sum-exp: `delta` = rowsum(dout * out) - dlse, and `exponents`, the log-sum-exp as an exponent
+// of 2, +inf where nothing is seen so that probabilities are zero.
+struct AttentionGradient {
+  AttentionBackwardParams params;
+  void *delta, *exponents;
+};
+
+// What every tier needs: delta, and the sink's gradient from it (plain.cu).
+cudaError_t attention_delta_gradient(const AttentionGradient& gradient, cudaStream_t stream);
+cudaError_t attention_sink_gradient(const AttentionGradient& gradient, cudaStream_t stream);
+
+cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t stream);
+cudaError_t attention_backward_plain(const AttentionGradient& gradient, cudaStream_t stream);
+
+// By type; instantiated in portable_*.cu.
+template <typename T>
+cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream);
+template <typename T>
+cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaStream_t stream);
+
+// By the columns of a tile; instantiated in hopper_*.cu. The forward pass of calls that
+// hopper_takes_forward(), and dquery, dkey and dvalue of those that hopper_takes_backward().
+// `tickets`: hopper_workspace() bytes, zeros.
+template <int kDim>
+struct HopperLaunch {
+  static cudaError_t forward(const AttentionParams& params, const DeviceProperties& device,
+                             void* tickets, cudaStream_t stream);
+  static cudaError_t backward(const AttentionGradient& gradient, const DeviceProperties& device,
+                              void* tickets, cudaStream_t stream);
+};
+
+}  // namespace fused_norm
