@@ -134,7 +134,7 @@ __device__ __forceinline__ bool has_nan(const Accumulators<kM, kN>& acc) {
 template <typename T, int kDim, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& acc, const LaneRow<kDim>& left,
                                               const LaneRow<kDim>& right) {
-  clear<kM, kN>(acc);
+  clear(acc);
 #pragma unroll
   for (int k = 0; k < kDim / 16; ++k) {
     uint32_t a[kM][4];

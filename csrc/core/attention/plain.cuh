@@ -185,12 +185,8 @@ struct Head {
                           int cols) -> Rows {
       const int64_t at =
           s.batch * tensor.batch_stride + head * tensor.head_stride + first * tensor.row_stride;
-      return {static_cast<const char*>(tensor.data) + at * size_of(params.dtype),
-              tensor.row_stride,
-              range.begin,
-              range.end,
-              cols,
-              nullptr};
+      const char* row = static_cast<const char*>(tensor.data) + at * size_of(params.dtype);
+      return {row, tensor.row_stride, range.begin, range.end, cols, nullptr};
     };
     const int kv_head = head / (params.heads / params.kv_heads);
     queries = rows(params.query, head, s.query_begin, query_range, params.head_dim);

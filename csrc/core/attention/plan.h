@@ -92,19 +92,11 @@ constexpr int hopper_dim_index(int dim) {
 // in_turns: two warpgroups start their products in turn.
 struct HopperForwardTiles {
   int keys, groups, query_stages;
-  bool in_turns;
+  bool in_turns = false;
 };
 constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
-    {{128, 3, 2, false},
-     {96, 3, 2, false},
-     {128, 2, 2, false},
-     {112, 2, 1, true},
-     {80, 2, 1, false}},
-    {{128, 2, 1, false},
-     {112, 2, 1, false},
-     {112, 2, 1, false},
-     {80, 2, 1, false},
-     {64, 2, 1, false}},
+    {{128, 3, 2}, {96, 3, 2}, {128, 2, 2}, {112, 2, 1, true}, {80, 2, 1}},
+    {{128, 2, 1}, {112, 2, 1}, {112, 2, 1}, {80, 2, 1}, {64, 2, 1}},
 };
 // Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
 // side shared memory has, of query or key, and of dout or value.

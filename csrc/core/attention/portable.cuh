@@ -46,18 +46,19 @@ struct Shape {
 
 // Starts to copy rows [row, row + kRows) of a head into a tile; zeros for rows outside `valid` and
 // in columns from `cols` on.
-template <typename T, int kDim, int kRows, int kThreads>
-__device__ __forceinline__ void copy_rows(uint32_t to, const T* data, int64_t stride, int row,
-                                          Range valid, int cols) {
-  constexpr int kChunks = mma::Tile<kDim>::kChunks, kRowsAtOnce = kThreads / kChunks;
+template <typename S, int kRows>
+__device__ __forceinline__ void copy_rows(uint32_t to, const typename S::T* data, int64_t stride,
+                                          int row, Range valid, int cols) {
+  using Tile = mma::Tile<S::kDim>;
+  constexpr int kChunks = Tile::kChunks, kRowsAtOnce = S::kThreads / kChunks;
   static_assert(kRows % kRowsAtOnce == 0);
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
   const int begin = chunk * 8 < cols ? valid.begin - row : kRows, end = valid.end - row;
-  const T* from = data + (row + first) * stride + chunk * 8;
+  const auto* from = data + (row + first) * stride + chunk * 8;
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
     const int at = first + i * kRowsAtOnce;
-    copy_async<16>(mma::Tile<kDim>::at(to, at, chunk), from, at >= begin && at < end);
+    copy_async<16>(Tile::at(to, at, chunk), from, at >= begin && at < end);
     from += kRowsAtOnce * stride;
     // Keeps the compiler from holding every row's address in registers of its own.
     asm volatile("" : "+l"(from));
@@ -93,13 +94,13 @@ __device__ __forceinline__ void store_tile(const AttentionTensor& tensor, const 
   }
 }
 
-// Sets the rows of a tile to zero that have no weight in any of the block's `weights`, whose
-// columns they are. A rare path: it serves hidden keys that hold a NaN.
-template <int kDim, int kRows, int kThreads, int kM>
-__device__ __forceinline__ void clear_unseen_rows(char* tile,
-                                                  const float (&weights)[kM][kRows / 8][4]) {
+// Sets the rows of a tile of others to zero that have no weight in any of the block's `weights`,
+// whose columns they are. A rare path: it serves hidden keys that hold a NaN.
+template <typename S>
+__device__ __forceinline__ void clear_unseen_rows(char* tile, const typename S::Scores& weights) {
+  constexpr int kRows = S::kOthers, kM = S::kM;
   __shared__ int seen[kRows];
-  for (int row = threadIdx.x; row < kRows; row += kThreads) seen[row] = 0;
+  for (int row = threadIdx.x; row < kRows; row += S::kThreads) seen[row] = 0;
   __syncthreads();
 #pragma unroll
   for (int n = 0; n < kRows / 8; ++n) {
@@ -112,8 +113,8 @@ __device__ __forceinline__ void clear_unseen_rows(char* tile,
     }
   }
   __syncthreads();
-  constexpr int kChunks = mma::Tile<kDim>::kChunks;
-  for (int at = threadIdx.x; at < kRows * kChunks; at += kThreads) {
+  constexpr int kChunks = mma::Tile<S::kDim>::kChunks;
+  for (int at = threadIdx.x; at < kRows * kChunks; at += S::kThreads) {
     if (!seen[at / kChunks]) reinterpret_cast<uint4*>(tile)[at] = uint4{};
   }
   __syncthreads();
@@ -139,15 +140,12 @@ __device__ __forceinline__ void run_tiles(const AttentionParams& params, int til
 // Calls launch(shape) with the shape of a call's kernel.
 template <typename T, Kernel kKernel, typename Launch>
 cudaError_t with_shape(const AttentionParams& params, Launch launch) {
+  const int index = attention_tiles_index(params.head_dim, params.value_dim);
   const auto with = [&](auto general) {
-    switch (attention_tiles_index(params.head_dim, params.value_dim)) {
-      case 0:
-        return launch(Shape<T, kKernel, decltype(general)::value, 0>());
-      case 1:
-        return launch(Shape<T, kKernel, decltype(general)::value, 1>());
-      default:
-        return launch(Shape<T, kKernel, decltype(general)::value, 2>());
-    }
+    constexpr bool kGeneral = decltype(general)::value;
+    return index == 0   ? launch(Shape<T, kKernel, kGeneral, 0>())
+           : index == 1 ? launch(Shape<T, kKernel, kGeneral, 1>())
+                        : launch(Shape<T, kKernel, kGeneral, 2>());
   };
   if constexpr (kKernel != Kernel::kMaskGradient) {
     if (attention_scores_are_plain(params)) return with(std::false_type());

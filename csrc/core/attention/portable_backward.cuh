@@ -22,13 +22,15 @@ struct QueryStatistic {
 #pragma unroll
     for (int r = 0; r < 2 * S::kM; ++r) of_query[r] = r * 8 < rows ? from[r * 8] : beyond;
   }
-  // In shared memory, of its first column.
-  __device__ __forceinline__ void load_columns(const float* from) {
+  // For a tile: the same, or where queries are columns those from `from` on, in shared memory.
+  __device__ __forceinline__ QueryStatistic of_tile(const float* from) const {
+    QueryStatistic loaded = *this;
 #pragma unroll
-    for (int n = 0; n < S::kN; ++n) {
+    for (int n = 0; S::kOfKeys && n < S::kN; ++n) {
       const float2 pair = *reinterpret_cast<const float2*>(from + n * 8);
-      of_query[2 * n] = pair.x, of_query[2 * n + 1] = pair.y;
+      loaded.of_query[2 * n] = pair.x, loaded.of_query[2 * n + 1] = pair.y;
     }
+    return loaded;
   }
 };
 
@@ -44,7 +46,7 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
                                               MultiplyValues multiply_values) {
   constexpr int kM = S::kM, kN = S::kN;
   const auto exponentiate = [&] {
-    if (!all_is_seen) hide_outside<S::kOfKeys, kM, kN>(scores, band, place);
+    if (!all_is_seen) hide_outside(scores, band, place);
     const QueryStatistic<S> exponents = exponents_of();
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
       scores[m][n][e] = exp2_fast(fmaf(scores[m][n][e], unit, -exponents.at(m, n, e)));
@@ -68,8 +70,8 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
     kept.draw(rules, place);
     kept.apply(gradient);
     subtract_delta();
-    unit = apply_options<typename S::T, S::kOfKeys, kM, kN>(
-        scores, S::kBySoftcapped ? nullptr : gradient, rules, place);
+    unit =
+        apply_options<typename S::T>(scores, S::kBySoftcapped ? nullptr : gradient, rules, place);
     exponentiate();
     // Hidden keys may hold a NaN.
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
@@ -98,10 +100,9 @@ struct Side {
   // Starts to copy rows [row, row + kRows) of both, one behind the other; zeros outside `valid`.
   template <typename S, int kRows>
   __device__ __forceinline__ void copy(uint32_t to, int row, const Range& valid) const {
-    copy_rows<T, S::kDim, kRows, S::kThreads>(to, first_rows, first.row_stride, row, valid,
-                                              first_cols);
-    copy_rows<T, S::kDim, kRows, S::kThreads>(to + kRows * S::kDim * 2, second_rows,
-                                              second.row_stride, row, valid, second_cols);
+    copy_rows<S, kRows>(to, first_rows, first.row_stride, row, valid, first_cols);
+    copy_rows<S, kRows>(to + kRows * S::kDim * 2, second_rows, second.row_stride, row, valid,
+                        second_cols);
   }
 };
 
@@ -115,9 +116,9 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
                                      Use use) {
   using T = typename S::T;
   constexpr bool kOfKeys = S::kOfKeys;
-  constexpr int kDim = S::kDim, kOthers = S::kOthers, kThreads = S::kThreads, kM = S::kM;
+  constexpr int kDim = S::kDim, kOthers = S::kOthers;
   const AttentionParams& params = g.params.forward;
-  const int warp_row = threadIdx.x / 32 * kM * 16;
+  const int warp_row = threadIdx.x / 32 * S::kM * 16;
   const Band band = band_of(params, s);
   const ScoreRules<float> rules(params, s, head);
   const float unit = static_cast<float>(params.scale) * kLog2E;
@@ -154,37 +155,30 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
     if (S::kStages == 2 && other + kOthers < range.end) copy_others(other + kOthers, stage ^ 1);
     const int query = kOfKeys ? other : own, key = kOfKeys ? own : other;
     if constexpr (S::kGeneral) {
-      prefetch_mask<kOfKeys ? kOthers : S::kOwn, kThreads>(rules, kOfKeys ? query + kOthers : query,
-                                                           s.queries, kOfKeys ? key : key + kOthers,
-                                                           s.keys);
+      prefetch_mask<kOfKeys ? kOthers : S::kOwn>(rules, kOfKeys ? query + kOthers : query,
+                                                 s.queries, kOfKeys ? key : key + kOthers, s.keys);
     }
     const uint32_t tile = other_tiles + stage * 2 * S::kOtherBytes;
     const auto other_rows = mma::right_rows<kDim>(tile);
     typename S::Scores scores, gradient;
-    mma::multiply_rows<T, kDim, kM, S::kN>(scores, own_rows, other_rows);
+    mma::multiply_rows<T>(scores, own_rows, other_rows);
     const int query_end = kOfKeys ? query + kOthers : min(query + S::kOwn, s.queries);
     const int key_end = key + (kOfKeys ? S::kOwn : kOthers);
     const bool all_is_seen = key_end <= s.keys && query_end <= s.queries &&
                              band.sees_all(query, query_end, key, key_end);
-    const TilePlace<kOfKeys> place(s, kOfKeys ? query : query + warp_row,
-                                   kOfKeys ? key + warp_row : key);
-    const auto statistic = [&](const QueryStatistic<S>& of_rows, int which) {
-      QueryStatistic<S> loaded = of_rows;
-      if constexpr (kOfKeys) {
-        loaded.load_columns(reinterpret_cast<const float*>(shared + kStatistics) +
-                            (stage * 2 + which) * kOthers + threadIdx.x % 4 * 2);
-      }
-      return loaded;
-    };
+    const TilePlace<kOfKeys> place(s, query, key, warp_row);
+    const float* of_columns = reinterpret_cast<const float*>(shared + kStatistics) +
+                              stage * 2 * kOthers + threadIdx.x % 4 * 2;
     differentiate<S>(
         scores, gradient, rules, band, place, all_is_seen, unit,
-        [&] { return statistic(row_exponents, 0); }, [&] { return statistic(row_delta, 1); },
+        [&] { return row_exponents.of_tile(of_columns); },
+        [&] { return row_delta.of_tile(of_columns + kOthers); },
         [&] {
           if (of_scores) {
-            mma::multiply_rows<T, kDim, kM, S::kN>(gradient, own_rows.further(S::kOwnBytes),
-                                                   other_rows.further(S::kOtherBytes));
+            mma::multiply_rows<T>(gradient, own_rows.further(S::kOwnBytes),
+                                  other_rows.further(S::kOtherBytes));
           } else {
-            mma::clear<kM, S::kN>(gradient);
+            mma::clear(gradient);
           }
         });
     use(scores, gradient, shared + (tile - own_tile), tile);
@@ -223,22 +217,22 @@ __device__ __forceinline__ bool gradient_tile(const AttentionGradient& g, char* 
   detail::commit_copies();
   const bool of_scores = kBoth || part == 1, of_values = kOfKeys && (kBoth || part == 0);
   typename S::Out acc, dvalue;
-  mma::clear<kM, kColumns>(acc);
-  mma::clear<kM, kColumns>(dvalue);
+  mma::clear(acc);
+  mma::clear(dvalue);
   const auto add_head = [&](int head) {
     walk<S>(g, shared, s, head, own, range, of_scores,
             [&](const auto& weights, const auto& gradient, char* others, uint32_t tile) {
               if (S::kRepeats && clean) {
                 __syncthreads();
-                clear_unseen_rows<kDim, S::kOthers, S::kThreads, kM>(others, gradient);
+                clear_unseen_rows<S>(others, gradient);
               }
               const auto rows = mma::left_rows<kDim>(tile, 0);
               if (of_values) {
-                mma::multiply_weights<T, kDim, kM, S::kN, kColumns>(kBoth ? dvalue : acc, weights,
-                                                                    rows.further(S::kOtherBytes));
+                mma::multiply_weights<T>(kBoth ? dvalue : acc, weights,
+                                         rows.further(S::kOtherBytes));
               }
               if (of_scores) {
-                mma::multiply_weights<T, kDim, kM, S::kN, kColumns>(acc, gradient, rows);
+                mma::multiply_weights<T>(acc, gradient, rows);
               }
             });
   };
@@ -246,7 +240,7 @@ __device__ __forceinline__ bool gradient_tile(const AttentionGradient& g, char* 
   if (!kOfKeys) add_head(own_head);
   for (int i = 0; kOfKeys && i < group; ++i) add_head(own_head * group + i);
 
-  const bool has_nan = S::kRepeats && mma::has_nan<kM, kColumns>(acc);
+  const bool has_nan = S::kRepeats && mma::has_nan(acc);
   const int begin = kOfKeys ? s.key_begin : s.query_begin;
   if (of_values) {
     store_tile<S>(g.params.dvalue, s, own_head, begin, shared, kBoth ? dvalue : acc, own, own_end,
@@ -279,7 +273,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   extern __shared__ __align__(1024) char shared[];
   const Place place = place_of(key_tiles, query_tiles, g.params.mask_shape[1]);
   typename S::Scores sums;
-  mma::clear<S::kM, S::kN>(sums);
+  mma::clear(sums);
   for_served<S::kOwn, S::kOthers>(
       g.params, place, [&](const Sequence& s, int head, int query, const Range& keys) {
         __syncthreads();  // the tiles before are done with

@@ -93,7 +93,7 @@ template <typename S>
 __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char* shared,
                                              const Sequence& s, int head, int query, bool clean) {
   using T = typename S::T;
-  constexpr int kDim = S::kDim, kKeys = S::kOthers, kThreads = S::kThreads;
+  constexpr int kDim = S::kDim, kKeys = S::kOthers;
   const int kv_head = head / (params.heads / params.kv_heads);
   const int warp_row = threadIdx.x / 32 * S::kM * 16;
   const Band band = band_of(params, s);
@@ -108,38 +108,36 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   const auto key_rows = mma::right_rows<kDim>(key_tile);
   const auto value_rows = mma::left_rows<kDim>(value_tile, 0);
   const auto copy = [&](const AttentionTensor& tensor, uint32_t tile, int key, int cols) {
-    copy_rows<T, kDim, kKeys, kThreads>(tile,
-                                        row_of<const T>(tensor, s.batch, kv_head, s.key_begin),
-                                        tensor.row_stride, key, range, cols);
+    copy_rows<S, kKeys>(tile, row_of<const T>(tensor, s.batch, kv_head, s.key_begin),
+                        tensor.row_stride, key, range, cols);
     detail::commit_copies();
   };
 
   typename S::Out out;
   RowStatistics<S::kM> rows;
-  mma::clear<S::kM, kDim / 8>(out);
+  mma::clear(out);
 #pragma unroll
   for (int r = 0; r < 2 * S::kM; ++r) rows.max[r] = -INFINITY, rows.sum[r] = 0;
   int key = range.begin / kKeys * kKeys;
-  copy_rows<T, kDim, S::kOwn, kThreads>(
-      query_tile, row_of<const T>(params.query, s.batch, head, s.query_begin),
-      params.query.row_stride, query, {query, query_end}, params.head_dim);
+  copy_rows<S, S::kOwn>(query_tile, row_of<const T>(params.query, s.batch, head, s.query_begin),
+                        params.query.row_stride, query, {query, query_end}, params.head_dim);
   copy(params.key, key_tile, key, params.head_dim);
   for (; key < range.end; key += kKeys) {
     detail::wait_for_copies<0>();
     __syncthreads();
     copy(params.value, value_tile, key, params.value_dim);
     typename S::Scores scores;
-    mma::multiply_rows<T, kDim, S::kM, S::kN>(scores, query_rows, key_rows);
+    mma::multiply_rows<T>(scores, query_rows, key_rows);
     __syncthreads();
     const bool is_last = key + kKeys >= range.end;
     if (!is_last) copy(params.key, key_tile, key + kKeys, params.head_dim);
-    const TilePlace<false> place(s, query + warp_row, key);
+    const TilePlace<false> place(s, query, key, warp_row);
     if constexpr (S::kGeneral) {
-      prefetch_mask<S::kOwn, kThreads>(rules, query, s.queries, key + kKeys, s.keys);
+      prefetch_mask<S::kOwn>(rules, query, s.queries, key + kKeys, s.keys);
       unit = apply_options<T, false, S::kM, S::kN>(scores, nullptr, rules, place);
     }
     if (key + kKeys > s.keys || !band.sees_all(query, query_end, key, key + kKeys)) {
-      hide_outside<false, S::kM, S::kN>(scores, band, place);
+      hide_outside(scores, band, place);
     }
     advance_softmax<S>(scores, rows, out, unit);
     if constexpr (S::kGeneral) {
@@ -154,13 +152,13 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     }
     __syncthreads();
     if (S::kGeneral && clean) {
-      clear_unseen_rows<kDim, kKeys, kThreads, S::kM>(shared + (value_tile - query_tile), scores);
+      clear_unseen_rows<S>(shared + (value_tile - query_tile), scores);
     }
-    mma::multiply_weights<T, kDim, S::kM, S::kN, kDim / 8>(out, scores, value_rows);
+    mma::multiply_weights<T>(out, scores, value_rows);
   }
   detail::wait_for_copies<0>();
   finish_rows<S>(params, s, head, query + warp_row, rows, out, unit);
-  const bool has_nan = S::kGeneral && mma::has_nan<S::kM, kDim / 8>(out);
+  const bool has_nan = S::kGeneral && mma::has_nan(out);
   // The output takes the queries' place.
   store_tile<S>(params.out, s, head, s.query_begin, shared, out, query, query_end,
                 params.value_dim);

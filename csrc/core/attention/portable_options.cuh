@@ -14,8 +14,8 @@ struct TilePlace {
   int row, col;
   int queries, keys;  // of the sequence
 
-  __device__ __forceinline__ TilePlace(const Sequence& s, int query, int key)
-      : row((kTransposed ? key : query) + threadIdx.x % 32 / 4),
+  __device__ __forceinline__ TilePlace(const Sequence& s, int query, int key, int warp_row)
+      : row((kTransposed ? key : query) + warp_row + threadIdx.x % 32 / 4),
         col((kTransposed ? query : key) + threadIdx.x % 4 * 2),
         queries(s.queries),
         keys(s.keys) {}
@@ -121,7 +121,7 @@ __device__ __forceinline__ void add_mask(float (&scores)[kM][kN][4], float facto
 }
 
 // Asks for the next tile of the mask to come nearer: a thread a row, 128 bytes from `key` on.
-template <int kRows, int kThreads>
+template <int kRows>
 __device__ __forceinline__ void prefetch_mask(const ScoreRules<float>& rules, int query,
                                               int queries, int key, int keys) {
   if (rules.mask == nullptr || rules.params.mask.row_stride == 0 ||
@@ -143,7 +143,7 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
                                                const TilePlace<kTransposed>& place) {
   float factor = rules.scale;
   if (rules.softcap > 0) {
-    cap<kM, kN>(scores, gradient, rules.scale, rules.softcap);
+    cap(scores, gradient, rules.scale, rules.softcap);
     factor = rules.softcap;
   }
   if (rules.alibi_slope != 0) {
