@@ -29,33 +29,6 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
-// Of a 16-bit tensor (batch, heads, rows, columns) with strides of multiples of 8 elements, for
-// tiles of `tile_rows` rows and panels of `panel_columns` columns (SharedTile).
-inline cudaError_t make_tensor_map(const AttentionTensor& tensor, DType dtype, int64_t batch,
-                                   int64_t heads, int64_t rows, int64_t columns, int tile_rows,
-                                   int panel_columns, CUtensorMap* map) {
-  const auto encode = tensor_map_encoder();
-  if (encode == nullptr) return cudaErrorNotSupported;
-  const cuuint64_t sizes[] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows),
-                              static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
-  // A dimension of one element may have any stride; the driver wants a multiple of 16 bytes.
-  const auto bytes = [](int64_t stride, int64_t size) {
-    return static_cast<cuuint64_t>(size > 1 ? 2 * stride : 16);
-  };
-  const cuuint64_t strides[] = {bytes(tensor.row_stride, rows), bytes(tensor.head_stride, heads),
-                                bytes(tensor.batch_stride, batch)};
-  const cuuint32_t box[] = {static_cast<cuuint32_t>(panel_columns),
-                            static_cast<cuuint32_t>(tile_rows), 1, 1};
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  const CUresult result = encode(
-      map,
-      dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      4, tensor.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      panel_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
   const bool capped = params.softcap > 0;
   const bool added = params.mask.data != nullptr || params.alibi_slopes != nullptr;
@@ -73,7 +46,9 @@ inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
   args->sink_dtype = params.sink_dtype;
 }
 
-// Makes tensor maps of a call's tensors until one fails.
+// Makes tensor maps of a call's tensors, until one fails: of (batch, heads, rows, columns) with
+// strides of multiples of 8 elements, for tiles of `tile_rows` rows and panels of kPanelColumns
+// columns (SharedTile).
 template <int kPanelColumns>
 struct MapMaker {
   const AttentionParams& params;
@@ -81,15 +56,33 @@ struct MapMaker {
 
   void operator()(const AttentionTensor& tensor, bool of_keys, int columns, int tile_rows,
                   CUtensorMap* to) {
+    const auto encode = tensor_map_encoder();
+    if (encode == nullptr) error = cudaErrorNotSupported;
     if (error != cudaSuccess) return;
     const bool packed = params.query_offsets != nullptr;
-    const int rows = of_keys ? (packed ? params.total_keys : params.keys)
-                             : (packed ? params.total_queries : params.queries);
+    const int64_t batch = packed ? 1 : params.batch;
+    const int64_t heads = of_keys ? params.kv_heads : params.heads;
+    const int64_t rows = of_keys ? (packed ? params.total_keys : params.keys)
+                                 : (packed ? params.total_queries : params.queries);
     // A tensor without rows is never read.
-    error =
-        make_tensor_map(rows == 0 ? (of_keys ? params.query : params.key) : tensor, params.dtype,
-                        packed ? 1 : params.batch, of_keys ? params.kv_heads : params.heads,
-                        std::max(rows, 1), columns, tile_rows, kPanelColumns, to);
+    const AttentionTensor& read = rows > 0 ? tensor : of_keys ? params.query : params.key;
+    using Size = cuuint64_t;
+    const Size sizes[] = {Size(columns), Size(std::max<int64_t>(rows, 1)), Size(heads),
+                          Size(batch)};
+    // A dimension of one element may have any stride; the driver wants a multiple of 16 bytes.
+    const auto bytes = [](int64_t stride, Size size) { return Size(size > 1 ? 2 * stride : 16); };
+    const Size strides[] = {bytes(read.row_stride, sizes[1]), bytes(read.head_stride, sizes[2]),
+                            bytes(read.batch_stride, sizes[3])};
+    const cuuint32_t box[] = {kPanelColumns, static_cast<cuuint32_t>(tile_rows), 1, 1};
+    const cuuint32_t steps[] = {1, 1, 1, 1};
+    const CUresult result =
+        encode(to,
+               params.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+               4, read.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               kPanelColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS) error = cudaErrorInvalidValue;
   }
 };
 

@@ -10,8 +10,7 @@
 #include "core/attention/instructions.cuh"
 #include "core/common/pack.cuh"
 
-namespace fused_norm {
-namespace mma {
+namespace fused_norm::mma {
 
 // Loads four 8 x 8 matrices, of whose 32 rows each lane names one. Lane l gets of each matrix
 // row l / 4, columns 2 (l % 4) and the next; transposed, column l / 4 and these rows.
@@ -183,5 +182,4 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kN>& acc,
   }
 }
 
-}  // namespace mma
-}  // namespace fused_norm
+}  // namespace fused_norm::mma

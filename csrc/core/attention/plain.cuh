@@ -5,8 +5,7 @@
 
 #include "core/attention/tiles.cuh"
 
-namespace fused_norm {
-namespace plain {
+namespace fused_norm::plain {
 
 constexpr int kTile = 64;      // queries, keys, and columns of a product
 constexpr int kDepth = 16;     // of a product, staged at a time
@@ -234,5 +233,4 @@ cudaError_t with_arithmetic(DType dtype, Run run) {
   return dtype == DType::kFloat64 ? run(double{}) : run(float{});
 }
 
-}  // namespace plain
-}  // namespace fused_norm
+}  // namespace fused_norm::plain

@@ -9,8 +9,7 @@
 #include "core/attention/plan.h"
 #include "core/attention/tiles.cuh"
 
-namespace fused_norm {
-namespace portable {
+namespace fused_norm::portable {
 
 enum class Kernel { kForward, kQueryGradient, kKeyGradient, kMaskGradient };
 
@@ -162,5 +161,4 @@ cudaError_t launch_shape(S, void (*kernel)(Params, int, int), const Params& args
                       S::kThreads, S::kSharedBytes, stream);
 }
 
-}  // namespace portable
-}  // namespace fused_norm
+}  // namespace fused_norm::portable

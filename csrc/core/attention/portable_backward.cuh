@@ -304,23 +304,20 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 template <typename T>
 cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t stream) {
   using namespace portable;
-  const AttentionBackwardParams& params = g.params;
-  const AttentionParams& forward = params.forward;
+  const AttentionParams& forward = g.params.forward;
+  const auto launch = [&](auto shape) {
+    return launch_shape(shape, attention_portable_gradient<decltype(shape)>, g, forward, stream);
+  };
   cudaError_t error = cudaSuccess;
-  if (params.dquery.data != nullptr) {
-    error = with_shape<T, Kernel::kQueryGradient>(forward, [&](auto shape) {
-      return launch_shape(shape, attention_portable_gradient<decltype(shape)>, g, forward, stream);
-    });
+  if (g.params.dquery.data != nullptr)
+    error = with_shape<T, Kernel::kQueryGradient>(forward, launch);
+  if (error == cudaSuccess && (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
+    error = with_shape<T, Kernel::kKeyGradient>(forward, launch);
   }
-  if (error == cudaSuccess && (params.dkey.data != nullptr || params.dvalue.data != nullptr)) {
-    error = with_shape<T, Kernel::kKeyGradient>(forward, [&](auto shape) {
-      return launch_shape(shape, attention_portable_gradient<decltype(shape)>, g, forward, stream);
-    });
-  }
-  if (error == cudaSuccess && params.dmask != nullptr) {
+  if (error == cudaSuccess && g.params.dmask != nullptr) {
     error = with_shape<T, Kernel::kMaskGradient>(forward, [&](auto shape) {
       using S = decltype(shape);
-      const int* mask = params.mask_shape;
+      const int* mask = g.params.mask_shape;
       return launch_tiles(attention_portable_mask_gradient<S>, g, tiles_of(mask[3], S::kOthers),
                           tiles_of(mask[2], S::kOwn), mask[1], mask[0], S::kThreads,
                           S::kSharedBytes, stream);

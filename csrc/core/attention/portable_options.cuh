@@ -4,8 +4,7 @@
 
 #include "core/attention/portable.cuh"
 
-namespace fused_norm {
-namespace portable {
+namespace fused_norm::portable {
 
 // Where a thread's part of a warp's tile lies: its element (m, n, e) is 16 m + 8 (e / 2) rows and
 // 8 n + e % 2 columns further.
@@ -212,5 +211,4 @@ class KeptElements {
   bool drops_ = false;
 };
 
-}  // namespace portable
-}  // namespace fused_norm
+}  // namespace fused_norm::portable
