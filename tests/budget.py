@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[1]
 CORE = ROOT / "csrc" / "core"
 # {figure: (folder, its sources, what does not count)}; subfolders do not either.
 FOLDERS = {
-    "lines of attention": (5022, 4500),
     "lines of csrc/ops": ("csrc/ops", "*.[ch]*", None),
     "lines of csrc/cpu, attention apart": ("csrc/cpu", "*.[ch]*", "attention"),
     "lines of fused_norm": ("fused_norm", "*.py", None),
@@ -31,14 +30,14 @@ BUDGET = {
     "lines of common": (3141, 2300),
     "lines of norm": (5863, 3000),
     "lines of softmax": (2885, 2000),
-    "lines of attention": (5022, 4500),
+    "lines of attention": (4998, 4500),
     "lines of csrc/ops": (5037, 2300),
     "lines of csrc/cpu, attention apart": (1165, 600),
     "lines of fused_norm": (4750, 2300),
     "kernels of norms and softmaxes": (328, 210),
     "kernels of attention": (130, 130),
     f"files of more than {MAX_FILE_LINES} lines": (1, 0),
-    f"functions of more than {MAX_FUNCTION_LINES} lines": (9, 0),
+    f"functions of more than {MAX_FUNCTION_LINES} lines": (8, 0),
 }
 
 

@@ -76,22 +76,19 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
   RingPlace<ForwardMemory<Form>::kWorks> work_place;
   uint32_t verdict_turn = 0;
 
-  const auto load = [&](const CUtensorMap* map, char* to, CopyBarrier& full, CopyBarrier& empty,
-                        uint32_t parity, const WorkTile& work, int tile) {
-    wait(empty, parity ^ 1);
-    full.expect(KeyTile::kBytes);
-    load_tile<KeyTile>(shared_address(to), map, full, work.key_begin + tile * Form::kKeys,
-                       work.kv_head, work.batch);
+  const auto load = [&](const CUtensorMap* map, auto& to, auto& full, auto& empty, auto& place,
+                        const WorkTile& work, int tile) {
+    wait(empty[place.slot], place.parity ^ 1);
+    full[place.slot].expect(KeyTile::kBytes);
+    load_tile<KeyTile>(shared_address(to[place.slot]), map, full[place.slot],
+                       work.key_begin + tile * Form::kKeys, work.kv_head, work.batch);
+    place.advance();
   };
   const auto load_key = [&](const WorkTile& work, int tile) {
-    load(&args.key, memory.key[key_place.slot], memory.key_full[key_place.slot],
-         memory.key_empty[key_place.slot], key_place.parity, work, tile);
-    key_place.advance();
+    load(&args.key, memory.key, memory.key_full, memory.key_empty, key_place, work, tile);
   };
   const auto load_value = [&](const WorkTile& work, int tile) {
-    load(&args.value, memory.value[value_place.slot], memory.value_full[value_place.slot],
-         memory.value_empty[value_place.slot], value_place.parity, work, tile);
-    value_place.advance();
+    load(&args.value, memory.value, memory.value_full, memory.value_empty, value_place, work, tile);
   };
 
   const auto load_rest = [&](const WorkTile& work) {

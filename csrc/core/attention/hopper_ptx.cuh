@@ -17,8 +17,6 @@
 
 namespace fused_norm::hopper {
 
-// Barriers in shared memory. ------------------------------------------------------------------
-
 // One of the arrivals that init() counted.
 __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
@@ -55,8 +53,6 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Registers. ----------------------------------------------------------------------------------
-
 // A warpgroup gives registers back, or takes more until it has that many a thread. All its warps
 // call this, in a kernel whose launch bounds fix its registers.
 template <int kRegisters>
@@ -67,8 +63,6 @@ template <int kRegisters>
 __device__ __forceinline__ void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
-
-// Tiles. --------------------------------------------------------------------------------------
 
 // A tile of kRows x kColumns 16-bit elements in shared memory, as TMA writes it and wgmma reads it:
 // panels of 64 columns (32 where kColumns is no multiple of 64), one after the other, whose rows of
@@ -126,13 +120,11 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Matrix products of a warpgroup. --------------------------------------------------------------
-//
-// D (64 x N, fp32) += A (64 x 16) B (16 x N), asynchronously, by 128 threads of four warps, the
-// first a multiple of four. Warp w of the group has rows 16 w to 16 w + 15 of D; element i of a
-// thread is row 16 w + lane / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2 (lane % 4) + i % 2.
-// Neighbours 8 k to 8 k + 7, rounded to 16 bit and packed, are A's registers of the block k of the
-// sum.
+// Matrix products of a warpgroup: D (64 x N, fp32) += A (64 x 16) B (16 x N), asynchronously, by
+// 128 threads of four warps, the first a multiple of four. Warp w of the group has rows 16 w to 16
+// w + 15 of D; element i of a thread is row 16 w + lane / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2
+// (lane % 4) + i % 2. Neighbours 8 k to 8 k + 7, rounded to 16 bit and packed, are A's registers of
+// the block k of the sum.
 //
 // fence() stands between other uses of the registers and the products; commit() ends a batch;
 // wait_products<n>() until no more than the last n batches are under way. Until then their
@@ -163,18 +155,10 @@ __device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
 #define FUSED_NORM_R64                                    \
   "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
   ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
-#define FUSED_NORM_R80 \
-  FUSED_NORM_R64       \
-  ",%32,%33,%34,%35,%36,%37,%38,%39"
-#define FUSED_NORM_R96 \
-  FUSED_NORM_R80       \
-  ",%40,%41,%42,%43,%44,%45,%46,%47"
-#define FUSED_NORM_R112 \
-  FUSED_NORM_R96        \
-  ",%48,%49,%50,%51,%52,%53,%54,%55"
-#define FUSED_NORM_R128 \
-  FUSED_NORM_R112       \
-  ",%56,%57,%58,%59,%60,%61,%62,%63"
+#define FUSED_NORM_R80 FUSED_NORM_R64 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define FUSED_NORM_R96 FUSED_NORM_R80 ",%40,%41,%42,%43,%44,%45,%46,%47"
+#define FUSED_NORM_R112 FUSED_NORM_R96 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define FUSED_NORM_R128 FUSED_NORM_R112 ",%56,%57,%58,%59,%60,%61,%62,%63"
 #define FUSED_NORM_R192                                              \
   FUSED_NORM_R128                                                    \
   ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79" \
@@ -257,8 +241,6 @@ __device__ __forceinline__ void start_sum(float (&d)[kCount], const uint32_t (&w
   }
   commit_products();
 }
-
-// Numbers. ------------------------------------------------------------------------------------
 
 // Elements of kBytes: one, or two that are neighbours. In this order, so that few registers wait
 // for what is loaded.

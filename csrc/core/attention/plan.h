@@ -60,10 +60,7 @@ constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
     {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
-    {64, 8, 1, 64, 1},
-    {128, 8, 1, 64, 1},
-    {256, 4, 1, 32, 1},
-};
+    {64, 8, 1, 64, 1}, {128, 8, 1, 64, 1}, {256, 4, 1, 32, 1}};
 
 // Whether blocks of keys make both gradients, or every other one each: dkey and dvalue of a head
 // dimension of 256 do not fit in the registers of a warp's 16 rows.
