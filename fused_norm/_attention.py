@@ -17,10 +17,13 @@ def _are_plain(tensors) -> bool:
     return True
 
 
-def _check_tensors(names: str, tensors) -> None:
+_TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_k".split()
+
+
+def _check_tensors(tensors) -> None:
     """Of arguments that are no plain tensors, for what Python cannot pass on to the operator's own
     checks."""
-    for name, value in zip(names.split(), tensors, strict=True):
+    for name, value in zip(_TENSORS, tensors, strict=False):
         if value is not None:
             _arguments.tensor(name, value)
     _sharding.register_where_loaded()  # one may be the first DTensor
@@ -50,43 +53,38 @@ def _pair(window) -> tuple:
 
 
 def attention(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    alibi_slopes=None,
-    sink=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=0,
-    max_seqlen_k=0,
+    tensors,
+    max_seqlens=(0, 0),
     scale=None,
     softcap=0.0,
     window=(None, None),
     top_left=False,
     dropout_p=0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator, whose arguments these are; ``scale=None`` is 1 / sqrt(D)."""
+    """(out, lse) of the operator, whose arguments these are: its tensors, from query to
+    cu_seqlens_k, and the options. ``scale=None`` is 1 / sqrt(D)."""
+    query = tensors[0]
     dtype = _autocast.dtype_for(query)
     if dtype is not None:
+        query, key, value, attn_mask, alibi_slopes, sink, *offsets = tensors
         query, key, value = (_autocast.cast(t, dtype) for t in (query, key, value))
         # These may stay in fp32.
         attn_mask, sink = (_autocast.cast(t, dtype, torch.float32) for t in (attn_mask, sink))
+        tensors = (query, key, value, attn_mask, alibi_slopes, sink, *offsets)
     if scale is None:
         scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     rng = _ops.attention_rng(query) if dropout_p > 0 else None
-    tensors = (query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, rng)
-    options = (max_seqlen_q, max_seqlen_k, scale, softcap, *window, top_left, dropout_p)
+    args = tensors + (rng, *max_seqlens, scale, softcap, *window, top_left, dropout_p)
     if not torch.compiler.is_compiling():
-        results = _C.attention(*tensors, *options)
+        results = _C.attention(*args)
         if results is not None:
             return results
-    return _ops.attention_forward(*tensors, *options)  # says which argument is of a wrong type
+    return _ops.attention_forward(*args)  # which says which argument is of a wrong type
 
 
 def _heads(query, key, value, enable_gqa) -> tuple:
     """How many heads each tensor is to have for them to go together."""
-    q, k, v = query.shape[-3], key.shape[-3], value.shape[-3]
+    q, k, v = query.size(-3), key.size(-3), value.size(-3)
     if enable_gqa and not q == k == v:
         if k == 0 or v == 0 or q % k or q % v:
             raise RuntimeError(
@@ -121,10 +119,8 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
                 f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
             )
     dims = max(query.dim(), key.dim(), value.dim())
-    query, key, value = (
-        t if t.dim() == dims >= 4 else t[(None,) * (max(dims, 4) - t.dim())]
-        for t in (query, key, value)
-    )
+    if dims < 4 or not query.dim() == key.dim() == value.dim():
+        query, key, value = (t[(None,) * (max(dims, 4) - t.dim())] for t in (query, key, value))
     counts = _heads(query, key, value, enable_gqa)
     sizes = [t.shape[:-3] for t in (query, key, value)]
     batch = sizes[0]
@@ -138,14 +134,15 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     if mask is not None:
         mask = _mask_of_four_dims(mask, batch)
 
-    def of_four(tensor, heads):
-        if heads != tensor.shape[-3] > 1:
-            tensor = tensor.repeat_interleave(heads // tensor.shape[-3], -3)
-        if tensor.shape[:-2] != (*batch, heads):
+    def of_four(tensor, own_batch, heads):
+        own_heads = tensor.size(-3)
+        if own_heads not in (1, heads):  # a group's
+            tensor = tensor.repeat_interleave(heads // own_heads, -3)
+        if own_heads != heads or own_batch != batch:
             tensor = tensor.expand(*batch, heads, -1, -1)
         return tensor if len(batch) == 1 else tensor.flatten(0, -4)
 
-    tensors = map(of_four, (query, key, value), counts)
+    tensors = map(of_four, (query, key, value), sizes, counts)
     return *tensors, mask, shape[len(shape) - dims :]
 
 
@@ -195,7 +192,7 @@ def scaled_dot_product_attention(
     if not _are_plain(tensors):
         if has_torch_function(tensors) and not (isinstance(query, Tensor) and query.is_nested):
             return _torch.overridden(scaled_dot_product_attention, locals())
-        _check_tensors("query key value attn_mask", tensors)
+        _check_tensors(tensors)
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _torch.attention(*tensors, dropout_p, is_causal, **options)
@@ -211,10 +208,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, enable_gqa
         )
     out, _ = attention(
-        query,
-        key,
-        value,
-        attn_mask,
+        (query, key, value, attn_mask, None, None, None, None),
         scale=scale,
         window=_TOP_LEFT if is_causal else _UNLIMITED,
         top_left=True,
@@ -280,18 +274,18 @@ def flash_attention(
             names it.
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
-    tensors = (query, key, value, sink, attn_mask, alibi_slopes)
+    tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
     if not _are_plain(tensors):
         if has_torch_function(tensors):
             return _torch.overridden(flash_attention, locals())
-        _check_tensors("query key value sink attn_mask alibi_slopes", tensors)
+        _check_tensors(tensors)
+    return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)
+
+
+def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse):
     out, lse = attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        alibi_slopes,
-        sink,
+        tensors,
+        max_seqlens,
         scale=_arguments.optional_number("scale", scale),
         softcap=_arguments.number("softcap", softcap),
         window=_limits(causal, window),
@@ -339,27 +333,12 @@ def flash_attention_varlen(
     Raises:
         As :func:`flash_attention`.
     """
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes)
+    tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
     if not _are_plain(tensors):
         if has_torch_function(tensors):
             return _torch.overridden(flash_attention_varlen, locals())
-        _check_tensors("query key value cu_seqlens_q cu_seqlens_k sink alibi_slopes", tensors)
+        _check_tensors(tensors)
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
-    out, lse = attention(
-        query,
-        key,
-        value,
-        None,
-        alibi_slopes,
-        sink,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale=_arguments.optional_number("scale", scale),
-        softcap=_arguments.number("softcap", softcap),
-        window=_limits(causal, window),
-        dropout_p=_arguments.number("dropout_p", dropout_p),
-    )
-    return (out, lse) if return_lse else out
+    max_seqlens = (max_seqlen_q, max_seqlen_k)
+    return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

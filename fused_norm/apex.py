@@ -71,14 +71,12 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
     return parameter if input.dtype is torch.float32 else parameter.to(torch.float32)
 
 
-def _norm(
-    function, tensors, normalized_shape, eps, memory_efficient, *, rms, mixed=False
-) -> Tensor:
-    """What ``function(*tensors, normalized_shape, eps, memory_efficient)`` is to give."""
+def _norm(function, tensors, options, *, rms, mixed=False) -> Tensor:
+    """What ``function(*tensors, *options)`` is to give."""
     if has_torch_function_variadic(*tensors) and functional._is_overridden(*tensors):
-        args = (*tensors, normalized_shape, eps, memory_efficient)
-        return handle_torch_function(function, tensors, *args)
+        return handle_torch_function(function, tensors, *tensors, *options)
     input, weight, bias = (*tensors, None, None)[:3]
+    normalized_shape, eps, memory_efficient = options
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
     if weight is not None or mixed:
@@ -131,7 +129,7 @@ def fused_layer_norm_affine(
         TypeError: an argument that has to be a tensor is none.
     """
     options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_layer_norm_affine, (input, weight, bias), *options, rms=False)
+    return _norm(fused_layer_norm_affine, (input, weight, bias), options, rms=False)
 
 
 def fused_layer_norm(
@@ -142,7 +140,7 @@ def fused_layer_norm(
     Arguments, result and errors are those of :func:`fused_layer_norm_affine`.
     """
     options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_layer_norm, (input,), *options, rms=False)
+    return _norm(fused_layer_norm, (input,), options, rms=False)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -161,7 +159,7 @@ def mixed_dtype_fused_layer_norm_affine(
     """
     options = (normalized_shape, eps, memory_efficient)
     return _norm(
-        mixed_dtype_fused_layer_norm_affine, (input, weight, bias), *options, rms=False, mixed=True
+        mixed_dtype_fused_layer_norm_affine, (input, weight, bias), options, rms=False, mixed=True
     )
 
 
@@ -178,7 +176,7 @@ def fused_rms_norm_affine(
     ``eps`` is added to the mean square.
     """
     options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_rms_norm_affine, (input, weight), *options, rms=True)
+    return _norm(fused_rms_norm_affine, (input, weight), options, rms=True)
 
 
 def fused_rms_norm(
@@ -189,7 +187,7 @@ def fused_rms_norm(
     Arguments, result and errors are those of :func:`fused_rms_norm_affine`.
     """
     options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_rms_norm, (input,), *options, rms=True)
+    return _norm(fused_rms_norm, (input,), options, rms=True)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -206,7 +204,7 @@ def mixed_dtype_fused_rms_norm_affine(
     without a weight it is an error.
     """
     options = (normalized_shape, eps, memory_efficient)
-    return _norm(mixed_dtype_fused_rms_norm_affine, (input, weight), *options, rms=True, mixed=True)
+    return _norm(mixed_dtype_fused_rms_norm_affine, (input, weight), options, rms=True, mixed=True)
 
 
 class _Applied:

@@ -40,7 +40,7 @@ def _run(
     query,
     key,
     value,
-    cu_seqlens,
+    sizes,
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
@@ -51,8 +51,8 @@ def _run(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ):
-    """Of tensors of the operator's order of dimensions; cu_seqlens: both offsets and both lengths,
-    or nothing."""
+    """Of tensors of the operator's order of dimensions; sizes: both offsets and both lengths."""
+    offsets, max_seqlens = sizes[:2], sizes[2:]
     if block_table is not None:
         raise NotImplementedError(
             f"block_table must be None, as paged keys are not supported, but has shape "
@@ -61,23 +61,19 @@ def _run(
     if type(query) is not Tensor:
         _sharding.register_where_loaded()
     out, lse = _attention.attention(
-        query,
-        key,
-        value,
-        None,
-        alibi_slopes,
-        None,
-        *cu_seqlens,
+        (query, key, value, None, alibi_slopes, None, *offsets),
+        max_seqlens,
         scale=softmax_scale,
         softcap=max(softcap, 0.0),
         window=_limits(window_size, causal),
         dropout_p=dropout_p,
     )
-    if not cu_seqlens:
+    if offsets[0] is None:
         out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
 
+_DENSE = (None, None, 0, 0)
 _OPTIONS = list(inspect.signature(_run).parameters.values())[4:]
 
 
@@ -119,7 +115,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, *options, **named):
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         _check_dims(name, tensor, "batch rows heads head_dim")
     tensors = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
-    return _run(*tensors, (), *options, **named)
+    return _run(*tensors, _DENSE, *options, **named)
 
 
 @_with_options
@@ -127,14 +123,14 @@ def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *options, **named):
     """:func:`flash_attn_func` of kv ``(B, Sk, 2, Hk, D)``, whose gradient is one tensor."""
     _check_dims("q", q, "batch rows heads head_dim")
     _check_dims("kv", kv, "batch rows 2 heads head_dim", stacked=2)
-    return _run(q.transpose(1, 2), kv.permute(2, 0, 3, 1, 4), None, (), *options, **named)
+    return _run(q.transpose(1, 2), kv.permute(2, 0, 3, 1, 4), None, _DENSE, *options, **named)
 
 
 @_with_options
 def flash_attn_qkvpacked_func(qkv: Tensor, *options, **named):
     """:func:`flash_attn_func` of qkv ``(B, S, 3, H, D)``, whose gradient is one tensor."""
     _check_dims("qkv", qkv, "batch rows 3 heads head_dim", stacked=3)
-    return _run(qkv.permute(2, 0, 3, 1, 4), None, None, (), *options, **named)
+    return _run(qkv.permute(2, 0, 3, 1, 4), None, None, _DENSE, *options, **named)
 
 
 @_with_options
