@@ -72,7 +72,8 @@ def attention(
         attn_mask, sink = (_autocast.cast(t, dtype, torch.float32) for t in (attn_mask, sink))
         tensors = (query, key, value, attn_mask, alibi_slopes, sink, *offsets)
     if scale is None:
-        scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+        head_dim = query.size(-1)
+        scale = head_dim**-0.5 if head_dim else 1.0
     rng = _ops.attention_rng(query) if dropout_p > 0 else None
     args = tensors + (rng, *max_seqlens, scale, softcap, *window, top_left, dropout_p)
     if not torch.compiler.is_compiling():
@@ -130,7 +131,7 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
         except RuntimeError as error:
             shapes = "query {}, key {}, value {}".format(*map(list, sizes))
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
-    shape = [*batch, counts[0], query.shape[-2], value.shape[-1]]
+    shape = [*batch, counts[0], query.size(-2), value.size(-1)]
     if mask is not None:
         mask = _mask_of_four_dims(mask, batch)
 
