@@ -75,7 +75,8 @@ def attention(
         head_dim = query.size(-1)
         scale = head_dim**-0.5 if head_dim else 1.0
     rng = _ops.attention_rng(query) if dropout_p > 0 else None
-    args = tensors + (rng, *max_seqlens, scale, softcap, *window, top_left, dropout_p)
+    (max_q, max_k), (left, right) = max_seqlens, window
+    args = tensors + (rng, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
     if not torch.compiler.is_compiling():
         results = _C.attention(*args)
         if results is not None:
@@ -83,9 +84,8 @@ def attention(
     return _ops.attention_forward(*args)  # which says which argument is of a wrong type
 
 
-def _heads(query, key, value, enable_gqa) -> tuple:
-    """How many heads each tensor is to have for them to go together."""
-    q, k, v = query.size(-3), key.size(-3), value.size(-3)
+def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
+    """How many heads query, key and value are to have for them to go together."""
     if enable_gqa and not q == k == v:
         if k == 0 or v == 0 or q % k or q % v:
             raise RuntimeError(
@@ -122,7 +122,8 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     dims = max(query.dim(), key.dim(), value.dim())
     if dims < 4 or not query.dim() == key.dim() == value.dim():
         query, key, value = (t[(None,) * (max(dims, 4) - t.dim())] for t in (query, key, value))
-    counts = _heads(query, key, value, enable_gqa)
+    heads = (query.size(-3), key.size(-3), value.size(-3))
+    common_heads = _heads(*heads, enable_gqa)
     sizes = [t.shape[:-3] for t in (query, key, value)]
     batch = sizes[0]
     if not batch == sizes[1] == sizes[2]:
@@ -131,19 +132,18 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
         except RuntimeError as error:
             shapes = "query {}, key {}, value {}".format(*map(list, sizes))
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
-    shape = [*batch, counts[0], query.size(-2), value.size(-1)]
+    shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
     if mask is not None:
         mask = _mask_of_four_dims(mask, batch)
 
-    def of_four(tensor, own_batch, heads):
-        own_heads = tensor.size(-3)
+    def of_four(tensor, own_batch, own_heads, heads):
         if own_heads not in (1, heads):  # a group's
             tensor = tensor.repeat_interleave(heads // own_heads, -3)
         if own_heads != heads or own_batch != batch:
             tensor = tensor.expand(*batch, heads, -1, -1)
         return tensor if len(batch) == 1 else tensor.flatten(0, -4)
 
-    tensors = map(of_four, (query, key, value), sizes, counts)
+    tensors = map(of_four, (query, key, value), sizes, heads, common_heads)
     return *tensors, mask, shape[len(shape) - dims :]
 
 
