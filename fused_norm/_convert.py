@@ -248,7 +248,7 @@ def revert(model: nn.Module) -> int:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    _check_is_module(model)
+    _arguments.module("model", model)
     count = 0
     for module in model.modules():
         if "_before_convert" not in vars(module):
@@ -260,11 +260,6 @@ def revert(model: nn.Module) -> int:
         vars(module).update(attributes)
         count += 1
     return count
-
-
-def _check_is_module(model) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
 
 
 class _Forms(dict):
@@ -359,7 +354,7 @@ def convert(
         TypeError: ``model`` is not a module, ``memory_efficient`` no bool, or an entry of
             ``classes`` no subclass of ``torch.nn.Module``.
     """
-    _check_is_module(model)
+    _arguments.module("model", model)
     memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     classes = tuple(classes) if isinstance(classes, Iterable) else (classes,)
     for cls in classes:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from fused_norm import _ops
+from fused_norm import _arguments, _ops
 from fused_norm.modules import LayerNorm, RMSNorm
 
 
@@ -93,8 +93,7 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
         RuntimeError: a norm is on the meta device, where nothing is saved, or the two runs called
             different norms.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+    _arguments.module("model", model)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, (LayerNorm, RMSNorm))}
     for name, module in norms.items():
         if any(parameter.is_meta for parameter in module.parameters()):
