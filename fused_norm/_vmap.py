@@ -45,7 +45,8 @@ def _norm_forward(info, in_dims, *args):
     for name in ("input", "weight", "bias", "residual"):
         tensor, dim = getattr(call, name), getattr(dims, name)
         if tensor is not None and dim is not None:
-            of_one[name] = tensor.new_empty(()).expand(_shape_of_one(tensor, dim))
+            one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
+            of_one[name] = one.expand(_shape_of_one(tensor, dim))
     _ops.check_norm_arguments(*call._replace(**of_one))
     x = _with_batch(call.input, dims.input, info.batch_size)
     residual = _with_batch(call.residual, dims.residual, info.batch_size)
