@@ -37,6 +37,12 @@ def optional_dtype(name: str, value) -> None:
         _refuse(name, "a torch.dtype or None", value)
 
 
+def module(name: str, value) -> None:
+    """Checks that ``value`` is a module."""
+    if not isinstance(value, torch.nn.Module):
+        raise TypeError(f"{name} must be a torch.nn.Module, but is {_kind(value)}")
+
+
 def number(name: str, value) -> float:
     """An int, bool, float, number of numpy, or tensor without dimensions."""
     if type(value) is float:

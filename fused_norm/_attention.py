@@ -5,9 +5,9 @@ import numbers
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import has_torch_function
 
-from fused_norm import _C, _ops, _sharding, _torch
+from fused_norm import _C, _arguments, _autocast, _ops, _sharding, _torch
 
 
 def _are_plain(tensors) -> bool:
@@ -17,37 +17,16 @@ def _are_plain(tensors) -> bool:
     return True
 
 
-def _check_tensors(**tensors) -> None:
+_TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_k".split()
+
+
+def _check_tensors(tensors) -> None:
     """Of arguments that are no plain tensors, for what Python cannot pass on to the operator's own
     checks."""
-    for name, value in tensors.items():
-        if value is not None and type(value) is not Tensor and not isinstance(value, Tensor):
-            kind = type(value).__name__
-            raise TypeError(f"{name} must be a tensor, but is {value!r:.80} of type {kind}")
+    for name, value in zip(_TENSORS, tensors, strict=False):
+        if value is not None:
+            _arguments.tensor(name, value)
     _sharding.register_where_loaded()  # one may be the first DTensor
-
-
-def _check_number(name: str, value) -> None:
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} must be a number, through which no gradient flows, but is a tensor of shape "
-            f"{list(value.shape)}"
-        )
-
-
-def _autocast_dtype(query: Tensor) -> torch.dtype | None:
-    # A device makes an object; is_cuda takes a sixth of the time.
-    device = "cuda" if query.is_cuda else query.device.type
-    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device)
-
-
-def _cast(tensor: Tensor | None, dtype: torch.dtype, *others: torch.dtype) -> Tensor | None:
-    """As torch's autocast casts: what is floating, but not fp64. Or in one of ``others``."""
-    if tensor is None or not tensor.is_floating_point():
-        return tensor
-    return tensor if tensor.dtype in (torch.float64, *others) else tensor.to(dtype)
 
 
 def _limits(causal, window) -> tuple:
@@ -74,49 +53,30 @@ def _pair(window) -> tuple:
 
 
 def attention(
-    query,
-    key,
-    value,
-    attn_mask=None,
-    alibi_slopes=None,
-    sink=None,
-    cu_seqlens_q=None,
-    cu_seqlens_k=None,
-    max_seqlen_q=0,
-    max_seqlen_k=0,
+    tensors,
+    max_seqlens=(0, 0),
     scale=None,
     softcap=0.0,
     window=(None, None),
     top_left=False,
     dropout_p=0.0,
 ) -> tuple[Tensor, Tensor]:
-    """(out, lse) of the operator, whose arguments these are; ``scale=None`` is 1 / sqrt(D)."""
-    dtype = _autocast_dtype(query)
+    """(out, lse) of the operator, whose arguments these are: its tensors, from query to
+    cu_seqlens_k, and the options. ``scale=None`` is 1 / sqrt(D)."""
+    query = tensors[0]
+    dtype = _autocast.dtype_for(query)
     if dtype is not None:
-        query, key, value = (_cast(t, dtype) for t in (query, key, value))
+        query, key, value, attn_mask, alibi_slopes, sink, *offsets = tensors
+        query, key, value = (_autocast.cast(t, dtype) for t in (query, key, value))
         # These may stay in fp32.
-        attn_mask, sink = (_cast(t, dtype, torch.float32) for t in (attn_mask, sink))
+        attn_mask, sink = (_autocast.cast(t, dtype, torch.float32) for t in (attn_mask, sink))
+        tensors = (query, key, value, attn_mask, alibi_slopes, sink, *offsets)
     if scale is None:
-        scale = query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
+        head_dim = query.size(-1)
+        scale = head_dim**-0.5 if head_dim else 1.0
     rng = _ops.attention_rng(query) if dropout_p > 0 else None
-    args = (
-        query,
-        key,
-        value,
-        attn_mask,
-        alibi_slopes,
-        sink,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        rng,
-        max_seqlen_q,
-        max_seqlen_k,
-        scale,
-        softcap,
-        *window,
-        top_left,
-        dropout_p,
-    )
+    (max_q, max_k), (left, right) = max_seqlens, window
+    args = tensors + (rng, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
     if not torch.compiler.is_compiling():
         results = _C.attention(*args)
         if results is not None:
@@ -124,52 +84,31 @@ def attention(
     return _ops.attention_forward(*args)  # which says which argument is of a wrong type
 
 
-def _broadcast(sizes, names) -> torch.Size:
-    try:
-        return torch.broadcast_shapes(*sizes)
-    except RuntimeError as error:
-        shapes = ", ".join(f"{n} {list(s)}" for n, s in zip(names, sizes, strict=True))
-        raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
-
-
-def _heads(query, key, value, enable_gqa) -> tuple:
-    """The tensors with numbers of heads that go together, of four or more dimensions."""
-    q, k, v = query.shape[-3], key.shape[-3], value.shape[-3]
-    if q == k == v:
-        return query, key, value
-    if enable_gqa:
+def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
+    """How many heads query, key and value are to have for them to go together."""
+    if enable_gqa and not q == k == v:
         if k == 0 or v == 0 or q % k or q % v:
             raise RuntimeError(
                 f"query has {q} heads, which with enable_gqa must be a multiple of key's {k} and "
                 f"value's {v}"
             )
-        if k != v:  # which shares neither
-            key = key.repeat_interleave(q // k, -3)
-            value = value.repeat_interleave(q // v, -3)
-        return query, key, value
+        return (q, k, v) if k == v else (q, q, q)  # unlike key and value share no heads
     heads = max(q, k, v) if 0 not in (q, k, v) else 0
     if any(count not in (1, heads) for count in (q, k, v)):
         raise RuntimeError(
             f"query has {q} heads, key {k} and value {v}: they must be alike or 1, unless with "
             "enable_gqa=True"
         )
-    if q != heads:
-        query = query.expand(*query.shape[:-3], heads, *query.shape[-2:])
-    if k != v:  # else one key head serves all
-        key = key.expand(*key.shape[:-3], heads, *key.shape[-2:])
-        value = value.expand(*value.shape[:-3], heads, *value.shape[-2:])
-    return query, key, value
+    return (heads, k, v) if k == v else (heads, heads, heads)  # one key head may serve all
 
 
 def _mask_of_four_dims(mask: Tensor, batch) -> Tensor:
     if mask.dim() <= 3 or len(batch) == 1:
         return mask
-    while mask.dim() < len(batch) + 3:
-        mask = mask.unsqueeze(0)
-    own = mask.shape[:-3]
-    if all(size == 1 for size in own):
-        return mask.reshape(1, *mask.shape[-3:])
-    return mask.expand(*batch, *mask.shape[-3:]).reshape(-1, *mask.shape[-3:])
+    mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
+    if mask.shape[:-3].numel() != 1:
+        mask = mask.expand(*batch, -1, -1, -1)
+    return mask.flatten(0, -4)
 
 
 def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
@@ -181,27 +120,31 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
                 f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
             )
     dims = max(query.dim(), key.dim(), value.dim())
-    query, key, value = (
-        t
-        if t.dim() >= 4 and t.dim() == dims
-        else t.reshape(*[1] * (max(dims, 4) - t.dim()), *t.shape)
-        for t in (query, key, value)
-    )
-    query, key, value = _heads(query, key, value, enable_gqa)
+    if dims < 4 or not query.dim() == key.dim() == value.dim():
+        query, key, value = (t[(None,) * (max(dims, 4) - t.dim())] for t in (query, key, value))
+    heads = (query.size(-3), key.size(-3), value.size(-3))
+    common_heads = _heads(*heads, enable_gqa)
     sizes = [t.shape[:-3] for t in (query, key, value)]
     batch = sizes[0]
     if not batch == sizes[1] == sizes[2]:
-        batch = _broadcast(sizes, ("query", "key", "value"))
-    shape = [*batch, query.shape[-3], query.shape[-2], value.shape[-1]]
+        try:
+            batch = torch.broadcast_shapes(*sizes)
+        except RuntimeError as error:
+            shapes = "query {}, key {}, value {}".format(*map(list, sizes))
+            raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
+    shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
     if mask is not None:
         mask = _mask_of_four_dims(mask, batch)
 
-    def of_four(tensor):
-        if tensor.shape[:-3] != batch:
-            tensor = tensor.expand(*batch, *tensor.shape[-3:])
-        return tensor if len(batch) == 1 else tensor.reshape(-1, *tensor.shape[-3:])
+    def of_four(tensor, own_batch, own_heads, heads):
+        if own_heads not in (1, heads):  # a group's
+            tensor = tensor.repeat_interleave(heads // own_heads, -3)
+        if own_heads != heads or own_batch != batch:
+            tensor = tensor.expand(*batch, heads, -1, -1)
+        return tensor if len(batch) == 1 else tensor.flatten(0, -4)
 
-    return of_four(query), of_four(key), of_four(value), mask, shape[len(shape) - dims :]
+    tensors = map(of_four, (query, key, value), sizes, heads, common_heads)
+    return *tensors, mask, shape[len(shape) - dims :]
 
 
 _UNLIMITED, _TOP_LEFT = (None, None), (None, 0)  # windows
@@ -249,27 +192,11 @@ def scaled_dot_product_attention(
     tensors = (query, key, value, attn_mask)
     if not _are_plain(tensors):
         if has_torch_function(tensors) and not (isinstance(query, Tensor) and query.is_nested):
-            return handle_torch_function(
-                scaled_dot_product_attention,
-                tensors,
-                *tensors,
-                dropout_p=dropout_p,
-                is_causal=is_causal,
-                scale=scale,
-                enable_gqa=enable_gqa,
-            )
-        _check_tensors(query=query, key=key, value=value, attn_mask=attn_mask)
+            return _torch.overridden(scaled_dot_product_attention, locals())
+        _check_tensors(tensors)
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
-        return _torch.attention(
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            is_causal,
-            scale=scale,
-            enable_gqa=enable_gqa,
-        )
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        return _torch.attention(*tensors, dropout_p, is_causal, **options)
     if is_causal and attn_mask is not None:
         raise RuntimeError(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
@@ -282,10 +209,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, enable_gqa
         )
     out, _ = attention(
-        query,
-        key,
-        value,
-        attn_mask,
+        (query, key, value, attn_mask, None, None, None, None),
         scale=scale,
         window=_TOP_LEFT if is_causal else _UNLIMITED,
         top_left=True,
@@ -351,49 +275,24 @@ def flash_attention(
             names it.
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
-    tensors = (query, key, value, sink, attn_mask, alibi_slopes)
+    tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
     if not _are_plain(tensors):
-        options = {
-            "causal": causal,
-            "window": window,
-            "softcap": softcap,
-            "sink": sink,
-            "attn_mask": attn_mask,
-            "alibi_slopes": alibi_slopes,
-            "dropout_p": dropout_p,
-            "scale": scale,
-            "return_lse": return_lse,
-        }
         if has_torch_function(tensors):
-            return handle_torch_function(flash_attention, tensors, query, key, value, **options)
-        _check_tensors(
-            query=query,
-            key=key,
-            value=value,
-            sink=sink,
-            attn_mask=attn_mask,
-            alibi_slopes=alibi_slopes,
-        )
-    _check_numbers(softcap, dropout_p, scale)
+            return _torch.overridden(flash_attention, locals())
+        _check_tensors(tensors)
+    return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)
+
+
+def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse):
     out, lse = attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        alibi_slopes,
-        sink,
-        scale=scale,
-        softcap=softcap,
+        tensors,
+        max_seqlens,
+        scale=_arguments.optional_number("scale", scale),
+        softcap=_arguments.number("softcap", softcap),
         window=_limits(causal, window),
-        dropout_p=dropout_p,
+        dropout_p=_arguments.number("dropout_p", dropout_p),
     )
     return (out, lse) if return_lse else out
-
-
-def _check_numbers(softcap, dropout_p, scale) -> None:
-    for name, value in (("softcap", softcap), ("dropout_p", dropout_p), ("scale", scale)):
-        if type(value) is not float:
-            _check_number(name, value)
 
 
 def flash_attention_varlen(
@@ -435,50 +334,12 @@ def flash_attention_varlen(
     Raises:
         As :func:`flash_attention`.
     """
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, sink, alibi_slopes)
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
     if not _are_plain(tensors):
         if has_torch_function(tensors):
-            return handle_torch_function(
-                flash_attention_varlen,
-                tensors,
-                query,
-                key,
-                value,
-                *sizes,
-                causal=causal,
-                window=window,
-                softcap=softcap,
-                sink=sink,
-                alibi_slopes=alibi_slopes,
-                dropout_p=dropout_p,
-                scale=scale,
-                return_lse=return_lse,
-            )
-        _check_tensors(
-            query=query,
-            key=key,
-            value=value,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            sink=sink,
-            alibi_slopes=alibi_slopes,
-        )
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if offsets is None:
-            raise TypeError(f"{name} must be a tensor, but is None")
-    _check_numbers(softcap, dropout_p, scale)
-    out, lse = attention(
-        query,
-        key,
-        value,
-        None,
-        alibi_slopes,
-        sink,
-        *sizes,
-        scale=scale,
-        softcap=softcap,
-        window=_limits(causal, window),
-        dropout_p=dropout_p,
-    )
-    return (out, lse) if return_lse else out
+            return _torch.overridden(flash_attention_varlen, locals())
+        _check_tensors(tensors)
+    _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
+    _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
+    max_seqlens = (max_seqlen_q, max_seqlen_k)
+    return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

@@ -5,6 +5,7 @@ hooks, mode, device, and whatever else refers to it: a second place in the model
 list.
 """
 
+import collections
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -51,16 +52,11 @@ class ConvertReport:
         return True  # a report of nothing replaced is no error
 
     def __repr__(self) -> str:
-        def count(entries):
-            counts: dict[str, int] = {}
-            for entry in entries:
-                counts[entry] = counts.get(entry, 0) + 1
-            return [f"  {number:>4} x {entry}" for entry, number in counts.items()]
-
         lines = [f"ConvertReport: {len(self.replaced)} replaced, {len(self.skipped)} skipped"]
-        lines += count(
+        counts = collections.Counter(
             origin + (", memory_efficient" if flag else "") for _, origin, flag in self.replaced
         )
+        lines += [f"  {number:>4} x {entry}" for entry, number in counts.items()]
         lines += [f"  skipped {name or '(model)'}: {o}: {why}" for name, o, why in self.skipped]
         return "\n".join(lines)
 
@@ -221,18 +217,17 @@ def _to_form(module: nn.Module, forms: "_Forms", memory_efficient: bool) -> str 
     rules = (form.output_rule, form.autocast_rule)
     if form.rms:
         plain, converted, renamed = modules.RMSNorm, ConvertedRMSNorm, RenamedRMSNorm
-        is_plain = rules == ("input", "input")
     else:
         plain, converted, renamed = modules.LayerNorm, ConvertedLayerNorm, RenamedLayerNorm
-        is_plain = rules == ("input", "float")
-    if form.weight_name in ("weight", None) and form.bias_name in ("bias", None):
+    if form.weight_name not in ("weight", None) or form.bias_name not in ("bias", None):
+        module.__class__ = renamed
+        module.weight_name, module.bias_name = form.weight_name, form.bias_name
+    else:
+        is_plain = rules == ("input", "input" if form.rms else "float")
         module.__class__ = plain if is_plain else converted
         for name in ("weight",) if form.rms else ("weight", "bias"):
             module._parameters.setdefault(name, None)
-    else:
-        module.__class__ = renamed
-        module.weight_name, module.bias_name = form.weight_name, form.bias_name
-    if not is_plain or module.__class__ is renamed:
+    if module.__class__ is not plain:
         module.output_rule, module.autocast_rule = rules
     module.normalized_shape = form.normalized_shape
     module.eps = eps if eps is None else float(eps)
@@ -253,7 +248,7 @@ def revert(model: nn.Module) -> int:
     Raises:
         TypeError: ``model`` is not a module.
     """
-    _check_is_module(model)
+    _arguments.module("model", model)
     count = 0
     for module in model.modules():
         if "_before_convert" not in vars(module):
@@ -267,25 +262,17 @@ def revert(model: nn.Module) -> int:
     return count
 
 
-def _check_is_module(model) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
-
-
-class _Forms:
+class _Forms(dict):
     """Forms of modules; like modules are probed once."""
-
-    def __init__(self) -> None:
-        self.known: dict = {}
 
     def of(self, module: nn.Module) -> _probe.Form | str:
         attributes = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
         shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
         key = (type(module), tuple(shapes), tuple(attributes.items()))
         try:
-            if key not in self.known:
-                self.known[key] = _probe.form_of(module)
-            return self.known[key]
+            if key not in self:
+                self[key] = _probe.form_of(module)
+            return self[key]
         except TypeError:  # an attribute that cannot be hashed
             return _probe.form_of(module)
 
@@ -294,8 +281,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def _qualified(cls: type) -> str:
-    prefix = cls.__module__.split(".")
-    return f"{prefix[0]}.{cls.__qualname__}"
+    return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
 def _looks_like_a_norm(cls: type) -> bool:
@@ -368,7 +354,7 @@ def convert(
         TypeError: ``model`` is not a module, ``memory_efficient`` no bool, or an entry of
             ``classes`` no subclass of ``torch.nn.Module``.
     """
-    _check_is_module(model)
+    _arguments.module("model", model)
     memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     classes = tuple(classes) if isinstance(classes, Iterable) else (classes,)
     for cls in classes:

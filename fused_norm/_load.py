@@ -5,7 +5,7 @@ worse, has them and lays out its objects differently: so the versions are compar
 is loaded.
 """
 
-import importlib.machinery
+import importlib.util
 import re
 from pathlib import Path
 
@@ -20,22 +20,15 @@ def _torch_of(binary: bytes) -> str | None:
     return match.group(1).decode() if match else None
 
 
-def _extension_file() -> Path | None:
-    files = [
-        Path(__file__).with_name(f"_C{suffix}") for suffix in importlib.machinery.EXTENSION_SUFFIXES
-    ]
-    return next((file for file in files if file.exists()), None)
-
-
 def _load() -> None:
-    file = _extension_file()
-    if file is None:
+    found = importlib.util.find_spec("fused_norm._C")
+    if found is None:
         raise ImportError(
             f"fused_norm in {Path(__file__).parent} is not compiled for this Python. If these are "
             "the sources, run `make build` there, or start Python elsewhere to use an installed "
             "fused_norm."
         )
-    built = _torch_of(file.read_bytes())
+    built = _torch_of(Path(found.origin).read_bytes())
     if built is not None and built != torch.__version__.split("+")[0]:
         raise ImportError(
             f"fused_norm was built with torch {built}, but torch {torch.__version__} is "

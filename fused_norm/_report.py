@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import torch
 
-from fused_norm import _ops
+from fused_norm import _arguments, _ops
 from fused_norm.modules import LayerNorm, RMSNorm
 
 
@@ -51,18 +52,9 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rows = [("norm", "flag", "saved bytes", "with the flag on", "columns", "lost", "at risk")]
-        rows += [
-            (
-                norm.name,
-                "on" if norm.memory_efficient else "off",
-                f"{norm.saved_bytes:,}",
-                f"{norm.efficient_bytes:,}",
-                f"{norm.columns:,}",
-                f"{norm.lost_columns:,}",
-                f"{norm.columns_at_risk:,}",
-            )
-            for norm in self.norms
-        ]
+        for norm in self.norms:
+            name, flag, *counts = dataclasses.astuple(norm)
+            rows.append((name, "on" if flag else "off", *(f"{count:,}" for count in counts)))
         rows.append(("all", "", f"{self.saved_bytes:,}", f"{self.efficient_bytes:,}", "", "", ""))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join(
@@ -101,8 +93,7 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
         RuntimeError: a norm is on the meta device, where nothing is saved, or the two runs called
             different norms.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"model must be a torch.nn.Module, but is {type(model).__name__}")
+    _arguments.module("model", model)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, (LayerNorm, RMSNorm))}
     for name, module in norms.items():
         if any(parameter.is_meta for parameter in module.parameters()):
@@ -121,12 +112,8 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
     calls = []
     for (name, saved, dtype), (_, saved_efficiently, _) in zip(as_it_is, efficient, strict=True):
         lost, at_risk = _columns(norms[name], dtype)
-        columns = 1
-        for size in norms[name].normalized_shape:
-            columns *= size
-        calls.append(
-            NormMemory(name, flags[name], saved, saved_efficiently, columns, lost, at_risk)
-        )
+        columns = (math.prod(norms[name].normalized_shape), lost, at_risk)
+        calls.append(NormMemory(name, flags[name], saved, saved_efficiently, *columns))
     return MemoryReport(tuple(calls))
 
 
@@ -176,21 +163,19 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     def leave(_module, _inputs, output):
         calls[inside.pop()][2] = output.dtype
 
-    handles = []
-    for module in norms.values():
-        handles.append(module.register_forward_pre_hook(enter))
-        handles.append(module.register_forward_hook(leave))
     try:
         with (
+            contextlib.ExitStack() as hooks,
             _as_it_was(model),
             torch.compiler.set_stance("force_eager"),  # a compiled model calls no hooks of norms
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda cell: cell[0]),
         ):
+            for module in norms.values():
+                hooks.enter_context(module.register_forward_pre_hook(enter))
+                hooks.enter_context(module.register_forward_hook(leave))
             output = model(*inputs, **keywords)  # keeps the storages alive: no address comes twice
     finally:
-        for handle in handles:
-            handle.remove()
         for cell in cells:
             cell.clear()
     del output
@@ -221,12 +206,9 @@ def _as_it_was(model):
             module._buffers.update(named)
 
 
-def _tensors(value):
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
+def _tensors(value) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return [value] if isinstance(value, torch.Tensor) else []

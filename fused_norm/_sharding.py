@@ -30,206 +30,157 @@ def _register() -> None:
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
     from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo
     from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
-    from torch.distributed.tensor.experimental import register_sharding
 
-    norm_forward = torch.ops.fused_norm.norm_forward.default
-    norm_backward = torch.ops.fused_norm.norm_backward.default
-    gated_forward = torch.ops.fused_norm.rms_norm_gated_forward.default
-    gated_backward = torch.ops.fused_norm.rms_norm_gated_backward.default
-    softmax_forward = torch.ops.fused_norm.softmax_forward.default
-    scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
-    softmax_backward = torch.ops.fused_norm.softmax_backward.default
-    attention_forward = torch.ops.fused_norm.attention_forward.default
-    attention_backward = torch.ops.fused_norm.attention_backward.default
-    attention_rng = torch.ops.fused_norm.attention_rng.default
+    register_strategy = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
 
-    def same(tensors, placement):
-        """The placement for each tensor of a list, None for what is None."""
-        return [None if tensor is None else placement for tensor in tensors]
+    def rules_of(name, first_option):
+        """Registers a function from the operator's arguments to its rules, each a list of the
+        outputs' placements and one of the tensor arguments'. Not by torch's register_sharding,
+        which knows no operator that gives a list of tensors, and remembers its answer for every
+        normalized_shape, output_mask, dim or causal: on the arguments from ``first_option`` on a
+        rule may depend."""
 
-    def forward(schema):
-        """By hand: register_sharding knows no operator that gives a list of tensors."""
-        args = [
-            arg.strategies[0].output_spec if isinstance(arg, OpStrategy) else arg
-            for arg in schema.args_schema
-        ]
-        input, weight, bias, normalized_shape, _, *options = args + [None] * (11 - len(args))
-        is_rms, residual, room = options[1], options[3], options[5]
-        if room is not None:
-            raise NotImplementedError("norm_forward lists no columns of a DTensor")
-        rules = []
-        for placement in (Replicate(), *map(Shard, range(input.ndim - len(normalized_shape)))):
-            outputs = [placement] * (1 if residual is None else 2)
-            # An RMSNorm's mean is an empty tensor, the same everywhere.
-            outputs += [Replicate() if is_rms else placement, placement]
-            inputs = [placement, *same((weight, bias), Replicate()), *same([residual], placement)]
-            rules.append(outputs + inputs)
-        count = 3 if residual is None else 4
-        return expand_to_full_mesh_op_strategy(input.mesh, schema, rules, input_index=count)
+        def register(function):
+            def strategy(schema):
+                args = [
+                    arg.strategies[0].output_spec if isinstance(arg, OpStrategy) else arg
+                    for arg in schema.args_schema
+                ]
+                rules = function(*args)
+                placements = [outputs + inputs for outputs, inputs in rules]
+                count = len(rules[0][0])
+                mesh = args[0].mesh
+                return expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=count)
 
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.register_op_strategy(norm_forward, forward)
+            op = getattr(torch.ops.fused_norm, name).default
+            register_strategy(op, strategy, RuntimeSchemaInfo(first_option, needs_pytree=True))
+            return function
 
-    @register_sharding(norm_backward)
-    def backward(dy, saved, mean, rstd, weight, bias, normalized_shape, *options):
-        more = options[5:]  # side and columns, which DTensors never have, and dresidual
-        is_rms, mask = options[1], options[4]
-        has_gradient = (mask[0], mask[1] and weight is not None, mask[2] and bias is not None)
-        rows = range(dy.ndim - len(normalized_shape))
-        rules = []
-        for placement in (Replicate(), *map(Shard, rows)):
-            summed = Partial() if isinstance(placement, Shard) else Replicate()
-            outputs = [
-                gradient if wanted else None
-                for gradient, wanted in zip((placement, summed, summed), has_gradient, strict=True)
-            ]
-            inputs = [placement, placement]
-            inputs += same([mean], Replicate() if is_rms else placement) + [placement]
-            inputs += same((weight, bias), Replicate())
-            inputs += [None] * 6 + same(more, placement)  # six arguments that are no tensors
-            rules.append((outputs, inputs))
-        return rules
+        return register
 
-    @register_sharding(gated_forward)
-    def of_gated(input, gate, weight, normalized_shape, *options):
-        rest = [*same([weight], Replicate()), *[None] * (1 + len(options))]
-        rows = range(input.ndim - len(normalized_shape))
-        return [([p, p], [p, p, *rest]) for p in (Replicate(), *map(Shard, rows))]
+    def of_rows(tensor, normalized_shape):
+        return [Replicate(), *map(Shard, range(tensor.ndim - len(normalized_shape)))]
 
-    @register_sharding(gated_backward)
-    def of_gated_backward(dy, rstd, input, gate, weight, normalized_shape, *options):
-        mask = options[-1]
-        rules = []
-        for outputs, inputs in of_gated(input, gate, weight, normalized_shape, *options):
-            placement = outputs[0]
-            summed = Partial() if isinstance(placement, Shard) else Replicate()
-            has_gradient = (mask[0], mask[1], mask[2] and weight is not None)
-            gradients = zip((placement, placement, summed), has_gradient, strict=True)
-            outputs = [gradient if wanted else None for gradient, wanted in gradients]
-            rules.append((outputs, [placement, placement, *inputs]))
-        return rules
-
-    def placements_beside(ndim, *dims):
-        """Of a tensor that is whole along these dimensions."""
+    def beside(ndim, *dims):
+        """Placements of a tensor that is whole along these dimensions."""
         whole = {dim % ndim for dim in dims if ndim}
         return [Replicate(), *(Shard(d) for d in range(ndim) if d not in whole)]
 
-    @register_sharding(softmax_forward)
-    def softmax(input, dim, *options):
-        rest = [None] * (1 + len(options))
-        return [([p], [p, *rest]) for p in placements_beside(input.ndim, dim)]
+    def each(tensors, placement):
+        """The placement for each tensor of a list, None for what is None."""
+        return [None if tensor is None else placement for tensor in tensors]
 
-    @register_sharding(softmax_backward)
-    def of_softmax(dy, output, dim, *options):
-        rest = [None] * (1 + len(options))
-        return [([p], [p, p, *rest]) for p in placements_beside(dy.ndim, dim)]
+    def summed(placement):
+        """Of a sum over what is so placed."""
+        return Partial() if isinstance(placement, Shard) else Replicate()
 
-    @register_sharding(scaled_masked_softmax)
+    def of_gradients(wanted, tensors, placements):
+        """None for a gradient that is not wanted, or of no tensor."""
+        cases = zip(wanted, tensors, placements, strict=True)
+        return [p if is_wanted and t is not None else None for is_wanted, t, p in cases]
+
+    @rules_of("norm_forward", 3)
+    def norm(input, weight, bias, normalized_shape, _, *options):
+        _, is_rms, _, residual, _, room = (*options, *[None] * (6 - len(options)))
+        if room is not None:
+            raise NotImplementedError("norm_forward lists no columns of a DTensor")
+        rules = []
+        for p in of_rows(input, normalized_shape):
+            outputs = [p] if residual is None else [p, p]
+            # An RMSNorm's mean is an empty tensor, the same everywhere.
+            outputs += [Replicate() if is_rms else p, p]
+            rules.append((outputs, [p, *each((weight, bias), Replicate()), *each([residual], p)]))
+        return rules
+
+    @rules_of("norm_backward", 6)
+    def norm_backward(dy, saved, mean, rstd, weight, bias, normalized_shape, *options):
+        # more: side and columns, which DTensors never have, and dresidual
+        _, is_rms, _, _, mask, *more = options
+        rules = []
+        for p in of_rows(dy, normalized_shape):
+            outputs = of_gradients(mask, (dy, weight, bias), (p, summed(p), summed(p)))
+            inputs = [p, p, *each([mean], Replicate() if is_rms else p), p]
+            inputs += each((weight, bias), Replicate())
+            rules.append((outputs, inputs + each(more, p)))
+        return rules
+
+    @rules_of("rms_norm_gated_forward", 3)
+    def gated(input, gate, weight, normalized_shape, *_):
+        placements = of_rows(input, normalized_shape)
+        return [([p, p], [p, p, *each([weight], Replicate())]) for p in placements]
+
+    @rules_of("rms_norm_gated_backward", 5)
+    def gated_backward(dy, rstd, *args):
+        input, gate, weight, *_, mask = args
+        rules = []
+        for (p, _), inputs in gated(*args):
+            outputs = of_gradients(mask, (input, gate, weight), (p, p, summed(p)))
+            rules.append((outputs, [p, p, *inputs]))
+        return rules
+
+    @rules_of("softmax_forward", 1)
+    def softmax(input, dim, *_):
+        return [([p], [p]) for p in beside(input.ndim, dim)]
+
+    @rules_of("softmax_backward", 2)
+    def softmax_backward(dy, output, dim, *_):
+        return [([p], [p, p]) for p in beside(dy.ndim, dim)]
+
+    @rules_of("scaled_masked_softmax", 2)
     def masked_softmax(input, mask, *options):
         causal = len(options) > 1 and options[1]  # a query's number tells what it may see
         rules = []
-        for placement in placements_beside(input.ndim, -1, *([-2] if causal else [])):
+        for placement in beside(input.ndim, -1, *([-2] if causal else [])):
             of_mask = Replicate()
             if mask is not None and isinstance(placement, Shard):
                 dim = placement.dim - input.ndim + mask.ndim
                 if dim >= 0 and mask.shape[dim] > 1:
                     of_mask = Shard(dim)
-            rules.append(([placement], [placement, *same([mask], of_mask), *[None] * len(options)]))
+            rules.append(([placement], [placement, *each([mask], of_mask)]))
         return rules
 
-    def attention_splits(query, key, packed):
-        """How a call may be split over its processes: none of it, by sequence, by head. Each as the
-        dimension, counted over (batch, heads) of query, or None."""
-        splits = [None]
-        if not packed:
-            splits.append(0)
-        # A group of heads stays with its key head.
-        kv_heads = query.shape[-2 if packed else -3]
-        if key is not None:
-            kv_heads = key.shape[-2 if packed else -3]
-        if kv_heads % query.mesh.size() == 0:
-            splits.append(1)
-        return splits
-
-    def attention_inputs(split, query, key, value, mask, slopes, sink, cu_q, cu_k, rng):
+    @rules_of("attention_forward", 9)
+    def attention(query, key, value, mask, slopes, sink, cu_q, cu_k, rng, *_):
+        """A call is split over the processes by sequences, by heads, or not at all."""
         packed = cu_q is not None
+        heads_at = 2 if packed else 3  # from the end
 
-        def of_dim(tensor, dim, broadcasts=False):
+        def placement(split, tensor, heads_at, broadcasts=False):
             if tensor is None:
                 return None
-            if split is None or dim < 0 or (broadcasts and tensor.shape[dim] == 1):
-                return Replicate()
-            return Shard(dim)
+            dim = -1 if split is None else tensor.ndim - heads_at - (1 - split)
+            whole = dim < 0 or (broadcasts and tensor.shape[dim] == 1)
+            return Replicate() if whole else Shard(dim)
 
-        from_end = 4 - (split or 0) if not packed else 2
-        of_slopes = -1
-        if slopes is not None and split is not None:
-            of_slopes = slopes.ndim - 1 if split == 1 else slopes.ndim - 2
-        return [
-            *(None if t is None else of_dim(t, t.ndim - from_end) for t in (query, key, value)),
-            None if mask is None else of_dim(mask, mask.ndim - 4 + (split or 0), True),
-            of_dim(slopes, of_slopes),
-            of_dim(sink, 0 if split == 1 else -1),
-            *same((cu_q, cu_k, rng), Replicate()),
-        ]
-
-    def attention_outputs(split, packed):
-        """Of out and of its log-sum-exp."""
-        if split is None:
-            return [Replicate(), Replicate()]
-        return [Shard(split), Shard(0 if packed else split)]
-
-    @register_sharding(attention_forward)
-    def of_attention(query, key, value, mask, slopes, sink, cu_q, cu_k, rng, *options):
-        tensors = (query, key, value, mask, slopes, sink, cu_q, cu_k, rng)
-        packed = cu_q is not None
-        return [
-            (
-                attention_outputs(split, packed),
-                attention_inputs(split, *tensors) + [None] * len(options),
-            )
-            for split in attention_splits(query, key, packed)
-        ]
-
-    @register_sharding(attention_backward)
-    def of_attention_backward(dout, dlse, out, lse, query, key, value, mask, slopes, sink, *others):
-        cu_q, cu_k, rng, *options = others
-        tensors = (query, key, value, mask, slopes, sink, cu_q, cu_k, rng)
-        wanted = options[-1]
-        packed = cu_q is not None
+        splits = [None] if packed else [None, 0]  # the dimension of (batch, heads)
+        # A group of heads stays with its key head.
+        kv_heads = (query if key is None else key).shape[-heads_at]
+        if kv_heads % query.mesh.size() == 0:
+            splits.append(1)
         rules = []
-        for split in attention_splits(query, key, packed):
-            of_out, of_lse = attention_outputs(split, packed)
-            inputs = attention_inputs(split, *tensors)
-            gradients = []
-            for is_wanted, placement in zip(wanted, [*inputs[:4], inputs[5]], strict=True):
-                if not is_wanted or placement is None:
-                    gradients.append(None)
-                elif split is not None and placement == Replicate():  # of all processes' share
-                    gradients.append(Partial())
-                else:
-                    gradients.append(placement)
-            beside = [of_out, *same([dlse], of_lse), of_out, of_lse]
-            rules.append((gradients, beside + inputs + [None] * len(options)))
+        for split in splits:
+            inputs = [placement(split, tensor, heads_at) for tensor in (query, key, value)]
+            inputs.append(placement(split, mask, 3, broadcasts=True))
+            inputs += [placement(split, slopes, 1), placement(split, sink, 1)]
+            inputs += each((cu_q, cu_k, rng), Replicate())
+            outputs = [Replicate()] * 2
+            if split is not None:
+                outputs = [Shard(split), Shard(0 if packed else split)]
+            rules.append((outputs, inputs))
         return rules
 
-    @register_sharding(attention_rng)
-    def of_attention_rng(query):
-        return [([Replicate()], [p]) for p in placements_beside(query.ndim)]
+    @rules_of("attention_backward", 13)
+    def attention_backward(dout, dlse, out, lse, *args):
+        rules = []
+        for (of_out, of_lse), inputs in attention(*args):
+            of_leaves = [*inputs[:4], inputs[5]]
+            # What every process has whole got its share of the gradient from its own part.
+            is_split = isinstance(of_out, Shard)
+            placements = [Partial() if is_split and p == Replicate() else p for p in of_leaves]
+            gradients = of_gradients(args[-1], of_leaves, placements)
+            rules.append((gradients, [of_out, *each([dlse], of_lse), of_out, of_lse, *inputs]))
+        return rules
 
-    # What a rule may depend on beside the tensors. register_sharding would remember its answer for
-    # every normalized_shape, output_mask, dim or causal.
-    info = propagator.op_to_schema_info
-    first_options = {
-        norm_forward: 3,
-        norm_backward: 6,
-        gated_forward: 3,
-        gated_backward: 5,
-        softmax_forward: 1,
-        scaled_masked_softmax: 2,
-        softmax_backward: 2,
-        attention_forward: 9,
-        attention_backward: 13,
-    }
-    for op, first_option in first_options.items():
-        info[op] = RuntimeSchemaInfo(first_option, needs_pytree=True)
+    @rules_of("attention_rng", 1)
+    def attention_rng(query):
+        return [([Replicate()], [p]) for p in beside(query.ndim)]

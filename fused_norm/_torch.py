@@ -2,9 +2,12 @@
 that are plugged into a part of torch import that part's own: _fusion.py Inductor's, _sharding.py
 DTensor's."""
 
+import inspect
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.overrides import handle_torch_function
 
 # torch's own, also where torch.nn.functional's is replaced by ours.
 attention = torch._C._nn.scaled_dot_product_attention
@@ -16,6 +19,16 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
+
+
+def overridden(function, arguments: dict):
+    """What ``__torch_function__`` of a tensor, or a mode, gives for a call of the function with
+    these arguments. Those that have no default are passed by position, as torch passes its own."""
+    parameters = inspect.signature(function).parameters.values()
+    values = {p.name: arguments[p.name] for p in parameters}
+    relevant = tuple(values.values())
+    first = [values.pop(p.name) for p in parameters if p.default is p.empty]
+    return handle_torch_function(function, relevant, *first, **values)
 
 
 def constant(function):

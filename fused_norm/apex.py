@@ -22,6 +22,7 @@ autocast the output of a *Mixed* form is converted as it is stored.
 
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 import types
 import warnings
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, functional, modules
+from fused_norm import _arguments, _autocast, functional, modules
 
 __all__ = [
     "FusedLayerNorm",
@@ -56,14 +57,6 @@ __all__ = [
 _Shape = int | Sequence[int]
 
 
-def _autocast_dtype(tensor: Tensor) -> torch.dtype | None:
-    """The dtype that autocast asks for on the tensor's device, None outside of it."""
-    device_type = tensor.device.type
-    if device_type in ("cuda", "cpu") and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
-
-
 def _store_converts(input: torch.dtype, output: torch.dtype) -> bool:
     """Whether the operators write this output dtype for this input dtype."""
     dtypes = {input, output}
@@ -78,33 +71,23 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
     return parameter if input.dtype is torch.float32 else parameter.to(torch.float32)
 
 
-def _rounded(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """As autocast rounds an argument: floating point but for fp64."""
-    if tensor is None or not tensor.is_floating_point() or tensor.dtype is torch.float64:
-        return tensor
-    return tensor.to(dtype)
-
-
-def _norm(
-    function, input, parameters, normalized_shape, eps, memory_efficient, *, rms, mixed=False
-) -> Tensor:
-    """What ``function(input, *parameters, normalized_shape, eps, memory_efficient)`` is to give."""
-    tensors = (input, *parameters)
+def _norm(function, tensors, options, *, rms, mixed=False) -> Tensor:
+    """What ``function(*tensors, *options)`` is to give."""
     if has_torch_function_variadic(*tensors) and functional._is_overridden(*tensors):
-        args = (*tensors, normalized_shape, eps, memory_efficient)
-        return handle_torch_function(function, tensors, *args)
-    weight, bias = (*parameters, None, None)[:2]
+        return handle_torch_function(function, tensors, *tensors, *options)
+    input, weight, bias = (*tensors, None, None)[:3]
+    normalized_shape, eps, memory_efficient = options
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
     if weight is not None or mixed:
         _arguments.tensor("weight", weight)
     _arguments.optional_tensor("bias", bias)
     memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
-    autocast = _autocast_dtype(input)
+    autocast = _autocast.dtype_for(input)
     if autocast is not None:
-        input = _rounded(input, autocast)
+        input = _autocast.cast(input, autocast)
         if not memory_efficient:
-            weight, bias = _rounded(weight, autocast), _rounded(bias, autocast)
+            weight, bias = (_autocast.cast(t, autocast) for t in (weight, bias))
     out_dtype = weight.dtype if mixed else input.dtype
     if autocast is not None and out_dtype is not torch.float64:
         out_dtype = autocast
@@ -113,9 +96,8 @@ def _norm(
         input = input.to(torch.float64 if out_dtype is torch.float64 else torch.float32)
     stored = out_dtype if _store_converts(input.dtype, out_dtype) else input.dtype
     options = (normalized_shape, eps, 0.0, rms, memory_efficient, stored)
-    return functional._norm(input, _fit(weight, input), _fit(bias, input), *options)[0].to(
-        out_dtype
-    )
+    output, _ = functional._norm(input, _fit(weight, input), _fit(bias, input), *options)
+    return output.to(out_dtype)
 
 
 def fused_layer_norm_affine(
@@ -146,15 +128,8 @@ def fused_layer_norm_affine(
             names it.
         TypeError: an argument that has to be a tensor is none.
     """
-    return _norm(
-        fused_layer_norm_affine,
-        input,
-        (weight, bias),
-        normalized_shape,
-        eps,
-        memory_efficient,
-        rms=False,
-    )
+    options = (normalized_shape, eps, memory_efficient)
+    return _norm(fused_layer_norm_affine, (input, weight, bias), options, rms=False)
 
 
 def fused_layer_norm(
@@ -164,15 +139,8 @@ def fused_layer_norm(
 
     Arguments, result and errors are those of :func:`fused_layer_norm_affine`.
     """
-    return _norm(
-        fused_layer_norm,
-        input,
-        (),
-        normalized_shape,
-        eps,
-        memory_efficient,
-        rms=False,
-    )
+    options = (normalized_shape, eps, memory_efficient)
+    return _norm(fused_layer_norm, (input,), options, rms=False)
 
 
 def mixed_dtype_fused_layer_norm_affine(
@@ -189,15 +157,9 @@ def mixed_dtype_fused_layer_norm_affine(
     input. Arguments, result and errors are otherwise those of :func:`fused_layer_norm_affine`;
     without a weight it is an error.
     """
+    options = (normalized_shape, eps, memory_efficient)
     return _norm(
-        mixed_dtype_fused_layer_norm_affine,
-        input,
-        (weight, bias),
-        normalized_shape,
-        eps,
-        memory_efficient,
-        rms=False,
-        mixed=True,
+        mixed_dtype_fused_layer_norm_affine, (input, weight, bias), options, rms=False, mixed=True
     )
 
 
@@ -213,15 +175,8 @@ def fused_rms_norm_affine(
     As :func:`fused_layer_norm_affine`, computed as by :func:`fused_norm.functional.rms_norm`;
     ``eps`` is added to the mean square.
     """
-    return _norm(
-        fused_rms_norm_affine,
-        input,
-        (weight,),
-        normalized_shape,
-        eps,
-        memory_efficient,
-        rms=True,
-    )
+    options = (normalized_shape, eps, memory_efficient)
+    return _norm(fused_rms_norm_affine, (input, weight), options, rms=True)
 
 
 def fused_rms_norm(
@@ -231,15 +186,8 @@ def fused_rms_norm(
 
     Arguments, result and errors are those of :func:`fused_rms_norm_affine`.
     """
-    return _norm(
-        fused_rms_norm,
-        input,
-        (),
-        normalized_shape,
-        eps,
-        memory_efficient,
-        rms=True,
-    )
+    options = (normalized_shape, eps, memory_efficient)
+    return _norm(fused_rms_norm, (input,), options, rms=True)
 
 
 def mixed_dtype_fused_rms_norm_affine(
@@ -255,85 +203,54 @@ def mixed_dtype_fused_rms_norm_affine(
     input. Arguments, result and errors are otherwise those of :func:`fused_rms_norm_affine`;
     without a weight it is an error.
     """
-    return _norm(
-        mixed_dtype_fused_rms_norm_affine,
-        input,
-        (weight,),
-        normalized_shape,
-        eps,
-        memory_efficient,
-        rms=True,
-        mixed=True,
-    )
+    options = (normalized_shape, eps, memory_efficient)
+    return _norm(mixed_dtype_fused_rms_norm_affine, (input, weight), options, rms=True, mixed=True)
 
 
 class _Applied:
-    """What frameworks use of apex's ``torch.autograd.Function`` subclasses: ``X.apply(...)``, and
-    the argument names of ``X.forward``. Autograd is the operator's own, so ``forward`` has no use
-    for its ``ctx``."""
+    """What frameworks use of apex's ``torch.autograd.Function`` subclasses: ``X.apply(...)``, which
+    is the function by position, and the argument names of ``X.forward``, where ``eps`` has no
+    default. Autograd is the operator's own, so ``forward`` has no use for its ``ctx``."""
 
-    @classmethod
-    def apply(cls, *args) -> Tensor:
-        return cls.forward(None, *args)
+    def __init_subclass__(cls, function) -> None:
+        def forward(ctx, *args) -> Tensor:
+            return function(*args)
 
-
-class FusedLayerNormAffineFunction(_Applied):
-    """``apply`` is :func:`fused_layer_norm_affine`, by position and with ``eps``."""
-
-    @staticmethod
-    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
-        return fused_layer_norm_affine(input, weight, bias, normalized_shape, eps, memory_efficient)
+        parameters = dict(inspect.signature(function).parameters)
+        parameters["eps"] = parameters["eps"].replace(default=inspect.Parameter.empty)
+        ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        forward.__signature__ = inspect.Signature([ctx, *parameters.values()])
+        cls.forward, cls.apply = staticmethod(forward), staticmethod(function)
 
 
-class FusedLayerNormAffineMixedDtypesFunction(_Applied):
-    """``apply`` is :func:`mixed_dtype_fused_layer_norm_affine`, by position and with ``eps``."""
-
-    @staticmethod
-    def forward(ctx, input, weight, bias, normalized_shape, eps, memory_efficient=False):
-        return mixed_dtype_fused_layer_norm_affine(
-            input, weight, bias, normalized_shape, eps, memory_efficient
-        )
+class FusedLayerNormAffineFunction(_Applied, function=fused_layer_norm_affine):
+    """``apply`` is :func:`fused_layer_norm_affine`."""
 
 
-class FusedLayerNormFunction(_Applied):
-    """``apply`` is :func:`fused_layer_norm`, by position and with ``eps``."""
-
-    @staticmethod
-    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
-        return fused_layer_norm(input, normalized_shape, eps, memory_efficient)
+class FusedLayerNormAffineMixedDtypesFunction(
+    _Applied, function=mixed_dtype_fused_layer_norm_affine
+):
+    """``apply`` is :func:`mixed_dtype_fused_layer_norm_affine`."""
 
 
-class FusedRMSNormAffineFunction(_Applied):
-    """``apply`` is :func:`fused_rms_norm_affine`, by position and with ``eps``."""
-
-    @staticmethod
-    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
-        return fused_rms_norm_affine(input, weight, normalized_shape, eps, memory_efficient)
+class FusedLayerNormFunction(_Applied, function=fused_layer_norm):
+    """``apply`` is :func:`fused_layer_norm`."""
 
 
-class FusedRMSNormAffineMixedDtypesFunction(_Applied):
-    """``apply`` is :func:`mixed_dtype_fused_rms_norm_affine`, by position and with ``eps``."""
-
-    @staticmethod
-    def forward(ctx, input, weight, normalized_shape, eps, memory_efficient=False):
-        return mixed_dtype_fused_rms_norm_affine(
-            input, weight, normalized_shape, eps, memory_efficient
-        )
+class FusedRMSNormAffineFunction(_Applied, function=fused_rms_norm_affine):
+    """``apply`` is :func:`fused_rms_norm_affine`."""
 
 
-class FusedRMSNormFunction(_Applied):
-    """``apply`` is :func:`fused_rms_norm`, by position and with ``eps``."""
-
-    @staticmethod
-    def forward(ctx, input, normalized_shape, eps, memory_efficient=False):
-        return fused_rms_norm(input, normalized_shape, eps, memory_efficient)
+class FusedRMSNormAffineMixedDtypesFunction(_Applied, function=mixed_dtype_fused_rms_norm_affine):
+    """``apply`` is :func:`mixed_dtype_fused_rms_norm_affine`."""
 
 
-class FusedLayerNorm(modules.LayerNorm):
-    """LayerNorm over the last dimensions, with fp32 parameters unless ``elementwise_affine=False``.
-    The output has the input's dtype, under autocast the autocast dtype."""
+class FusedRMSNormFunction(_Applied, function=fused_rms_norm):
+    """``apply`` is :func:`fused_rms_norm`."""
 
-    _mixed = False
+
+class _Fused:
+    """The constructor of apex's modules."""
 
     def __init__(
         self,
@@ -342,94 +259,68 @@ class FusedLayerNorm(modules.LayerNorm):
         elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps,
-            elementwise_affine,
-            dtype=torch.float32,
-            memory_efficient=memory_efficient,
-        )
+        options = {"dtype": torch.float32, "memory_efficient": memory_efficient}
+        super().__init__(normalized_shape, eps, elementwise_affine, **options)
+
+
+class FusedLayerNorm(_Fused, modules.LayerNorm):
+    """LayerNorm over the last dimensions, with fp32 parameters unless ``elementwise_affine=False``.
+    The output has the input's dtype, under autocast the autocast dtype."""
+
+    _affine = staticmethod(fused_layer_norm_affine)
 
     def forward(self, input: Tensor) -> Tensor:
         options = self.normalized_shape, self.eps, self.memory_efficient
         if not self.elementwise_affine:
             return fused_layer_norm(input, *options)
-        function = mixed_dtype_fused_layer_norm_affine if self._mixed else fused_layer_norm_affine
-        return function(input, self.weight, self.bias, *options)
+        return self._affine(input, self.weight, self.bias, *options)
 
 
-class FusedRMSNorm(modules.RMSNorm):
+class FusedRMSNorm(_Fused, modules.RMSNorm):
     """RMSNorm over the last dimensions, with an fp32 weight unless ``elementwise_affine=False``.
     The output has the input's dtype, under autocast the autocast dtype."""
 
-    _mixed = False
-
-    def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        memory_efficient: bool = False,
-    ) -> None:
-        super().__init__(
-            normalized_shape,
-            eps,
-            elementwise_affine,
-            dtype=torch.float32,
-            memory_efficient=memory_efficient,
-        )
+    _affine = staticmethod(fused_rms_norm_affine)
 
     def forward(self, input: Tensor) -> Tensor:
         options = self.normalized_shape, self.eps, self.memory_efficient
         if not self.elementwise_affine:
             return fused_rms_norm(input, *options)
-        function = mixed_dtype_fused_rms_norm_affine if self._mixed else fused_rms_norm_affine
-        return function(input, self.weight, *options)
+        return self._affine(input, self.weight, *options)
 
 
-def _check_mixed_options(module: object, options: dict) -> None:
-    name = type(module).__name__
-    if "elementwise_affine" not in options:
-        return
-    if not options["elementwise_affine"]:
-        raise RuntimeError(
-            f"{name} does not support elementwise_affine=False: its output has the weight's dtype"
-        )
-    warnings.warn(f"{name} does not support the elementwise_affine argument", stacklevel=3)
+class _Mixed:
+    """The constructor of the *Mixed* forms."""
+
+    def __init__(
+        self,
+        normalized_shape: _Shape,
+        eps: float = 1e-5,
+        *,
+        memory_efficient: bool = False,
+        **kwargs,
+    ) -> None:
+        if "elementwise_affine" in kwargs:
+            name = type(self).__name__
+            if not kwargs["elementwise_affine"]:
+                raise RuntimeError(
+                    f"{name} does not support elementwise_affine=False: its output has the "
+                    "weight's dtype"
+                )
+            warnings.warn(f"{name} does not support the elementwise_affine argument", stacklevel=2)
+        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
 
 
-class MixedFusedLayerNorm(FusedLayerNorm):
+class MixedFusedLayerNorm(_Mixed, FusedLayerNorm):
     """:class:`FusedLayerNorm` whose output has the weight's dtype. Unknown keywords are ignored."""
 
-    _mixed = True
-
-    def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        **kwargs,
-    ) -> None:
-        _check_mixed_options(self, kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+    _affine = staticmethod(mixed_dtype_fused_layer_norm_affine)
 
 
-class MixedFusedRMSNorm(FusedRMSNorm):
+class MixedFusedRMSNorm(_Mixed, FusedRMSNorm):
     """:class:`FusedRMSNorm` whose output has the weight's dtype. Unknown keywords are ignored."""
 
-    _mixed = True
-
-    def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
-        **kwargs,
-    ) -> None:
-        _check_mixed_options(self, kwargs)
-        super().__init__(normalized_shape, eps, memory_efficient=memory_efficient)
+    _affine = staticmethod(mixed_dtype_fused_rms_norm_affine)
 
 
 def install() -> None:

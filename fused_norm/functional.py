@@ -5,9 +5,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
-from fused_norm import _C, _arguments, _jagged, _sharding, _torch, _tracing
+from fused_norm import _C, _arguments, _autocast, _jagged, _sharding, _torch, _tracing
 from fused_norm import _autograd as _autograd  # registers the operators' derivatives
 from fused_norm._attention import (  # noqa: F401
     flash_attention,
@@ -16,7 +16,6 @@ from fused_norm._attention import (  # noqa: F401
 )
 from fused_norm._gated import rms_norm_gated  # noqa: F401
 
-_SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 _PLAIN_OR_NONE = (Tensor, type(None))
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
@@ -29,26 +28,6 @@ def _is_overridden(*tensors) -> bool:
         return False
     nested = any(_jagged.is_nested(tensor) for tensor in tensors)
     return not nested or _torch.is_function_mode_enabled()
-
-
-def _options(normalized_shape, eps, weight_offset, memory_efficient, is_compiling) -> tuple:
-    """The four as the operators take them. The elements of a tuple are left to :func:`_retry`."""
-    if (
-        type(eps) is float
-        and type(weight_offset) is float
-        and type(memory_efficient) is bool
-        and type(normalized_shape) is tuple
-        and not is_compiling
-    ):
-        return normalized_shape, eps, weight_offset, memory_efficient
-    if type(normalized_shape) is not tuple or is_compiling:
-        normalized_shape = _arguments.shape(normalized_shape)
-    return (
-        normalized_shape,
-        _arguments.number("eps", eps),
-        _arguments.number("weight_offset", weight_offset),
-        _arguments.flag("memory_efficient", memory_efficient),
-    )
 
 
 def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
@@ -70,15 +49,14 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype
     with ``memory_efficient``, because a saved fp32 copy would undo the saving."""
     dtype = input.dtype
-    # A device makes an object; is_cuda takes a sixth of the time.
-    device_type = "cuda" if input.is_cuda else input.device.type
-    if dtype is torch.float64 or device_type not in ("cuda", "cpu"):
+    if dtype is torch.float64:
         return dtype
-    if not torch.is_autocast_enabled(device_type):
+    autocast = _autocast.dtype_for(input)
+    if autocast is None:
         return dtype
     if memory_efficient:
-        return dtype if dtype in _SIXTEEN_BIT else torch.get_autocast_dtype(device_type)
-    if device_type == "cuda" and not rms and dtype in _SIXTEEN_BIT:
+        return dtype if dtype in _autocast.SIXTEEN_BIT else autocast
+    if input.is_cuda and not rms and dtype in _autocast.SIXTEEN_BIT:
         return torch.float32
     return dtype
 
@@ -109,9 +87,14 @@ def _norm(
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
     is_compiling = torch.compiler.is_compiling()
-    normalized_shape, eps, weight_offset, memory_efficient = _options(
-        normalized_shape, eps, weight_offset, memory_efficient, is_compiling
-    )
+    if type(normalized_shape) is not tuple or is_compiling:  # _retry is for a tuple's elements
+        normalized_shape = _arguments.shape(normalized_shape)
+    if type(eps) is not float:
+        eps = _arguments.number("eps", eps)
+    if type(weight_offset) is not float:
+        weight_offset = _arguments.number("weight_offset", weight_offset)
+    if type(memory_efficient) is not bool:
+        memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     if (type(input) is not Tensor and input.is_nested) or (
         type(residual) not in _PLAIN_OR_NONE and residual.is_nested
     ):
@@ -173,17 +156,7 @@ def layer_norm(
             names it.
     """
     if has_torch_function_variadic(input, weight, bias) and _is_overridden(input, weight, bias):
-        return handle_torch_function(
-            layer_norm,
-            (input, weight, bias),
-            input,
-            normalized_shape,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            memory_efficient=memory_efficient,
-            weight_offset=weight_offset,
-        )
+        return _torch.overridden(layer_norm, locals())
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _norm(input, weight, bias, *options)[0]
 
@@ -220,16 +193,7 @@ def rms_norm(
             names it.
     """
     if has_torch_function_variadic(input, weight) and _is_overridden(input, weight):
-        return handle_torch_function(
-            rms_norm,
-            (input, weight),
-            input,
-            normalized_shape,
-            weight=weight,
-            eps=eps,
-            memory_efficient=memory_efficient,
-            weight_offset=weight_offset,
-        )
+        return _torch.overridden(rms_norm, locals())
     options = (normalized_shape, _rms_eps(input, eps), weight_offset, True, memory_efficient)
     return _norm(input, weight, None, *options)[0]
 
@@ -292,19 +256,7 @@ def add_layer_norm(
     if has_torch_function_variadic(input, residual, weight, bias) and _is_overridden(
         input, residual, weight, bias
     ):
-        return handle_torch_function(
-            add_layer_norm,
-            (input, residual, weight, bias),
-            input,
-            residual,
-            normalized_shape,
-            weight=weight,
-            bias=bias,
-            eps=eps,
-            memory_efficient=memory_efficient,
-            weight_offset=weight_offset,
-            residual_dtype=residual_dtype,
-        )
+        return _torch.overridden(add_layer_norm, locals())
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _add_norm(input, residual, weight, bias, residual_dtype, *options)
 
@@ -329,18 +281,7 @@ def add_rms_norm(
     if has_torch_function_variadic(input, residual, weight) and _is_overridden(
         input, residual, weight
     ):
-        return handle_torch_function(
-            add_rms_norm,
-            (input, residual, weight),
-            input,
-            residual,
-            normalized_shape,
-            weight=weight,
-            eps=eps,
-            memory_efficient=memory_efficient,
-            weight_offset=weight_offset,
-            residual_dtype=residual_dtype,
-        )
+        return _torch.overridden(add_rms_norm, locals())
     options = (normalized_shape, _rms_eps(input, eps), weight_offset, True, memory_efficient)
     return _add_norm(input, residual, weight, None, residual_dtype, *options)
 
@@ -359,7 +300,7 @@ def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
 def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
     """The output's dtype where the call does not name one: None for the input's, and fp32 for
     16-bit input under autocast on CUDA, where torch runs its softmaxes in fp32."""
-    if input.dtype in _SIXTEEN_BIT and input.is_cuda and torch.is_autocast_enabled("cuda"):
+    if input.dtype in _autocast.SIXTEEN_BIT and input.is_cuda and torch.is_autocast_enabled("cuda"):
         return torch.float32
     return None
 
@@ -367,7 +308,7 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     if has_torch_function_variadic(input) and _is_overridden(input):
         function = log_softmax if log else softmax
-        return handle_torch_function(function, (input,), input, dim=dim, dtype=dtype)
+        return _torch.overridden(function, locals())
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
@@ -382,7 +323,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         )
     if dtype is None:
         dtype = _softmax_out_dtype(input)
-    elif dtype is not torch.float32 or input.dtype not in _SIXTEEN_BIT:
+    elif dtype is not torch.float32 or input.dtype not in _autocast.SIXTEEN_BIT:
         dtype = _arguments.softmax_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
@@ -462,14 +403,7 @@ def scaled_masked_softmax(
             names it. Also where ``mask`` requires grad.
     """
     if has_torch_function_variadic(input, mask) and _is_overridden(input, mask):
-        return handle_torch_function(
-            scaled_masked_softmax,
-            (input, mask),
-            input,
-            mask=mask,
-            scale=scale,
-            causal=causal,
-        )
+        return _torch.overridden(scaled_masked_softmax, locals())
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor

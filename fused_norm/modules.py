@@ -16,18 +16,28 @@ def _offset(weight_offset, elementwise_affine) -> float:
     return weight_offset
 
 
-def _reset_weight(norm: torch.nn.Module) -> None:
-    if norm.elementwise_affine and norm.weight_offset:
-        torch.nn.init.constant_(norm.weight, 1.0 - norm.weight_offset)
+class _Norm:
+    """What the norms add to torch's."""
+
+    # Of the class too, for a module that became one of these by a change of its class.
+    memory_efficient: bool = False
+    weight_offset: float = 0.0
+
+    def reset_parameters(self) -> None:
+        """Sets the effective weight, ``weight + weight_offset``, to one and a bias to zero."""
+        super().reset_parameters()
+        if self.elementwise_affine and self.weight_offset:
+            torch.nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+
+    def extra_repr(self) -> str:
+        return (
+            super().extra_repr()
+            + (", memory_efficient=True" if self.memory_efficient else "")
+            + (f", weight_offset={self.weight_offset}" if self.weight_offset else "")
+        )
 
 
-def _extra_repr(norm: torch.nn.Module) -> str:
-    return (", memory_efficient=True" if norm.memory_efficient else "") + (
-        f", weight_offset={norm.weight_offset}" if norm.weight_offset else ""
-    )
-
-
-class LayerNorm(torch.nn.LayerNorm):
+class LayerNorm(_Norm, torch.nn.LayerNorm):
     """A :class:`torch.nn.LayerNorm` with the same constructor and ``state_dict``, on this library's
     kernels.
 
@@ -39,10 +49,6 @@ class LayerNorm(torch.nn.LayerNorm):
     The other arguments are torch's. Shapes, dtypes and errors:
     :func:`fused_norm.functional.layer_norm`.
     """
-
-    # Of the class too, for a module that became one of these by a change of its class.
-    memory_efficient: bool = False
-    weight_offset: float = 0.0
 
     def __init__(
         self,
@@ -66,11 +72,6 @@ class LayerNorm(torch.nn.LayerNorm):
         )
         self.memory_efficient = memory_efficient
 
-    def reset_parameters(self) -> None:
-        """Sets the effective weight, ``weight + weight_offset``, to one and the bias to zero."""
-        super().reset_parameters()
-        _reset_weight(self)
-
     def forward(self, input: Tensor) -> Tensor:
         return functional.layer_norm(
             input,
@@ -82,11 +83,8 @@ class LayerNorm(torch.nn.LayerNorm):
             weight_offset=self.weight_offset,
         )
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _extra_repr(self)
 
-
-class RMSNorm(torch.nn.RMSNorm):
+class RMSNorm(_Norm, torch.nn.RMSNorm):
     """A :class:`torch.nn.RMSNorm` with the same constructor and ``state_dict``, on this library's
     kernels.
 
@@ -98,9 +96,6 @@ class RMSNorm(torch.nn.RMSNorm):
     The other arguments are torch's. Shapes, dtypes and errors:
     :func:`fused_norm.functional.rms_norm`.
     """
-
-    memory_efficient: bool = False
-    weight_offset: float = 0.0
 
     def __init__(
         self,
@@ -119,11 +114,6 @@ class RMSNorm(torch.nn.RMSNorm):
         super().__init__(_arguments.shape(normalized_shape), eps, elementwise_affine, device, dtype)
         self.memory_efficient = memory_efficient
 
-    def reset_parameters(self) -> None:
-        """Sets the effective weight, ``weight + weight_offset``, to one."""
-        super().reset_parameters()
-        _reset_weight(self)
-
     def forward(self, input: Tensor) -> Tensor:
         return functional.rms_norm(
             input,
@@ -134,11 +124,8 @@ class RMSNorm(torch.nn.RMSNorm):
             weight_offset=self.weight_offset,
         )
 
-    def extra_repr(self) -> str:
-        return super().extra_repr() + _extra_repr(self)
 
-
-class RMSNormGated(torch.nn.RMSNorm):
+class RMSNormGated(_Norm, torch.nn.RMSNorm):
     """An RMSNorm with a gate: ``norm(input, gate)`` is ``rms_norm(input) * act(gate)``, or
     ``rms_norm(input * act(gate))``. Its ``state_dict`` is that of :class:`torch.nn.RMSNorm`.
 
@@ -177,11 +164,6 @@ class RMSNormGated(torch.nn.RMSNorm):
         self.activation = activation
         self.group_size = group_size
 
-    def reset_parameters(self) -> None:
-        """Sets the effective weight, ``weight + weight_offset``, to one."""
-        super().reset_parameters()
-        _reset_weight(self)
-
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:
         return functional.rms_norm_gated(
             input,
@@ -201,7 +183,7 @@ class RMSNormGated(torch.nn.RMSNorm):
             options.append(f"group_size={self.group_size}")
         if self.weight_offset:
             options.append(f"weight_offset={self.weight_offset}")
-        return ", ".join([super().extra_repr(), *options])
+        return ", ".join([torch.nn.RMSNorm.extra_repr(self), *options])
 
 
 class Softmax(torch.nn.Softmax):
