@@ -65,23 +65,18 @@ register_optimizer_step_post_hook(_after_optimizer_step)
 _C.set_overflow_message(_overflow_message)
 
 _library = torch.library.Library("fused_norm", "IMPL")
-for _module, _names in (
-    (
-        _decompositions,
-        (
-            "norm_forward",
-            "norm_backward",
-            "rms_norm_gated_forward",
-            "rms_norm_gated_backward",
-            "softmax_forward",
-            "scaled_masked_softmax",
-            "softmax_backward",
-        ),
-    ),
-    (_attention_decomposition, ("attention_forward", "attention_backward")),
+for _function in (
+    _decompositions.norm_forward,
+    _decompositions.norm_backward,
+    _decompositions.rms_norm_gated_forward,
+    _decompositions.rms_norm_gated_backward,
+    _decompositions.softmax_forward,
+    _decompositions.scaled_masked_softmax,
+    _decompositions.softmax_backward,
+    _attention_decomposition.attention_forward,
+    _attention_decomposition.attention_backward,
 ):
-    for _name in _names:
-        _library.impl(f"decomposed_{_name}", getattr(_module, _name), "CompositeImplicitAutograd")
+    _library.impl(f"decomposed_{_function.__name__}", _function, "CompositeImplicitAutograd")
 _library.impl(
     "norm_statistics_backward", _decompositions.statistics_backward, "CompositeImplicitAutograd"
 )
