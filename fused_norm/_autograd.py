@@ -1,9 +1,5 @@
-"""The operators' Autograd kernels: who differentiates a norm.
-
-What is recorded has C++ for its backward pass (csrc/ops/norm_autograd.cpp). Second and higher
-derivatives, those of statistics, forward mode, torch.func transforms and torch.jit.trace have the
-decompositions.
-"""
+"""What autograd in C++ (csrc/ops/autograd.h) asks of Python: the operators' decompositions, and the
+message of norms whose gradients are NaN; and the hooks of optimizers' steps."""
 
 import gc
 
@@ -13,8 +9,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from fused_norm import _C, _decompositions, _ops, _sharding, _torch, _tracing
-from fused_norm._C import record_norm
+from fused_norm import _C, _attention_decomposition, _decompositions, _torch, _tracing
 
 
 def _overflow_message(overflows: list[tuple[int, str, int]]) -> str:
@@ -52,72 +47,6 @@ def _name_of_norm(address: int) -> str | None:
     return None
 
 
-class NormBackwardFunction(torch.autograd.Function):
-    """``norm_backward`` where it is to be differentiated in turn: its values are the kernels', its
-    derivatives those of its decomposition, to any order."""
-
-    @staticmethod
-    def forward(ctx, dy, saved, mean, rstd, weight, bias, side, columns, dresidual, *options):
-        tensors, more = (dy, saved, mean, rstd, weight, bias), (side, columns, dresidual)
-        ctx.save_for_backward(*tensors, *more)
-        ctx.set_materialize_grads(False)
-        ctx.options = options
-        return _ops.call_below_autograd(_ops.norm_backward, *tensors, *options, *more)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        create_graph = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Aliases: of the tensors themselves some are functions of others, as a saved output is
-            # of the weight, and a derivative is wanted in each alone.
-            aliases = [None if t is None else t.view_as(t) for t in ctx.saved_tensors]
-            outputs = _decompositions.norm_backward(*aliases[:6], *ctx.options, *aliases[6:])
-        pairs = [
-            (output, grad)
-            for output, grad in zip(outputs, grads, strict=True)
-            if grad is not None and output.requires_grad
-        ]
-        results: list = [None] * (len(aliases) + len(ctx.options))
-        wanted = [i for i in range(len(aliases)) if ctx.needs_input_grad[i]]
-        if pairs:
-            outputs, grads = zip(*pairs, strict=True)
-            inputs = [aliases[i] for i in wanted]
-            gradients = torch.autograd.grad(
-                outputs, inputs, grads, create_graph=create_graph, allow_unused=True
-            )
-            for i, gradient in zip(wanted, gradients, strict=True):
-                results[i] = gradient
-        return tuple(results)
-
-
-def _needs_grad(*tensors) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-
-
-def _norm_forward_autograd(*args):
-    call = _ops.NormCall(*args)
-    if _torch.is_transformed():
-        _ops.check_norm_arguments(*call)
-        return _decompositions.norm_forward(*call)
-    if not _needs_grad(call.input, call.weight, call.bias, call.residual):
-        return _ops.call_below_autograd(_ops.norm_forward, *call)
-    if call.room is not None and call.room <= 0:
-        raise RuntimeError(f"room is {call.room}; a call that is differentiated needs room")
-    if type(call.input) is not torch.Tensor:  # a DTensor, perhaps the first
-        _sharding.register_where_loaded()
-    return record_norm(*call)
-
-
-def _norm_backward_autograd(dy, saved, mean, rstd, weight, bias, *args):
-    tensors = (dy, saved, mean, rstd, weight, bias)
-    if _torch.is_transformed():
-        return _decompositions.norm_backward(*tensors, *args)
-    options, (side, columns, dresidual) = args[:6], (*args[6:], None, None, None)[:3]
-    if _needs_grad(*tensors, side, dresidual):
-        return NormBackwardFunction.apply(*tensors, side, columns, dresidual, *options)
-    return _ops.call_below_autograd(_ops.norm_backward, *tensors, *args)
-
-
 @_torch.untraced
 def _before_optimizer_step(*_) -> None:
     if _C.before_optimizer_step():
@@ -136,8 +65,21 @@ register_optimizer_step_post_hook(_after_optimizer_step)
 _C.set_overflow_message(_overflow_message)
 
 _library = torch.library.Library("fused_norm", "IMPL")
-_library.impl("norm_forward", _norm_forward_autograd, "Autograd")
-_library.impl("norm_backward", _norm_backward_autograd, "Autograd")
+for _function in (
+    _decompositions.norm_forward,
+    _decompositions.norm_backward,
+    _decompositions.rms_norm_gated_forward,
+    _decompositions.rms_norm_gated_backward,
+    _decompositions.softmax_forward,
+    _decompositions.scaled_masked_softmax,
+    _decompositions.softmax_backward,
+    _attention_decomposition.attention_forward,
+    _attention_decomposition.attention_backward,
+):
+    _library.impl(f"decomposed_{_function.__name__}", _function, "CompositeImplicitAutograd")
 _library.impl(
     "norm_statistics_backward", _decompositions.statistics_backward, "CompositeImplicitAutograd"
 )
+# torch.vmap: torch's own rules for the decompositions. Those of the others are in _vmap.py.
+for _name in ("rms_norm_gated_forward", "rms_norm_gated_backward"):
+    _library.impl(_name, getattr(_decompositions, _name), "FuncTorchBatched")

@@ -1,7 +1,6 @@
-"""The norm operators as chains of torch's own, for what the kernels do not do: second and higher
-derivatives, forward-mode derivatives, torch.func transforms, compilers that are to fuse a norm
-with its neighbours, and ONNX. The softmaxes for ONNX; csrc/ops/softmax_decomposition.cpp has them
-for derivatives.
+"""The operators of norms, gated norms and softmaxes as chains of torch's own, for what the kernels
+do not do: second and higher derivatives, forward-mode derivatives, torch.func transforms, compilers
+that are to fuse a norm with its neighbours, and ONNX. Attention's: _attention_decomposition.py.
 
 Same arguments and results as the operators of the same names; arithmetic and dtypes as in the
 kernels, roundings in the last place aside. Every function is differentiable in every tensor.
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def _accumulate_dtype(input_dtype: torch.dtype) -> torch.dtype:
+def accumulate_dtype(input_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if input_dtype is torch.float64 else torch.float32
 
 
@@ -26,7 +25,7 @@ def _affine(weight, bias, weight_offset, dtype):
 
 def add(input: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     """``input + residual`` as it is normalized: rounded to ``dtype`` once."""
-    accumulate = _accumulate_dtype(dtype)
+    accumulate = accumulate_dtype(dtype)
     return (input.to(accumulate) + residual.to(accumulate)).to(dtype)
 
 
@@ -49,7 +48,7 @@ def norm_forward(
     if residual is not None:
         input = add(input, residual, residual_dtype or residual.dtype)
         sums = [input]
-    dtype = _accumulate_dtype(input.dtype)
+    dtype = accumulate_dtype(input.dtype)
     dims = _row_dims(normalized_shape)
     x = input.to(dtype)
     if rms:
@@ -73,14 +72,14 @@ def norm_forward(
 
 def softmax_forward(input, dim, log=False, out_dtype=None) -> Tensor:
     """As torch's, in the precision of the kernels."""
-    x = input.to(_accumulate_dtype(input.dtype))
+    x = input.to(accumulate_dtype(input.dtype))
     y = torch.log_softmax(x, dim) if log else torch.softmax(x, dim)
     return y.to(out_dtype or input.dtype)
 
 
 def scaled_masked_softmax(input, mask, scale=1.0, causal=False, out_dtype=None) -> Tensor:
     """Rows that are hidden altogether give zeros."""
-    x = input.to(_accumulate_dtype(input.dtype)) * scale
+    x = input.to(accumulate_dtype(input.dtype)) * scale
     if mask is not None:
         hides = mask.dtype is torch.bool
         x = x.masked_fill(mask, -torch.inf) if hides else x + mask.to(x.dtype)
@@ -94,6 +93,17 @@ def scaled_masked_softmax(input, mask, scale=1.0, causal=False, out_dtype=None) 
     else:
         y = torch.softmax(x, -1)
     return y.to(out_dtype or input.dtype)
+
+
+def softmax_backward(dy, output, dim, log, input_dtype, scale=1.0) -> Tensor:
+    """dx = scale (dy - sum(dy p)) p, and of the logarithm scale (dy - p sum(dy)), p the softmax."""
+    dtype = accumulate_dtype(input_dtype)
+    dy, y = dy.to(dtype), output.to(dtype)
+    if log:
+        dx = dy - y.exp() * dy.sum(dim, keepdim=True)
+    else:
+        dx = (dy - (dy * y).sum(dim, keepdim=True)) * y
+    return (dx * scale).to(input_dtype)
 
 
 def _listed_slots(columns: Tensor, cols: int) -> Tensor:
@@ -232,3 +242,62 @@ def statistics_backward(
         dxhat = dxhat[:, :cols].reshape(saved.shape)
         dx = dx + _project(dxhat, xhat, rstd, _row_dims(normalized_shape), rms)
     return dx.to(input_dtype)
+
+
+class _Gated:
+    """What both directions of gated RMSNorm need, in the precision of sums and of shape
+    (..., groups, columns of a group)."""
+
+    def __init__(
+        self, input, gate, weight, shape, eps, weight_offset, norm_before_gate, silu, group_size
+    ):
+        dtype = accumulate_dtype(input.dtype)
+        lead = input.shape[: input.dim() - len(shape)]
+        cols = input.shape[len(lead) :].numel()
+        groups = [1, cols] if group_size is None else [cols // group_size, group_size]
+        self.shape = [*lead, *groups]
+        self.x, self.z = (t.to(dtype).reshape(self.shape) for t in (input, gate))
+        self.sigmoid = torch.sigmoid(self.z)
+        self.act = self.z * self.sigmoid if silu else self.sigmoid
+        v = self.x if norm_before_gate else self.x * self.act
+        self.rstd = torch.rsqrt((v * v).mean(-1, keepdim=True) + eps)
+        self.xhat = v * self.rstd
+        self.weight = None
+        if weight is not None:
+            self.weight = (weight.to(dtype) + weight_offset).reshape(groups)
+
+    def scaled(self, tensor):
+        return tensor if self.weight is None else tensor * self.weight
+
+
+def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
+    input, norm_before_gate, gated = args[0], args[6], _Gated(*args)
+    y = gated.scaled(gated.xhat)
+    y = y * gated.act if norm_before_gate else y
+    return y.reshape(input.shape).to(input.dtype), gated.rstd.squeeze(-1)
+
+
+def rms_norm_gated_backward(dy, rstd, *args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Makes rstd again: its own gradient is a part of the input's."""
+    *args, wanted = args
+    input, gate, weight, normalized_shape, _, _, norm_before_gate, silu, _ = args
+    gated = _Gated(*args)
+    xhat, act, s = gated.xhat, gated.act, gated.sigmoid
+    dy = dy.to(xhat.dtype).reshape(gated.shape)
+    of_norm = dy * act if norm_before_gate else dy
+    dinput = dgate = dweight = None
+    if wanted[2] and weight is not None:
+        dweight = of_norm * xhat
+        lead = list(range(dweight.dim() - 2))
+        # A sum over no dimensions would be one over all.
+        dweight = dweight.sum(lead) if lead else dweight
+        dweight = dweight.reshape(normalized_shape).to(weight.dtype)
+    dv = _project(gated.scaled(of_norm), xhat, gated.rstd, [-1], rms=True)
+    if wanted[0]:
+        dinput = dv if norm_before_gate else dv * act
+        dinput = dinput.reshape(input.shape).to(input.dtype)
+    if wanted[1]:
+        dact = dy * gated.scaled(xhat) if norm_before_gate else dv * gated.x
+        dgate = dact * (s * (gated.z * (1 - s) + 1) if silu else s * (1 - s))
+        dgate = dgate.reshape(input.shape).to(gate.dtype)
+    return dinput, dgate, dweight

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, _jagged, _ops, _sharding, _tracing
+from fused_norm import _arguments, _decompositions, _jagged, _ops, _sharding, _tracing
 
 ACTIVATIONS = ("silu", "sigmoid")
 
@@ -17,24 +17,6 @@ def activation_of(value) -> str:
     if value not in ACTIVATIONS:
         raise ValueError(f"activation must be 'silu' or 'sigmoid', but is {value!r:.80}")
     return value
-
-
-def _decomposition(
-    input, gate, weight, shape, eps, weight_offset, norm_before_gate, silu, group_size
-) -> Tensor:
-    """The formula in torch's own operators."""
-    dtype = torch.promote_types(input.dtype, torch.float32)
-    lead = input.shape[: input.dim() - len(shape)]
-    cols = input.shape[len(lead) :].numel()
-    groups = [1, cols] if group_size is None else [cols // group_size, group_size]
-    x, z = (t.to(dtype).reshape(*lead, *groups) for t in (input, gate))
-    act = z * torch.sigmoid(z) if silu else torch.sigmoid(z)
-    x = x if norm_before_gate else x * act
-    x = x * torch.rsqrt((x * x).mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        x = x * (weight.to(dtype) + weight_offset).reshape(groups)
-    x = x * act if norm_before_gate else x
-    return x.reshape(input.shape).to(input.dtype)
 
 
 def rms_norm_gated(
@@ -123,6 +105,5 @@ def rms_norm_gated(
             gate=gate,
         )
         return output
-    if _tracing.decomposes():
-        return _decomposition(input, gate, weight, shape, *options)
-    return _ops.rms_norm_gated_forward(input, gate, weight, shape, *options)[0]
+    op = _decompositions if _tracing.decomposes() else _ops
+    return op.rms_norm_gated_forward(input, gate, weight, shape, *options)[0]

@@ -1,12 +1,11 @@
-"""The operators of ``torch.ops.fused_norm`` as Python sees them: handles, calls without autograd,
-and the checks of a norm's arguments for where the operator does not run.
+"""The operators of ``torch.ops.fused_norm`` as Python sees them: handles, and the checks of a
+norm's arguments for where the operator does not run.
 
-Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/bindings.cpp), with which
+Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/operators.cpp), with which
 _load.py begins.
 """
 
 import collections
-from typing import Any
 
 import torch
 
@@ -25,23 +24,9 @@ attention_backward = torch.ops.fused_norm.attention_backward.default
 attention_rng = torch.ops.fused_norm.attention_rng.default
 
 
-def call_below_autograd(op, *args) -> Any:
-    """Calls ``op`` past its Autograd kernel, which would build the graph a second time."""
-    if type(args[0]) is not torch.Tensor:  # a DTensor, perhaps the first
-        _sharding.register_where_loaded()
-    with _torch.below_autograd():
-        return op(*args)
-
-
 @_torch.constant
-def _check_norm_options(input, weight, bias, out, eps, weight_offset) -> bool:
-    _C.check_norm_options(input, weight, bias, out, eps, weight_offset)
-    return True
-
-
-@_torch.constant
-def _check_add_norm_options(input, residual, residual_out, *options) -> bool:
-    _C.check_add_norm_options(input, residual, residual_out, *options)
+def _check_norm_options(*options) -> bool:
+    _C.check_norm_options(*options)
     return True
 
 
@@ -60,14 +45,12 @@ NormCall = collections.namedtuple(
 
 def check_norm_arguments(*args) -> None:
     """The operator's own checks, for where it does not run."""
-    input, weight, bias, shape, eps, weight_offset, rms, out_dtype, *sum_, _ = NormCall(*args)
-    residual, residual_dtype = sum_
-    options = (_dtype_of(weight), _dtype_of(bias), out_dtype or input.dtype, eps, weight_offset)
-    if residual is None:
-        _check_norm_options(input.dtype, *options)
-    else:
-        residual_dtype = residual_dtype or residual.dtype
-        _check_add_norm_options(input.dtype, residual.dtype, residual_dtype, *options)
+    call = NormCall(*args)
+    input, weight, bias, residual = call.input, call.weight, call.bias, call.residual
+    dtypes = (input.dtype, _dtype_of(weight), _dtype_of(bias), call.out_dtype or input.dtype)
+    residuals = (_dtype_of(residual), call.residual_dtype)
+    _check_norm_options(*dtypes, call.eps, call.weight_offset, *residuals)
+    if residual is not None:
         if residual.shape != input.shape:
             raise RuntimeError(
                 f"residual must have the shape of input {list(input.shape)}, but has shape "
@@ -75,11 +58,7 @@ def check_norm_arguments(*args) -> None:
             )
         if residual.device != input.device:
             raise RuntimeError(f"residual is on {residual.device}, but input is on {input.device}")
-    _check_shapes(input, weight, bias, shape, rms)
-
-
-def _check_shapes(input, weight, bias, normalized_shape, rms) -> None:
-    shape = list(normalized_shape)
+    shape = list(call.normalized_shape)
     if not shape:
         raise RuntimeError("normalized_shape must have at least one dimension, but is []")
     if input.dim() < len(shape) or list(input.shape[input.dim() - len(shape) :]) != shape:
@@ -87,7 +66,7 @@ def _check_shapes(input, weight, bias, normalized_shape, rms) -> None:
             f"normalized_shape is {shape}, but input has shape {list(input.shape)}, whose last "
             "dimensions differ from it"
         )
-    if rms and bias is not None:
+    if call.rms and bias is not None:
         raise RuntimeError(f"bias must be None with rms=True, but has shape {list(bias.shape)}")
     for name, param in (("weight", weight), ("bias", bias)):
         if param is None:

@@ -12,9 +12,6 @@ from torch.overrides import handle_torch_function
 # torch's own, also where torch.nn.functional's is replaced by ours.
 attention = torch._C._nn.scaled_dot_product_attention
 
-# Within it an operator is called past its Autograd kernel, as at::AutoDispatchBelowAutograd in C++.
-below_autograd = torch._C._AutoDispatchBelowAutograd
-
 # torch.overrides.has_torch_function asks for modes and for arguments together.
 is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
 

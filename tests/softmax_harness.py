@@ -6,6 +6,7 @@ References and limits work on rows, a chunk at a time, so that a tensor of any s
 errs as much as the result.
 """
 
+import contextlib
 import dataclasses
 import math
 
@@ -90,14 +91,24 @@ def hidden_of(form, x, mask):
     return hidden.expand(x.shape)
 
 
-def in_tier(call, tier):
-    """call(tier), or call("auto") where the tier does not hold such rows in this direction."""
+@contextlib.contextmanager
+def forced_tier(tier):
+    _C.force_softmax_tier(tier)
     try:
-        return call(tier)
+        yield
+    finally:
+        _C.force_softmax_tier("auto")
+
+
+def in_tier(call, tier):
+    """call() in the tier, or in "auto" where it does not hold such rows in this direction."""
+    try:
+        with forced_tier(tier):
+            return call()
     except RuntimeError as error:
         if "does not hold" not in str(error):
             raise
-        return call("auto")
+        return call()
 
 
 def forward_backward(form, x, dy, mask=None, call=apply):
@@ -107,13 +118,15 @@ def forward_backward(form, x, dy, mask=None, call=apply):
         y = call(form, leaf, mask)
         return y.detach(), torch.autograd.grad(y, leaf, dy)[0]
 
-    def forward(tier):
-        if form.masked:
-            return _C.scaled_masked_softmax(x, mask, form.scale, form.causal, form.y, tier)
-        return _C.softmax_forward(x, form.dim, form.log, form.y, tier)
+    ops = torch.ops.fused_norm
 
-    def backward(tier):
-        return _C.softmax_backward(dy, y, form.dim, form.log, form.x, form.scale, tier)
+    def forward():
+        if form.masked:
+            return ops.scaled_masked_softmax(x, mask, form.scale, form.causal, form.y)
+        return ops.softmax_forward(x, form.dim, form.log, form.y)
+
+    def backward():
+        return ops.softmax_backward(dy, y, form.dim, form.log, form.x, form.scale)
 
     y = in_tier(forward, form.tier)
     return y, in_tier(backward, form.tier)

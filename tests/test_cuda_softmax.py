@@ -19,12 +19,12 @@ from softmax_harness import (
     Form,
     apply,
     check_call,
+    forced_tier,
     forms,
     forward_backward,
 )
 
 import fused_norm.functional as fn
-from fused_norm import _C
 
 pytestmark = pytest.mark.cuda
 
@@ -72,11 +72,12 @@ def holds(tier, backward, cols, pair):
     """Asks the library, on one row."""
     x = torch.zeros(1, cols, dtype=pair[0], device="cuda")
     try:
-        if backward:
-            y = x.to(pair[1])
-            _C.softmax_backward(y, y, -1, False, pair[0], tier=tier)
-        else:
-            _C.softmax_forward(x, -1, False, pair[1], tier=tier)
+        with forced_tier(tier):
+            if backward:
+                y = x.to(pair[1])
+                torch.ops.fused_norm.softmax_backward(y, y, -1, False, pair[0])
+            else:
+                torch.ops.fused_norm.softmax_forward(x, -1, False, pair[1])
     except RuntimeError as error:
         assert f"tier is '{tier}', which does not hold rows of {cols}" in str(error)
         return False

@@ -1,5 +1,4 @@
-"""The registered operators and what builds on them: opcheck, meta tensors, torch.compile, the
-plain binding."""
+"""The registered operators and what builds on them: opcheck, meta tensors, torch.compile."""
 
 import math
 
@@ -10,7 +9,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_norm
 import fused_norm.functional as fn
-from fused_norm import _C
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 KINDS = ["layer", "rms"]
@@ -174,36 +172,6 @@ def test_statistics(kind, sample, device, generator):
         torch.testing.assert_close(rstd.double(), (variance + eps).rsqrt(), rtol=1e-6, atol=0)
         if kind == "layer":  # a few roundings of numbers of about 1
             torch.testing.assert_close(mean.double(), centre, rtol=0, atol=1e-6)
-
-
-@each_sample
-@each_kind
-def test_binding_gives_the_operators_bits(kind, sample, device, generator):
-    args = arguments(sample, kind, generator, False)
-    results = forward_op(*args)
-    for operator, binding in zip(results, _C.norm_forward(*args), strict=True):
-        assert same_bits(operator, binding)
-    x, weight, bias, normalized_shape, _, offset, rms, _ = args
-    y, mean, rstd = results
-    args = (
-        y,
-        x,
-        None if rms else mean,
-        rstd,
-        weight,
-        bias,
-        normalized_shape,
-        offset,
-        rms,
-        False,
-        x.dtype,
-    )
-    for mask in ([True, True, True], [False, False, True]):
-        for operator, binding in zip(
-            backward_op(*args, mask), _C.norm_backward(*args, mask), strict=True
-        ):
-            assert (operator is None) == (binding is None)
-            assert operator is None or same_bits(operator, binding)
 
 
 @each_sample

@@ -1,5 +1,5 @@
 """The softmaxes as a user of torch meets them: signatures, modules, autograd, autocast, opcheck,
-torch.compile, the plain binding, and errors that name the argument and its value."""
+torch.compile, and errors that name the argument and its value."""
 
 import copy
 import inspect
@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import kernels_of, randn, same_bits
-from softmax_harness import BF16, FP16, FP32, FP64, PAIRS
+from softmax_harness import BF16, FP16, FP32, FP64, PAIRS, forced_tier
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_norm
@@ -360,21 +360,6 @@ def test_opcheck_masked(pair, which, causal, requires_grad, device, generator):
 @each_shape
 @each_log
 @each_pair
-def test_binding_gives_the_operators_bits(pair, log, shape, dim, device, generator):
-    x = randn(generator, *shape, dtype=pair[0])
-    y = forward_op(x, dim, log, pair[1])
-    assert same_bits(y, _C.softmax_forward(x, dim, log, pair[1]))
-    args = (torch.ones_like(y), y, dim, log, pair[0])
-    assert same_bits(backward_op(*args), _C.softmax_backward(*args))
-    if shape:
-        mask = masks_of(generator, shape)["boolean"]
-        args = (x, mask, 0.5, False, pair[1])
-        assert same_bits(masked_op(*args), _C.scaled_masked_softmax(*args))
-
-
-@each_shape
-@each_log
-@each_pair
 def test_fake_tensors_describe_the_real_ones(pair, log, shape, dim, device, generator):
     x = randn(generator, *shape, dtype=pair[0])
     real = forward_op(x, dim, log, pair[1])
@@ -642,27 +627,22 @@ def test_row_too_long(device):
 
 def test_tier(device):
     x = torch.ones(3, 48, device=device)
-    check_raises(
-        lambda: _C.softmax_forward(x, -1, tier="fast"), (ValueError, RuntimeError), ["tier", "fast"]
-    )
+    long = torch.ones(1, 2**20, device=device)
+    with pytest.raises(ValueError, match="tier must be .* but is 'fast'"):
+        _C.force_softmax_tier("fast")
+
+    def check(tier, call, words):
+        with forced_tier(tier):
+            check_raises(call, RuntimeError, ["tier", *words])
+
     if device == "cpu":
-        for call in (
-            lambda: _C.softmax_forward(x, -1, tier="warp"),
-            lambda: _C.scaled_masked_softmax(x, None, tier="block"),
-            lambda: _C.softmax_backward(x, x, -1, False, FP32, tier="uncached"),
-        ):
-            check_raises(call, RuntimeError, ["tier", "cpu"])
+        check("warp", lambda: forward_op(x, -1), ["cpu"])
+        check("block", lambda: masked_op(x, None), ["cpu"])
+        check("uncached", lambda: backward_op(x, x, -1, False, FP32), ["cpu"])
     else:
-        check_raises(
-            lambda: _C.softmax_forward(x, 0, tier="warp"), RuntimeError, ["tier", "dim is 0"]
-        )
-        long = torch.ones(1, 2**20, device=device)
+        check("warp", lambda: forward_op(x, 0), ["dim is 0"])
         for tier in ("warp", "block"):
-            check_raises(
-                lambda tier=tier: _C.softmax_forward(long, -1, tier=tier),
-                RuntimeError,
-                ["tier", tier, str(2**20)],
-            )
+            check(tier, lambda: forward_op(long, -1), [tier, str(2**20)])
 
 
 @pytest.mark.cuda
@@ -691,17 +671,3 @@ def test_dtype_that_is_no_dtype(name, generator):
         with pytest.raises(TypeError, match=rf"dtype must be .* but is {re.escape(repr(dtype))}"):
             FUNCTIONS[name][0](x, -1, dtype=dtype)
     assert FUNCTIONS[name][0](x, -1, dtype=float).dtype is FP64  # as torch has it
-
-
-def test_binding_does_not_differentiate_silently(device):
-    """_C has no autograd: a call that would lose a gradient says so."""
-    x = torch.ones(3, 4, device=device, requires_grad=True)
-    y = torch.ones(3, 4, device=device)
-    for call in (
-        lambda: _C.softmax_forward(x, -1),
-        lambda: _C.scaled_masked_softmax(y, x),
-        lambda: _C.softmax_backward(x, y, -1, False, FP32),
-    ):
-        check_raises(call, RuntimeError, ["does not differentiate"])
-    with torch.no_grad():
-        assert not _C.softmax_forward(x, -1).requires_grad

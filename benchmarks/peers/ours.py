@@ -56,22 +56,25 @@ class Softmax:
         self.tier = tier
 
     def forward(self, case, x):
-        if self.tier == "auto":
-            return torch.ops.fused_norm.softmax_forward(x, -1, case.log, case.y_dtype)
-        return self._forced(_C.softmax_forward, x, -1, case.log, case.y_dtype)
+        return self._forced(torch.ops.fused_norm.softmax_forward, x, -1, case.log, case.y_dtype)
 
     def backward(self, case, dy, y):
-        if self.tier == "auto":
-            return torch.ops.fused_norm.softmax_backward(dy, y, -1, case.log, case.x_dtype)
-        return self._forced(_C.softmax_backward, dy, y, -1, case.log, case.x_dtype, 1.0)
+        return self._forced(
+            torch.ops.fused_norm.softmax_backward, dy, y, -1, case.log, case.x_dtype
+        )
 
     def _forced(self, operator, *arguments):
+        if self.tier == "auto":
+            return operator(*arguments)
+        _C.force_softmax_tier(self.tier)
         try:
-            return operator(*arguments, self.tier)
+            return operator(*arguments)
         except RuntimeError as error:
             if "does not hold" in str(error):
                 raise Unsupported(str(error)) from None
             raise
+        finally:
+            _C.force_softmax_tier("auto")
 
 
 def functions():

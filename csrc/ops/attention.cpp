@@ -3,7 +3,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros_like.h>
+#include <ATen/ops/zeros.h>
 
 #include <limits>
 
@@ -39,45 +39,48 @@ Tensor new_out(const Tensor& query, const SymInt& value_dim) {
 }
 
 Tensor new_lse(const AttentionCall& call, const Tensor& query) {
-  const auto options =
-      query.options().dtype(query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
+  const auto options = query.options().dtype(accumulate_dtype(query.scalar_type()));
   if (call.is_packed()) {
     return at::empty_symint({query.sym_size(1), query.sym_size(0)}, options);
   }
   return at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)}, options);
 }
 
-NewGradients new_gradients(const AttentionCall& call, const std::array<bool, 5>& wanted) {
+NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wanted) {
   NewGradients made;
   if (!has(call.key)) {
-    if (!wanted[0]) return made;
-    const Tensor& all = made.returned.query = new_gradient(call.query);
+    if (!wanted[kQuery]) return made;
+    const Tensor& all = made.returned[kQuery] = new_gradient(call.query);
     made.query = all.select(0, 0);
     made.key = all.select(0, 1);
     made.value = all.select(0, 2);
     return made;
   }
-  if (wanted[0]) made.query = made.returned.query = new_gradient(call.query);
+  if (wanted[kQuery]) made.query = made.returned[kQuery] = new_gradient(call.query);
   if (!has(call.value)) {
-    if (!wanted[1]) return made;
-    const Tensor& both = made.returned.key = new_gradient(*call.key);
+    if (!wanted[kKey]) return made;
+    const Tensor& both = made.returned[kKey] = new_gradient(*call.key);
     made.key = both.select(0, 0);
     made.value = both.select(0, 1);
     return made;
   }
-  if (wanted[1]) made.key = made.returned.key = new_gradient(*call.key);
-  if (wanted[2]) made.value = made.returned.value = new_gradient(*call.value);
+  if (wanted[kKey]) made.key = made.returned[kKey] = new_gradient(*call.key);
+  if (wanted[kValue]) made.value = made.returned[kValue] = new_gradient(*call.value);
   return made;
 }
 
-// Of no queries, or of packed tensors without a sequence: what the kernels would write.
+// Of meta tensors, and what the kernels would write of no queries, or of packed tensors without a
+// sequence.
 AttentionGradients zeroed(NewGradients made, const AttentionCall& call,
-                          const std::array<bool, 5>& wanted) {
-  for (Tensor* gradient : {&made.returned.query, &made.returned.key, &made.returned.value}) {
-    if (gradient->defined()) gradient->zero_();
+                          const AttentionWanted& wanted) {
+  const auto zeros = [](const OptionalTensor& like) {
+    return has(like) ? at::zeros_symint(like->sym_sizes(), like->options()) : Tensor();
+  };
+  for (Tensor& gradient : made.returned) {
+    if (gradient.defined()) gradient.zero_();
   }
-  if (wanted[3] && has(call.attn_mask)) made.returned.attn_mask = at::zeros_like(*call.attn_mask);
-  if (wanted[4] && has(call.sink)) made.returned.sink = at::zeros_like(*call.sink);
+  if (wanted[kMask]) made.returned[kMask] = zeros(call.attn_mask);
+  if (wanted[kSink]) made.returned[kSink] = zeros(call.sink);
   return made.returned;
 }
 
@@ -87,7 +90,7 @@ bool is_empty(const AttentionCall& call, const Tensor& out) {
 
 }  // namespace
 
-std::pair<Tensor, Tensor> attention_forward(const AttentionCall& call) {
+Forward attention_forward(const AttentionCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_attention(call);
   const auto qkv = call.apart();
@@ -112,21 +115,12 @@ std::pair<Tensor, Tensor> attention_forward(const AttentionCall& call) {
 
 AttentionGradients attention_backward(const Tensor& dout, const OptionalTensor& dlse,
                                       const Tensor& out, const Tensor& lse,
-                                      const AttentionCall& call,
-                                      const std::array<bool, 5>& wanted) {
+                                      const AttentionCall& call, const AttentionWanted& wanted) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_attention_backward(dout, dlse, out, lse, call);
   const auto qkv = call.apart();
   NewGradients made = new_gradients(call, wanted);
-  if (out.is_meta()) {
-    AttentionGradients& returned = made.returned;
-    if (wanted[3] && has(call.attn_mask)) {
-      returned.attn_mask = at::empty_symint(call.attn_mask->sym_sizes(), call.attn_mask->options());
-    }
-    if (wanted[4] && has(call.sink)) returned.sink = at::empty_like(*call.sink);
-    return returned;
-  }
-  if (is_empty(call, out)) return zeroed(std::move(made), call, wanted);
+  if (out.is_meta() || is_empty(call, out)) return zeroed(std::move(made), call, wanted);
   if (out.is_cpu()) {
     on_cpu::attention_backward({dout, dlse, out, lse, wanted}, call, qkv, &made);
     return made.returned;

@@ -6,8 +6,6 @@
 
 namespace fused_norm::ops {
 
-inline bool has(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 // Query, key and value, each by itself.
 using QueryKeyValue = std::array<at::Tensor, 3>;
 
@@ -28,7 +26,7 @@ struct BackwardInputs {
   const at::Tensor& dout;
   const OptionalTensor& dlse;
   const at::Tensor &out, &lse;
-  const std::array<bool, 5>& wanted;
+  const AttentionWanted& wanted;
 };
 
 namespace on_cpu {

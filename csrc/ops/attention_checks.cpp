@@ -15,8 +15,7 @@ using c10::SymInt;
 
 void check_beside(const Tensor& tensor, const char* name, const Tensor& query) {
   check_layout(tensor, name);
-  TORCH_CHECK(tensor.device() == query.device(), name, " is on ", tensor.device(),
-              ", but query is on ", query.device());
+  check_device(tensor, name, query, "query");
 }
 
 // Of an option that has the precision of query, or fp32.
@@ -196,7 +195,7 @@ void check_attention_backward(const Tensor& dout, const OptionalTensor& dlse, co
   check(dout, "dout", query.scalar_type(), shape);
   shape.pop_back();
   if (call.is_packed()) std::swap(shape[0], shape[1]);
-  const ScalarType wide = query.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const ScalarType wide = accumulate_dtype(query.scalar_type());
   check(lse, "lse", wide, shape);
   if (has(dlse)) check(*dlse, "dlse", wide, shape);
 }

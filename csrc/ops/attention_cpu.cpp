@@ -85,21 +85,20 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
   cpu::AttentionProblemGradients gradients{dense(made->query), dense(made->key),
                                            dense(made->value)};
   Tensor dmask;
-  if (inputs.wanted[3] && has(call.attn_mask)) {
+  if (inputs.wanted[kMask] && has(call.attn_mask)) {
     dmask = at::zeros(of_four_dims(*call.attn_mask).sizes(), inputs.lse.options());
     gradients.mask = dmask.expand(problem.mask.sizes());
   }
-  if (inputs.wanted[4] && has(call.sink)) {
+  if (inputs.wanted[kSink] && has(call.sink)) {
     gradients.sink = at::empty(call.sink->sizes(), inputs.lse.options().dtype(at::kDouble));
   }
   cpu::attention_backward(problem, inputs.lse.contiguous(), dense(inputs.dout),
                           has(inputs.dlse) ? inputs.dlse->contiguous() : Tensor(), gradients);
   if (dmask.defined()) {
-    made->returned.attn_mask =
-        dmask.to(call.attn_mask->scalar_type()).view(call.attn_mask->sizes());
+    made->returned[kMask] = dmask.to(call.attn_mask->scalar_type()).view(call.attn_mask->sizes());
   }
   if (gradients.sink.defined()) {
-    made->returned.sink = gradients.sink.to(call.sink->scalar_type());
+    made->returned[kSink] = gradients.sink.to(call.sink->scalar_type());
   }
 }
 

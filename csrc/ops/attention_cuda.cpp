@@ -249,15 +249,15 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
   params.dquery = optional_tensor(dquery);
   params.dkey = optional_tensor(dkey);
   params.dvalue = optional_tensor(dvalue);
-  if (inputs.wanted[3] && has(call.attn_mask)) {
-    made->returned.attn_mask = empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
-    params.dmask = made->returned.attn_mask.mutable_data_ptr();
+  if (inputs.wanted[kMask] && has(call.attn_mask)) {
+    made->returned[kMask] = empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
+    params.dmask = made->returned[kMask].mutable_data_ptr();
     const Tensor mask = of_four_dims(*call.attn_mask);
     for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(mask.size(d));
   }
-  if (inputs.wanted[4] && has(call.sink)) {
-    made->returned.sink = empty_tensor(launch.sink.sizes(), launch.sink.scalar_type());
-    params.dsink = made->returned.sink.mutable_data_ptr();
+  if (inputs.wanted[kSink] && has(call.sink)) {
+    made->returned[kSink] = empty_tensor(launch.sink.sizes(), launch.sink.scalar_type());
+    params.dsink = made->returned[kSink].mutable_data_ptr();
   }
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params.forward);
@@ -267,8 +267,8 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
   finish(dquery, made->query);
   finish(dkey, made->key);
   finish(dvalue, made->value);
-  if (made->returned.sink.defined()) {
-    made->returned.sink = made->returned.sink.to(call.sink->scalar_type());
+  if (made->returned[kSink].defined()) {
+    made->returned[kSink] = made->returned[kSink].to(call.sink->scalar_type());
   }
 }
 
@@ -285,16 +285,6 @@ void force_attention_tier(const std::string& name) {
                     "'");
 }
 
-std::string attention_tier_of(const AttentionCall& call) {
-  check_attention(call);
-  TORCH_CHECK(call.query.is_cuda(), "query is on ", call.query.device(),
-              ": only the CUDA kernels have tiers");
-  const c10::cuda::CUDAGuard guard(call.query.device());
-  Launch launch = prepared(call, call.apart());
-  launch.params.out = launch.params.query;
-  return name_of(tier_of(launch.params));
-}
-
 }  // namespace fused_norm::ops
 
 #else
@@ -304,10 +294,6 @@ namespace fused_norm::ops {
 void force_attention_tier(const std::string& name) {
   TORCH_CHECK_VALUE(name == "auto", "tier must be 'auto' in a build without CUDA, but is '", name,
                     "'");
-}
-
-std::string attention_tier_of(const AttentionCall&) {
-  TORCH_CHECK(false, "this fused_norm was built without CUDA: only the CUDA kernels have tiers");
 }
 
 }  // namespace fused_norm::ops

@@ -2,7 +2,15 @@
 
 namespace fused_norm::ops {
 
+std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor) {
+  return has(tensor) ? std::optional(tensor->scalar_type()) : std::nullopt;
+}
+
 bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
+
+at::ScalarType accumulate_dtype(at::ScalarType type) {
+  return type == at::kDouble ? at::kDouble : at::kFloat;
+}
 
 void check_layout(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK(!tensor.is_nested(), name, " must be a dense strided tensor, but is nested");
@@ -13,6 +21,39 @@ void check_layout(const at::Tensor& tensor, const char* name) {
 void check_floating(at::ScalarType type, const char* name) {
   TORCH_CHECK(is_16_bit(type) || type == at::kFloat || type == at::kDouble, name,
               " must be float16, bfloat16, float32 or float64, but is ", type);
+}
+
+void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& other,
+                  const char* other_name) {
+  TORCH_CHECK(tensor.device() == other.device(), name, " is on ", tensor.device(), ", but ",
+              other_name, " is on ", other.device());
+}
+
+void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& other,
+                const char* other_name) {
+  TORCH_CHECK(tensor.sym_sizes() == other.sym_sizes(), name, " must have the shape of ", other_name,
+              " ", other.sym_sizes(), ", but has shape ", tensor.sym_sizes());
+  check_device(tensor, name, other, other_name);
+}
+
+void check_normalized(const at::Tensor& tensor, const char* name,
+                      c10::SymIntArrayRef normalized_shape) {
+  const size_t row_dims = normalized_shape.size();
+  TORCH_CHECK(row_dims > 0, "normalized_shape must have at least one dimension, but is []");
+  const c10::SymIntArrayRef sizes = tensor.sym_sizes();
+  TORCH_CHECK(sizes.size() >= row_dims && sizes.slice(sizes.size() - row_dims) == normalized_shape,
+              "normalized_shape is ", normalized_shape, ", but ", name, " has shape ", sizes,
+              ", whose last dimensions differ from it");
+}
+
+void check_param(const OptionalTensor& param, const char* name,
+                 c10::SymIntArrayRef normalized_shape, const at::Tensor& input) {
+  if (!has(param)) return;
+  check_layout(*param, name);
+  TORCH_CHECK(param->sym_sizes() == normalized_shape, name,
+              " must have the shape of normalized_shape ", normalized_shape, ", but has shape ",
+              param->sym_sizes());
+  check_device(*param, name, input, "input");
 }
 
 void raise_cpu_only(const at::Tensor& tensor) {

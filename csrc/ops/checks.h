@@ -4,18 +4,42 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
+#include <optional>
 
 namespace fused_norm::ops {
 
 // Column indices inside the kernels are 32 bit, with room for a block that overhangs the row's end.
 constexpr int64_t kMaxCols = int64_t{1} << 30;
 
+using OptionalTensor = std::optional<at::Tensor>;
+
+inline bool has(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor);
+
 bool is_16_bit(at::ScalarType type);
+
+// The precision of sums and statistics: fp64 of fp64, else fp32.
+at::ScalarType accumulate_dtype(at::ScalarType type);
 
 void check_layout(const at::Tensor& tensor, const char* name);
 
 // float16, bfloat16, float32 or float64.
 void check_floating(at::ScalarType type, const char* name);
+
+// On the device of another argument, and of its shape.
+void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& other,
+                  const char* other_name);
+void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& other,
+                const char* other_name);
+
+// Whose last dimensions are the normalized ones.
+void check_normalized(const at::Tensor& tensor, const char* name,
+                      c10::SymIntArrayRef normalized_shape);
+
+// A norm's parameter: layout, shape and device. `input` is what it goes with.
+void check_param(const OptionalTensor& param, const char* name,
+                 c10::SymIntArrayRef normalized_shape, const at::Tensor& input);
 
 // Of a CPU-only build, given a tensor of another device.
 [[noreturn]] void raise_cpu_only(const at::Tensor& tensor);

@@ -1,6 +1,6 @@
 // The norm operators: argument checks, allocation, and the choice between the CPU path and the
-// kernels. Registered as torch.ops.fused_norm.* and bound in fused_norm._C (bindings.cpp). Of meta
-// tensors the operators check what they can, and give shapes and dtypes.
+// kernels. Registered as torch.ops.fused_norm.* (operators.cpp). Of meta tensors the operators
+// check what they can, and give shapes and dtypes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,22 +12,51 @@
 #include <tuple>
 #include <vector>
 
+#include "ops/call.h"
+
 namespace fused_norm::ops {
 
-using OptionalTensor = std::optional<at::Tensor>;
 using TensorTriple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // The checks that need no tensor, for decompositions too: dtypes that go together, and numbers in
 // range.
 void check_norm_options(at::ScalarType input, std::optional<at::ScalarType> weight,
                         std::optional<at::ScalarType> bias, at::ScalarType out, double eps,
-                        double weight_offset);
+                        double weight_offset, std::optional<at::ScalarType> residual = std::nullopt,
+                        std::optional<at::ScalarType> residual_dtype = std::nullopt);
 
-// The same for a call with a residual.
-void check_add_norm_options(at::ScalarType input, at::ScalarType residual,
-                            at::ScalarType residual_out, std::optional<at::ScalarType> weight,
-                            std::optional<at::ScalarType> bias, at::ScalarType out, double eps,
-                            double weight_offset);
+// What a forward call has.
+struct NormCall {
+  const at::Tensor& input;
+  const OptionalTensor &weight, &bias;
+  c10::SymIntArrayRef normalized_shape;
+  double eps, weight_offset;
+  bool rms;
+  std::optional<at::ScalarType> out_dtype;
+  const OptionalTensor& residual;
+  std::optional<at::ScalarType> residual_dtype;
+  std::optional<c10::SymInt> room;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tie(c.input, c.weight, c.bias, c.normalized_shape, c.eps, c.weight_offset, c.rms,
+                    c.out_dtype, c.residual, c.residual_dtype, c.room);
+  }
+
+  // Of what is normalized, and of the output.
+  at::ScalarType x_dtype() const {
+    return has(residual) ? residual_dtype.value_or(residual->scalar_type()) : input.scalar_type();
+  }
+  at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
+};
+using NormKernels = Kernels<NormCall>;
+
+// The checks that every forward call passes, for decompositions too.
+void check_norm(const NormCall& call);
+
+// A norm's parameters, layout and shape, and a bias only without rms. `input` is what they go with.
+void check_params(const OptionalTensor& weight, const OptionalTensor& bias, bool rms,
+                  c10::SymIntArrayRef normalized_shape, const at::Tensor& input);
 
 // -> {output, residual_out, mean, rstd}, or with room {output, residual_out, rstd, side, columns}.
 // Without a residual there is no residual_out. mean and rstd have the shape of input with the
@@ -41,11 +70,7 @@ void check_add_norm_options(at::ScalarType input, at::ScalarType residual,
 // says how many columns are not precise (core/norm/recoverable.h) and which they are; if room does
 // not suffice, how many are not recoverable, and the first of these. side, (rows, room) in the type
 // of rstd, holds their xhat. room is at most the number of columns.
-std::vector<at::Tensor> norm_forward(
-    const at::Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias,
-    c10::SymIntArrayRef normalized_shape, double eps, double weight_offset, bool rms,
-    std::optional<at::ScalarType> out_dtype, const OptionalTensor& residual,
-    std::optional<at::ScalarType> residual_dtype, std::optional<c10::SymInt> room);
+std::vector<at::Tensor> norm_forward(const NormCall& call);
 
 // -> (dx, dweight, dbias), undefined where output_mask is false. `saved` is the input, or the
 // output when from_output; `mean` is needed only for a LayerNorm's input. from_output may come with
@@ -58,6 +83,13 @@ TensorTriple norm_backward(const at::Tensor& dy, const at::Tensor& saved,
                            bool from_output, at::ScalarType input_dtype,
                            std::array<bool, 3> output_mask, const OptionalTensor& side,
                            const OptionalTensor& columns, const OptionalTensor& dresidual);
+
+// What functional norms give: the same results, recorded if autograd is to, with what is saved and
+// the room for it chosen here; or, under a transform, those of the operator's own Autograd kernel.
+std::vector<at::Tensor> norm(const NormCall& call, bool memory_efficient);
+
+// The Autograd kernel of the operator norm_forward.
+std::vector<at::Tensor> differentiate_norm(const NormCall& call);
 
 // How many columns of a norm with these parameters cannot be taken back from an output of out_dtype
 // (0-d int64).

@@ -1,9 +1,6 @@
-// Derivatives above the first, those of statistics, forward mode and torch.func transforms are
-// those of decompositions (fused_norm/_decompositions.py), which the operators' Autograd kernels
-// (fused_norm/_autograd.py) ask for.
-#include "ops/norm_autograd.h"
+// The norms as autograd records them: which of a call's tensors are saved, and the gradients from
+// those. In C++: with a Python autograd.Function a call took the host twice as long.
 
-#include <ATen/TracerMode.h>
 #include <ATen/ops/add.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -12,8 +9,8 @@
 #include <utility>
 
 #include "ops/autograd.h"
-#include "ops/checks.h"
 #include "ops/column_watch.h"
+#include "ops/norm.h"
 
 namespace fused_norm::ops {
 namespace {
@@ -25,40 +22,38 @@ using c10::SymIntArrayRef;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using Dtype = std::optional<ScalarType>;
-using Forward = std::vector<Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                    SymIntArrayRef, double, double, bool, Dtype,
-                                    const OptionalTensor&, Dtype, std::optional<SymInt>);
-using Backward = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tensor&,
-                                                    const OptionalTensor&, const Tensor&,
-                                                    const OptionalTensor&, const OptionalTensor&,
-                                                    SymIntArrayRef, double, bool, bool, ScalarType,
-                                                    std::array<bool, 3>, const OptionalTensor&,
-                                                    const OptionalTensor&, const OptionalTensor&);
+const auto& forward_op() {
+  static const Operator<decltype(NormKernels::forward<norm_forward>)> op("norm_forward");
+  return op;
+}
+const auto& backward_op() {
+  static const Operator<decltype(norm_backward)> op("norm_backward");
+  return op;
+}
+// The input's gradient from those of mean, rstd and side, which is a decomposition alone.
 using StatisticsBackward = Tensor(const OptionalTensor&, const OptionalTensor&,
                                   const OptionalTensor&, const Tensor&, const OptionalTensor&,
                                   const Tensor&, const OptionalTensor&, const OptionalTensor&,
                                   SymIntArrayRef, double, bool, bool, ScalarType,
                                   const OptionalTensor&, const OptionalTensor&);
-
-// Whether the operators' Autograd kernels are to differentiate: they know torch.jit.trace too.
-template <typename... Tensors>
-bool is_decomposed(const Tensors&... tensors) {
-  return is_transformed(tensors...) || at::tracer::impl::is_dispatch_enabled();
+const auto& statistics_backward_op() {
+  static const auto op = find_operator<StatisticsBackward>("fused_norm::norm_statistics_backward");
+  return op;
 }
 
-OptionalTensor optional(const Tensor& tensor) {
-  return tensor.defined() ? OptionalTensor(tensor) : std::nullopt;
-}
-
-// The operator's results.
-variable_list run_forward(const Tensor& input, const OptionalTensor& residual,
-                          const OptionalTensor& weight, const OptionalTensor& bias,
-                          const NormOptions& how, const SymInt& room) {
-  static const auto op = find_operator<Forward>("fused_norm::norm_forward");
-  return op.call(input, weight, bias, how.normalized_shape, how.eps, how.weight_offset, how.rms,
-                 how.out_dtype, residual, how.residual_dtype,
-                 room > 0 ? std::optional(room) : std::nullopt);
+// With room for listed columns, if there is any.
+NormCall with_room(const NormCall& call, const SymInt& room) {
+  return {call.input,
+          call.weight,
+          call.bias,
+          call.normalized_shape,
+          call.eps,
+          call.weight_offset,
+          call.rms,
+          call.out_dtype,
+          call.residual,
+          call.residual_dtype,
+          room > 0 ? std::optional(room) : std::nullopt};
 }
 
 // What a call saves, in this order; undefined what it does not need.
@@ -79,10 +74,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
 
   static variable_list forward(AutogradContext* ctx, const Tensor& input,
                                const OptionalTensor& residual, const OptionalTensor& weight,
-                               const OptionalTensor& bias, const NormOptions& how,
+                               const OptionalTensor& bias, const NormCall& how,
                                const SymInt& room) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    variable_list results = run_forward(input, residual, weight, bias, how, room);
+    variable_list results = forward_op().below_autograd(with_room(how, room));
     const bool adds = residual.has_value();
     const bool lists = room > 0, from_output = room >= 0;
     const Tensor& x = adds ? results[1] : input;
@@ -131,13 +125,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     Tensor dx, dweight, dbias;
     if (adds && needs[0]) dx = grads[1];
     if (dy.defined()) {
-      static const auto op = find_operator<Backward>("fused_norm::norm_backward");
-      // With create_graph=True, or under a transform, the operator's own Autograd kernel decides.
-      std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-      if (!at::GradMode::is_enabled() && !is_decomposed(dy)) below_autograd.emplace();
-      std::tie(dx, dweight, dbias) =
-          op.call(dy, saved[kSaved], mean, saved[kRstd], weight, bias, shape, weight_offset, rms,
-                  call.from_output, call.x_dtype, needs, side, columns, optional(dx));
+      std::tie(dx, dweight, dbias) = backward_op().in_backward(
+          dy, saved[kSaved], mean, saved[kRstd], weight, bias, shape, weight_offset, rms,
+          call.from_output, call.x_dtype, needs, side, columns, optional(dx));
     }
     const size_t first = adds ? 2 : 1;
     const bool lists = columns.has_value();
@@ -145,11 +135,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const OptionalTensor drstd = optional(grads[lists ? first : first + 1]);
     const OptionalTensor dside = lists ? optional(grads[first + 1]) : std::nullopt;
     if (needs[0] && (dmean.has_value() || drstd.has_value() || dside.has_value())) {
-      static const auto op =
-          find_operator<StatisticsBackward>("fused_norm::norm_statistics_backward");
-      const Tensor more =
-          op.call(dmean, drstd, dside, saved[kSaved], mean, saved[kRstd], weight, bias, shape,
-                  weight_offset, rms, call.from_output, call.x_dtype, side, columns);
+      const Tensor more = statistics_backward_op().call(
+          dmean, drstd, dside, saved[kSaved], mean, saved[kRstd], weight, bias, shape,
+          weight_offset, rms, call.from_output, call.x_dtype, side, columns);
       dx = dx.defined() ? at::add(dx, more) : more;
     }
 
@@ -173,51 +161,55 @@ bool is_subclass(const OptionalTensor& tensor) {  // a tracer's, or distributed
   return tensor.has_value() && tensor->key_set().has(c10::DispatchKey::Python);
 }
 
-SymInt room_for(const Tensor& x, ScalarType x_dtype, const OptionalTensor& weight,
-                const OptionalTensor& bias, const NormOptions& how) {
+SymInt room_for(const NormCall& call) {
+  const OptionalTensor &weight = call.weight, &bias = call.bias;
   if (!weight.has_value() && !bias.has_value()) return 0;
-  if (is_subclass(x) || is_subclass(weight) || is_subclass(bias)) return kSaveInput;
+  if (is_subclass(call.input) || is_subclass(weight) || is_subclass(bias)) return kSaveInput;
   int64_t cols = 1;
-  for (const SymInt& size : how.normalized_shape) {
+  for (const SymInt& size : call.normalized_shape) {
     const std::optional<int64_t> known = size.maybe_as_int();
     if (!known.has_value()) return kSaveInput;
     cols *= *known;
   }
-  return choose_room({weight.value_or(Tensor()), bias.value_or(Tensor()), how.weight_offset, cols,
-                      x_dtype, how.out_dtype.value_or(x.scalar_type())});
+  return choose_room({weight.value_or(Tensor()), bias.value_or(Tensor()), call.weight_offset, cols,
+                      call.x_dtype(), call.y_dtype()});
+}
+
+// On record: differentiable in all that depends on the input. `room` is kSaveInput, or that for
+// listed columns of a call that saves its output; with 0 it has no list.
+variable_list record(const NormCall& call, const SymInt& room) {
+  check_layout(call.input, "input");  // Function asks for sizes, which not every tensor has
+  if (call.residual.has_value()) check_layout(*call.residual, "residual");
+  if (call.weight.has_value()) check_layout(*call.weight, "weight");
+  if (call.bias.has_value()) check_layout(*call.bias, "bias");
+  return NormFunction::apply(call.input, call.residual, call.weight, call.bias, call, room);
 }
 
 }  // namespace
 
-variable_list record_norm(const Tensor& input, const OptionalTensor& residual,
-                          const OptionalTensor& weight, const OptionalTensor& bias,
-                          const NormOptions& options, const SymInt& room) {
-  check_layout(input, "input");  // Function asks for sizes, which not every tensor has
-  if (residual.has_value()) check_layout(*residual, "residual");
-  if (weight.has_value()) check_layout(*weight, "weight");
-  if (bias.has_value()) check_layout(*bias, "bias");
-  return NormFunction::apply(input, residual, weight, bias, options, room);
+variable_list differentiate_norm(const NormCall& call) {
+  if (is_transformed(call.input, call.weight, call.bias, call.residual)) {
+    check_norm(call);
+    return forward_op().decomposed(call);
+  }
+  if (!needs_grad(call.input, call.weight, call.bias, call.residual)) {
+    return forward_op().below_autograd(call);
+  }
+  TORCH_CHECK(!call.room.has_value() || *call.room > 0, "room is ", *call.room,
+              "; a call that is differentiated needs room");
+  return record(call, call.room.value_or(kSaveInput));
 }
 
-variable_list norm(const Tensor& input, const OptionalTensor& residual,
-                   const OptionalTensor& weight, const OptionalTensor& bias,
-                   const NormOptions& options, bool memory_efficient) {
-  if (is_decomposed(input, residual, weight, bias)) {
-    return run_forward(input, residual, weight, bias, options, 0);
+variable_list norm(const NormCall& call, bool memory_efficient) {
+  if (is_transformed(call.input, call.residual, call.weight, call.bias)) {
+    return forward_op().call(call);
   }
-  if (!needs_grad(input, residual, weight, bias)) {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return run_forward(input, residual, weight, bias, options, 0);
+  if (!needs_grad(call.input, call.residual, call.weight, call.bias)) {
+    return forward_op().below_autograd(call);
   }
-  SymInt room = kSaveInput;
-  if (memory_efficient) {
-    const ScalarType x_dtype = residual.has_value()
-                                   ? options.residual_dtype.value_or(residual->scalar_type())
-                                   : input.scalar_type();
-    room = room_for(input, x_dtype, weight, bias, options);
-  }
+  const SymInt room = memory_efficient ? room_for(call) : SymInt(kSaveInput);
   const EagerCall eager;
-  return record_norm(input, residual, weight, bias, options, room);
+  return record(call, room);
 }
 
 }  // namespace fused_norm::ops

@@ -4,11 +4,9 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sigmoid.h>
-#include <torch/library.h>
 
 #include <utility>
 
-#include "ops/checks.h"
 #include "ops/norm.h"
 #include "ops/rows.h"
 
@@ -27,10 +25,6 @@ using at::ScalarType;
 using at::Tensor;
 using c10::SymInt;
 using SymShape = std::vector<SymInt>;
-
-ScalarType accumulate_dtype(ScalarType input) {
-  return input == at::kDouble ? at::kDouble : at::kFloat;
-}
 
 // A call's rows of `cols` elements, and the leading dimensions; the last is that of the groups.
 struct Groups {
@@ -55,7 +49,7 @@ struct Groups {
   }
 };
 
-bool has_weight(const GatedCall& call) { return call.weight.has_value() && call.weight->defined(); }
+// Chains of ATen's operators, for the CPU and what the kernels do not do.
 
 // The tensors of a call in the precision of sums, as (..., groups, cols).
 struct Wide {
@@ -68,7 +62,7 @@ struct Wide {
     z = call.gate.to(dtype).reshape_symint(of.shape());
     sigmoid = at::sigmoid(z);
     act = call.silu ? z * sigmoid : sigmoid;
-    if (has_weight(call)) {
+    if (has(call.weight)) {
       weight = (call.weight->to(dtype) + call.weight_offset).reshape_symint({of.groups, of.cols});
     }
     v = call.norm_before_gate ? x : x * act;
@@ -77,49 +71,7 @@ struct Wide {
   }
 };
 
-}  // namespace
-
-void check_rms_norm_gated(const GatedCall& call) {
-  const Tensor &input = call.input, &gate = call.gate;
-  check_layout(input, "input");
-  check_layout(gate, "gate");
-  const ScalarType dtype = input.scalar_type();
-  const bool weighted = has_weight(call);
-  check_norm_options(dtype, weighted ? std::optional(call.weight->scalar_type()) : std::nullopt,
-                     std::nullopt, dtype, call.eps, call.weight_offset);
-  TORCH_CHECK(gate.scalar_type() == dtype || gate.scalar_type() == at::kFloat, "gate is ",
-              gate.scalar_type(), ", which does not go with ", dtype,
-              " input: it must have the input's dtype, or be float32");
-  TORCH_CHECK(gate.sym_sizes() == input.sym_sizes(), "gate must have the shape of input ",
-              input.sym_sizes(), ", but has shape ", gate.sym_sizes());
-  TORCH_CHECK(gate.device() == input.device(), "gate is on ", gate.device(), ", but input is on ",
-              input.device());
-  const c10::SymIntArrayRef shape = call.normalized_shape;
-  TORCH_CHECK(!shape.empty(), "normalized_shape must have at least one dimension, but is []");
-  const int64_t lead = input.dim() - static_cast<int64_t>(shape.size());
-  TORCH_CHECK(lead >= 0 && input.sym_sizes().slice(lead) == shape, "normalized_shape is ", shape,
-              ", but input has shape ", input.sym_sizes(),
-              ", whose last dimensions differ from it");
-  SymInt cols = 1;
-  for (const SymInt& size : shape) cols *= size;
-  TORCH_SYM_CHECK(cols.sym_le(kMaxCols), "normalized_shape ", shape, " has ", cols,
-                  " elements; at most 2^30 are supported");
-  if (call.group_size.has_value()) {
-    TORCH_SYM_CHECK(call.group_size->sym_ge(1), "group_size must be at least 1, but is ",
-                    *call.group_size);
-    TORCH_SYM_CHECK((cols % *call.group_size).sym_eq(0), "group_size is ", *call.group_size,
-                    ", which does not divide the ", cols, " elements of normalized_shape ", shape);
-  }
-  if (!weighted) return;
-  check_layout(*call.weight, "weight");
-  TORCH_CHECK(call.weight->sym_sizes() == shape, "weight must have the shape of normalized_shape ",
-              shape, ", but has shape ", call.weight->sym_sizes());
-  TORCH_CHECK(call.weight->device() == input.device(), "weight is on ", call.weight->device(),
-              ", but input is on ", input.device());
-}
-
-std::pair<Tensor, Tensor> decomposed::rms_norm_gated_forward(const GatedCall& call) {
-  check_rms_norm_gated(call);
+Forward forward_by_chain(const GatedCall& call) {
   const Wide wide(call);
   Tensor y = wide.xhat;
   if (wide.weight.defined()) y = y * wide.weight;
@@ -128,39 +80,37 @@ std::pair<Tensor, Tensor> decomposed::rms_norm_gated_forward(const GatedCall& ca
           wide.rstd.squeeze(-1)};
 }
 
-GatedGradients decomposed::rms_norm_gated_backward(const Tensor& dy, const GatedCall& call,
-                                                   const std::array<bool, 3>& wanted) {
+Gradients<3> backward_by_chain(const Tensor& dy, const GatedCall& call,
+                               const std::array<bool, 3>& wanted) {
   const Wide wide(call);
   const Tensor& weight = wide.weight;
   const auto sizes = call.input.sym_sizes();
   const Tensor d = dy.to(wide.x.scalar_type()).reshape_symint(Groups(call).shape());
   const Tensor of_norm = call.norm_before_gate ? d * wide.act : d;
-  GatedGradients made;
-  if (wanted[2] && weight.defined()) {
+  Gradients<3> made;
+  if (wanted[kWeight] && weight.defined()) {
     // Rows by themselves: sum() takes an empty list of dimensions for all.
     Tensor sum = of_norm * wide.xhat;
     const int64_t lead = sum.dim() - 2;
     if (lead > 0) sum = sum.flatten(0, lead - 1).sum(0);
-    made.weight = sum.reshape_symint(call.normalized_shape).to(call.weight->scalar_type());
+    made[kWeight] = sum.reshape_symint(call.normalized_shape).to(call.weight->scalar_type());
   }
-  if (!wanted[0] && !wanted[1]) return made;
+  if (!wanted[kInput] && !wanted[kGate]) return made;
   const Tensor w = weight.defined() ? of_norm * weight : of_norm;
   const Tensor dv = wide.rstd * (w - wide.xhat * (w * wide.xhat).mean(-1, /*keepdim=*/true));
-  if (wanted[0]) {
+  if (wanted[kInput]) {
     const Tensor dx = call.norm_before_gate ? dv : dv * wide.act;
-    made.input = dx.reshape_symint(sizes).to(call.input.scalar_type());
+    made[kInput] = dx.reshape_symint(sizes).to(call.input.scalar_type());
   }
-  if (wanted[1]) {
+  if (wanted[kGate]) {
     const Tensor normalized = weight.defined() ? wide.xhat * weight : wide.xhat;
     const Tensor of_act = call.norm_before_gate ? d * normalized : dv * wide.x;
     const Tensor& s = wide.sigmoid;
     const Tensor slope = call.silu ? s * (wide.z * (1 - s) + 1) : s * (1 - s);
-    made.gate = (of_act * slope).reshape_symint(sizes).to(call.gate.scalar_type());
+    made[kGate] = (of_act * slope).reshape_symint(sizes).to(call.gate.scalar_type());
   }
   return made;
 }
-
-namespace {
 
 #ifdef FUSED_NORM_WITH_CUDA
 
@@ -216,15 +166,14 @@ bool has_two_dtypes(const GatedCall& call) {
   return call.gate.scalar_type() != call.input.scalar_type() && is_16_bit(call.input.scalar_type());
 }
 
-std::pair<Tensor, Tensor> forward_cuda(const GatedCall& call) {
+Forward forward_cuda(const GatedCall& call) {
   if (has_two_dtypes(call)) {
     const auto [y, rstd] = forward_cuda(in_fp32(call));
     return {y.to(call.input.scalar_type()), rstd};
   }
   const c10::cuda::CUDAGuard guard(call.input.device());
   const Launch launch(call);
-  if (!launch.has_kernels(call, /*backward=*/false))
-    return decomposed::rms_norm_gated_forward(call);
+  if (!launch.has_kernels(call, /*backward=*/false)) return forward_by_chain(call);
   const Rows x = rows_of(call.input, launch.shape, launch.groups > 1);
   const Rows z = rows_of(call.gate, launch.shape, launch.groups > 1);
   const Tensor weight = aligned_param(call.weight.value_or(Tensor()));
@@ -243,21 +192,20 @@ std::pair<Tensor, Tensor> forward_cuda(const GatedCall& call) {
   return {y, rstd};
 }
 
-GatedGradients backward_cuda(const Tensor& dy, const Tensor& rstd, const GatedCall& call,
-                             const std::array<bool, 3>& wanted) {
+Gradients<3> backward_cuda(const Tensor& dy, const Tensor& rstd, const GatedCall& call,
+                           const std::array<bool, 3>& wanted) {
   if (has_two_dtypes(call)) {
-    GatedGradients made = backward_cuda(dy.to(at::kFloat), rstd, in_fp32(call), wanted);
-    if (made.input.defined()) made.input = made.input.to(call.input.scalar_type());
+    Gradients<3> made = backward_cuda(dy.to(at::kFloat), rstd, in_fp32(call), wanted);
+    if (made[kInput].defined()) made[kInput] = made[kInput].to(call.input.scalar_type());
     return made;
   }
   const c10::cuda::CUDAGuard guard(dy.device());
   const Launch launch(call);
-  if (!launch.has_kernels(call, /*backward=*/true))
-    return decomposed::rms_norm_gated_backward(dy, call, wanted);
+  if (!launch.has_kernels(call, /*backward=*/true)) return backward_by_chain(dy, call, wanted);
   const Rows d = rows_of(dy, launch.shape, true), x = rows_of(call.input, launch.shape, true);
   const Rows z = rows_of(call.gate, launch.shape, true);
   const Tensor weight = aligned_param(call.weight.value_or(Tensor()));
-  GatedGradients made;
+  Gradients<3> made;
   auto params = launch.params<NormBackwardParams>(call, weight);
   params.dy = d.tensor.const_data_ptr();
   params.dy_layout = d.layout;
@@ -266,15 +214,15 @@ GatedGradients backward_cuda(const Tensor& dy, const Tensor& rstd, const GatedCa
   params.rstd = rstd.const_data_ptr();
   params.gate.data = z.tensor.const_data_ptr();
   params.gate.layout = z.layout;
-  if (wanted[0] || wanted[1]) {
-    made.input = empty_tensor(dy.sizes(), dy.scalar_type());
-    made.gate = empty_tensor(dy.sizes(), dy.scalar_type());
-    params.dx = made.input.mutable_data_ptr();
-    params.gate.gradient = made.gate.mutable_data_ptr();
+  if (wanted[kInput] || wanted[kGate]) {
+    made[kInput] = empty_tensor(dy.sizes(), dy.scalar_type());
+    made[kGate] = empty_tensor(dy.sizes(), dy.scalar_type());
+    params.dx = made[kInput].mutable_data_ptr();
+    params.gate.gradient = made[kGate].mutable_data_ptr();
   }
-  if (wanted[2] && weight.defined()) {
-    made.weight = empty_tensor(weight.sizes(), weight.scalar_type());
-    params.dweight = made.weight.mutable_data_ptr();
+  if (wanted[kWeight] && weight.defined()) {
+    made[kWeight] = empty_tensor(weight.sizes(), weight.scalar_type());
+    params.dweight = made[kWeight].mutable_data_ptr();
   }
   const c10::DataPtr workspace = c10::cuda::CUDACachingAllocator::get()->allocate(
       norm_backward_workspace(params, launch.device));
@@ -291,7 +239,33 @@ Tensor empty_as(const Tensor& tensor) {
 
 }  // namespace
 
-std::pair<Tensor, Tensor> rms_norm_gated_forward(const GatedCall& call) {
+void check_rms_norm_gated(const GatedCall& call) {
+  const Tensor &input = call.input, &gate = call.gate;
+  check_layout(input, "input");
+  check_layout(gate, "gate");
+  const ScalarType dtype = input.scalar_type();
+  check_norm_options(dtype, dtype_of(call.weight), std::nullopt, dtype, call.eps,
+                     call.weight_offset);
+  TORCH_CHECK(gate.scalar_type() == dtype || gate.scalar_type() == at::kFloat, "gate is ",
+              gate.scalar_type(), ", which does not go with ", dtype,
+              " input: it must have the input's dtype, or be float32");
+  check_like(gate, "gate", input, "input");
+  const c10::SymIntArrayRef shape = call.normalized_shape;
+  check_normalized(input, "input", shape);
+  SymInt cols = 1;
+  for (const SymInt& size : shape) cols *= size;
+  TORCH_SYM_CHECK(cols.sym_le(kMaxCols), "normalized_shape ", shape, " has ", cols,
+                  " elements; at most 2^30 are supported");
+  if (call.group_size.has_value()) {
+    TORCH_SYM_CHECK(call.group_size->sym_ge(1), "group_size must be at least 1, but is ",
+                    *call.group_size);
+    TORCH_SYM_CHECK((cols % *call.group_size).sym_eq(0), "group_size is ", *call.group_size,
+                    ", which does not divide the ", cols, " elements of normalized_shape ", shape);
+  }
+  check_param(call.weight, "weight", shape, input);
+}
+
+Forward rms_norm_gated_forward(const GatedCall& call) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_rms_norm_gated(call);
   const Tensor& input = call.input;
@@ -305,12 +279,12 @@ std::pair<Tensor, Tensor> rms_norm_gated_forward(const GatedCall& call) {
 #else
   if (!input.is_cpu()) raise_cpu_only(input);
 #endif
-  const auto [y, rstd] = decomposed::rms_norm_gated_forward(call);
+  const auto [y, rstd] = forward_by_chain(call);
   return {y.contiguous(), rstd.contiguous()};
 }
 
-GatedGradients rms_norm_gated_backward(const Tensor& dy, const Tensor& rstd, const GatedCall& call,
-                                       const std::array<bool, 3>& wanted) {
+Gradients<3> rms_norm_gated_backward(const Tensor& dy, const Tensor& rstd, const GatedCall& call,
+                                     const std::array<bool, 3>& wanted) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_rms_norm_gated(call);
   check_layout(dy, "dy");
@@ -326,50 +300,28 @@ GatedGradients rms_norm_gated_backward(const Tensor& dy, const Tensor& rstd, con
                   rstd.device() == input.device(),
               "rstd must be that of rms_norm_gated_forward, contiguous and of shape ",
               c10::SymIntArrayRef(of.lead), ", but has shape ", rstd.sym_sizes());
-  GatedGradients made;
+  Gradients<3> made;
   if (input.is_meta() || input.sym_numel() == 0) {
-    if (wanted[0]) made.input = empty_as(input);
-    if (wanted[1]) made.gate = empty_as(call.gate);
-    if (wanted[2] && has_weight(call)) {
-      made.weight = empty_as(*call.weight);
-      if (!input.is_meta()) made.weight.zero_();
+    if (wanted[kInput]) made[kInput] = empty_as(input);
+    if (wanted[kGate]) made[kGate] = empty_as(call.gate);
+    if (wanted[kWeight] && has(call.weight)) {
+      made[kWeight] = empty_as(*call.weight);
+      if (!input.is_meta()) made[kWeight].zero_();
     }
     return made;
   }
 #ifdef FUSED_NORM_WITH_CUDA
-  made = input.is_cuda() ? backward_cuda(dy, rstd, call, wanted)
-                         : decomposed::rms_norm_gated_backward(dy, call, wanted);
+  made =
+      input.is_cuda() ? backward_cuda(dy, rstd, call, wanted) : backward_by_chain(dy, call, wanted);
 #else
   if (!input.is_cpu()) raise_cpu_only(input);
-  made = decomposed::rms_norm_gated_backward(dy, call, wanted);
+  made = backward_by_chain(dy, call, wanted);
 #endif
   const auto given = [](bool is_wanted, const Tensor& gradient) {
     return is_wanted && gradient.defined() ? gradient.contiguous() : Tensor();
   };
-  return {given(wanted[0], made.input), given(wanted[1], made.gate), given(wanted[2], made.weight)};
+  return {given(wanted[kInput], made[kInput]), given(wanted[kGate], made[kGate]),
+          given(wanted[kWeight], made[kWeight])};
 }
 
-namespace {
-
-TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
-  const std::string call =
-      "Tensor input, Tensor gate, Tensor? weight, SymInt[] normalized_shape, float eps, float "
-      "weight_offset, bool norm_before_gate, bool silu, SymInt? group_size";
-  m.def(("rms_norm_gated_forward(" + call + ") -> (Tensor output, Tensor rstd)").c_str());
-  m.def(("rms_norm_gated_backward(Tensor dy, Tensor rstd, " + call +
-         ", bool[3] output_mask) -> (Tensor dinput, Tensor dgate, Tensor dweight)")
-            .c_str());
-}
-
-void register_kernels(torch::Library& m) {
-  m.impl("rms_norm_gated_forward", &gated_forward_kernel<rms_norm_gated_forward>);
-  m.impl("rms_norm_gated_backward", &gated_backward_kernel<rms_norm_gated_backward>);
-}
-TORCH_LIBRARY_IMPL(fused_norm, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(fused_norm, CUDA, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(fused_norm, Meta, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(fused_norm, SparseCPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(fused_norm, SparseCUDA, m) { register_kernels(m); }
-
-}  // namespace
 }  // namespace fused_norm::ops

@@ -2,6 +2,7 @@
 // it.
 #pragma once
 
+#include <ATen/DimVector.h>
 #include <ATen/core/Tensor.h>
 
 #include "core/common/types.h"
@@ -17,6 +18,17 @@ struct Rows {
 
 // The last `row_dims` dimensions of `tensor` make up a row. The tensor must not be empty.
 Rows as_rows(const at::Tensor& tensor, int64_t row_dims);
+
+// A norm's call: its rows, and the shape of their statistics, the leading dimensions and then ones.
+struct NormRows {
+  int64_t rows, cols, row_dims;
+  at::DimVector stats_shape;
+
+  bool empty() const { return rows == 0 || cols == 0; }
+};
+
+// Of a tensor whose shape was checked.
+NormRows norm_rows(const at::Tensor& tensor, at::IntArrayRef normalized_shape);
 
 DType to_dtype(at::ScalarType type);
 

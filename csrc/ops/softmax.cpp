@@ -2,11 +2,13 @@
 
 #include <ATen/ops/empty.h>
 
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <utility>
 
+#include "core/softmax/tier.h"
 #include "cpu/softmax.h"
-#include "ops/checks.h"
 #include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -22,16 +24,15 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-const char* name_of(SoftmaxTier tier) {
-  switch (tier) {
-    case SoftmaxTier::kAuto:
-      return "auto";
-    case SoftmaxTier::kWarp:
-      return "warp";
-    case SoftmaxTier::kBlock:
-      return "block";
-    case SoftmaxTier::kUncached:
-      return "uncached";
+constexpr std::pair<SoftmaxTier, const char*> kTiers[] = {{SoftmaxTier::kAuto, "auto"},
+                                                          {SoftmaxTier::kWarp, "warp"},
+                                                          {SoftmaxTier::kBlock, "block"},
+                                                          {SoftmaxTier::kUncached, "uncached"}};
+std::atomic<SoftmaxTier> wanted_tier{SoftmaxTier::kAuto};
+
+const char* wanted_name() {
+  for (const auto& [tier, name] : kTiers) {
+    if (tier == wanted_tier) return name;
   }
   return "unknown";
 }
@@ -61,24 +62,23 @@ Tensor described(const Tensor& input, ScalarType dtype) {
   return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype));
 }
 
-void check_tier(SoftmaxTier tier, const Tensor& tensor, const Geometry& geometry) {
-  if (tier == SoftmaxTier::kAuto) return;
-  TORCH_CHECK(tensor.is_cuda(), "tier is '", name_of(tier), "', but input is on ", tensor.device(),
+void check_tier(const Tensor& tensor, const Geometry& geometry) {
+  if (wanted_tier == SoftmaxTier::kAuto) return;
+  TORCH_CHECK(tensor.is_cuda(), "tier is '", wanted_name(), "', but input is on ", tensor.device(),
               ": only the CUDA kernels have tiers");
-  TORCH_CHECK(geometry.rows(), "tier is '", name_of(tier), "', but dim is ", geometry.dim,
+  TORCH_CHECK(geometry.rows(), "tier is '", wanted_name(), "', but dim is ", geometry.dim,
               " of an input of shape ", tensor.sizes(), ": only the last dimension has tiers");
 }
 
 #ifdef FUSED_NORM_WITH_CUDA
 
-void check_tier_holds(SoftmaxTier tier, SoftmaxPass pass, const Geometry& geometry, ScalarType x,
-                      ScalarType y) {
-  if (tier == SoftmaxTier::kAuto) return;
-  TORCH_CHECK(geometry.outer < int64_t{1} << 28, "tier is '", name_of(tier), "', but input has ",
+void check_tier_holds(SoftmaxPass pass, const Geometry& geometry, ScalarType x, ScalarType y) {
+  if (wanted_tier == SoftmaxTier::kAuto) return;
+  TORCH_CHECK(geometry.outer < int64_t{1} << 28, "tier is '", wanted_name(), "', but input has ",
               geometry.outer, " rows: a tier is forced for less than 2^28");
-  TORCH_CHECK(softmax_tier_holds(tier, pass, static_cast<int>(geometry.cols), to_dtype(x),
+  TORCH_CHECK(softmax_tier_holds(wanted_tier, pass, static_cast<int>(geometry.cols), to_dtype(x),
                                  to_dtype(y), current_device_properties()),
-              "tier is '", name_of(tier), "', which does not hold rows of ", geometry.cols,
+              "tier is '", wanted_name(), "', which does not hold rows of ", geometry.cols,
               " elements of ", x,
               is_backward(pass) ? " in the backward pass" : " in the forward pass");
 }
@@ -132,18 +132,25 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
   return readable;
 }
 
-Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor& mask, bool log,
-                    double scale, bool causal, ScalarType out_dtype, SoftmaxTier tier) {
-  const ScalarType x_dtype = input.scalar_type();
-  check_tier_holds(tier, forward_pass(scale, mask.defined(), causal), geometry, x_dtype, out_dtype);
-  const Rows x = as_softmax_rows(input, geometry);
-  const Tensor y = empty_tensor(input.sizes(), out_dtype);
-  SoftmaxForwardParams params{};
-  params.rows = geometry.outer;
+// What all four launches have in common.
+template <typename Params>
+Params params_of(const Geometry& geometry, bool log, ScalarType x_dtype, ScalarType y_dtype) {
+  Params params{};
   params.cols = static_cast<int32_t>(geometry.cols);
   params.x_dtype = to_dtype(x_dtype);
-  params.y_dtype = to_dtype(out_dtype);
+  params.y_dtype = to_dtype(y_dtype);
   params.log = log;
+  return params;
+}
+
+Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor& mask, bool log,
+                    double scale, bool causal, ScalarType out_dtype) {
+  const ScalarType x_dtype = input.scalar_type();
+  check_tier_holds(forward_pass(scale, mask.defined(), causal), geometry, x_dtype, out_dtype);
+  const Rows x = as_softmax_rows(input, geometry);
+  const Tensor y = empty_tensor(input.sizes(), out_dtype);
+  auto params = params_of<SoftmaxForwardParams>(geometry, log, x_dtype, out_dtype);
+  params.rows = geometry.outer;
   params.x = x.tensor.const_data_ptr();
   params.x_layout = x.layout;
   params.y = y.mutable_data_ptr();
@@ -151,7 +158,7 @@ Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor&
   const Tensor mask_data = mask.defined() ? set_mask(mask, x_dtype, &params.mask) : mask;
   params.causal = causal;
   params.queries = causal ? static_cast<uint32_t>(input.size(-2)) : 1;
-  params.tier = tier;
+  params.tier = wanted_tier;
   check_launch(launch_softmax_forward(params, current_device_properties(),
                                       at::cuda::getCurrentCUDAStream()));
   return y;
@@ -161,13 +168,10 @@ Tensor columns_forward(const Tensor& input, const Geometry& geometry, bool log,
                        ScalarType out_dtype) {
   const Tensor x = input.contiguous();
   const Tensor y = empty_tensor(input.sizes(), out_dtype);
-  SoftmaxColumnsForwardParams params{};
+  auto params =
+      params_of<SoftmaxColumnsForwardParams>(geometry, log, input.scalar_type(), out_dtype);
   params.outer = geometry.outer;
-  params.cols = static_cast<int32_t>(geometry.cols);
   params.inner = geometry.inner;
-  params.x_dtype = to_dtype(input.scalar_type());
-  params.y_dtype = to_dtype(out_dtype);
-  params.log = log;
   params.x = x.const_data_ptr();
   params.y = y.mutable_data_ptr();
   check_launch(launch_softmax_columns_forward(params, current_device_properties(),
@@ -176,24 +180,20 @@ Tensor columns_forward(const Tensor& input, const Geometry& geometry, bool log,
 }
 
 Tensor rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
-                     ScalarType input_dtype, double scale, SoftmaxTier tier) {
-  check_tier_holds(tier, backward_pass(log), geometry, input_dtype, dy.scalar_type());
+                     ScalarType input_dtype, double scale) {
+  check_tier_holds(backward_pass(log), geometry, input_dtype, dy.scalar_type());
   const Rows dy_rows = as_softmax_rows(dy, geometry);
   const Rows y_rows = as_softmax_rows(output, geometry);
   const Tensor dx = empty_tensor(dy.sizes(), input_dtype);
-  SoftmaxBackwardParams params{};
+  auto params = params_of<SoftmaxBackwardParams>(geometry, log, input_dtype, dy.scalar_type());
   params.rows = geometry.outer;
-  params.cols = static_cast<int32_t>(geometry.cols);
-  params.x_dtype = to_dtype(input_dtype);
-  params.y_dtype = to_dtype(dy.scalar_type());
-  params.log = log;
   params.scale = scale;
   params.dy = dy_rows.tensor.const_data_ptr();
   params.dy_layout = dy_rows.layout;
   params.y = y_rows.tensor.const_data_ptr();
   params.y_layout = y_rows.layout;
   params.dx = dx.mutable_data_ptr();
-  params.tier = tier;
+  params.tier = wanted_tier;
   check_launch(launch_softmax_backward(params, current_device_properties(),
                                        at::cuda::getCurrentCUDAStream()));
   return dx;
@@ -203,13 +203,10 @@ Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& 
                         ScalarType input_dtype) {
   const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
   const Tensor dx = empty_tensor(dy.sizes(), input_dtype);
-  SoftmaxColumnsBackwardParams params{};
+  auto params =
+      params_of<SoftmaxColumnsBackwardParams>(geometry, log, input_dtype, dy.scalar_type());
   params.outer = geometry.outer;
-  params.cols = static_cast<int32_t>(geometry.cols);
   params.inner = geometry.inner;
-  params.x_dtype = to_dtype(input_dtype);
-  params.y_dtype = to_dtype(dy.scalar_type());
-  params.log = log;
   params.dy = dy_data.const_data_ptr();
   params.y = y_data.const_data_ptr();
   params.dx = dx.mutable_data_ptr();
@@ -221,25 +218,6 @@ Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& 
 #endif  // FUSED_NORM_WITH_CUDA
 
 }  // namespace
-
-Tensor expanded_mask(const std::optional<Tensor>& mask, const Tensor& input) {
-  if (!mask.has_value() || !mask->defined()) return {};
-  check_layout(*mask, "mask");
-  TORCH_CHECK(mask->device() == input.device(), "mask is on ", mask->device(), ", but input is on ",
-              input.device());
-  const int64_t missing = input.dim() - mask->dim();
-  bool broadcasts = missing >= 0;
-  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
-    const c10::SymInt size = mask->sym_size(d);
-    // Of a size that depends on data it is known that it is the input's, not that it is not 1.
-    broadcasts = size.maybe_as_int() == 1 || size.sym_eq(input.sym_size(d + missing))
-                                                 .sym_or(size.sym_eq(1))
-                                                 .expect_true(__FILE__, __LINE__);
-  }
-  TORCH_CHECK(broadcasts, "mask has shape ", mask->sym_sizes(),
-              ", which does not broadcast to input's shape ", input.sym_sizes());
-  return input.is_meta() ? *mask : mask->expand_symint(input.sym_sizes());
-}
 
 void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
   check_floating(input, "input");
@@ -266,16 +244,54 @@ void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> ma
               ndim);
 }
 
-Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
-                       std::optional<ScalarType> out_dtype, SoftmaxTier tier) {
-  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
+ScalarType check_softmax(const Tensor& input, int64_t dim, std::optional<ScalarType> out_dtype) {
   check_layout(input, "input");
   const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
   check_softmax_options(input.scalar_type(), y_dtype, input.dim(), dim);
+  return y_dtype;
+}
+
+ScalarType check_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
+                                bool causal, std::optional<ScalarType> out_dtype) {
+  check_layout(input, "input");
+  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
+  check_masked_softmax_options(input.scalar_type(), dtype_of(mask), y_dtype, input.dim(), scale,
+                               causal);
+  if (!has(mask)) return y_dtype;
+  check_layout(*mask, "mask");
+  check_device(*mask, "mask", input, "input");
+  const int64_t missing = input.dim() - mask->dim();
+  bool broadcasts = missing >= 0;
+  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
+    const c10::SymInt size = mask->sym_size(d);
+    // Of a size that depends on data it is known that it is the input's, not that it is not 1.
+    broadcasts = size.maybe_as_int() == 1 || size.sym_eq(input.sym_size(d + missing))
+                                                 .sym_or(size.sym_eq(1))
+                                                 .expect_true(__FILE__, __LINE__);
+  }
+  TORCH_CHECK(broadcasts, "mask has shape ", mask->sym_sizes(),
+              ", which does not broadcast to input's shape ", input.sym_sizes());
+  return y_dtype;
+}
+
+void force_softmax_tier(const std::string& wanted) {
+  for (const auto& [tier, name] : kTiers) {
+    if (wanted != name) continue;
+    wanted_tier = tier;
+    return;
+  }
+  TORCH_CHECK_VALUE(false, "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted,
+                    "'");
+}
+
+Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
+                       std::optional<ScalarType> out_dtype) {
+  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  const ScalarType y_dtype = check_softmax(input, dim, out_dtype);
   if (input.is_meta()) return described(input, y_dtype);
   const Geometry geometry = geometry_of(input, dim);
-  check_tier(tier, input, geometry);
+  check_tier(input, geometry);
   if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
   if (input.is_cpu()) {
     return cpu::softmax_forward(input.reshape(geometry.shape()), log, y_dtype).view(input.sizes());
@@ -283,25 +299,21 @@ Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
 #ifdef FUSED_NORM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(input.device());
   if (!geometry.rows()) return columns_forward(input, geometry, log, y_dtype);
-  return rows_forward(input, geometry, {}, log, 1, false, y_dtype, tier);
+  return rows_forward(input, geometry, {}, log, 1, false, y_dtype);
 #else
   raise_cpu_only(input);
 #endif
 }
 
-Tensor scaled_masked_softmax(const Tensor& input, const std::optional<Tensor>& mask, double scale,
-                             bool causal, std::optional<ScalarType> out_dtype, SoftmaxTier tier) {
+Tensor scaled_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
+                             bool causal, std::optional<ScalarType> out_dtype) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
-  check_layout(input, "input");
-  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
-  const bool has_mask = mask.has_value() && mask->defined();
-  check_masked_softmax_options(input.scalar_type(),
-                               has_mask ? std::optional(mask->scalar_type()) : std::nullopt,
-                               y_dtype, input.dim(), scale, causal);
-  const Tensor expanded = expanded_mask(mask, input);
+  const ScalarType y_dtype = check_masked_softmax(input, mask, scale, causal, out_dtype);
   if (input.is_meta()) return described(input, y_dtype);
+  const bool has_mask = has(mask);
+  const Tensor expanded = has_mask ? mask->expand(input.sizes()) : Tensor();
   const Geometry geometry = geometry_of(input, -1);
-  check_tier(tier, input, geometry);
+  check_tier(input, geometry);
   if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
   TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has_mask || causal),
               "input of shape ", input.sizes(), " has ", geometry.outer,
@@ -316,21 +328,18 @@ Tensor scaled_masked_softmax(const Tensor& input, const std::optional<Tensor>& m
   }
 #ifdef FUSED_NORM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(input.device());
-  return rows_forward(input, geometry, expanded, false, scale, causal, y_dtype, tier);
+  return rows_forward(input, geometry, expanded, false, scale, causal, y_dtype);
 #else
   raise_cpu_only(input);
 #endif
 }
 
 Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
-                        ScalarType input_dtype, double scale, SoftmaxTier tier) {
+                        ScalarType input_dtype, double scale) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(dy, "dy");
   check_layout(output, "output");
-  TORCH_CHECK(output.sym_sizes() == dy.sym_sizes(), "output must have the shape of dy ",
-              dy.sym_sizes(), ", but has shape ", output.sym_sizes());
-  TORCH_CHECK(output.device() == dy.device(), "output is on ", output.device(), ", but dy is on ",
-              dy.device());
+  check_like(output, "output", dy, "dy");
   check_floating(dy.scalar_type(), "dy");
   TORCH_CHECK(output.scalar_type() == dy.scalar_type(), "output must be ", dy.scalar_type(),
               " as dy is, but is ", output.scalar_type());
@@ -340,7 +349,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
   const Geometry geometry = geometry_of(dy, dim);
   TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim, " of shape ",
               dy.sizes(), ": only softmax over the last dimension is scaled");
-  check_tier(tier, dy, geometry);
+  check_tier(dy, geometry);
   if (dy.numel() == 0) return at::empty(dy.sizes(), dy.options().dtype(input_dtype));
   if (dy.is_cpu()) {
     const auto shape = geometry.shape();
@@ -350,7 +359,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
 #ifdef FUSED_NORM_WITH_CUDA
   const c10::cuda::CUDAGuard guard(dy.device());
   if (!geometry.rows()) return columns_backward(dy, output, geometry, log, input_dtype);
-  return rows_backward(dy, output, geometry, log, input_dtype, scale, tier);
+  return rows_backward(dy, output, geometry, log, input_dtype, scale);
 #else
   raise_cpu_only(dy);
 #endif

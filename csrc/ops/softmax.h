@@ -5,8 +5,9 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 
-#include "core/softmax/tier.h"
+#include "ops/checks.h"
 
 namespace fused_norm::ops {
 
@@ -18,15 +19,20 @@ void check_softmax_options(at::ScalarType input, at::ScalarType out, int64_t ndi
 void check_masked_softmax_options(at::ScalarType input, std::optional<at::ScalarType> mask,
                                   at::ScalarType out, int64_t ndim, double scale, bool causal);
 
-// What the mask leaves of an input of this shape, as a view: undefined without a mask. Checks that
-// it broadcasts.
-at::Tensor expanded_mask(const std::optional<at::Tensor>& mask, const at::Tensor& input);
+// The checks that every call passes, for decompositions too. Each gives the output's dtype.
+at::ScalarType check_softmax(const at::Tensor& input, int64_t dim,
+                             std::optional<at::ScalarType> out_dtype);
+at::ScalarType check_masked_softmax(const at::Tensor& input, const OptionalTensor& mask,
+                                    double scale, bool causal,
+                                    std::optional<at::ScalarType> out_dtype);
+
+// The wish for a tier, for tests and benchmarks on CUDA rows along the last dimension: "auto",
+// "warp", "block" or "uncached". An error at the next call that the tier does not take.
+void force_softmax_tier(const std::string& name);
 
 // softmax of `input` over `dim`, or its logarithm: contiguous, in out_dtype (input's if none).
-// `tier` other than kAuto is for benchmarks and tests: CUDA rows along the last dimension.
 at::Tensor softmax_forward(const at::Tensor& input, int64_t dim, bool log,
-                           std::optional<at::ScalarType> out_dtype,
-                           SoftmaxTier tier = SoftmaxTier::kAuto);
+                           std::optional<at::ScalarType> out_dtype);
 
 // The same through the dispatcher, and so recorded for autograd (softmax_autograd.cpp).
 at::Tensor softmax(const at::Tensor& input, int64_t dim, bool log,
@@ -36,14 +42,19 @@ at::Tensor softmax(const at::Tensor& input, int64_t dim, bool log,
 // true, or with a floating mask added. The mask broadcasts against the input. causal: the last two
 // dimensions are (queries, keys), and key j is masked for query i where j > i + keys - queries. A
 // row whose every element is masked gives zeros.
-at::Tensor scaled_masked_softmax(const at::Tensor& input, const std::optional<at::Tensor>& mask,
-                                 double scale, bool causal, std::optional<at::ScalarType> out_dtype,
-                                 SoftmaxTier tier = SoftmaxTier::kAuto);
+at::Tensor scaled_masked_softmax(const at::Tensor& input, const OptionalTensor& mask, double scale,
+                                 bool causal, std::optional<at::ScalarType> out_dtype);
 
 // The gradient of the input from `output`, in input_dtype; of both operators above, as where an
 // element was masked the output is zero.
 at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& output, int64_t dim, bool log,
-                            at::ScalarType input_dtype, double scale,
-                            SoftmaxTier tier = SoftmaxTier::kAuto);
+                            at::ScalarType input_dtype, double scale);
+
+// The Autograd kernels of the forward operators.
+at::Tensor differentiate_softmax(const at::Tensor& input, int64_t dim, bool log,
+                                 std::optional<at::ScalarType> out_dtype);
+at::Tensor differentiate_masked_softmax(const at::Tensor& input, const OptionalTensor& mask,
+                                        double scale, bool causal,
+                                        std::optional<at::ScalarType> out_dtype);
 
 }  // namespace fused_norm::ops

@@ -1,0 +1,120 @@
+#include "ops/autograd.h"
+
+#include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/custom_function.h>
+
+#include <algorithm>
+
+namespace fused_norm::ops {
+
+using at::Tensor;
+using c10::IValue;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+namespace {
+
+void call_decomposed(const std::string& name, c10::Stack* stack) {
+  const std::string decomposed = "fused_norm::decomposed_" + name.substr(name.find(':') + 2);
+  c10::Dispatcher::singleton().findSchemaOrThrow(decomposed.c_str(), "").callBoxed(stack);
+}
+
+bool is_tensor(const IValue& value) { return value.isTensor() && value.toTensor().defined(); }
+
+}  // namespace
+
+// A call of an operator for a backward pass where it is to be differentiated in turn. `stack` holds
+// the arguments, of which `tensors` are tensors, and then the results. Profiles show this name.
+struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
+  static constexpr bool is_traceable = true;
+
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors,
+                               const c10::OperatorHandle& op, c10::Stack* stack) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    c10::List<bool> places;  // where there are tensors
+    c10::impl::GenericList others(c10::AnyType::get());
+    for (const IValue& argument : *stack) {
+      places.push_back(is_tensor(argument));
+      others.push_back(is_tensor(argument) ? IValue() : argument);
+    }
+    ctx->save_for_backward(tensors.vec());
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["name"] = op.schema().name();
+    ctx->saved_data["places"] = places;
+    ctx->saved_data["others"] = others;
+    op.callBoxed(stack);
+    variable_list made;  // a Function gives no undefined tensors
+    for (const IValue& result : *stack) {
+      if (is_tensor(result)) made.push_back(result.toTensor());
+    }
+    return made;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const bool create_graph = at::GradMode::is_enabled();
+    const at::AutoGradMode enable_grad(true);
+    // Aliases: of the tensors themselves some are functions of others, as a saved output is of the
+    // weight, and a derivative is wanted in each alone.
+    variable_list aliases = ctx->get_saved_variables();
+    for (Tensor& tensor : aliases) tensor = tensor.view_as(tensor);
+    const auto places = ctx->saved_data["places"].toBoolList();
+    c10::Stack stack = ctx->saved_data["others"].toListRef().vec();
+    size_t next = 0;
+    for (size_t i = 0; i < stack.size(); ++i) {
+      if (places[i]) stack[i] = aliases[next++];
+    }
+    call_decomposed(ctx->saved_data["name"].toStringRef(), &stack);
+
+    variable_list outputs, of_outputs, inputs, results(aliases.size() + 2);
+    next = 0;
+    for (const IValue& result : stack) {
+      if (!is_tensor(result)) continue;
+      const Tensor& of_result = grads[next++];
+      if (!of_result.defined() || !result.toTensor().requires_grad()) continue;
+      outputs.push_back(result.toTensor());
+      of_outputs.push_back(of_result);
+    }
+    for (size_t i = 0; i < aliases.size(); ++i) {
+      if (ctx->needs_input_grad(i)) inputs.push_back(aliases[i]);
+    }
+    if (outputs.empty() || inputs.empty()) return results;
+    const variable_list gradients =
+        torch::autograd::grad(outputs, inputs, of_outputs, /*retain_graph=*/std::nullopt,
+                              create_graph, /*allow_unused=*/true);
+    next = 0;
+    for (size_t i = 0; i < aliases.size(); ++i) {
+      if (ctx->needs_input_grad(i)) results[i] = gradients[next++];
+    }
+    return results;
+  }
+};
+
+void differentiate_backward(const c10::OperatorHandle& op, c10::Stack* stack) {
+  const size_t count = op.schema().arguments().size();
+  const auto arguments = torch::jit::last(*stack, count);
+  const auto any = [&](auto&& of_tensor) {
+    return std::any_of(arguments.begin(), arguments.end(), [&](const IValue& argument) {
+      return is_tensor(argument) && of_tensor(argument.toTensor());
+    });
+  };
+  if (is_transformed() || any([](const Tensor& t) { return has_tangent(t); })) {
+    return call_decomposed(op.schema().name(), stack);
+  }
+  if (!at::GradMode::is_enabled() || !any([](const Tensor& t) { return t.requires_grad(); })) {
+    const at::AutoDispatchBelowADInplaceOrView below_autograd;
+    return op.callBoxed(stack);
+  }
+  c10::Stack call = arguments.vec();  // apart from what the caller has below
+  torch::jit::drop(*stack, count);
+  variable_list tensors;
+  for (const IValue& argument : call) {
+    if (is_tensor(argument)) tensors.push_back(argument.toTensor());
+  }
+  const variable_list made = BackwardFunction::apply(at::TensorList(tensors), op, &call);
+  size_t next = 0;
+  for (const IValue& result : call) {
+    stack->push_back(is_tensor(result) ? IValue(made[next++]) : result);
+  }
+}
+
+}  // namespace fused_norm::ops

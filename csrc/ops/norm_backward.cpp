@@ -1,0 +1,257 @@
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/isin.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu/norm.h"
+#include "ops/column_watch.h"
+#include "ops/norm.h"
+#include "ops/rows.h"
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "core/norm/norm.h"
+#include "ops/device.h"
+#endif
+
+namespace fused_norm::ops {
+namespace {
+
+using at::ScalarType;
+using at::Tensor;
+using c10::SymIntArrayRef;
+
+// A call that was checked, of tensors with data; undefined what is not given or not needed.
+struct Call {
+  const Tensor &dy, &saved, &rstd;
+  Tensor mean, side, columns, dresidual;
+  NormColumns norm;
+  const NormRows& shape;
+  at::IntArrayRef normalized_shape;
+  bool rms, from_output;
+  std::array<bool, 3> wanted;
+
+  ScalarType stats_dtype() const { return accumulate_dtype(norm.x_dtype); }
+};
+
+void check_statistics(const Call& call, const Tensor& stats, const char* name) {
+  const Tensor& dy = call.dy;
+  TORCH_CHECK(stats.scalar_type() == call.stats_dtype() && stats.numel() == call.shape.rows &&
+                  stats.device() == dy.device() && stats.is_contiguous(),
+              name, " must hold ", call.shape.rows, " contiguous elements of ", call.stats_dtype(),
+              " on ", dy.device(), ", but has shape ", stats.sizes(), ", dtype ",
+              stats.scalar_type(), " on ", stats.device());
+}
+
+void check_list(const Call& call) {
+  const Tensor &dy = call.dy, &side = call.side, &columns = call.columns;
+  TORCH_CHECK(columns.defined() == side.defined() && (!columns.defined() || call.from_output),
+              "side and columns come together, and only with from_output: side is ",
+              side.defined() ? "given" : "None", ", columns is ",
+              columns.defined() ? "given" : "None", ", from_output is ",
+              call.from_output ? "True" : "False");
+  if (!columns.defined()) return;
+  const int64_t room = columns.numel() - 1;
+  TORCH_CHECK(columns.scalar_type() == at::kInt && columns.device() == dy.device() &&
+                  columns.is_contiguous() && columns.dim() == 1 && room >= 0 &&
+                  room <= call.shape.cols,
+              "columns must be at most ", call.shape.cols + 1, " int32 on ", dy.device(),
+              ", but has shape ", columns.sizes(), ", dtype ", columns.scalar_type(), " on ",
+              columns.device());
+  const std::array<int64_t, 2> sizes = {call.shape.rows, room};
+  const at::IntArrayRef expected(sizes);
+  TORCH_CHECK(side.scalar_type() == call.stats_dtype() && side.device() == dy.device() &&
+                  side.is_contiguous() && side.sizes() == expected,
+              "side must have shape ", expected, " and dtype ", call.stats_dtype(), " on ",
+              dy.device(), ", but has shape ", side.sizes(), ", dtype ", side.scalar_type(), " on ",
+              side.device());
+}
+
+void check_dresidual(const Call& call) {
+  const Tensor &dy = call.dy, &added = call.dresidual;
+  if (!added.defined()) return;
+  check_layout(added, "dresidual");
+  TORCH_CHECK(added.scalar_type() == call.norm.x_dtype && added.sizes() == dy.sizes() &&
+                  added.device() == dy.device(),
+              "dresidual must have dtype ", call.norm.x_dtype, " and shape ", dy.sizes(), " on ",
+              dy.device(), ", but has dtype ", added.scalar_type(), " and shape ", added.sizes(),
+              " on ", added.device());
+}
+
+// What the CPU path needs to know of the columns that are not recoverable.
+cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight, const Tensor& bias,
+                                  const Tensor& columns, const Tensor& side) {
+  const Tensor lost = cpu::lost_columns(weight, bias, norm.weight_offset, norm.cols, norm.x_dtype,
+                                        norm.y_dtype, /*precise=*/false);
+  int64_t count = 0;
+  if (columns.defined() && columns.numel() > 1)
+    count = std::min<int64_t>(*columns.const_data_ptr<int32_t>(), columns.numel() - 1);
+  const Tensor listed =
+      count > 0 ? columns.slice(0, 1, 1 + count).to(at::kLong) : at::empty({0}, at::kLong);
+  for (int64_t i = 0; i < listed.numel(); ++i) {
+    const int64_t col = listed.const_data_ptr<int64_t>()[i];
+    TORCH_CHECK(col >= 0 && col < norm.cols, "columns must be those of normalized_shape, 0 to ",
+                norm.cols - 1, ", but holds ", col);
+  }
+  if (lost.numel() == 0 && count == 0) return {};
+  const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
+  if (missing.numel() > 0) raise_overflow({overflow_of(norm, missing.numel())});
+  return {listed, count > 0 ? side : at::empty({side.defined() ? side.size(0) : 0, 0}), missing};
+}
+
+TensorTriple backward_of_nothing(const Call& call) {
+  const auto options = call.dy.options().dtype(call.norm.x_dtype);
+  return {call.wanted[0] ? at::empty(call.dy.sizes(), options) : Tensor(),
+          call.wanted[1] ? at::zeros_like(call.norm.weight) : Tensor(),
+          call.wanted[2] ? at::zeros_like(call.norm.bias) : Tensor()};
+}
+
+TensorTriple backward_on_cpu(const Call& call) {
+  const NormColumns& norm = call.norm;
+  const auto rows = [&](const Tensor& t) {
+    return t.defined() ? t.reshape({call.shape.rows, call.shape.cols}) : t;
+  };
+  const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
+  const Tensor weight = flat(norm.weight), bias = flat(norm.bias);
+  cpu::ListedColumns list;
+  if (call.from_output) list = recover_on_cpu(norm, weight, bias, call.columns, call.side);
+  auto [dx, dweight, dbias] =
+      cpu::norm_backward(rows(call.dy), rows(call.saved), flat(call.mean), call.rstd.view({-1}),
+                         weight, bias, norm.weight_offset, call.rms, call.from_output, list,
+                         norm.x_dtype, call.wanted, rows(call.dresidual));
+  if (list.missing.defined() && dbias.defined()) dbias.index_fill_(0, list.missing, NAN);
+  const auto shaped = [](const Tensor& t, at::IntArrayRef sizes) {
+    return t.defined() ? t.view(sizes) : t;
+  };
+  return {shaped(dx, call.dy.sizes()), shaped(dweight, call.normalized_shape),
+          shaped(dbias, call.normalized_shape)};
+}
+
+#ifdef FUSED_NORM_WITH_CUDA
+
+void* data_or_null(const Tensor& tensor) {
+  return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
+}
+
+TensorTriple backward_on_cuda(const Call& call) {
+  const auto& [dy, saved, rstd, mean, side, columns, dresidual, norm, shape, normalized_shape, rms,
+               from_output, wanted] = call;
+  const c10::cuda::CUDAGuard guard(dy.device());
+  const Rows dy_rows = as_rows(dy, shape.row_dims);
+  const Rows saved_rows = as_rows(saved, shape.row_dims);
+  const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
+  const Tensor dx = wanted[0] ? empty_tensor(dy.sizes(), norm.x_dtype) : Tensor();
+  const Tensor dweight =
+      wanted[1] ? empty_tensor(normalized_shape, norm.weight.scalar_type()) : Tensor();
+  const Tensor dbias =
+      wanted[2] ? empty_tensor(normalized_shape, norm.bias.scalar_type()) : Tensor();
+
+  NormBackwardParams params{};
+  params.rows = shape.rows;
+  params.cols = static_cast<int32_t>(shape.cols);
+  params.x_dtype = to_dtype(norm.x_dtype);
+  params.y_dtype = to_dtype(norm.y_dtype);
+  params.rms = rms;
+  params.from_output = from_output;
+  params.weight_offset = norm.weight_offset;
+  params.dy = dy_rows.tensor.const_data_ptr();
+  params.dy_layout = dy_rows.layout;
+  params.saved = saved_rows.tensor.const_data_ptr();
+  params.saved_layout = saved_rows.layout;
+  params.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
+  params.rstd = rstd.const_data_ptr();
+  params.weight = to_param(weight);
+  params.bias = to_param(bias);
+  if (columns.defined() && columns.numel() > 1) {
+    params.list = {static_cast<int32_t>(columns.numel() - 1), columns.mutable_data_ptr<int32_t>(),
+                   side.mutable_data_ptr()};
+  }
+  Tensor added;
+  if (dresidual.defined() && dx.defined()) {
+    added = dresidual.contiguous();
+    params.dresidual = added.const_data_ptr();
+  }
+  params.dx = data_or_null(dx);
+  params.dweight = data_or_null(dweight);
+  params.dbias = data_or_null(dbias);
+  const DeviceProperties& device = current_device_properties();
+  const c10::DataPtr workspace =
+      c10::cuda::CUDACachingAllocator::get()->allocate(norm_backward_workspace(params, device));
+  params.workspace = workspace.get();
+  const auto stream = at::cuda::getCurrentCUDAStream();
+  params.watch = watch_backward(norm, from_output, params.list.room, stream);
+  check_launch(launch_norm_backward(params, device, stream));
+  return {dx, dweight, dbias};
+}
+
+#endif  // FUSED_NORM_WITH_CUDA
+
+}  // namespace
+
+TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const OptionalTensor& mean,
+                           const Tensor& rstd, const OptionalTensor& weight,
+                           const OptionalTensor& bias, SymIntArrayRef sym_shape,
+                           double weight_offset, bool rms, bool from_output, ScalarType input_dtype,
+                           std::array<bool, 3> output_mask, const OptionalTensor& side,
+                           const OptionalTensor& columns, const OptionalTensor& dresidual) {
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  check_layout(dy, "dy");
+  check_layout(saved, "saved");
+  check_normalized(dy, "dy", sym_shape);
+  check_like(saved, "saved", dy, "dy");
+  const ScalarType y_dtype = dy.scalar_type();
+  check_floating(y_dtype, "dy");
+  check_norm_options(input_dtype, dtype_of(weight), dtype_of(bias), y_dtype, 0, weight_offset);
+  const ScalarType saved_dtype = from_output ? y_dtype : input_dtype;
+  TORCH_CHECK(saved.scalar_type() == saved_dtype, "saved must be ", saved_dtype, ", but is ",
+              saved.scalar_type());
+  check_params(weight, bias, rms, sym_shape, dy);
+  output_mask[1] = output_mask[1] && has(weight);
+  output_mask[2] = output_mask[2] && has(bias);
+  if (dy.is_meta()) {
+    const auto described = [](const Tensor& t, ScalarType dtype) {
+      return at::empty_symint(t.sym_sizes(), t.options().dtype(dtype));
+    };
+    return {output_mask[0] ? described(dy, input_dtype) : Tensor(),
+            output_mask[1] ? described(*weight, weight->scalar_type()) : Tensor(),
+            output_mask[2] ? described(*bias, bias->scalar_type()) : Tensor()};
+  }
+
+  const bool needs_mean = !rms && !from_output;
+  const at::IntArrayRef normalized_shape = C10_AS_INTARRAYREF_SLOW(sym_shape);
+  const NormRows shape = norm_rows(dy, normalized_shape);
+  const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+  const Call call{
+      dy,
+      saved,
+      rstd,
+      needs_mean ? or_undefined(mean) : Tensor(),
+      or_undefined(side),
+      or_undefined(columns),
+      or_undefined(dresidual),
+      {or_undefined(weight), or_undefined(bias), weight_offset, shape.cols, input_dtype, y_dtype},
+      shape,
+      normalized_shape,
+      rms,
+      from_output,
+      output_mask};
+  check_statistics(call, rstd, "rstd");
+  TORCH_CHECK(!needs_mean || has(mean), "mean must be given, but is None");
+  if (needs_mean) check_statistics(call, call.mean, "mean");
+  check_list(call);
+  check_dresidual(call);
+  if (shape.empty()) return backward_of_nothing(call);
+  if (dy.is_cpu()) return backward_on_cpu(call);
+#ifdef FUSED_NORM_WITH_CUDA
+  return backward_on_cuda(call);
+#else
+  raise_cpu_only(dy);
+#endif
+}
+
+}  // namespace fused_norm::ops

@@ -1,0 +1,252 @@
+"""The attention operators as chains of torch's own, with all scores in memory, for what the kernels
+do not do: second and higher derivatives, forward-mode derivatives and torch.func transforms.
+
+Same arguments and results as the operators of the same names, dropout's mask included. Each is
+differentiable in query, key, value, attn_mask, sink, dout and dlse.
+"""
+
+import collections
+import ctypes
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fused_norm import _ops
+from fused_norm._decompositions import accumulate_dtype
+
+# The arguments of attention_forward.
+_Call = collections.namedtuple(
+    "_Call", [argument.name for argument in _ops.attention_forward._schema.arguments]
+)
+
+
+class _Rows(NamedTuple):
+    """Where each row of a tensor is: its sequence, and its place there. Packed sequences are one
+    dense sequence whose rows hide each other; rows of none have the number -1."""
+
+    sequence: Tensor
+    place: Tensor
+    bounds: Tensor | None = None  # of packed sequences and of one empty one more
+
+    def lengths(self, of: "_Rows") -> Tensor:
+        """Of the sequence of each row, how many rows it has in another tensor."""
+        sequence = self.sequence.clamp_min(0)
+        return of.bounds[sequence + 1] - of.bounds[sequence]
+
+
+def _rows(count, offsets: Tensor | None, device: torch.device) -> _Rows:
+    place = torch.arange(count, device=device)
+    if offsets is None:
+        return _Rows(torch.zeros_like(place), place)
+    # As kernels read them: within the tensor, in ascending order.
+    ascending = offsets.long().clamp_min(0).cummax(0).values
+    ends = torch.minimum(ascending, torch.full_like(ascending, count))
+    bounds = torch.cat([ends, ends[-1:]])
+    sequence = (torch.searchsorted(ends, place, right=True) - 1).clamp_min(0)
+    inside = (place >= bounds[0]) & (place < bounds[sequence + 1])
+    return _Rows(torch.where(inside, sequence, -1), place - bounds[sequence], bounds)
+
+
+_WORD = 0xFFFFFFFF
+
+
+def _high(t: Tensor) -> Tensor:
+    return torch.bitwise_right_shift(t, 32) & _WORD
+
+
+def _draws(rng: Tensor, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """draw_dropout() (csrc/core/attention/dropout.h) of every (row, query, key), in 64-bit integers
+    that wrap around."""
+    seed, offset = rng.select(0, 0), rng.select(0, 1)
+    c0, c1, c2, c3 = key.div(4, rounding_mode="floor"), query, row, offset & _WORD
+    k0, k1 = seed & _WORD, _high(seed) ^ _high(offset)
+    for _ in range(10):
+        product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1 = _high(product1) ^ c1 ^ k0, product1 & _WORD
+        c2, c3 = _high(product0) ^ c3 ^ k1, product0 & _WORD
+        k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+    lane = key % 4
+    return torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
+
+
+def _dropped(call: _Call, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
+    """What dropout multiplies probabilities by."""
+    batch, heads = scores.shape[:2]
+    device = scores.device
+    if call.cu_seqlens_q is None:
+        sequence = torch.arange(batch, device=device).view(-1, 1, 1, 1)
+    else:
+        sequence = q.sequence.clamp_min(0).view(1, 1, -1, 1)
+    head = torch.arange(heads, device=device).view(-1, 1, 1)
+    draws = _draws(call.rng, sequence * heads + head, q.place.unsqueeze(1), k.place)
+    # dropout_threshold(), of a float.
+    threshold = min(int(ctypes.c_float(call.dropout_p).value * 2.0**32), _WORD)
+    return (draws >= threshold).to(scores.dtype) / (1 - call.dropout_p)
+
+
+def _alibi(call: _Call, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
+    slopes = call.alibi_slopes.to(scores.dtype)
+    if slopes.dim() == 1:
+        return slopes.view(-1, 1, 1) * distance
+    if call.cu_seqlens_q is None:
+        return slopes[..., None, None] * distance
+    # With a row more, for rows of no sequence where there is none.
+    slopes = torch.cat([slopes, slopes.new_zeros(1, slopes.shape[1])])
+    return slopes[q.sequence.clamp_min(0)].t().unsqueeze(-1) * distance
+
+
+def _apart(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, each by itself."""
+    if call.key is None:
+        return call.query.unbind(0)
+    if call.value is None:
+        return call.query, *call.key.unbind(0)
+    return call.query, call.key, call.value
+
+
+def _as_dense(tensor: Tensor, packed: bool) -> Tensor:
+    return tensor.transpose(0, 1).unsqueeze(0) if packed else tensor
+
+
+def _from_dense(tensor: Tensor, packed: bool) -> Tensor:
+    return tensor.squeeze(0).transpose(0, 1) if packed else tensor
+
+
+def _grouped(tensor: Tensor, kv_heads) -> Tensor:
+    """The query heads of a group beside their key head; `flatten(1, 2)` is the way back."""
+    return tensor.unflatten(1, (kv_heads, tensor.shape[1] // kv_heads))
+
+
+@dataclasses.dataclass
+class _Probabilities:
+    """What both directions need, in the precision of sums and of four dimensions."""
+
+    query: Tensor  # (B, Hq, Sq, D)
+    key: Tensor  # (B, Hk, 1, Sk, D)
+    value: Tensor  # (B, Hk, 1, Sk, Dv)
+    all: Tensor  # (B, Hq, Sq, Sk)
+    lse: Tensor  # (B, Hq, Sq)
+    capped: Tensor | None  # tanh of the scores, with softcap
+    of_sink: Tensor | None  # (B, Hq, Sq)
+    kept: Tensor | None  # what dropout multiplies `all` by
+
+    @property
+    def kept_part(self) -> Tensor:
+        return self.all if self.kept is None else self.all * self.kept
+
+    @property
+    def output(self) -> Tensor:
+        return (_grouped(self.kept_part, self.key.shape[1]) @ self.value).flatten(1, 2)
+
+
+def _probabilities(call: _Call) -> _Probabilities:
+    packed = call.cu_seqlens_q is not None
+    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
+    query, key, value = (_as_dense(tensor, packed).to(dtype) for tensor in _apart(call))
+    key, value = key.unsqueeze(2), value.unsqueeze(2)
+    queries, keys = query.shape[2], key.shape[3]
+    q = _rows(queries, call.cu_seqlens_q, device)
+    k = _rows(keys, call.cu_seqlens_k, device)
+    s = (_grouped(query, key.shape[1]) @ key.transpose(-1, -2)).flatten(1, 2) * call.scale
+    capped = None
+    if call.softcap > 0:
+        capped = (s / call.softcap).tanh()
+        s = capped * call.softcap
+    # Keys less queries, of each query's sequence.
+    shift = q.lengths(k) - q.lengths(q) if packed else torch.full_like(q.place, keys - queries)
+    shift = shift.unsqueeze(1)
+    ahead = k.place - q.place.unsqueeze(1)  # j - i
+    if call.alibi_slopes is not None:
+        s = s - _alibi(call, s, q, (ahead - shift).abs())
+    hidden = (q.sequence.unsqueeze(1) != k.sequence) | (q.sequence.unsqueeze(1) < 0)
+    offset = ahead if call.top_left else ahead - shift
+    if call.window_left is not None:
+        hidden = hidden | (offset < -call.window_left)
+    if call.window_right is not None:
+        hidden = hidden | (offset > call.window_right)
+    if call.attn_mask is not None:
+        if call.attn_mask.dtype is torch.bool:
+            hidden = hidden | ~call.attn_mask
+        else:
+            s = s + call.attn_mask.to(dtype)
+    s = s.masked_fill(hidden, -torch.inf)
+
+    # The shift of the exponent is a constant: no result depends on it.
+    largest = s.new_full(s.shape[:3], -torch.inf) if keys == 0 else s.detach().amax(-1)
+    sink = None
+    if call.sink is not None:
+        sink = call.sink.to(dtype).unsqueeze(-1)
+        largest = torch.maximum(largest, sink.detach())
+    base = largest.masked_fill(largest == -torch.inf, 0)
+    e = (s - base.unsqueeze(-1)).exp()
+    total = e.sum(-1)
+    if sink is not None:
+        total = total + (sink - base).exp()
+    empty = total == 0
+    divisor = total.masked_fill(empty, 1)
+    all_, of_sink = e / divisor.unsqueeze(-1), None
+    if sink is not None:
+        of_sink = (sink - base).exp() / divisor
+    lse = (base + divisor.log()).masked_fill(empty, -torch.inf)
+    if packed:  # rows of no sequence have no sink either
+        outside = q.sequence < 0
+        lse = lse.masked_fill(outside, -torch.inf)
+        of_sink = None if of_sink is None else of_sink.masked_fill(outside, 0)
+    kept = _dropped(call, all_, q, k) if call.dropout_p > 0 else None
+    return _Probabilities(query, key, value, all_, lse, capped, of_sink, kept)
+
+
+def attention_forward(*args) -> tuple[Tensor, Tensor]:
+    call = _Call(*args)
+    packed = call.cu_seqlens_q is not None
+    p = _probabilities(call)
+    out = _from_dense(p.output, packed).to(call.query.dtype)
+    return out, p.lse.squeeze(0) if packed else p.lse
+
+
+def attention_backward(dout, dlse, out, lse, *args) -> tuple[Tensor | None, ...]:
+    """Makes out and lse again: their own gradients are parts of those of the call's tensors."""
+    *args, wanted = args
+    call = _Call(*args)
+    packed = call.cu_seqlens_q is not None
+    p = _probabilities(call)
+    kv_heads = p.key.shape[1]
+    d_out = _as_dense(dout, packed).to(p.all.dtype)
+    of_row = (d_out * p.output).sum(-1)
+    if dlse is not None:
+        of_row = of_row - (dlse.unsqueeze(0) if packed else dlse)
+    dp = (_grouped(d_out, kv_heads) @ p.value.transpose(-1, -2)).flatten(1, 2)
+    if p.kept is not None:
+        dp = dp * p.kept
+    of_scores = p.all * (dp - of_row.unsqueeze(-1))
+    ds = of_scores * call.scale
+    if p.capped is not None:
+        ds = ds * (1 - p.capped * p.capped)
+
+    def finished(tensor):
+        return _from_dense(tensor, packed).to(call.query.dtype)
+
+    def of_keys(weights, rows):  # weights^T rows, summed over the heads of a group
+        weights, rows = _grouped(weights, kv_heads), _grouped(rows, kv_heads)
+        return finished((weights.transpose(-1, -2) @ rows).sum(2))
+
+    of_key = wanted[0 if call.key is None else 1]
+    of_value = of_key if call.value is None else wanted[2]
+    dquery = dkey = dvalue = dmask = dsink = None
+    if wanted[0]:
+        dquery = finished((_grouped(ds, kv_heads) @ p.key).flatten(1, 2))
+    if of_key:
+        dkey = of_keys(ds, p.query)
+    if of_value:
+        dvalue = of_keys(p.kept_part, d_out)
+    if call.key is None and wanted[0]:
+        dquery, dkey, dvalue = torch.stack([dquery, dkey, dvalue]), None, None
+    elif call.value is None and of_key:
+        dkey, dvalue = torch.stack([dkey, dvalue]), None
+    if wanted[3] and call.attn_mask is not None:
+        dmask = of_scores.sum_to_size(call.attn_mask.shape).to(call.attn_mask.dtype)
+    if wanted[4] and call.sink is not None:
+        dsink = -(p.of_sink * of_row).sum((0, 2)).to(call.sink.dtype)
+    return dquery, dkey, dvalue, dmask, dsink
