@@ -75,4 +75,20 @@ inline int flat_room(const FlatRows& flat, int tiles, int blocks, const DevicePr
   return left / tiles / 128 * 128 - 2 * kGranule;
 }
 
+// Fills in the tiles of so many tensors, of `most_bytes` at most, in blocks of which registers
+// leave room for `most_blocks` on a multiprocessor. Each has `rows_at_work` rows at work at a time,
+// and at least so many bytes of shared memory. False if there is no room for one.
+inline bool plan_tiles(int64_t rows, int cols, int rows_at_work, int tensors, int most_blocks,
+                       int64_t most_bytes, const DeviceProperties& device, FlatRows& flat,
+                       int least_bytes = 0) {
+  // As much as there is room for, but a tile for each block, if there are so many rows.
+  const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * cols * 2;
+  set_tiles(rows_at_work, cols, kMaxFlatSlots, std::min(share, most_bytes), flat);
+  flat.shared_bytes =
+      std::max(flat.params_bytes + flat.slots * tensors * flat.tile_bytes, least_bytes);
+  const int64_t resident = resident_flat(flat, most_blocks, device);
+  flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
+  return resident > 0;
+}
+
 }  // namespace fused_norm

@@ -45,11 +45,10 @@ __device__ __forceinline__ int turn_of(const T* row) {
 
 enum class Filler { kZero, kLowest };  // -inf, which a maximum and exponentials pass over
 
-// Word i of a pack of the filler.
+// A word of a pack of the filler.
 template <typename T, Filler kFiller>
-__device__ __forceinline__ constexpr uint32_t filler_word(int i) {
+__device__ __forceinline__ constexpr uint32_t filler_word() {
   return kFiller == Filler::kZero           ? 0
-         : std::is_same_v<T, double>        ? (i % 2 == 1 ? 0xfff00000u : 0)
          : std::is_same_v<T, float>         ? 0xff800000u
          : std::is_same_v<T, __nv_bfloat16> ? 0xff80ff80u
                                             : 0xfc00fc00u;
@@ -181,7 +180,7 @@ class RunReader {
   __device__ __forceinline__ static Words<kBytes> filler() {
     Words<kBytes> words;
 #pragma unroll
-    for (int i = 0; i < kBytes / 4; ++i) words.at[i] = filler_word<T, kFiller>(i);
+    for (int i = 0; i < kBytes / 4; ++i) words.at[i] = filler_word<T, kFiller>();
     return words;
   }
   __device__ __forceinline__ static void fill(Words<kBytes>& words, int left) {

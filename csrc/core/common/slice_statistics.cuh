@@ -139,8 +139,6 @@ class SliceValues {
       unpack(pack, values_[p]);
     }
   }
-  // Of a pack, to be set; not packed.
-  __device__ __forceinline__ A (&at(int p))[N] { return values_[p]; }
   // As they were put, or after centre().
   template <typename Bounds>
   __device__ __forceinline__ void get(int p, const Bounds& bounds, A (&x)[N]) const {

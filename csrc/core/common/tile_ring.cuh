@@ -4,6 +4,7 @@
 #include "core/common/bulk_copy.cuh"
 #include "core/common/flat_rows.h"
 #include "core/common/overlap.cuh"
+#include "core/common/ring_slot.cuh"
 #include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 
@@ -91,14 +92,14 @@ class TileRing {
   }
   // So many bytes into the memory.
   __device__ __forceinline__ int offset(int tensor) const {
-    return offset_of(slot_, tensor) + skew_of(tile_);
+    return offset_of(slot_.number, tensor) + skew_of(tile_);
   }
   template <bool kZeros>
   __device__ __forceinline__ void wait() const {
     const int rows = this->rows();
     const bool fill_up = kZeros && rows < flat_.rows;
     if (tensors_.flat()) {
-      filled_[slot_].wait(parity_);
+      filled_[slot_.number].wait(slot_.parity);
       if (!fill_up) return;
     }
 #pragma unroll 1
@@ -128,12 +129,10 @@ class TileRing {
       if (copies()) {
         if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
         if (tile_ != static_cast<int>(blockIdx.x))
-          fill(slot_ > 0 ? slot_ - 1 : flat_.slots - 1, tile_ + (flat_.slots - 1) * stride());
+          fill(slot_.number > 0 ? slot_.number - 1 : flat_.slots - 1,
+               tile_ + (flat_.slots - 1) * stride());
       }
-      if (++slot_ == flat_.slots) {
-        slot_ = 0;
-        parity_ ^= 1;
-      }
+      slot_.next(flat_.slots);
     } else if (tensors_.written() != nullptr) {
       copy_elements(tensors_.written() + first_row() * cols_, part(Tensors::kWritten),
                     rows() * cols_);
@@ -190,7 +189,7 @@ class TileRing {
     const int skew = skew_of(tile_), end = end_of(tile_), whole_end = whole(end);
     const int first = skew > 0 ? kGranule : 0;
     char* const to = reinterpret_cast<char*>(tensors_.written()) + start_of(tile_) - skew;
-    const char* const from = part_of(slot_, Tensors::kWritten);
+    const char* const from = part_of(slot_.number, Tensors::kWritten);
     if (whole_end > first) store_bulk(to + first, from + first, whole_end - first);
     if (kWhole) copy_rest(to, from, whole_end, end);
     commit_bulk_stores();
@@ -207,7 +206,7 @@ class TileRing {
     const bool any = after ? skew == 0 || last > 0 : skew > 0 && i >= skew;
     if (any && i < end)
       copy_element(reinterpret_cast<char*>(tensors_.written()) + start_of(tile_) - skew,
-                   part_of(slot_, Tensors::kWritten), i);
+                   part_of(slot_.number, Tensors::kWritten), i);
   }
   __device__ __forceinline__ static void copy_element(char* to, const char* from, int i) {
     *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
@@ -223,8 +222,7 @@ class TileRing {
   char* memory_;
   int cols_;
   int tile_, tiles_, last_rows_;  // rows of the tensors' last tile
-  int slot_ = 0;
-  uint32_t parity_ = 0;
+  RingSlot slot_;
 };
 
 // Persistent blocks walk over tiles; calls run(r) for the first of each kRows of a warp's rows of

@@ -94,14 +94,14 @@ __device__ __forceinline__ void load_rows(const X* own, int stride,
   }
 }
 
-// Rounds them, and writes them there.
+// Rounds them, and writes them to rows from `first` on.
 template <int kRows, int kUnits, int kSure, typename X>
-__device__ __forceinline__ void store_rows(X* own, int stride,
+__device__ __forceinline__ void store_rows(X* own, int first, int stride,
                                            const LaneColumns<kUnits, kSure>& columns,
                                            const float (&values)[kRows][kUnits]) {
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
-    Bits<X>* const bits = reinterpret_cast<Bits<X>*>(own) + k * stride;
+    Bits<X>* const bits = reinterpret_cast<Bits<X>*>(own) + (first + k) * stride;
 #pragma unroll
     for (int i = 0; i < kUnits; i += 2) {
       const bool two = i + 1 < kUnits;

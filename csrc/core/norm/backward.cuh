@@ -19,6 +19,173 @@ struct BackwardShared {
   RingStages<kRowStages> stages[kMaxGroups];
 };
 
+// Which rows a group works on: `row`, and every stride-th after it. `first` is the row of its
+// block's first group.
+struct GroupRows {
+  int64_t stride, first, row;
+
+  template <typename In, typename Group>
+  __device__ __forceinline__ GroupRows(const In& in, const Group& group)
+      : stride(int64_t{gridDim.x} * group.groups()),
+        first(int64_t{blockIdx.x} * group.groups()),
+        row(first + group.index()) {
+    if constexpr (In::kGates) {
+      // A block's rows are all of one group of the gate, and so have one weight.
+      const int groups = in.form.groups, group_of_block = blockIdx.x % groups;
+      first = (first - int64_t{group_of_block} * group.groups()) + group_of_block;
+      row = first + group.index() * groups;
+    }
+  }
+};
+
+// How a group's rows come to its threads. `memory`: of the block, for rows on their way.
+template <RowsLie kLie, int kPacks, int N, typename In, typename Group>
+__device__ __forceinline__ auto open_rows(const In& in, const Group& group, int col, int64_t row,
+                                          int64_t stride, char* memory,
+                                          RingStages<kRowStages> (&stages)[kMaxGroups]) {
+  using Y = typename In::Gradient;
+  using S = typename In::Kept;
+  if constexpr (In::kGates) {
+    return GatedRows<Y, N, kPacks, Group>(in, group, col, row, stride, memory);
+  } else if constexpr (dealt_out(kLie) && kPacks > 1) {
+    return RowsInRing<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride, memory,
+                                                    stages[group.index()]);
+  } else if constexpr (kLie == RowsLie::kRegular) {
+    return RowsInQueue<Y, S, N, kPacks, Group>(in, group, col, row, stride, memory);
+  } else {
+    return RowsInRegisters<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride);
+  }
+}
+
+// Pass 1 of a row, of which `left` columns remain from the thread's first on: makes xhat of what
+// was saved and w of dy, and adds them to the columns' sums and to what the thread has of the
+// row's. past_half(i): the row ends before element i. (The arrays of a pack are the caller's: for
+// those of an inlined function the compiler takes other registers.)
+template <bool kRms, bool kFromOutput, typename Params, typename PastHalf, int kPacks, int N>
+__device__ __forceinline__ void add_up_row(const Params& params, PastHalf past_half, int left,
+                                           float mean, float rstd, float (&xhat)[kPacks][N],
+                                           float (&w)[kPacks][N], float (&dweight)[kPacks][N],
+                                           float (&dbias)[kPacks][N], float (&g)[N],
+                                           float (&of_w)[N], float (&of_wx)[N], float& sum_w,
+                                           float& sum_wx) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if (p * kSliceStep<N> >= left) break;
+    if constexpr (kFromOutput) {
+      params.take_back(p, xhat[p]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (past_half(i)) break;
+        xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) of_w[i] = of_wx[i] = 0;
+    params.get(kWeight, p, g);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (past_half(i)) break;
+      const float d = w[p][i];
+      dweight[p][i] += d * xhat[p][i];
+      if (!kRms) dbias[p][i] += d;
+      of_w[i] = w[p][i] = d * g[i];
+      of_wx[i] = of_w[i] * xhat[p][i];
+    }
+    if (!kRms) sum_w += tree_sum<N>(of_w);
+    sum_wx += tree_sum<N>(of_wx);
+  }
+}
+
+// Pass 2: makes dx of xhat and w, and writes it to `dx`, where the thread's columns start.
+template <RowsLie kLie, typename In, typename X, typename Group, typename Rows, typename Params,
+          typename PastHalf, typename Gradient, typename Writer, int kPacks, int N>
+__device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, float>& out,
+                                          const Group& group, const Rows& rows,
+                                          const Params& params, PastHalf past_half, int left, X* dx,
+                                          const Gradient& gradient, Writer& writer,
+                                          Pack<X, N>& pack, float (&xhat)[kPacks][N],
+                                          float (&w)[kPacks][N]) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    // The lanes of shifted rows exchange what they write.
+    if (kLie != RowsLie::kShifted && p * kSliceStep<N> >= left) break;
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (past_half(i)) break;
+      w[p][i] = gradient.at(w[p][i], xhat[p][i]);
+    }
+    if constexpr (In::kGates) {
+      float g[N];
+      params.get(kWeight, p, g);
+      rows.finish(p, dx - out.dx + p * kSliceStep<N>, g, xhat[p], w[p]);
+    }
+    if (out.dresidual != nullptr) {
+      const int64_t at = dx - out.dx + p * kSliceStep<N>;
+      const int left_of_pack = left - p * kSliceStep<N>;
+      if constexpr (dealt_out(kLie)) {
+        out.template add_residual_apart<kLie>(at, left_of_pack, w[p]);
+      } else {
+        out.template add_residual<kLie == RowsLie::kRegular>(at, left_of_pack, in.rows * in.cols,
+                                                             w[p]);
+      }
+    }
+    round_to(pack, w[p]);
+    writer.store(p, pack, group);
+  }
+}
+
+// Makes the threads' parts of a row's sums the sums.
+template <bool kRms, typename Group>
+__device__ __forceinline__ void sum_up_group(const Group& group, GroupSums& sums, float& sum_w,
+                                             float& sum_wx) {
+  if constexpr (kRms) {
+    sums.add_up(group, sum_wx);
+  } else {
+    sums.add_up(group, sum_w, sum_wx);
+  }
+}
+
+// Until all threads of a group have come here.
+template <typename Group>
+__device__ __forceinline__ void meet(const Group& group) {
+  if (group.warps() > 1) {
+    meet_at(group.index() + 1, group.threads());
+  } else {
+    __syncwarp();
+  }
+}
+
+// The listed columns, `columns` in all, shared by the threads of a group. Made anew at each use, as
+// it would take registers between.
+template <typename Share, typename In, typename Out, typename Group>
+__device__ __forceinline__ Share listed_share(const In& in, const Out& out, const Group& group,
+                                              float* staged, int columns) {
+  int thread, index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  asm volatile("mov.u32 %0, %%tid.y;" : "=r"(index));
+  return Share(in, out, staged, 0, thread, group.threads(), 0, columns,
+               int64_t{blockIdx.x} * group.groups() + index);
+}
+
+// Writes the block's partial rows.
+template <RowsLie kLie, bool kRms, typename In, typename Out, typename Group, typename Listed,
+          int kPacks, int N>
+__device__ __forceinline__ void write_block(const In& in, const Out& out, const Group& group,
+                                            int listed_columns, const Listed& listed, float* staged,
+                                            float (&dweight)[kPacks][N],
+                                            float (&dbias)[kPacks][N]) {
+  const int64_t partial = int64_t{blockIdx.x} * in.cols;
+  auto of_block = [&](float* partials) { return partials ? partials + partial : nullptr; };
+  if (listed_columns > 0) __threadfence_block();
+  write_partials<kLie, !kRms>(group, dweight, dbias, staged, in.cols,
+                              of_block(out.dweight_partials), of_block(out.dbias_partials));
+  if (listed_columns > 0 && out.dweight_partials) {
+    __syncthreads();
+    listed().write_partials(of_block(out.dweight_partials), group.index(), group.groups());
+  }
+}
+
 // Persistent blocks walk over the rows. A group of threads keeps its columns' sums in registers;
 // its next rows are on their way (backward_rows.cuh). Column parameters are staged once in shared
 // memory, as fp32, while the first rows are under way.
@@ -27,53 +194,29 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
                                                    const BackwardOutput<X, float>& out,
                                                    BackwardShared& shared) {
   using Y = typename In::Gradient;
-  using S = typename In::Kept;
   constexpr int N = kPackElements<X, Y>;
-  constexpr bool kFromOutput = kSaved != Saved::kInput;
-  constexpr bool kRegular = kLie == RowsLie::kRegular, kShifted = kLie == RowsLie::kShifted;
-  constexpr bool kInRing = dealt_out(kLie) && kPacks > 1;
-  // Rows that are dealt out may end in the first half of every lane's pack.
-  constexpr bool kMayBeHalf = dealt_out(kLie) && kPacks == 1;
+  constexpr bool kFromOutput = kSaved != Saved::kInput, kRegular = kLie == RowsLie::kRegular;
   extern __shared__ __align__(128) float staged[];
 
   const RowGroup<Barrier::kNamed, (kPacks > 1 || dealt_out(kLie))> group;
   GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
-  const int col = slice_column<N, kPacks, kLie>(group);
-  const int left = in.cols - col;
+  const int col = slice_column<N, kPacks, kLie>(group), left = in.cols - col;
+  // Rows that are dealt out may end in the first half of every lane's pack.
   auto past_half = [half = in.cols <= N / 2 * kWarpSize](int i) {
-    return kMayBeHalf && i == N / 2 && half;
+    return dealt_out(kLie) && kPacks == 1 && i == N / 2 && half;
   };
-  const int64_t stride = int64_t{gridDim.x} * group.groups();
-  int64_t first = int64_t{blockIdx.x} * group.groups();
-  int64_t row = first + group.index();
-  if constexpr (In::kGates) {
-    // A block's rows are all of one group, and so have one weight.
-    const int groups = in.form.groups, group_of_block = blockIdx.x % groups;
-    first = (first - int64_t{group_of_block} * group.groups()) + group_of_block;
-    row = first + group.index() * groups;
-  }
+  GroupRows of_group(in, group);
+  const int64_t stride = of_group.stride;
+  int64_t first = of_group.first, row = of_group.row;
 
   wait_for_prerequisites();
   out.clear_totals();
   using Params = StagedParams<kPacks, N, kSaved, !kRms>;
   const Params params(staged, group.thread());
-  auto open_rows = [&] {
-    using Group = std::remove_const_t<decltype(group)>;
-    const int row_threads = max(group.threads(), kWarpSize);
-    char* const behind =
-        reinterpret_cast<char*>(staged + param_kinds(kSaved, !kRms) * row_threads * kPacks * N);
-    if constexpr (In::kGates) {
-      return GatedRows<X, N, kPacks, Group>(in, group, col, row, stride, behind);
-    } else if constexpr (kInRing) {
-      return RowsInRing<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride, behind,
-                                                      shared.stages[group.index()]);
-    } else if constexpr (kRegular) {
-      return RowsInQueue<Y, S, N, kPacks, Group>(in, group, col, row, stride, behind);
-    } else {
-      return RowsInRegisters<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride);
-    }
-  };
-  auto rows = open_rows();
+  const int staged_floats =
+      param_kinds(kSaved, !kRms) * max(group.threads(), kWarpSize) * kPacks * N;
+  auto rows = open_rows<kLie, kPacks, N>(
+      in, group, col, row, stride, reinterpret_cast<char*>(staged + staged_floats), shared.stages);
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
@@ -95,17 +238,10 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   rows.ask_for_first(row);
   if (row < in.rows) look_ahead();
   if (kRegular) stage_params();
-  // Made anew at each use, as it would take registers between.
-  using Listed = ListedShare<kLie, Params, 1, false, X, Y, S>;
+  using Share = ListedShare<kLie, Params, 1, false, X, Y, typename In::Kept>;
   const int listed_columns = kFromOutput ? in.list.count() : 0;
-  auto listed = [&] {
-    int thread, index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-    asm volatile("mov.u32 %0, %%tid.y;" : "=r"(index));
-    return Listed(in, out, staged, 0, thread, group.threads(), 0, listed_columns,
-                  int64_t{blockIdx.x} * group.groups() + index);
-  };
-  typename Listed::Held next_listed{};
+  auto listed = [&] { return listed_share<Share>(in, out, group, staged, listed_columns); };
+  typename Share::Held next_listed{};
   if (listed_columns > 0) {
     listed().begin();
     if (group.index() == 0) listed().clear();
@@ -120,7 +256,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
     const int row_left = row < in.rows ? left : 0;
     float sum_w = 0, sum_wx = 0;
-    const typename Listed::Held own_listed = next_listed;
+    const typename Share::Held own_listed = next_listed;
     if (listed_columns > 0 && row < in.rows) sum_wx = listed().add_up(row, own_listed);
     row += stride;
     if (row < in.rows) {
@@ -129,90 +265,26 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
       if (listed_columns > 0) next_listed = listed().load(row);
     }
 
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      if (p * kSliceStep<N> >= row_left) break;
-      if constexpr (kFromOutput) {
-        params.take_back(p, xhat[p]);
-      } else {
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          if (past_half(i)) break;
-          xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
-        }
-      }
-      float g[N], of_w[N] = {}, of_wx[N] = {};
-      params.get(kWeight, p, g);
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (past_half(i)) break;
-        const float d = w[p][i];
-        dweight[p][i] += d * xhat[p][i];
-        if (!kRms) dbias[p][i] += d;
-        of_w[i] = w[p][i] = d * g[i];
-        of_wx[i] = of_w[i] * xhat[p][i];
-      }
-      if (!kRms) sum_w += tree_sum<N>(of_w);
-      sum_wx += tree_sum<N>(of_wx);
-    }
-    if constexpr (kRms) {
-      sums.add_up(group, sum_wx);
-    } else {
-      sums.add_up(group, sum_w, sum_wx);
-    }
+    float g[N], of_w[N], of_wx[N];
+    add_up_row<kRms, kFromOutput>(params, past_half, row_left, mean, rstd, xhat, w, dweight, dbias,
+                                  g, of_w, of_wx, sum_w, sum_wx);
+    sum_up_group<kRms>(group, sums, sum_w, sum_wx);
     rows.drop(row);
-    if (out.dx != nullptr) {
-      const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
-      WriterOf<X, N, kLie, kPacks, kInRing> writer;
-      writer.open(dx, row_left);
-#pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        // The lanes of shifted rows exchange what they write.
-        if (!kShifted && p * kSliceStep<N> >= row_left) break;
-#pragma unroll
-        for (int i = 0; i < N; ++i) {
-          if (past_half(i)) break;
-          w[p][i] = gradient.at(w[p][i], xhat[p][i]);
-        }
-        if constexpr (In::kGates) {
-          float g[N];
-          params.get(kWeight, p, g);
-          rows.finish(p, dx - out.dx + p * kSliceStep<N>, g, xhat[p], w[p]);
-        }
-        if (out.dresidual != nullptr) {
-          const int64_t at = dx - out.dx + p * kSliceStep<N>;
-          const int left_of_pack = row_left - p * kSliceStep<N>;
-          if constexpr (dealt_out(kLie)) {
-            out.template add_residual_apart<kLie>(at, left_of_pack, w[p]);
-          } else {
-            out.template add_residual<kRegular>(at, left_of_pack, in.rows * in.cols, w[p]);
-          }
-        }
-        Pack<X, N> pack;
-        round_to(pack, w[p]);
-        writer.store(p, pack, group);
-      }
-      dx += stride * in.cols;
-      if (listed_columns > 0) {
-        if (group.warps() > 1) {
-          meet_at(group.index() + 1, group.threads());
-        } else {
-          __syncwarp();
-        }
-        if (row - stride < in.rows) listed().write_dx(row - stride, own_listed, gradient);
-      }
+    if (out.dx == nullptr) continue;
+    const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
+    WriterOf<X, N, kLie, kPacks, dealt_out(kLie) && (kPacks > 1)> writer;
+    writer.open(dx, row_left);
+    Pack<X, N> pack;
+    write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, writer, pack,
+                    xhat, w);
+    dx += stride * in.cols;
+    if (listed_columns > 0) {
+      meet(group);
+      if (row - stride < in.rows) listed().write_dx(row - stride, own_listed, gradient);
     }
   }
   launch_dependents();
-  const int64_t partial = int64_t{blockIdx.x} * in.cols;
-  auto of_block = [&](float* partials) { return partials ? partials + partial : nullptr; };
-  if (listed_columns > 0) __threadfence_block();
-  write_partials<kLie, !kRms>(group, dweight, dbias, staged, in.cols,
-                              of_block(out.dweight_partials), of_block(out.dbias_partials));
-  if (listed_columns > 0 && out.dweight_partials) {
-    __syncthreads();
-    listed().write_partials(of_block(out.dweight_partials), group.index(), group.groups());
-  }
+  write_block<kLie, kRms>(in, out, group, listed_columns, listed, staged, dweight, dbias);
 }
 
 // Rows that are not whole packs go in pairs where that is often asked for.

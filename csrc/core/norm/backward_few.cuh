@@ -28,6 +28,30 @@ struct FewShared {
   int place[kFewColumns];                                    // in the list, or -1
 };
 
+// Makes xhat of what was saved and w of dy, and adds them to what the thread has of the row's sums.
+// (g, of_w and of_wx are the caller's, of one pack: for arrays of an inlined function the compiler
+// takes other registers.)
+template <bool kRms, bool kFromOutput, typename Params, int kPacks, int N>
+__device__ __forceinline__ void sum_up_row(const Params& params, int left, float mean, float rstd,
+                                           float (&xhat)[kPacks][N], float (&w)[kPacks][N],
+                                           float (&g)[N], float (&of_w)[N], float (&of_wx)[N],
+                                           float& sum_w, float& sum_wx) {
+#pragma unroll
+  for (int p = 0; p < kPacks; ++p) {
+    if (p * kSliceStep<N> >= left) break;
+    params.get(kWeight, p, g);
+    if constexpr (kFromOutput) params.take_back(p, xhat[p]);
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (!kFromOutput) xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
+      of_w[i] = w[p][i] = w[p][i] * g[i];
+      of_wx[i] = of_w[i] * xhat[p][i];
+    }
+    if (!kRms) sum_w += tree_sum<N>(of_w);
+    sum_wx += tree_sum<N>(of_wx);
+  }
+}
+
 // The dx of a row.
 template <bool kRegular, bool kRms, Saved kSaved, bool kLists, typename X>
 __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
@@ -78,21 +102,8 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   saved.extract(saved_loaded, left, group, xhat);
   dy.extract(dy_loaded, left, group, w);
   float sum_w = 0, sum_wx = 0;
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
-    float g[N], of_w[N], of_wx[N];
-    params.get(kWeight, p, g);
-    if constexpr (kFromOutput) params.take_back(p, xhat[p]);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (!kFromOutput) xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
-      of_w[i] = w[p][i] = w[p][i] * g[i];
-      of_wx[i] = of_w[i] * xhat[p][i];
-    }
-    if (!kRms) sum_w += tree_sum<N>(of_w);
-    sum_wx += tree_sum<N>(of_wx);
-  }
+  float g[N], of_w[N], of_wx[N];
+  sum_up_row<kRms, kFromOutput>(params, left, mean, rstd, xhat, w, g, of_w, of_wx, sum_w, sum_wx);
   if (kLists && listed.any()) sum_wx += listed.add_up(row, own_listed);
   if constexpr (kRms) {
     sums.add_up(group, sum_wx);
@@ -119,6 +130,49 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
     __syncthreads();
     listed.write_dx(row, own_listed, gradient);
   }
+}
+
+// Adds up what the threads of a tile's blocks have of its columns, and writes it.
+template <bool kRms, bool kFromOutput, typename In, int N>
+__device__ __forceinline__ void write_columns(const In& in, const ColumnGradients& gradients,
+                                              const RowCluster& cluster, int split, int splits,
+                                              int first_col, float (&sums)[2][N],
+                                              FewShared& shared) {
+  constexpr int kLanes = kFewColumns / N;
+  const int thread = threadIdx.x, lane = thread % kLanes;
+  const int warp = thread / kWarpSize, warps = blockDim.x / kWarpSize;
+#pragma unroll
+  for (int k = 0; k < (kRms ? 1 : 2); ++k) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+#pragma unroll
+      for (int offset = kLanes; offset < kWarpSize; offset *= 2)
+        sums[k][i] += __shfl_xor_sync(kFullMask, sums[k][i], offset);
+      if (thread % kWarpSize < kLanes) shared.of_warp[warp][k][lane * N + i] = sums[k][i];
+    }
+  }
+  __syncthreads();
+  const int kind = thread / kFewColumns, of_col = thread % kFewColumns;
+  const bool sums_up = kind < (kRms ? 1 : 2);
+  float sum = 0;
+  if (sums_up) {
+    for (int w = 0; w < warps; ++w) sum += shared.of_warp[w][kind][of_col];
+  }
+#if __CUDA_ARCH__ >= 900
+  if (splits > 1) {
+    cluster.wait();
+    const auto blocks = cooperative_groups::this_cluster();
+    if (sums_up) *blocks.map_shared_rank(&shared.of_block[split][kind][of_col], 0) = sum;
+    blocks.sync();
+    if (split != 0 || !sums_up) return;
+    sum = 0;
+    for (int s = 0; s < splits; ++s) sum += shared.of_block[s][kind][of_col];
+  }
+#endif
+  const int at = first_col + of_col;
+  if (!sums_up || at >= in.cols || gradients.out[kind] == nullptr) return;
+  if (kFromOutput && isnan(shared.scale[of_col])) sum = NAN;  // dbias too
+  store_as(gradients.dtype[kind], gradients.out[kind], at, sum);
 }
 
 // The sums over the rows split, split + splits, ... of a tile of columns, and over its blocks,
@@ -196,39 +250,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
       }
     }
   }
-  const int warp = thread / kWarpSize, warps = blockDim.x / kWarpSize;
-#pragma unroll
-  for (int k = 0; k < (kRms ? 1 : 2); ++k) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-#pragma unroll
-      for (int offset = kLanes; offset < kWarpSize; offset *= 2)
-        sums[k][i] += __shfl_xor_sync(kFullMask, sums[k][i], offset);
-      if (thread % kWarpSize < kLanes) shared.of_warp[warp][k][lane * N + i] = sums[k][i];
-    }
-  }
-  __syncthreads();
-  const int kind = thread / kFewColumns, of_col = thread % kFewColumns;
-  const bool sums_up = kind < (kRms ? 1 : 2);
-  float sum = 0;
-  if (sums_up) {
-    for (int w = 0; w < warps; ++w) sum += shared.of_warp[w][kind][of_col];
-  }
-#if __CUDA_ARCH__ >= 900
-  if (splits > 1) {
-    cluster.wait();
-    const auto blocks = cooperative_groups::this_cluster();
-    if (sums_up) *blocks.map_shared_rank(&shared.of_block[split][kind][of_col], 0) = sum;
-    blocks.sync();
-    if (split != 0 || !sums_up) return;
-    sum = 0;
-    for (int s = 0; s < splits; ++s) sum += shared.of_block[s][kind][of_col];
-  }
-#endif
-  const int at = first_col + of_col;
-  if (!sums_up || at >= in.cols || gradients.out[kind] == nullptr) return;
-  if (kFromOutput && isnan(shared.scale[of_col])) sum = NAN;  // dbias too
-  store_as(gradients.dtype[kind], gradients.out[kind], at, sum);
+  write_columns<kRms, kFromOutput>(in, gradients, cluster, split, splits, first_col, sums, shared);
 }
 
 // Blocks, in clusters of `splits`: `look_blocks`, if that is asked for, that look at the

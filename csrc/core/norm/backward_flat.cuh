@@ -47,6 +47,113 @@ __device__ __noinline__ void stage_columns(const BackwardInput<X, X, float>& in,
 // Of a row's parts: two sums.
 using PartSums = PartExchange<float2, Sharing::kBlock>::Slots;
 
+// A lane's values of a row, which starts `at` elements into the tiles; `saved` and `dy` are their
+// bits.
+template <int kUnits, int kSure, typename X>
+__device__ __forceinline__ void load_row(const LaneColumns<kUnits, kSure>& columns,
+                                         const X* saved_tile, const X* dy_tile, int at,
+                                         uint32_t (&saved)[kUnits], uint32_t (&dy)[kUnits],
+                                         float (&xhat)[kUnits], float (&w)[kUnits]) {
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    saved[i] = dy[i] = 0;
+    if (!columns.inside(i)) continue;
+    saved[i] = reinterpret_cast<const Bits<X>*>(saved_tile)[at + i * kWarpSize];
+    dy[i] = reinterpret_cast<const Bits<X>*>(dy_tile)[at + i * kWarpSize];
+  }
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    xhat[i] = value_of<X>(saved[i]);
+    w[i] = value_of<X>(dy[i]);
+  }
+}
+
+// Makes xhat of what was saved.
+template <bool kRms, bool kFromOutput, int kRows, int kUnits>
+__device__ __forceinline__ void normalize_rows(const float2* of_output, const float (&mean)[kRows],
+                                               const float (&rstd)[kRows],
+                                               float (&xhat)[kRows][kUnits]) {
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    if constexpr (kFromOutput) {
+      const auto [shift, scale] = of_output[i * kWarpSize];
+#pragma unroll
+      for (int k = 0; k < kRows; ++k) xhat[k][i] = (xhat[k][i] - shift) * scale;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kRows; ++k)
+        xhat[k][i] = (kRms ? xhat[k][i] : xhat[k][i] - mean[k]) * rstd[k];
+    }
+  }
+}
+
+// Puts the values of listed columns, a bit each, in rows from first_row on.
+template <typename In, int kRows, int kUnits>
+__device__ __forceinline__ void take_listed(const In& in, const float2* of_output, uint32_t listed,
+                                            int64_t first_row, float (&xhat)[kRows][kUnits]) {
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    if ((listed >> i & 1) == 0) continue;
+    const int place = static_cast<int>(of_output[i * kWarpSize].x);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const int64_t row = first_row + k;
+      if (row < in.rows) xhat[k][i] = in.list.xhat(row, place);
+    }
+  }
+}
+
+// Adds the residual, of which the lane's columns start at `residual`, to rows of dx from element
+// `first` on.
+template <int kRows, int kUnits, int kSure, typename X>
+__device__ __forceinline__ void add_residual(const X* residual, int first, int cols,
+                                             const LaneColumns<kUnits, kSure>& columns,
+                                             float (&dx)[kRows][kUnits]) {
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (columns.inside(i))
+        dx[k][i] += static_cast<float>(residual[first + k * cols + i * kWarpSize]);
+    }
+  }
+}
+
+// Adds up the parts that the lanes, and the warps of a row, have of the rows' sums.
+template <bool kRms, Sharing kSharing, int kRows, int kSums>
+__device__ __forceinline__ void sum_up_rows(const float (&sums)[kRms ? 1 : 2][kRows][2],
+                                            PartExchange<float2, kSharing>& exchange,
+                                            const RowPart<kSharing>& part, int parts,
+                                            float (&of_rows)[kSums]) {
+#pragma unroll
+  for (int k = 0; k < kSums; ++k)
+    of_rows[k] = sums[k / kRows][k % kRows][0] + sums[k / kRows][k % kRows][1];
+  reduce_each(of_rows, SumOf());
+  if constexpr (kSharing == Sharing::kBlock) {
+    static_assert(kRows == 1);
+    if (parts > 1) {
+      const float2* const all = exchange.all({of_rows[0], of_rows[kSums - 1]}, part, parts);
+      of_rows[0] = exchange.sum(parts, [&](int p) { return all[p].x; });
+      if (!kRms) of_rows[kSums - 1] = exchange.sum(parts, [&](int p) { return all[p].y; });
+    }
+  }
+}
+
+// Makes dx of w and xhat.
+template <bool kRms, int kRows, int kUnits, int kSums>
+__device__ __forceinline__ void make_dx(const float (&rstd)[kRows], float per_cols,
+                                        const float (&of_rows)[kSums],
+                                        const float (&xhat)[kRows][kUnits],
+                                        float (&w)[kRows][kUnits]) {
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) {
+    const RowGradient<kRms> gradient(rstd[k], per_cols, kRms ? 0.0f : of_rows[kSums - kRows + k],
+                                     of_rows[k]);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) w[k][i] = gradient.at(w[k][i], xhat[k][i]);
+  }
+}
+
 // Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
 // its lanes keep their columns' weights and sums in registers.
 template <bool kRms, Saved kSaved, int kClass, Sharing kSharing, typename X>
@@ -123,18 +230,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
       for (int k = 0; k < kRows; ++k) {
         const int at = (r + k) * cols;
         uint32_t saved[kUnits], dy[kUnits];
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-          saved[i] = dy[i] = 0;
-          if (!columns.inside(i)) continue;
-          saved[i] = reinterpret_cast<const Bits<X>*>(saved_tile)[at + i * kWarpSize];
-          dy[i] = reinterpret_cast<const Bits<X>*>(dy_tile)[at + i * kWarpSize];
-        }
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-          xhat[k][i] = value_of<X>(saved[i]);
-          w[k][i] = value_of<X>(dy[i]);
-        }
+        load_row(columns, saved_tile, dy_tile, at, saved, dy, xhat[k], w[k]);
       }
       float mean[kRows], rstd[kRows];
 #pragma unroll
@@ -142,30 +238,8 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
         mean[k] = kReadsMean ? __shfl_sync(kFullMask, own_mean, k) : 0.0f;
         rstd[k] = __shfl_sync(kFullMask, own_rstd, k);
       }
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        if constexpr (kFromOutput) {
-          const auto [shift, scale] = of_output[i * kWarpSize];
-#pragma unroll
-          for (int k = 0; k < kRows; ++k) xhat[k][i] = (xhat[k][i] - shift) * scale;
-        } else {
-#pragma unroll
-          for (int k = 0; k < kRows; ++k)
-            xhat[k][i] = (kRms ? xhat[k][i] : xhat[k][i] - mean[k]) * rstd[k];
-        }
-      }
-      if (kFromOutput && listed != 0) {
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) {
-          if ((listed >> i & 1) == 0) continue;
-          const int place = static_cast<int>(of_output[i * kWarpSize].x);
-#pragma unroll
-          for (int k = 0; k < kRows; ++k) {
-            const int64_t row = first_row + r + k;
-            if (row < in.rows) xhat[k][i] = in.list.xhat(row, place);
-          }
-        }
-      }
+      normalize_rows<kRms, kFromOutput>(of_output, mean, rstd, xhat);
+      if (kFromOutput && listed != 0) take_listed(in, of_output, listed, first_row + r, xhat);
       // Two chains of each row's sums, of w * xhat and of w. No product is made into one operation
       // with an addition that follows but where this says so: a row's bits must not depend on its
       // place among kRows.
@@ -189,49 +263,13 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
       if (out.dx == nullptr) continue;
       constexpr int kSums = kRms ? kRows : 2 * kRows;
       float of_rows[kSums];
-#pragma unroll
-      for (int k = 0; k < kSums; ++k)
-        of_rows[k] = sums[k / kRows][k % kRows][0] + sums[k / kRows][k % kRows][1];
-      reduce_each(of_rows, SumOf());
-      if constexpr (kParts) {
-        static_assert(kRows == 1);
-        if (flat.parts > 1) {
-          const float2* const all =
-              exchange.all({of_rows[0], of_rows[kSums - 1]}, part, flat.parts);
-          of_rows[0] = exchange.sum(flat.parts, [&](int p) { return all[p].x; });
-          if (!kRms) of_rows[kSums - 1] = exchange.sum(flat.parts, [&](int p) { return all[p].y; });
-        }
-      }
-#pragma unroll
-      for (int k = 0; k < kRows; ++k) {
-        const RowGradient<kRms> gradient(rstd[k], in.per_cols,
-                                         kRms ? 0.0f : of_rows[kSums - kRows + k], of_rows[k]);
-#pragma unroll
-        for (int i = 0; i < kUnits; ++i) w[k][i] = gradient.at(w[k][i], xhat[k][i]);
-      }
+      sum_up_rows<kRms>(sums, exchange, part, flat.parts, of_rows);
+      make_dx<kRms>(rstd, in.per_cols, of_rows, xhat, w);
       if (out.dresidual != nullptr) {
-        const X* const residual = tiles.part(Tiles::kResidualRows) + part.first + lane;
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-#pragma unroll
-          for (int i = 0; i < kUnits; ++i) {
-            if (columns.inside(i))
-              w[k][i] += static_cast<float>(residual[(r + k) * cols + i * kWarpSize]);
-          }
-        }
+        add_residual(tiles.part(Tiles::kResidualRows) + part.first + lane, r * cols, cols, columns,
+                     w);
       }
-#pragma unroll
-      for (int k = 0; k < kRows; ++k) {
-        Bits<X>* const dx = reinterpret_cast<Bits<X>*>(dy_tile) + (r + k) * cols;
-#pragma unroll
-        for (int i = 0; i < kUnits; i += 2) {
-          const bool two = i + 1 < kUnits;
-          const uint32_t pair = detail::round_pair(w[k][i], two ? w[k][i + two] : 0.0f, X());
-          if (columns.inside(i)) dx[i * kWarpSize] = static_cast<uint16_t>(pair);
-          if (two && columns.inside(i + 1))
-            dx[(i + 1) * kWarpSize] = static_cast<uint16_t>(pair >> 16);
-        }
-      }
+      store_rows(dy_tile, r, cols, columns, w);
     }
   }
   tiles.finish();

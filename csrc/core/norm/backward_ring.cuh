@@ -171,6 +171,29 @@ __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const
   write_dx(turn - 1, to_write, gradient);
 }
 
+// The warp that takes the listed columns, from its start on.
+template <RowsLie kLie, bool kRms, typename Params, typename X, typename Y, typename S>
+__device__ __forceinline__ void run_lister(const BackwardInput<Y, S, float>& in,
+                                           const BackwardOutput<X, float>& out, float* staged,
+                                           int block_first, int block_cols, int lane,
+                                           const RingRows& rows, const RowCluster& cluster,
+                                           LateSums<kRms>& sums, bool has_mean,
+                                           RingShared<kRms>& shared) {
+  const auto [listed_first, listed_end] = in.list.places(block_first, block_first + block_cols);
+  ListedShare<kLie, Params, kListedHeld, true, X, Y, S> listed(
+      in, out, staged, block_first, lane, kWarpSize, listed_first, listed_end, rows.first);
+  listed.begin();
+  if (lane == 0) shared.lists = listed.any();
+  cluster.arrive();
+  __syncthreads();
+  cluster.wait();
+  if (listed.any()) {
+    listed.clear();
+    __syncthreads();
+  }
+  norm_backward_listed<kRms>(listed, in, out, rows, sums, has_mean, shared.statistics);
+}
+
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
 // an iteration they add up a row, write the dx of the row before, and meet at one barrier; then one
 // thread fills the stage of the row before with one yet to come.
@@ -219,20 +242,10 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   const int rounds = static_cast<int>((in.rows - first + stride - 1) / stride);
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   if (kSaved == Saved::kOutput && lists) {
-    const auto [listed_first, listed_end] = in.list.places(block_first, block_first + block_cols);
-    ListedShare<kLie, typename Slice::Params, kListedHeld, true, X, Y, S> listed(
-        in, out, staged, block_first, lane, kWarpSize, listed_first, listed_end, first);
-    listed.begin();
-    if (lane == 0) shared.lists = listed.any();
-    cluster.arrive();
-    __syncthreads();
-    cluster.wait();
-    if (listed.any()) {
-      listed.clear();
-      __syncthreads();
-    }
-    const RingRows rows{first, stride, rounds, partial_sets, rows_in_sequence};
-    norm_backward_listed<kRms>(listed, in, out, rows, sums, has_mean, shared.statistics);
+    run_lister<kLie, kRms, typename Slice::Params>(
+        in, out, staged, block_first, block_cols, lane,
+        RingRows{first, stride, rounds, partial_sets, rows_in_sequence}, cluster, sums, has_mean,
+        shared);
     return;
   }
   Slice slice(in, out, typename Slice::Params(staged, thread), own, block_cols, block_first, first,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
+#include "core/common/ring_slot.cuh"
 #include "core/common/slice_queue.cuh"
 #include "core/norm/backward_input.cuh"
 #include "core/norm/plan.h"
@@ -148,22 +149,19 @@ class RowsInRing {
   __device__ __forceinline__ void take(int64_t row, float (&saved)[kPacks][N],
                                        float (&dy)[kPacks][N]) const {
     if (row >= in_.rows) return;
-    stages_.filled[stage_].wait(parity_);
-    const char* const from = memory_ + stage_ * stage_bytes_;
-    read(reinterpret_cast<const S*>(from + stages_.shift[stage_][0]), saved);
-    read(reinterpret_cast<const Y*>(from + second_ + stages_.shift[stage_][1]), dy);
+    stages_.filled[stage_.number].wait(stage_.parity);
+    const char* const from = memory_ + stage_.number * stage_bytes_;
+    read(reinterpret_cast<const S*>(from + stages_.shift[stage_.number][0]), saved);
+    read(reinterpret_cast<const Y*>(from + second_ + stages_.shift[stage_.number][1]), dy);
   }
   __device__ __forceinline__ void ask_for_first(int64_t) const {}
   __device__ __forceinline__ void ask_for(int64_t) const {}
   __device__ __forceinline__ void drop(int64_t next) {
     if (fills() && next + ahead_ < in_.rows) {
       step_to(next + ahead_);
-      fill(stage_);
+      fill(stage_.number);
     }
-    if (++stage_ == kRowStages) {
-      stage_ = 0;
-      parity_ ^= 1;
-    }
+    stage_.next(kRowStages);
   }
 
  private:
@@ -245,8 +243,7 @@ class RowsInRing {
   const char *at_ = nullptr, *end_ = nullptr;
   int64_t step_ = 0;
   int used_ = 0;
-  int stage_ = 0;
-  uint32_t parity_ = 0;
+  RingSlot stage_;  // of the row at hand
 };
 
 }  // namespace fused_norm

@@ -2,16 +2,9 @@
 
 namespace fused_norm {
 
-template <>
-cudaError_t norm_forward_of<__nv_bfloat16>(const NormForwardParams& params,
-                                           const NormForwardPlan& plan, cudaStream_t stream) {
-  return dispatch_forward<__nv_bfloat16, float>(params, plan, stream);
-}
-
-template <>
-cudaError_t norm_backward_of<__nv_bfloat16>(const NormBackwardParams& params,
-                                            const NormBackwardPlan& plan, cudaStream_t stream) {
-  return dispatch_backward<__nv_bfloat16, float>(params, plan, stream);
-}
+template cudaError_t norm_forward_of<__nv_bfloat16>(const NormForwardParams&,
+                                                    const NormForwardPlan&, cudaStream_t);
+template cudaError_t norm_backward_of<__nv_bfloat16>(const NormBackwardParams&,
+                                                     const NormBackwardPlan&, cudaStream_t);
 
 }  // namespace fused_norm

@@ -1,8 +1,9 @@
 #include <algorithm>
 #include <cub/block/block_scan.cuh>
 
+#include "core/common/launch.cuh"
 #include "core/norm/columns.cuh"
-#include "core/norm/launch.cuh"
+#include "core/norm/norm.h"
 
 namespace fused_norm {
 namespace {
@@ -30,9 +31,9 @@ struct ListInput {
   int32_t* columns;
   A* side;
 
-  // Which of a pack's columns must be listed, and which had better be: a bit for each.
+  // Which of a pack's columns are unrecoverable, and which are lost: a bit for each.
   struct Bits {
-    uint32_t lost, imprecise;
+    uint32_t unrecoverable, lost;
   };
   __device__ __forceinline__ Bits find(int col, int end) const {
     A g[kListPack], b[kListPack] = {};
@@ -43,12 +44,34 @@ struct ListInput {
     for (int i = 0; i < kListPack; ++i) {
       const A effective = weight.data ? g[i] + weight_offset : A(1);
       const bool inside = col + i < end;
-      bits.lost |= uint32_t{inside && !meets(recoverable, effective, b[i])} << i;
-      bits.imprecise |= uint32_t{inside && !meets(precise, effective, b[i])} << i;
+      bits.unrecoverable |= uint32_t{inside && !meets(recoverable, effective, b[i])} << i;
+      bits.lost |= uint32_t{inside && !meets(precise, effective, b[i])} << i;
     }
     return bits;
   }
 };
+
+// Lists the columns of a block from its `base`-th listed one on, as many as there are places.
+template <typename X, typename Scan>
+__device__ __forceinline__ void list_part(const ListInput<X>& in, typename Scan::TempStorage& scan,
+                                          int (&listed)[kListedAtOnce], int begin, int end, int own,
+                                          bool unrecoverable_only, int base) {
+  int place = -base;
+  for (int first = 0; begin + first < end && place < kListedAtOnce; first += kListTurn) {
+    const int col = own + first;
+    uint32_t bits = 0;
+    if (col < end)
+      bits = unrecoverable_only ? in.find(col, end).unrecoverable : in.find(col, end).lost;
+    int at, more;
+    Scan(scan).ExclusiveSum(__popc(bits), at, more);
+    at += place;
+    for (; bits != 0; bits &= bits - 1, ++at) {
+      if (at >= 0 && at < kListedAtOnce) listed[at] = col + __ffs(bits) - 1;
+    }
+    place += more;
+    __syncthreads();
+  }
+}
 
 // A cluster of blocks, each of which has a part of the columns, finds out which are to be listed.
 //
@@ -73,45 +96,31 @@ __global__ void __launch_bounds__(kListThreads, 1)
   __syncthreads();
   const int begin = min(in.cols, rank * in.part_cols), end = min(in.cols, begin + in.part_cols);
   const int own = begin + threadIdx.x * kListPack;
-  int imprecise = 0, lost = 0;
+  int lost = 0, unrecoverable = 0;
   for (int col = own; col < end; col += kListTurn) {
     const auto bits = in.find(col, end);
-    imprecise += __popc(bits.imprecise);
     lost += __popc(bits.lost);
+    unrecoverable += __popc(bits.unrecoverable);
   }
-  if (imprecise > 0) atomicAdd(&found[0], imprecise);  // lost columns are among them
-  if (lost > 0) atomicAdd(&found[1], lost);
+  if (lost > 0) atomicAdd(&found[0], lost);  // the unrecoverable ones are among them
+  if (unrecoverable > 0) atomicAdd(&found[1], unrecoverable);
   __syncthreads();
   int before = 0, total = 0;  // in the blocks before, and in all
   const int2 here = {found[0], found[1]};
   cluster.wait();
   const int2* const parts = blocks > 1 ? cluster.gather(here, of_blocks) : &here;
   for (int b = 0; b < blocks; ++b) total += parts[b].x;
-  const bool lost_only = total > in.room;
-  if (lost_only) total = 0;
+  const bool unrecoverable_only = total > in.room;
+  if (unrecoverable_only) total = 0;
   for (int b = 0; b < blocks; ++b) {
-    const int part = lost_only ? parts[b].y : parts[b].x;
-    if (lost_only) total += part;
+    const int part = unrecoverable_only ? parts[b].y : parts[b].x;
+    if (unrecoverable_only) total += part;
     if (b < rank) before += part;
   }
-  const int count = min(lost_only ? here.y : here.x, max(0, in.room - before));
+  const int count = min(unrecoverable_only ? here.y : here.x, max(0, in.room - before));
 
-  // Those of the block from its `base`-th listed column on.
   auto list = [&](int base) {
-    int place = -base;
-    for (int first = 0; begin + first < end && place < kListedAtOnce; first += kListTurn) {
-      const int col = own + first;
-      uint32_t bits = 0;
-      if (col < end) bits = lost_only ? in.find(col, end).lost : in.find(col, end).imprecise;
-      int at, more;
-      Scan(scan).ExclusiveSum(__popc(bits), at, more);
-      at += place;
-      for (; bits != 0; bits &= bits - 1, ++at) {
-        if (at >= 0 && at < kListedAtOnce) listed[at] = col + __ffs(bits) - 1;
-      }
-      place += more;
-      __syncthreads();
-    }
+    list_part<X, Scan>(in, scan, listed, begin, end, own, unrecoverable_only, base);
   };
   if (count > 0) list(0);
   // Who writes nothing need not wait.

@@ -1,6 +1,24 @@
-// Columns that are not precise (recoverable.h): a forward call lists them, or, where the room that
-// it is given does not suffice, those that are not even recoverable. It keeps their xhat in `side`.
-// A column that is neither recoverable nor listed makes gradients NaN.
+// What memory_efficient keeps of columns that the output does not give back, and how the host
+// learns of them. The words, the same in code, tests and docs/memory_efficient.md:
+//
+//   recoverable   a column whose xhat = (y - bias) / g the output gives back with a bounded error;
+//                 one that is not is unrecoverable (recoverable.h)
+//   precise       recoverable, and nearly as exact as from the input; the same for 16-bit outputs
+//   lost          not precise
+//   at risk       lost, or may be after kUpdatesAhead more updates of the parameters
+//   room          how many columns a call can list; 0: none, and nothing is launched for it
+//   list          the columns that a forward call keeps xhat of, ascending: those that are lost, or
+//                 where the room does not suffice those that are unrecoverable; as many as have
+//                 room
+//   place         a listed column's number in the list
+//   side          xhat of the listed columns, rows x room
+//   share         the listed columns that a group of threads takes in backward (listed_share.cuh)
+//   overflow      the columns that are neither recoverable nor listed: their gradients are NaN
+//   look          a pass over the parameters that counts such columns; most are part of a backward
+//                 call
+//   watch         what looks at one norm keep between calls, and where they report
+//   report        a look's outcome, in memory that the host reads without waiting
+//   stamp         which of the parameters' updates a report knows of (room.h)
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,19 +38,15 @@ struct ColumnList {
   void* side;        // rows x room, fp32 (fp64 for fp64 x): their xhat
 };
 
-// A look at a norm's parameters, so that the host learns without waiting how many columns are at
-// risk of not being recoverable.
-//
 // `report` is the outcome in one word, written at once; counts are saturated:
-//   bits 0-22   the columns that are not precise, or may no longer be after kUpdatesAhead more
-//               updates of the parameters
-//   bits 23-45  the columns that are not precise now
+//   bits 0-22   the columns at risk
+//   bits 23-45  the lost columns
 //   bits 46-61  `stamp`
 //   bit 62      whether the parameters moved since the look before
 //   bit 63      set
 struct ColumnReport {
   uint64_t report;
-  uint32_t overflow;  // of a backward call: the columns neither recoverable nor listed; sticky
+  uint32_t overflow;         // of a backward call; sticky
   uint32_t overflow_signal;  // of the first report alone: ColumnWatch::overflow_signal
 };
 

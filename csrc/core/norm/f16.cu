@@ -2,16 +2,9 @@
 
 namespace fused_norm {
 
-template <>
-cudaError_t norm_forward_of<__half>(const NormForwardParams& params, const NormForwardPlan& plan,
-                                    cudaStream_t stream) {
-  return dispatch_forward<__half, float>(params, plan, stream);
-}
-
-template <>
-cudaError_t norm_backward_of<__half>(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                     cudaStream_t stream) {
-  return dispatch_backward<__half, float>(params, plan, stream);
-}
+template cudaError_t norm_forward_of<__half>(const NormForwardParams&, const NormForwardPlan&,
+                                             cudaStream_t);
+template cudaError_t norm_backward_of<__half>(const NormBackwardParams&, const NormBackwardPlan&,
+                                              cudaStream_t);
 
 }  // namespace fused_norm

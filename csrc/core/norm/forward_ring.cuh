@@ -2,6 +2,7 @@
 #pragma once
 
 #include "core/common/cluster_parts.cuh"
+#include "core/common/ring_slot.cuh"
 #include "core/norm/forward.cuh"
 
 namespace fused_norm {
@@ -63,12 +64,12 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
   cluster.wait();
 
   const float part_cols = cols, per_part = reciprocal(part_cols);
-  int slot = 0;
-  uint32_t parity = 0;
+  RingSlot slot;
   for (int turn = 0; row < load.rows; ++turn, row += stride) {
     SliceValues<X, N, kPacks, kPacked> values;
-    const auto* const packs = reinterpret_cast<const AlignedPack<X, N>*>(ring + slot * slot_cols);
-    filled[slot].wait(parity);
+    const auto* const packs =
+        reinterpret_cast<const AlignedPack<X, N>*>(ring + slot.number * slot_cols);
+    filled[slot.number].wait(slot.parity);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
       values.put(p, bounds.reach(p) ? packs[own / N + p * kWarpSize].pack : Pack<X, N>{});
@@ -76,7 +77,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     auto statistics =
         part_statistics<kRms>(group, values, bounds, part_cols, per_part, sums[turn & 1]);
     // All threads have met since they read the slot.
-    if (fills) fill(slot, row + slots * stride);
+    if (fills) fill(slot.number, row + slots * stride);
     parts.send(turn, statistics);
     statistics = merge_parts<kRms>(parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols);
     if (!kRms) values.centre(statistics.mean, bounds);
@@ -85,11 +86,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
       out.template write<kRms>(row, statistics.mean, rstd);
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
     if (out.listed.room > 0) out.listed.template keep<kRms>(load, out, row, first_col, slot_cols);
-
-    if (++slot == slots) {
-      slot = 0;
-      parity ^= 1;
-    }
+    slot.next(slots);
   }
 #else
   __trap();  // no plan asks for it

@@ -9,78 +9,9 @@
 #include "core/norm/backward_few.cuh"
 #include "core/norm/backward_ring.cuh"
 #include "core/norm/forward_ring.cuh"
-#include "core/norm/norm.h"
-#include "core/norm/plan.h"
+#include "core/norm/launchers.cuh"
 
 namespace fused_norm {
-
-// One of these a dtype of x but fp64, in f16.cu, bf16.cu and f32.cu.
-template <typename X>
-cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
-                            cudaStream_t stream);
-// With a gate: gated.cu.
-cudaError_t norm_gated_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                               cudaStream_t stream);
-cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                cudaStream_t stream);
-// In tiles: flat.cu.
-cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                              cudaStream_t stream);
-// With an addend: add.cu.
-cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                             cudaStream_t stream);
-template <typename X>
-cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                             cudaStream_t stream);
-// Of Tier::kFlat, for 16-bit types: flat.cu.
-template <typename X>
-cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
-                               const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
-                               cudaStream_t stream);
-// Of Tier::kStreaming: streaming.cu.
-cudaError_t norm_stream_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                                cudaStream_t stream);
-cudaError_t norm_stream_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                 cudaStream_t stream);
-
-// What a backward call's workspace holds: the totals of the look at the parameters, partial rows,
-// and what Tier::kStreaming needs beside. Null: not asked for.
-template <typename A>
-struct BackwardWorkspace {
-  LookTotals* totals;
-  LookTotals* cleared;  // the totals, if stage 1 is to clear them
-  A* dweight;
-  A* dbias;
-  A* rest;
-
-  BackwardWorkspace(const NormBackwardParams& params, const NormBackwardPlan& plan) {
-    A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
-    const int64_t size = int64_t{plan.partials} * params.cols;
-    totals = static_cast<LookTotals*>(params.workspace);
-    cleared = params.watch.report && !params.watch.totals ? totals : nullptr;
-    dweight = params.dweight ? partials : nullptr;
-    dbias = params.dbias ? partials + size : nullptr;
-    rest = partials + 2 * size;
-  }
-};
-
-template <typename A>
-ColumnLook<A> column_look_of(const NormBackwardParams& params,
-                             const BackwardWorkspace<A>& workspace) {
-  return {params.cols,
-          {params.weight, params.bias, static_cast<A>(params.weight_offset)},
-          {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype),
-           params.list.room, params.list.columns, static_cast<const A*>(params.list.side)},
-          params.from_output,
-          params.watch,
-          workspace.totals};
-}
-
-// Sums of the partial rows, if there are, and the look at the parameters: second_stage.cu.
-template <typename A>
-cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                              const BackwardWorkspace<A>& workspace, const ColumnLook<A>& look,
-                              cudaStream_t stream);
 
 template <typename Y>
 AffineStore<Y> affine_store(const NormForwardParams& params) {
@@ -299,19 +230,28 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   return norm_second_stage(params, plan, workspace, look, stream);
 }
 
-// norm_forward_of<X> and norm_backward_of<X>, for outputs of X or one of Others.
-template <typename X, typename... Others>
-cudaError_t dispatch_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                             cudaStream_t stream) {
-  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
+// Outputs may have the dtype of x, or fp32; of fp32 x also 16 bit.
+template <typename X, typename Launch>
+cudaError_t with_output_dtype(DType dtype, Launch launch) {
+  if constexpr (std::is_same_v<X, float>) {
+    return with_dtype<float, __half, __nv_bfloat16>(dtype, launch);
+  } else {
+    return with_dtype<X, float>(dtype, launch);
+  }
+}
+
+template <typename X>
+cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
+                            cudaStream_t stream) {
+  return with_output_dtype<X>(params.y_dtype, [&](auto y) {
     return norm_forward_as<X, decltype(y)>(params, plan, stream);
   });
 }
 
-template <typename X, typename... Others>
-cudaError_t dispatch_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                              cudaStream_t stream) {
-  return with_dtype<X, Others...>(params.y_dtype, [&](auto y) {
+template <typename X>
+cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                             cudaStream_t stream) {
+  return with_output_dtype<X>(params.y_dtype, [&](auto y) {
     using Y = decltype(y);
     return params.from_output ? norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream)
                               : norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);

@@ -1,5 +1,5 @@
-#include "core/norm/launch.cuh"
-#include "core/norm/norm.h"
+#include "core/common/launch.cuh"
+#include "core/norm/launchers.cuh"
 
 namespace fused_norm {
 
@@ -13,6 +13,11 @@ namespace {
 NormForwardPlan plan_of(const NormForwardParams& params, const DeviceProperties& device) {
   const DType values = params.gate.data ? DType::kFloat32 : params.x_dtype;  // GatedLoad::Input
   return plan_norm_forward(params.rows, params.cols, values, params.y_dtype, params.rms, device);
+}
+
+NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
+  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
+                            params.from_output, params.rms, device, params.gate.form.groups);
 }
 
 }  // namespace
@@ -51,15 +56,6 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
   return error != cudaSuccess ? error
                               : launch_list_columns(params, /*gathers=*/true, device, stream);
 }
-
-namespace {
-
-NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
-  return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
-                            params.from_output, params.rms, device, params.gate.form.groups);
-}
-
-}  // namespace
 
 size_t norm_backward_workspace(const NormBackwardParams& params, const DeviceProperties& device) {
   const NormBackwardPlan plan = plan_of(params, device);

@@ -1,5 +1,5 @@
 #include "core/common/launch.cuh"
-#include "core/norm/launch.cuh"
+#include "core/norm/launchers.cuh"
 #include "core/norm/streaming.cuh"
 
 namespace fused_norm {

@@ -202,24 +202,19 @@ int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DevicePropert
 // Nothing where a multiprocessor has no room for three tiles, the least.
 std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class,
                                      int64_t rows, int cols, const DeviceProperties& device) {
-  constexpr int kWarps = kFlatThreads / kWarpSize, kSlots = 3;
   const int units = kSoftmaxFlatUnits[row_class], tensors = is_backward(pass) ? 2 : 1;
   const int most_blocks =
       softmax_flat_blocks(is_backward(pass) && row_class >= kShorterSoftmaxClasses);
-  // As much as there is room for, but a tile for each block, if there are so many rows.
   constexpr int64_t kMostBytes = 17 * 1024;
-  const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * cols * 2;
   const int64_t room =
-      (device.shared_bytes_per_block / most_blocks - 2 * kFlatStatic) / (kSlots * tensors);
+      (device.shared_bytes_per_block / most_blocks - 2 * kFlatStatic) / (kMaxFlatSlots * tensors);
   SoftmaxPlan plan{};
   FlatRows& flat = plan.flat;
-  const int rows_at_work = kWarps * softmax_flat_rows(units);
-  set_tiles(rows_at_work, cols, kSlots, std::min({share, room, kMostBytes}), flat);
+  const int rows_at_work = kBlockParts * softmax_flat_rows(units);
   flat.row_class = row_class;
-  flat.shared_bytes = kSlots * tensors * flat.tile_bytes;
-  const int64_t resident = resident_flat(flat, most_blocks, device);
-  if (resident == 0) return std::nullopt;
-  flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
+  if (!plan_tiles(rows, cols, rows_at_work, tensors, most_blocks, std::min(room, kMostBytes),
+                  device, flat))
+    return std::nullopt;
   plan.pass = pass;
   plan.tier = tier;
   plan.place = RowPlace::kFlat;

@@ -48,7 +48,7 @@ __device__ __forceinline__ Pack<T, N> filled_from(const Pack<T, N>& pack, int ke
   if (kept >= N) return pack;
   Words<kGranule> filler;
 #pragma unroll
-  for (int i = 0; i < kGranule / 4; ++i) filler.at[i] = filler_word<T, kFiller>(i);
+  for (int i = 0; i < kGranule / 4; ++i) filler.at[i] = filler_word<T, kFiller>();
   return {spliced<T>(pack.words, filler, kept)};
 }
 

@@ -1,0 +1,79 @@
+// Who runs a plan, and what a backward call's launches share.
+#pragma once
+
+#include "core/norm/backward_input.cuh"
+#include "core/norm/norm.h"
+#include "core/norm/plan.h"
+
+namespace fused_norm {
+
+// Rows that are not streamed, without gate and addend. One of these for each dtype of x but fp64:
+// f16.cu, bf16.cu and f32.cu.
+template <typename X>
+cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
+                            cudaStream_t stream);
+template <typename X>
+cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                             cudaStream_t stream);
+// With a gate: gated.cu.
+cudaError_t norm_gated_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                               cudaStream_t stream);
+cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                                cudaStream_t stream);
+// In tiles: flat.cu.
+cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                              cudaStream_t stream);
+// With an addend: add.cu.
+cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                             cudaStream_t stream);
+// Of Tier::kFlat, for 16-bit types: flat.cu.
+template <typename X>
+cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
+                               const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
+                               cudaStream_t stream);
+// Of Tier::kStreaming: streaming.cu.
+cudaError_t norm_stream_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                                cudaStream_t stream);
+cudaError_t norm_stream_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                                 cudaStream_t stream);
+
+// What a backward call's workspace holds: the totals of the look at the parameters, partial rows,
+// and what Tier::kStreaming needs beside. Null: not asked for.
+template <typename A>
+struct BackwardWorkspace {
+  LookTotals* totals;
+  LookTotals* cleared;  // the totals, if stage 1 is to clear them
+  A* dweight;
+  A* dbias;
+  A* rest;
+
+  BackwardWorkspace(const NormBackwardParams& params, const NormBackwardPlan& plan) {
+    A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
+    const int64_t size = int64_t{plan.partials} * params.cols;
+    totals = static_cast<LookTotals*>(params.workspace);
+    cleared = params.watch.report && !params.watch.totals ? totals : nullptr;
+    dweight = params.dweight ? partials : nullptr;
+    dbias = params.dbias ? partials + size : nullptr;
+    rest = partials + 2 * size;
+  }
+};
+
+template <typename A>
+ColumnLook<A> column_look_of(const NormBackwardParams& params,
+                             const BackwardWorkspace<A>& workspace) {
+  return {params.cols,
+          {params.weight, params.bias, static_cast<A>(params.weight_offset)},
+          {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype),
+           params.list.room, params.list.columns, static_cast<const A*>(params.list.side)},
+          params.from_output,
+          params.watch,
+          workspace.totals};
+}
+
+// Sums of the partial rows, if there are, and the look at the parameters: second_stage.cu.
+template <typename A>
+cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                              const BackwardWorkspace<A>& workspace, const ColumnLook<A>& look,
+                              cudaStream_t stream);
+
+}  // namespace fused_norm

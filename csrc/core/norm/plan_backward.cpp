@@ -1,0 +1,383 @@
+#include <algorithm>
+#include <climits>
+#include <optional>
+
+#include "core/norm/plan_threads.h"
+
+namespace fused_norm {
+namespace {
+
+// Partial rows: gridDim.y of the column tiles.
+constexpr int64_t kMaxPartials = 65535;
+
+// Static shared memory of the kernels, rounded up.
+constexpr int kStaticShared = 5 * 1024;
+
+// Long rows where there are bulk copies, which came with clusters: how `spread` blocks share a row,
+// if they can.
+//
+// Blocks of less than kMaxRingThreads share a multiprocessor, up to 12 warps, and hide each other's
+// barriers; more would make more partial rows. Three stages hold the row at work, the one before,
+// of which dx is still to be written, and the next. There are more where these would leave too
+// little on its way, or room for another block: when kernels overlap, the first multiprocessors to
+// be free then get that too, and others stay empty (a block of 384 threads, the kernel alone: 100
+// in place of 81 microseconds, RMSNorm, 8192 x 6144 in bf16 on an H200). Each stage beyond costs
+// about 1 % for want of overlap.
+struct RingShape {
+  int threads, stages, shared_bytes;
+  int blocks;  // of a multiprocessor
+};
+
+std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_size, int dy_size,
+                                    const RingKernel& kernel, const DeviceProperties& device) {
+  constexpr int kEnoughThreads = 384, kMinStages = 3;
+  constexpr int kStatic = 1024, kEnoughBytes = 40 * 1024;
+  const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
+  const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
+  if (block_packs * pack > (kernel.most_threads - kernel.listing_threads) * kRingCols)
+    return std::nullopt;
+  const int threads = threads_for(block_packs, kRingCols / pack);
+  const int block_cols = std::min(cols, threads * kRingCols);
+  const int params = kernel.param_vectors * threads * kRingCols * 4;
+  const int stage = ring_slot(block_cols * saved_size) + ring_slot(block_cols * dy_size);
+  const int beside = params + kStatic + kReservedPerBlock;
+  const int wanted = spread > 1 ? 1 : static_cast<int>(ceil_div(kEnoughThreads, threads));
+  for (int blocks = wanted; blocks > 0; --blocks) {
+    auto have_registers = [&](int blocks) {
+      return blocks * (threads + kernel.listing_threads) <= kernel.most_threads;
+    };
+    const int most = std::min((capacity / blocks - beside) / stage, kMaxRingStages);
+    if (most < kMinStages || !have_registers(blocks)) continue;
+    auto suffice = [&](int stages) {
+      const bool fill =
+          (blocks + 1) * (beside + stages * stage) > capacity || !have_registers(blocks + 1);
+      return fill && blocks * (stages - 2) * stage >= kEnoughBytes;
+    };
+    int stages = kMinStages;
+    while (stages < most && !suffice(stages)) ++stages;
+    return RingShape{threads, stages, params + stages * stage, blocks};
+  }
+  return std::nullopt;
+}
+
+// How long a row takes in clusters of so many blocks, in proportion. They lie within the chip's
+// processing clusters, of 16 multiprocessors or a few more: what they cannot fill is lost. And a
+// multiprocessor takes as long for a row as the most warps that share one of its four schedulers,
+// and somewhat longer. (2048 x 50000 with 5, 6, 7 and 8 blocks: 189, 229, 238 and 241 microseconds,
+// 1024 x 32768 with 3, 4 and 5: 73.9, 70.6 and 86.2; LayerNorm, bf16 on an H200.)
+//
+// Known of all chips, not asked of this one: of one model, too, they have different processing
+// clusters, and a row's dx would have other bits where the sizes differ.
+int64_t ring_time(int spread, int threads) {
+  constexpr int kProcessingCluster = 16, kSchedulers = 4, kLonger = 2;
+  const int filled = kProcessingCluster / spread * spread;
+  const int64_t warps = ceil_div(threads, kWarpSize * kSchedulers);
+  return (int64_t{1} << 20) * spread * (warps + kLonger) / filled;
+}
+
+// Threads of a block that does not rather become two. From 12288 columns of bf16 on that is faster
+// for RMSNorm (148 in place of 165 microseconds with both stages, 8192 x 12288, of which
+// ring_slot()'s whole lines are a part) and not for LayerNorm; fp32, with twice the bytes of a row
+// to wait for, gains sooner (5162 x 6044: RMSNorm 108 and 105, LayerNorm 109 and 112; 4096 x 8192:
+// 112 and 109, 114 and 104; H200).
+int most_threads_of_one(bool rms, int saved_size) {
+  if (saved_size == 4) return rms ? 352 : 480;
+  return rms ? 640 : kMaxRingThreads;
+}
+
+// Fills in the plan, if so many blocks as a cluster can have can share the row. One or two do if
+// they can, as these fill the chip.
+bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKernel& kernel,
+               bool rms, const DeviceProperties& device, NormBackwardPlan& plan) {
+  // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
+  // tree.
+  constexpr int kMaxRowsInSequence = 128;
+  std::optional<RingShape> best;
+  int best_spread = 0;
+  int64_t best_time = 0;
+  auto consider = [&](int spread) {
+    if (device.cluster_multiprocessors(spread) == 0) return;
+    const auto shape = ring_shape(spread, cols, plan.pack, saved_size, dy_size, kernel, device);
+    if (!shape) return;
+    if (spread == 1 && shape->threads > most_threads_of_one(rms, saved_size) &&
+        device.max_cluster_blocks > 1)
+      return;
+    const int64_t time = ring_time(spread, shape->threads);
+    if (best && time > best_time) return;
+    best = shape;
+    best_spread = spread;
+    best_time = time;
+  };
+  for (int spread = 1; spread <= device.max_cluster_blocks; ++spread) {
+    if (best && best_spread <= 2) break;
+    consider(spread);
+  }
+  // Larger clusters than all chips have, for the longest rows (131072 columns of bf16 would be
+  // streamed otherwise) and for the parameters of an output. Where those have no room even so, the
+  // input goes without too: what it takes as one kernel is then one from the output.
+  if (!best && ring_shape(kMaxRingBlocks, cols, plan.pack, dy_size, dy_size,
+                          ring_kernel(/*from_output=*/true, /*rms=*/false), device))
+    consider(kMaxRingBlocks);
+  if (!best) return false;
+
+  plan.tier = Tier::kRing;
+  plan.packs = kRingCols / plan.pack;
+  plan.threads_per_row = best->threads;
+  plan.rows_per_block = 1;
+  plan.cluster_blocks = best_spread;
+  plan.stages = best->stages;
+  plan.shared_bytes = best->shared_bytes;
+  const int resident = device.cluster_multiprocessors(best_spread) * best->blocks / best_spread;
+  const int64_t clusters = std::min<int64_t>(rows, resident);
+  const int64_t rounds = ceil_div(rows, clusters);
+  const int64_t sets = std::min(ceil_div(rounds, kMaxRowsInSequence), kMaxPartials / clusters);
+  plan.blocks = static_cast<int>(clusters * best_spread);
+  plan.partial_sets = static_cast<int>(sets);
+  plan.rows_in_sequence = static_cast<int>(std::min<int64_t>(ceil_div(rounds, sets), INT_MAX));
+  plan.partials = static_cast<int>(clusters * sets);
+  return true;
+}
+
+// Blocks for each tile of columns, or 0 where there are too many rows for rows and columns apart: a
+// thread then adds up no more than kRows of the rows that its block takes `rows_at_once` of.
+// Measured on an H200 (bf16, LayerNorm): 512 x 4096 8.3 in place of 10.0 microseconds, 1024 x 4096
+// 13.7 in place of 13.1.
+int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties& device) {
+  constexpr int64_t kRows = 8, kMostElements = int64_t{1} << 21;
+  constexpr int kMinRowsAtOnce = 16;  // shorter rows leave a block too few threads
+  if (rows > kMostElements / cols || rows_at_once < kMinRowsAtOnce) return 0;
+  const int most = std::min(device.max_cluster_blocks, kMaxFewSplits);
+  int splits = 1;
+  while (splits < most && rows > kRows * rows_at_once * splits) splits *= 2;
+  return rows <= kRows * rows_at_once * splits ? splits : 0;
+}
+
+// The least columns of each lane that suffice for so many in a warp, or kFlatClasses.
+int flat_class(int64_t cols) {
+  int row_class = 0;
+  while (row_class < kFlatClasses && kFlatUnits[row_class] * kWarpSize < cols) ++row_class;
+  return row_class;
+}
+
+constexpr int kMostPartCols = kFlatUnits[kFlatClasses - 1] * kWarpSize;
+
+// Cuts rows in parts for warps of a block, as few as there can be. False if they are too long; and
+// for longer ones of even length, which are dealt out in pairs.
+bool set_parts(int cols, FlatRows& flat) {
+  if (cols > kBlockParts * kMostPartCols || (cols > kMostPartCols && cols % 2 == 0)) return false;
+  int parts = 1;
+  while (parts * kMostPartCols < cols) parts *= 2;
+  cut_in_parts(cols, parts, flat);
+  return true;
+}
+
+// Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
+// the shortest, of which most lanes would have nothing (7 columns: 752 microseconds, as packs 276);
+// and of whole packs those that would leave so many more lanes without a column as packs, which go
+// to a power of two of them. From the output, whose parameters are read anew for each row, that
+// must be many. (LayerNorm, bf16 of 128 MB a tensor on an H200: 33 columns 469 -> 190, 65: 338 ->
+// 134, 129: 200 -> 116, 257: 219 -> 111, 513: 174 -> 108; 72: 165 -> 123, 80: 150 -> 114, 144: 152
+// -> 108, 272: 131 -> 108, 384: 111 -> 105; 112 would go from 117 to 121, 256 from 106 to 109, 192
+// from 122 to 114 but 100000 rows of it from 38.7 to 40.0; from the output 129: 196 -> 126, 400
+// would go from 112 to 115.)
+bool goes_flat(int cols, int pack, bool from_output) {
+  constexpr int kMinCols = 17;
+  if (cols < kMinCols) return false;
+  if (cols % pack != 0) return true;
+  const int row_class = flat_class(cols);
+  if (row_class == kFlatClasses) return false;
+  int lanes = 1;
+  while (lanes * pack < cols) lanes *= 2;
+  const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarpSize);
+  const double busy_as_packs = static_cast<double>(cols) / (lanes * pack);
+  return busy > busy_as_packs + 0.12 && busy_as_packs <= (from_output ? 0.625 : 1.0);
+}
+
+// Fills in the plan for rows in tiles: always, however many they are and wherever they lie. False
+// if they are too long, or there is too little shared memory.
+bool plan_flat(int64_t rows, int cols, int column_vectors, const DeviceProperties& device,
+               NormBackwardPlan& plan) {
+  FlatRows flat{};
+  if (!set_parts(cols, flat)) return false;
+  flat.row_class = flat_class(cols_of_part(flat, 0));
+  if (flat.parts > 1) flat.row_class = std::max(flat.row_class, kShorterFlatClasses);
+  // More than two parts wait for each other too often, but where as packs rows would leave much of
+  // a block idle: those of more than 4096 columns (LayerNorm: 777 columns 160 -> 113, 1025: 160 ->
+  // 117, 1500 would go from 112 to 124, 3333 from 129 to 142, 4097: 171 -> 127). From the output,
+  // registers do not suffice for the most columns (777: 169 -> 129, 1025 167 either way).
+  constexpr int kMostParts = 2, kWideCols = 4096;
+  if (flat.parts > kMostParts && cols <= kWideCols) return false;
+  if (flat.parts > 1 && column_vectors > 1 && flat.row_class == kFlatClasses - 1) return false;
+  const int units = kFlatUnits[flat.row_class];
+  const bool longer = flat.row_class >= kShorterFlatClasses;
+  if (column_vectors > 1)
+    flat.params_bytes = ring_slot(staged_columns(flat, units) * column_vectors * 4);
+  const int most_blocks = flat_backward_blocks(longer);
+  const int64_t most_bytes = longer ? 17 * 1024 : 11 * 1024;
+  const int64_t room = flat_room(flat, kMaxFlatSlots * kFlatTensors, most_blocks, device);
+  const int rows_at_work = kBlockParts / flat.parts * flat_rows_at_once(units);
+  const int sums_bytes = kBlockParts * units * kWarpSize * 2 * 4;  // in the end, of its warps
+  if (!plan_tiles(rows, cols, rows_at_work, kFlatTensors, most_blocks, std::min(room, most_bytes),
+                  device, flat, sums_bytes))
+    return false;
+
+  plan.tier = Tier::kFlat;
+  plan.pack = 1;
+  plan.packs = units;
+  plan.threads_per_row = kWarpSize * flat.parts;
+  plan.rows_per_block = rows_at_work;
+  plan.cluster_blocks = 1;
+  plan.blocks = plan.partials = flat.blocks;
+  plan.shared_bytes = flat.shared_bytes;
+  plan.flat = flat;
+  return true;
+}
+
+// What is planned, and for which chip. A gate has so many groups; without one, none.
+struct BackwardCall {
+  int64_t rows;
+  int cols;
+  DType x, y;
+  bool from_output, rms;
+  int gate_groups;
+  const DeviceProperties& device;
+
+  bool gated() const { return gate_groups > 0; }
+  int saved_size() const { return size_of(from_output ? y : x); }
+  int dy_size() const { return size_of(y); }
+  // Rings and tiles are filled by bulk copies, which came with clusters.
+  bool bulk_copies() const { return device.max_cluster_blocks > 1 && !gated(); }
+};
+
+// How rows lie in registers: `groups` of so many threads a block, none where there is no room.
+struct RegistersShape {
+  int packs, threads, groups, shared_bytes;
+  bool dealt_out;
+};
+
+RegistersShape registers_shape(const BackwardCall& call, int pack) {
+  const int64_t row_packs = ceil_div(call.cols, pack);
+  const bool whole_packs = call.cols % pack == 0;
+  // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
+  // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
+  // most of a warp idle, and are shifted.
+  constexpr int kFewPacks = kWarpSize / 4, kManyPacks = 5 * kWarpSize;
+  const bool dealt_out =
+      !whole_packs && row_packs > kFewPacks && (row_packs <= kManyPacks || call.bulk_copies());
+  // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
+  // go over more warps, and in one warp nobody waits. To put packs together takes registers.
+  const bool single = row_packs <= kWarpSize || (dealt_out && row_packs <= kManyPacks) ||
+                      (whole_packs && row_packs > 2 * kWarpSize && row_packs <= 3 * kWarpSize);
+  const int packs = single ? 1 : 2;
+  const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
+  const int threads = dealt_out ? std::max(needed, kWarpSize) : needed;
+
+  // Shared memory holds the weight as fp32, and with it bias and 1 / weight, and rows on their way;
+  // in the end the sums of dweight and dbias.
+  const int param_vectors =  // RMSNorm has no shift
+      !call.from_output              ? 1
+      : call.rms && call.x == call.y ? 2
+                                     : 3;
+  const int64_t params = int64_t{std::max(threads, kWarpSize)} * packs * pack * param_vectors * 4;
+  int64_t row_bytes = int64_t{threads} * slice_queue_bytes(packs, pack, call.saved_size(),
+                                                           call.dy_size() * (call.gated() ? 2 : 1));
+  if (dealt_out) {
+    row_bytes = packs == 1 ? 0
+                           : int64_t{kRowStages} * (ring_slot(call.cols * call.saved_size()) +
+                                                    ring_slot(call.cols * call.dy_size()));
+  }
+  auto shared_bytes = [&](int groups) {
+    const int64_t sums = int64_t{groups} * threads * packs * pack * 2 * 4;
+    return std::max(params + groups * row_bytes, sums);
+  };
+  int groups = call.x == DType::kFloat64 ? 0 : backward_threads(packs) / threads;
+  while (groups > 0 && shared_bytes(groups) + kStaticShared > call.device.shared_bytes_per_block)
+    --groups;
+  return {packs, threads, groups, groups > 0 ? static_cast<int>(shared_bytes(groups)) : 0,
+          dealt_out};
+}
+
+// Long rows pass through a ring in shared memory, which leaves registers to more threads; shorter
+// ones too, where they would fill but a part of a block's threads. Rows that are not whole packs,
+// or are taken apart by the parameters of each column, read too much there.
+bool goes_by_ring(const BackwardCall& call, int pack, const RegistersShape& shape) {
+  if (call.x == DType::kFloat64 || !call.bulk_copies()) return false;
+  const int most = backward_threads(shape.packs);
+  const bool fills = shape.threads <= most / 2 || shape.threads > most * 7 / 8;
+  const bool simple = call.cols % pack == 0 && !call.from_output;
+  return shape.groups == 0 || (!fills && shape.packs == 2 && simple);
+}
+
+void plan_registers(const BackwardCall& call, const RegistersShape& shape, NormBackwardPlan& plan) {
+  const DeviceProperties& device = call.device;
+  const auto [packs, threads, groups, shared_bytes, dealt_out] = shape;
+  plan.tier = Tier::kRegisters;
+  plan.packs = packs;
+  plan.threads_per_row = threads;
+  plan.rows_per_block = groups;
+  plan.shared_bytes = shared_bytes;
+  // Persistent: as many blocks as are resident at once, and no more than there is work for.
+  // Kernels with named barriers have all 16 of a block's: four blocks a multiprocessor.
+  const int resident =
+      std::min({4, backward_blocks(packs) * backward_threads(packs) / (threads * groups),
+                device.shared_bytes_per_block / (shared_bytes + kStaticShared)});
+  const int gate_groups = std::max(call.gate_groups, 1);
+  const int64_t most = std::max(resident * device.sm_count / gate_groups, 1);
+  plan.blocks = plan.partials =
+      clamp_grid(std::min(ceil_div(call.rows / gate_groups, groups), most) * gate_groups);
+  // Static shared memory of the kernel for few rows, rounded up, beside its parameters.
+  constexpr int kFewStatic = 8 * 1024;
+  const int params = (call.from_output ? 3 : 1) * threads * packs * plan.pack * 4;
+  if (!call.gated() && packs == 2 && call.x == call.y && call.cols % plan.pack == 0 &&
+      params + kFewStatic <= device.shared_bytes_per_block)
+    plan.few_splits = few_splits(call.rows, call.cols, threads * plan.pack / kFewColumns, device);
+}
+
+void plan_streaming(const BackwardCall& call, NormBackwardPlan& plan) {
+  plan.tier = Tier::kStreaming;
+  plan.pack = 1;
+  plan.threads_per_row = streamed_threads(call.cols, false, call.x, kMaxRowMeansThreads);
+  plan.rows_per_block = std::max(1, kStreamedBlockThreads / plan.threads_per_row);
+  plan.blocks = clamp_grid(ceil_div(call.rows, plan.rows_per_block));
+  const int tile_cols = kTileThreads * streamed_columns(false, size_of(call.x) == 8 ? 8 : 4);
+  plan.tiles = static_cast<int>(ceil_div(call.cols, tile_cols));
+  // Eight tiles' blocks a multiprocessor hide the loads of each other. More partial rows would only
+  // be summed later; but a thread sums no more than 64 rows in sequence, so that rounding errors
+  // stay those of a shallow tree.
+  constexpr int kMaxRowsInSequence = 64;
+  const int64_t wanted = std::max(ceil_div(int64_t{8} * call.device.sm_count, plan.tiles),
+                                  ceil_div(call.rows, kMaxRowsInSequence));
+  plan.partials = static_cast<int>(std::min({wanted, call.rows, kMaxPartials}));
+}
+
+}  // namespace
+
+NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
+                                    bool rms, const DeviceProperties& device, int gate_groups) {
+  const BackwardCall call{rows, cols, x, y, from_output, rms, gate_groups, device};
+  NormBackwardPlan plan{};
+  plan.overlaps = device.max_cluster_blocks > 1;
+  plan.pack = pack_elements(x, y);
+  // Small blocks where a multiprocessor would have large ones in turn, two at a time (1024 x 32768:
+  // LayerNorm 70 -> 66 microseconds, RMSNorm 59 -> 57; 8192 x 768: 14.9 and 15.6; bf16, H200).
+  const int64_t sum_blocks = ceil_div(cols, kWarpSize) * (rms ? 1 : 2);
+  plan.sum_threads = sum_blocks > 2 * device.sm_count ? kFewSumThreads : kSumThreads;
+  if (call.bulk_copies() && x == y && size_of(x) == 2 && goes_flat(cols, plan.pack, from_output) &&
+      plan_flat(rows, cols, from_output ? 3 : 1, device, plan))
+    return plan;
+  const RegistersShape shape = registers_shape(call, plan.pack);
+  plan.dealt_out = shape.dealt_out;
+  if (goes_by_ring(call, plan.pack, shape) &&
+      plan_ring(rows, cols, call.saved_size(), call.dy_size(),
+                ring_kernel(from_output, rms && x == y), rms, device, plan))
+    return plan;
+  plan.cluster_blocks = 1;
+  if (shape.groups > 0) {
+    plan_registers(call, shape, plan);
+  } else {
+    plan_streaming(call, plan);
+  }
+  return plan;
+}
+
+}  // namespace fused_norm
