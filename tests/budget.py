@@ -27,6 +27,15 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
+    "lines of common": (3174, 2300),
+    "lines of norm": (6064, 3000),
+    "lines of softmax": (2880, 2000),
+    "lines of attention": (4998, 4500),
+    "lines of csrc/ops": (4467, 2300),
+    "lines of csrc/cpu, attention apart": (721, 600),
+    "lines of fused_norm": (4482, 2300),
+    "kernels of norms and softmaxes": (301, 210),
+    "kernels of attention": (130, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),
     f"functions of more than {MAX_FUNCTION_LINES} lines": (4, 0),
 }
