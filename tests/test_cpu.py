@@ -31,6 +31,32 @@ def test_same_bits_on_any_number_of_threads(kind, memory_efficient, dtype, gener
         assert same_bits(first, second) and same_bits(first, third)
 
 
+@pytest.mark.parametrize("memory_efficient", [False, True])
+@pytest.mark.parametrize("kind", ["layer", "rms"])
+def test_squares_that_overflow_fp32(kind, memory_efficient, generator):
+    """A row of 1e20 gives what the same row of 1 gives, and its gradient is 1e-20 of that one's."""
+    form = Form(kind, torch.float32, torch.float32, eps=0.0, memory_efficient=memory_efficient)
+    x, dy = randn(generator, 6, 300), randn(generator, 6, 300)
+    y, grads = forward_backward(apply, form, x, [300], None, None, dy)
+    large_y, large_grads = forward_backward(apply, form, x * 1e20, [300], None, None, dy)
+    torch.testing.assert_close(large_y, y)
+    torch.testing.assert_close(large_grads["x"] * 1e20, grads["x"], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
+def test_softmax_over_columns_has_the_bits_of_rows(log, dtype, generator):
+    """However many columns lie side by side."""
+    form = softmax.Form(dtype, dtype, log=log, dim=0)
+    x, dy = randn(generator, 700, 130, dtype=dtype), randn(generator, 700, 130, dtype=dtype)
+    expected = softmax.forward_backward(form, x, dy)
+    for first, last in [(0, 1), (5, 6), (64, 67), (100, 130), (1, 130)]:
+        part = slice(first, last)
+        results = softmax.forward_backward(form, x[:, part], dy[:, part])
+        for ours, whole in zip(results, expected, strict=True):
+            assert same_bits(ours, whole[:, part])
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_softmax"])
 def test_fp64_softmax_of_equal_numbers(log, dim, generator):

@@ -15,8 +15,8 @@
 #include <cmath>
 
 #include "core/attention/dropout.h"
+#include "cpu/exponential.h"
 #include "cpu/rows.h"
-#include "cpu/softmax_row.h"
 
 namespace fused_norm::cpu {
 namespace {
@@ -92,26 +92,8 @@ bool is_finite(const Acc* x, int64_t n) {
 }
 
 template <typename Acc>
-FUSED_NORM_SIMD void subtract_distances(Acc* x, Acc slope, Acc distance, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) x[i] -= slope * std::abs(distance - Acc(i));
-}
-
-// The sum of p * dp: dout . out, without the rounding of out. Where a key is hidden its probability
-// is 0, whatever its value, and so dp, holds.
-template <typename Acc>
-FUSED_NORM_SIMD double weighted_sum_of_row(const Acc* p, const Acc* dp, int64_t n) {
-  double sum = 0;
-#pragma omp simd reduction(+ : sum)
-  for (int64_t i = 0; i < n; ++i) sum += p[i] == 0 ? 0.0 : double{p[i]} * double{dp[i]};
-  return sum;
-}
-
-// The gradient of the scores, in place of that of the probabilities.
-template <typename Acc>
-FUSED_NORM_SIMD void score_gradients(Acc* x, const Acc* p, Acc delta, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) x[i] = p[i] == 0 ? Acc(0) : p[i] * (x[i] - delta);
+void multiply_row(Acc factor, Acc* x, int64_t n) {
+  each(n, [=](int64_t i) { x[i] *= factor; });
 }
 
 // `x` where the draw keeps a probability, times `scale`, else 0; of keys from `first` on.
@@ -128,11 +110,6 @@ void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, 
     }
     x[i] = draw.of_key[key % 4] < threshold ? Acc(0) : x[i] * scale;
   }
-}
-
-const char* row_of(const Tensor& t, int64_t batch, int64_t head, int64_t row) {
-  return static_cast<const char*>(t.const_data_ptr()) +
-         (batch * t.stride(0) + head * t.stride(1) + row * t.stride(2)) * t.itemsize();
 }
 
 // The scores of one block after the other.
@@ -152,8 +129,8 @@ class Block {
   void set_head(const Sequence& of, int64_t head) {
     sequence = of;
     kv_head = head;
-    keys = load(p.key, of.first_key, of.keys, &key_buffer_);
-    values = load(p.value, of.first_key, of.keys, &value_buffer_);
+    keys = load(p.key, &key_buffer_);
+    values = load(p.value, &value_buffer_);
   }
 
   void set_queries(int64_t first, int64_t count) {
@@ -177,23 +154,34 @@ class Block {
   // Where a row is in tensors of (batch, heads, rows).
   int64_t place_of(int64_t row) const { return sequence.first_query + query_of(row); }
 
-  // The block's rows of a tensor that is shaped as query is.
+  // The block's rows of a tensor that is shaped as query is, (heads, queries, columns).
+  Tensor part_of(const Tensor& t) const {
+    return t.select(0, sequence.batch)
+        .narrow(0, kv_head * group, group)
+        .narrow(1, place_of(0), queries);
+  }
+
   Acc* gather(const Tensor& from, Buffer<Acc>* buffer) const {
-    const int64_t cols = from.size(3);
-    Acc* to = buffer->at_least(rows() * cols);
-    for (int64_t r = 0; r < rows(); ++r) {
-      widen(from.scalar_type(), row_of(from, sequence.batch, head_of(r), place_of(r)),
-            to + r * cols, cols);
-    }
+    const Tensor part = part_of(from);
+    Acc* to = buffer->at_least(part.numel());
+    matrix(to, rows(), from.size(3)).view(part.sizes()).copy_(part);
     return to;
   }
 
-  void scatter(const Acc* from, const Tensor& to) const {
-    const int64_t cols = to.size(3);
-    for (int64_t r = 0; r < rows(); ++r) {
-      narrow(to.scalar_type(), from + r * cols,
-             const_cast<char*>(row_of(to, sequence.batch, head_of(r), place_of(r))), cols);
-    }
+  void scatter(Acc* from, const Tensor& to) const {
+    const Tensor part = part_of(to);
+    part.copy_(matrix(from, rows(), to.size(3)).view(part.sizes()));
+  }
+
+  // The rows of the block's sequence and head in a tensor that is shaped as key is.
+  Tensor keys_of(const Tensor& t) const {
+    return t.select(0, sequence.batch)
+        .select(0, kv_head)
+        .narrow(0, sequence.first_key, sequence.keys);
+  }
+
+  void store(Acc* from, const Tensor& to) const {
+    keys_of(to).copy_(matrix(from, sequence.keys, to.size(3)));
   }
 
   // rows() x width(). Hidden keys have -inf, whatever they hold. With `slopes`, also the derivative
@@ -215,7 +203,9 @@ class Block {
     } else {
       multiply_row(static_cast<Acc>(p.scale), s, n);
     }
-    for (int64_t r = 0; r < rows(); ++r) finish_row(r, s + r * width());
+    const Acc* mask =
+        p.mask.defined() ? gather(p.mask.narrow(3, low, width()), &mask_buffer_) : nullptr;
+    for (int64_t r = 0; r < rows(); ++r) finish_row(r, mask, s + r * width());
     return s;
   }
 
@@ -243,26 +233,23 @@ class Block {
   Acc *keys = nullptr, *values = nullptr;
 
  private:
-  Acc* load(const Tensor& from, int64_t first, int64_t count, Buffer<Acc>* buffer) const {
-    const int64_t cols = from.size(3);
-    Acc* to = buffer->at_least(count * cols);
-    for (int64_t j = 0; j < count; ++j) {
-      widen(from.scalar_type(), row_of(from, sequence.batch, kv_head, first + j), to + j * cols,
-            cols);
-    }
+  Acc* load(const Tensor& from, Buffer<Acc>* buffer) const {
+    Acc* to = buffer->at_least(sequence.keys * from.size(3));
+    matrix(to, sequence.keys, from.size(3)).copy_(keys_of(from));
     return to;
   }
 
-  void finish_row(int64_t r, Acc* s) {
+  void finish_row(int64_t r, const Acc* mask, Acc* s) const {
     const int64_t head = head_of(r), query = query_of(r);
     const int64_t of_query = query + sequence.keys - sequence.queries;
     if (p.alibi_slopes.defined()) {
       const float* slopes = p.alibi_slopes.const_data_ptr<float>();
       const float slope =
           slopes[sequence.index * p.alibi_slopes.stride(0) + head * p.alibi_slopes.stride(1)];
-      subtract_distances(s, static_cast<Acc>(slope), static_cast<Acc>(of_query - low), width());
+      const Acc factor = slope, distance = of_query - low;
+      each(width(), [=](int64_t i) { s[i] -= factor * std::abs(distance - Acc(i)); });
     }
-    if (p.mask.defined()) apply_mask(row_of(p.mask, sequence.batch, head, query), s);
+    if (mask != nullptr) apply_mask(mask + r * width(), s);
     const int64_t centre = p.top_left ? query : of_query;
     if (p.window_left != p.kNoLimit) {
       const int64_t hidden = std::clamp<int64_t>(centre - p.window_left - low, 0, width());
@@ -274,25 +261,14 @@ class Block {
     }
   }
 
-  void apply_mask(const char* row, Acc* s) {
-    const int64_t stride = p.mask.stride(3), size = p.mask.itemsize();
-    const char* mask = row + low * stride * size;
+  // Of a boolean mask, `mask` is 1 where it is true.
+  void apply_mask(const Acc* mask, Acc* s) const {
     if (p.mask.scalar_type() == at::kBool) {
-      for (int64_t j = 0; j < width(); ++j) {
-        if (mask[j * stride] == 0) s[j] = -kInfinity<Acc>;
-      }
-      return;
-    }
-    Acc* added = mask_buffer_.at_least(width());
-    if (stride == 1) {
-      widen(p.mask.scalar_type(), mask, added, width());
+      each(width(), [=](int64_t j) { s[j] = mask[j] == 0 ? -kInfinity<Acc> : s[j]; });
     } else {
-      for (int64_t j = 0; j < width(); ++j) {
-        widen(p.mask.scalar_type(), mask + j * stride * size, added + j, 1);
-      }
-    }
-    for (int64_t j = 0; j < width(); ++j) {
-      s[j] = added[j] == -kInfinity<Acc> ? -kInfinity<Acc> : s[j] + added[j];
+      each(width(), [=](int64_t j) {
+        s[j] = mask[j] == -kInfinity<Acc> ? -kInfinity<Acc> : s[j] + mask[j];
+      });
     }
   }
 
@@ -384,9 +360,9 @@ template <typename Acc>
 void add_mask_gradient(const Block<Acc>& block, const Acc* ds, const Tensor& dmask) {
   const int64_t stride = dmask.stride(3);
   for (int64_t r = 0; r < block.rows(); ++r) {
-    auto* to = reinterpret_cast<Acc*>(const_cast<char*>(
-        row_of(dmask, block.sequence.batch, block.head_of(r), block.query_of(r))));
-    to += block.low * stride;
+    Acc* to = dmask.mutable_data_ptr<Acc>() + block.sequence.batch * dmask.stride(0) +
+              block.head_of(r) * dmask.stride(1) + block.query_of(r) * dmask.stride(2) +
+              block.low * stride;
     for (int64_t j = 0; j < block.width(); ++j) to[j * stride] += ds[r * block.width() + j];
   }
 }
@@ -439,9 +415,17 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
       drop(p, row, block.query_of(r), block.low, ds_row, width);
     }
     const double of_lse = dlse == nullptr ? 0 : dlse[at];
-    const double delta = weighted_sum_of_row(p_row, ds_row, width) - of_lse;
+    // The sum of p * dp is dout . out, without the rounding of out. Where a key is hidden its
+    // probability is 0, whatever its value, and so dp, holds.
+    const double delta =
+        row_sum<Acc>(
+            width,
+            [=](int64_t i) { return p_row[i] == 0 ? 0.0 : double{p_row[i]} * double{ds_row[i]}; }) -
+        of_lse;
     if (dsink != nullptr) dsink[head] -= of_sink * delta;
-    score_gradients(ds_row, p_row, static_cast<Acc>(delta), width);
+    const Acc of_row = delta;
+    each(width,
+         [=](int64_t i) { ds_row[i] = p_row[i] == 0 ? Acc(0) : p_row[i] * (ds_row[i] - of_row); });
   }
   if (gradients.mask.defined()) add_mask_gradient(block, ds, gradients.mask);
   if (gradients.value.defined() && total > 0) add_product(block, dropped, d_out, dv, dvalue);
@@ -460,15 +444,6 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     block.scatter(dq, gradients.query);
   }
   if (gradients.key.defined() && total > 0) add_product(block, ds, q, block.head_dim, dkey);
-}
-
-template <typename Acc>
-void write_rows(const Acc* from, const Sequence& sequence, int64_t head, const Tensor& to) {
-  const int64_t cols = to.size(3);
-  for (int64_t j = 0; j < sequence.keys; ++j) {
-    narrow(to.scalar_type(), from + j * cols,
-           const_cast<char*>(row_of(to, sequence.batch, head, sequence.first_key + j)), cols);
-  }
 }
 
 template <typename Acc>
@@ -498,8 +473,8 @@ void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, 
                      dlse.defined() ? dlse.const_data_ptr<Acc>() : nullptr, dkey, dvalue, gradients,
                      dsinks.empty() ? nullptr : dsinks.data() + s * heads);
     }
-    if (gradients.key.defined()) write_rows(dkey, sequence, head, gradients.key);
-    if (gradients.value.defined()) write_rows(dvalue, sequence, head, gradients.value);
+    if (gradients.key.defined()) block.store(dkey, gradients.key);
+    if (gradients.value.defined()) block.store(dvalue, gradients.value);
   };
   in_parallel(batch_chains * head_chains, [&](int64_t first, int64_t last) {
     Block<Acc> block(p);

@@ -4,7 +4,10 @@
 #include <cstdint>
 #include <cstring>
 
+#include "cpu/rows.h"
+
 namespace fused_norm::cpu {
+namespace {
 
 // Constants of exp(). kMagic is 1.5 * 2^p: adding it leaves a number rounded to an integer, in the
 // low bits of the sum. exp(-kLargest) rounds to zero and exp(kLargest) to infinity.
@@ -68,4 +71,11 @@ inline Acc exponential(Acc x) {
   return series<Acc, 0>(r) * scale * rest;
 }
 
+// y = exp(x - shift), and the sum of that. x and y may be the same row.
+template <typename Acc>
+double exp_row(const Acc* x, Acc shift, Acc* y, int64_t n) {
+  return row_sum<Acc>(n, [=](int64_t i) { return y[i] = exponential(x[i] - shift); });
+}
+
+}  // namespace
 }  // namespace fused_norm::cpu

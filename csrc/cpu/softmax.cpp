@@ -1,349 +1,145 @@
-// A row, or a tile of columns side by side, is converted once to the accumulation type Acc (float,
-// or double for fp64), worked on while it is in cache, and rounded once on its way out.
 #include "cpu/softmax.h"
 
-#include <ATen/Parallel.h>
-#include <ATen/ops/empty.h>
-#include <c10/core/GradMode.h>
+#include <ATen/Dispatch.h>
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <limits>
-#include <type_traits>
+#include <array>
 
 #include "cpu/exponential.h"
 #include "cpu/rows.h"
-#include "cpu/softmax_row.h"
 
 namespace fused_norm::cpu {
 namespace {
-
-// Columns of a tile: 256 bytes of fp32, whole cache lines at 16 bit too. Lines of a block of a
-// RowSum.
-constexpr int64_t kTile = 64, kLines = 32;
-
-// Over rows.
-
-template <typename Acc>
-FUSED_NORM_SIMD double exp_sum(const Acc* x, Acc shift, int64_t n) {
-  RowSum total;
-  for (int64_t start = 0; start < n; start += kTerms) {
-    const int64_t end = std::min(n, start + kTerms);
-    Acc sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) sum += exponential(x[i] - shift);
-    total.add(sum);
-  }
-  return total.value();
-}
-
-template <typename Acc>
-FUSED_NORM_SIMD void subtract_from_row(const Acc* x, Acc first, Acc second, Acc* y, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) y[i] = (x[i] - first) - second;
-}
 
 // x and y may be the same row.
 template <typename Acc>
 void softmax_row(const Acc* x, bool log, Acc* y, int64_t n) {
   const Acc largest = largest_of(x, n);
   if (log) {
-    subtract_from_row<Acc>(x, largest, std::log(exp_sum(x, largest, n)), y, n);
+    const Acc log_sum =
+        std::log(row_sum<Acc>(n, [=](int64_t i) { return exponential(x[i] - largest); }));
+    each(n, [=](int64_t i) { y[i] = (x[i] - largest) - log_sum; });
   } else {
-    const double sum = exp_row(x, largest, y, n);
-    multiply_row<Acc>(1 / sum, y, n);
+    const Acc factor = 1 / exp_row(x, largest, y, n);
+    each(n, [=](int64_t i) { y[i] *= factor; });
   }
 }
 
-template <bool log, typename Acc>
-FUSED_NORM_SIMD double gradient_sum(const Acc* dy, const Acc* y, int64_t n) {
-  RowSum total;
-  for (int64_t start = 0; start < n; start += kTerms) {
-    const int64_t end = std::min(n, start + kTerms);
-    Acc sum = 0;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t i = start; i < end; ++i) sum += log ? dy[i] : dy[i] * y[i];
-    total.add(sum);
-  }
-  return total.value();
-}
-
-template <bool log, typename Acc>
-FUSED_NORM_SIMD void gradient_row(const Acc* dy, const Acc* y, Acc sum, Acc scale, Acc* dx,
-                                  int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) {
-    dx[i] = scale * (log ? dy[i] - exponential(y[i]) * sum : (dy[i] - sum) * y[i]);
+// dx may be dy.
+template <typename Acc>
+void gradient_row(const Acc* dy, const Acc* y, bool log, Acc scale, Acc* dx, int64_t n) {
+  if (log) {
+    const Acc sum = row_sum<Acc>(n, [=](int64_t i) { return dy[i]; });
+    each(n, [=](int64_t i) { dx[i] = scale * (dy[i] - exponential(y[i]) * sum); });
+  } else {
+    const Acc sum = row_sum<Acc>(n, [=](int64_t i) { return dy[i] * y[i]; });
+    each(n, [=](int64_t i) { dx[i] = scale * ((dy[i] - sum) * y[i]); });
   }
 }
 
 template <typename Acc>
-at::Tensor rows_forward(const at::Tensor& x, bool log, at::ScalarType out_dtype) {
-  const int64_t rows = x.size(0), cols = x.size(1);
-  const at::Tensor y = at::empty({rows, cols}, out_dtype);
-  const Rows<Acc> x_rows(x), y_rows(y);
-  at::parallel_for(0, rows, std::max<int64_t>(kGrain / cols, 1), [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({cols}, kType<Acc>);
-    Acc* buffer = storage.mutable_data_ptr<Acc>();
-    for (int64_t row = begin; row < end; ++row) {
-      Acc* y_row = y_rows.target(row, buffer);
-      softmax_row(x_rows.read(row, buffer), log, y_row, cols);
-      y_rows.write(row, y_row);
-    }
-  });
-  return y;
-}
-
-template <bool log, typename Acc>
-at::Tensor rows_backward(const at::Tensor& dy, const at::Tensor& y, at::ScalarType input_dtype,
-                         double scale) {
-  const int64_t rows = dy.size(0), cols = dy.size(1);
-  const at::Tensor dx = at::empty({rows, cols}, input_dtype);
-  const Rows<Acc> dy_rows(dy), y_rows(y), dx_rows(dx);
-  at::parallel_for(0, rows, std::max<int64_t>(kGrain / cols, 1), [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({2, cols}, kType<Acc>);
-    Acc* dy_buffer = storage.mutable_data_ptr<Acc>();
-    Acc* y_buffer = dy_buffer + cols;
-    for (int64_t row = begin; row < end; ++row) {
-      const Acc* dy_row = dy_rows.read(row, dy_buffer);
-      const Acc* y_row = y_rows.read(row, y_buffer);
-      Acc* dx_row = dx_rows.target(row, dy_buffer);
-      const Acc sum = gradient_sum<log>(dy_row, y_row, cols);
-      gradient_row<log, Acc>(dy_row, y_row, sum, scale, dx_row, cols);
-      dx_rows.write(row, dx_row);
-    }
-  });
-  return dx;
-}
-
-// Over columns: a tile holds `cols` lines of `width` columns of a contiguous (outer, cols, inner).
-
-struct Tile {
-  int64_t start;  // of its first line, in elements
-  int64_t width;
-};
-
-struct Tiling {
-  int64_t cols, inner, blocks, count;
-
-  Tiling(int64_t outer, int64_t cols, int64_t inner)
-      : cols(cols), inner(inner), blocks((inner + kTile - 1) / kTile), count(outer * blocks) {}
-
-  Tile tile(int64_t index) const {
-    const int64_t first = index % blocks * kTile;
-    return {index / blocks * cols * inner + first, std::min(kTile, inner - first)};
-  }
-
-  template <typename Acc>
-  void read(const at::Tensor& from, Tile tile, Acc* to) const {
-    const auto* base = static_cast<const char*>(from.const_data_ptr());
-    for (int64_t c = 0; c < cols; ++c) {
-      widen(from.scalar_type(), base + (tile.start + c * inner) * from.itemsize(),
-            to + c * tile.width, tile.width);
-    }
-  }
-
-  template <typename Acc>
-  void write(const at::Tensor& to, Tile tile, const Acc* from) const {
-    auto* base = static_cast<char*>(to.mutable_data_ptr());
-    for (int64_t c = 0; c < cols; ++c) {
-      narrow(to.scalar_type(), from + c * tile.width,
-             base + (tile.start + c * inner) * to.itemsize(), tile.width);
-    }
-  }
-
-  // Few enough tiles for each thread to be worth it.
-  // Of the widest tile.
-  int64_t elements() const { return cols * std::min(kTile, inner); }
-
-  int64_t grain() const { return std::max<int64_t>(kGrain / elements(), 1); }
-};
-
-template <bool log, typename Acc>
-FUSED_NORM_SIMD void softmax_tile(Acc* x, int64_t cols, int64_t width) {
-  Acc largest[kTile];
-  RowSum sums[kTile];
-  for (int64_t j = 0; j < width; ++j) largest[j] = -kInfinity<Acc>;
-  for (int64_t c = 0; c < cols; ++c) {
-    const Acc* line = x + c * width;
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) largest[j] = line[j] > largest[j] ? line[j] : largest[j];
-  }
-  for (int64_t start = 0; start < cols; start += kLines) {
-    double sum[kTile] = {};
-    for (int64_t c = start; c < std::min(start + kLines, cols); ++c) {
-      Acc* line = x + c * width;
-#pragma omp simd
-      for (int64_t j = 0; j < width; ++j) {
-        const Acc e = exponential(line[j] - largest[j]);
-        if (!log) line[j] = e;
-        sum[j] += e;
+void transpose(const Acc* from, int64_t from_pitch, Acc* to, int64_t to_pitch, int64_t rows,
+               int64_t cols) {
+  constexpr int64_t kHeight = 16;
+  for (int64_t top = 0; top < rows; top += kHeight) {
+    for (int64_t col = 0; col < cols; ++col) {
+      for (int64_t row = top; row < std::min(top + kHeight, rows); ++row) {
+        to[col * to_pitch + row] = from[row * from_pitch + col];
       }
     }
-    for (int64_t j = 0; j < width; ++j) sums[j].add(sum[j]);
-  }
-  Acc last[kTile];
-  for (int64_t j = 0; j < width; ++j) {
-    last[j] = log ? std::log(sums[j].value()) : 1 / sums[j].value();
-  }
-  for (int64_t c = 0; c < cols; ++c) {
-    Acc* line = x + c * width;
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) {
-      line[j] = log ? (line[j] - largest[j]) - last[j] : line[j] * last[j];
-    }
   }
 }
 
-// Leaves dx in place of dy.
-template <bool log, typename Acc>
-FUSED_NORM_SIMD void gradient_tile(Acc* dy, const Acc* y, Acc scale, int64_t cols, int64_t width) {
-  RowSum sums[kTile];
-  for (int64_t start = 0; start < cols; start += kLines) {
-    double part[kTile] = {};
-    for (int64_t c = start; c < std::min(start + kLines, cols); ++c) {
-      const Acc *dy_line = dy + c * width, *y_line = y + c * width;
-#pragma omp simd
-      for (int64_t j = 0; j < width; ++j) part[j] += log ? dy_line[j] : dy_line[j] * y_line[j];
-    }
-    for (int64_t j = 0; j < width; ++j) sums[j].add(part[j]);
-  }
-  Acc sum[kTile];
-  for (int64_t j = 0; j < width; ++j) sum[j] = sums[j].value();
-  for (int64_t c = 0; c < cols; ++c) {
-    Acc* dy_line = dy + c * width;
-    const Acc* y_line = y + c * width;
-#pragma omp simd
-    for (int64_t j = 0; j < width; ++j) {
-      dy_line[j] = scale * (log ? dy_line[j] - exponential(y_line[j]) * sum[j]
-                                : (dy_line[j] - sum[j]) * y_line[j]);
-    }
-  }
-}
-
-template <typename Acc>
-at::Tensor columns_forward(const at::Tensor& x, bool log, at::ScalarType out_dtype) {
-  const at::Tensor from = x.contiguous();
-  const at::Tensor y = at::empty(x.sizes(), out_dtype);
-  const Tiling tiling(x.size(0), x.size(1), x.size(2));
-  const auto run = log ? softmax_tile<true, Acc> : softmax_tile<false, Acc>;
-  at::parallel_for(0, tiling.count, tiling.grain(), [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({tiling.elements()}, kType<Acc>);
-    Acc* buffer = storage.mutable_data_ptr<Acc>();
-    for (int64_t index = begin; index < end; ++index) {
-      const Tile tile = tiling.tile(index);
-      tiling.read(from, tile, buffer);
-      run(buffer, tiling.cols, tile.width);
-      tiling.write(y, tile, buffer);
-    }
-  });
-  return y;
-}
-
-template <bool log, typename Acc>
-at::Tensor columns_backward(const at::Tensor& dy, const at::Tensor& y, at::ScalarType input_dtype,
-                            double scale) {
-  const at::Tensor dy_from = dy.contiguous(), y_from = y.contiguous();
-  const at::Tensor dx = at::empty(dy.sizes(), input_dtype);
-  const Tiling tiling(dy.size(0), dy.size(1), dy.size(2));
-  at::parallel_for(0, tiling.count, tiling.grain(), [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({2, tiling.elements()}, kType<Acc>);
-    Acc* dy_buffer = storage.mutable_data_ptr<Acc>();
-    Acc* y_buffer = dy_buffer + tiling.elements();
-    for (int64_t index = begin; index < end; ++index) {
-      const Tile tile = tiling.tile(index);
-      tiling.read(dy_from, tile, dy_buffer);
-      tiling.read(y_from, tile, y_buffer);
-      gradient_tile<log, Acc>(dy_buffer, y_buffer, scale, tiling.cols, tile.width);
-      tiling.write(dx, tile, dy_buffer);
-    }
-  });
-  return dx;
-}
-
-// Scaled and masked rows.
-
-template <typename Acc>
-FUSED_NORM_SIMD void scale_and_fill(const Acc* x, Acc scale, const Acc* masked, Acc* y, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) y[i] = masked[i] != 0 ? -kInfinity<Acc> : x[i] * scale;
-}
-
-template <typename Acc>
-FUSED_NORM_SIMD void scale_and_add(const Acc* x, Acc scale, const Acc* mask, Acc* y, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale + mask[i];
-}
-
-// Loads of bool itself are not vectorised.
-template <typename Acc>
-FUSED_NORM_SIMD void flags(const uint8_t* from, Acc* to, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) to[i] = from[i];
-}
-
-template <typename Acc>
-FUSED_NORM_SIMD void scale_row(const Acc* x, Acc scale, Acc* y, int64_t n) {
-#pragma omp simd
-  for (int64_t i = 0; i < n; ++i) y[i] = x[i] * scale;
-}
-
-// The rows of a mask that was expanded to the input's shape, as Acc, one at a time; of a boolean
-// mask 1 where it is true. A row that several of the input's share is converted once if they follow
-// each other.
-template <typename Acc>
-class MaskRows {
- public:
-  MaskRows(const at::Tensor& mask, int64_t cols)
-      : mask_(mask), values_(at::empty({cols}, kType<Acc>)) {}
-
-  bool boolean() const { return mask_.scalar_type() == at::kBool; }
-
-  // Valid until the next call.
-  const Acc* read(int64_t row) {
-    Acc* to = values_.mutable_data_ptr<Acc>();
-    int64_t offset = 0;
-    for (int64_t d = mask_.dim() - 2; d >= 0; --d) {
-      offset += row % mask_.size(d) * mask_.stride(d);
-      row /= mask_.size(d);
-    }
-    if (offset == offset_) return to;
-    offset_ = offset;
-    const int64_t cols = mask_.size(-1), stride = mask_.stride(-1);
-    if (stride == 1) {
-      convert(offset, to, cols);
-    } else {
-      for (int64_t i = 0; i < cols; ++i) {
-        if (i > 0 && stride == 0) {
-          to[i] = to[0];
-        } else {
-          convert(offset + i * stride, to + i, 1);
-        }
+// The result of row_function(a row of each input, where to put the result), which may be the first
+// input's row, over dimension 1 of inputs of shape (outer, cols, inner). Columns become rows a tile
+// at a time: a row has the same bits wherever its elements lie.
+template <typename Acc, size_t inputs, typename RowFunction>
+at::Tensor over_rows(const std::array<at::Tensor, inputs>& from, at::ScalarType out_dtype,
+                     const RowFunction& row_function) {
+  const int64_t outer = from[0].size(0), cols = from[0].size(1), inner = from[0].size(2);
+  if (inner == 1) {
+    const at::Tensor result = at::empty({outer, cols, inner}, out_dtype);
+    in_parallel_blocks(outer, cols, [&](int64_t first, int64_t count) {
+      const NewRows<Acc> made(result.squeeze(2), first, count);
+      std::array<at::Tensor, inputs> blocks;
+      std::array<const Acc*, inputs> data;
+      for (size_t i = 0; i < inputs; ++i) {
+        blocks[i] = rows_of<Acc>(from[i].squeeze(2), first, count);
+        data[i] = blocks[i].template const_data_ptr<Acc>();
       }
-    }
-    return to;
+      for (Acc *to = made.data(), *end = to + count * cols; to != end; to += cols) {
+        row_function(data, to);
+        for (const Acc*& row : data) row += cols;
+      }
+      made.store();
+    });
+    return result;
   }
 
- private:
-  void convert(int64_t offset, Acc* to, int64_t n) const {
-    const auto* from = static_cast<const char*>(mask_.const_data_ptr()) + offset * mask_.itemsize();
-    if (boolean()) {
-      flags(reinterpret_cast<const uint8_t*>(from), to, n);
-    } else {
-      widen(mask_.scalar_type(), from, to, n);
+  const int64_t width = std::min<int64_t>(inner, 64), tiles = (inner + width - 1) / width;
+  const int64_t pitch = cols + 16;  // not a power of two, whose lines share few sets of a cache
+  std::array<at::Tensor, inputs> wide;
+  for (size_t i = 0; i < inputs; ++i) wide[i] = from[i].to(kType<Acc>).contiguous();
+  const at::Tensor result = at::empty({outer, cols, inner}, kType<Acc>);
+  const int64_t grain = std::max<int64_t>(kGrain / (cols * width), 1);
+  at::parallel_for(0, outer * tiles, grain, [&](int64_t begin, int64_t end) {
+    const at::Tensor storage = at::empty({int64_t{inputs}, width, pitch}, kType<Acc>);
+    Acc* buffer = storage.mutable_data_ptr<Acc>();
+    for (int64_t tile = begin; tile < end; ++tile) {
+      const int64_t first = tile % tiles * width, count = std::min(width, inner - first);
+      const int64_t start = tile / tiles * cols * inner + first;
+      std::array<const Acc*, inputs> data;
+      for (size_t i = 0; i < inputs; ++i) {
+        Acc* to = buffer + i * width * pitch;
+        transpose(wide[i].template const_data_ptr<Acc>() + start, inner, to, pitch, cols, count);
+        data[i] = to;
+      }
+      for (int64_t row = 0; row < count; ++row) {
+        row_function(data, buffer + row * pitch);
+        for (const Acc*& input : data) input += pitch;
+      }
+      transpose(buffer, pitch, result.mutable_data_ptr<Acc>() + start, inner, count, cols);
     }
-  }
+  });
+  return result.to(out_dtype);
+}
 
-  const at::Tensor& mask_;
-  at::Tensor values_;
-  int64_t offset_ = -1;
-};
-
-// Nothing is left of a row: no maximum, and no NaN that a maximum does not see.
 template <typename Acc>
-bool nothing_left(const Acc* x, int64_t n) {
-  return std::all_of(x, x + n, [](Acc value) { return value == -kInfinity<Acc>; });
+at::Tensor forward(const at::Tensor& x, bool log, at::ScalarType out_dtype) {
+  const int64_t cols = x.size(1);
+  return over_rows<Acc, 1>({x}, out_dtype, [=](const std::array<const Acc*, 1>& row, Acc* y) {
+    softmax_row(row[0], log, y, cols);
+  });
+}
+
+template <typename Acc>
+at::Tensor backward(const at::Tensor& dy, const at::Tensor& y, bool log, at::ScalarType input_dtype,
+                    double scale) {
+  const int64_t cols = dy.size(1);
+  return over_rows<Acc, 2>({dy, y}, input_dtype,
+                           [=](const std::array<const Acc*, 2>& row, Acc* dx) {
+                             gradient_row<Acc>(row[0], row[1], log, scale, dx, cols);
+                           });
+}
+
+// y = scale * x with one row of the mask, whose shape is that of the input by expand().
+template <typename Acc>
+void mask_row(const Acc* x, Acc scale, const at::Tensor& mask, int64_t row, Acc* y, int64_t n) {
+  int64_t offset = 0;
+  for (int64_t d = mask.dim() - 2; d >= 0; --d) {
+    offset += row % mask.size(d) * mask.stride(d);
+    row /= mask.size(d);
+  }
+  const int64_t stride = mask.stride(-1);
+  if (mask.scalar_type() == at::kBool) {
+    // Loads of bool itself are not vectorised.
+    const auto* masked = static_cast<const uint8_t*>(mask.const_data_ptr()) + offset;
+    each(n, [=](int64_t i) { y[i] = masked[i * stride] != 0 ? -kInfinity<Acc> : x[i] * scale; });
+    return;
+  }
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, mask.scalar_type(), "fused_norm", [&] {
+    const auto* added = mask.const_data_ptr<scalar_t>() + offset;
+    each(n, [=](int64_t i) { y[i] = x[i] * scale + static_cast<Acc>(added[i * stride]); });
+  });
 }
 
 template <typename Acc>
@@ -352,31 +148,30 @@ at::Tensor masked_forward(const at::Tensor& x, const at::Tensor& mask, double sc
   const int64_t cols = x.size(-1), rows = x.numel() / cols;
   const int64_t queries = causal ? x.size(-2) : 1;
   const at::Tensor y = at::empty(x.sizes(), out_dtype);
-  const Rows<Acc> x_rows(x.reshape({rows, cols})), y_rows(y.view({rows, cols}));
+  const at::Tensor x_rows = x.reshape({rows, cols}), y_rows = y.view({rows, cols});
   const Acc factor = scale;
-  const bool masked = mask.defined() || causal;
-  at::parallel_for(0, rows, std::max<int64_t>(kGrain / cols, 1), [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({cols}, kType<Acc>);
-    Acc* buffer = storage.mutable_data_ptr<Acc>();
-    MaskRows<Acc> mask_rows(mask.defined() ? mask : storage, cols);
-    for (int64_t row = begin; row < end; ++row) {
-      const Acc* x_row = x_rows.read(row, buffer);
-      Acc* y_row = y_rows.target(row, buffer);
+  in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count) {
+    const NewRows<Acc> made(y_rows, first, count);
+    const at::Tensor block = rows_of<Acc>(x_rows, first, count);
+    const Acc* from = block.const_data_ptr<Acc>();
+    Acc* to = made.data();
+    for (int64_t row = first; row < first + count; ++row, from += cols, to += cols) {
       // Keys that a query may see come first; the rest is not looked at.
       const int64_t last = row % queries + cols - queries;
       const int64_t seen = causal ? std::clamp<int64_t>(last + 1, 0, cols) : cols;
-      if (!mask.defined()) {
-        scale_row(x_row, factor, y_row, seen);
-      } else if (mask_rows.boolean()) {
-        scale_and_fill(x_row, factor, mask_rows.read(row), y_row, seen);
+      if (mask.defined()) {
+        mask_row(from, factor, mask, row, to, seen);
       } else {
-        scale_and_add(x_row, factor, mask_rows.read(row), y_row, seen);
+        each(seen, [=](int64_t i) { to[i] = from[i] * factor; });
       }
-      const bool empty = masked && nothing_left(y_row, seen);
-      if (!empty) softmax_row(y_row, false, y_row, seen);
-      std::fill(empty ? y_row : y_row + seen, y_row + cols, Acc(0));
-      y_rows.write(row, y_row);
+      // Nothing is left of a row: no maximum, and no NaN that a maximum does not see.
+      const bool empty = (mask.defined() || causal) && std::all_of(to, to + seen, [](Acc value) {
+                           return value == -kInfinity<Acc>;
+                         });
+      if (!empty) softmax_row(to, false, to, seen);
+      std::fill(empty ? to : to + seen, to + cols, Acc(0));
     }
+    made.store();
   });
   return y;
 }
@@ -385,12 +180,7 @@ at::Tensor masked_forward(const at::Tensor& x, const at::Tensor& mask, double sc
 
 at::Tensor softmax_forward(const at::Tensor& x, bool log, at::ScalarType out_dtype) {
   const at::NoGradGuard no_grad;
-  const bool wide = x.scalar_type() == at::kDouble;
-  if (x.size(2) == 1) {
-    const auto run = wide ? rows_forward<double> : rows_forward<float>;
-    return run(x.squeeze(2), log, out_dtype).unsqueeze(2);
-  }
-  const auto run = wide ? columns_forward<double> : columns_forward<float>;
+  const auto run = x.scalar_type() == at::kDouble ? forward<double> : forward<float>;
   return run(x, log, out_dtype);
 }
 
@@ -404,15 +194,8 @@ at::Tensor scaled_masked_softmax(const at::Tensor& x, const at::Tensor& mask, do
 at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& y, bool log,
                             at::ScalarType input_dtype, double scale) {
   const at::NoGradGuard no_grad;
-  const bool wide = input_dtype == at::kDouble;
-  if (dy.size(2) == 1) {
-    const auto with_log = wide ? rows_backward<true, double> : rows_backward<true, float>;
-    const auto without = wide ? rows_backward<false, double> : rows_backward<false, float>;
-    return (log ? with_log : without)(dy.squeeze(2), y.squeeze(2), input_dtype, scale).unsqueeze(2);
-  }
-  const auto with_log = wide ? columns_backward<true, double> : columns_backward<true, float>;
-  const auto without = wide ? columns_backward<false, double> : columns_backward<false, float>;
-  return (log ? with_log : without)(dy, y, input_dtype, scale);
+  const auto run = input_dtype == at::kDouble ? backward<double> : backward<float>;
+  return run(dy, y, log, input_dtype, scale);
 }
 
 }  // namespace fused_norm::cpu
