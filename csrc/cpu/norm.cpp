@@ -92,9 +92,9 @@ ForwardResult forward(const at::Tensor& x, const at::Tensor& weight, const at::T
   Acc* means = rms ? nullptr : result.mean.mutable_data_ptr<Acc>();
   Acc* rstds = result.rstd.mutable_data_ptr<Acc>();
 
-  in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count) {
-    const at::Tensor block = rows_of<Acc>(x, first, count);
-    const NewRows<Acc> made(result.y, first, count);
+  in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
+    const at::Tensor block = rows_of<Acc>(x, first, count, scratch[0]);
+    const NewRows<Acc> made(result.y, first, count, scratch[1]);
     const Acc* from = block.const_data_ptr<Acc>();
     Acc* y = made.data();
     for (int64_t row = first; row < first + count; ++row, from += cols, y += cols) {
@@ -145,13 +145,13 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
   at::Tensor sums;  // of a chunk dweight's, then dbias's
   if (wants_dweight || wants_dbias) sums = at::zeros({chunks, 2 * cols}, at::kDouble);
 
-  const auto do_block = [&](int64_t chunk, int64_t first, int64_t count) {
-    const at::Tensor dy_block = rows_of<Acc>(dy, first, count);
-    at::Tensor source = rows_of<Acc>(saved, first, count);
+  const auto do_block = [&](int64_t chunk, int64_t first, int64_t count, Scratch& scratch) {
+    const at::Tensor dy_block = rows_of<Acc>(dy, first, count, scratch[0]);
+    at::Tensor source = rows_of<Acc>(saved, first, count, scratch[1]);
     if (from_output) source = recovered(source, affine_weight, affine_bias, listed, first);
     const Acc* d = dy_block.const_data_ptr<Acc>();
     const Acc* from = source.const_data_ptr<Acc>();
-    const NewRows<Acc> made(result.dx, first, count);
+    const NewRows<Acc> made(result.dx, first, count, scratch[2]);
     Acc* dx = made.data();
     double* of_chunk =
         sums.defined() ? sums.mutable_data_ptr<double>() + chunk * 2 * cols : nullptr;
@@ -183,7 +183,9 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
   at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       in_blocks(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), cols,
-                [&](int64_t first, int64_t count) { do_block(chunk, first, count); });
+                [&](int64_t first, int64_t count, Scratch& scratch) {
+                  do_block(chunk, first, count, scratch);
+                });
     }
   });
   if (sums.defined()) {

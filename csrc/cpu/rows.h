@@ -10,6 +10,7 @@
 #include <c10/core/GradMode.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <limits>
@@ -29,7 +30,7 @@ namespace {
 
 // Elements that are worth another thread, as in ATen, and of a block of rows: the second-level
 // cache holds a few blocks.
-constexpr int64_t kGrain = 32768, kBlock = 65536;
+constexpr int64_t kGrain = 32768, kBlock = 16384;
 
 template <typename Acc>
 constexpr at::ScalarType kType = c10::CppTypeToScalarType<Acc>::value;
@@ -74,14 +75,18 @@ FUSED_NORM_SIMD Acc largest_of(const Acc* x, int64_t n) {
   return largest;
 }
 
-// Calls function(first, count) for blocks of the rows [begin, end), in order.
+// Memory for the converted rows of up to three tensors, which each block uses again.
+using Scratch = std::array<at::Tensor, 3>;
+
+// Calls function(first, count, scratch) for blocks of the rows [begin, end), in order.
 template <typename Function>
 void in_blocks(int64_t begin, int64_t end, int64_t cols, const Function& function) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t step = std::max<int64_t>(kBlock / cols, 1);
+  Scratch scratch;
   for (int64_t first = begin; first < end; first += step) {
-    function(first, std::min(step, end - first));
+    function(first, std::min(step, end - first), scratch);
   }
 }
 
@@ -92,10 +97,19 @@ void in_parallel_blocks(int64_t rows, int64_t cols, const Function& function) {
                    [&](int64_t begin, int64_t end) { in_blocks(begin, end, cols, function); });
 }
 
+// `memory` as rows of a block's size; the first block is the largest.
+template <typename Acc>
+at::Tensor in_scratch(at::Tensor& memory, at::IntArrayRef sizes) {
+  if (!memory.defined()) memory = at::empty(sizes, kType<Acc>);
+  return memory.narrow(0, 0, sizes[0]);
+}
+
 // Rows of a 2-D tensor, contiguous: in place where they are that already.
 template <typename Acc>
-at::Tensor rows_of(const at::Tensor& from, int64_t first, int64_t count) {
-  return from.narrow(0, first, count).to(kType<Acc>).contiguous();
+at::Tensor rows_of(const at::Tensor& from, int64_t first, int64_t count, at::Tensor& memory) {
+  const at::Tensor rows = from.narrow(0, first, count);
+  if (rows.scalar_type() == kType<Acc> && rows.is_contiguous()) return rows;
+  return in_scratch<Acc>(memory, rows.sizes()).copy_(rows);
 }
 
 // Rows of a contiguous 2-D tensor that are to be written: in place, or in memory that store()
@@ -104,10 +118,10 @@ template <typename Acc>
 struct NewRows {
   at::Tensor to, values;
 
-  NewRows(const at::Tensor& tensor, int64_t first, int64_t count) {
+  NewRows(const at::Tensor& tensor, int64_t first, int64_t count, at::Tensor& memory) {
     if (!tensor.defined()) return;
     to = tensor.narrow(0, first, count);
-    values = to.scalar_type() == kType<Acc> ? to : at::empty(to.sizes(), kType<Acc>);
+    values = to.scalar_type() == kType<Acc> ? to : in_scratch<Acc>(memory, to.sizes());
   }
   Acc* data() const { return values.defined() ? values.template mutable_data_ptr<Acc>() : nullptr; }
   void store() const {

@@ -58,12 +58,12 @@ at::Tensor over_rows(const std::array<at::Tensor, inputs>& from, at::ScalarType 
   const int64_t outer = from[0].size(0), cols = from[0].size(1), inner = from[0].size(2);
   if (inner == 1) {
     const at::Tensor result = at::empty({outer, cols, inner}, out_dtype);
-    in_parallel_blocks(outer, cols, [&](int64_t first, int64_t count) {
-      const NewRows<Acc> made(result.squeeze(2), first, count);
+    in_parallel_blocks(outer, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
+      const NewRows<Acc> made(result.squeeze(2), first, count, scratch[inputs]);
       std::array<at::Tensor, inputs> blocks;
       std::array<const Acc*, inputs> data;
       for (size_t i = 0; i < inputs; ++i) {
-        blocks[i] = rows_of<Acc>(from[i].squeeze(2), first, count);
+        blocks[i] = rows_of<Acc>(from[i].squeeze(2), first, count, scratch[i]);
         data[i] = blocks[i].template const_data_ptr<Acc>();
       }
       for (Acc *to = made.data(), *end = to + count * cols; to != end; to += cols) {
@@ -150,9 +150,9 @@ at::Tensor masked_forward(const at::Tensor& x, const at::Tensor& mask, double sc
   const at::Tensor y = at::empty(x.sizes(), out_dtype);
   const at::Tensor x_rows = x.reshape({rows, cols}), y_rows = y.view({rows, cols});
   const Acc factor = scale;
-  in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count) {
-    const NewRows<Acc> made(y_rows, first, count);
-    const at::Tensor block = rows_of<Acc>(x_rows, first, count);
+  in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
+    const NewRows<Acc> made(y_rows, first, count, scratch[0]);
+    const at::Tensor block = rows_of<Acc>(x_rows, first, count, scratch[1]);
     const Acc* from = block.const_data_ptr<Acc>();
     Acc* to = made.data();
     for (int64_t row = first; row < first + count; ++row, from += cols, to += cols) {
