@@ -35,6 +35,10 @@ double row_mean(const Acc* x, int64_t n) {
   return mean + row_sum<Acc>(n, [=](int64_t i) { return x[i] - mean; }) / n;
 }
 
+// Rows whose dweight and dbias are added up in Acc before they join a sum in double: few enough
+// for fp32 to lose little, enough to make the longer sums cheap.
+constexpr int64_t kFewRows = 16;
+
 // dweight and dbias are summed in two stages: each chunk of rows into sums of its own, then those
 // in order. Chunks depend on the shape alone, so the bits do not depend on the number of threads.
 // There are at most 64, and their sums take at most 32 MB unless those of one row take more.
@@ -153,6 +157,7 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
     const Acc* from = source.const_data_ptr<Acc>();
     const NewRows<Acc> made(result.dx, first, count, scratch[2]);
     Acc* dx = made.data();
+    std::vector<Acc> few(sums.defined() ? 2 * cols : 0);  // sums over a few rows
     double* of_chunk =
         sums.defined() ? sums.mutable_data_ptr<double>() + chunk * 2 * cols : nullptr;
     for (int64_t row = first; row < first + count; ++row, d += cols, from += cols, dx += cols) {
@@ -161,10 +166,17 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
       const auto xhat = [=](int64_t i) { return (from[i] - centre) * factor; };
       const auto h = [=](int64_t i) { return d[i] * g[i]; };
       if (of_chunk != nullptr) {
+        Acc* to = few.data();
         each(cols, [=](int64_t i) {
-          of_chunk[i] += double{d[i]} * xhat(i);
-          of_chunk[cols + i] += d[i];
+          to[i] += d[i] * xhat(i);
+          to[cols + i] += d[i];
         });
+        if ((row + 1) % kFewRows == 0 || row + 1 == first + count) {
+          each(2 * cols, [=](int64_t i) {
+            of_chunk[i] += to[i];
+            to[i] = 0;
+          });
+        }
       }
       if (!result.dx.defined()) continue;
       // dx = rstd * (h - mean(h) - xhat * mean(h * xhat)); RMSNorm has no mean(h).

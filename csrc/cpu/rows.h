@@ -30,7 +30,7 @@ namespace {
 
 // Elements that are worth another thread, as in ATen, and of a block of rows: the second-level
 // cache holds a few blocks.
-constexpr int64_t kGrain = 32768, kBlock = 16384;
+constexpr int64_t kGrain = 32768, kBlock = 32768;
 
 template <typename Acc>
 constexpr at::ScalarType kType = c10::CppTypeToScalarType<Acc>::value;
