@@ -105,8 +105,8 @@ def test_dtype(dtype, out, name, device, generator):
 
 @each_function
 def test_fused_conversion_makes_no_copy(name, device):
-    """bf16 in, fp32 out: no memory but the output's, neither forward nor, but for dx, backward. On a
-    CPU each thread has a block of rows beside it: one is counted."""
+    """bf16 in, fp32 out: no memory but the output's, neither forward nor, but for dx, backward. On
+    a CPU each thread has a block of rows beside it: one is counted."""
     x = torch.zeros(1024, 1024, dtype=BF16, device=device)
     y = FUNCTIONS[name][0](x, -1, dtype=FP32)
     dy = torch.zeros_like(y)
