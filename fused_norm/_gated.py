@@ -5,9 +5,9 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
+from torch.overrides import has_torch_function_variadic
 
-from fused_norm import _arguments, _decompositions, _jagged, _ops, _sharding, _tracing
+from fused_norm import _arguments, _decompositions, _jagged, _ops, _sharding, _torch, _tracing
 
 ACTIVATIONS = ("silu", "sigmoid")
 
@@ -64,20 +64,8 @@ def rms_norm_gated(
     is_compiling = torch.compiler.is_compiling()
     if not is_compiling and has_torch_function_variadic(input, gate, weight):
         nested = any(_jagged.is_nested(tensor) for tensor in (input, gate, weight))
-        if not nested or torch._C._is_torch_function_mode_enabled():
-            return handle_torch_function(
-                rms_norm_gated,
-                (input, gate, weight),
-                input,
-                gate,
-                normalized_shape,
-                weight=weight,
-                eps=eps,
-                norm_before_gate=norm_before_gate,
-                activation=activation,
-                group_size=group_size,
-                weight_offset=weight_offset,
-            )
+        if not nested or _torch.is_function_mode_enabled():
+            return _torch.overridden(rms_norm_gated, locals())
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
         _sharding.register_where_loaded()  # it may be the first DTensor
