@@ -193,11 +193,10 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
   };
   const int64_t grain = std::max<int64_t>(kGrain / (chunk_rows * cols), 1);
   at::parallel_for(0, chunks, grain, [&](int64_t begin, int64_t end) {
+    Scratch scratch;
     for (int64_t chunk = begin; chunk < end; ++chunk) {
       in_blocks(chunk * chunk_rows, std::min(rows, (chunk + 1) * chunk_rows), cols,
-                [&](int64_t first, int64_t count, Scratch& scratch) {
-                  do_block(chunk, first, count, scratch);
-                });
+                [&](int64_t first, int64_t count) { do_block(chunk, first, count, scratch); });
     }
   });
   if (sums.defined()) {

@@ -75,26 +75,29 @@ FUSED_NORM_SIMD Acc largest_of(const Acc* x, int64_t n) {
   return largest;
 }
 
-// Memory for the converted rows of up to three tensors, which each block uses again.
+// A thread's memory for the converted rows of up to three tensors, which each block uses again.
 using Scratch = std::array<at::Tensor, 3>;
 
-// Calls function(first, count, scratch) for blocks of the rows [begin, end), in order.
+// Calls function(first, count) for blocks of the rows [begin, end), in order.
 template <typename Function>
 void in_blocks(int64_t begin, int64_t end, int64_t cols, const Function& function) {
   const at::NoGradGuard no_grad;
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const int64_t step = std::max<int64_t>(kBlock / cols, 1);
-  Scratch scratch;
   for (int64_t first = begin; first < end; first += step) {
-    function(first, std::min(step, end - first), scratch);
+    function(first, std::min(step, end - first));
   }
 }
 
-// The same for all of `rows`, on ATen's threads.
+// Calls function(first, count, scratch) for blocks of all rows, on ATen's threads.
 template <typename Function>
 void in_parallel_blocks(int64_t rows, int64_t cols, const Function& function) {
-  at::parallel_for(0, rows, std::max<int64_t>(kGrain / cols, 1),
-                   [&](int64_t begin, int64_t end) { in_blocks(begin, end, cols, function); });
+  const int64_t grain = std::max<int64_t>(kGrain / cols, 1);
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    Scratch scratch;
+    in_blocks(begin, end, cols,
+              [&](int64_t first, int64_t count) { function(first, count, scratch); });
+  });
 }
 
 // `memory` as rows of a block's size; the first block is the largest.
@@ -109,7 +112,15 @@ template <typename Acc>
 at::Tensor rows_of(const at::Tensor& from, int64_t first, int64_t count, at::Tensor& memory) {
   const at::Tensor rows = from.narrow(0, first, count);
   if (rows.scalar_type() == kType<Acc> && rows.is_contiguous()) return rows;
-  return in_scratch<Acc>(memory, rows.sizes()).copy_(rows);
+  const at::Tensor values = in_scratch<Acc>(memory, rows.sizes());
+  if (rows.scalar_type() != at::kBFloat16 || rows.stride(1) != 1) return values.copy_(rows);
+  // ATen's conversion of bf16 takes longer than the work on the row.
+  const auto* row = rows.const_data_ptr<at::BFloat16>();
+  Acc* to = values.mutable_data_ptr<Acc>();
+  for (int64_t i = 0, cols = rows.size(1); i < count; ++i, row += rows.stride(0), to += cols) {
+    each(cols, [=](int64_t col) { to[col] = row[col]; });
+  }
+  return values;
 }
 
 // Rows of a contiguous 2-D tensor that are to be written: in place, or in memory that store()
@@ -125,7 +136,16 @@ struct NewRows {
   }
   Acc* data() const { return values.defined() ? values.template mutable_data_ptr<Acc>() : nullptr; }
   void store() const {
-    if (!values.is_same(to)) to.copy_(values);
+    if (values.is_same(to)) return;
+    if (to.scalar_type() != at::kBFloat16) {
+      to.copy_(values);
+      return;
+    }
+    // A store to BFloat16 itself calls its constructor, and gcc then gives up vectorising.
+    const Acc* from = values.template const_data_ptr<Acc>();
+    auto* rounded = to.mutable_data_ptr<at::BFloat16>();
+    each(to.numel(),
+         [=](int64_t i) { rounded[i].x = at::BFloat16(static_cast<float>(from[i])).x; });
   }
 };
 
