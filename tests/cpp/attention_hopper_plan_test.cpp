@@ -71,7 +71,7 @@ TEST(AttentionHopperPlan, SectionsHoldWholeGroupsOfHeads) {
       EXPECT_GE(plan.forward_section, 4);
       EXPECT_EQ(plan.forward_section % 4, 0);
       EXPECT_EQ(plan.in_order, causal);
-      EXPECT_EQ(hopper_workspace(params) != 0, causal);
+      EXPECT_EQ(hopper_scratch(params, false).all != 0, causal);
     }
   }
 }
@@ -87,9 +87,47 @@ TEST(AttentionHopperPlan, BackwardHasATicketForEachOfItsKernels) {
       EXPECT_GE(plan.query_section, 4);
       EXPECT_GE(plan.key_section, 1);
       EXPECT_EQ(plan.in_order, causal);
-      EXPECT_EQ(hopper_workspace(params), causal ? 3 * sizeof(uint32_t) : 0);
     }
   }
+}
+
+// Four bytes for each ticket, three kernels at most; the kernel of all gradients always has one.
+TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
+  AttentionParams params = call(192, 1000, 1000);
+  EXPECT_EQ(hopper_scratch(params, true).all, 0u);
+  params.window_right = 0;
+  EXPECT_EQ(hopper_scratch(params, true).all, kHopperTicketBytes);
+  for (int dim : {64, 96, 128}) {
+    const AttentionParams fused = call(dim, 1000, 1000);
+    EXPECT_TRUE(hopper_fuses(fused));
+    const HopperScratch scratch = hopper_scratch(fused, true);
+    const size_t rows = dim == 64 ? 128 : 64;
+    const size_t chunks = 2 * size_t(fused.batch * fused.heads) * ((1000 + rows - 1) / rows);
+    EXPECT_EQ(scratch.zeros, kHopperTicketBytes + 4 * chunks);
+    EXPECT_EQ(scratch.chunks % 128, 0u);
+    EXPECT_EQ(scratch.all, scratch.chunks + chunks * 64 * 64 * 4);
+    EXPECT_EQ(hopper_scratch(fused, false).all, 0u);
+  }
+}
+
+// Sequences' tiles, each from its offset / rows + its index on, do not overlap and are all there.
+TEST(AttentionHopperPlan, PackedSequencesHaveTilesOfTheirOwn) {
+  const int lengths[] = {0, 1, 63, 64, 65, 0, 500, 128};
+  AttentionParams params = call(128, 512, 512);
+  int total = 0;
+  for (int length : lengths) total += length;
+  params.query_offsets = &params.batch;  // any
+  params.batch = std::size(lengths);
+  params.total_queries = total;
+  int64_t end = 0;
+  int offset = 0;
+  for (int i = 0; i < params.batch; ++i) {
+    const int64_t first = offset / 64 + i;
+    EXPECT_GE(first, end);
+    end = first + (lengths[i] + 63) / 64;
+    offset += lengths[i];
+  }
+  EXPECT_LE(end, hopper_query_tiles(params));
 }
 
 TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {

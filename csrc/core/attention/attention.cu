@@ -58,19 +58,24 @@ size_t lse_bytes(const AttentionParams& params) {
   return rows * (params.dtype == DType::kFloat64 ? 8 : 4);
 }
 
-// run(HopperLaunch) for the columns of the call's tiles, after its tickets were made zero.
+// Bytes of delta and the exponents, and what aligns what lies behind them for copies in bulk.
+size_t statistics_bytes(const AttentionParams& params) {
+  return (2 * lse_bytes(params) + 127) / 128 * 128;
+}
+
+// run(HopperLaunch) for the columns of the call's tiles, after the scratch memory's zeros were set.
 template <int kIndex = 0, typename Run>
-cudaError_t with_hopper(const AttentionParams& params, void* tickets, cudaStream_t stream,
-                        Run run) {
+cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scratch,
+                        cudaStream_t stream, Run run) {
 #ifdef FUSED_NORM_WITH_HOPPER
   constexpr int kDim = kHopperDims[kIndex];
   if constexpr (kDim != 256) {
     if (hopper_plan(params).dim != kDim) {
-      return with_hopper<kIndex + 1>(params, tickets, stream, run);
+      return with_hopper<kIndex + 1>(params, backward, scratch, stream, run);
     }
   }
-  const size_t bytes = hopper_workspace(params);
-  const cudaError_t error = bytes > 0 ? cudaMemsetAsync(tickets, 0, bytes, stream) : cudaSuccess;
+  const size_t zeros = hopper_scratch(params, backward).zeros;
+  const cudaError_t error = zeros > 0 ? cudaMemsetAsync(scratch, 0, zeros, stream) : cudaSuccess;
   return error == cudaSuccess ? run(HopperLaunch<kDim>()) : error;
 #else
   return cudaErrorNotSupported;
@@ -80,7 +85,7 @@ cudaError_t with_hopper(const AttentionParams& params, void* tickets, cudaStream
 }  // namespace
 
 size_t attention_forward_workspace(const AttentionParams& params, AttentionTier tier) {
-  return tier == AttentionTier::kHopper ? hopper_workspace(params) : 0;
+  return tier == AttentionTier::kHopper ? hopper_scratch(params, /*backward=*/false).all : 0;
 }
 
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
@@ -88,7 +93,7 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
   if (lse_bytes(params) == 0) return cudaSuccess;
   cudaError_t error;
   if (tier == AttentionTier::kHopper) {
-    error = with_hopper(params, workspace, stream, [&](auto hopper) {
+    error = with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
       return hopper.forward(params, device, workspace, stream);
     });
   } else if (tier == AttentionTier::kPortable) {
@@ -106,8 +111,10 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
-  const size_t statistics = 2 * lse_bytes(params.forward);
-  return statistics + (tier == AttentionTier::kHopper ? hopper_workspace(params.forward) : 0);
+  const size_t statistics = statistics_bytes(params.forward);
+  return statistics + (tier == AttentionTier::kHopper
+                           ? hopper_scratch(params.forward, /*backward=*/true).all
+                           : 0);
 }
 
 cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
@@ -128,9 +135,9 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   }
   if (error == cudaSuccess && tier == AttentionTier::kHopper &&
       hopper_takes_backward(forward, device)) {
-    void* tickets = exponents + lse_bytes(forward);
-    error = with_hopper(forward, tickets, stream, [&](auto hopper) {
-      return hopper.backward(gradient, device, tickets, stream);
+    void* scratch = static_cast<char*>(workspace) + statistics_bytes(forward);
+    error = with_hopper(forward, /*backward=*/true, scratch, stream, [&](auto hopper) {
+      return hopper.backward(gradient, device, scratch, stream);
     });
     // Left is the mask's gradient.
     AttentionBackwardParams& left = gradient.params;

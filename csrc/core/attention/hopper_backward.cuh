@@ -18,6 +18,7 @@ namespace fused_norm::hopper {
 // A multiplying warpgroup.
 template <typename Form>
 class BackwardConsumer {
+ protected:
   using T = typename Form::T;
   using OwnTile = typename Form::OwnTile;
   using OtherTile = typename Form::OtherTile;
@@ -43,6 +44,12 @@ class BackwardConsumer {
         second_(shared_address(memory.second[0])) {}
 
   __device__ __forceinline__ void run() {
+    run([&](const WorkTile& work) { walk(work); });
+  }
+
+ protected:
+  template <typename Walk>
+  __device__ __forceinline__ void run(Walk walk) {
 #pragma unroll 1
     for (uint32_t count = 0;; ++count) {
       const uint32_t stages = own_stages<Form>(args_);
@@ -69,7 +76,6 @@ class BackwardConsumer {
     }
   }
 
- private:
   __device__ __forceinline__ int row_in_tile() const {
     return 64 * group_ + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
   }
@@ -107,7 +113,7 @@ class BackwardConsumer {
   // All tiles of others, of all heads of the group. No product is under way from one turn to the
   // next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
-    int tile = work.first_tile, heads = Form::kOfKeys ? args_.group : 1;
+    int tile = begin_tile<Form>(work), heads = Form::kOfKeys ? args_.group : 1;
     start_scores(work, tile);
     start_products(work, tile);
     bool hides = weigh(work, tile, heads);
@@ -131,8 +137,9 @@ class BackwardConsumer {
 
   // To the next tile, or the first of the next head; false: that was the last.
   __device__ __forceinline__ bool advance(const WorkTile& work, int& tile, int& heads) const {
-    if (++tile < work.end_tile) return true;
-    tile = work.first_tile;
+    tile = next_tile<Form>(work, tile);
+    if (tile >= work.first_tile && tile < work.end_tile) return true;
+    tile = begin_tile<Form>(work);
     return --heads > 0;
   }
 
@@ -185,9 +192,9 @@ class BackwardConsumer {
     release(memory_.first_empty[slot]);
     if constexpr (kSecond) release(memory_.second_empty[slot]);
   }
-  // Where the second sum reads them, tiles of both are used for as long.
+  // Where the second sum reads them, tiles of both are used for as long, but in the kernel of all.
   __device__ __forceinline__ const auto& second_place() const {
-    if constexpr (kSecond) {
+    if constexpr (kSecond && !Form::kAll) {
       return first_place_;
     } else {
       return second_place_;
@@ -211,13 +218,15 @@ class BackwardConsumer {
     if constexpr (kFirst) multiply(products_, own_second_, second_, place.slot);
   }
 
-  // Tiles of which every row of the warpgroup sees all.
+  // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
+  // matters where the sums of all rows are added up.
   struct TileRange {
     int begin, end;
   };
   __device__ __forceinline__ TileRange whole_of(const WorkTile& work) const {
     const Band band = band_of(args_, work);
     const int first = work.first + 64 * group_, last = min(first + 64, work.queries) - 1;
+    if (Form::kAll && last - first != 63) return {INT32_MAX, 0};
     return {(max(last - band.left, 0) + kOthers - 1) / kOthers,
             max(min(work.keys, first + band.right + 1), 0) / kOthers};
   }
@@ -250,6 +259,10 @@ class BackwardConsumer {
     const int row = work.first + row_in_tile(), column = tile * kOthers + lane_ % 4 * 2;
     hide_after(scores_, band, work.keys, row, column);
     hide_before(scores_, band, row, column);
+#pragma unroll
+    for (int i = 0; Form::kAll && i < kOthers / 2; ++i) {
+      if (row + 8 * (i / 2 % 2) >= work.queries) scores_[i] = -INFINITY;
+    }
   }
   // S becomes scores, D - delta what P is multiplied by; the last `heads` of the group are left.
   __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads) {
@@ -361,36 +374,5 @@ class BackwardConsumer {
   Weights first_weights_, second_weights_;  // W and P, rounded
   Sums first_sums_, second_sums_;
 };
-
-template <typename Form>
-__global__ void __launch_bounds__(Form::kThreads, 1)
-    attention_backward_hopper(const __grid_constant__ BackwardArgs args) {
-  extern __shared__ __align__(1024) char shared[];
-  auto& memory = *reinterpret_cast<BackwardMemory<Form>*>(shared);
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
-  if (threadIdx.x == 0) {
-    constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
-    init_ring(memory.own_full, memory.own_empty, 1,
-              kWarps + (has_mask<Form>(args) ? kMaskWarps : 0));
-    memory.mask_full.init(2 * kMaskThreads);
-    memory.verdict.init(kWarps);
-    memory.place = {};
-    init_ring(memory.first_full, memory.first_empty, Form::kOfKeys ? 33 : 1, kWarps);  // statistics
-    init_ring(memory.second_full, memory.second_empty, 1, kWarps);
-    CopyBarrier::order_inits();
-  }
-  __syncthreads();
-  if (group == 0) {
-    shrink_registers<Form::kProducerRegisters>();
-    if (threadIdx.x < 32) {
-      BackwardProducer<Form>(args, memory).run();
-    } else if (has_mask<Form>(args)) {
-      copy_masks(args, memory);
-    }
-  } else {
-    grow_registers<Form::kConsumerRegisters>();
-    BackwardConsumer<Form>(args, memory, group - 1).run();
-  }
-}
 
 }  // namespace fused_norm::hopper

@@ -5,6 +5,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "core/attention/hopper_mask.cuh"
 #include "core/attention/hopper_ptx.cuh"
@@ -13,6 +14,10 @@
 #include "core/attention/plan.h"
 
 namespace fused_norm::hopper {
+
+// Elements of a chunk, 64 queries by at most 64 columns of dquery; the warps that write chunks, one
+// for each multiplying warpgroup, behind the producer's first.
+constexpr int kChunkElements = 64 * 64, kChunkWarps = 2;
 
 // What a kernel is told. Its own side are the queries, with dout, or the keys, with values; the
 // other side are the others. The work is that of a forward pass whose queries are the own side.
@@ -25,17 +30,23 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   float gradient_scale;                   // what dquery and dkey are multiplied by at last
   AttentionTensor first, second;          // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
+  int64_t other_tiles;  // of kAll: hopper_query_tiles(),
+  float* chunks;        // of kAll: sums of dquery (hopper_fused.cuh),
+  uint32_t* counters;   // and how many tiles of keys each of them has; 0 at first
 };
 
 // A form of the kernel. kGeneral: scores pass through softcap, slopes and mask. kOfKeys: the own
-// side are keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue.
-template <typename T_, int kDim_, bool kGeneral_, bool kOfKeys_, bool kFirst_, bool kSecond_>
+// side are keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue. kAll: dkey, dvalue
+// and the sums of dquery (hopper_fused.cuh).
+template <typename T_, int kDim_, bool kGeneral_, bool kOfKeys_, bool kFirst_, bool kSecond_,
+          bool kAll_ = false>
 struct BackwardForm {
   using T = T_;
   static constexpr bool kGeneral = kGeneral_, kOfKeys = kOfKeys_, kFirst = kFirst_,
-                        kSecond = kSecond_;
+                        kSecond = kSecond_, kAll = kAll_;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
-  static constexpr HopperBackwardTiles kTiles = !kOfKeys ? kHopperQueryGradientTiles[kIndex]
+  static constexpr HopperBackwardTiles kTiles = kAll       ? kHopperFusedTiles[kIndex]
+                                                : !kOfKeys ? kHopperQueryGradientTiles[kIndex]
                                                 : kFirst ? kHopperKeyGradientTiles[kGeneral][kIndex]
                                                          : kHopperValueGradientTiles[kIndex];
   static constexpr int kOthers = kTiles.others, kGroups = 2;
@@ -47,8 +58,15 @@ struct BackwardForm {
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (kFirst || kSecondStages >= 2));
   static_assert(kFirst || kSecond);
-  static_assert(!kSecond || kFirstStages == kSecondStages);
+  static_assert(kAll || !kSecond || kFirstStages == kSecondStages);
   static_assert(kOfKeys || !kSecond);
+  static_assert(!kAll || (kOfKeys && kFirst && kSecond && !kGeneral));
+  // Of kAll: the groups share dquery of a tile by its queries, or by the columns of 64 queries.
+  static constexpr bool kByQueries = kOthers == 128;
+  static_assert(!kAll || (kByQueries ? kDim == 64 : kOthers == 64 && kDim > 64 && kDim <= 128));
+  static __host__ __device__ constexpr int chunk_elements(int group) {
+    return kByQueries || group == 0 ? kChunkElements : 64 * (kDim - 64);
+  }
   using OwnTile = SharedTile<kOwn, kDim>;
   using OtherTile = SharedTile<kOthers, kDim>;
   // Where there is room for a tile of a mask, beside the others or in place of a tile of the own
@@ -60,8 +78,17 @@ struct BackwardForm {
   static_assert(!kMaskInOwn || Mask::kBytes <= OwnTile::kBytes);
 };
 
+// Of kAll: W of a tile of others, in turn, and the chunks of dquery that the groups make of it.
 template <typename Form>
-struct BackwardMemory {
+struct FusedMemory {
+  using WeightTile = SharedTile<Form::kOwn, Form::kOthers>;
+  alignas(1024) char weights[2][WeightTile::kBytes];
+  alignas(1024) float4 chunk[Form::kGroups][kChunkElements / 4];
+};
+struct NoMemory {};
+
+template <typename Form>
+struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemory> {
   static constexpr int kStatistics = Form::kOfKeys ? Form::kOthers : 2;
   alignas(1024) char own_first[Form::kOwnStages][Form::OwnTile::kBytes];
   alignas(1024) char own_second[Form::kOwnStages][Form::kFirst ? Form::OwnTile::kBytes : 1024];
@@ -114,6 +141,16 @@ template <typename Form>
 __device__ __forceinline__ int first_head(const BackwardArgs& args, const WorkTile& work) {
   return Form::kOfKeys ? work.head * args.group : work.kv_head;
 }
+// Tiles of others go upwards; those of the kernel of all downwards, as all tiles of keys that a
+// query sees under a causal mask can then begin at once.
+template <typename Form>
+__device__ __forceinline__ int begin_tile(const WorkTile& work) {
+  return Form::kAll ? work.end_tile - 1 : work.first_tile;
+}
+template <typename Form>
+__device__ __forceinline__ int next_tile(const WorkTile&, int tile) {
+  return Form::kAll ? tile - 1 : tile + 1;
+}
 template <typename Form>
 __device__ __forceinline__ int steps_of(const BackwardArgs& args, const WorkTile& work) {
   return max(work.end_tile - work.first_tile, 0) * (Form::kOfKeys ? args.group : 1);
@@ -133,12 +170,15 @@ class BackwardProducer {
 
   __device__ __forceinline__ void run() {
     WorkList<Form::kOwn, kOthers> list(args_, &memory_.place);
-    uint32_t index = blockIdx.x;
+    uint32_t index = blockIdx.x, next = 0;
+    if constexpr (Form::kAll) index = take_ticket();
     for (uint32_t count = 0;; ++count) {
       WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       const bool found = list.tile(index, &work);
-      uint32_t next = index + gridDim.x;
-      if (lane_ == 0 && args_.ticket != nullptr) next = gridDim.x + atomicAdd(args_.ticket, 1);
+      if constexpr (!Form::kAll) {
+        next = index + gridDim.x;
+        if (lane_ == 0 && args_.ticket != nullptr) next = gridDim.x + atomicAdd(args_.ticket, 1);
+      }
       __syncwarp();
       const int steps = found ? steps_of<Form>(args_, work) : 0;
       const uint32_t stages = own_stages<Form>(args_), own_slot = count % stages;
@@ -162,11 +202,15 @@ class BackwardProducer {
         }
       }
       if (!found) return;
-      index = __shfl_sync(~0u, next, 0);
+      index = Form::kAll ? take_ticket() : __shfl_sync(~0u, next, 0);
     }
   }
 
  private:
+  // Blocks of kAll wait for lower indices: each is taken when its work begins.
+  __device__ __forceinline__ uint32_t take_ticket() const {
+    return __shfl_sync(~0u, lane_ == 0 ? atomicAdd(args_.ticket, 1) : 0, 0);
+  }
   __device__ __forceinline__ void load_own(const WorkTile& work, int slot) {
     CopyBarrier& full = memory_.own_full[slot];
     const int row = work.query_begin + work.first;
@@ -181,7 +225,7 @@ class BackwardProducer {
 
   __device__ __forceinline__ void begin_others(const WorkTile& work) {
     head_ = first_head<Form>(args_, work);
-    tile_ = work.first_tile;
+    tile_ = begin_tile<Form>(work);
   }
   // The next tile of others.
   __device__ __forceinline__ void load_others(const WorkTile& work) {
@@ -220,8 +264,9 @@ class BackwardProducer {
     __syncwarp();
     first_place_.advance();
     second_place_.advance();
-    if (++tile_ == work.end_tile) {
-      tile_ = work.first_tile;
+    tile_ = next_tile<Form>(work, tile_);
+    if (tile_ < work.first_tile || tile_ >= work.end_tile) {
+      tile_ = begin_tile<Form>(work);
       ++head_;
     }
   }

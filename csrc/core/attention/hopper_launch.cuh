@@ -8,8 +8,8 @@
 #include <cmath>
 #include <utility>
 
-#include "core/attention/hopper_backward.cuh"
 #include "core/attention/hopper_forward.cuh"
+#include "core/attention/hopper_fused.cuh"
 #include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
 
@@ -86,12 +86,11 @@ struct MapMaker {
   }
 };
 
-// Launches a kernel whose work is that of `params`, in tiles of kRows queries, after it has set
-// what of `args` says so.
-template <typename Form, int kRows, typename Memory, typename Args>
-cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, bool in_order,
-                          int section, bool batch_first, const DeviceProperties& device,
-                          uint32_t* ticket, cudaStream_t stream, Args* args) {
+// Says that a kernel's work is that of `params`, in tiles of kRows queries; returns the most tiles
+// that there may be.
+template <int kRows>
+int64_t set_work(const AttentionParams& params, bool in_order, int section, bool batch_first,
+                 uint32_t* ticket, WorkArgs* args) {
   args->batch = params.batch;
   args->heads = params.heads;
   args->heads_per_kv = params.heads / params.kv_heads;
@@ -115,9 +114,18 @@ cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, b
   const int64_t tiles = params.query_offsets != nullptr
                             ? params.total_queries / kRows + params.batch + 2
                             : int64_t{params.batch} * args->query_tiles;
-  if (tiles * params.heads == 0) return cudaSuccess;
+  return tiles * params.heads;
+}
+
+// Launches a kernel whose blocks stay, one on each multiprocessor, for that work.
+template <typename Form, int kRows, typename Memory, typename Args>
+cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, bool in_order,
+                          int section, bool batch_first, const DeviceProperties& device,
+                          uint32_t* ticket, cudaStream_t stream, Args* args) {
+  const int64_t tiles = set_work<kRows>(params, in_order, section, batch_first, ticket, args);
+  if (tiles == 0) return cudaSuccess;
   static_assert(sizeof(Memory) <= 227 * 1024);
-  const auto blocks = std::min<int64_t>(device.sm_count, tiles * params.heads);
+  const auto blocks = std::min<int64_t>(device.sm_count, tiles);
   return detail::launch(kernel, static_cast<unsigned>(blocks), Form::kThreads, {sizeof(Memory)},
                         stream, *args);
 }
@@ -151,15 +159,21 @@ inline AttentionParams with_sides_changed(AttentionParams params) {
   return params;
 }
 
+// `scratch`: where HopperScratch's memory begins, for the kernel of all.
 template <typename Form>
 cudaError_t launch_backward_form(const AttentionGradient& gradient, const DeviceProperties& device,
-                                 uint32_t* ticket, cudaStream_t stream) {
+                                 uint32_t* ticket, char* scratch, cudaStream_t stream) {
   constexpr bool kOfKeys = Form::kOfKeys;
   const AttentionParams& params = gradient.params.forward;
   BackwardArgs args{};
+  if (Form::kAll) {
+    args.counters = reinterpret_cast<uint32_t*>(scratch + kHopperTicketBytes);
+    args.chunks = reinterpret_cast<float*>(scratch + hopper_scratch(params, true).chunks);
+    args.other_tiles = hopper_query_tiles(params);
+  }
   if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
   if (Form::kSecond) args.second = gradient.params.dvalue;
-  if (args.first.data == nullptr && args.second.data == nullptr) return cudaSuccess;
+  if (!Form::kAll && args.first.data == nullptr && args.second.data == nullptr) return cudaSuccess;
   MapMaker<Form::OwnTile::kPanelColumns> map{params};
   const auto maps_of = [&](bool of_keys, int rows, CUtensorMap* first, CUtensorMap* second) {
     map(of_keys ? params.key : params.query, of_keys, params.head_dim, rows, first);
@@ -180,7 +194,28 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
       attention_backward_hopper<Form>, kOfKeys ? with_sides_changed(params) : params,
       plan.in_order && !kOfKeys, kOfKeys ? plan.key_section : plan.query_section, false, device,
-      plan.in_order ? ticket : nullptr, stream, &args);
+      plan.in_order || Form::kAll ? ticket : nullptr, stream, &args);
+}
+
+// All gradients by one kernel, and dquery from its sums.
+template <typename Form>
+cudaError_t launch_fused(const AttentionGradient& gradient, const DeviceProperties& device,
+                         uint32_t* ticket, cudaStream_t stream) {
+  const AttentionParams& params = gradient.params.forward;
+  char* scratch = reinterpret_cast<char*>(ticket);
+  const cudaError_t error = launch_backward_form<Form>(gradient, device, ticket, scratch, stream);
+  if (error != cudaSuccess || gradient.params.dquery.data == nullptr) return error;
+  ChunkArgs args{};
+  args.chunks = reinterpret_cast<float*>(scratch + hopper_scratch(params, true).chunks);
+  args.tiles = hopper_query_tiles(params);
+  args.dquery = gradient.params.dquery;
+  args.scale = static_cast<float>(params.scale);
+  args.head_dim = params.head_dim;
+  const int64_t tiles = set_work<Form::kOthers>(params, false, 1, false, nullptr, &args);
+  if (tiles == 0) return cudaSuccess;
+  const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
+  return detail::launch(attention_query_gradient_hopper<Form>, static_cast<unsigned>(blocks), 256,
+                        {}, stream, args);
 }
 
 // run(zero of the tensors' type, whether scores are general)
@@ -196,39 +231,44 @@ cudaError_t with_kind(const AttentionParams& params, Run run) {
 
 template <int kDim>
 cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
-                                        const DeviceProperties& device, void* tickets,
+                                        const DeviceProperties& device, void* scratch,
                                         cudaStream_t stream) {
   using namespace hopper;
   return with_kind(params, [&](auto zero, auto general) {
     return launch_forward_form<ForwardForm<decltype(zero), kDim, general.value>>(
-        params, device, static_cast<uint32_t*>(tickets), stream);
+        params, device, static_cast<uint32_t*>(scratch), stream);
   });
 }
 
 template <int kDim>
 cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
-                                         const DeviceProperties& device, void* tickets,
+                                         const DeviceProperties& device, void* scratch,
                                          cudaStream_t stream) {
   using namespace hopper;
   return with_kind(gradient.params.forward, [&](auto zero, auto general) {
-    auto* ticket = static_cast<uint32_t*>(tickets);
+    auto* ticket = static_cast<uint32_t*>(scratch);
     cudaError_t error = cudaSuccess;
-    const auto launch = [&](auto of_keys, auto first, auto second) {
-      using Form = BackwardForm<decltype(zero), kDim, general.value, of_keys.value, first.value,
-                                second.value>;
-      if (error != cudaSuccess) return;
-      error = launch_backward_form<Form>(gradient, device, ticket++, stream);
-    };
-    constexpr std::true_type kYes;
-    constexpr std::false_type kNo;
-    launch(kNo, kYes, kNo);
-    if constexpr (hopper_makes_both(kDim)) {
-      launch(kYes, kYes, kYes);
+    if constexpr (hopper_has_fused(kDim) && !general.value) {
+      using Form = BackwardForm<decltype(zero), kDim, false, true, true, true, true>;
+      return launch_fused<Form>(gradient, device, ticket, stream);
     } else {
-      launch(kYes, kYes, kNo);
-      launch(kYes, kNo, kYes);
+      const auto launch = [&](auto of_keys, auto first, auto second) {
+        using Form = BackwardForm<decltype(zero), kDim, general.value, of_keys.value, first.value,
+                                  second.value>;
+        if (error != cudaSuccess) return;
+        error = launch_backward_form<Form>(gradient, device, ticket++, nullptr, stream);
+      };
+      constexpr std::true_type kYes;
+      constexpr std::false_type kNo;
+      launch(kNo, kYes, kNo);
+      if constexpr (hopper_makes_both(kDim)) {
+        launch(kYes, kYes, kYes);
+      } else {
+        launch(kYes, kYes, kNo);
+        launch(kYes, kNo, kYes);
+      }
+      return error;
     }
-    return error;
   });
 }
 

@@ -120,6 +120,39 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
+// Adds fp32 numbers in shared memory to those in global memory, as store_bulk() (bulk_copy.cuh)
+// stores them.
+__device__ __forceinline__ void add_bulk(float* to, const void* from, int bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+      "r"(shared_address(from)), "r"(bytes)
+      : "memory");
+}
+// Until the thread's bulk stores and additions are in global memory.
+__device__ __forceinline__ void wait_for_bulk_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+// A counter in global memory: what the thread stored, copies in bulk too, comes before it counts
+// up, and after another waited for that count.
+__device__ __forceinline__ void count_up(uint32_t* counter) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
+  uint32_t now;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now != count);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+
+// Four 8 x 8 blocks of 16-bit elements, as products have them in registers, to shared memory. Lane
+// i gives the address of 8 elements, of row i % 8 of block i / 8.
+__device__ __forceinline__ void store_matrices(uint32_t row, const uint32_t* blocks) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(row),
+               "r"(blocks[0]), "r"(blocks[1]), "r"(blocks[2]), "r"(blocks[3])
+               : "memory");
+}
+
 // Matrix products of a warpgroup: D (64 x N, fp32) += A (64 x 16) B (16 x N), asynchronously, by
 // 128 threads of four warps, the first a multiple of four. Warp w of the group has rows 16 w to 16
 // w + 15 of D; element i of a thread is row 16 w + lane / 4 + 8 (i / 2 % 2), column 8 (i / 4) + 2
@@ -152,9 +185,9 @@ __device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
 }
 
 // D's registers in the assembly, and what they are.
-#define FUSED_NORM_R64                                    \
-  "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15" \
-  ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
+#define FUSED_NORM_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+#define FUSED_NORM_R64 \
+  FUSED_NORM_R32 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define FUSED_NORM_R80 FUSED_NORM_R64 ",%32,%33,%34,%35,%36,%37,%38,%39"
 #define FUSED_NORM_R96 FUSED_NORM_R80 ",%40,%41,%42,%43,%44,%45,%46,%47"
 #define FUSED_NORM_R112 FUSED_NORM_R96 ",%48,%49,%50,%51,%52,%53,%54,%55"
@@ -170,7 +203,8 @@ __device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
 #define FUSED_NORM_8(i)                                                                       \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FUSED_NORM_D64 FUSED_NORM_8(0), FUSED_NORM_8(8), FUSED_NORM_8(16), FUSED_NORM_8(24)
+#define FUSED_NORM_D32 FUSED_NORM_8(0), FUSED_NORM_8(8)
+#define FUSED_NORM_D64 FUSED_NORM_D32, FUSED_NORM_8(16), FUSED_NORM_8(24)
 #define FUSED_NORM_D80 FUSED_NORM_D64, FUSED_NORM_8(32)
 #define FUSED_NORM_D96 FUSED_NORM_D80, FUSED_NORM_8(40)
 #define FUSED_NORM_D112 FUSED_NORM_D96, FUSED_NORM_8(48)
@@ -180,35 +214,37 @@ __device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
 #define FUSED_NORM_D256 \
   FUSED_NORM_D192, FUSED_NORM_8(96), FUSED_NORM_8(104), FUSED_NORM_8(112), FUSED_NORM_8(120)
 
-// shared(): A from shared memory, along_rows(), and B too; D = A B where not `accumulate`.
-// registers(): A from registers, B a down_columns() operand. The indices of operands after D's
-// registers, i0 to i4, are N / 2 and on.
+// shared(): both operands from shared memory, along_rows() or kDown down_columns(); D = A B where
+// not `accumulate`. registers(): A from registers, B a down_columns() operand. The indices of
+// operands after D's registers, i0 to i4, are N / 2 and on.
 template <typename T, int N>
 struct Product;
-#define FUSED_NORM_PRODUCT(T, type, n, i0, i1, i2, i3, i4)                                    \
-  template <>                                                                                 \
-  struct Product<T, n> {                                                                      \
-    static __device__ __forceinline__ void shared(float (&d)[n / 2], uint64_t left,           \
-                                                  uint64_t right, bool accumulate) {          \
-      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                   \
-                   ", 0;\n"                                                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
-                   " {" FUSED_NORM_R##n "}, %" #i0 ", %" #i1 ", p, 1, 1, 0, 0;\n}"            \
-                   : FUSED_NORM_D##n                                                          \
-                   : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)));               \
-    }                                                                                         \
-    static __device__ __forceinline__ void registers(float (&d)[n / 2], const uint32_t* left, \
-                                                     uint64_t right) {                        \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type            \
-                   " {" FUSED_NORM_R##n "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4     \
-                                        ", 1, 1, 1, 1;"                                       \
-                   : FUSED_NORM_D##n                                                          \
-                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));     \
-    }                                                                                         \
+#define FUSED_NORM_PRODUCT(T, type, n, i0, i1, i2, i3, i4)                                       \
+  template <>                                                                                    \
+  struct Product<T, n> {                                                                         \
+    template <bool kDown>                                                                        \
+    static __device__ __forceinline__ void shared(float (&d)[n / 2], uint64_t left,              \
+                                                  uint64_t right, bool accumulate) {             \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i2                                      \
+                   ", 0;\n"                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
+                   " {" FUSED_NORM_R##n "}, %" #i0 ", %" #i1 ", p, 1, 1, %" #i3 ", %" #i3 ";\n}" \
+                   : FUSED_NORM_D##n                                                             \
+                   : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)), "n"(kDown));      \
+    }                                                                                            \
+    static __device__ __forceinline__ void registers(float (&d)[n / 2], const uint32_t* left,    \
+                                                     uint64_t right) {                           \
+      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
+                   " {" FUSED_NORM_R##n "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4        \
+                                        ", 1, 1, 1, 1;"                                          \
+                   : FUSED_NORM_D##n                                                             \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));        \
+    }                                                                                            \
   };
 #define FUSED_NORM_PRODUCTS(...)                 \
   FUSED_NORM_PRODUCT(__half, "f16", __VA_ARGS__) \
   FUSED_NORM_PRODUCT(__nv_bfloat16, "bf16", __VA_ARGS__)
+FUSED_NORM_PRODUCTS(32, 16, 17, 18, 19, 20)
 FUSED_NORM_PRODUCTS(64, 32, 33, 34, 35, 36)
 FUSED_NORM_PRODUCTS(80, 40, 41, 42, 43, 44)
 FUSED_NORM_PRODUCTS(96, 48, 49, 50, 51, 52)
@@ -226,8 +262,20 @@ __device__ __forceinline__ void start_product(float (&d)[kCount], uint64_t left,
   fence_products();
 #pragma unroll
   for (int step = 0; step < Left::kColumns / 16; ++step) {
-    Product<T, 2 * kCount>::shared(d, left + Left::row_step(step), right + Right::row_step(step),
-                                   step > 0);
+    Product<T, 2 * kCount>::template shared<false>(d, left + Left::row_step(step),
+                                                   right + Right::row_step(step), step > 0);
+  }
+  commit_products();
+}
+// D = A^T B of two tiles, along their rows: of as many columns of each as D has.
+template <typename T, typename Left, typename Right, int kCount>
+__device__ __forceinline__ void start_product_down(float (&d)[kCount], uint64_t left,
+                                                   uint64_t right) {
+  fence_products();
+#pragma unroll
+  for (int step = 0; step < Left::kRows / 16; ++step) {
+    Product<T, 2 * kCount>::template shared<true>(d, left + Left::column_step(step),
+                                                  right + Right::column_step(step), step > 0);
   }
   commit_products();
 }

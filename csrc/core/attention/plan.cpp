@@ -8,6 +8,9 @@ namespace {
 // Keys and values of so many bytes stay in the second-level cache (50 MB) while their queries pass.
 constexpr int64_t kCachedBytes = 32 << 20;
 
+// Queries, dout and fp32 sums of dquery of so many bytes do so while tiles of keys add to the sums.
+constexpr int64_t kSummedBytes = 17 << 20;
+
 // Columns of a tile for both head dimensions.
 int dim_of(const AttentionParams& params) {
   return kHopperDims[hopper_dim_index(
@@ -71,6 +74,10 @@ AttentionTier attention_tier(const AttentionParams& params, const DeviceProperti
   return AttentionTier::kPlain;
 }
 
+bool hopper_fuses(const AttentionParams& params) {
+  return hopper_has_fused(dim_of(params)) && attention_scores_are_plain(params);
+}
+
 HopperPlan hopper_plan(const AttentionParams& params) {
   HopperPlan plan{};
   plan.dim = dim_of(params);
@@ -78,7 +85,17 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   plan.in_order = is_uneven(params);
   const int group = params.heads / params.kv_heads;
   plan.query_section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
-  plan.key_section = plan.in_order ? cached_heads(params, int64_t{params.queries} * group) : 1;
+  const int64_t rows_of_keys = int64_t{params.queries} * group;
+  if (hopper_fuses(params)) {
+    // All tiles of keys of these heads are at work at once where there are multiprocessors for
+    // them: dquery's sums then stay in the cache. With more heads fewer tiles wait for the one
+    // before.
+    const int64_t head_bytes = std::max<int64_t>(8 * rows_of_keys * plan.dim, 1);
+    plan.key_section =
+        static_cast<int>(std::clamp<int64_t>(kSummedBytes / head_bytes, 512 / plan.dim, 256));
+  } else {
+    plan.key_section = plan.in_order ? cached_heads(params, rows_of_keys) : 1;
+  }
   // A head's mask that serves every sequence is read for all of them while it is cached.
   plan.batch_first = params.query_offsets == nullptr && params.batch > 1 &&
                      params.mask.data != nullptr && params.mask.batch_stride == 0 &&
@@ -105,8 +122,26 @@ bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties
           (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));
 }
 
-size_t hopper_workspace(const AttentionParams& params) {
-  return is_uneven(params) ? 3 * sizeof(uint32_t) : 0;
+int64_t hopper_query_tiles(const AttentionParams& params) {
+  const int64_t rows = kHopperFusedTiles[hopper_dim_index(dim_of(params))].others;
+  return params.query_offsets == nullptr ? (params.queries + rows - 1) / rows
+                                         : params.total_queries / rows + params.batch;
+}
+
+HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
+  const bool fuses = backward && hopper_fuses(params);
+  HopperScratch scratch{};
+  if (fuses || is_uneven(params)) scratch.zeros = kHopperTicketBytes;
+  if (fuses) {
+    const int64_t tiles = params.heads * hopper_query_tiles(params) *
+                          (params.query_offsets == nullptr ? params.batch : 1);
+    scratch.zeros += 2 * tiles * sizeof(uint32_t);
+    scratch.chunks = (scratch.zeros + 127) / 128 * 128;
+    scratch.all = scratch.chunks + 2 * tiles * 64 * 64 * sizeof(float);
+  } else {
+    scratch.all = scratch.zeros;
+  }
+  return scratch;
 }
 
 }  // namespace fused_norm

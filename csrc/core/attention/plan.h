@@ -106,6 +106,13 @@ constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
     {{128, 2, 3, 3}, {96, 2, 2, 2}, {64, 2, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
     {{112, 2, 3, 3}, {96, 2, 2, 2}, {64, 2, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
 };
+// Of the kernel that makes all three gradients of plain scores, where there is one: `others` are
+// queries, in chunks of 64.
+constexpr HopperBackwardTiles kHopperFusedTiles[] = {
+    {128, 2, 2, 2}, {64, 2, 3, 2}, {64, 1, 3, 2}, {}, {}};
+constexpr bool hopper_has_fused(int dim) {
+  return kHopperFusedTiles[hopper_dim_index(dim)].others > 0;
+}
 // dkey and dvalue are made together where a warpgroup's registers hold both, else the latter with:
 constexpr bool hopper_makes_both(int dim) { return dim <= 128; }
 constexpr HopperBackwardTiles kHopperValueGradientTiles[] = {
@@ -124,6 +131,9 @@ struct HopperPlan {
 };
 HopperPlan hopper_plan(const AttentionParams& params);
 
+// Whether one kernel makes all gradients of the call.
+bool hopper_fuses(const AttentionParams& params);
+
 // Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, without dropout;
 // whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
 // compiled.
@@ -133,7 +143,16 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 constexpr int kMaxMaskedBackwardDim = 192;
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
 
-// Bytes of the tickets by which tiles are handed out as blocks come: one for each kernel of a pass.
-size_t hopper_workspace(const AttentionParams& params);
+// Scratch memory of a pass, in bytes: `zeros` at its beginning are to be zero. First a ticket for
+// each kernel by which tiles are handed out as blocks come; where one kernel makes all gradients, a
+// counter for each chunk of 64 x 64 elements of dquery, and at `chunks` their sums.
+struct HopperScratch {
+  size_t zeros, chunks, all;
+};
+constexpr size_t kHopperTicketBytes = 16;
+HopperScratch hopper_scratch(const AttentionParams& params, bool backward);
+// Tiles of dquery, by rows of kHopperFusedTiles: of a dense sequence, or of all packed ones, of
+// which sequence s begins with tile offset / rows + s.
+int64_t hopper_query_tiles(const AttentionParams& params);
 
 }  // namespace fused_norm

@@ -30,13 +30,13 @@ cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaS
 
 // By the columns of a tile; instantiated in hopper_*.cu. The forward pass of calls that
 // hopper_takes_forward(), and dquery, dkey and dvalue of those that hopper_takes_backward().
-// `tickets`: hopper_workspace() bytes, zeros.
+// `scratch`: hopper_scratch(), with its zeros set.
 template <int kDim>
 struct HopperLaunch {
   static cudaError_t forward(const AttentionParams& params, const DeviceProperties& device,
-                             void* tickets, cudaStream_t stream);
+                             void* scratch, cudaStream_t stream);
   static cudaError_t backward(const AttentionGradient& gradient, const DeviceProperties& device,
-                              void* tickets, cudaStream_t stream);
+                              void* scratch, cudaStream_t stream);
 };
 
 }  // namespace fused_norm

@@ -1,0 +1,311 @@
+// All gradients of plain scores in one kernel: the backward kernel of a tile of keys (see
+// hopper_backward.cuh), whose W also gives the tile's part of dquery, W^T times the keys. W goes
+// through shared memory, as the sum runs over the keys of both warpgroups.
+//
+// Tiles of keys add to dquery in the order of the keys, so that its bits are always the same. A
+// tile of queries has fp32 sums in chunks of 64 x 64 elements, as the threads of a warpgroup have
+// them, and each chunk a counter of the tiles of keys that it has. A warp adds a chunk when the
+// counter has come to its tile. It waits only for a tile of keys that an earlier ticket handed out,
+// and so never for a block that has not begun.
+#pragma once
+
+#include "core/attention/hopper_backward.cuh"
+
+namespace fused_norm::hopper {
+
+// Named barriers: both groups' weights are in shared memory; of each group, its chunk there may be
+// written, and is.
+constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8;
+
+// The first of a sequence's tiles of queries, for one query head. `args` are of keys.
+template <typename Form>
+__device__ __forceinline__ int64_t first_query_tile(const WorkArgs& args, int heads, int64_t tiles,
+                                                    int sequence, int head, int begin) {
+  return args.query_offsets == nullptr ? (int64_t{sequence} * heads + head) * tiles
+                                       : head * tiles + begin / Form::kOthers + sequence;
+}
+
+// Adds chunks to dquery's sums as the group `half` makes them. One warp.
+template <typename Form>
+__device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMemory<Form>& memory,
+                                           int half) {
+  constexpr int kThreads = 128 + 32;
+  const int bytes = 4 * Form::chunk_elements(half);
+  const bool leader = threadIdx.x % 32 == 0;
+  named_arrive(kChunkIsFree + half, kThreads);
+  for (uint32_t count = 0;; ++count) {
+    const uint32_t slot = count % Form::kOwnStages;
+    wait(memory.own_full[slot], count / Form::kOwnStages % 2);
+    const WorkTile work = memory.work[count % BackwardMemory<Form>::kWorks];
+    __syncwarp();
+    if (leader) arrive(memory.own_empty[slot]);
+    if (work.sequence < 0) return;
+    const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
+    for (int head = work.head * args.group; head < (work.head + 1) * args.group; ++head) {
+      const int64_t first = first_query_tile<Form>(args, args.heads * args.group, args.other_tiles,
+                                                   work.sequence, head, work.key_begin);
+#pragma unroll 1
+      for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
+        const int64_t chunk = 2 * (first + tile) + half;
+        float* sum = args.chunks + chunk * kChunkElements;
+        // How many tiles of keys come before, from the first that sees this tile on. Mostly they
+        // have all been there for long, before this one's chunk is.
+        const int before = own_tile - max(0, tile * Form::kOthers - right) / Form::kOwn;
+        if (leader && before > 0) wait_for_count(args.counters + chunk, before);
+        named_sync(kChunkIsThere + half, kThreads);
+        if (leader) {
+          if (before > 0) {
+            add_bulk(sum, memory.chunk[half], bytes);
+          } else {
+            store_bulk(reinterpret_cast<char*>(sum),
+                       reinterpret_cast<const char*>(memory.chunk[half]), bytes);
+          }
+          commit_bulk_stores();
+          wait_for_bulk_reads<0>();
+        }
+        __syncwarp();
+        named_arrive(kChunkIsFree + half, kThreads);
+        if (leader) {
+          wait_for_bulk_stores();
+          count_up(args.counters + chunk);
+        }
+      }
+    }
+  }
+}
+
+// A multiplying warpgroup, whose chunks have kElements elements.
+template <typename Form, int kElements>
+class FusedConsumer : public BackwardConsumer<Form> {
+  using Base = BackwardConsumer<Form>;
+  using T = typename Form::T;
+  using OwnTile = typename Form::OwnTile;
+  using WeightTile = typename BackwardMemory<Form>::WeightTile;
+  static constexpr int kConsumers = Base::kConsumers;
+  static constexpr bool kByQueries = Form::kByQueries;
+  using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
+  using Base::first_place_, Base::second_place_, Base::first_, Base::second_;
+  using Base::first_sums_, Base::second_sums_;
+  using Base::scores_, Base::products_, Base::first_weights_, Base::second_weights_;
+  using Chunk = float[kElements / 128];
+
+ public:
+  __device__ __forceinline__ FusedConsumer(const BackwardArgs& args, BackwardMemory<Form>& memory,
+                                           int group)
+      : Base(args, memory, group) {
+    const uint32_t weights = shared_address(memory.weights[0]);
+    const uint32_t own = shared_address(memory.own_first[0]);
+    weights_operand_ =
+        WeightTile::down_columns(weights + (kByQueries ? group * WeightTile::kPanelBytes : 0));
+    constexpr int kPanels = 64 / OwnTile::kPanelColumns;  // of the first group
+    own_operand_ =
+        OwnTile::down_columns(own + (kByQueries ? 0 : group * kPanels * OwnTile::kPanelBytes));
+    // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
+    const int row = 64 * group + threadIdx.x % 128 / 32 * 16 + lane_ % 16;
+    weights_row_ = weights + row * WeightTile::kRowBytes;
+    weights_part_ = lane_ / 16;
+  }
+
+  __device__ __forceinline__ void run() {
+    Base::run([&](const WorkTile& work) { walk(work); });
+  }
+
+ private:
+  // All tiles of others, of all heads of the group. Products run in the order
+  //   second += P Y'   first += W Y   dquery's chunk   S and D of the next tile
+  // W is made under the first, the chunk is stored under S, and P is made under D. None is under
+  // way from one turn to the next, as the compiler would lose sight of it.
+  __device__ __forceinline__ void walk(const WorkTile& work) {
+    clear_own(work);
+    int tile = begin_tile<Form>(work), heads = args_.group;
+    this->start_scores(work, tile);
+    this->start_products(work, tile);
+    bool hides = weigh(work, tile);
+#pragma unroll 1
+    while (this->advance(work, tile, heads)) {
+      Chunk chunk;
+      const int slot = first_place_.slot;
+      add_tile(chunk, hides);
+      first_place_.advance();
+      this->start_scores(work, tile);
+      wait_products<1>();
+      store_chunk(chunk);
+      this->start_products(work, tile);
+      hand_over_chunk();
+      hides = weigh(work, tile);
+    }
+    Chunk chunk;
+    add_tile(chunk, hides);
+    first_place_.advance();
+    wait_products<0>();
+    store_chunk(chunk);
+    hand_over_chunk();
+    this->release(memory_.own_empty[own_slot_]);
+  }
+  // Turns S into P while D is made. Whether pairs of it are hidden.
+  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile) {
+    wait_products<1>();
+    hold(scores_);
+    const bool hides = this->is_cut(work, tile);
+    if (hides) this->hide(work, tile);
+    this->exponentiate();
+    round<T>(second_weights_, scores_);
+    this->make_now(second_weights_);
+    wait_products<0>();
+    hold(products_);
+    return hides;
+  }
+  // Starts a tile's sums, and gives back what the first two have read.
+  __device__ __forceinline__ void add_tile(Chunk& chunk, bool hides) {
+    this->add(second_sums_, second_weights_, second_, second_place_.slot);
+    this->differentiate(hides);
+    round<T>(first_weights_, products_);
+    store_weights();
+    named_sync(kWeightsAreThere, kConsumers);
+    this->add(first_sums_, first_weights_, first_, first_place_.slot);
+    start_chunk(chunk);
+    wait_products<2>();
+    hold(second_sums_);
+    this->leave_second();
+    wait_products<1>();
+    hold(first_sums_);
+    this->release(memory_.first_empty[first_place_.slot]);
+  }
+
+  // Makes the keys zero that no query sees: they may hold a NaN, which would spoil dquery.
+  __device__ __forceinline__ void clear_own(const WorkTile& work) {
+    const Band band = band_of(args_, work);
+    const int first = -band.right - work.first;
+    const int end = min(work.queries, work.keys + band.left) - work.first;
+    if (first <= 0 && end >= Form::kOwn) return;
+    clear_rows<OwnTile>(memory_.own_first[own_slot_],
+                        [&](int row) { return row < first || row >= end; });
+    named_sync(Base::kOfGroup + group_, 128);
+  }
+
+  // Rounded weights, to where both groups read them.
+  __device__ __forceinline__ void store_weights() {
+    turn_ ^= 1;
+    const uint32_t row = weights_row_ + turn_ * WeightTile::kBytes;
+#pragma unroll
+    for (int block = 0; block < Form::kOthers / 16; ++block) {
+      const uint32_t part = (2 * block % 8 + weights_part_) ^ (lane_ % 8);
+      store_matrices(row + block / 4 * WeightTile::kPanelBytes + 16 * part,
+                     first_weights_ + 4 * block);
+    }
+    CopyBarrier::order_writes();
+  }
+  __device__ __forceinline__ void start_chunk(Chunk& chunk) {
+    start_product_down<T, WeightTile, OwnTile>(chunk,
+                                               weights_operand_ + turn_ * (WeightTile::kBytes / 16),
+                                               own_operand_ + own_slot_ * (OwnTile::kBytes / 16));
+  }
+  __device__ __forceinline__ void store_chunk(Chunk& chunk) {
+    hold(chunk);
+    named_sync(kChunkIsFree + group_, 128 + 32);
+    float4* to = memory_.chunk[group_] + threadIdx.x % 128;
+#pragma unroll
+    for (int i = 0; i < kElements / 512; ++i) {
+      to[128 * i] = make_float4(chunk[4 * i], chunk[4 * i + 1], chunk[4 * i + 2], chunk[4 * i + 3]);
+    }
+  }
+  __device__ __forceinline__ void hand_over_chunk() const {
+    CopyBarrier::order_writes();
+    named_arrive(kChunkIsThere + group_, 128 + 32);
+  }
+
+  uint64_t weights_operand_, own_operand_;
+  uint32_t weights_row_, weights_part_, turn_ = 0;
+};
+
+template <typename Form>
+__global__ void __launch_bounds__(Form::kThreads, 1)
+    attention_backward_hopper(const __grid_constant__ BackwardArgs args) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& memory = *reinterpret_cast<BackwardMemory<Form>*>(shared);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
+  if (threadIdx.x == 0) {
+    constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
+    init_ring(memory.own_full, memory.own_empty, 1,
+              kWarps + (Form::kAll             ? kChunkWarps
+                        : has_mask<Form>(args) ? kMaskWarps
+                                               : 0));
+    memory.mask_full.init(2 * kMaskThreads);
+    memory.verdict.init(kWarps);
+    memory.place = {};
+    init_ring(memory.first_full, memory.first_empty, Form::kOfKeys ? 33 : 1, kWarps);  // statistics
+    init_ring(memory.second_full, memory.second_empty, 1, kWarps);
+    CopyBarrier::order_inits();
+  }
+  __syncthreads();
+  if (group == 0) {
+    shrink_registers<Form::kProducerRegisters>();
+    if (threadIdx.x < 32) {
+      BackwardProducer<Form>(args, memory).run();
+    } else if constexpr (Form::kAll) {
+      const int half = threadIdx.x / 32 - 1;
+      if (half < kChunkWarps) add_chunks(args, memory, half);
+    } else if (has_mask<Form>(args)) {
+      copy_masks(args, memory);
+    }
+  } else {
+    grow_registers<Form::kConsumerRegisters>();
+    if constexpr (!Form::kAll) {
+      BackwardConsumer<Form>(args, memory, group - 1).run();
+    } else if (Form::chunk_elements(1) == kChunkElements || group == 1) {
+      FusedConsumer<Form, kChunkElements>(args, memory, group - 1).run();
+    } else {
+      FusedConsumer<Form, Form::chunk_elements(1)>(args, memory, 1).run();
+    }
+  }
+}
+
+// dquery from the chunks: of tiles of queries, whose columns or rows lie in two chunks.
+struct ChunkArgs : WorkArgs {
+  const float* chunks;
+  int64_t tiles;  // of a dense sequence, or all
+  AttentionTensor dquery;
+  float scale;
+  int32_t head_dim;
+};
+template <typename Form>
+__global__ void __launch_bounds__(256)
+    attention_query_gradient_hopper(const __grid_constant__ ChunkArgs args) {
+  __shared__ WorkTile work;
+  __shared__ ListPlace place;
+  const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
+  constexpr bool kByQueries = Form::kByQueries;
+  if (threadIdx.x == 0) place = {};
+  __syncthreads();
+  WorkList<Form::kOthers, Form::kOwn> list(args, &place);
+  for (uint32_t index = blockIdx.x;; index += gridDim.x) {
+    if (threadIdx.x < 32) list.tile(index, &work);
+    __syncthreads();
+    if (work.sequence < 0) return;
+    const int64_t tile = first_query_tile<Form>(args, args.heads, args.tiles, work.sequence,
+                                                work.head, work.query_begin) +
+                         work.first / Form::kOthers;
+    const auto* from =
+        reinterpret_cast<const float4*>(args.chunks + (2 * tile + half) * kChunkElements) + thread;
+    const int end = work.first_tile < work.end_tile ? Form::chunk_elements(half) / 512 : 0;
+    float values[kChunkElements / 128];
+#pragma unroll
+    for (int i = 0; i < kChunkElements / 512; ++i) {
+      const float4 four = i < end ? from[128 * i] : make_float4(0, 0, 0, 0);
+      values[4 * i] = four.x, values[4 * i + 1] = four.y;
+      values[4 * i + 2] = four.z, values[4 * i + 3] = four.w;
+    }
+    const int row = work.first + (kByQueries ? 64 * half : 0) + thread / 32 * 16 + thread % 32 / 4;
+    const int column = kByQueries ? 0 : 64 * half;
+    using T = typename Form::T;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool stores = row + 8 * r < work.queries;
+      T* out = stores ? row_of<T>(args.dquery, work, row + 8 * r) + column : nullptr;
+      store_row<T>(values, r, args.scale, out, args.head_dim - column);
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace fused_norm::hopper
