@@ -41,34 +41,42 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     if (leader) arrive(memory.own_empty[slot]);
     if (work.sequence < 0) return;
     const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
-    for (int head = work.head * args.group; head < (work.head + 1) * args.group; ++head) {
-      const int64_t first = first_query_tile<Form>(args, args.heads * args.group, args.other_tiles,
-                                                   work.sequence, head, work.key_begin);
+    const int tiles = work.end_tile - work.first_tile, steps = steps_of<Form>(args, work);
+    // A step's tile of queries, and its chunk among all.
+    const auto tile_of = [&](int step) { return work.end_tile - 1 - step % tiles; };
+    const auto chunk_of = [&](int step) {
+      const int head = work.head * args.group + step / tiles;
+      return 2 * (first_query_tile<Form>(args, args.heads * args.group, args.other_tiles,
+                                         work.sequence, head, work.key_begin) +
+                  tile_of(step)) +
+             half;
+    };
+    uint32_t known = 0;  // what the step's counter was when the step before was made
 #pragma unroll 1
-      for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
-        const int64_t chunk = 2 * (first + tile) + half;
+    for (int step = 0; step < steps; ++step) {
+      const int64_t chunk = chunk_of(step);
+      // The tiles of keys before this one, from the first on that sees the queries. Mostly they
+      // have all added to the chunk for long.
+      const uint32_t before = own_tile - max(0, tile_of(step) * Form::kOthers - right) / Form::kOwn;
+      if (leader && known != before) wait_for_count(args.counters + chunk, before);
+      named_sync(kChunkIsThere + half, kThreads);
+      if (leader) {
         float* sum = args.chunks + chunk * kChunkElements;
-        // How many tiles of keys come before, from the first that sees this tile on. Mostly they
-        // have all been there for long, before this one's chunk is.
-        const int before = own_tile - max(0, tile * Form::kOthers - right) / Form::kOwn;
-        if (leader && before > 0) wait_for_count(args.counters + chunk, before);
-        named_sync(kChunkIsThere + half, kThreads);
-        if (leader) {
-          if (before > 0) {
-            add_bulk(sum, memory.chunk[half], bytes);
-          } else {
-            store_bulk(reinterpret_cast<char*>(sum),
-                       reinterpret_cast<const char*>(memory.chunk[half]), bytes);
-          }
-          commit_bulk_stores();
-          wait_for_bulk_reads<0>();
+        if (before > 0) {
+          add_bulk(sum, memory.chunk[half], bytes);
+        } else {
+          store_bulk(reinterpret_cast<char*>(sum),
+                     reinterpret_cast<const char*>(memory.chunk[half]), bytes);
         }
-        __syncwarp();
-        named_arrive(kChunkIsFree + half, kThreads);
-        if (leader) {
-          wait_for_bulk_stores();
-          count_up(args.counters + chunk);
-        }
+        commit_bulk_stores();
+        known = step + 1 < steps ? read_count(args.counters + chunk_of(step + 1)) : 0;
+        wait_for_bulk_reads<0>();
+      }
+      __syncwarp();
+      named_arrive(kChunkIsFree + half, kThreads);
+      if (leader) {
+        wait_for_bulk_stores();
+        count_up(args.counters + chunk);
       }
     }
   }

@@ -132,17 +132,25 @@ __device__ __forceinline__ void add_bulk(float* to, const void* from, int bytes)
 __device__ __forceinline__ void wait_for_bulk_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-// A counter in global memory: what the thread stored, copies in bulk too, comes before it counts
-// up, and after another waited for that count.
+// A counter in global memory. What the thread stored, copies in bulk too, comes before it counts
+// up. What it stores after it saw a count comes after what others stored before they counted so
+// far: if it waited for that, or if it has read the count before it last counted up itself.
+__device__ __forceinline__ void order_counts() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
+__device__ __forceinline__ uint32_t read_count(const uint32_t* counter) {
+  uint32_t count;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
+  return count;
+}
 __device__ __forceinline__ void count_up(uint32_t* counter) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
+  order_counts();
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
-  uint32_t now;
-  do {
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now != count);
-  asm volatile("fence.proxy.async.global;" ::: "memory");
+  while (read_count(counter) != count) continue;
+  order_counts();
 }
 
 // Four 8 x 8 blocks of 16-bit elements, as products have them in registers, to shared memory. Lane
