@@ -391,9 +391,9 @@ def convert(
         report.replaced.append(Replaced(name, _qualified(cls), flag))
         if memory_efficient and not flag:
             warnings.warn(
-                f"{name or 'the model'} is followed by {in_place[module]}, which changes its input "
-                "in place: memory_efficient stays off there, as backward needs the norm's output "
-                "unchanged (pass inplace=False to the module that follows to have both)",
+                f"the norm {name or 'model'} is followed by {in_place[module]}, which changes its "
+                "input in place: memory_efficient stays off there, as backward needs the norm's "
+                "output unchanged (pass inplace=False to the module that follows to have both)",
                 stacklevel=2,
             )
     return report

@@ -51,6 +51,8 @@ class MemoryReport:
         return iter(self.norms)
 
     def __str__(self) -> str:
+        if not self.norms:
+            return "no norm of this library was called: fused_norm.convert(model) comes first"
         rows = [("norm", "flag", "saved bytes", "with the flag on", "columns", "lost", "at risk")]
         for norm in self.norms:
             name, flag, *counts = dataclasses.astuple(norm)
