@@ -31,36 +31,25 @@ def add(input: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     return (input.to(accumulate) + residual.to(accumulate)).to(dtype)
 
 
-def norm_forward(
-    input,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset=0.0,
-    rms=False,
-    out_dtype=None,
-    residual=None,
-    residual_dtype=None,
-    room=None,
-) -> list[Tensor]:
+def norm_forward(*args) -> list[Tensor]:
     """With room no column is listed: the chain is its own backward pass."""
-    out_dtype = out_dtype or input.dtype
-    sums = []
+    call = _ops.NormCall(*args)
+    input, residual, room, sums = call.input, call.residual, call.room, []
+    out_dtype = call.out_dtype or input.dtype
     if residual is not None:
-        input = add(input, residual, residual_dtype or residual.dtype)
+        input = add(input, residual, call.residual_dtype or residual.dtype)
         sums = [input]
     dtype = accumulate_dtype(input.dtype)
-    dims = _row_dims(normalized_shape)
+    dims = _row_dims(call.normalized_shape)
     x = input.to(dtype)
-    if rms:
+    if call.rms:
         mean = x.new_empty([0])
     else:
         mean = x.mean(dims, keepdim=True)
         x = x - mean
-    rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)
+    rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + call.eps)
     output = x * rstd
-    g, b = _affine(weight, bias, weight_offset, dtype)
+    g, b = _affine(call.weight, call.bias, call.weight_offset, dtype)
     if g is not None:
         output = output * g
     if b is not None:

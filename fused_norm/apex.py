@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, _autocast, functional, modules
+from fused_norm import _arguments, _autocast, _jagged, functional, modules
 
 __all__ = [
     "FusedLayerNorm",
@@ -73,7 +73,7 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
 
 def _norm(function, tensors, options, *, rms, mixed=False) -> Tensor:
     """What ``function(*tensors, *options)`` is to give."""
-    if has_torch_function_variadic(*tensors) and functional._is_overridden(*tensors):
+    if has_torch_function_variadic(*tensors) and _jagged.is_overridden(*tensors):
         return handle_torch_function(function, tensors, *tensors, *options)
     input, weight, bias = (*tensors, None, None)[:3]
     normalized_shape, eps, memory_efficient = options
