@@ -56,7 +56,8 @@ def table(cells):
     for cell, of_cell in cells.items():
         plain, ratio = cells.get(cell.partition(" full")[0] + " full", {}), lead(of_cell)
         own = of_cell[OURS]
-        more = [f"{v:.0f}" for v in (own.peak_bytes / 2**20, own.mhz, own.watts)]
+        state = (own.peak_bytes / 2**20, own.mhz, own.watts)
+        more = [f"{v:.0f}" if v else "-" for v in state]
         texts = [text_of(of_cell.get(p), plain.get(p)) for p in peers]
         rows.append([cell, *texts, f"{ratio:.2f}" if ratio else "-", *more])
     return ["D x length, mask", *peers, "ours / best other", "peak MiB", "MHz", "W"], rows
