@@ -1,11 +1,10 @@
-"""What `attention` measured: its file, its tables and its plots."""
+"""What `attention` measured: its file, its tables and its plot."""
 
-import collections
 import dataclasses
+import itertools
 
-from benchmarks import result_files
-
-OURS = "fused_norm"
+from benchmarks import plots, report, result_files
+from benchmarks.results import AHEAD, OURS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +30,7 @@ def by_cell(records):
     found = {}
     for r in records:
         if r.seconds:
-            cells = found.setdefault((r.group, r.direction), {})
-            cells.setdefault(r.cell, {})[r.peer] = r
+            found.setdefault((r.group, r.direction), {}).setdefault(r.cell, {})[r.peer] = r
     return found
 
 
@@ -42,90 +40,79 @@ def lead(of_cell):
     return min(rivals) / of_cell[OURS].seconds if rivals and OURS in of_cell else None
 
 
-def text_of(record, plain):
-    if record is None:
+def text_of(r, plain):
+    if r is None:
         return "-"
-    if record.group == "host":
-        text = f"{record.seconds * 1e6:.1f} us"
-    else:
-        text = f"{record.tflops:.0f}"
-    if record.group == "options" and plain:
-        text += f" ({record.seconds / plain.seconds:.2f} x)"
-    return text if record.error <= 1 else f"{text} WRONG ({record.error:.2g} x bound)"
+    text = f"{r.seconds * 1e6:.1f} us" if r.group == "host" else f"{r.tflops:.0f}"
+    if r.group == "options" and plain:
+        text += f" ({r.seconds / plain.seconds:.2f} x)"
+    return text if r.error <= 1 else f"{text} WRONG ({r.error:.2g} x bound)"
 
 
-def table(group, cells):
+def table(cells):
     """(header, rows of strings) of one group and direction."""
-    peers = list(dict.fromkeys(peer for of_cell in cells.values() for peer in of_cell))
+    peers = list(dict.fromkeys(itertools.chain(*cells.values())))
     rows = []
     for cell, of_cell in cells.items():
-        plain = cells.get(cell.partition(" full")[0] + " full", {})
-        ratio = lead(of_cell)
-        row = [cell, *(text_of(of_cell.get(p), plain.get(p)) for p in peers)]
-        row.append("-" if ratio is None else f"{ratio:.2f}")
-        if group != "host":
-            own = of_cell[OURS]
-            row += [f"{v:.0f}" for v in (own.peak_bytes / 2**20, own.mhz, own.watts)]
-        rows.append(row)
-    header = ["D x length, mask", *peers, "ours / best other"]
-    return header + ([] if group == "host" else ["peak MiB", "MHz", "W"]), rows
+        plain, ratio = cells.get(cell.partition(" full")[0] + " full", {}), lead(of_cell)
+        own = of_cell[OURS]
+        state = (own.peak_bytes / 2**20, own.mhz, own.watts)
+        more = [f"{v:.0f}" if v else "-" for v in state]
+        texts = [text_of(of_cell.get(p), plain.get(p)) for p in peers]
+        rows.append([cell, *texts, f"{ratio:.2f}" if ratio else "-", *more])
+    return ["D x length, mask", *peers, "ours / best other", "peak MiB", "MHz", "W"], rows
 
 
-def sentences(records):
-    for (group, direction), cells in by_cell(records).items():
+def sentences(tables):
+    for (group, direction), cells in tables.items():
         ratios = [ratio for ratio in map(lead, cells.values()) if ratio is not None]
         if ratios:
             yield (
                 f"{group} {direction}: ahead of every other or within 2 % in "
-                f"{sum(ratio >= 0.98 for ratio in ratios)} of {len(ratios)} cells; "
+                f"{sum(ratio * AHEAD >= 1 for ratio in ratios)} of {len(ratios)} cells; "
                 f"{min(ratios):.2f} to {max(ratios):.2f} of the fastest."
             )
 
 
 def plot(records, path):
     """TFLOP/s over the length, a panel for each head dimension, mask and direction."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    panels = collections.defaultdict(lambda: collections.defaultdict(list))
-    for r in sorted(records, key=lambda r: (r.head_dim, r.length)):
-        if r.group == "lengths" and r.seconds:
-            panels[r.head_dim, r.mask, r.direction][r.peer].append((r.length, r.tflops))
-    if not panels:
+    lengths = [r for r in records if r.group == "lengths" and r.seconds]
+    if not lengths:
         return []
-    down = len({dim for dim, *_ in panels})
-    across = -(-len(panels) // down)
-    peers = list(dict.fromkeys(r.peer for r in records))
-    figure = Figure(figsize=(3.6 * across, 2.6 * down), layout="constrained")
-    FigureCanvasAgg(figure)
-    for number, ((dim, mask, direction), lines) in enumerate(panels.items(), 1):
-        axes = figure.add_subplot(down, across, number)
-        axes.set_title(f"D {dim}, {mask}, {direction}", fontsize=9)
-        axes.spines[["top", "right"]].set_visible(False)
-        for peer, points in lines.items():
-            width, color = 1.8 if peer == OURS else 1, f"C{peers.index(peer)}"
-            axes.plot(*zip(*points, strict=True), ".-", color=color, linewidth=width, label=peer)
+    figure, panels = plots.panels(
+        lengths, 3.6, 2.6, 4, lambda r: f"D {r.head_dim}, {r.mask}, {r.direction}"
+    )
+    peers = list(dict.fromkeys(r.peer for r in lengths))
+    for axes, here in panels:
+        for number, peer in enumerate(peers):
+            points = sorted((r.length, r.tflops) for r in here if r.peer == peer)
+            width = 1.8 if peer == OURS else 1
+            style = {"color": f"C{number}", "linewidth": width, "label": peer}
+            axes.plot(*plots.coordinates(points), ".-", **style)
         axes.set_xscale("log", base=2)
         axes.set_ylim(bottom=0)
-        axes.set_ylabel("TFLOP/s", fontsize=8)
-    legend = figure.axes[0].get_legend_handles_labels()
-    figure.legend(*legend, loc="outside lower center", ncols=4, frameon=False)
+        axes.set_ylabel("TFLOP/s")
+    plots.legend(figure, axes)
     figure.savefig(path, dpi=110)
     return [path]
+
+
+def joined(many):
+    """The records of several runs."""
+    return [record for records in many for record in records]
 
 
 def write(facts, records, out, stem="attention"):
     """The CSV file, the Markdown tables and the plot; prints how ours stands in each table."""
     result_files.write_csv(out / f"{stem}.csv", facts, Record, records)
-    parts = [LEGEND, *sentences(records)]
-    print(*parts[1:], sep="\n")
-    for (group, direction), cells in by_cell(records).items():
-        parts += [f"## {group[0].upper()}{group[1:]}, {direction}", table(group, cells)]
+    tables = by_cell(records)
+    verdicts = list(sentences(tables))
+    parts = [LEGEND, *verdicts]
+    for (group, direction), cells in tables.items():
+        parts += [f"## {group[0].upper()}{group[1:]}, {direction}", table(cells)]
     parts += dict.fromkeys(f"{r.peer}: {r.note}" for r in records if r.note)
-    pictures = plot(records, out / f"{stem}.png")
-    parts += [f"![{picture.stem}]({picture.name})" for picture in pictures]
-    result_files.write_markdown(out / f"{stem}.md", "FlashAttention", facts, parts)
-    print(f"Written: {out / stem}.csv, .md" + (" and .png" if pictures else ""))
+    report.publish(out / stem, "FlashAttention", facts, parts, plot(records, out / f"{stem}.png"))
+    print(*verdicts, sep="\n")
 
 
 LEGEND = (

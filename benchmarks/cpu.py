@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import track
 
 import fused_norm as fn
-from benchmarks import commandline, environment, report
+from benchmarks import commandline, environment, report, result_files
 
 needs_gpu = False
 
@@ -85,7 +85,8 @@ def write(costs, facts, out):
         for c in costs
     ]
     text = f"Forward plus backward at {ROWS} x {COLS}, all gradients."
-    report.write_simple(out / "cpu", "Norms on a CPU", text, facts, header, rows, costs)
+    result_files.write_csv(out / "cpu.csv", facts, Cost, costs)
+    report.publish(out / "cpu", "Norms on a CPU", facts, [text, (header, rows)])
 
 
 def run(options):

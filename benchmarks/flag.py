@@ -9,14 +9,13 @@ the median of its rounds. Inputs rotate through more memory than the L2 cache ho
 import dataclasses
 import itertools
 import math
-import statistics
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
 import fused_norm as fn
-from benchmarks import environment, report
+from benchmarks import environment, report, result_files, sensors, timing
 
 ELEMENTS = 2**26
 COLUMNS = tuple(2**power for power in range(8, 17))
@@ -27,6 +26,7 @@ VARIANTS = ("off", "none listed", "1 % listed")
 DIRECTIONS = ("forward", "backward")
 # With the flag at most so many times the time without it, and so much more.
 LIMITS = {"none listed": (1.02, 1.5e-6), "1 % listed": (1.10, 2e-6)}
+SECONDS = 0.004  # of a turn
 FOOTPRINT = 2**28  # bytes before an input comes again
 # Beside the flag off, by norms: four roundings to bf16, of the output, which enters twice, and of
 # both gradients.
@@ -109,16 +109,6 @@ class Subject:
         self.graphs[1].replay() if self.graphs else self.run_backward()
 
 
-def seconds_of(call, repeats, calls):
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-    events[0].record()
-    for _ in range(repeats):
-        call()
-    events[1].record()
-    torch.cuda.synchronize()
-    return events[0].elapsed_time(events[1]) * 1e-3 / (repeats * calls)
-
-
 def error(norm, cols, variant, x, dy):
     """The largest error of gradients beside those with the flag off."""
     results = []
@@ -145,24 +135,18 @@ def measure(norm, rows, cols, mode, rounds, backend):
         x, dy = (torch.randn(rows, cols, device="cuda").bfloat16() for _ in range(2))
         inputs.append((x.requires_grad_(), dy))
     worst = max(error(norm, cols, variant, *inputs[0]) for variant in VARIANTS[1:])
-    subjects = [Subject(norm, cols, mode, variant, inputs, backend) for variant in VARIANTS]
-    times = {}
-    for index in range(rounds + 1):
-        for variant in range(len(VARIANTS)):
-            which = (variant + index) % len(VARIANTS)
-            for direction in DIRECTIONS:
-                call = getattr(subjects[which], direction)
-                seconds = seconds_of(call, max(1, 16 // sets), sets)
-                if index > 0:
-                    times.setdefault((direction, which), []).append(seconds)
-    return [
-        Cost(norm, rows, cols, mode, direction,
-             *(statistics.median(times[direction, which]) for which in range(3)), worst)
-        for direction in DIRECTIONS
-    ]  # fmt: skip
+    subjects = {v: Subject(norm, cols, mode, v, inputs, backend) for v in VARIANTS}
+    costs = []
+    for direction in DIRECTIONS:
+        calls = {variant: getattr(subject, direction) for variant, subject in subjects.items()}
+        found = timing.in_turns(calls, rounds, SECONDS, sensors.Sensors(), ahead=0)
+        times = (found[variant]["seconds"] / sets for variant in VARIANTS)
+        costs.append(Cost(norm, rows, cols, mode, direction, *times, worst))
+    return costs
 
 
 def write(costs, facts, out):
+    result_files.write_csv(out / "flag.csv", facts, Cost, costs)
     header = ["norm", "M x N", "mode", "direction", "off, us"]
     header += [f"{variant}, us" for variant in VARIANTS[1:]] + list(VARIANTS[1:])
     rows = [
@@ -180,16 +164,11 @@ def write(costs, facts, out):
         f"{variant}: {factor - 1:.0%} and {more * 1e6:.1f} us"
         for variant, (factor, more) in LIMITS.items()
     )
-    report.write_simple(
-        out / "flag",
-        "What memory_efficient costs",
-        f"GPU time of a call, bf16; of eager calls the host's where that is longer. At most so "
-        f"much more than with the flag off: {limits}.",
-        facts,
-        header,
-        rows,
-        costs,
+    text = (
+        "GPU time of a call, bf16; of eager calls the host's where that is longer. At most so much "
+        f"more than with the flag off: {limits}."
     )
+    report.publish(out / "flag", "What memory_efficient costs", facts, [text, (header, rows)])
 
 
 def add_arguments(parser):

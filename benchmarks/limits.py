@@ -15,7 +15,7 @@ import sys
 
 import torch
 
-from benchmarks import environment, norm, report, softmax
+from benchmarks import environment, norm, report, result_files, softmax
 from benchmarks.peers import ours
 
 STALL = "smsp__average_warps_issue_stalled_{}_per_issue_active.ratio"
@@ -213,5 +213,6 @@ def run(options):
     limits = parse(lines, cases(options.quick))
     options.out.mkdir(parents=True, exist_ok=True)
     rows = [limit.row() for limit in limits]
-    report.write_simple(options.out / "limits", "Limits", text(limits), facts, HEADER, rows, limits)
+    result_files.write_csv(options.out / "limits.csv", facts, Limit, limits)
+    report.publish(options.out / "limits", "Limits", facts, [text(limits), (HEADER, rows)])
     return 0

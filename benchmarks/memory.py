@@ -7,7 +7,6 @@ parameters, and their steps alternate.
 
 import collections
 import copy
-import csv
 import dataclasses
 import functools
 import gc
@@ -16,11 +15,10 @@ import time
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
 from torch import nn
 
 import fused_norm as fn
-from benchmarks import commandline, environment, report, result_files
+from benchmarks import commandline, environment, plots, report, result_files
 
 needs_gpu = False
 
@@ -347,54 +345,37 @@ def plot(results, path):
     """Stacked bars of what each kind of layer keeps for backward."""
     results = [r for r in results if r.saved is not None]
     if not results:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display; chosen before pyplot loads
-    from matplotlib import pyplot as plt
-
-    names = list(dict.fromkeys(r.preset for r in results))
-    figure, axes = plt.subplots(
-        1, len(names), figsize=(4.5 * len(names), 5), layout="constrained", squeeze=False
-    )
-    for axis, name in zip(axes[0], names, strict=True):
-        here = [r for r in results if r.preset == name]
+        return []
+    names = {r.preset for r in results}
+    figure, panels = plots.panels(results, 4.5, 5, len(names), title=lambda r: r.preset)
+    for axes, here in panels:
         unit, scale = ("GiB", 2**30) if here[0].all_saved > 2**30 else ("MiB", MIB)
         labels = [r.variant.replace(", ", ",\n") for r in here]
         bottom = [0.0] * len(here)
         for kind in KINDS:
             heights = [r.saved[kind] / scale for r in here]
-            axis.bar(labels, heights, bottom=bottom, label=kind)
+            axes.bar(labels, heights, bottom=bottom, label=kind)
             bottom = [b + h for b, h in zip(bottom, heights, strict=True)]
         for label, height in zip(labels, bottom, strict=True):
-            axis.annotate(f"{height:.2f}", (label, height), ha="center", va="bottom")
-        axis.set(title=name, ylabel=f"saved for backward ({unit})")
-        axis.margins(y=0.1)
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(KINDS)
-    )
+            axes.annotate(f"{height:.2f}", (label, height), ha="center", va="bottom")
+        axes.set_ylabel(f"saved for backward ({unit})")
+        axes.margins(y=0.1)
+    plots.legend(figure, axes)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return [path]
 
 
 def write(results, facts, out):
-    console, both = Console(width=160), tables(results)
-    for table, title in zip(both, ("Memory, MiB", "What memory_efficient frees, MiB"), strict=True):
-        console.print(report.rich_table(title, *table))
-    with (out / "memory.csv").open("w", newline="") as stream:
-        lines = csv.writer(stream)
-        header = ["preset", "mode", "variant", "held_bytes", "peak_bytes", *KINDS, "saved_bytes"]
-        lines.writerow([*header, "seconds", "change"])
-        for r in results:
-            kinds = [r.saved and r.saved[kind] for kind in KINDS] + [r.saved and r.all_saved]
-            lines.writerow(
-                [r.preset, r.mode, r.variant, r.held, r.peak, *kinds]
-                + [f"{r.seconds:.6f}", f"{r.change:.6f}"]
-            )
-    parts = [TEXT, *both, "![Saved for backward by kind of layer](memory.png)"]
-    result_files.write_markdown(out / "memory.md", "Memory of a training step", facts, parts)
-    plot(results, out / "memory.png")
-    console.print(f"Written: {out / 'memory'}.csv, .md and .png", highlight=False)
+    header = ["preset", "mode", "variant", "held_bytes", "peak_bytes", *KINDS, "saved_bytes"]
+    rows = []
+    for r in results:
+        kinds = [r.saved and r.saved[kind] for kind in KINDS] + [r.saved and r.all_saved]
+        times = [f"{r.seconds:.6f}", f"{r.change:.6f}"]
+        rows.append([r.preset, r.mode, r.variant, r.held, r.peak, *kinds, *times])
+    result_files.write_lines(out / "memory.csv", facts, [*header, "seconds", "change"], rows)
+    pictures = plot(results, out / "memory.png")
+    title, parts = "Memory of a training step", [TEXT, *tables(results)]
+    report.publish(out / "memory", title, facts, parts, pictures)
 
 
 TEXT = (

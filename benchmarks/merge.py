@@ -50,23 +50,16 @@ def run(options):
             path: found for path in options.files if (found := result_files.read_csv(path, cls))
         }
 
-    steps, parts = of(model.Record), of(attention_report.Record)
-    if steps:
-        facts = merge_facts(facts for facts, _ in steps.values())
-        records = model.renumbered(records for _, records in steps.values())
-        model.report_on(facts, records, options.out)
-    if parts:
-        facts = merge_facts(facts for facts, _ in parts.values())
-        records = [record for _, records in parts.values() for record in records]
-        attention_report.write(facts, records, options.out)
-    files = [path for path in options.files if path not in steps and path not in parts]
-    merged = {
-        suite: (
-            merge_facts(facts for facts, _ in parts),
-            merge_results(measured for _, measured in parts),
-        )
+    files = options.files
+    for module in (model, attention_report):
+        if found := of(module.Record):
+            facts = merge_facts(facts for facts, _ in found.values())
+            module.write(facts, module.joined(r for _, r in found.values()), options.out)
+        files = [path for path in files if path not in found]
+    suites = {
+        suite: (merge_facts(facts for facts, _ in parts), merge_results(r for _, r in parts))
         for suite, parts in read_suites(files).items()
     }
-    for suite, (facts, measured) in merged.items():
+    for suite, (facts, measured) in suites.items():
         report.write(suite, measured, facts, options.out)
     return 0

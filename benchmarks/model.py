@@ -16,8 +16,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-
 from benchmarks import commandline, environment, peers, report, result_files
 from benchmarks.model_steps import MODES, PASSES, VARIANTS, Case, Record
 
@@ -73,14 +71,14 @@ def add_arguments(parser):
     parser.add_argument("--child", type=commandline.count, help=argparse.SUPPRESS)
 
 
-def renumbered(many):
+def joined(many):
     """The records of several runs, each process with a number of its own."""
-    numbers, joined = {}, []
+    numbers, found = {}, []
     for run, records in enumerate(many):
         for record in records:
             number = numbers.setdefault((run, record.process), len(numbers) + 1)
-            joined.append(dataclasses.replace(record, process=number))
-    return joined
+            found.append(dataclasses.replace(record, process=number))
+    return found
 
 
 def child(options):
@@ -282,25 +280,16 @@ TEXTS = {
 }
 
 
-def write(numbers, facts, records, out):
-    result_files.write_csv(out / "model.csv", facts, Record, records)
-    console, parts = Console(width=200), []
+def write(facts, records, out):
+    """Print and write; 1 if the flag makes a step more than 1.5 % longer, else 0."""
+    numbers, parts, code = Numbers(records), [], 0
     makers = (step_table, kernel_table, alone_table, sensor_table)
     for (title, text), make in zip(TEXTS.items(), makers, strict=True):
         table = make(numbers)
         if table[1]:
             parts += [f"## {title}", text, table]
-            console.print(report.rich_table(title, *table))
-    title = "Step time of transformer blocks"
-    result_files.write_markdown(out / "model.md", title, facts, parts)
-    console.print(f"Written: {out / 'model'}.csv and .md", highlight=False)
-
-
-def report_on(facts, records, out):
-    """Print and write; 1 if the flag makes a step more than 1.5 % longer, else 0."""
-    numbers = Numbers(records)
-    write(numbers, facts, records, out)
-    code = 0
+    result_files.write_csv(out / "model.csv", facts, Record, records)
+    report.publish(out / "model", "Step time of transformer blocks", facts, parts)
     for case, mode in numbers.rows():
         for more in numbers.flags(case, mode):
             if more and statistics.median(more) > FLAG_LIMIT:
@@ -321,4 +310,4 @@ def run(options):
     present = ["liger"] if any(r.variant == "liger" for r in records) else []
     facts = [("suite", "model"), *environment.facts(), *peers.facts(present, absent)]
     lost = [what for what, _ in absent if "fused" in what]
-    return max(report_on(facts, records, options.out), bool(lost))
+    return max(write(facts, records, options.out), bool(lost))

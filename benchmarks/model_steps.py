@@ -28,7 +28,6 @@ PASSES = ("fused, pass", "fused, flag and pass")  # compiled with fused_norm.com
 VARIANTS = ("torch", "fused", "fused, flag", "fused, residual inside", *PASSES, "liger")
 EPS = 1e-5
 CONTEXT = 2048
-AHEAD = 12_000_000  # cycles that the host is given, of about 0.5 nanoseconds each
 # Blocks in bf16 that differ in the norm alone: each of some ten roundings of 2^-8 between the two
 # results, which add up like a random walk, and as much again for sums in another order.
 TOLERANCE = 2 * math.sqrt(10) * 2**-8
@@ -259,54 +258,6 @@ def captured(call, pool=None, warm_up=3):
     return graph, result
 
 
-def turn(call, count, sensor, samples):
-    """(GPU seconds, host seconds) of one of so many steps; samples are taken while they run. The
-    host is some steps ahead from the beginning, as in training."""
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(AHEAD)
-    start.record()
-    began = time.perf_counter()
-    for _ in range(count):
-        call()
-    host = time.perf_counter() - began
-    end.record()
-    while not end.query():
-        samples.append(sensor.sample())
-        time.sleep(0.003)
-    return start.elapsed_time(end) / count * 1e-3, host / count
-
-
-def in_turns(calls, rounds, seconds, sensor):
-    """{variant: {quantity: number}}: the variants' turns, of about so many seconds, alternate; who
-    is first changes from round to round, and so does the direction."""
-    names = list(calls)
-    first = calls[names[0]]
-    one = turn(first, 3, sensor, [])[0]
-    turn(first, max(1, int(0.1 / one)), sensor, [])  # the chip is warm from here on
-    count = max(2, round(seconds / one))
-    times, samples = {name: [] for name in names}, {name: [] for name in names}
-    for number in range(rounds):
-        order = names[number % len(names) :] + names[: number % len(names)]
-        for name in order[:: -1 if number % 2 else 1]:
-            times[name].append(turn(calls[name], count, sensor, samples[name]))
-    found = {}
-    for name in names:
-        gpu = [pair[0] for pair in times[name]]
-        quartiles = statistics.quantiles(gpu, method="inclusive") if rounds > 1 else gpu * 3
-        found[name] = {
-            "seconds": statistics.median(gpu),
-            "quartile 1": quartiles[0],
-            "quartile 3": quartiles[2],
-            "host seconds": statistics.median(pair[1] for pair in times[name]),
-            **(sensors.medians(samples[name]) if samples[name] else {}),
-        }
-        if "torch" in calls:
-            ratios = (a / b[0] for a, b in zip(gpu, times["torch"], strict=True))
-            found[name]["change"] = statistics.median(ratios) - 1
-    return found
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     name: str
@@ -513,7 +464,7 @@ def measure(cases, modes, variants, process, rounds, seconds, profile, begin):
         calls = {variant: calls[variant] for variant in variants if variant in calls}
         if not calls:
             return
-        for variant, numbers in in_turns(calls, rounds, seconds, sensor).items():
+        for variant, numbers in timing.in_turns(calls, rounds, seconds, sensor).items():
             for quantity, value in numbers.items():
                 keep(bench, mode, variant, quantity, value)
 

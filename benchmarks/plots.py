@@ -26,13 +26,13 @@ def draw(stem, measured, out):
     return paths
 
 
-def panels(measured, width, height, across=None):
-    """A figure with a panel for each operation and direction: (figure, [(axes, its results)])."""
+def panels(measured, width, height, across=None, title=lambda r: f"{r.operation} {r.direction}"):
+    """A figure with a panel for all results of one title: (figure, [(axes, its results)])."""
     # Without pyplot: no display, no state.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    kinds = list(dict.fromkeys((r.operation, r.direction) for r in measured))
+    kinds = list(dict.fromkeys(map(title, measured)))
     across = across or (2 if len(kinds) > 1 else 1)
     down = math.ceil(len(kinds) / across)
     figure = Figure(figsize=(width * across, height * down), layout="constrained")
@@ -40,9 +40,9 @@ def panels(measured, width, height, across=None):
     pairs = []
     for index, kind in enumerate(kinds):
         axes = figure.add_subplot(down, across, index + 1)
-        axes.set_title(" ".join(kind))
+        axes.set_title(kind)
         axes.spines[["top", "right"]].set_visible(False)
-        pairs.append((axes, [r for r in measured if (r.operation, r.direction) == kind]))
+        pairs.append((axes, [r for r in measured if title(r) == kind]))
     return figure, pairs
 
 

@@ -92,21 +92,27 @@ def write(suite, measured, facts, out, suffix=""):
     tables, sentences, remarks = sections(measured), results.summary(measured), notes(measured)
     pictures = plots.draw(stem, measured, out)
 
-    # Wide enough for a row a case even where the output is no terminal.
-    console = Console() if sys.stdout.isatty() else Console(width=180)
-    for heading, (header, rows) in tables:
-        console.print(rich_table(f"{title}: {heading}", header, rows))
     absent = [f"absent: {value}" for name, value in facts if name == "absent"]
-    for line in [*remarks, *absent, *sentences]:
-        console.print(line, markup=False, highlight=False)
-
+    print(*remarks, *absent, *sentences, sep="\n")
     parts = [LEGEND, *(sentence.strip() for sentence in sentences)]
     for heading, table in tables:
         parts += [f"## {heading}", table]
-    parts += [*remarks, *(f"![{path.stem}]({path.name})" for path in pictures)]
-    result_files.write_markdown(out / f"{stem}.md", title, facts, parts)
-    written = ", ".join(str(path) for path in (out / f"{stem}.csv", out / f"{stem}.md", *pictures))
-    console.print(f"Written: {written}", highlight=False, soft_wrap=True)
+    publish(out / stem, title, facts, [*parts, *remarks], pictures)
+
+
+def publish(path, title, facts, parts, pictures=()):
+    """Print the tables among `parts`, texts and (header, rows of strings), and write all of them to
+    `path`.md below the facts, the pictures last. `path`.csv and the pictures are there already."""
+    # Wide enough for a row a case even where the output is no terminal.
+    console, heading = Console(**{} if sys.stdout.isatty() else {"width": 200}), title
+    for part in parts:
+        if not isinstance(part, str):
+            console.print(rich_table(heading, *part))
+        elif part.startswith("## "):
+            heading = f"{title}: {part[3:]}"
+    parts = [*parts, *(f"![{picture.stem}]({picture.name})" for picture in pictures)]
+    result_files.write_markdown(path.with_name(f"{path.name}.md"), title, facts, parts)
+    print("Written:", ", ".join(map(str, (f"{path}.csv", f"{path}.md", *pictures))))
 
 
 def rich_table(title, header, rows):
@@ -118,15 +124,6 @@ def rich_table(title, header, rows):
     for row in rows:
         table.add_row(*row)
     return table
-
-
-def write_simple(path, title, text, facts, header, rows, costs):
-    """Print one table of strings, and write it to a Markdown file below the facts and the text; and
-    `costs`, dataclasses alike, to a CSV file. `path`: of both, without a suffix."""
-    Console(width=120).print(rich_table(title, header, rows))
-    result_files.write_csv(path.with_suffix(".csv"), [], type(costs[0]), costs)
-    result_files.write_markdown(path.with_suffix(".md"), title, facts, [text, (header, rows)])
-    print(f"Written: {path}.csv and .md")
 
 
 LEGEND = (

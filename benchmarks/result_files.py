@@ -10,11 +10,14 @@ def write_csv(path, facts, cls, records):
     def text(value):
         return f"{value:.9g}" if isinstance(value, float) else value
 
+    header = [field.name for field in dataclasses.fields(cls)]
+    write_lines(path, facts, header, (map(text, dataclasses.astuple(r)) for r in records))
+
+
+def write_lines(path, facts, header, rows):
     with path.open("w", newline="") as stream:
         stream.writelines(f"# {name}: {value}\n" for name, value in facts)
-        lines = csv.writer(stream)
-        lines.writerow([field.name for field in dataclasses.fields(cls)])
-        lines.writerows(map(text, dataclasses.astuple(record)) for record in records)
+        csv.writer(stream).writerows([header, *rows])
 
 
 def split(lines):

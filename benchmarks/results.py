@@ -132,16 +132,13 @@ def write(path, facts, results):
     def microseconds(seconds):
         return "" if seconds is None else f"{seconds * 1e6:.3f}"
 
-    with path.open("w", newline="") as stream:
-        for key, value in facts:
-            stream.write(f"# {key}: {value}\n")
-        lines = csv.writer(stream)
-        lines.writerow(COLUMNS)
-        for r in results:
-            fraction = f"{r.fraction:.4f}" if r.seconds is not None and r.ideal else ""
-            error = "" if r.error is None else f"{r.error:.3g}"
-            times = [microseconds(t) for t in (r.seconds, r.ideal, r.target)]
-            lines.writerow([*r.case, r.peer, *times, fraction, r.bytes, error, r.note])
+    rows = []
+    for r in results:
+        fraction = f"{r.fraction:.4f}" if r.seconds is not None and r.ideal else ""
+        error = "" if r.error is None else f"{r.error:.3g}"
+        times = [microseconds(t) for t in (r.seconds, r.ideal, r.target)]
+        rows.append([*r.case, r.peer, *times, fraction, r.bytes, error, r.note])
+    result_files.write_lines(path, facts, COLUMNS, rows)
 
 
 def read(path):

@@ -3,8 +3,13 @@
 import collections
 import itertools
 import statistics
+import time
 
 import torch
+
+from benchmarks import sensors
+
+AHEAD = 12_000_000  # cycles that the host is given, of about 0.5 nanoseconds each
 
 
 def copy_bandwidth(copies=20):
@@ -68,3 +73,52 @@ def median_seconds(launch, repeats):
     torch.cuda.synchronize()
     times = [start.elapsed_time(end) for start, end in itertools.pairwise(events)]
     return statistics.median(times) * 1e-3
+
+
+def turn(call, count, sensor, samples, ahead=AHEAD):
+    """(GPU seconds, host seconds) of one of so many calls; samples are taken while they run. The
+    host is `ahead` cycles ahead of the GPU from the beginning, as in training."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(ahead)
+    start.record()
+    began = time.perf_counter()
+    for _ in range(count):
+        call()
+    host = time.perf_counter() - began
+    end.record()
+    while not end.query():
+        samples.append(sensor.sample())
+        time.sleep(0.003)
+    return start.elapsed_time(end) / count * 1e-3, host / count
+
+
+def in_turns(calls, rounds, seconds, sensor, ahead=AHEAD):
+    """{name: {quantity: number}}: the turns of the calls, of about so many seconds, alternate; who
+    is first changes from round to round, and so does the direction."""
+    names = list(calls)
+    counts = {}
+    for name, call in calls.items():
+        one = turn(call, 3, sensor, [], ahead)[0]
+        counts[name] = max(2, round(seconds / one))
+    turn(calls[names[0]], max(1, int(0.1 / one)), sensor, [])  # the chip is warm from here on
+    times, samples = {name: [] for name in names}, {name: [] for name in names}
+    for number in range(rounds):
+        order = names[number % len(names) :] + names[: number % len(names)]
+        for name in order[:: -1 if number % 2 else 1]:
+            times[name].append(turn(calls[name], counts[name], sensor, samples[name], ahead))
+    found = {}
+    for name in names:
+        gpu = [pair[0] for pair in times[name]]
+        quartiles = statistics.quantiles(gpu, method="inclusive") if rounds > 1 else gpu * 3
+        found[name] = {
+            "seconds": statistics.median(gpu),
+            "quartile 1": quartiles[0],
+            "quartile 3": quartiles[2],
+            "host seconds": statistics.median(pair[1] for pair in times[name]),
+            **(sensors.medians(samples[name]) if samples[name] else {}),
+        }
+        if "torch" in calls:
+            ratios = (a / b[0] for a, b in zip(gpu, times["torch"], strict=True))
+            found[name]["change"] = statistics.median(ratios) - 1
+    return found

@@ -38,6 +38,13 @@ MARK = "<!-- written by docs/draw.py -->"
 GREY, INK = "#d0d7de", "#1f2328"
 
 
+def gpu_of(suite):
+    """The GPU that a suite's results are of, without its maker."""
+    with (RESULTS / f"{suite}.csv").open() as stream:
+        facts = dict(line[2:].split(": ", 1) for line in stream if line.startswith("# "))
+    return facts["GPU"].split(",")[0].split()[1]
+
+
 def rows_of(suite):
     """The lines of a suite's results, as {column: text}."""
     with (RESULTS / f"{suite}.csv").open(newline="") as stream:
@@ -100,7 +107,8 @@ def speed_chart(found):
     def across(ratio):
         return left + (right - left) * (min(ratio, most) - 1) / (most - 1)
 
-    parts = [text(20, 28, "Time beside fused_norm, forward and backward, bf16, one H200", size=15)]
+    title = f"Time beside fused_norm, forward and backward, bf16, one {gpu_of('norm')}"
+    parts = [text(20, 28, title, size=15)]
     x = 20
     for name, colour in PEERS.values():
         parts += [f'<circle cx="{x + 5}" cy="50" r="5" fill="{colour}"/>', text(x + 15, 54.5, name)]
@@ -180,7 +188,8 @@ def idea():
 
 def table(found):
     names = {OURS: OURS, **{name: words for name, (words, _) in PEERS.items()}}
-    lines = ["| forward + backward, microseconds | " + " | ".join(names.values()) + " |"]
+    first = f"forward + backward, microseconds on one {gpu_of('norm')}"
+    lines = [f"| {first} | {' | '.join(names.values())} |"]
     lines.append("|---" * (len(names) + 1) + "|")
     for case in TABLE:
         operation, rows, cols = case

@@ -67,6 +67,18 @@ def optional_number(name: str, value) -> float | None:
     return None if value is None else number(name, value)
 
 
+_FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
+
+
+def rms_eps(input: Tensor, eps: float | None) -> float:
+    """An RMSNorm's epsilon, where it is None that of torch's rule."""
+    if eps is not None:
+        return eps
+    if type(input) is not Tensor:
+        tensor("input", input)
+    return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
+
+
 def flag(name: str, value) -> bool:
     """A bool or an int, of numpy too."""
     if type(value) is bool:

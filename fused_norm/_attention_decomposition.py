@@ -5,7 +5,6 @@ Same arguments and results as the operators of the same names, dropout's mask in
 differentiable in query, key, value, attn_mask, sink, dout and dlse.
 """
 
-import collections
 import ctypes
 import dataclasses
 from typing import NamedTuple
@@ -16,10 +15,7 @@ from torch import Tensor
 from fused_norm import _ops
 from fused_norm._decompositions import accumulate_dtype
 
-# The arguments of attention_forward.
-_Call = collections.namedtuple(
-    "_Call", [argument.name for argument in _ops.attention_forward._schema.arguments]
-)
+_Call = _ops.call_type(_ops.attention_forward)
 
 
 class _Rows(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, _probe, functional, modules
+from fused_norm import _arguments, _jagged, _probe, functional, modules
 
 __all__ = ["ConvertReport", "Replaced", "Skipped", "convert", "revert"]
 
@@ -123,7 +123,7 @@ def converted_norm(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient, *rules
 ) -> Tensor:
     if has_torch_function_variadic(input, weight, bias):
-        if functional._is_overridden(input, weight, bias):
+        if _jagged.is_overridden(input, weight, bias):
             args = (normalized_shape, eps, weight_offset, rms, memory_efficient, *rules)
             return handle_torch_function(
                 converted_norm, (input, weight, bias), input, weight, bias, *args
@@ -134,7 +134,7 @@ def converted_norm(
         rule = rules[1] if autocast and input.is_cuda else rules[0]
         weight_dtype = None if weight is None else weight.dtype
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
-    eps = functional._rms_eps(input, eps) if rms else eps
+    eps = _arguments.rms_eps(input, eps) if rms else eps
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
     return functional._norm(input, weight, bias, *options, out_dtype)[0]
 
@@ -391,9 +391,9 @@ def convert(
         report.replaced.append(Replaced(name, _qualified(cls), flag))
         if memory_efficient and not flag:
             warnings.warn(
-                f"{name or 'the model'} is followed by {in_place[module]}, which changes its input "
-                "in place: memory_efficient stays off there, as backward needs the norm's output "
-                "unchanged (pass inplace=False to the module that follows to have both)",
+                f"the norm {name or 'model'} is followed by {in_place[module]}, which changes its "
+                "input in place: memory_efficient stays off there, as backward needs the norm's "
+                "output unchanged (pass inplace=False to the module that follows to have both)",
                 stacklevel=2,
             )
     return report

@@ -9,6 +9,8 @@ kernels, roundings in the last place aside. Every function is differentiable in 
 import torch
 from torch import Tensor
 
+from fused_norm import _ops
+
 
 def accumulate_dtype(input_dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if input_dtype is torch.float64 else torch.float32
@@ -29,36 +31,25 @@ def add(input: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     return (input.to(accumulate) + residual.to(accumulate)).to(dtype)
 
 
-def norm_forward(
-    input,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset=0.0,
-    rms=False,
-    out_dtype=None,
-    residual=None,
-    residual_dtype=None,
-    room=None,
-) -> list[Tensor]:
+def norm_forward(*args) -> list[Tensor]:
     """With room no column is listed: the chain is its own backward pass."""
-    out_dtype = out_dtype or input.dtype
-    sums = []
+    call = _ops.NormCall(*args)
+    input, residual, room, sums = call.input, call.residual, call.room, []
+    out_dtype = call.out_dtype or input.dtype
     if residual is not None:
-        input = add(input, residual, residual_dtype or residual.dtype)
+        input = add(input, residual, call.residual_dtype or residual.dtype)
         sums = [input]
     dtype = accumulate_dtype(input.dtype)
-    dims = _row_dims(normalized_shape)
+    dims = _row_dims(call.normalized_shape)
     x = input.to(dtype)
-    if rms:
+    if call.rms:
         mean = x.new_empty([0])
     else:
         mean = x.mean(dims, keepdim=True)
         x = x - mean
-    rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + eps)
+    rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + call.eps)
     output = x * rstd
-    g, b = _affine(weight, bias, weight_offset, dtype)
+    g, b = _affine(call.weight, call.bias, call.weight_offset, dtype)
     if g is not None:
         output = output * g
     if b is not None:
@@ -112,41 +103,29 @@ def _listed_slots(columns: Tensor, cols: int) -> Tensor:
     return torch.where(slots < columns[0], columns[1:].long(), cols)
 
 
-def _xhat(
-    saved,
-    mean,
-    rstd,
-    weight,
-    bias,
-    normalized_shape,
-    weight_offset,
-    rms,
-    from_output,
-    side=None,
-    columns=None,
-):
+def _xhat(call) -> Tensor:
+    """Of a call of one of the backward operators."""
+    saved, rstd, side, columns = call.saved, call.rstd, call.side, call.columns
     dtype = rstd.dtype
-    if not from_output:
+    if not call.from_output:
         x = saved.to(dtype)
-        return (x if rms else x - mean) * rstd
-    g, b = _affine(weight, bias, weight_offset, dtype)
-    row_dims = len(normalized_shape)
+        return (x if call.rms else x - call.mean) * rstd
+    g, b = _affine(call.weight, call.bias, call.weight_offset, dtype)
     y = saved.to(dtype)
     if side is None or columns.numel() == 1:
         xhat = y if b is None else y - b
         return xhat if g is None else xhat / g
     # Listed columns: a division by 1 in place of one by 0, whose derivative would be NaN times 0.
     # Then what was saved of them, and a last column for the slots that are empty.
-    cols = y.shape[y.dim() - row_dims :].numel()
+    lead = y.shape[: y.dim() - len(call.normalized_shape)]
+    cols = y.shape[len(lead) :].numel()
     index = _listed_slots(columns, cols)
     is_listed = torch.zeros(cols + 1, dtype=torch.bool, device=y.device)
-    is_listed = is_listed.index_fill(0, index, True)[:cols].view(tuple(normalized_shape))
+    is_listed = is_listed.index_fill(0, index, True)[:cols].view(y.shape[len(lead) :])
     xhat = y if b is None else y - torch.where(is_listed, 0, b)
     xhat = xhat if g is None else xhat / torch.where(is_listed, 1, g)
-    flat = torch.nn.functional.pad(xhat.flatten(-row_dims), (0, 1))
-    leading = y.shape[side.dim() - 2 : y.dim() - row_dims]
-    side = side.reshape(*side.shape[:-2], *leading, side.shape[-1])
-    flat = flat.index_copy(-1, index, side.expand(*flat.shape[:-1], side.shape[-1]))
+    flat = torch.nn.functional.pad(xhat.reshape(*lead, cols), (0, 1))
+    flat = flat.index_copy(-1, index, side.reshape(*lead, side.shape[-1]))
     # More columns than room: the operator's gradients are NaN.
     flat = torch.where(columns[0] < columns.numel(), flat, torch.nan)
     return flat[..., :cols].reshape(y.shape)
@@ -160,88 +139,60 @@ def _project(dxhat, xhat, rstd, dims, rms):
     return rstd * dx
 
 
-def norm_backward(
-    dy,
-    saved,
-    mean,
-    rstd,
-    weight,
-    bias,
-    normalized_shape,
-    weight_offset,
-    rms,
-    from_output,
-    input_dtype,
-    output_mask,
-    side=None,
-    columns=None,
-    dresidual=None,
-    *,
-    batch_dims=0,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, dweight, dbias), None where ``output_mask`` is false. The parameters' gradients keep the
-    first ``batch_dims`` dimensions.
+_Backward = _ops.call_type(_ops.norm_backward)
+
+
+def norm_backward(*args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dx, dweight, dbias), None where ``output_mask`` is false.
 
     A function of ``rstd`` and ``mean`` as well: they are functions of the input, and their own
     derivatives are :func:`statistics_backward`.
     """
-    dtype = rstd.dtype
-    dims = _row_dims(normalized_shape)
-    leading = list(range(batch_dims, dy.dim() - len(normalized_shape)))
-    dy = dy.to(dtype)
-    how = (normalized_shape, weight_offset, rms, from_output)
-    xhat = _xhat(saved, mean, rstd, weight, bias, *how, side, columns)
+    call = _Backward(*args)
+    weight, bias, dtype = call.weight, call.bias, call.rstd.dtype
+    dims = _row_dims(call.normalized_shape)
+    dy, xhat = call.dy.to(dtype), _xhat(call)
+    leading = list(range(dy.dim() - len(dims)))
     dx = dweight = dbias = None
-    if output_mask[0]:
-        g, _ = _affine(weight, None, weight_offset, dtype)
-        dx = _project(dy if g is None else dy * g, xhat, rstd, dims, rms)
-        dx = (dx if dresidual is None else dx + dresidual.to(dtype)).to(input_dtype)
+    if call.output_mask[0]:
+        g, _ = _affine(weight, None, call.weight_offset, dtype)
+        dx = _project(dy if g is None else dy * g, xhat, call.rstd, dims, call.rms)
+        dx = dx if call.dresidual is None else dx + call.dresidual.to(dtype)
+        dx = dx.to(call.input_dtype)
     # A sum over no dimensions would be one over all.
-    if output_mask[1] and weight is not None:
+    if call.output_mask[1] and weight is not None:
         dweight = dy * xhat
         dweight = (dweight.sum(leading) if leading else dweight).to(weight.dtype)
-    if output_mask[2] and bias is not None:
+    if call.output_mask[2] and bias is not None:
         dbias = (dy.sum(leading) if leading else dy).to(bias.dtype)
     return dx, dweight, dbias
 
 
-def statistics_backward(
-    dmean,
-    drstd,
-    dside,
-    saved,
-    mean,
-    rstd,
-    weight,
-    bias,
-    normalized_shape,
-    weight_offset,
-    rms,
-    from_output,
-    input_dtype,
-    side=None,
-    columns=None,
-) -> Tensor:
+_Statistics = _ops.call_type(torch.ops.fused_norm.norm_statistics_backward.default)
+
+
+def statistics_backward(*args) -> Tensor:
     """The input's gradient from those of what was saved beside it, each of which may be None:
 
     d rstd / d x = -rstd^2 xhat / N,    d mean / d x = 1 / N,    side: some columns of xhat
     """
-    row_dims = len(normalized_shape)
-    cols = saved.shape[saved.dim() - row_dims :].numel()
+    call = _Statistics(*args)
+    saved, rstd, dside = call.saved, call.rstd, call.dside
+    dims = _row_dims(call.normalized_shape)
+    cols = saved.shape[saved.dim() - len(dims) :].numel()
     dx = torch.zeros_like(saved, dtype=rstd.dtype)
-    how = (normalized_shape, weight_offset, rms, from_output)
-    if drstd is not None or dside is not None:
-        xhat = _xhat(saved, mean, rstd, weight, bias, *how, side, columns)
-    if drstd is not None:
-        dx = dx - drstd * rstd.square() * xhat / cols
-    if dmean is not None:
-        dx = dx + dmean / cols
+    if call.drstd is not None or dside is not None:
+        xhat = _xhat(call)
+    if call.drstd is not None:
+        dx = dx - call.drstd * rstd.square() * xhat / cols
+    if call.dmean is not None:
+        dx = dx + call.dmean / cols
     if dside is not None:
         dxhat = dside.new_zeros(dside.shape[0], cols + 1)
-        dxhat = dxhat.index_add(1, _listed_slots(columns, cols), dside)
+        dxhat = dxhat.index_add(1, _listed_slots(call.columns, cols), dside)
         dxhat = dxhat[:, :cols].reshape(saved.shape)
-        dx = dx + _project(dxhat, xhat, rstd, _row_dims(normalized_shape), rms)
-    return dx.to(input_dtype)
+        dx = dx + _project(dxhat, xhat, rstd, dims, call.rms)
+    return dx.to(call.input_dtype)
 
 
 class _Gated:

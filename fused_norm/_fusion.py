@@ -61,10 +61,7 @@ class FuseResiduals(CustomGraphPass):
 
 def _arguments(node: fx.Node) -> dict:
     """All arguments of an operator's node, in the order of its schema."""
-    schema = node.target._schema.arguments
-    values = {arg.name: arg.default_value for arg in schema}
-    names = [arg.name for arg in schema]
-    return values | dict(zip(names, node.args, strict=False)) | node.kwargs
+    return _ops.call_type(node.target)(*node.args, **node.kwargs)._asdict()
 
 
 def _same(a, b) -> bool:

@@ -61,10 +61,8 @@ def rms_norm_gated(
             names it.
         ValueError: ``activation`` is no activation.
     """
-    is_compiling = torch.compiler.is_compiling()
-    if not is_compiling and has_torch_function_variadic(input, gate, weight):
-        nested = any(_jagged.is_nested(tensor) for tensor in (input, gate, weight))
-        if not nested or _torch.is_function_mode_enabled():
+    if has_torch_function_variadic(input, gate, weight):
+        if _jagged.is_overridden(input, gate, weight):
             return _torch.overridden(rms_norm_gated, locals())
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
@@ -72,10 +70,8 @@ def rms_norm_gated(
     _arguments.tensor("gate", gate)
     _arguments.optional_tensor("weight", weight)
     shape = _arguments.shape(normalized_shape)
-    if eps is None:
-        eps = torch.finfo(torch.float64 if input.dtype is torch.float64 else torch.float32).eps
     options = (
-        _arguments.number("eps", eps),
+        _arguments.number("eps", _arguments.rms_eps(input, eps)),
         _arguments.number("weight_offset", weight_offset),
         _arguments.flag("norm_before_gate", norm_before_gate),
         activation_of(activation) == "silu",

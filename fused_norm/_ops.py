@@ -34,13 +34,14 @@ def _dtype_of(tensor) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
-_arguments = norm_forward._schema.arguments
-# The arguments of norm_forward, with their defaults.
-NormCall = collections.namedtuple(
-    "NormCall",
-    [arg.name for arg in _arguments],
-    defaults=[arg.default_value for arg in _arguments if arg.has_default_value()],
-)
+def call_type(op):
+    """A named tuple of the operator's arguments, with their defaults."""
+    arguments = op._schema.arguments
+    defaults = [arg.default_value for arg in arguments if arg.has_default_value()]
+    return collections.namedtuple("Call", [arg.name for arg in arguments], defaults=defaults)
+
+
+NormCall = call_type(norm_forward)
 
 
 def check_norm_arguments(*args) -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from fused_norm import _arguments, _ops
 from fused_norm.modules import LayerNorm, RMSNorm
@@ -51,6 +52,8 @@ class MemoryReport:
         return iter(self.norms)
 
     def __str__(self) -> str:
+        if not self.norms:
+            return "no norm of this library was called: fused_norm.convert(model) comes first"
         rows = [("norm", "flag", "saved bytes", "with the flag on", "columns", "lost", "at risk")]
         for norm in self.norms:
             name, flag, *counts = dataclasses.astuple(norm)
@@ -141,10 +144,11 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     calls = []  # [name, {storage address: bytes}, output dtype]
     inside = []
     cells = []  # a node that held its own output, and not by way of these, would never be freed
+    theirs = (*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
     kept_by_others = {
         tensor.untyped_storage().data_ptr()
-        for tensor in (*model.parameters(), *model.buffers(), *_tensors((inputs, keywords)))
-        if tensor.layout == torch.strided
+        for tensor in theirs
+        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
     }
 
     def pack(tensor):
@@ -204,11 +208,3 @@ def _as_it_was(model):
         for module, named in of_modules:
             module._buffers.clear()
             module._buffers.update(named)
-
-
-def _tensors(value) -> list[torch.Tensor]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return [value] if isinstance(value, torch.Tensor) else []

@@ -6,7 +6,6 @@ import inspect
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.overrides import handle_torch_function
 
 # torch's own, also where torch.nn.functional's is replaced by ours.
@@ -45,16 +44,6 @@ def untraced(function):
 def is_exporting() -> bool:
     """Not ``torch.compiler.is_exporting()``, which torch.compile too evaluates to True."""
     return torch.compiler._is_exporting_flag
-
-
-def is_transformed() -> bool:
-    """Whether a torch.func transform, forward-mode differentiation or torch.jit.trace is at work,
-    which no ``autograd.Function`` here knows."""
-    return (
-        torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch.jit.is_tracing()
-    )
 
 
 def is_fake(tensor) -> bool:

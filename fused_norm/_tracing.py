@@ -118,20 +118,10 @@ def _outputs(results, residual) -> tuple:
     return results[0], None if residual is None else results[1]
 
 
-def norm_forward(
-    input,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    out_dtype,
-    residual,
-    residual_dtype,
-    memory_efficient,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(output, residual_out)."""
+def norm_forward(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(output, residual_out); the arguments are the operator's, with memory_efficient for room."""
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, *others = args
+    out_dtype, residual, residual_dtype, memory_efficient = others
     if decomposes():
         eps, weight_offset = _numbers(eps, weight_offset)
     options = (normalized_shape, eps, weight_offset, rms)
@@ -178,15 +168,11 @@ def recorded_norm(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
     return _outputs(op(*args), args[8])
 
 
-def softmax_forward(input, dim, log, out_dtype) -> torch.Tensor:
+def softmax_forward(*args) -> torch.Tensor:
     """A softmax or its logarithm."""
-    if _is_onnx_export():
-        return _decompositions.softmax_forward(input, dim, log, out_dtype)
-    return _ops.softmax_forward(input, dim, log, out_dtype)
+    return (_decompositions if _is_onnx_export() else _ops).softmax_forward(*args)
 
 
-def scaled_masked_softmax(input, mask, scale, causal, out_dtype) -> torch.Tensor:
+def scaled_masked_softmax(*args) -> torch.Tensor:
     """The softmax of attention scores."""
-    if _is_onnx_export():
-        return _decompositions.scaled_masked_softmax(input, mask, scale, causal, out_dtype)
-    return _ops.scaled_masked_softmax(input, mask, scale, causal, out_dtype)
+    return (_decompositions if _is_onnx_export() else _ops).scaled_masked_softmax(*args)

@@ -62,28 +62,6 @@ def _norm_forward(info, in_dims, *args):
     return results, [0] * (len(results) - 1) + [None]
 
 
-@torch.library.register_vmap("fused_norm::norm_backward")
-def _norm_backward(info, in_dims, dy, saved, mean, rstd, weight, bias, *options):
-    """By decomposition: the gradients of parameters are sums within each row of the batch."""
-    size, more_dims = info.batch_size, (*in_dims[12:], None, None, None)
-    options, (side, columns, dresidual) = options[:6], (*options[6:], None, None, None)[:3]
-    dy, saved = _with_batch(dy, in_dims[0], size), _with_batch(saved, in_dims[1], size)
-    gradients = _decompositions.norm_backward(
-        dy,
-        saved,
-        _batch_first(mean, in_dims[2]),
-        _batch_first(rstd, in_dims[3]),
-        _parameter(weight, in_dims[4], dy.dim()),
-        _parameter(bias, in_dims[5], dy.dim()),
-        *options,
-        _with_batch(side, more_dims[0], size),
-        columns,
-        _with_batch(dresidual, more_dims[2], size),
-        batch_dims=1,
-    )
-    return _all_batch_first(gradients)
-
-
 def _softmax_dim(dim: int, ndim: int) -> int:
     """``dim`` of a tensor of ``ndim`` dimensions where a batch dimension stands before them."""
     return dim + 1 if dim >= 0 else dim + max(ndim, 1) + 1

@@ -26,13 +26,13 @@ import inspect
 import sys
 import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, _autocast, functional, modules
+from fused_norm import _arguments, _autocast, _jagged, functional, modules
 
 __all__ = [
     "FusedLayerNorm",
@@ -73,7 +73,7 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
 
 def _norm(function, tensors, options, *, rms, mixed=False) -> Tensor:
     """What ``function(*tensors, *options)`` is to give."""
-    if has_torch_function_variadic(*tensors) and functional._is_overridden(*tensors):
+    if has_torch_function_variadic(*tensors) and _jagged.is_overridden(*tensors):
         return handle_torch_function(function, tensors, *tensors, *options)
     input, weight, bias = (*tensors, None, None)[:3]
     normalized_shape, eps, memory_efficient = options
@@ -207,46 +207,38 @@ def mixed_dtype_fused_rms_norm_affine(
     return _norm(mixed_dtype_fused_rms_norm_affine, (input, weight), options, rms=True, mixed=True)
 
 
-class _Applied:
+class _Function:
     """What frameworks use of apex's ``torch.autograd.Function`` subclasses: ``X.apply(...)``, which
     is the function by position, and the argument names of ``X.forward``, where ``eps`` has no
     default. Autograd is the operator's own, so ``forward`` has no use for its ``ctx``."""
 
-    def __init_subclass__(cls, function) -> None:
-        def forward(ctx, *args) -> Tensor:
-            return function(*args)
-
-        parameters = dict(inspect.signature(function).parameters)
-        parameters["eps"] = parameters["eps"].replace(default=inspect.Parameter.empty)
-        ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        forward.__signature__ = inspect.Signature([ctx, *parameters.values()])
-        cls.forward, cls.apply = staticmethod(forward), staticmethod(function)
+    apply: Callable[..., Tensor]
+    forward: Callable[..., Tensor]
 
 
-class FusedLayerNormAffineFunction(_Applied, function=fused_layer_norm_affine):
-    """``apply`` is :func:`fused_layer_norm_affine`."""
+def _applied(name: str, function: Callable[..., Tensor]) -> type[_Function]:
+    def forward(ctx, *args) -> Tensor:
+        return function(*args)
+
+    parameters = dict(inspect.signature(function).parameters)
+    parameters["eps"] = parameters["eps"].replace(default=inspect.Parameter.empty)
+    ctx = inspect.Parameter("ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    forward.__signature__ = inspect.Signature([ctx, *parameters.values()])
+    names = {"forward": staticmethod(forward), "apply": staticmethod(function)}
+    names |= {"__doc__": f"``apply`` is :func:`{function.__name__}`.", "__module__": __name__}
+    return type(name, (_Function,), names)
 
 
-class FusedLayerNormAffineMixedDtypesFunction(
-    _Applied, function=mixed_dtype_fused_layer_norm_affine
-):
-    """``apply`` is :func:`mixed_dtype_fused_layer_norm_affine`."""
-
-
-class FusedLayerNormFunction(_Applied, function=fused_layer_norm):
-    """``apply`` is :func:`fused_layer_norm`."""
-
-
-class FusedRMSNormAffineFunction(_Applied, function=fused_rms_norm_affine):
-    """``apply`` is :func:`fused_rms_norm_affine`."""
-
-
-class FusedRMSNormAffineMixedDtypesFunction(_Applied, function=mixed_dtype_fused_rms_norm_affine):
-    """``apply`` is :func:`mixed_dtype_fused_rms_norm_affine`."""
-
-
-class FusedRMSNormFunction(_Applied, function=fused_rms_norm):
-    """``apply`` is :func:`fused_rms_norm`."""
+FusedLayerNormAffineFunction = _applied("FusedLayerNormAffineFunction", fused_layer_norm_affine)
+FusedLayerNormAffineMixedDtypesFunction = _applied(
+    "FusedLayerNormAffineMixedDtypesFunction", mixed_dtype_fused_layer_norm_affine
+)
+FusedLayerNormFunction = _applied("FusedLayerNormFunction", fused_layer_norm)
+FusedRMSNormAffineFunction = _applied("FusedRMSNormAffineFunction", fused_rms_norm_affine)
+FusedRMSNormAffineMixedDtypesFunction = _applied(
+    "FusedRMSNormAffineMixedDtypesFunction", mixed_dtype_fused_rms_norm_affine
+)
+FusedRMSNormFunction = _applied("FusedRMSNormFunction", fused_rms_norm)
 
 
 class _Fused:

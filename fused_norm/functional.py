@@ -15,19 +15,9 @@ from fused_norm._attention import (  # noqa: F401
     scaled_dot_product_attention,
 )
 from fused_norm._gated import rms_norm_gated  # noqa: F401
+from fused_norm._jagged import is_overridden
 
 _PLAIN_OR_NONE = (Tensor, type(None))
-_FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
-
-
-def _is_overridden(*tensors) -> bool:
-    """Whether ``__torch_function__`` of an argument, or a mode, takes the call; asked where one of
-    them may. Compiled code overrides the operators, in place of these functions; nested tensors
-    know torch's functions alone, and are for :mod:`fused_norm._jagged`."""
-    if torch.compiler.is_compiling():
-        return False
-    nested = any(_jagged.is_nested(tensor) for tensor in tensors)
-    return not nested or _torch.is_function_mode_enabled()
 
 
 def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
@@ -59,14 +49,6 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     if input.is_cuda and not rms and dtype in _autocast.SIXTEEN_BIT:
         return torch.float32
     return dtype
-
-
-def _rms_eps(input: Tensor, eps: float | None) -> float:
-    if eps is not None:
-        return eps
-    if type(input) is not Tensor:
-        _arguments.tensor("input", input)
-    return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
 
 
 def _norm(
@@ -155,7 +137,7 @@ def layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, weight, bias) and _is_overridden(input, weight, bias):
+    if has_torch_function_variadic(input, weight, bias) and is_overridden(input, weight, bias):
         return _torch.overridden(layer_norm, locals())
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _norm(input, weight, bias, *options)[0]
@@ -192,9 +174,15 @@ def rms_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, weight) and _is_overridden(input, weight):
+    if has_torch_function_variadic(input, weight) and is_overridden(input, weight):
         return _torch.overridden(rms_norm, locals())
-    options = (normalized_shape, _rms_eps(input, eps), weight_offset, True, memory_efficient)
+    options = (
+        normalized_shape,
+        _arguments.rms_eps(input, eps),
+        weight_offset,
+        True,
+        memory_efficient,
+    )
     return _norm(input, weight, None, *options)[0]
 
 
@@ -253,7 +241,7 @@ def add_layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, residual, weight, bias) and _is_overridden(
+    if has_torch_function_variadic(input, residual, weight, bias) and is_overridden(
         input, residual, weight, bias
     ):
         return _torch.overridden(add_layer_norm, locals())
@@ -278,11 +266,17 @@ def add_rms_norm(
     for fp64 input, and ``weight_offset`` is added to the weight in fp32 inside the kernel. Under
     autocast the output has input's dtype, and with ``memory_efficient`` the autocast dtype.
     """
-    if has_torch_function_variadic(input, residual, weight) and _is_overridden(
+    if has_torch_function_variadic(input, residual, weight) and is_overridden(
         input, residual, weight
     ):
         return _torch.overridden(add_rms_norm, locals())
-    options = (normalized_shape, _rms_eps(input, eps), weight_offset, True, memory_efficient)
+    options = (
+        normalized_shape,
+        _arguments.rms_eps(input, eps),
+        weight_offset,
+        True,
+        memory_efficient,
+    )
     return _add_norm(input, residual, weight, None, residual_dtype, *options)
 
 
@@ -306,7 +300,7 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
-    if has_torch_function_variadic(input) and _is_overridden(input):
+    if has_torch_function_variadic(input) and is_overridden(input):
         function = log_softmax if log else softmax
         return _torch.overridden(function, locals())
     if type(input) is not Tensor:
@@ -402,7 +396,7 @@ def scaled_masked_softmax(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it. Also where ``mask`` requires grad.
     """
-    if has_torch_function_variadic(input, mask) and _is_overridden(input, mask):
+    if has_torch_function_variadic(input, mask) and is_overridden(input, mask):
         return _torch.overridden(scaled_masked_softmax, locals())
     if type(input) is not Tensor:
         _arguments.tensor("input", input)

@@ -6,22 +6,26 @@ from torch import Tensor
 from fused_norm import _arguments, _gated, functional
 
 
-def _offset(weight_offset, elementwise_affine) -> float:
-    weight_offset = _arguments.number("weight_offset", weight_offset)
-    if weight_offset != 0 and not elementwise_affine:
-        raise ValueError(
-            f"weight_offset is {weight_offset}, but with elementwise_affine=False there is no "
-            "weight to add it to"
-        )
-    return weight_offset
-
-
 class _Norm:
     """What the norms add to torch's."""
 
     # Of the class too, for a module that became one of these by a change of its class.
     memory_efficient: bool = False
     weight_offset: float = 0.0
+
+    def __init__(self, normalized_shape, eps, affine, *others, memory_efficient, weight_offset):
+        offset = _arguments.number("weight_offset", weight_offset)
+        if offset != 0 and not affine:
+            raise ValueError(
+                f"weight_offset is {offset}, but with elementwise_affine=False there is no weight "
+                "to add it to"
+            )
+        flag = _arguments.flag("memory_efficient", memory_efficient)
+        # reset_parameters(), called by the base class, needs it; a float may be set before
+        # Module.__init__.
+        self.weight_offset = offset
+        super().__init__(_arguments.shape(normalized_shape), eps, affine, *others)
+        self.memory_efficient = flag
 
     def reset_parameters(self) -> None:
         """Sets the effective weight, ``weight + weight_offset``, to one and a bias to zero."""
@@ -62,15 +66,9 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         memory_efficient: bool = False,
         weight_offset: float = 0.0,
     ) -> None:
-        # reset_parameters(), called by the base class, needs it; a float may be set before
-        # Module.__init__.
-        self.weight_offset = _offset(weight_offset, elementwise_affine)
-        memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
+        options = {"memory_efficient": memory_efficient, "weight_offset": weight_offset}
         eps = _arguments.number("eps", eps)
-        super().__init__(
-            _arguments.shape(normalized_shape), eps, elementwise_affine, bias, device, dtype
-        )
-        self.memory_efficient = memory_efficient
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.layer_norm(
@@ -108,11 +106,9 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         memory_efficient: bool = False,
         weight_offset: float = 0.0,
     ) -> None:
-        self.weight_offset = _offset(weight_offset, elementwise_affine)  # as in LayerNorm
-        memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
+        options = {"memory_efficient": memory_efficient, "weight_offset": weight_offset}
         eps = _arguments.optional_number("eps", eps)
-        super().__init__(_arguments.shape(normalized_shape), eps, elementwise_affine, device, dtype)
-        self.memory_efficient = memory_efficient
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.rms_norm(
@@ -153,15 +149,13 @@ class RMSNormGated(_Norm, torch.nn.RMSNorm):
         group_size: int | None = None,
         weight_offset: float = 0.0,
     ) -> None:
-        self.weight_offset = _offset(weight_offset, elementwise_affine)  # as in LayerNorm
-        norm_before_gate = _arguments.flag("norm_before_gate", norm_before_gate)
-        activation = _gated.activation_of(activation)
+        options = {"memory_efficient": False, "weight_offset": weight_offset}
+        eps = _arguments.optional_number("eps", eps)
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
+        self.norm_before_gate = _arguments.flag("norm_before_gate", norm_before_gate)
+        self.activation = _gated.activation_of(activation)
         if group_size is not None:
             group_size = _arguments.integer("group_size", group_size)
-        eps = _arguments.optional_number("eps", eps)
-        super().__init__(_arguments.shape(normalized_shape), eps, elementwise_affine, device, dtype)
-        self.norm_before_gate = norm_before_gate
-        self.activation = activation
         self.group_size = group_size
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:
@@ -178,12 +172,10 @@ class RMSNormGated(_Norm, torch.nn.RMSNorm):
         )
 
     def extra_repr(self) -> str:
-        options = [f"norm_before_gate={self.norm_before_gate}", f"activation={self.activation!r}"]
+        options = f", norm_before_gate={self.norm_before_gate}, activation={self.activation!r}"
         if self.group_size is not None:
-            options.append(f"group_size={self.group_size}")
-        if self.weight_offset:
-            options.append(f"weight_offset={self.weight_offset}")
-        return ", ".join([torch.nn.RMSNorm.extra_repr(self), *options])
+            options += f", group_size={self.group_size}"
+        return super().extra_repr() + options
 
 
 class Softmax(torch.nn.Softmax):

@@ -590,6 +590,11 @@ class TestErrors:
         refuse(r"qkv must be \(batch, rows, 3, heads", flash_attn.flash_attn_qkvpacked_func,
                torch.zeros(2, 5, 2, 4, 8, device=device))  # fmt: skip
         refuse("k must be a tensor.*NoneType", flash_attn.flash_attn_func, q, None, q)
+        refuse(r"window_size must be \(left, right\).*is 3", flash_attn.flash_attn_func, q, q, q,
+               window_size=3)  # fmt: skip
+        refuse("softcap must be a number.*'a'", flash_attn.flash_attn_func, q, q, q, softcap="a")
+        refuse(r"flash_attn_func\(\) got an unexpected.*'dropout'", flash_attn.flash_attn_func,
+               q, q, q, dropout=0.0)  # fmt: skip
         cu = offsets(device, 0, 5)
         refuse("block_table must be None", flash_attn.flash_attn_varlen_func, q[0], q[0], q[0], cu,
                cu, 5, 5, block_table=cu[None])  # fmt: skip

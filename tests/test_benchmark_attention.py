@@ -37,6 +37,24 @@ def test_masks_are_booleans():
     assert all(type(cell.causal) is bool for cell in attention.cells(False))
 
 
+@pytest.mark.parametrize("option", attention.OPTIONS)
+def test_ours_is_within_the_bound_of_the_reference(option):
+    """Of small cells on a CPU."""
+    size = {"tokens": 256, "width": 128}
+    cells = [attention.Cell("options", 32, 128, option=option, **size)]
+    if option == "none":
+        cells += [
+            attention.Cell("windows", 32, 128, True, window=7, group_size=2, **size),
+            attention.Cell("packed", 32, 128, True, lengths=(128, 64, 32, 32), **size),
+        ]
+    for cell in cells:
+        x = attention.Inputs(cell, "cpu")
+        out = attention.ours(cell, x)()
+        grads = torch.autograd.grad(out, x.leaves, x.dout)
+        found = attention.errors(cell, attention.reference(cell, x), out, grads)
+        assert all(error <= 1 for error in found.values()), (cell.name, found)
+
+
 def test_files_and_merge(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     first = [

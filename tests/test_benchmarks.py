@@ -21,7 +21,7 @@ backward_ladder = pytest.importorskip("benchmarks.backward_ladder")
 from benchmark_harness import measured, result  # noqa: E402
 
 from benchmarks import __main__ as entry_point  # noqa: E402
-from benchmarks import cpu, environment, report, results, targets  # noqa: E402
+from benchmarks import cpu, environment, report, result_files, results, targets  # noqa: E402
 from benchmarks.peers import eager, ours  # noqa: E402
 
 
@@ -291,6 +291,10 @@ def command_line(*arguments):
     )  # fmt: skip
 
 
+def lines_of(path):
+    return list(csv.DictReader(result_files.split(path.read_text().splitlines())[1]))
+
+
 def test_memory_of_small_transformers(tmp_path):
     """On a CPU: what the flag frees is what was predicted, to the byte; tables and plot."""
     done = command_line("memory", "--device", "cpu", "--out", str(tmp_path))
@@ -298,8 +302,7 @@ def test_memory_of_small_transformers(tmp_path):
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     markdown = (tmp_path / "memory.md").read_text()
     assert markdown.count("100.00%") == 2
-    with (tmp_path / "memory.csv").open() as stream:
-        lines = list(csv.DictReader(stream))
+    lines = lines_of(tmp_path / "memory.csv")
     assert [line["variant"] for line in lines] == [*memory.VARIANTS] * 2
     for preset in ("llama-tiny", "gpt2-tiny"):
         torch_norms, fused, efficient, attention = (
@@ -319,8 +322,7 @@ def test_memory_of_small_transformers(tmp_path):
 def test_norms_on_a_cpu_beside_torchs(tmp_path):
     """One round. Its times mean little, but the verdict and the exit code follow from them."""
     done = command_line("cpu", "--rounds", "1", "--threads", "1", "--out", str(tmp_path))
-    with (tmp_path / "cpu.csv").open() as stream:
-        lines = list(csv.DictReader(stream))
+    lines = lines_of(tmp_path / "cpu.csv")
     cases = [(line["norm"], line["dtype"], line["memory_efficient"]) for line in lines]
     assert cases == list(itertools.product(cpu.NORMS, cpu.DTYPES, cpu.LIMITS))
     missed = [

@@ -127,6 +127,11 @@ def test_compiled_models(compiles, device, generator):
     ]
 
 
+def test_a_model_without_norms_of_this_library():
+    report = fn.memory_report(torch.nn.LayerNorm(4), torch.ones(2, 4))
+    assert len(report) == 0 and "convert(model) comes first" in str(report)
+
+
 def test_bad_models():
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is function"):
         fn.memory_report(lambda x: x, torch.ones(2, 4))

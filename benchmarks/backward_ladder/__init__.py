@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks import result_files
+from benchmarks import plots, report
 
 needs_gpu = False
 
@@ -19,10 +19,13 @@ HEADER = ("step", "", "us", "cycles", "TB/s", "times v1", "error over bound")
 WHERE = {"cached": "in the L2 cache", "rotating": "out of the L2 cache"}
 
 
+def title(line):
+    return f"{line['rows']} x {line['cols']}, {WHERE[line['buffers']]}"
+
+
 def cases(lines):
     """[(title, lines of the CSV file)]: a size, cached or not, with its steps in order."""
-    groups = itertools.groupby(lines, key=lambda r: (int(r["rows"]), int(r["cols"]), r["buffers"]))
-    return [(f"{m} x {n}, {WHERE[buffers]}", list(steps)) for (m, n, buffers), steps in groups]
+    return [(name, list(steps)) for name, steps in itertools.groupby(lines, key=title)]
 
 
 def table(steps):
@@ -58,43 +61,34 @@ def facts(lines):
 
 def plot(lines, path):
     """Microseconds of each step, a panel a case."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display; chosen before pyplot loads
-    from matplotlib import pyplot as plt
-
-    panels = cases(lines)
-    figure, axes = plt.subplots(
-        1, len(panels), figsize=(4 * len(panels), 4), layout="constrained", squeeze=False
-    )
-    for axis, (title, steps) in zip(axes[0], panels, strict=True):
+    figure, panels = plots.panels(lines, 4, 4, len(cases(lines)), title)
+    for axes, steps in panels:
         times = [float(r["microseconds"]) for r in steps]
         colors = ["C1" if r["step"] == "fused_norm" else "C0" for r in steps]
         labels = [f"{time:.3g}" if time < 1000 else f"{time:.0f}" for time in times]
-        bars = axis.bar([r["step"] for r in steps], times, color=colors)
-        axis.bar_label(bars, labels)
-        axis.set(title=title, yscale="log")
-        axis.margins(y=0.1)
-        axis.tick_params(axis="x", rotation=30)
-    axes[0][0].set_ylabel("microseconds, log scale")
+        axes.bar_label(axes.bar([r["step"] for r in steps], times, color=colors), labels)
+        axes.set(yscale="log", ylabel="microseconds, log scale")
+        axes.margins(y=0.1)
+        axes.tick_params(axis="x", rotation=30)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
+    return [path]
 
 
 def write(lines, out):
     """Write backward_ladder.md and .png into `out`."""
-    parts = [
-        "LayerNorm's backward pass in fp32, in a CUDA graph of many calls. Time is all that a call "
-        "launches,\nzeroing `dweight` and `dbias` before atomics included; cycles are time x SM "
-        "clock; TB/s counts what\nmust move, `x` and `dy` in and `dx` out. Each result was "
-        "compared with the CPU's, in double."
-    ]
-    for title, steps in cases(lines):
-        parts += [f"## {title}", (HEADER, table(steps))]
-    parts.append(f"![Microseconds of each step]({STEM}.png)")
-    result_files.write_markdown(out / f"{STEM}.md", "The backward ladder", facts(lines), parts)
-    plot(lines, out / f"{STEM}.png")
-    print(f"Written: {out / STEM}.md and .png")
+    parts = [TEXT]
+    for name, steps in cases(lines):
+        parts += [f"## {name}", (HEADER, table(steps))]
+    pictures = plot(lines, out / f"{STEM}.png")
+    report.publish(out / STEM, "The backward ladder", facts(lines), parts, pictures)
+
+
+TEXT = (
+    "LayerNorm's backward pass in fp32, in a CUDA graph of many calls. Time is all that a call "
+    "launches,\nzeroing `dweight` and `dbias` before atomics included; cycles are time x SM clock; "
+    "TB/s counts what\nmust move, `x` and `dy` in and `dx` out. Each result was compared with the "
+    "CPU's, in double."
+)
 
 
 def add_arguments(parser):

@@ -6,6 +6,7 @@
 >>> model.set_use_kernels(True)  # with the package kernels; fused_norm.convert(model) without it
 """
 
+import dataclasses
 import functools
 
 import torch
@@ -44,8 +45,7 @@ def register(memory_efficient: bool = False) -> None:
 
         # This mode serves inference and eager code too, where nothing else is registered.
         mode = Mode.TRAINING | Mode.TORCH_COMPILE
-        norm = {mode: _Repository(memory_efficient)}
-        repositories = {**dict.fromkeys(LAYERS, norm), "RMSNormGated": {mode: _GatedRepository()}}
+        repositories = {name: {mode: _Repository(name, memory_efficient)} for name in LAYERS}
         _set_layers({name: dict.fromkeys(DEVICES, r) for name, r in repositories.items()})
 
 
@@ -73,84 +73,41 @@ def _set_layers(mapping: dict) -> None:
     register_kernel_mapping(mapping)
 
 
+@dataclasses.dataclass(frozen=True)
 class _Repository:
     """Where ``kernels`` finds a layer. It compares and copies these."""
 
-    def __init__(self, memory_efficient: bool) -> None:
-        self.memory_efficient = memory_efficient
-
-    layer_name = "RMSNorm"
+    layer_name: str
+    memory_efficient: bool = False
 
     def load(self) -> type[nn.Module]:
-        return _layer(self.memory_efficient)
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, _Repository) and self.memory_efficient == other.memory_efficient
-
-    def __hash__(self) -> int:
-        return hash((_Repository, self.memory_efficient))
+        return _layer(self.layer_name, self.memory_efficient)
 
     def __str__(self) -> str:
         return f"`fused_norm`, memory_efficient={self.memory_efficient}"
 
 
-class _GatedRepository:
-    """The same for norms with a gate, which have no options."""
-
-    layer_name = "RMSNormGated"
-
-    def load(self) -> type[nn.Module]:
-        return _gated_layer()
-
-    def __eq__(self, other) -> bool:
-        return isinstance(other, _GatedRepository)
-
-    def __hash__(self) -> int:
-        return hash(_GatedRepository)
-
-    def __str__(self) -> str:
-        return "`fused_norm`"
-
-
 @functools.cache
-def _layer(memory_efficient: bool) -> type[nn.Module]:
+def _layer(layer_name: str, memory_efficient: bool) -> type[nn.Module]:
+    """What kernels allows a layer to have, and no more."""
+
     def forward(self, hidden_states: Tensor) -> Tensor:
         form = _form(type(self))
         if form is None:
             return type(self).forward(self, hidden_states)
         eps_name, is_zero_centred, *rules = form
-        return _convert.converted_norm(
-            hidden_states,
-            self.weight,
-            None,
-            tuple(self.weight.shape),
-            getattr(self, eps_name),
-            1.0 if is_zero_centred else 0.0,
-            True,
-            memory_efficient,
-            *rules,
-        )
+        weight, offset = self.weight, 1.0 if is_zero_centred else 0.0
+        options = (getattr(self, eps_name), offset, True, memory_efficient, *rules)
+        return _convert.converted_norm(hidden_states, weight, None, tuple(weight.shape), *options)
 
-    # What kernels allows a layer to have, and no more.
-    return type(
-        "RMSNorm",
-        (nn.Module,),
-        {"forward": forward, "can_torch_compile": True, "has_backward": True},
-    )
-
-
-@functools.cache
-def _gated_layer() -> type[nn.Module]:
-    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+    def gated(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
         if gate is None or not _is_gated_norm(type(self), self.activation):
             return type(self).forward(self, hidden_states, gate)
         return _gated_norm(self, hidden_states, gate)
 
-    return type(
-        "RMSNormGated",
-        (nn.Module,),
-        {"forward": forward, "can_torch_compile": True, "has_backward": True},
-    )
+    names = {"forward": gated if layer_name == "RMSNormGated" else forward}
+    names |= {"can_torch_compile": True, "has_backward": True}
+    return type(layer_name, (nn.Module,), names)
 
 
 def _gated_norm(norm: nn.Module, hidden_states: Tensor, gate: Tensor) -> Tensor:

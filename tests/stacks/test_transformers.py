@@ -312,7 +312,7 @@ def test_gated_layers_of_kernels(name, training, calls, monkeypatch):
 def test_gated_layer_takes_what_it_knows(activation, calls):
     """Both activations, compiled too; other ones, and other classes, run their own code."""
     module = transformers.models.qwen3_5.modeling_qwen3_5
-    layer = fused._GatedRepository().load()
+    layer = fused._Repository("RMSNormGated").load()
     norm = module.Qwen3_5RMSNormGated(16)
     norm.activation = activation
     x, gate = torch.randn(2, 5, 3, 16)
