@@ -77,7 +77,7 @@ class Consumer {
       work_place_.advance();
       if (work.sequence < 0) return;
       open(work);
-      if (work.first_tile < work.end_tile) {
+      if (sees_keys(work)) {
         if (run_tiles(work)) continue;
       } else {
         release(memory_.query_empty[query_place_.slot]);
@@ -88,7 +88,7 @@ class Consumer {
         }
       }
       if constexpr (Form::kGeneral) {
-        if (args_.mask.data != nullptr && work.first_tile < work.end_tile &&
+        if (args_.mask.data != nullptr && sees_keys(work) &&
             memory_.verdict.template give<kConsumers>(values_, verdict_turn_))
           mend(work);
       }
@@ -202,8 +202,7 @@ class Consumer {
   // Whether the next tile sees keys.
   __device__ __forceinline__ bool next_has_scores() const {
     wait(memory_.query_full[query_place_.slot], query_place_.parity);
-    const WorkTile& work = memory_.work[work_place_.slot];
-    return work.sequence >= 0 && work.first_tile < work.end_tile;
+    return sees_keys(memory_.work[work_place_.slot]);
   }
   __device__ __forceinline__ void start_scores() {
     wait(memory_.key_full[key_place_.slot], key_place_.parity);

@@ -91,46 +91,63 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     load(&args.value, memory.value, memory.value_full, memory.value_empty, value_place, work, tile);
   };
 
+  // All but the first keys and the last values.
   const auto load_rest = [&](const WorkTile& work) {
 #pragma unroll 1
     for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
       load_key(work, tile);
       load_value(work, tile + 1);
     }
-    load_value(work, work.first_tile);
   };
-
-  uint32_t index = blockIdx.x;
-  while (true) {
+  const auto load_last_value = [&](const WorkTile& work) {
+    if (sees_keys(work)) load_value(work, work.first_tile);
+  };
+  const auto load_query = [&](const WorkTile& work) {
+    const int slot = query_place.slot;
+    CopyBarrier& full = memory.query_full[slot];
+    wait(memory.query_empty[slot], query_place.parity ^ 1);
+    query_place.advance();
+    if (!sees_keys(work)) return arrive(full);
+    full.expect(Form::QueryTile::kBytes);
+    load_tile<typename Form::QueryTile>(shared_address(memory.query[slot]), &args.query, full,
+                                        work.query_begin + work.first, work.head, work.batch);
+  };
+  // By the warp: finds a tile of queries, and starts the copy of its first keys.
+  bool found;
+  const auto begin = [&](uint32_t index) {
     WorkTile& work = memory.work[work_place.slot];
     work_place.advance();
-    const bool found = list.tile(index, &work);
-    uint32_t next = index + gridDim.x;
+    found = list.tile(index, &work);
+    if (leader && sees_keys(work)) load_key(work, work.end_tile - 1);
+    return &work;
+  };
+
+  const bool repeats = Form::kGeneral && args.mask.data != nullptr;
+  uint32_t index = blockIdx.x;
+  const WorkTile* work = begin(index);
+  if (leader) load_query(*work);
+  while (found) {
     if (leader) {
-      if (args.ticket != nullptr) next = gridDim.x + atomicAdd(args.ticket, 1);
-      const bool any = found && work.first_tile < work.end_tile;
-      if (any) load_key(work, work.end_tile - 1);
-      CopyBarrier& full = memory.query_full[query_place.slot];
-      wait(memory.query_empty[query_place.slot], query_place.parity ^ 1);
-      if (any) {
-        full.expect(Form::QueryTile::kBytes);
-        load_tile<typename Form::QueryTile>(shared_address(memory.query[query_place.slot]),
-                                            &args.query, full, work.query_begin + work.first,
-                                            work.head, work.batch);
-        load_rest(work);
-        if constexpr (Form::kGeneral) {
-          if (args.mask.data != nullptr && memory.verdict.read(verdict_turn)) {
-            load_key(work, work.end_tile - 1);
-            load_rest(work);
-          }
+      index = args.ticket == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(args.ticket, 1);
+      load_rest(*work);
+      if (repeats) {
+        load_last_value(*work);
+        if (sees_keys(*work) && memory.verdict.read(verdict_turn)) {
+          load_key(*work, work->end_tile - 1);
+          load_rest(*work);
+          load_last_value(*work);
         }
-      } else {
-        arrive(full);
       }
     }
-    query_place.advance();
-    if (!found) return;
-    index = __shfl_sync(~0u, next, 0);
+    index = __shfl_sync(~0u, index, 0);
+    // The next tile's first copies go before the last one of this: they take the longest.
+    const WorkTile* next = begin(index);
+    if (leader) {
+      if (Form::kQueryStages > 1) load_query(*next);
+      if (!repeats) load_last_value(*work);
+      if (Form::kQueryStages == 1) load_query(*next);
+    }
+    work = next;
   }
 }
 
@@ -146,8 +163,7 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
     const WorkTile& work = memory.work[work_place.slot];
     work_place.advance();
     if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
-    const bool any = work.first_tile < work.end_tile;
-    for (bool again = any, first = true; again; first = false) {
+    for (bool again = sees_keys(work), first = true; again; first = false) {
       for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
         wait_for_readers<128 * Form::kGroups>(has_copied);
         Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, work.head,

@@ -29,8 +29,11 @@ struct WorkTile {
   int32_t first;                 // query of the tile, counted in its sequence
   int32_t query_begin, queries;  // the sequence's rows in the tensor
   int32_t key_begin, keys;
-  int32_t first_tile, end_tile;
+  int32_t first_tile, end_tile;  // alike where there is no tile left
 };
+__device__ __forceinline__ bool sees_keys(const WorkTile& work) {
+  return work.first_tile < work.end_tile;
+}
 
 // The first of the 32 packed sequences that were looked at last, and the tiles before it.
 struct ListPlace {
@@ -79,6 +82,7 @@ class WorkList {
     if (threadIdx.x % 32 != 0) return found;
     if (!found) {
       work->sequence = -1;
+      work->first_tile = work->end_tile = 0;
       return false;
     }
     work->kv_head = work->head / args_.heads_per_kv;
