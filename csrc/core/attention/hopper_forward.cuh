@@ -80,8 +80,7 @@ class Consumer {
       if (sees_keys(work)) {
         if (run_tiles(work)) continue;
       } else {
-        release(memory_.query_empty[query_place_.slot]);
-        query_place_.advance();
+        leave_query();
         if (kEarly && next_has_scores()) {
           start_scores();
           end_scores();
@@ -128,15 +127,13 @@ class Consumer {
       start_scores();
       end_scores();
     }
-    leave_key();
+    leave_scores(work, work.end_tile - 1);
     hide(work, work.end_tile - 1);
     softmax_step(scores_, rows_, args_.exponent, rescale_);
     round<T>(weights, scores_);
 
     for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) step(work, tile, weights);
 
-    release(memory_.query_empty[query_place_.slot]);
-    query_place_.advance();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
     clear(work, work.first_tile);
     multiply_values(weights);
@@ -164,7 +161,7 @@ class Consumer {
     if constexpr (Form::kTurns) named_arrive(2 - group_, 256);
     wait_products<1>();
     hold(scores_);
-    leave_key();
+    leave_scores(work, tile);
     hide(work, tile);
     softmax_step(scores_, rows_, args_.exponent, rescale_);
     // The compiler would wait before it takes the exponentials, as nothing orders the two: so here
@@ -265,6 +262,15 @@ class Consumer {
   __device__ __forceinline__ void leave_key() {
     release(memory_.key_empty[key_place_.slot]);
     key_place_.advance();
+  }
+  __device__ __forceinline__ void leave_query() {
+    release(memory_.query_empty[query_place_.slot]);
+    query_place_.advance();
+  }
+  // The scores of `tile` are made; after the last ones the next queries may come.
+  __device__ __forceinline__ void leave_scores(const WorkTile& work, int tile) {
+    leave_key();
+    if (tile == work.first_tile) leave_query();
   }
   __device__ __forceinline__ void leave_value() {
     hold(values_);
