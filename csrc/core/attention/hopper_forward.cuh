@@ -282,7 +282,8 @@ class Consumer {
   ForwardMemory<Form>& memory_;
   const int group_, lane_, thread_row_;
   const uint64_t query_operand_, key_operand_, value_operand_;
-  RingPlace<Form::kStages> key_place_, value_place_;
+  RingPlace<Form::kKeyStages> key_place_;
+  RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;
   RingPlace<ForwardMemory<Form>::kWorks> work_place_;
   uint32_t mask_parity_ = 0;

@@ -25,12 +25,13 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
 template <typename T_, int kDim_, bool kGeneral_>
 struct ForwardForm {
   using T = T_;
-  static constexpr int kDim = kDim_, kStages = 2;
+  static constexpr int kDim = kDim_;
   static constexpr bool kGeneral = kGeneral_;
   static constexpr HopperForwardTiles kTiles =
       kHopperForwardTiles[kGeneral][hopper_dim_index(kDim)];
   static constexpr int kKeys = kTiles.keys, kGroups = kTiles.groups;
   static constexpr int kQueryStages = kTiles.query_stages;
+  static constexpr int kKeyStages = kTiles.key_stages, kValueStages = kTiles.value_stages;
   static constexpr bool kTurns = kTiles.in_turns;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has. The launch gives all the same, 168 or 128, and takes no more
@@ -50,13 +51,13 @@ struct ForwardForm {
 template <typename Form>
 struct ForwardMemory {
   alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
-  alignas(1024) char key[Form::kStages][Form::KeyTile::kBytes];
-  alignas(1024) char value[Form::kStages][Form::KeyTile::kBytes];
+  alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
+  alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];
   alignas(16) char mask[Form::kGeneral ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
-  CopyBarrier key_full[Form::kStages], key_empty[Form::kStages];
-  CopyBarrier value_full[Form::kStages], value_empty[Form::kStages];
+  CopyBarrier key_full[Form::kKeyStages], key_empty[Form::kKeyStages];
+  CopyBarrier value_full[Form::kValueStages], value_empty[Form::kValueStages];
   // The block's tiles of queries in turn: the producer fills one while consumers may still finish
   // the one before those whose queries are here.
   static constexpr int kWorks = Form::kQueryStages + 2;
@@ -71,7 +72,8 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
   using KeyTile = typename Form::KeyTile;
   const bool leader = threadIdx.x % 32 == 0;
   WorkList<Form::kRows, Form::kKeys> list(args, &memory.place);
-  RingPlace<Form::kStages> key_place, value_place;
+  RingPlace<Form::kKeyStages> key_place;
+  RingPlace<Form::kValueStages> value_place;
   RingPlace<Form::kQueryStages> query_place;
   RingPlace<ForwardMemory<Form>::kWorks> work_place;
   uint32_t verdict_turn = 0;
