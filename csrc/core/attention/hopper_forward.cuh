@@ -50,7 +50,7 @@ class Consumer {
   static constexpr bool kEarly = Form::kQueryStages == 2;
   // A warpgroup does nothing for tiles of keys that none of its own queries sees. (With a mask all
   // take part in each.)
-  static constexpr bool kPasses = !Form::kGeneral;
+  static constexpr bool kPasses = !Form::kMasked;
   // Named barriers: 1 and 2 for the turns, 4 to 6 for a warpgroup's own; and those of masks.
   static constexpr int kOfGroup = 4, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
@@ -85,9 +85,8 @@ class Consumer {
         leave_query();
         pass(work.end_tile - work.first_tile);
       }
-      if constexpr (Form::kGeneral) {
-        if (args_.mask.data != nullptr && sees_keys(work) &&
-            memory_.verdict.template give<kConsumers>(values_, verdict_turn_))
+      if constexpr (Form::kMasked) {
+        if (sees_keys(work) && memory_.verdict.template give<kConsumers>(values_, verdict_turn_))
           mend(work);
       }
       finish<Form>(args_, work, values_, rows_, row_);
@@ -221,7 +220,7 @@ class Consumer {
 
   __device__ __forceinline__ void multiply_keys() {
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
-    if constexpr (Form::kGeneral) asm volatile("" : "+l"(queries));  // no steps kept in registers
+    if constexpr (Form::kMasked) asm volatile("" : "+l"(queries));  // no steps kept in registers
     const uint64_t keys = key_operand_ + key_place_.slot * (KeyTile::kBytes / 16);
     start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
   }
@@ -232,15 +231,15 @@ class Consumer {
 
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
     const int column = tile * kKeys + lane_ % 4 * 2;
-    if constexpr (Form::kGeneral) {
-      const float factor = general_scores(args_, work, work.head, scores_, row_, column, [] {});
-      if (args_.mask.data != nullptr) {
-        wait(memory_.mask_full, mask_parity_);
-        mask_parity_ ^= 1;
-        Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
-                                           factor, scores_);
-        named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
-      }
+    float factor = 1;
+    if (Form::kMasked || args_.general)
+      factor = general_scores(args_, work, work.head, scores_, row_, column, [] {});
+    if constexpr (Form::kMasked) {
+      wait(memory_.mask_full, mask_parity_);
+      mask_parity_ ^= 1;
+      Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
+                                         factor, scores_);
+      named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
     }
     if (tile >= hides_from_) hide_after(scores_, band_, work.keys, row_, column);
     if (tile < hides_below_) hide_before(scores_, band_, row_, column);
@@ -335,8 +334,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.value);
     // A warp of a consumer arrives once.
     constexpr int kWarps = 4 * Form::kGroups;
-    const bool copies_masks = Form::kGeneral && args.mask.data != nullptr;
-    init_ring(memory.query_full, memory.query_empty, 1, kWarps + (copies_masks ? kMaskWarps : 0));
+    init_ring(memory.query_full, memory.query_empty, 1, kWarps + (Form::kMasked ? kMaskWarps : 0));
     memory.verdict.init(kWarps);
     memory.mask_full.init(2 * kMaskThreads);
     memory.place = {};
@@ -349,7 +347,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     shrink_registers<Form::kProducerRegisters>();
     if (threadIdx.x < 32) {
       produce(args, memory);
-    } else if (Form::kGeneral && args.mask.data != nullptr) {
+    } else if (Form::kMasked) {
       copy_masks(args, memory);
     }
   } else {

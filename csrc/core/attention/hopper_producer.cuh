@@ -21,14 +21,13 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
   float* lse;
 };
 
-// A form of the kernel. kGeneral: scores pass through scale, softcap, slopes and mask.
-template <typename T_, int kDim_, bool kGeneral_>
+// A form of the kernel. kMasked: there is a mask.
+template <typename T_, int kDim_, bool kMasked_>
 struct ForwardForm {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kGeneral = kGeneral_;
-  static constexpr HopperForwardTiles kTiles =
-      kHopperForwardTiles[kGeneral][hopper_dim_index(kDim)];
+  static constexpr bool kMasked = kMasked_;
+  static constexpr HopperForwardTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];
   static constexpr int kKeys = kTiles.keys, kGroups = kTiles.groups;
   static constexpr int kQueryStages = kTiles.query_stages;
   static constexpr int kKeyStages = kTiles.key_stages, kValueStages = kTiles.value_stages;
@@ -45,7 +44,7 @@ struct ForwardForm {
   using KeyTile = SharedTile<kKeys, kDim>;
   using Mask = MaskTile<kRows, kKeys, 4>;
   static_assert(!kTurns || kGroups == 2);
-  static_assert(!kGeneral || kQueryStages == 1);  // a tile with a mask may be done twice
+  static_assert(!kMasked || kQueryStages == 1);  // a tile with a mask may be done twice
 };
 
 template <typename Form>
@@ -53,7 +52,7 @@ struct ForwardMemory {
   alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
   alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];
-  alignas(16) char mask[Form::kGeneral ? Form::Mask::kBytes : 16];
+  alignas(16) char mask[Form::kMasked ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kKeyStages], key_empty[Form::kKeyStages];
@@ -124,7 +123,6 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     return &work;
   };
 
-  const bool repeats = Form::kGeneral && args.mask.data != nullptr;
   uint32_t index = blockIdx.x;
   const WorkTile* work = begin(index);
   if (leader) load_query(*work);
@@ -132,7 +130,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     if (leader) {
       index = args.ticket == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(args.ticket, 1);
       load_rest(*work);
-      if (repeats) {
+      if (Form::kMasked) {
         load_last_value(*work);
         if (sees_keys(*work) && memory.verdict.read(verdict_turn)) {
           load_key(*work, work->end_tile - 1);
@@ -146,7 +144,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     const WorkTile* next = begin(index);
     if (leader) {
       if (Form::kQueryStages > 1) load_query(*next);
-      if (!repeats) load_last_value(*work);
+      if (!Form::kMasked) load_last_value(*work);
       if (Form::kQueryStages == 1) load_query(*next);
     }
     work = next;

@@ -11,6 +11,7 @@ namespace fused_norm::hopper {
 
 // What becomes of query . key.
 struct ScoreArgs {
+  bool general;  // scores need more than a positive scale and a band
   // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
   // positive.
   float scale;
