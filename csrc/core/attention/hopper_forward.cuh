@@ -89,20 +89,19 @@ class Consumer {
         if (sees_keys(work) && memory_.verdict.template give<kConsumers>(values_, verdict_turn_))
           mend(work);
       }
-      finish<Form>(args_, work, values_, rows_, row_);
+      finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
     }
   }
 
  private:
   // Sets what holds for all of a tile of queries.
   __device__ __forceinline__ void open(const WorkTile& work) {
-    band_ = band_of(args_, work);
-    row_ = work.first + thread_row_;
+    const Band band = band_of(args_, work);
     const int group_first = min(work.first + 64 * group_, work.queries - 1);
     const int group_last = min(group_first + 64, work.queries) - 1;
-    tiles_ = tiles_of(work, band_);
-    hides_from_ = max(min(work.keys, group_first + band_.right + 1), 0) / kKeys;
-    hides_below_ = (max(group_last - band_.left, 0) + kKeys - 1) / kKeys;
+    tiles_ = tiles_of(work, band);
+    hides_from_ = max(min(work.keys, group_first + band.right + 1), 0) / kKeys;
+    hides_below_ = (max(group_last - band.left, 0) + kKeys - 1) / kKeys;
     clear_sums();
   }
 
@@ -144,7 +143,7 @@ class Consumer {
       start_scores();
       wait_products<1>();
       leave_value();
-      finish<Form>(args_, work, values_, rows_, row_);
+      finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
       end_scores();
       return true;
     }
@@ -230,10 +229,10 @@ class Consumer {
   }
 
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
-    const int column = tile * kKeys + lane_ % 4 * 2;
+    const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
     float factor = 1;
     if (Form::kMasked || args_.general)
-      factor = general_scores(args_, work, work.head, scores_, row_, column, [] {});
+      factor = general_scores(args_, work, work.head, scores_, row, column, [] {});
     if constexpr (Form::kMasked) {
       wait(memory_.mask_full, mask_parity_);
       mask_parity_ ^= 1;
@@ -241,15 +240,16 @@ class Consumer {
                                          factor, scores_);
       named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
     }
-    if (tile >= hides_from_) hide_after(scores_, band_, work.keys, row_, column);
-    if (tile < hides_below_) hide_before(scores_, band_, row_, column);
+    if (tile >= hides_from_) hide_after(scores_, band_of(args_, work), work.keys, row, column);
+    if (tile < hides_below_) hide_before(scores_, band_of(args_, work), row, column);
   }
   // Makes values zero that no query of the sequence sees, unless the copy did: of such keys the
   // warpgroup's own queries see none.
   __device__ __forceinline__ void clear(const WorkTile& work, int tile) {
     if (tile < hides_from_ && tile >= hides_below_) return;
-    const int seen_first = max(0, -band_.left) - tile * kKeys;
-    const int seen_end = min(work.keys, work.queries + band_.right) - tile * kKeys;
+    const Band band = band_of(args_, work);
+    const int seen_first = max(0, -band.left) - tile * kKeys;
+    const int seen_end = min(work.keys, work.queries + band.right) - tile * kKeys;
     const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
     if (seen_first > 0 || (behind && seen_end < kKeys)) {
       clear_rows<KeyTile>(memory_.value[value_place_.slot],
@@ -298,7 +298,8 @@ class Consumer {
 
   const ForwardArgs& args_;
   ForwardMemory<Form>& memory_;
-  const int group_, lane_, thread_row_;
+  const int group_, lane_;
+  const int thread_row_;  // the thread's first row of the tile; its second is 8 later
   const uint64_t query_operand_, key_operand_, value_operand_;
   RingPlace<Form::kKeyStages> key_place_;
   RingPlace<Form::kValueStages> value_place_;
@@ -307,11 +308,8 @@ class Consumer {
   uint32_t mask_parity_ = 0;
   uint32_t verdict_turn_ = 0;
 
-  // Of a tile of queries: the warpgroup's tiles of keys, the thread's first query (its second is 8
-  // later) and its sums.
-  Band band_;
+  // Of a tile of queries: the warpgroup's tiles of keys, and the thread's sums.
   KeyTiles tiles_;
-  int row_;
   RowState rows_;
   float values_[kDim / 2];
   // Tiles of keys from `hides_from_` on or below `hides_below_` have keys that one of the
