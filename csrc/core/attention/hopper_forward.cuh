@@ -86,8 +86,10 @@ class Consumer {
         pass(work.end_tile - work.first_tile);
       }
       if constexpr (Form::kMasked) {
-        if (sees_keys(work) && memory_.verdict.template give<kConsumers>(values_, verdict_turn_))
-          mend(work);
+        if (sees_keys(work)) {
+          if (memory_.verdict.template give<kConsumers>(values_, verdict_turn_)) mend(work);
+          leave_query();
+        }
       }
       finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
     }
@@ -273,10 +275,11 @@ class Consumer {
     release(memory_.query_empty[query_place_.slot]);
     query_place_.advance();
   }
-  // The scores of `tile` are made; after the last ones the next queries may come.
+  // The scores of `tile` are made; after the last ones the next queries may come, unless a mask may
+  // make the tile be done again.
   __device__ __forceinline__ void leave_scores(int tile) {
     leave_key();
-    if (tile == tiles_.first) leave_query();
+    if (!Form::kMasked && tile == tiles_.first) leave_query();
   }
   __device__ __forceinline__ void leave_value() {
     hold(values_);
