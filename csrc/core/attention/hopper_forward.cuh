@@ -234,7 +234,7 @@ class Consumer {
     const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
     float factor = 1;
     if (Form::kMasked || args_.general)
-      factor = general_scores(args_, work, work.head, scores_, row, column, [] {});
+      factor = general_scores<true>(args_, work, work.head, scores_, row, column, [] {});
     if constexpr (Form::kMasked) {
       wait(memory_.mask_full, mask_parity_);
       mask_parity_ ^= 1;
