@@ -100,9 +100,6 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
       load_value(work, tile + 1);
     }
   };
-  const auto load_last_value = [&](const WorkTile& work) {
-    if (sees_keys(work)) load_value(work, work.first_tile);
-  };
   const auto load_query = [&](const WorkTile& work) {
     const int slot = query_place.slot;
     CopyBarrier& full = memory.query_full[slot];
@@ -130,12 +127,12 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     if (leader) {
       index = args.ticket == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(args.ticket, 1);
       load_rest(*work);
-      if (Form::kMasked) {
-        load_last_value(*work);
-        if (sees_keys(*work) && memory.verdict.read(verdict_turn)) {
+      if (Form::kMasked && sees_keys(*work)) {
+        load_value(*work, work->first_tile);
+        if (memory.verdict.read(verdict_turn)) {
           load_key(*work, work->end_tile - 1);
           load_rest(*work);
-          load_last_value(*work);
+          load_value(*work, work->first_tile);
         }
       }
     }
@@ -144,7 +141,7 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     const WorkTile* next = begin(index);
     if (leader) {
       if (Form::kQueryStages > 1) load_query(*next);
-      if (!Form::kMasked) load_last_value(*work);
+      if (!Form::kMasked && sees_keys(*work)) load_value(*work, work->first_tile);
       if (Form::kQueryStages == 1) load_query(*next);
     }
     work = next;
