@@ -82,13 +82,14 @@ class Consumer {
         if (has_scores) continue;
       } else {
         has_scores = false;
-        leave_query();
+        release(memory_.query_empty[query_place_.slot]);
+        query_place_.advance();
         pass(work.end_tile - work.first_tile);
       }
       if constexpr (Form::kMasked) {
         if (sees_keys(work)) {
           if (memory_.verdict.template give<kConsumers>(values_, verdict_turn_)) mend(work);
-          leave_query();
+          release(memory_.query_empty[0]);
         }
       }
       finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
@@ -138,6 +139,7 @@ class Consumer {
 
     for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step(work, tile, weights);
 
+    query_place_.advance();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
     clear(work, tiles_.first);
     multiply_values(weights);
@@ -271,15 +273,11 @@ class Consumer {
     release(memory_.key_empty[key_place_.slot]);
     key_place_.advance();
   }
-  __device__ __forceinline__ void leave_query() {
-    release(memory_.query_empty[query_place_.slot]);
-    query_place_.advance();
-  }
   // The scores of `tile` are made; after the last ones the next queries may come, unless a mask may
   // make the tile be done again.
   __device__ __forceinline__ void leave_scores(int tile) {
     leave_key();
-    if (!Form::kMasked && tile == tiles_.first) leave_query();
+    if (!Form::kMasked && tile == tiles_.first) release(memory_.query_empty[query_place_.slot]);
   }
   __device__ __forceinline__ void leave_value() {
     hold(values_);
