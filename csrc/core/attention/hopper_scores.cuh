@@ -98,8 +98,10 @@ __device__ __forceinline__ void cap(float (&scores)[kCount], float scale) {
   if (__any_sync(~0u, bits & kFar)) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const bool far = __float_as_uint(scores[i]) & kFar;
-      scores[i] = far ? tanh_fast(scores[i]) : tanh_near(scores[i]);
+      // Both, and no branch for each.
+      float near = tanh_near(scores[i]), far = tanh_fast(scores[i]);
+      asm("" : "+f"(near), "+f"(far));
+      scores[i] = __float_as_uint(scores[i]) & kFar ? far : near;
     }
   } else {
 #pragma unroll
