@@ -48,6 +48,9 @@ class Consumer {
   static constexpr int kKeys = Form::kKeys, kDim = Form::kDim;
   // The first scores of a tile are started before the tile before it is finished.
   static constexpr bool kEarly = Form::kQueryStages == 2;
+  // A warpgroup does nothing for tiles of keys that none of its own queries sees. (With a mask all
+  // take part in each.)
+  static constexpr bool kPasses = !Form::kMasked;
   // Named barriers: 1 and 2 for the turns, 4 to 6 for a warpgroup's own; and those of masks.
   static constexpr int kOfGroup = 4, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
@@ -67,48 +70,41 @@ class Consumer {
 
   __device__ __forceinline__ void run() {
     if (Form::kTurns && group_ == 1) named_arrive(1, 256);
-    if (kEarly && next_has_scores()) {
-      start_scores();
-      end_scores();
-    }
+    bool has_scores = false;
     while (true) {
-      if (!kEarly) wait(memory_.query_full[query_place_.slot], query_place_.parity);
+      if (!has_scores) wait(memory_.query_full[query_place_.slot], query_place_.parity);
       const WorkTile& work = memory_.work[work_place_.slot];
       work_place_.advance();
       if (work.sequence < 0) return;
       open(work);
-      if (work.first_tile < work.end_tile) {
-        if (run_tiles(work)) continue;
+      if (tiles_.first < tiles_.end) {
+        has_scores = run_tiles(work, has_scores);
+        if (has_scores) continue;
       } else {
+        has_scores = false;
         release(memory_.query_empty[query_place_.slot]);
         query_place_.advance();
-        if (kEarly && next_has_scores()) {
-          start_scores();
-          end_scores();
+        pass(work.end_tile - work.first_tile);
+      }
+      if constexpr (Form::kMasked) {
+        if (sees_keys(work)) {
+          if (memory_.verdict.template give<kConsumers>(values_, verdict_turn_)) mend(work);
+          release(memory_.query_empty[0]);
         }
       }
-      if constexpr (Form::kGeneral) {
-        if (args_.mask.data != nullptr && work.first_tile < work.end_tile &&
-            memory_.verdict.template give<kConsumers>(values_, verdict_turn_))
-          mend(work);
-      }
-      finish<Form>(args_, work, values_, rows_, row_);
+      finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
     }
   }
 
  private:
   // Sets what holds for all of a tile of queries.
   __device__ __forceinline__ void open(const WorkTile& work) {
-    band_ = band_of(args_, work);
-    row_ = work.first + thread_row_;
-    const int group_first = work.first + 64 * group_;
+    const Band band = band_of(args_, work);
+    const int group_first = min(work.first + 64 * group_, work.queries - 1);
     const int group_last = min(group_first + 64, work.queries) - 1;
-    hides_from_ = max(min(work.keys, group_first + band_.right + 1), 0) / kKeys;
-    hides_below_ = (max(group_last - band_.left, 0) + kKeys - 1) / kKeys;
-    const int seen_end = seen_end_of(work);
-    clears_from_ = args_.query_offsets != nullptr || seen_end < work.keys ? max(seen_end, 0) / kKeys
-                                                                          : INT32_MAX;
-    clears_below_ = (seen_first() + kKeys - 1) / kKeys;
+    tiles_ = tiles_of(work, band);
+    hides_from_ = max(min(work.keys, group_first + band.right + 1), 0) / kKeys;
+    hides_below_ = (max(group_last - band.left, 0) + kKeys - 1) / kKeys;
     clear_sums();
   }
 
@@ -118,38 +114,46 @@ class Consumer {
     rows_ = RowState();
   }
 
-  // All tiles of keys. True: the tile of queries is finished, and the scores of the next are made.
-  __device__ __forceinline__ bool run_tiles(const WorkTile& work) {
+  // The warpgroup's tiles of keys.
+  __device__ __forceinline__ KeyTiles tiles_of(const WorkTile& work, const Band& band) const {
+    if constexpr (!kPasses) return {work.first_tile, work.end_tile};
+    return key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
+  }
+
+  // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
+  // finished, and the scores of the next are made.
+  __device__ __forceinline__ bool run_tiles(const WorkTile& work, bool has_scores) {
     Weights weights;
-    if constexpr (!kEarly) {
+    if (!has_scores) {
+      pass(work.end_tile - tiles_.end);
       // They need no value, but registers of none until here.
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores_[i] = 0;
       start_scores();
       end_scores();
     }
-    leave_key();
-    hide(work, work.end_tile - 1);
+    leave_scores(tiles_.end - 1);
+    hide(work, tiles_.end - 1);
     softmax_step(scores_, rows_, args_.exponent, rescale_);
     round<T>(weights, scores_);
 
-    for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) step(work, tile, weights);
+    for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step(work, tile, weights);
 
-    release(memory_.query_empty[query_place_.slot]);
     query_place_.advance();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
-    clear(work, work.first_tile);
+    clear(work, tiles_.first);
     multiply_values(weights);
-    if (kEarly && next_has_scores()) {
+    if (kEarly && tiles_.first == work.first_tile && next_starts()) {
       start_scores();
       wait_products<1>();
       leave_value();
-      finish<Form>(args_, work, values_, rows_, row_);
+      finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
       end_scores();
       return true;
     }
     wait_products<0>();
     leave_value();
+    pass(tiles_.first - work.first_tile);
     return false;
   }
 
@@ -164,7 +168,7 @@ class Consumer {
     if constexpr (Form::kTurns) named_arrive(2 - group_, 256);
     wait_products<1>();
     hold(scores_);
-    leave_key();
+    leave_scores(tile);
     hide(work, tile);
     softmax_step(scores_, rows_, args_.exponent, rescale_);
     // The compiler would wait before it takes the exponentials, as nothing orders the two: so here
@@ -199,11 +203,12 @@ class Consumer {
     }
   }
 
-  // Whether the next tile sees keys.
-  __device__ __forceinline__ bool next_has_scores() const {
+  // Whether the warpgroup takes part in the next tile from its first keys on.
+  __device__ __forceinline__ bool next_starts() const {
     wait(memory_.query_full[query_place_.slot], query_place_.parity);
     const WorkTile& work = memory_.work[work_place_.slot];
-    return work.sequence >= 0 && work.first_tile < work.end_tile;
+    const KeyTiles tiles = tiles_of(work, band_of(args_, work));
+    return sees_keys(work) && tiles.end == work.end_tile;
   }
   __device__ __forceinline__ void start_scores() {
     wait(memory_.key_full[key_place_.slot], key_place_.parity);
@@ -218,7 +223,7 @@ class Consumer {
 
   __device__ __forceinline__ void multiply_keys() {
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
-    if constexpr (Form::kGeneral) asm volatile("" : "+l"(queries));  // no steps kept in registers
+    if constexpr (Form::kMasked) asm volatile("" : "+l"(queries));  // no steps kept in registers
     const uint64_t keys = key_operand_ + key_place_.slot * (KeyTile::kBytes / 16);
     start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
   }
@@ -228,30 +233,31 @@ class Consumer {
   }
 
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
-    const int column = tile * kKeys + lane_ % 4 * 2;
-    if constexpr (Form::kGeneral) {
-      const float factor = general_scores(args_, work, work.head, scores_, row_, column, [] {});
-      if (args_.mask.data != nullptr) {
-        wait(memory_.mask_full, mask_parity_);
-        mask_parity_ ^= 1;
-        Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
-                                           factor, scores_);
-        named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
-      }
+    const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
+    float factor = 1;
+    if (Form::kMasked || args_.general)
+      factor = general_scores<true>(args_, work, work.head, scores_, row, column, [] {});
+    if constexpr (Form::kMasked) {
+      wait(memory_.mask_full, mask_parity_);
+      mask_parity_ ^= 1;
+      Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
+                                         factor, scores_);
+      named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
     }
-    if (tile >= hides_from_) hide_after(scores_, band_, work.keys, row_, column);
-    if (tile < hides_below_) hide_before(scores_, band_, row_, column);
+    if (tile >= hides_from_) hide_after(scores_, band_of(args_, work), work.keys, row, column);
+    if (tile < hides_below_) hide_before(scores_, band_of(args_, work), row, column);
   }
-  // The keys that some query of the sequence sees: [seen_first(), seen_end_of()).
-  __device__ __forceinline__ int seen_first() const { return max(0, -band_.left); }
-  __device__ __forceinline__ int seen_end_of(const WorkTile& work) const {
-    return min(work.keys, work.queries + band_.right);
-  }
+  // Makes values zero that no query of the sequence sees, unless the copy did: of such keys the
+  // warpgroup's own queries see none.
   __device__ __forceinline__ void clear(const WorkTile& work, int tile) {
-    if (tile >= clears_from_ || tile < clears_below_) {
-      const int first = seen_first() - tile * kKeys, end = seen_end_of(work) - tile * kKeys;
+    if (tile < hides_from_ && tile >= hides_below_) return;
+    const Band band = band_of(args_, work);
+    const int seen_first = max(0, -band.left) - tile * kKeys;
+    const int seen_end = min(work.keys, work.queries + band.right) - tile * kKeys;
+    const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
+    if (seen_first > 0 || (behind && seen_end < kKeys)) {
       clear_rows<KeyTile>(memory_.value[value_place_.slot],
-                          [&](int key) { return key < first || key >= end; });
+                          [&](int key) { return key < seen_first || key >= seen_end; });
       named_sync(kOfGroup + group_, 128);
     }
   }
@@ -267,31 +273,49 @@ class Consumer {
     release(memory_.key_empty[key_place_.slot]);
     key_place_.advance();
   }
+  // The scores of `tile` are made; after the last ones the next queries may come, unless a mask may
+  // make the tile be done again.
+  __device__ __forceinline__ void leave_scores(int tile) {
+    leave_key();
+    if (!Form::kMasked && tile == tiles_.first) release(memory_.query_empty[query_place_.slot]);
+  }
   __device__ __forceinline__ void leave_value() {
     hold(values_);
     release(memory_.value_empty[value_place_.slot]);
     value_place_.advance();
   }
+  // By so many tiles of keys, in its turns.
+  __device__ __forceinline__ void pass(int count) {
+    for (; kPasses && count > 0; --count) {
+      wait(memory_.key_full[key_place_.slot], key_place_.parity);
+      if constexpr (Form::kTurns) named_sync(1 + group_, 256);
+      if constexpr (Form::kTurns) named_arrive(2 - group_, 256);
+      leave_key();
+      wait(memory_.value_full[value_place_.slot], value_place_.parity);
+      release(memory_.value_empty[value_place_.slot]);
+      value_place_.advance();
+    }
+  }
 
   const ForwardArgs& args_;
   ForwardMemory<Form>& memory_;
-  const int group_, lane_, thread_row_;
+  const int group_, lane_;
+  const int thread_row_;  // the thread's first row of the tile; its second is 8 later
   const uint64_t query_operand_, key_operand_, value_operand_;
-  RingPlace<Form::kStages> key_place_, value_place_;
+  RingPlace<Form::kKeyStages> key_place_;
+  RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;
   RingPlace<ForwardMemory<Form>::kWorks> work_place_;
   uint32_t mask_parity_ = 0;
   uint32_t verdict_turn_ = 0;
 
-  // Of a tile of queries: the thread's first query (its second is 8 later) and its sums.
-  Band band_;
-  int row_;
+  // Of a tile of queries: the warpgroup's tiles of keys, and the thread's sums.
+  KeyTiles tiles_;
   RowState rows_;
   float values_[kDim / 2];
   // Tiles of keys from `hides_from_` on or below `hides_below_` have keys that one of the
-  // warpgroup's queries does not see. Those from `clears_from_` on or below `clears_below_` have
-  // keys that no query of the sequence sees and that the copy did not make zero.
-  int hides_from_, hides_below_, clears_from_, clears_below_;
+  // warpgroup's queries does not see.
+  int hides_from_, hides_below_;
 
   Scores scores_;
   float rescale_[2];
@@ -309,8 +333,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.value);
     // A warp of a consumer arrives once.
     constexpr int kWarps = 4 * Form::kGroups;
-    const bool copies_masks = Form::kGeneral && args.mask.data != nullptr;
-    init_ring(memory.query_full, memory.query_empty, 1, kWarps + (copies_masks ? kMaskWarps : 0));
+    init_ring(memory.query_full, memory.query_empty, 1, kWarps + (Form::kMasked ? kMaskWarps : 0));
     memory.verdict.init(kWarps);
     memory.mask_full.init(2 * kMaskThreads);
     memory.place = {};
@@ -323,7 +346,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     shrink_registers<Form::kProducerRegisters>();
     if (threadIdx.x < 32) {
       produce(args, memory);
-    } else if (Form::kGeneral && args.mask.data != nullptr) {
+    } else if (Form::kMasked) {
       copy_masks(args, memory);
     }
   } else {

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <utility>
 
 #include "core/attention/hopper_forward.cuh"
@@ -32,6 +33,7 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
 inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
   const bool capped = params.softcap > 0;
   const bool added = params.mask.data != nullptr || params.alibi_slopes != nullptr;
+  args->general = !attention_scores_are_plain(params);
   const double factor = capped ? params.softcap : params.scale;
   const bool folded = !added && factor >= kSmallestPlainScale;
   args->scale =
@@ -234,9 +236,12 @@ cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
                                         const DeviceProperties& device, void* scratch,
                                         cudaStream_t stream) {
   using namespace hopper;
-  return with_kind(params, [&](auto zero, auto general) {
-    return launch_forward_form<ForwardForm<decltype(zero), kDim, general.value>>(
-        params, device, static_cast<uint32_t*>(scratch), stream);
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+    const auto launch = [&](auto masked) {
+      return launch_forward_form<ForwardForm<decltype(zero), kDim, masked.value>>(
+          params, device, static_cast<uint32_t*>(scratch), stream);
+    };
+    return params.mask.data == nullptr ? launch(std::false_type()) : launch(std::true_type());
   });
 }
 

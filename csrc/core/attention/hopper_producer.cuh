@@ -21,16 +21,16 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
   float* lse;
 };
 
-// A form of the kernel. kGeneral: scores pass through scale, softcap, slopes and mask.
-template <typename T_, int kDim_, bool kGeneral_>
+// A form of the kernel. kMasked: there is a mask.
+template <typename T_, int kDim_, bool kMasked_>
 struct ForwardForm {
   using T = T_;
-  static constexpr int kDim = kDim_, kStages = 2;
-  static constexpr bool kGeneral = kGeneral_;
-  static constexpr HopperForwardTiles kTiles =
-      kHopperForwardTiles[kGeneral][hopper_dim_index(kDim)];
+  static constexpr int kDim = kDim_;
+  static constexpr bool kMasked = kMasked_;
+  static constexpr HopperForwardTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];
   static constexpr int kKeys = kTiles.keys, kGroups = kTiles.groups;
   static constexpr int kQueryStages = kTiles.query_stages;
+  static constexpr int kKeyStages = kTiles.key_stages, kValueStages = kTiles.value_stages;
   static constexpr bool kTurns = kTiles.in_turns;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has. The launch gives all the same, 168 or 128, and takes no more
@@ -44,19 +44,19 @@ struct ForwardForm {
   using KeyTile = SharedTile<kKeys, kDim>;
   using Mask = MaskTile<kRows, kKeys, 4>;
   static_assert(!kTurns || kGroups == 2);
-  static_assert(!kGeneral || kQueryStages == 1);  // a tile with a mask may be done twice
+  static_assert(!kMasked || kQueryStages == 1);  // a tile with a mask may be done twice
 };
 
 template <typename Form>
 struct ForwardMemory {
   alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
-  alignas(1024) char key[Form::kStages][Form::KeyTile::kBytes];
-  alignas(1024) char value[Form::kStages][Form::KeyTile::kBytes];
-  alignas(16) char mask[Form::kGeneral ? Form::Mask::kBytes : 16];
+  alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
+  alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];
+  alignas(16) char mask[Form::kMasked ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
-  CopyBarrier key_full[Form::kStages], key_empty[Form::kStages];
-  CopyBarrier value_full[Form::kStages], value_empty[Form::kStages];
+  CopyBarrier key_full[Form::kKeyStages], key_empty[Form::kKeyStages];
+  CopyBarrier value_full[Form::kValueStages], value_empty[Form::kValueStages];
   // The block's tiles of queries in turn: the producer fills one while consumers may still finish
   // the one before those whose queries are here.
   static constexpr int kWorks = Form::kQueryStages + 2;
@@ -71,7 +71,8 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
   using KeyTile = typename Form::KeyTile;
   const bool leader = threadIdx.x % 32 == 0;
   WorkList<Form::kRows, Form::kKeys> list(args, &memory.place);
-  RingPlace<Form::kStages> key_place, value_place;
+  RingPlace<Form::kKeyStages> key_place;
+  RingPlace<Form::kValueStages> value_place;
   RingPlace<Form::kQueryStages> query_place;
   RingPlace<ForwardMemory<Form>::kWorks> work_place;
   uint32_t verdict_turn = 0;
@@ -91,46 +92,59 @@ __device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<F
     load(&args.value, memory.value, memory.value_full, memory.value_empty, value_place, work, tile);
   };
 
+  // All but the first keys and the last values.
   const auto load_rest = [&](const WorkTile& work) {
 #pragma unroll 1
     for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
       load_key(work, tile);
       load_value(work, tile + 1);
     }
-    load_value(work, work.first_tile);
+  };
+  const auto load_query = [&](const WorkTile& work) {
+    const int slot = query_place.slot;
+    CopyBarrier& full = memory.query_full[slot];
+    wait(memory.query_empty[slot], query_place.parity ^ 1);
+    query_place.advance();
+    if (!sees_keys(work)) return arrive(full);
+    full.expect(Form::QueryTile::kBytes);
+    load_tile<typename Form::QueryTile>(shared_address(memory.query[slot]), &args.query, full,
+                                        work.query_begin + work.first, work.head, work.batch);
+  };
+  // By the warp: finds a tile of queries, and starts the copy of its first keys.
+  bool found;
+  const auto begin = [&](uint32_t index) {
+    WorkTile& work = memory.work[work_place.slot];
+    work_place.advance();
+    found = list.tile(index, &work);
+    if (leader && sees_keys(work)) load_key(work, work.end_tile - 1);
+    return &work;
   };
 
   uint32_t index = blockIdx.x;
-  while (true) {
-    WorkTile& work = memory.work[work_place.slot];
-    work_place.advance();
-    const bool found = list.tile(index, &work);
-    uint32_t next = index + gridDim.x;
+  const WorkTile* work = begin(index);
+  if (leader) load_query(*work);
+  while (found) {
     if (leader) {
-      if (args.ticket != nullptr) next = gridDim.x + atomicAdd(args.ticket, 1);
-      const bool any = found && work.first_tile < work.end_tile;
-      if (any) load_key(work, work.end_tile - 1);
-      CopyBarrier& full = memory.query_full[query_place.slot];
-      wait(memory.query_empty[query_place.slot], query_place.parity ^ 1);
-      if (any) {
-        full.expect(Form::QueryTile::kBytes);
-        load_tile<typename Form::QueryTile>(shared_address(memory.query[query_place.slot]),
-                                            &args.query, full, work.query_begin + work.first,
-                                            work.head, work.batch);
-        load_rest(work);
-        if constexpr (Form::kGeneral) {
-          if (args.mask.data != nullptr && memory.verdict.read(verdict_turn)) {
-            load_key(work, work.end_tile - 1);
-            load_rest(work);
-          }
+      index = args.ticket == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(args.ticket, 1);
+      load_rest(*work);
+      if (Form::kMasked && sees_keys(*work)) {
+        load_value(*work, work->first_tile);
+        if (memory.verdict.read(verdict_turn)) {
+          load_key(*work, work->end_tile - 1);
+          load_rest(*work);
+          load_value(*work, work->first_tile);
         }
-      } else {
-        arrive(full);
       }
     }
-    query_place.advance();
-    if (!found) return;
-    index = __shfl_sync(~0u, next, 0);
+    index = __shfl_sync(~0u, index, 0);
+    // The next tile's first copies go before the last one of this: they take the longest.
+    const WorkTile* next = begin(index);
+    if (leader) {
+      if (Form::kQueryStages > 1) load_query(*next);
+      if (!Form::kMasked && sees_keys(*work)) load_value(*work, work->first_tile);
+      if (Form::kQueryStages == 1) load_query(*next);
+    }
+    work = next;
   }
 }
 
@@ -146,8 +160,7 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
     const WorkTile& work = memory.work[work_place.slot];
     work_place.advance();
     if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
-    const bool any = work.first_tile < work.end_tile;
-    for (bool again = any, first = true; again; first = false) {
+    for (bool again = sees_keys(work), first = true; again; first = false) {
       for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
         wait_for_readers<128 * Form::kGroups>(has_copied);
         Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, work.head,

@@ -11,6 +11,7 @@ namespace fused_norm::hopper {
 
 // What becomes of query . key.
 struct ScoreArgs {
+  bool general;  // scores need more than a positive scale and a band
   // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
   // positive.
   float scale;
@@ -83,17 +84,46 @@ __device__ __forceinline__ void hide_before(float (&scores)[kCount], const Band&
   }
 }
 
+// Scores times `scale` become the tanh of what is that over kTanhUnit. What becomes of a score does
+// not depend on the others; where all of a warp's are near, it does no more for them.
+template <int kCount>
+__device__ __forceinline__ void cap(float (&scores)[kCount], float scale) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    scores[i] *= scale;
+    bits |= __float_as_uint(scores[i]);
+  }
+  constexpr uint32_t kFar = 0x40000000;  // set in numbers from 2 on, and in NaN
+  if (__any_sync(~0u, bits & kFar)) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      // Both, and no branch for each.
+      float near = tanh_near(scores[i]), far = tanh_fast(scores[i]);
+      asm("" : "+f"(near), "+f"(far));
+      scores[i] = __float_as_uint(scores[i]) & kFar ? far : near;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) scores[i] = tanh_near(scores[i]);
+  }
+}
+
 // softcap and slopes: query . key become scores but for a factor, which it returns, and the mask.
 // `row`: the thread's first query, `column`: its first key, or the other way round. capped() is
-// called when scores are tanh(s / softcap).
-template <int kCount, typename Capped>
+// called when scores are tanh(s / softcap). kNear: by cap(), which takes more registers.
+template <bool kNear = false, int kCount, typename Capped>
 __device__ __forceinline__ float general_scores(const ScoreArgs& args, const WorkTile& work,
                                                 int head, float (&scores)[kCount], int row,
                                                 int column, Capped capped) {
   float factor = args.scale;
   if (args.softcap > 0) {
+    if constexpr (kNear) {
+      cap(scores, args.scale);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) scores[i] = tanh_fast(scores[i] * args.scale);
+      for (int i = 0; i < kCount; ++i) scores[i] = tanh_fast(scores[i] * args.scale);
+    }
     capped();
     factor = args.softcap;
   }

@@ -29,8 +29,11 @@ struct WorkTile {
   int32_t first;                 // query of the tile, counted in its sequence
   int32_t query_begin, queries;  // the sequence's rows in the tensor
   int32_t key_begin, keys;
-  int32_t first_tile, end_tile;
+  int32_t first_tile, end_tile;  // alike where there is no tile left
 };
+__device__ __forceinline__ bool sees_keys(const WorkTile& work) {
+  return work.first_tile < work.end_tile;
+}
 
 // The first of the 32 packed sequences that were looked at last, and the tiles before it.
 struct ListPlace {
@@ -65,6 +68,20 @@ __device__ __forceinline__ Band band_of(const WorkArgs& args, const WorkTile& wo
   return {args.window_left - shift, args.window_right + shift};
 }
 
+// The tiles of kKeys keys, [first, end), of which one of `rows` queries from `query` on sees some;
+// alike where there is none.
+struct KeyTiles {
+  int first, end;
+};
+template <int kKeys>
+__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Band& band, int query,
+                                                 int rows) {
+  const int last = min(query + rows, work.queries) - 1;
+  const int end = min(work.keys, last + band.right + 1), first = max(0, query - band.left);
+  if (last < query || end <= first) return {};
+  return {first / kKeys, (end + kKeys - 1) / kKeys};
+}
+
 // The tiles of kRows queries, against tiles of kKeys keys.
 template <int kRows, int kKeys>
 class WorkList {
@@ -79,15 +96,13 @@ class WorkList {
     if (threadIdx.x % 32 != 0) return found;
     if (!found) {
       work->sequence = -1;
+      work->first_tile = work->end_tile = 0;
       return false;
     }
     work->kv_head = work->head / args_.heads_per_kv;
-    const Band band = band_of(args_, *work);
-    const int last = min(work->first + kRows, work->queries) - 1;
-    const int end = min(work->keys, last + band.right + 1);
-    const int begin = max(0, work->first - band.left);
-    work->first_tile = begin / kKeys;
-    work->end_tile = end > begin ? (end + kKeys - 1) / kKeys : 0;
+    const KeyTiles tiles = key_tiles_of<kKeys>(*work, band_of(args_, *work), work->first, kRows);
+    work->first_tile = tiles.first;
+    work->end_tile = tiles.end;
     return true;
   }
 
