@@ -61,6 +61,10 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
   ParamsAhead<RowForm<kLie, X, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
       store, col, group);
   params.fetch(group, bounds);
+  // The thread's first place with a column of the block's.
+  int place = group.thread(), listed = out.listed.column(place, first_col, cols);
+  while (listed < 0 && place < out.listed.room)
+    listed = out.listed.column(place += group.threads(), first_col, cols);
   cluster.wait();
 
   const float part_cols = cols, per_part = reciprocal(part_cols);
@@ -73,6 +77,8 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
       values.put(p, bounds.reach(p) ? packs[own / N + p * kWarpSize].pack : Pack<X, N>{});
+    X listed_value{};
+    if (listed >= 0) listed_value = ring[slot.number * slot_cols + listed - first_col];
 
     auto statistics =
         part_statistics<kRms>(group, values, bounds, part_cols, per_part, sums[turn & 1]);
@@ -82,10 +88,11 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     statistics = merge_parts<kRms>(parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols);
     if (!kRms) values.centre(statistics.mean, bounds);
     const float rstd = out.rstd_of(statistics.squares);
-    if (group.thread() == 0 && (first_col == 0 || out.listed.room > 0))
-      out.template write<kRms>(row, statistics.mean, rstd);
+    if (group.thread() == 0 && first_col == 0) out.template write<kRms>(row, statistics.mean, rstd);
+    if (listed >= 0)
+      out.listed.template keep<kRms>(place, listed, static_cast<float>(listed_value), load, row,
+                                     first_col, cols, statistics.mean, rstd);
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
-    if (out.listed.room > 0) out.listed.template keep<kRms>(load, out, row, first_col, slot_cols);
     slot.next(slots);
   }
 #else
