@@ -28,7 +28,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3174, 2300),
-    "lines of norm": (6064, 3000),
+    "lines of norm": (6057, 3000),
     "lines of softmax": (2880, 2000),
     "lines of attention": (4998, 4500),
     "lines of csrc/ops": (4467, 2300),

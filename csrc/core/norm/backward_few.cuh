@@ -77,7 +77,9 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
   };
-  if (kFromOutput) stage();
+#pragma unroll 1  // which is less code to fetch
+  for (int p = 0; kLists && p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
+  if (kFromOutput && !kLists) stage();
   saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, follow(in.saved_layout), group,
               saved_loaded);
   dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, follow(in.dy_layout), group, dy_loaded);
@@ -199,9 +201,6 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
     }
     __syncthreads();
   }
-  bool lists = false;
-#pragma unroll
-  for (int i = 0; kLists && i < N; ++i) lists |= shared.place[lane * N + i] >= 0;
   float sums[2][N] = {};
   if (col < in.cols) {
     auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
@@ -242,11 +241,20 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
                         ? (xhat[i] - shared.shift[lane * N + i]) * shared.scale[lane * N + i]
                     : kRms ? xhat[i] * rstd[r]
                            : (xhat[i] - mean[r]) * rstd[r];
-          if (lists && shared.place[lane * N + i] >= 0)
-            xhat[i] = in.list.xhat(row + r * step, shared.place[lane * N + i]);
           sums[0][i] = fmaf(d[i], xhat[i], sums[0][i]);
           if (!kRms) sums[1][i] += d[i];
         }
+      }
+    }
+    // Listed columns are read again: on the way they would take registers of all others.
+#pragma unroll
+    for (int i = 0; kLists && i < N; ++i) {
+      const int place = shared.place[lane * N + i];
+      if (place < 0) continue;
+      sums[0][i] = 0;
+      for (int64_t row = int64_t{thread / kLanes} * splits + split; row < in.rows; row += step) {
+        const X d = row_start(in.dy, in.dy_layout, row)[col + i];
+        sums[0][i] = fmaf(static_cast<float>(d), in.list.xhat(row, place), sums[0][i]);
       }
     }
   }

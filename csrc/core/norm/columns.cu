@@ -17,19 +17,10 @@ constexpr int kRowsInFlight = 4;
 template <typename X>
 struct ListInput {
   using A = Accumulator<X>;
-  const X* x;
-  RowLayout layout;
-  int64_t rows;
-  int cols, part_cols;  // of the row, and of a block
-  bool rms, gathers;
-  const A* mean;
-  const A* rstd;
-  ParamVector weight, bias;
-  A weight_offset;
+  NormForwardParams of;
+  int part_cols;  // of a block
+  bool gathers;
   RecoverableLimits<A> recoverable, precise;
-  int room;
-  int32_t* columns;
-  A* side;
 
   // Which of a pack's columns are unrecoverable, and which are lost: a bit for each.
   struct Bits {
@@ -37,12 +28,12 @@ struct ListInput {
   };
   __device__ __forceinline__ Bits find(int col, int end) const {
     A g[kListPack], b[kListPack] = {};
-    if (weight.data) load_params<X, false>(weight, col, cols, g);
-    if (bias.data) load_params<X, false>(bias, col, cols, b);
+    if (of.weight.data) load_params<X, false>(of.weight, col, of.cols, g);
+    if (of.bias.data) load_params<X, false>(of.bias, col, of.cols, b);
     Bits bits{};
 #pragma unroll
     for (int i = 0; i < kListPack; ++i) {
-      const A effective = weight.data ? g[i] + weight_offset : A(1);
+      const A effective = of.weight.data ? g[i] + static_cast<A>(of.weight_offset) : A(1);
       const bool inside = col + i < end;
       bits.unrecoverable |= uint32_t{inside && !meets(recoverable, effective, b[i])} << i;
       bits.lost |= uint32_t{inside && !meets(precise, effective, b[i])} << i;
@@ -82,6 +73,8 @@ template <typename X>
 __global__ void __launch_bounds__(kListThreads, 1)
     list_columns(const __grid_constant__ ListInput<X> in) {
   using A = Accumulator<X>;
+  const int room = in.of.list.room;
+  int32_t* const columns = in.of.list.columns;
   using Scan = cub::BlockScan<int, kListThreads>;
   __shared__ typename Scan::TempStorage scan;
   __shared__ int listed[kListedAtOnce];
@@ -94,7 +87,8 @@ __global__ void __launch_bounds__(kListThreads, 1)
   cluster.arrive();
   if (threadIdx.x < 2) found[threadIdx.x] = 0;
   __syncthreads();
-  const int begin = min(in.cols, rank * in.part_cols), end = min(in.cols, begin + in.part_cols);
+  const int begin = min(in.of.cols, rank * in.part_cols),
+            end = min(in.of.cols, begin + in.part_cols);
   const int own = begin + threadIdx.x * kListPack;
   int lost = 0, unrecoverable = 0;
   for (int col = own; col < end; col += kListTurn) {
@@ -110,14 +104,14 @@ __global__ void __launch_bounds__(kListThreads, 1)
   cluster.wait();
   const int2* const parts = blocks > 1 ? cluster.gather(here, of_blocks) : &here;
   for (int b = 0; b < blocks; ++b) total += parts[b].x;
-  const bool unrecoverable_only = total > in.room;
+  const bool unrecoverable_only = total > room;
   if (unrecoverable_only) total = 0;
   for (int b = 0; b < blocks; ++b) {
     const int part = unrecoverable_only ? parts[b].y : parts[b].x;
     if (unrecoverable_only) total += part;
     if (b < rank) before += part;
   }
-  const int count = min(unrecoverable_only ? here.y : here.x, max(0, in.room - before));
+  const int count = min(unrecoverable_only ? here.y : here.x, max(0, room - before));
 
   auto list = [&](int base) {
     list_part<X, Scan>(in, scan, listed, begin, end, own, unrecoverable_only, base);
@@ -128,8 +122,8 @@ __global__ void __launch_bounds__(kListThreads, 1)
   if (count == 0 && blockIdx.x != 0) return;
   if (in.gathers) meet_previous_kernel();
   if (blockIdx.x == 0) {
-    if (threadIdx.x == 0) in.columns[0] = total;
-    for (int i = total + threadIdx.x; i < in.room; i += kListThreads) in.columns[1 + i] = 0;
+    if (threadIdx.x == 0) columns[0] = total;
+    for (int i = total + threadIdx.x; i < room; i += kListThreads) columns[1 + i] = 0;
   }
 
   const int64_t clusters = gridDim.x / blocks, cluster_index = blockIdx.x / blocks;
@@ -141,16 +135,16 @@ __global__ void __launch_bounds__(kListThreads, 1)
     const int places = min(count - base, kListedAtOnce);
     if (writes_list) {
       for (int i = threadIdx.x; i < places; i += kListThreads)
-        in.columns[1 + before + base + i] = listed[i];
+        columns[1 + before + base + i] = listed[i];
     }
     if (!in.gathers) continue;
-    A* const side = in.side + before + base;
+    A* const side = static_cast<A*>(in.of.list.side) + before + base;
     int lanes = 1;
     while (lanes < places && lanes < kWarpSize) lanes *= 2;
     const int lane = threadIdx.x % lanes, row_in_turn = threadIdx.x / lanes;
     const int rows_a_turn = kListThreads / lanes;
     const int64_t tile = int64_t{rows_a_turn} * kRowsInFlight;
-    for (int64_t end_row = in.rows - cluster_index * tile; end_row > 0;
+    for (int64_t end_row = in.of.rows - cluster_index * tile; end_row > 0;
          end_row -= clusters * tile) {
       const int64_t last = end_row - 1 - row_in_turn;
       for (int i = lane; i < places; i += lanes) {
@@ -160,9 +154,9 @@ __global__ void __launch_bounds__(kListThreads, 1)
 #pragma unroll
         for (int r = 0; r < kRowsInFlight; ++r) {
           const int64_t row = max(last - r * rows_a_turn, int64_t{0});
-          value[r] = row_start(in.x, in.layout, row)[col];
-          rstd[r] = in.rstd[row];
-          mean[r] = in.rms ? A(0) : in.mean[row];
+          value[r] = row_start(static_cast<const X*>(in.of.x), in.of.x_layout, row)[col];
+          rstd[r] = static_cast<const A*>(in.of.rstd)[row];
+          mean[r] = in.of.rms ? A(0) : static_cast<const A*>(in.of.mean)[row];
         }
         // As the forward kernel has it.
 #pragma unroll
@@ -170,7 +164,7 @@ __global__ void __launch_bounds__(kListThreads, 1)
           const int64_t row = last - r * rows_a_turn;
           if (row < 0) break;
           const A x = static_cast<A>(value[r]);
-          side[row * in.room + i] = in.rms ? x * rstd[r] : (x - mean[r]) * rstd[r];
+          side[row * room + i] = in.of.rms ? x * rstd[r] : (x - mean[r]) * rstd[r];
         }
       }
     }
@@ -201,23 +195,8 @@ cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
   return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     using A = Accumulator<X>;
-    const ListInput<X> in{static_cast<const X*>(params.x),
-                          params.x_layout,
-                          params.rows,
-                          params.cols,
-                          part_cols,
-                          params.rms,
-                          gathers,
-                          static_cast<const A*>(params.mean),
-                          static_cast<const A*>(params.rstd),
-                          params.weight,
-                          params.bias,
-                          static_cast<A>(params.weight_offset),
-                          recoverable_limits<A>(params.y_dtype),
-                          precise_limits<A>(params.y_dtype),
-                          params.list.room,
-                          params.list.columns,
-                          static_cast<A*>(params.list.side)};
+    const ListInput<X> in{params, part_cols, gathers, recoverable_limits<A>(params.y_dtype),
+                          precise_limits<A>(params.y_dtype)};
     return detail::launch(list_columns<X>, static_cast<int>(blocks / cluster * cluster),
                           kListThreads, {0, cluster, device.max_cluster_blocks > 1}, stream, in);
   });

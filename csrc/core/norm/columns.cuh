@@ -55,7 +55,9 @@ struct ListedColumns {
   }
 };
 
-// Where a forward kernel keeps xhat of columns that the kernel before it lists.
+// Where a forward kernel keeps xhat of columns that the kernel before it lists. Of those in a
+// block's part of a row, `cols` columns from `first` on, a thread takes the place of its number,
+// and every blockDim.x-th from there on.
 template <typename A>
 struct SideOut {
   int32_t room;  // 0: nothing is listed
@@ -69,31 +71,27 @@ struct SideOut {
     launch_dependents();
   }
 
-  // Keeps those of the listed columns of a row that lie among `cols` from `first` on. By all
-  // threads of the block, of which each group has written its row's statistics; a row past the end
-  // is none. The row is read again, from the L2 cache: its columns may be in the registers of any
-  // thread.
-  template <bool kRms, typename Load, typename Statistics>
-  __device__ __forceinline__ void keep(const Load& load, const Statistics& statistics, int64_t row,
-                                       int first, int cols) const {
+  // The column at a place, if it is one of these, or -1.
+  __device__ __forceinline__ int column(int place, int first, int cols) const {
+    if (place >= room) return -1;
     wait_for_prerequisites();
     // Asked for along with the count: past that there are zeros.
-    int place = threadIdx.x, next_col = place < room ? columns[1 + place] : 0;
-    const int count = min(*columns, room);
-    if (count == 0) return;
-    if (blockDim.x > kWarpSize) {
-      __syncthreads();
-    } else {
-      __syncwarp();
-    }
-    if (row >= load.rows) return;
-    const A mean = kRms ? A(0) : statistics.mean[row], rstd = statistics.rstd[row];
-    for (; place < count; place += blockDim.x) {
-      const int col = next_col, next = place + blockDim.x;
-      if (next < count) next_col = columns[1 + next];
-      if (static_cast<unsigned>(col - first) >= static_cast<unsigned>(cols)) continue;
-      const A x = static_cast<A>(load.value(row, col));
-      side[row * room + place] = kRms ? x * rstd : (x - mean) * rstd;
+    const int count = *columns, col = columns[1 + place];
+    const bool inside = static_cast<unsigned>(col - first) < static_cast<unsigned>(cols);
+    return place < count && inside ? col : -1;
+  }
+
+  // Keeps xhat at the thread's places from `place` on, whose column is `col`, or -1, and has the
+  // value x. Others are read again, from the L2 cache: they may be in registers of any thread.
+  template <bool kRms, typename Load>
+  __device__ __forceinline__ void keep(int place, int col, A x, const Load& load, int64_t row,
+                                       int first, int cols, A mean, A rstd) const {
+    while (true) {
+      if (col >= 0) side[row * room + place] = kRms ? x * rstd : (x - mean) * rstd;
+      place += blockDim.x;
+      if (place >= room) return;
+      col = column(place, first, cols);
+      if (col >= 0) x = static_cast<A>(load.value(row, col));
     }
   }
 };

@@ -7,15 +7,13 @@
 //   lost          not precise
 //   at risk       lost, or may be after kUpdatesAhead more updates of the parameters
 //   room          how many columns a call can list; 0: none, and nothing is launched for it
-//   list          the columns that a forward call keeps xhat of, ascending: those that are lost, or
-//                 where the room does not suffice those that are unrecoverable; as many as have
-//                 room
+//   list          the columns that a forward call keeps xhat of, ascending: as many as have room of
+//                 those that are lost or, where these are more, of those that are unrecoverable
 //   place         a listed column's number in the list
 //   side          xhat of the listed columns, rows x room
 //   share         the listed columns that a group of threads takes in backward (listed_share.cuh)
 //   overflow      the columns that are neither recoverable nor listed: their gradients are NaN
-//   look          a pass over the parameters that counts such columns; most are part of a backward
-//                 call
+//   look          a pass over the parameters that counts such columns, mostly in a backward call
 //   watch         what looks at one norm keep between calls, and where they report
 //   report        a look's outcome, in memory that the host reads without waiting
 //   stamp         which of the parameters' updates a report knows of (room.h)

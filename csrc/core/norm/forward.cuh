@@ -58,6 +58,9 @@ class ParamsAhead {
       kWhole && std::is_same_v<typename Form::Param, X> && (kWalks || params_ahead(kPacks));
 
  public:
+  // Whether the value of a listed column comes likewise, kListedBytes for each thread.
+  static constexpr bool kListed = kAhead && !kWalks && std::is_same_v<Load, InputLoad<X>>;
+
   template <typename Group>
   __device__ ParamsAhead(const Store& store, int col, const Group& group)
       : store_(store), col_(col), threads_(group.threads() * group.groups()) {
@@ -84,6 +87,15 @@ class ParamsAhead {
   __device__ __forceinline__ void wait() const {
     if constexpr (kAhead) detail::wait_for_copies<0>();
   }
+  // Asks for the value of a row's column, which lies at `at`; and gives it, when it is there.
+  __device__ __forceinline__ static void fetch_listed(const X* at) {
+    const uintptr_t word = reinterpret_cast<uintptr_t>(at) / kListedBytes * kListedBytes;
+    detail::copy_async<kListedBytes>(listed(), reinterpret_cast<const void*>(word));
+    detail::commit_copies();
+  }
+  __device__ __forceinline__ static Accumulator<X> take_listed(int col) {
+    return static_cast<Accumulator<X>>(listed()[col % (kListedBytes / sizeof(X))]);
+  }
   template <typename Group, typename A>
   __device__ __forceinline__ void get(int p, const Group& group, A (&g)[N], A (&b)[N]) const {
     if constexpr (kAhead) {
@@ -97,6 +109,13 @@ class ParamsAhead {
  private:
   __device__ __forceinline__ AlignedPack<X, N>* at(int vector, int p) const {
     return own_ + (vector * kPacks + p) * threads_;
+  }
+  // The word that holds the thread's listed value.
+  __device__ __forceinline__ static X* listed() {
+    extern __shared__ __align__(128) char ahead[];
+    const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    return reinterpret_cast<X*>(ahead + threads * params_bytes(kPacks, kBias) +
+                                thread * kListedBytes);
   }
 
   const Store& store_;
@@ -136,14 +155,30 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
 }
 
 // The end of norm_forward_once() where columns may be listed, for kCols columns a thread. A
-// function that finds out anew where it is, so that it takes no registers before.
-template <bool kRms, int kCols, bool kMaySpread, typename Load, typename Statistics>
-__device__ __noinline__ void keep_listed(const Load& load, const Statistics& out) {
+// function that finds out anew where it is, so that it takes no registers before. Where no value
+// came ahead, each group has written its row's statistics.
+template <bool kRms, int kCols, bool kMaySpread, typename Params, typename Load,
+          typename Statistics, typename A>
+__device__ __noinline__ void keep_listed(const Load& load, const Statistics& out, A mean, A rstd) {
   const RowCluster cluster;
   const int blocks = kMaySpread ? cluster.blocks() : 1, rank = kMaySpread ? cluster.rank() : 0;
-  const int part_cols = static_cast<int>(blockDim.x) * kCols;
+  const int part_cols = static_cast<int>(blockDim.x) * kCols, first = rank * part_cols;
   const int64_t row = int64_t{blockIdx.x / blocks} * blockDim.y + threadIdx.y;
-  out.listed.template keep<kRms>(load, out, row, rank * part_cols, part_cols);
+  wait_for_prerequisites();
+  if (*out.listed.columns == 0) return;
+  if (!Params::kListed && blockDim.x > kWarpSize) __syncthreads();
+  if (!Params::kListed && blockDim.x <= kWarpSize) __syncwarp();
+  if (row >= load.rows) return;
+  const int col = out.listed.column(threadIdx.x, first, part_cols);
+  A x = 0;
+  if constexpr (Params::kListed) {
+    if (col >= 0) x = Params::take_listed(col);
+  } else {
+    if (col >= 0) x = static_cast<A>(load.value(row, col));
+    mean = kRms ? 0 : out.mean[row];
+    rstd = out.rstd[row];
+  }
+  out.listed.template keep<kRms>(threadIdx.x, col, x, load, row, first, part_cols, mean, rstd);
 }
 
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
@@ -182,6 +217,11 @@ __device__ __forceinline__ void norm_forward_once(
   ParamsAhead<Form, !kRms, N, kPacks, Load, Store> params(store, first_param + col, group);
   from.fetch(group);
   params.fetch(group, bounds);
+  constexpr bool kListed = decltype(params)::kListed;
+  if constexpr (kListed) {
+    const int at = out.listed.column(group.thread(), 0, row < load.rows ? load.cols : 0);
+    if (at >= 0) params.fetch_listed(from.at(at - col));
+  }
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });
 
   const A own_cols = static_cast<A>(spread ? min(part_cols, load.cols - part_first) : load.cols);
@@ -203,7 +243,9 @@ __device__ __forceinline__ void norm_forward_once(
                                  if constexpr (Load::kGates) from.finish(p, xhat);
                                });
   if constexpr (!Load::kGates) {
-    if (out.listed.room > 0) keep_listed<kRms, kPacks * N, kPacks == kMostPacks>(load, out);
+    if (out.listed.room > 0)
+      keep_listed<kRms, kPacks * N, kPacks == kMostPacks, decltype(params)>(
+          load, out, kListed ? statistics.mean : A(0), kListed ? rstd : A(0));
   }
 }
 

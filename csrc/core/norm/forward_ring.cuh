@@ -49,18 +49,17 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
   };
 
   Parts parts(part_slots, cluster);
-  if (fills) {
-    for (int slot = 0; slot < slots; ++slot) filled[slot].init();
-    CopyBarrier::order_inits();
-  }
+  for (int slot = 0; fills && slot < slots; ++slot) filled[slot].init();
+  if (fills) CopyBarrier::order_inits();
   cluster.arrive();
   out.listed.meet_previous_kernel();
-  if (fills) {
-    for (int slot = 0; slot < slots; ++slot) fill(slot, row + slot * stride);
-  }
+  for (int slot = 0; fills && slot < slots; ++slot) fill(slot, row + slot * stride);
   ParamsAhead<RowForm<kLie, X, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
       store, col, group);
   params.fetch(group, bounds);
+  int place = group.thread(), listed;  // the thread's first place with a column of the block's
+  while ((listed = out.listed.column(place, first_col, cols)) < 0 && place < out.listed.room)
+    place += group.threads();
   cluster.wait();
 
   const float part_cols = cols, per_part = reciprocal(part_cols);
@@ -73,7 +72,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
 #pragma unroll
     for (int p = 0; p < kPacks; ++p)
       values.put(p, bounds.reach(p) ? packs[own / N + p * kWarpSize].pack : Pack<X, N>{});
-
+    const X listed_x = listed < 0 ? X() : ring[slot.number * slot_cols + listed - first_col];
     auto statistics =
         part_statistics<kRms>(group, values, bounds, part_cols, per_part, sums[turn & 1]);
     // All threads have met since they read the slot.
@@ -82,10 +81,11 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     statistics = merge_parts<kRms>(parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols);
     if (!kRms) values.centre(statistics.mean, bounds);
     const float rstd = out.rstd_of(statistics.squares);
-    if (group.thread() == 0 && (first_col == 0 || out.listed.room > 0))
-      out.template write<kRms>(row, statistics.mean, rstd);
+    if (group.thread() == 0 && first_col == 0) out.template write<kRms>(row, statistics.mean, rstd);
+    if (listed >= 0)
+      out.listed.template keep<kRms>(place, listed, static_cast<float>(listed_x), load, row,
+                                     first_col, cols, statistics.mean, rstd);
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
-    if (out.listed.room > 0) out.listed.template keep<kRms>(load, out, row, first_col, slot_cols);
     slot.next(slots);
   }
 #else

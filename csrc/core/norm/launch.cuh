@@ -75,8 +75,9 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
         }
       }
       if (params_ahead(plan.packs))
-        shared_bytes = std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
-                                                  params_bytes(plan.packs, !kRms));
+        shared_bytes =
+            std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
+                                       params_bytes(plan.packs, !kRms, params.list.room > 0));
     }
     switch (plan.packs) {
       case 2:

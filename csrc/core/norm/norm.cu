@@ -46,15 +46,12 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
         params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });
   };
   if (params.list.room == 0) return launch();
-  // Rows that stay in registers are short enough to be read again from the L2 cache, for the
-  // columns that were listed before. Of others xhat is gathered afterwards.
-  if (plan.tier == Tier::kRegisters && (adds || plan.tiles.slots == 0)) {
-    const cudaError_t error = launch_list_columns(params, /*gathers=*/false, device, stream);
-    return error != cudaSuccess ? error : launch();
-  }
-  const cudaError_t error = launch();
-  return error != cudaSuccess ? error
-                              : launch_list_columns(params, /*gathers=*/true, device, stream);
+  // Kernels whose threads have rows in registers keep xhat of columns that were listed before. Of
+  // others it is gathered afterwards.
+  const bool gathers = plan.tier == Tier::kStreaming || (!adds && plan.tiles.slots > 0);
+  cudaError_t error = gathers ? launch() : launch_list_columns(params, false, device, stream);
+  if (error != cudaSuccess) return error;
+  return gathers ? launch_list_columns(params, true, device, stream) : launch();
 }
 
 size_t norm_backward_workspace(const NormBackwardParams& params, const DeviceProperties& device) {

@@ -61,12 +61,15 @@ constexpr BrokenRows broken_rows(bool adds, bool one_dtype, int packs, int size)
   const bool dealt_out = one_dtype && !adds && (packs != kMostPacks || size == 4);
   return {dealt_out, adds || (dealt_out ? !whole_warps(packs) : packs == kMostPacks)};
 }
-// To fewer lanes they are not dealt out: these would read too little side by side (1000000 x 37,
-// bf16 on an H200: 248 microseconds, shifted 95).
+// To fewer lanes they are not dealt out: these would read too little side by side.
 constexpr int kMinDealtOutLanes = 8;
 
-// Shared memory of a thread for weight and (bias) bias of so many packs, as they are.
-constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
+// Shared memory of a thread for weight and (bias) bias of so many packs, as they are; and behind
+// those of all threads for a value (lists).
+constexpr int kListedBytes = 4;
+constexpr int params_bytes(int packs, bool bias, bool lists = false) {
+  return 16 * packs * (bias ? 2 : 1) + (lists ? kListedBytes : 0);
+}
 
 // kRegisters, clusters, one dtype: where rows are regular, and all parameters there and of that
 // dtype too, clusters that walk over the rows do the same, if `slots` is not zero
@@ -78,9 +81,8 @@ struct ForwardRing {
 };
 constexpr int kMaxForwardSlots = 4;
 
-// kRegisters, less than a warp's lanes or one warp, LayerNorm of one 16-bit dtype: where rows are
-// regular, and all parameters there and of that dtype too, half the lanes with twice the packs do
-// the same, if `lanes` is not zero.
+// kRegisters, less than a warp's lanes or one warp, LayerNorm of one 16-bit dtype: where rows and
+// parameters are so, half the lanes with twice the packs do the same, if `lanes` is not zero.
 constexpr int kFewLanesPacks = 4;
 struct FewLanes {
   int lanes, rows_per_block;
@@ -104,11 +106,9 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
 // kStreaming, which has no gate; blocks and partials are a multiple of gate_groups.
 //
 // kRegisters, kFlat, kRing: one kernel gives dx and a partial row of dweight and dbias per block,
-// or some. kStreaming: a kernel for the sums of each row (planned by threads_per_row), then one
-// over column tiles.
+// or some. kStreaming: a kernel for the sums of each row (threads_per_row), then one over tiles.
 struct NormBackwardPlan : NormPlan {
-  int partials;  // rows of fp32 (fp64) partial sums: one or more a block, or row chunks of the
-                 // tiles
+  int partials;  // rows of partial sums: one or more a block, or row chunks of the tiles
   int tiles;     // kStreaming: column tiles of kTileThreads threads
   // kRegisters, few rows: blocks for each tile of kFewColumns columns in the one kernel that then
   // does all, without partial sums, or 0.
@@ -133,9 +133,8 @@ constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
 // Tensors that pass through, with dresidual one more.
 constexpr int kFlatTensors = 2;
 
-// Tiles: warps have so many columns of a row in each lane, the least that suffice, and so many rows
-// at a time. In backward more columns take more registers, may be parts of rows, and have kernels
-// of their own.
+// Tiles in backward likewise: more columns take more registers, may be parts of rows, and have
+// kernels of their own.
 constexpr int kFlatClasses = 7, kShorterFlatClasses = 5;
 constexpr int kFlatUnits[kFlatClasses] = {2, 3, 5, 7, 9, 13, 17};
 constexpr int flat_rows_at_once(int units) { return units <= 3 ? 4 : units <= 5 ? 2 : 1; }
@@ -165,8 +164,7 @@ constexpr RingKernel ring_kernel(bool from_output, bool rms) {
 constexpr int kRowStages = 3;
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
-// thread suffice for one pack's columns, two packs' take 128. (64 would do for one pack of regular
-// rows, 9 % faster at 192 columns; others spill, and take up to twice as long.)
+// thread suffice for one pack's columns, two packs' take 128.
 constexpr int backward_threads(int packs) { return packs == 1 ? 256 : 512; }
 constexpr int backward_blocks(int packs) { return packs == 1 ? 3 : 1; }
 
@@ -177,13 +175,11 @@ constexpr int slice_queue_bytes(int packs, int pack, int saved_size, int dy_size
 }
 
 // Bytes of shared memory for so many of a row: copies start and end at multiples of 16, where the
-// row's first byte need not lie. Slots start at multiples of 128, which copies fill up to 7 %
-// faster (measured with the ring, H200).
+// row's first byte need not lie. Slots start at multiples of 128, which copies fill faster.
 constexpr int ring_slot(int bytes) { return (bytes + 2 * kGranule - 1 + 127) / 128 * 128; }
 
 // kStreaming: a thread's columns at a time, by the bytes of an accumulator; in backward's second
-// kernel they are the thread's in all rows. Most threads of a block for rows' sums, and those for a
-// tile.
+// kernel they are the thread's in all rows. Most threads of a block for rows, and those for a tile.
 constexpr int streamed_columns(bool forward, int accumulator_size) {
   return (forward ? 64 : 16) / accumulator_size;
 }

@@ -15,14 +15,11 @@ constexpr int kStaticShared = 5 * 1024;
 
 // Long rows where there are bulk copies, which came with clusters: how `spread` blocks share a row,
 // if they can.
-//
 // Blocks of less than kMaxRingThreads share a multiprocessor, up to 12 warps, and hide each other's
 // barriers; more would make more partial rows. Three stages hold the row at work, the one before,
 // of which dx is still to be written, and the next. There are more where these would leave too
 // little on its way, or room for another block: when kernels overlap, the first multiprocessors to
-// be free then get that too, and others stay empty (a block of 384 threads, the kernel alone: 100
-// in place of 81 microseconds, RMSNorm, 8192 x 6144 in bf16 on an H200). Each stage beyond costs
-// about 1 % for want of overlap.
+// be free then get that too, and others stay empty. Each stage beyond costs about 1 %.
 struct RingShape {
   int threads, stages, shared_bytes;
   int blocks;  // of a multiprocessor
@@ -63,11 +60,8 @@ std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_si
 // How long a row takes in clusters of so many blocks, in proportion. They lie within the chip's
 // processing clusters, of 16 multiprocessors or a few more: what they cannot fill is lost. And a
 // multiprocessor takes as long for a row as the most warps that share one of its four schedulers,
-// and somewhat longer. (2048 x 50000 with 5, 6, 7 and 8 blocks: 189, 229, 238 and 241 microseconds,
-// 1024 x 32768 with 3, 4 and 5: 73.9, 70.6 and 86.2; LayerNorm, bf16 on an H200.)
-//
-// Known of all chips, not asked of this one: of one model, too, they have different processing
-// clusters, and a row's dx would have other bits where the sizes differ.
+// and somewhat longer. Known of all chips, not asked of this one: of one model, too, they have
+// different processing clusters, and a row's dx would have other bits where the sizes differ.
 int64_t ring_time(int spread, int threads) {
   constexpr int kProcessingCluster = 16, kSchedulers = 4, kLonger = 2;
   const int filled = kProcessingCluster / spread * spread;
@@ -76,10 +70,7 @@ int64_t ring_time(int spread, int threads) {
 }
 
 // Threads of a block that does not rather become two. From 12288 columns of bf16 on that is faster
-// for RMSNorm (148 in place of 165 microseconds with both stages, 8192 x 12288, of which
-// ring_slot()'s whole lines are a part) and not for LayerNorm; fp32, with twice the bytes of a row
-// to wait for, gains sooner (5162 x 6044: RMSNorm 108 and 105, LayerNorm 109 and 112; 4096 x 8192:
-// 112 and 109, 114 and 104; H200).
+// for RMSNorm and not for LayerNorm; fp32, with twice the bytes of a row to wait for, gains sooner.
 int most_threads_of_one(bool rms, int saved_size) {
   if (saved_size == 4) return rms ? 352 : 480;
   return rms ? 640 : kMaxRingThreads;
@@ -89,8 +80,7 @@ int most_threads_of_one(bool rms, int saved_size) {
 // they can, as these fill the chip.
 bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKernel& kernel,
                bool rms, const DeviceProperties& device, NormBackwardPlan& plan) {
-  // A thread adds up no more rows in sequence, so that rounding errors stay those of a shallow
-  // tree.
+  // Of a thread, so that rounding errors stay those of a shallow tree.
   constexpr int kMaxRowsInSequence = 128;
   std::optional<RingShape> best;
   int best_spread = 0;
@@ -112,9 +102,8 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKe
     if (best && best_spread <= 2) break;
     consider(spread);
   }
-  // Larger clusters than all chips have, for the longest rows (131072 columns of bf16 would be
-  // streamed otherwise) and for the parameters of an output. Where those have no room even so, the
-  // input goes without too: what it takes as one kernel is then one from the output.
+  // Larger clusters than all chips have, for the longest rows and for the parameters of an output.
+  // Where those have no room even so, the input goes without too, and takes as many kernels.
   if (!best && ring_shape(kMaxRingBlocks, cols, plan.pack, dy_size, dy_size,
                           ring_kernel(/*from_output=*/true, /*rms=*/false), device))
     consider(kMaxRingBlocks);
@@ -140,8 +129,6 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKe
 
 // Blocks for each tile of columns, or 0 where there are too many rows for rows and columns apart: a
 // thread then adds up no more than kRows of the rows that its block takes `rows_at_once` of.
-// Measured on an H200 (bf16, LayerNorm): 512 x 4096 8.3 in place of 10.0 microseconds, 1024 x 4096
-// 13.7 in place of 13.1.
 int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties& device) {
   constexpr int64_t kRows = 8, kMostElements = int64_t{1} << 21;
   constexpr int kMinRowsAtOnce = 16;  // shorter rows leave a block too few threads
@@ -172,14 +159,9 @@ bool set_parts(int cols, FlatRows& flat) {
 }
 
 // Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
-// the shortest, of which most lanes would have nothing (7 columns: 752 microseconds, as packs 276);
-// and of whole packs those that would leave so many more lanes without a column as packs, which go
-// to a power of two of them. From the output, whose parameters are read anew for each row, that
-// must be many. (LayerNorm, bf16 of 128 MB a tensor on an H200: 33 columns 469 -> 190, 65: 338 ->
-// 134, 129: 200 -> 116, 257: 219 -> 111, 513: 174 -> 108; 72: 165 -> 123, 80: 150 -> 114, 144: 152
-// -> 108, 272: 131 -> 108, 384: 111 -> 105; 112 would go from 117 to 121, 256 from 106 to 109, 192
-// from 122 to 114 but 100000 rows of it from 38.7 to 40.0; from the output 129: 196 -> 126, 400
-// would go from 112 to 115.)
+// the shortest, of which most lanes would have nothing; and of whole packs those that would leave
+// so many more lanes without a column as packs, which go to a power of two of them. From the
+// output, whose parameters are read anew for each row, that must be many.
 bool goes_flat(int cols, int pack, bool from_output) {
   constexpr int kMinCols = 17;
   if (cols < kMinCols) return false;
@@ -201,10 +183,8 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   if (!set_parts(cols, flat)) return false;
   flat.row_class = flat_class(cols_of_part(flat, 0));
   if (flat.parts > 1) flat.row_class = std::max(flat.row_class, kShorterFlatClasses);
-  // More than two parts wait for each other too often, but where as packs rows would leave much of
-  // a block idle: those of more than 4096 columns (LayerNorm: 777 columns 160 -> 113, 1025: 160 ->
-  // 117, 1500 would go from 112 to 124, 3333 from 129 to 142, 4097: 171 -> 127). From the output,
-  // registers do not suffice for the most columns (777: 169 -> 129, 1025 167 either way).
+  // More than two parts wait for each other too often, but for rows that as packs would leave much
+  // of a block idle. From the output, registers do not suffice for the most columns.
   constexpr int kMostParts = 2, kWideCols = 4096;
   if (flat.parts > kMostParts && cols <= kWideCols) return false;
   if (flat.parts > 1 && column_vectors > 1 && flat.row_class == kFlatClasses - 1) return false;
@@ -342,8 +322,7 @@ void plan_streaming(const BackwardCall& call, NormBackwardPlan& plan) {
   const int tile_cols = kTileThreads * streamed_columns(false, size_of(call.x) == 8 ? 8 : 4);
   plan.tiles = static_cast<int>(ceil_div(call.cols, tile_cols));
   // Eight tiles' blocks a multiprocessor hide the loads of each other. More partial rows would only
-  // be summed later; but a thread sums no more than 64 rows in sequence, so that rounding errors
-  // stay those of a shallow tree.
+  // be summed later; but rounding errors are to stay those of a shallow tree.
   constexpr int kMaxRowsInSequence = 64;
   const int64_t wanted = std::max(ceil_div(int64_t{8} * call.device.sm_count, plan.tiles),
                                   ceil_div(call.rows, kMaxRowsInSequence));
@@ -358,8 +337,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   NormBackwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);
-  // Small blocks where a multiprocessor would have large ones in turn, two at a time (1024 x 32768:
-  // LayerNorm 70 -> 66 microseconds, RMSNorm 59 -> 57; 8192 x 768: 14.9 and 15.6; bf16, H200).
+  // Small blocks where a multiprocessor would have large ones in turn, two at a time.
   const int64_t sum_blocks = ceil_div(cols, kWarpSize) * (rms ? 1 : 2);
   plan.sum_threads = sum_blocks > 2 * device.sm_count ? kFewSumThreads : kSumThreads;
   if (call.bulk_copies() && x == y && size_of(x) == 2 && goes_flat(cols, plan.pack, from_output) &&

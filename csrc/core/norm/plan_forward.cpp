@@ -9,8 +9,7 @@ namespace {
 
 // Packs a thread in a forward kernel. In one warp those that a row does not reach cost nothing;
 // longer rows have four, as more rows than a multiprocessor holds are the faster the fewer threads
-// take part in a sum (2560 columns: 58 microseconds with two, 49 with four; LayerNorm, 10^8 bytes
-// of bf16 on an H200).
+// take part in a sum.
 constexpr int kMostFourPacks = 4 * kMaxForwardThreads;
 int forward_packs(int64_t block_packs, int cluster_blocks) {
   if (cluster_blocks > 1 || block_packs > kMostFourPacks) return kMostPacks;
@@ -19,8 +18,7 @@ int forward_packs(int64_t block_packs, int cluster_blocks) {
 }
 
 // Rows so few that all are at work at once: two packs in twice as many threads then shorten each
-// one's way, and give the same bits (512 x 4096: 3.8 in place of 4.4 microseconds; LayerNorm's of
-// fp32 would not, runs_of()).
+// one's way, and give the same bits (LayerNorm's of fp32 would not, runs_of()).
 bool takes_two_packs(int64_t rows, int64_t block_packs, const DeviceProperties& device) {
   const int threads = threads_for(block_packs, 2);
   if (threads > kMaxForwardThreads) return false;
@@ -30,8 +28,7 @@ bool takes_two_packs(int64_t rows, int64_t block_packs, const DeviceProperties& 
 
 // Clusters that walk over the rows, in place of one for each row. Their parameters, of what
 // LayerNorm reads from the second-level cache two thirds, are read but once, and the next rows are
-// on their way all the time: bf16 on an H200, 2048 x 50000, LayerNorm 145 -> 114 microseconds,
-// RMSNorm 122 -> 114.
+// on their way all the time.
 ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
                          const DeviceProperties& device) {
   constexpr int kStatic = 1024, kMaxThreads = 65536 / 80;
@@ -69,9 +66,8 @@ int forward_share(int block_threads, int packs, int blocks, const DeviceProperti
 }
 
 // What is done once a row, by each of its lanes, are most of LayerNorm's instructions for short
-// rows (131072 x 128: 19.8 microseconds, 18.5 so; 198116 x 256 in fp16: 55.9 and 52.8; 500000 x 64
-// would go from 36 to 44, as two lanes read too little side by side; RMSNorm, which lacks no
-// instructions, from 18.2 to 18.7; H200). Four packs in half of the lanes give the same bits.
+// rows; RMSNorm lacks none. Two lanes would read too little side by side. Four packs in half of the
+// lanes give the same bits.
 FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
                    const DeviceProperties& device) {
   constexpr int kMinLanes = 4;
@@ -79,15 +75,12 @@ FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
   if (lanes < kMinLanes || lanes >= kWarpSize || lanes == plan.threads_per_row) return {};
   const int rows_per_block = kForwardBlockThreads / lanes;
   const int blocks = clamp_grid(ceil_div(rows, rows_per_block));
-  const int params = kForwardBlockThreads * params_bytes(kFewLanesPacks, true);
+  const int params = kForwardBlockThreads * params_bytes(kFewLanesPacks, true, true);
   return {lanes, rows_per_block, blocks,
           std::max(params, forward_share(kForwardBlockThreads, kFewLanesPacks, blocks, device))};
 }
 
-// Forward of short rows in tiles; no slots where there can be none. Longer ones are dealt out in
-// registers, and are ahead of torch.compile even so. (bf16 of 128 MB on an H200, LayerNorm and
-// RMSNorm, microseconds, dealt out: 129 columns 168 and 155, torch.compile 124 and 87; 513: 137 and
-// 103, torch.compile 145 and 110; 1025: 123 and 90, 301 and 162; 4097: 92 and 79, 230 and 160.)
+// Forward of short rows in tiles; no slots where there can be none. Longer ones are dealt out.
 FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
   constexpr int kMinCols = 17;
   constexpr int64_t kMostBytes = 17 * 1024;

@@ -54,6 +54,9 @@ struct InputLoad {
       reader_.extract(loaded_, left_, group, put);
     }
 
+    // Where a column of the row lies, counted from the slice's first.
+    __device__ __forceinline__ const T* at(int col) const { return at_ + col; }
+
    private:
     using Reader = ReaderOf<T, N, kLie, kPacks>;
     const T* at_;
