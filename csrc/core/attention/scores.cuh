@@ -11,29 +11,56 @@
 
 namespace fused_norm {
 
+struct Range {
+  int begin, end;
+};
+
+// Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
+struct Band {
+  int lowest, highest;
+
+  __device__ __forceinline__ bool sees(int query, int key) const {
+    return key - query >= lowest && key - query <= highest;
+  }
+  // Keys that any query of [begin, end) sees; empty ranges have end <= begin.
+  __device__ __forceinline__ Range keys_of(int begin, int end, int keys) const {
+    return {static_cast<int>(max(int64_t{0}, int64_t{begin} + lowest)),
+            static_cast<int>(min(int64_t{keys}, int64_t{end} + highest))};
+  }
+  // Queries that see any key of [begin, end).
+  __device__ __forceinline__ Range queries_of(int begin, int end, int queries) const {
+    return {static_cast<int>(max(int64_t{0}, int64_t{begin} - highest)),
+            static_cast<int>(min(int64_t{queries}, int64_t{end} - lowest))};
+  }
+  // Whether every query of [query, query_end) sees every key of [key, key_end).
+  __device__ __forceinline__ bool sees_all(int query, int query_end, int key, int key_end) const {
+    return key - (query_end - 1) >= lowest && key_end - 1 - query <= highest;
+  }
+};
+
 // One sequence of a call. Packed tensors have their sequences one after the other.
 struct Sequence {
   int batch;
   int query_begin, queries;
   int key_begin, keys;
+  Band band;
 };
-
-__device__ __forceinline__ int clamp_offset(int offset, int low, int high) {
-  return min(max(offset, low), high);
-}
 
 __device__ __forceinline__ Sequence sequence_of(const AttentionParams& params, int batch) {
   Sequence s{batch, 0, params.queries, 0, params.keys};
-  if (params.query_offsets != nullptr) {
-    s.query_begin = clamp_offset(params.query_offsets[batch], 0, params.total_queries);
-    s.queries = clamp_offset(params.query_offsets[batch + 1], s.query_begin, params.total_queries) -
-                s.query_begin;
-  }
-  if (params.key_offsets != nullptr) {
-    s.key_begin = clamp_offset(params.key_offsets[batch], 0, params.total_keys);
-    s.keys =
-        clamp_offset(params.key_offsets[batch + 1], s.key_begin, params.total_keys) - s.key_begin;
-  }
+  const auto set = [&](int& begin, int& rows, const int32_t* offsets, int total) {
+    if (offsets == nullptr) return;
+    begin = min(max(offsets[batch], 0), total);
+    rows = min(max(offsets[batch + 1], begin), total) - begin;
+  };
+  set(s.query_begin, s.queries, params.query_offsets, params.total_queries);
+  set(s.key_begin, s.keys, params.key_offsets, params.total_keys);
+  const int64_t shift = params.top_left ? 0 : int64_t{s.keys} - s.queries;
+  constexpr int64_t kFar = 1 << 30;  // more than any length, and its sums with lengths fit
+  const int64_t low = params.window_left < 0 ? -kFar : shift - params.window_left;
+  const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
+  s.band = {static_cast<int>(max(-kFar, min(kFar, low))),
+            static_cast<int>(max(-kFar, min(kFar, high)))};
   return s;
 }
 
@@ -84,41 +111,20 @@ __device__ __forceinline__ A read_sink(const AttentionParams& params, int head) 
                                 : read_option<A>(params.sink, params.sink_dtype, head);
 }
 
-struct Range {
-  int begin, end;
-};
+// Rows of one tensor, of a head of a sequence, as factors of a product: what lies outside
+// [begin, end) x [0, cols) counts as zeros, as it may hold a NaN.
+struct Rows {
+  const void* data;  // row 0, column 0
+  int64_t stride;    // in elements
+  int begin, end, cols;
+  DType dtype;
 
-// Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
-struct Band {
-  int lowest, highest;
-
-  __device__ __forceinline__ bool sees(int query, int key) const {
-    return key - query >= lowest && key - query <= highest;
-  }
-  // Keys that any query of [begin, end) sees; empty ranges have end <= begin.
-  __device__ __forceinline__ Range keys_of(int begin, int end, int keys) const {
-    return {static_cast<int>(max(int64_t{0}, int64_t{begin} + lowest)),
-            static_cast<int>(min(int64_t{keys}, int64_t{end} + highest))};
-  }
-  // Queries that see any key of [begin, end).
-  __device__ __forceinline__ Range queries_of(int begin, int end, int queries) const {
-    return {static_cast<int>(max(int64_t{0}, int64_t{begin} - highest)),
-            static_cast<int>(min(int64_t{queries}, int64_t{end} - lowest))};
-  }
-  // Whether every query of [query, query_end) sees every key of [key, key_end).
-  __device__ __forceinline__ bool sees_all(int query, int query_end, int key, int key_end) const {
-    return key - (query_end - 1) >= lowest && key_end - 1 - query <= highest;
+  template <typename T>
+  __device__ __forceinline__ T at(int row, int col) const {
+    const bool inside = row >= begin && row < end && col < cols;
+    return inside ? static_cast<const T*>(data)[row * stride + col] : T(0.f);
   }
 };
-
-__device__ __forceinline__ Band band_of(const AttentionParams& params, const Sequence& s) {
-  const int64_t shift = params.top_left ? 0 : int64_t{s.keys} - s.queries;
-  constexpr int64_t kFar = 1 << 30;  // more than any length, and its sums with lengths fit
-  const int64_t low = params.window_left < 0 ? -kFar : shift - params.window_left;
-  const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
-  return {static_cast<int>(max(-kFar, min(kFar, low))),
-          static_cast<int>(max(-kFar, min(kFar, high)))};
-}
 
 // A score, and its derivative by query . key * scale.
 template <typename A>
@@ -126,51 +132,49 @@ struct Score {
   A value, slope;
 };
 
-// What dropout draws from, of one head of one sequence.
-struct Dropout {
-  uint64_t seed, offset;
-  uint32_t row, threshold;
-  float scale;  // 1 / (1 - p)
-
-  // Four bits, of the key's multiple of 4 and the next three: 1 where the probability is kept.
-  __device__ __forceinline__ uint32_t kept(int query, int key) const {
-    const DropoutDraw draw = draw_dropout(seed, offset, row, query, key);
-    uint32_t kept = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) kept |= (draw.of_key[i] < threshold ? 0u : 1u) << i;
-    return kept;
-  }
-};
-
-// The options of one head of one sequence, each a uniform branch. Most is read from `params` where
-// it is used: registers are few.
+// A query head of a sequence, the keys that belong to it, and what their scores are, each option a
+// uniform branch. Most is read from `params` where it is used: registers are few.
 template <typename A>
-struct ScoreRules {
+struct Head {
   const AttentionParams& params;
-  A scale, softcap, alibi_slope;
-  int alibi_shift;
-  uint32_t dropout_row;
-  const char* mask;  // of this batch index and head
+  const Sequence& s;
+  const int row;  // batch index * heads + head
+  const A scale, softcap, alibi_slope;
+  const char* const mask;  // of this batch index and head
+  Rows query, key, value, dout;
 
-  __device__ __forceinline__ ScoreRules(const AttentionParams& params, const Sequence& s, int head)
+  // With the rows in `query_range` and `key_range`.
+  __device__ __forceinline__ Head(const AttentionParams& params, const AttentionTensor& dout,
+                                  const Sequence& s, int head, Range query_range, Range key_range)
       : params(params),
+        s(s),
+        row(s.batch * params.heads + head),
         scale(static_cast<A>(params.scale)),
         softcap(static_cast<A>(params.softcap)),
-        alibi_slope(0),
-        alibi_shift(s.keys - s.queries),
-        dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)),
-        mask(static_cast<const char*>(params.mask.data)) {
-    if (params.alibi_slopes != nullptr) {
-      alibi_slope = params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
-    }
-    if (mask != nullptr) {
-      mask += (s.batch * params.mask.batch_stride + head * params.mask.head_stride) * mask_bytes();
-    }
+        alibi_slope(params.alibi_slopes == nullptr
+                        ? A(0)
+                        : params.alibi_slopes[s.batch * params.alibi_batch_stride + head]),
+        mask(params.mask.data == nullptr
+                 ? nullptr
+                 : static_cast<const char*>(params.mask.data) +
+                       (s.batch * params.mask.batch_stride + head * params.mask.head_stride) *
+                           mask_bytes()) {
+    const auto rows_of = [&](const AttentionTensor& tensor, int head, int first, Range range,
+                             int cols) -> Rows {
+      const int64_t at =
+          s.batch * tensor.batch_stride + head * tensor.head_stride + first * tensor.row_stride;
+      const char* data = static_cast<const char*>(tensor.data) + at * size_of(params.dtype);
+      return {data, tensor.row_stride, range.begin, range.end, cols, params.dtype};
+    };
+    const int kv_head = head / (params.heads / params.kv_heads);
+    query = rows_of(params.query, head, s.query_begin, query_range, params.head_dim);
+    key = rows_of(params.key, kv_head, s.key_begin, key_range, params.head_dim);
+    value = rows_of(params.value, kv_head, s.key_begin, key_range, params.value_dim);
+    this->dout = rows_of(dout, head, s.query_begin, query_range, params.value_dim);
   }
 
   __device__ __forceinline__ int mask_bytes() const {
-    if (params.mask.boolean) return 1;
-    return params.mask.dtype == DType::kFloat64 ? 8 : params.mask.dtype == DType::kFloat32 ? 4 : 2;
+    return params.mask.boolean ? 1 : size_of(params.mask.dtype);
   }
 
   // What the mask adds; -inf hides.
@@ -180,27 +184,28 @@ struct ScoreRules {
     return read_option<A>(mask, params.mask.dtype, at);
   }
 
-  // Of a key that the band shows; -inf where the mask hides it, whatever the key holds.
+  // -inf where a key is hidden, whatever it holds.
   __device__ __forceinline__ Score<A> score(A dot, int query, int key) const {
-    Score<A> s{dot * scale, A(1)};
+    constexpr A kHidden = -static_cast<A>(INFINITY);
+    if (query >= s.queries || key >= s.keys || !s.band.sees(query, key)) return {kHidden, A(0)};
+    Score<A> score{dot * scale, A(1)};
     if (softcap > 0) {
-      const A t = tanh(s.value / softcap);
-      s = {t * softcap, 1 - t * t};
+      const A t = tanh(score.value / softcap);
+      score = {t * softcap, 1 - t * t};
     }
     if (alibi_slope != 0) {
-      s.value -= alibi_slope * abs(static_cast<A>(query + alibi_shift - key));
+      score.value -= alibi_slope * abs(static_cast<A>(query + s.keys - s.queries - key));
     }
     if (mask != nullptr) {
       const A added = mask_at(query, key);
-      s.value = added == -static_cast<A>(INFINITY) ? added : s.value + added;
+      score.value = added == kHidden ? added : score.value + added;
     }
-    return s;
+    return score;
   }
 
   __device__ __forceinline__ bool drops() const { return params.dropout_p > 0; }
   __device__ __forceinline__ Dropout dropout() const {
-    return {static_cast<uint64_t>(params.rng[0]), static_cast<uint64_t>(params.rng[1]), dropout_row,
-            dropout_threshold(params.dropout_p), static_cast<float>(params.dropout_scale)};
+    return Dropout(params.rng[0], params.rng[1], row, params.dropout_p);
   }
 };
 

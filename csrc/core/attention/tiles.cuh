@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <climits>
+#include <type_traits>
 
 #include "core/attention/scores.cuh"
 #include "core/attention/tiers.h"
@@ -11,6 +12,8 @@
 #include "core/common/sizes.h"
 
 namespace fused_norm {
+
+enum class Kernel { kForward, kQueryGradient, kKeyGradient, kMaskGradient };
 
 // Which (tile, part of its outputs, head, batch) a block has. Tiles vary fastest, so that blocks
 // that run together read the same keys; the heads of a group follow each other.
@@ -24,18 +27,54 @@ __device__ __forceinline__ Place place_of(int tiles, int parts, int heads) {
           static_cast<int>(pair % heads), static_cast<int>(pair / heads)};
 }
 
-inline int tiles_of(int rows, int tile) { return std::max<int64_t>(1, ceil_div(rows, tile)); }
+// Products of a sum that the plain tier adds up first.
+constexpr int kPlainDepth = 16;
 
-// A block for each place; nothing is launched for none. Kernels take the counts of tiles and parts.
-template <typename Params, typename... Args>
-cudaError_t launch_tiles(void (*kernel)(Params, int, int, Args...), const Params& params, int tiles,
-                         int parts, int heads, int batch, int threads, int shared_bytes,
-                         cudaStream_t stream, Args... args) {
+// Calls run(A{}) with the type of the arithmetic outside tensor cores.
+template <typename Run>
+cudaError_t with_arithmetic(DType dtype, Run run) {
+  return dtype == DType::kFloat64 ? run(double{}) : run(float{});
+}
+
+// A block for each tile of `own` rows of the kernel's own side and each part of the outputs; of the
+// mask's gradient for each tile of `own` queries by `others` keys. Nothing is launched for none.
+// Kernels take the counts of tiles and parts.
+inline cudaError_t launch_tiles(Kernel kind, void (*kernel)(AttentionGradient, int, int),
+                                const AttentionGradient& g, int own, int others, int parts,
+                                int threads, int shared_bytes, cudaStream_t stream) {
+  const auto tiles_of = [](int rows, int tile) {
+    return static_cast<int>(std::max<int64_t>(1, ceil_div(rows, tile)));
+  };
+  const AttentionParams& p = g.params.forward;
+  const int* mask = g.params.mask_shape;
+  const bool of_keys = kind == Kernel::kKeyGradient;
+  int tiles = tiles_of(of_keys ? p.keys : p.queries, own);
+  int heads = of_keys ? p.kv_heads : p.heads, batch = p.batch;
+  if (kind == Kernel::kMaskGradient) {
+    tiles = tiles_of(mask[3], others), parts = tiles_of(mask[2], own);
+    heads = mask[1], batch = mask[0];
+  }
   const int64_t blocks = int64_t{tiles} * parts * heads * batch;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
   return detail::launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), {shared_bytes},
-                        stream, params, tiles, parts, args...);
+                        stream, g, tiles, parts);
+}
+
+// Calls launch(KernelConstant) for the gradients that are asked for.
+template <Kernel kKernel>
+using KernelConstant = std::integral_constant<Kernel, kKernel>;
+template <typename Launch>
+cudaError_t launch_gradients(const AttentionBackwardParams& params, Launch launch) {
+  cudaError_t error = cudaSuccess;
+  if (params.dquery.data != nullptr) error = launch(KernelConstant<Kernel::kQueryGradient>());
+  if (error == cudaSuccess && (params.dkey.data != nullptr || params.dvalue.data != nullptr)) {
+    error = launch(KernelConstant<Kernel::kKeyGradient>());
+  }
+  if (error == cudaSuccess && params.dmask != nullptr) {
+    error = launch(KernelConstant<Kernel::kMaskGradient>());
+  }
+  return error;
 }
 
 // Calls run(sequence, head, first row, part) for a block's tiles of kRows queries, the last first:
@@ -46,23 +85,13 @@ __device__ __forceinline__ void for_tiles(const AttentionParams& params, int til
   // Sequences that share a head's mask follow each other, while it is cached.
   const bool batch_first = params.mask.data != nullptr && params.mask.batch_stride == 0;
   const int heads = kOfKeys ? params.kv_heads : params.heads;
-  Place place = place_of(tiles, parts, batch_first ? params.batch : heads);
-  if (batch_first) {
-    const int head = place.batch;
-    place.batch = place.head;
-    place.head = head;
-  }
-  const Sequence s = sequence_of(params, place.batch);
+  const Place place = place_of(tiles, parts, batch_first ? params.batch : heads);
+  const int head = batch_first ? place.batch : place.head;
+  const Sequence s = sequence_of(params, batch_first ? place.head : place.batch);
   const int all = ((kOfKeys ? s.keys : s.queries) + kRows - 1) / kRows;
   for (int tile = kOfKeys ? place.tile : tiles - 1 - place.tile; tile < all; tile += tiles) {
-    run(s, place.head, tile * kRows, place.part);
+    run(s, head, tile * kRows, place.part);
   }
-}
-
-// Indices that one element (or, in tiles, one tile) of the mask serves: all where the mask has one
-// for all.
-__device__ __forceinline__ Range served(int index, int mask_size, int all) {
-  return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
 }
 
 // What a block's tile of the mask, kQueries by kKeys, serves: tiles are counted along keys, parts
@@ -72,17 +101,20 @@ template <int kQueries, int kKeys, typename Use>
 __device__ __forceinline__ void for_served(const AttentionBackwardParams& params,
                                            const Place& place, Use use) {
   const int* shape = params.mask_shape;
+  // Indices that an element, or a tile, serves: all where the mask has one for all.
+  const auto served = [](int index, int mask_size, int all) {
+    return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
+  };
   const Range batches = served(place.batch, shape[0], params.forward.batch);
   const Range heads = served(place.head, shape[1], params.forward.heads);
   for (int batch = batches.begin; batch < batches.end; ++batch) {
     const Sequence s = sequence_of(params.forward, batch);
-    const Band band = band_of(params.forward, s);
     const Range queries = served(place.part, shape[2], (s.queries + kQueries - 1) / kQueries);
     const Range keys = served(place.tile, shape[3], (s.keys + kKeys - 1) / kKeys);
     for (int head = heads.begin; head < heads.end; ++head) {
       for (int i = queries.begin; i < queries.end; ++i) {
         const int query = i * kQueries;
-        const Range seen = band.keys_of(query, min(query + kQueries, s.queries), s.keys);
+        const Range seen = s.band.keys_of(query, min(query + kQueries, s.queries), s.keys);
         const Range range{max(keys.begin * kKeys, seen.begin), min(keys.end * kKeys, seen.end)};
         if (query < s.queries && range.begin < range.end) use(s, head, query, range);
       }
