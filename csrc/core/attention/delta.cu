@@ -106,8 +106,8 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t stream) {
   return with_arithmetic(g.params.forward.dtype, [&](auto a) {
-    return launch_tiles(Kernel::kQueryGradient, attention_delta<decltype(a)>, g, kRows, 0, 1,
-                        kThreads, 0, stream);
+    return launch_tiles(Kernel::kForward, attention_delta<decltype(a)>, g, kRows, 0, 1, kThreads, 0,
+                        stream);
   });
 }
 

@@ -78,8 +78,9 @@ __device__ __forceinline__ void multiply_staged(Fragment<A>& acc, const Shared<A
 
 // acc[i][j] = row (left_row + i) of `left` . row (right_row + j) of `right`.
 template <typename A>
-__device__ __forceinline__ void multiply_rows(Fragment<A>& acc, Shared<A>& shared, const Rows& left,
-                                              int left_row, const Rows& right, int right_row) {
+__device__ __forceinline__ void multiply_rows(Fragment<A>& acc, Shared<A>& shared,
+                                              const HeadRows& left, int left_row,
+                                              const HeadRows& right, int right_row) {
   for_fragment([&](int i, int j) { acc[i][j] = 0; });
   for (int d = 0; d < left.cols; d += kDepth) {
     __syncthreads();
@@ -106,7 +107,7 @@ __device__ __forceinline__ void store_weights(Shared<A>& shared, const Fragment<
 // x. With `clean`, rows that no query gives weight to count as zeros: 0 * NaN is NaN.
 template <bool kTransposed, typename A>
 __device__ __forceinline__ void multiply_weights(Chunk<A>& acc, Shared<A>& shared,
-                                                 const Fragment<A>& weights, const Rows& rows,
+                                                 const Fragment<A>& weights, const HeadRows& rows,
                                                  int row, int col, bool clean) {
   store_weights(shared, weights);
   if (clean && threadIdx.x < kTile) {
@@ -260,14 +261,13 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
 template <bool kBySoftcapped, typename A>
 __device__ __forceinline__ void differentiate(Fragment<A>& probability, Fragment<A>& gradient,
                                               Shared<A>& shared, const AttentionGradient& g,
-                                              const Sequence& s, int head, const Head<A>& h,
-                                              int query, int key) {
+                                              const Head<A>& h, int query, int key) {
   multiply_rows(gradient, shared, h.dout, query, h.value, key);
   multiply_rows(probability, shared, h.query, query, h.key, key);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = query + tile_row() + i, first = key + tile_col();
-    const int64_t at = first_lse(h.params, s, head) + row;
+    const int64_t at = first_lse(h.params, h.s, h.head) + row;
     const A lse = row < h.s.queries ? static_cast<const A*>(h.params.lse)[at] : kLowest<A>;
     const A delta = row < h.s.queries ? static_cast<const A*>(g.delta)[at] : A(0);
     A kept[4];
@@ -300,7 +300,7 @@ __device__ __forceinline__ void gradient_tile(const AttentionGradient& g, Shared
                     kOfKeys ? mine : others);
     for (int other = others.begin / kTile * kTile; other < others.end; other += kTile) {
       Fragment<A> probability, gradient;
-      differentiate<false>(probability, gradient, shared, g, s, head, h, kOfKeys ? other : own,
+      differentiate<false>(probability, gradient, shared, g, h, kOfKeys ? other : own,
                            kOfKeys ? own : other);
       if (kOfKeys) {
         multiply_weights<true>(dvalue, shared, probability, h.dout, other, col, clean);
@@ -334,7 +334,7 @@ __device__ __forceinline__ void mask_gradient_tile(const AttentionGradient& g, S
         const Head<A> h(g.params.forward, g.params.dout, s, head, {0, s.queries}, {0, s.keys});
         for (int key = keys.begin / kTile * kTile; key < keys.end; key += kTile) {
           Fragment<A> probability, gradient;
-          differentiate<true>(probability, gradient, shared, g, s, head, h, query, key);
+          differentiate<true>(probability, gradient, shared, g, h, query, key);
           for_fragment([&](int i, int j) { acc[i][j] += gradient[i][j]; });
         }
       });
@@ -387,8 +387,10 @@ cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t 
 }
 
 cudaError_t attention_backward_plain(const AttentionGradient& g, cudaStream_t stream) {
-  return launch_gradients(
-      g.params, [&](auto kernel) { return plain::launch<decltype(kernel)::value>(g, stream); });
+  cudaError_t error = plain::launch<Kernel::kQueryGradient>(g, stream);
+  if (error == cudaSuccess) error = plain::launch<Kernel::kKeyGradient>(g, stream);
+  if (error == cudaSuccess) error = plain::launch<Kernel::kMaskGradient>(g, stream);
+  return error;
 }
 
 }  // namespace fused_norm

@@ -11,20 +11,17 @@
 
 namespace fused_norm::portable {
 
-constexpr AttentionTiles tiles_of_kernel(Kernel kernel, bool general, int index) {
-  return kernel == Kernel::kForward         ? kForwardTiles[general][index]
-         : kernel == Kernel::kQueryGradient ? kQueryGradientTiles[general][index]
-         : kernel == Kernel::kKeyGradient   ? kKeyGradientTiles[general][index]
-                                            : kMaskGradientTiles[index];
-}
-
 // A kernel's constants. A warp has 16 kM rows of the block's own tile, of queries or kOfKeys of
 // keys, against kOthers rows of the other side at a time, in kStages tiles of shared memory: with
 // two, the next is copied while one is worked on.
 template <typename T_, Kernel kKernel, bool kGeneral_, int kIndex>
 struct Shape {
   using T = T_;
-  static constexpr AttentionTiles kTiles = tiles_of_kernel(kKernel, kGeneral_, kIndex);
+  static constexpr AttentionTiles kTiles =
+      kKernel == Kernel::kForward         ? kForwardTiles[kGeneral_][kIndex]
+      : kKernel == Kernel::kQueryGradient ? kQueryGradientTiles[kGeneral_][kIndex]
+      : kKernel == Kernel::kKeyGradient   ? kKeyGradientTiles[kGeneral_][kIndex]
+                                          : kMaskGradientTiles[kIndex];
   static constexpr int kDim = kTiles.dim, kM = kTiles.fragments, kOwn = kTiles.own();
   static constexpr int kOthers = kTiles.others, kN = kOthers / 8, kStages = kTiles.stages;
   static constexpr int kThreads = kTiles.threads(), kBlocks = kThreads == 128 ? 2 : 1;
@@ -43,7 +40,7 @@ struct Shape {
 
 // Starts to copy rows [row, row + kRows) into a tile.
 template <typename S, int kRows>
-__device__ __forceinline__ void copy_rows(uint32_t to, const Rows& rows, int row) {
+__device__ __forceinline__ void copy_rows(uint32_t to, const HeadRows& rows, int row) {
   using T = typename S::T;
   using Tile = mma::Tile<S::kDim>;
   constexpr int kChunks = Tile::kChunks, kRowsAtOnce = S::kThreads / kChunks;

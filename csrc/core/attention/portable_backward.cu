@@ -64,14 +64,6 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
   }
 }
 
-// Starts to copy rows [row, row + kRows) of query and dout, or of key and value, one behind the
-// other.
-template <typename S, bool kOfKeys, int kRows>
-__device__ __forceinline__ void copy_pair(uint32_t to, const Head<float>& h, int row) {
-  copy_rows<S, kRows>(to, kOfKeys ? h.key : h.query, row);
-  copy_rows<S, kRows>(to + kRows * S::kDim * 2, kOfKeys ? h.value : h.dout, row);
-}
-
 // Walks the tiles of the other side in `range` against the own one: keys against queries, or
 // kOfKeys the queries of one head against the keys. use(probabilities, gradient, tile) gets each
 // tile's scores differentiated, and how far in shared memory the other side's rows are, two tensors
@@ -95,8 +87,9 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
   const float* all_exponents = static_cast<const float*>(g.exponents) + first_lse(params, s, head);
   const float* all_delta = static_cast<const float*>(g.delta) + first_lse(params, s, head);
   const auto copy_others = [&](int row, int stage) {
-    copy_pair<S, !kOfKeys, kOthers>(own_tile + 2 * S::kOwnBytes + stage * 2 * S::kOtherBytes, h,
-                                    row);
+    const uint32_t tile = own_tile + 2 * S::kOwnBytes + stage * 2 * S::kOtherBytes;
+    copy_rows<S, kOthers>(tile, kOfKeys ? h.query : h.key, row);
+    copy_rows<S, kOthers>(tile + S::kOtherBytes, kOfKeys ? h.dout : h.value, row);
     if (kOfKeys && threadIdx.x < 2 * kOthers) {
       const int query = row + threadIdx.x % kOthers;
       copy_async<4>(own_tile + kStatistics + (stage * 2 * kOthers + threadIdx.x) * 4,
@@ -168,8 +161,9 @@ __device__ __forceinline__ bool gradient_tile(const AttentionGradient& g, char* 
     valid = {max(own, seen.begin), min(own_end, seen.end)};
   }
   const int group = params.heads / params.kv_heads, head = kOfKeys ? own_head * group : own_head;
-  copy_pair<S, kOfKeys, S::kOwn>(shared_address(shared),
-                                 {params, g.params.dout, s, head, valid, valid}, own);
+  const Head<float> h(params, g.params.dout, s, head, valid, valid);
+  copy_rows<S, S::kOwn>(shared_address(shared), kOfKeys ? h.key : h.query, own);
+  copy_rows<S, S::kOwn>(shared_address(shared) + S::kOwnBytes, kOfKeys ? h.value : h.dout, own);
   detail::commit_copies();
   const bool of_scores = kBoth || part == 1, of_values = kOfKeys && (kBoth || part == 0);
   typename S::Out acc, dvalue;
@@ -217,7 +211,8 @@ __device__ __forceinline__ void mask_gradient_tile(const AttentionGradient& g, c
       g.params, place, [&](const Sequence& s, int head, int query, const Range& keys) {
         __syncthreads();  // the tiles before are done with
         const Head<float> h(g.params.forward, g.params.dout, s, head, {query, s.queries}, keys);
-        copy_pair<S, false, S::kOwn>(shared_address(shared), h, query);
+        copy_rows<S, S::kOwn>(shared_address(shared), h.query, query);
+        copy_rows<S, S::kOwn>(shared_address(shared) + S::kOwnBytes, h.dout, query);
         detail::commit_copies();
         walk<S>(g, shared, s, head, query, keys, true,
                 [&](const auto&, const auto& gradient, uint32_t) {
@@ -256,10 +251,11 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 template <typename T>
 cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t stream) {
   using namespace portable;
-  return launch_gradients(g.params, [&](auto kernel) {
-    return launch<T, decltype(kernel)::value>(
-        g, stream, [](auto shape) { return attention_portable_backward<decltype(shape)>; });
-  });
+  const auto kernel_of = [](auto shape) { return attention_portable_backward<decltype(shape)>; };
+  cudaError_t error = launch<T, Kernel::kQueryGradient>(g, stream, kernel_of);
+  if (error == cudaSuccess) error = launch<T, Kernel::kKeyGradient>(g, stream, kernel_of);
+  if (error == cudaSuccess) error = launch<T, Kernel::kMaskGradient>(g, stream, kernel_of);
+  return error;
 }
 
 template cudaError_t attention_backward_portable<__nv_bfloat16>(const AttentionGradient&,

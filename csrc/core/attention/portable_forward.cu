@@ -104,7 +104,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   const auto query_rows = mma::left_rows<kDim>(query_tile, warp_row);
   const auto key_rows = mma::right_rows<kDim>(key_tile);
   const auto value_rows = mma::left_rows<kDim>(value_tile, 0);
-  const auto copy = [&](uint32_t tile, const Rows& rows, int key) {
+  const auto copy = [&](uint32_t tile, const HeadRows& rows, int key) {
     copy_rows<S, kKeys>(tile, rows, key);
     detail::commit_copies();
   };
