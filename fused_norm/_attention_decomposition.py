@@ -53,8 +53,8 @@ def _high(t: Tensor) -> Tensor:
 
 
 def _draws(rng: Tensor, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """draw_dropout() (csrc/core/attention/dropout.h) of every (row, query, key), in 64-bit integers
-    that wrap around."""
+    """The draws of Dropout (csrc/core/attention/dropout.h) for every (row, query, key), in 64-bit
+    integers that wrap around."""
     seed, offset = rng.select(0, 0), rng.select(0, 1)
     c0, c1, c2, c3 = key.div(4, rounding_mode="floor"), query, row, offset & _WORD
     k0, k1 = seed & _WORD, _high(seed) ^ _high(offset)
@@ -77,7 +77,7 @@ def _dropped(call: _Call, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
         sequence = q.sequence.clamp_min(0).view(1, 1, -1, 1)
     head = torch.arange(heads, device=device).view(-1, 1, 1)
     draws = _draws(call.rng, sequence * heads + head, q.place.unsqueeze(1), k.place)
-    # dropout_threshold(), of a float.
+    # Dropout's, of a float.
     threshold = min(int(ctypes.c_float(call.dropout_p).value * 2.0**32), _WORD)
     return (draws >= threshold).to(scores.dtype) / (1 - call.dropout_p)
 

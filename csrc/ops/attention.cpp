@@ -48,24 +48,15 @@ Tensor new_lse(const AttentionCall& call, const Tensor& query) {
 
 NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wanted) {
   NewGradients made;
-  if (!has(call.key)) {
-    if (!wanted[kQuery]) return made;
-    const Tensor& all = made.returned[kQuery] = new_gradient(call.query);
-    made.query = all.select(0, 0);
-    made.key = all.select(0, 1);
-    made.value = all.select(0, 2);
-    return made;
-  }
-  if (wanted[kQuery]) made.query = made.returned[kQuery] = new_gradient(call.query);
-  if (!has(call.value)) {
-    if (!wanted[kKey]) return made;
-    const Tensor& both = made.returned[kKey] = new_gradient(*call.key);
-    made.key = both.select(0, 0);
-    made.value = both.select(0, 1);
-    return made;
-  }
-  if (wanted[kKey]) made.key = made.returned[kKey] = new_gradient(*call.key);
-  if (wanted[kValue]) made.value = made.returned[kValue] = new_gradient(*call.value);
+  // The gradient of a tensor that holds `count` of query, key and value.
+  const auto make = [&](AttentionGradient of, const OptionalTensor& tensor, int count) {
+    if (!wanted[of] || !has(tensor)) return;
+    const Tensor& all = made.returned[of] = new_gradient(*tensor);
+    for (int i = 0; i < count; ++i) made.qkv[of + i] = count == 1 ? all : all.select(0, i);
+  };
+  make(kQuery, call.query, has(call.key) ? 1 : 3);
+  make(kKey, call.key, has(call.value) ? 1 : 2);
+  make(kValue, call.value, 1);
   return made;
 }
 
@@ -101,16 +92,9 @@ Forward attention_forward(const AttentionCall& call) {
     lse.fill_(-std::numeric_limits<double>::infinity());
     return {out, lse};
   }
-  if (out.is_cpu()) {
-    on_cpu::attention_forward(call, qkv, out, lse);
-    return {out, lse};
-  }
-#ifdef FUSED_NORM_WITH_CUDA
-  on_cuda::attention_forward(call, qkv, out, lse);
+  const auto run = out.is_cpu() ? on_cpu::attention_forward : on_cuda::attention_forward;
+  run(call, qkv, out, lse);
   return {out, lse};
-#else
-  raise_cpu_only(out);
-#endif
 }
 
 AttentionGradients attention_backward(const Tensor& dout, const OptionalTensor& dlse,
@@ -121,16 +105,9 @@ AttentionGradients attention_backward(const Tensor& dout, const OptionalTensor& 
   const auto qkv = call.apart();
   NewGradients made = new_gradients(call, wanted);
   if (out.is_meta() || is_empty(call, out)) return zeroed(std::move(made), call, wanted);
-  if (out.is_cpu()) {
-    on_cpu::attention_backward({dout, dlse, out, lse, wanted}, call, qkv, &made);
-    return made.returned;
-  }
-#ifdef FUSED_NORM_WITH_CUDA
-  on_cuda::attention_backward({dout, dlse, out, lse, wanted}, call, qkv, &made);
+  const auto run = out.is_cpu() ? on_cpu::attention_backward : on_cuda::attention_backward;
+  run({dout, dlse, out, lse, wanted}, call, qkv, &made);
   return made.returned;
-#else
-  raise_cpu_only(out);
-#endif
 }
 
 Tensor attention_rng(const Tensor& query) {

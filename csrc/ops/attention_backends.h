@@ -15,10 +15,10 @@ at::Tensor with_dense_rows(const at::Tensor& tensor);
 // A mask of four dimensions.
 at::Tensor of_four_dims(at::Tensor mask);
 
-// Where gradients are written: query, key and value may be views of what is returned.
+// Where gradients are written: those of query, key and value may be views of what is returned.
 struct NewGradients {
   AttentionGradients returned;
-  at::Tensor query, key, value;
+  QueryKeyValue qkv;
 };
 
 // What backward is called with beside AttentionCall.
@@ -29,21 +29,19 @@ struct BackwardInputs {
   const AttentionWanted& wanted;
 };
 
-namespace on_cpu {
-void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, const at::Tensor& out,
-                       const at::Tensor& lse);
+using ForwardBackend = void(const AttentionCall& call, const QueryKeyValue& qkv,
+                            const at::Tensor& out, const at::Tensor& lse);
 // Makes the gradients of the mask and of sinks, too.
-void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
-                        const QueryKeyValue& qkv, NewGradients* made);
+using BackwardBackend = void(const BackwardInputs& inputs, const AttentionCall& call,
+                             const QueryKeyValue& qkv, NewGradients* made);
+namespace on_cpu {
+ForwardBackend attention_forward;
+BackwardBackend attention_backward;
 }  // namespace on_cpu
-
-#ifdef FUSED_NORM_WITH_CUDA
+// In a build without CUDA: errors.
 namespace on_cuda {
-void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, const at::Tensor& out,
-                       const at::Tensor& lse);
-void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
-                        const QueryKeyValue& qkv, NewGradients* made);
+ForwardBackend attention_forward;
+BackwardBackend attention_backward;
 }  // namespace on_cuda
-#endif
 
 }  // namespace fused_norm::ops

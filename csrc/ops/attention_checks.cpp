@@ -26,6 +26,10 @@ void check_option_type(const Tensor& tensor, const char* name, const Tensor& que
               "float32 or query's ", query.scalar_type(), ", but is ", type);
 }
 
+void check_not_negative(const SymInt& value, const char* name) {
+  TORCH_SYM_CHECK(value.sym_ge(0), name, " must not be negative, but is ", value);
+}
+
 void check_offsets(const Tensor& offsets, const char* name, const Tensor& query) {
   check_beside(offsets, name, query);
   TORCH_CHECK(offsets.scalar_type() == at::kInt, name, " must be int32, but is ",
@@ -92,18 +96,8 @@ void check_options(const AttentionCall& call) {
               "softcap must be finite and not negative, but is ", call.softcap);
   TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p < 1,
               "dropout_p must be at least 0 and below 1, but is ", call.dropout_p);
-  if (call.window_left.has_value()) {
-    TORCH_SYM_CHECK(call.window_left->sym_ge(0),
-                    "window's left limit must not be negative, but is ", *call.window_left);
-  }
-  if (call.window_right.has_value()) {
-    TORCH_SYM_CHECK(call.window_right->sym_ge(0),
-                    "window's right limit must not be negative, but is ", *call.window_right);
-  }
-}
-
-SymInt sequences_of(const AttentionCall& call) {
-  return call.is_packed() ? call.cu_seqlens_q->sym_size(0) - 1 : call.query.sym_size(0);
+  if (call.window_left) check_not_negative(*call.window_left, "window's left limit");
+  if (call.window_right) check_not_negative(*call.window_right, "window's right limit");
 }
 
 }  // namespace
@@ -140,10 +134,8 @@ void check_attention(const AttentionCall& call) {
     TORCH_SYM_CHECK(call.cu_seqlens_k->sym_size(0).sym_eq(call.cu_seqlens_q->sym_size(0)),
                     "cu_seqlens_k has ", call.cu_seqlens_k->sym_size(0),
                     " elements, but cu_seqlens_q has ", call.cu_seqlens_q->sym_size(0));
-    TORCH_SYM_CHECK(call.max_seqlen_q.sym_ge(0), "max_seqlen_q must not be negative, but is ",
-                    call.max_seqlen_q);
-    TORCH_SYM_CHECK(call.max_seqlen_k.sym_ge(0), "max_seqlen_k must not be negative, but is ",
-                    call.max_seqlen_k);
+    check_not_negative(call.max_seqlen_q, "max_seqlen_q");
+    check_not_negative(call.max_seqlen_k, "max_seqlen_k");
   }
   const SymInt heads = query.sym_size(1);
   if (has(call.attn_mask)) check_mask(*call.attn_mask, call, query, qkv[1]);
@@ -152,7 +144,7 @@ void check_attention(const AttentionCall& call) {
     check_beside(slopes, "alibi_slopes", query);
     TORCH_CHECK(slopes.scalar_type() == at::kFloat, "alibi_slopes must be float32, but is ",
                 slopes.scalar_type());
-    const SymInt batch = sequences_of(call);
+    const SymInt batch = call.is_packed() ? call.cu_seqlens_q->sym_size(0) - 1 : query.sym_size(0);
     const bool fits =
         (slopes.dim() == 1 && slopes.sym_size(0) == heads) ||
         (slopes.dim() == 2 && slopes.sym_size(0) == batch && slopes.sym_size(1) == heads);

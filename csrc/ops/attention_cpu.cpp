@@ -82,8 +82,8 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
     return tensor.defined() ? as_dense(with_dense_rows(tensor), packed) : tensor;
   };
   const cpu::AttentionProblem problem = cpu_problem(call, qkv);
-  cpu::AttentionProblemGradients gradients{dense(made->query), dense(made->key),
-                                           dense(made->value)};
+  cpu::AttentionProblemGradients gradients{dense(made->qkv[0]), dense(made->qkv[1]),
+                                           dense(made->qkv[2])};
   Tensor dmask;
   if (inputs.wanted[kMask] && has(call.attn_mask)) {
     dmask = at::zeros(of_four_dims(*call.attn_mask).sizes(), inputs.lse.options());

@@ -2,8 +2,11 @@
 // tier.
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <atomic>
+#include <iterator>
 #include <limits>
+#include <vector>
 
 #include "ops/attention_backends.h"
 
@@ -25,19 +28,7 @@ using c10::SymInt;
 
 std::atomic<AttentionTier> wanted_tier{AttentionTier::kAuto};
 
-const char* name_of(AttentionTier tier) {
-  switch (tier) {
-    case AttentionTier::kAuto:
-      return "auto";
-    case AttentionTier::kPlain:
-      return "plain";
-    case AttentionTier::kPortable:
-      return "portable";
-    case AttentionTier::kHopper:
-      return "hopper";
-  }
-  return "unknown";
-}
+constexpr const char* kTierNames[] = {"auto", "plain", "portable", "hopper"};  // by AttentionTier
 
 AttentionTensor as_tensor(const Tensor& t, bool packed) {
   // A dimension of size 1 may have any stride.
@@ -56,7 +47,18 @@ struct Launch {
   bool packed;
   bool aligned;  // tensors are as the tensor-core tiers read and write them
   QueryKeyValue qkv;
-  Tensor cu_seqlens_q, cu_seqlens_k, mask, alibi_slopes, sink, rng;
+  std::vector<Tensor> owned;
+
+  // A tensor's elements next to each other, as long as this lives.
+  const void* contiguous(const Tensor& t) {
+    return owned.emplace_back(t.contiguous()).const_data_ptr();
+  }
+
+  void* workspace(size_t bytes) {
+    if (bytes == 0) return nullptr;
+    const Tensor memory = empty_tensor({static_cast<int64_t>(bytes)}, at::kByte);
+    return owned.emplace_back(memory).mutable_data_ptr();
+  }
 
   // The tensor as kernels read it: itself, or one copy.
   Tensor readable(const Tensor& t) const {
@@ -109,10 +111,8 @@ void set_shape(const AttentionCall& call, Launch* launch) {
   p.head_dim = static_cast<int32_t>(query.size(-1));
   p.value_dim = static_cast<int32_t>(value.size(-1));
   if (packed) {
-    launch->cu_seqlens_q = call.cu_seqlens_q->contiguous();
-    launch->cu_seqlens_k = call.cu_seqlens_k->contiguous();
-    p.query_offsets = launch->cu_seqlens_q.const_data_ptr<int32_t>();
-    p.key_offsets = launch->cu_seqlens_k.const_data_ptr<int32_t>();
+    p.query_offsets = static_cast<const int32_t*>(launch->contiguous(*call.cu_seqlens_q));
+    p.key_offsets = static_cast<const int32_t*>(launch->contiguous(*call.cu_seqlens_k));
     p.batch = narrowed(call.cu_seqlens_q->size(0) - 1, "the number of sequences");
     p.total_queries = narrowed(query.size(0), "the number of queries");
     p.total_keys = narrowed(key.size(0), "the number of keys");
@@ -138,8 +138,7 @@ void set_options(const AttentionCall& call, Launch* launch) {
   p.dropout_p = static_cast<float>(call.dropout_p);
   p.dropout_scale = call.dropout_p < 1 ? 1 / (1 - call.dropout_p) : 0;
   if (has(call.attn_mask)) {
-    launch->mask = *call.attn_mask;
-    const Tensor mask = of_four_dims(launch->mask).expand({p.batch, p.heads, p.queries, p.keys});
+    const Tensor mask = of_four_dims(*call.attn_mask).expand({p.batch, p.heads, p.queries, p.keys});
     const bool boolean = mask.scalar_type() == at::kBool;
     p.mask = {const_cast<void*>(mask.const_data_ptr()),
               boolean,
@@ -150,20 +149,15 @@ void set_options(const AttentionCall& call, Launch* launch) {
               mask.stride(3)};
   }
   if (has(call.alibi_slopes)) {
-    launch->alibi_slopes = call.alibi_slopes->contiguous();
-    p.alibi_slopes = launch->alibi_slopes.const_data_ptr<float>();
-    p.alibi_batch_stride = launch->alibi_slopes.dim() == 2 ? p.heads : 0;
+    p.alibi_slopes = static_cast<const float*>(launch->contiguous(*call.alibi_slopes));
+    p.alibi_batch_stride = call.alibi_slopes->dim() == 2 ? p.heads : 0;
   }
   if (has(call.sink)) {
-    const bool wide = p.dtype == DType::kFloat64;
-    launch->sink = (wide ? call.sink->to(at::kDouble) : *call.sink).contiguous();
-    p.sink = launch->sink.const_data_ptr();
-    p.sink_dtype = to_dtype(launch->sink.scalar_type());
+    const Tensor sink = p.dtype == DType::kFloat64 ? call.sink->to(at::kDouble) : *call.sink;
+    p.sink = launch->contiguous(sink);
+    p.sink_dtype = to_dtype(sink.scalar_type());
   }
-  if (call.dropout_p > 0) {
-    launch->rng = call.rng->contiguous();
-    p.rng = launch->rng.const_data_ptr<int64_t>();
-  }
+  if (call.dropout_p > 0) p.rng = static_cast<const int64_t*>(launch->contiguous(*call.rng));
 }
 
 // Whether a tensor-core tier takes the call once its tensors are aligned and padded.
@@ -194,18 +188,10 @@ Launch prepared(const AttentionCall& call, const QueryKeyValue& qkv) {
 AttentionTier tier_of(const AttentionParams& params) {
   const AttentionTier wanted = wanted_tier.load(std::memory_order_relaxed);
   const AttentionTier tier = attention_tier(params, current_device_properties(), wanted);
-  TORCH_CHECK(wanted == AttentionTier::kAuto || tier == wanted, "tier is '", name_of(wanted),
-              "', which does not take this call: head dim ", params.head_dim, ", of values ",
-              params.value_dim);
+  TORCH_CHECK(wanted == AttentionTier::kAuto || tier == wanted, "tier is '",
+              kTierNames[static_cast<int>(wanted)], "', which does not take this call: head dim ",
+              params.head_dim, ", of values ", params.value_dim);
   return tier;
-}
-
-Tensor workspace_of(size_t bytes) {
-  return bytes == 0 ? Tensor() : empty_tensor({static_cast<int64_t>(bytes)}, at::kByte);
-}
-
-void* data_of(const Tensor& tensor) {
-  return tensor.defined() ? const_cast<void*>(tensor.const_data_ptr()) : nullptr;
 }
 
 }  // namespace
@@ -222,8 +208,8 @@ void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, cons
   params.lse = lse.mutable_data_ptr();
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params);
-  const Tensor workspace = workspace_of(attention_forward_workspace(params, tier));
-  check_launch(launch_attention_forward(params, device, tier, data_of(workspace),
+  check_launch(launch_attention_forward(params, device, tier,
+                                        launch.workspace(attention_forward_workspace(params, tier)),
                                         at::cuda::getCurrentCUDAStream()));
   finish(written, out);
 }
@@ -231,24 +217,20 @@ void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, cons
 void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
                         const QueryKeyValue& qkv, NewGradients* made) {
   const c10::cuda::CUDAGuard guard(inputs.out.device());
-  const Launch launch = prepared(call, qkv);
-  const auto optional_tensor = [&](const Tensor& t) {
-    return t.defined() ? as_tensor(t, launch.packed) : AttentionTensor{};
-  };
+  Launch launch = prepared(call, qkv);
   const Tensor out_rows = launch.readable(inputs.out), dout_rows = launch.readable(inputs.dout);
-  const Tensor lse_rows = inputs.lse.contiguous();
-  const Tensor dlse_rows = has(inputs.dlse) ? inputs.dlse->contiguous() : Tensor();
-  const Tensor dquery = launch.writable(made->query), dkey = launch.writable(made->key),
-               dvalue = launch.writable(made->value);
   AttentionBackwardParams params{};
   params.forward = launch.params;
   params.forward.out = as_tensor(out_rows, launch.packed);
-  params.forward.lse = data_of(lse_rows);
+  params.forward.lse = const_cast<void*>(launch.contiguous(inputs.lse));
   params.dout = as_tensor(dout_rows, launch.packed);
-  params.dlse = data_of(dlse_rows);
-  params.dquery = optional_tensor(dquery);
-  params.dkey = optional_tensor(dkey);
-  params.dvalue = optional_tensor(dvalue);
+  if (has(inputs.dlse)) params.dlse = launch.contiguous(*inputs.dlse);
+  QueryKeyValue written;
+  AttentionTensor* const gradients[] = {&params.dquery, &params.dkey, &params.dvalue};
+  for (int i = 0; i < 3; ++i) {
+    written[i] = launch.writable(made->qkv[i]);
+    if (written[i].defined()) *gradients[i] = as_tensor(written[i], launch.packed);
+  }
   if (inputs.wanted[kMask] && has(call.attn_mask)) {
     made->returned[kMask] = empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
     params.dmask = made->returned[kMask].mutable_data_ptr();
@@ -256,17 +238,17 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
     for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(mask.size(d));
   }
   if (inputs.wanted[kSink] && has(call.sink)) {
-    made->returned[kSink] = empty_tensor(launch.sink.sizes(), launch.sink.scalar_type());
+    const bool wide = params.forward.dtype == DType::kFloat64;
+    made->returned[kSink] =
+        empty_tensor(call.sink->sizes(), wide ? at::kDouble : call.sink->scalar_type());
     params.dsink = made->returned[kSink].mutable_data_ptr();
   }
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params.forward);
-  const Tensor workspace = workspace_of(attention_backward_workspace(params, tier));
-  check_launch(launch_attention_backward(params, device, tier, data_of(workspace),
-                                         at::cuda::getCurrentCUDAStream()));
-  finish(dquery, made->query);
-  finish(dkey, made->key);
-  finish(dvalue, made->value);
+  check_launch(launch_attention_backward(
+      params, device, tier, launch.workspace(attention_backward_workspace(params, tier)),
+      at::cuda::getCurrentCUDAStream()));
+  for (int i = 0; i < 3; ++i) finish(written[i], made->qkv[i]);
   if (made->returned[kSink].defined()) {
     made->returned[kSink] = made->returned[kSink].to(call.sink->scalar_type());
   }
@@ -275,14 +257,10 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
 }  // namespace on_cuda
 
 void force_attention_tier(const std::string& name) {
-  for (const AttentionTier tier : {AttentionTier::kAuto, AttentionTier::kPlain,
-                                   AttentionTier::kPortable, AttentionTier::kHopper}) {
-    if (name != name_of(tier)) continue;
-    wanted_tier = tier;
-    return;
-  }
-  TORCH_CHECK_VALUE(false, "tier must be 'auto', 'plain', 'portable' or 'hopper', but is '", name,
-                    "'");
+  const auto* const found = std::find(std::begin(kTierNames), std::end(kTierNames), name);
+  TORCH_CHECK_VALUE(found != std::end(kTierNames),
+                    "tier must be 'auto', 'plain', 'portable' or 'hopper', but is '", name, "'");
+  wanted_tier = static_cast<AttentionTier>(found - kTierNames);
 }
 
 }  // namespace fused_norm::ops
@@ -290,6 +268,19 @@ void force_attention_tier(const std::string& name) {
 #else
 
 namespace fused_norm::ops {
+
+namespace on_cuda {
+
+void attention_forward(const AttentionCall&, const QueryKeyValue&, const at::Tensor& out,
+                       const at::Tensor&) {
+  raise_cpu_only(out);
+}
+void attention_backward(const BackwardInputs& inputs, const AttentionCall&, const QueryKeyValue&,
+                        NewGradients*) {
+  raise_cpu_only(inputs.out);
+}
+
+}  // namespace on_cuda
 
 void force_attention_tier(const std::string& name) {
   TORCH_CHECK_VALUE(name == "auto", "tier must be 'auto' in a build without CUDA, but is '", name,
