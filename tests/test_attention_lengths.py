@@ -1,6 +1,7 @@
 """Attention's fast kernels at every short length, at odd long ones and at 131072; the same bits a
 thousand times beside other work; and no call that waits for ever."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -168,6 +169,7 @@ def test_no_call_waits_for_ever():
         done = subprocess.run(
             [sys.executable, "-c", CALLS],
             cwd=Path(__file__).parent,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[1])},
             capture_output=True,
             text=True,
             timeout=150,

@@ -84,8 +84,32 @@ void product(const Tensor& a, const Tensor& b, Acc* to) {
 }
 
 template <typename Acc>
+bool is_finite(const Acc* x, int64_t n) {
+  Acc sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t i = 0; i < n; ++i) sum += x[i] * 0;
+  return sum == 0;
+}
+
+template <typename Acc>
 void multiply_row(Acc factor, Acc* x, int64_t n) {
   each(n, [=](int64_t i) { x[i] *= factor; });
+}
+
+// `x` where the draw keeps a probability, times `scale`, else 0; of keys from `first` on.
+template <typename Acc>
+void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, Acc* x, int64_t n) {
+  const uint32_t threshold = dropout_threshold(static_cast<float>(p.dropout_p));
+  const Acc scale = static_cast<Acc>(1 / (1 - p.dropout_p));
+  DropoutDraw draw{};
+  for (int64_t i = 0; i < n; ++i) {
+    const auto key = static_cast<uint32_t>(first + i);
+    if (i == 0 || key % 4 == 0) {
+      draw = draw_dropout(p.seed, p.offset, static_cast<uint32_t>(row),
+                          static_cast<uint32_t>(query), key);
+    }
+    x[i] = draw.of_key[key % 4] < threshold ? Acc(0) : x[i] * scale;
+  }
 }
 
 // The scores of one block after the other.
@@ -127,17 +151,14 @@ class Block {
   int64_t width() const { return high - low; }
   int64_t head_of(int64_t row) const { return kv_head * group + row / queries; }
   int64_t query_of(int64_t row) const { return first_query + row % queries; }
-  // Where a row is in the log-sum-exp.
-  int64_t lse_of(int64_t row) const {
-    return (sequence.batch * p.query.size(1) + head_of(row)) * p.query.size(2) +
-           sequence.first_query + query_of(row);
-  }
+  // Where a row is in tensors of (batch, heads, rows).
+  int64_t place_of(int64_t row) const { return sequence.first_query + query_of(row); }
 
   // The block's rows of a tensor that is shaped as query is, (heads, queries, columns).
   Tensor part_of(const Tensor& t) const {
     return t.select(0, sequence.batch)
         .narrow(0, kv_head * group, group)
-        .narrow(1, sequence.first_query + first_query, queries);
+        .narrow(1, place_of(0), queries);
   }
 
   Acc* gather(const Tensor& from, Buffer<Acc>* buffer) const {
@@ -188,31 +209,12 @@ class Block {
     return s;
   }
 
-  // Row r of probabilities where its draws keep them, times 1 / (1 - p), else 0.
-  void drop(int64_t r, Acc* x) const {
-    const int64_t row = sequence.index * p.query.size(1) + head_of(r);
-    const Dropout dropout(p.seed, p.offset, static_cast<uint32_t>(row),
-                          static_cast<float>(p.dropout_p));
-    const Acc scale = static_cast<Acc>(1 / (1 - p.dropout_p));
-    uint32_t kept = 0;
-    for (int64_t i = 0; i < width(); ++i) {
-      const auto key = static_cast<uint32_t>(low + i);
-      if (i == 0 || key % 4 == 0) kept = dropout.kept(static_cast<uint32_t>(query_of(r)), key);
-      x[i] = kept >> key % 4 & 1 ? x[i] * scale : Acc(0);
-    }
-  }
-
   // weights (rows() x width()) times keys or values (their column count is `cols`). Keys that no
   // row of the block sees may hold NaN or Inf; they then count as zeros.
   void weighted_sum(Acc* weights, Acc* of, int64_t cols, Acc* to) {
-    if (width() == 0) {
-      std::fill_n(to, rows() * cols, Acc(0));
-      return;
-    }
     const Tensor all = matrix(weights, rows(), width());
     product(all, matrix(of + low * cols, width(), cols), to);
-    // Of finite numbers the sum is 0.
-    if (row_sum<Acc>(rows() * cols, [=](int64_t i) { return to[i] * 0; }) == 0) return;
+    if (is_finite(to, rows() * cols)) return;
     Acc* clean = clean_buffer_.at_least(width() * cols);
     std::copy_n(of + low * cols, width() * cols, clean);
     for (int64_t j = 0; j < width(); ++j) {
@@ -247,15 +249,7 @@ class Block {
       const Acc factor = slope, distance = of_query - low;
       each(width(), [=](int64_t i) { s[i] -= factor * std::abs(distance - Acc(i)); });
     }
-    if (mask != nullptr) {
-      mask += r * width();
-      const bool boolean =
-          p.mask.scalar_type() == at::kBool;  // of one, `mask` is 1 where it is true
-      each(width(), [=](int64_t j) {
-        const bool hidden = mask[j] == (boolean ? Acc(0) : -kInfinity<Acc>);
-        s[j] = hidden ? -kInfinity<Acc> : boolean ? s[j] : s[j] + mask[j];
-      });
-    }
+    if (mask != nullptr) apply_mask(mask + r * width(), s);
     const int64_t centre = p.top_left ? query : of_query;
     if (p.window_left != p.kNoLimit) {
       const int64_t hidden = std::clamp<int64_t>(centre - p.window_left - low, 0, width());
@@ -264,6 +258,17 @@ class Block {
     if (p.window_right != p.kNoLimit) {
       const int64_t seen = std::clamp<int64_t>(centre + p.window_right + 1 - low, 0, width());
       std::fill(s + seen, s + width(), -kInfinity<Acc>);
+    }
+  }
+
+  // Of a boolean mask, `mask` is 1 where it is true.
+  void apply_mask(const Acc* mask, Acc* s) const {
+    if (p.mask.scalar_type() == at::kBool) {
+      each(width(), [=](int64_t j) { s[j] = mask[j] == 0 ? -kInfinity<Acc> : s[j]; });
+    } else {
+      each(width(), [=](int64_t j) {
+        s[j] = mask[j] == -kInfinity<Acc> ? -kInfinity<Acc> : s[j] + mask[j];
+      });
     }
   }
 
@@ -283,10 +288,12 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
   Acc* result = out_buffer->at_least(block.rows() * dv);
   std::vector<double> sums(block.rows());
   for (int64_t r = 0; r < block.rows(); ++r) {
-    const double sink = sink_of(p, block.head_of(r));
+    const int64_t head = block.head_of(r);
+    const double sink = sink_of(p, head);
     Acc* row = s + r * width;
     const Acc shift = std::max(largest_of(row, width), static_cast<Acc>(sink));
-    Acc* log_sum = lse + block.lse_of(r);
+    Acc* log_sum =
+        lse + (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
     if (shift == -kInfinity<Acc>) {  // nothing is seen, or only NaN
       const bool is_nan = !std::all_of(row, row + width, [](Acc x) { return x < 0; });
       std::fill_n(row, width, is_nan ? std::numeric_limits<Acc>::quiet_NaN() : Acc(0));
@@ -296,9 +303,16 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
     }
     sums[r] = exp_row(row, shift, row, width) + (p.sink.defined() ? std::exp(sink - shift) : 0);
     *log_sum = static_cast<Acc>(shift + std::log(sums[r]));
-    if (p.dropout_p > 0) block.drop(r, row);
+    if (p.dropout_p > 0) {
+      drop(p, block.sequence.index * p.query.size(1) + head, block.query_of(r), block.low, row,
+           width);
+    }
   }
-  block.weighted_sum(s, block.values, dv, result);
+  if (width == 0) {
+    std::fill_n(result, block.rows() * dv, Acc(0));
+  } else {
+    block.weighted_sum(s, block.values, dv, result);
+  }
   for (int64_t r = 0; r < block.rows(); ++r) {
     multiply_row(static_cast<Acc>(1 / sums[r]), result + r * dv, dv);
   }
@@ -378,7 +392,8 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   Acc* dropped = p.dropout_p > 0 ? buffers.dropped.at_least(total) : s;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = block.head_of(r);
-    const int64_t at = block.lse_of(r);
+    const int64_t at =
+        (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
     Acc *p_row = s + r * width, *ds_row = ds + r * width;
     // Divided by their own sum: of exp(score - lse) the rounding of lse is a part of the sum.
     const double sink = sink_of(p, head);
@@ -394,9 +409,10 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
       of_sink /= sum;
     }
     if (p.dropout_p > 0) {
+      const int64_t row = block.sequence.index * p.query.size(1) + head;
       std::copy_n(p_row, width, dropped + r * width);
-      block.drop(r, dropped + r * width);
-      block.drop(r, ds_row);
+      drop(p, row, block.query_of(r), block.low, dropped + r * width, width);
+      drop(p, row, block.query_of(r), block.low, ds_row, width);
     }
     const double of_lse = dlse == nullptr ? 0 : dlse[at];
     // The sum of p * dp is dout . out, without the rounding of out. Where a key is hidden its
@@ -420,7 +436,11 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   multiply_row(static_cast<Acc>(p.scale), ds, total);
   if (gradients.query.defined()) {
     Acc* dq = buffers.dquery.at_least(rows * block.head_dim);
-    block.weighted_sum(ds, block.keys, block.head_dim, dq);
+    if (width == 0) {
+      std::fill_n(dq, rows * block.head_dim, Acc(0));
+    } else {
+      block.weighted_sum(ds, block.keys, block.head_dim, dq);
+    }
     block.scatter(dq, gradients.query);
   }
   if (gradients.key.defined() && total > 0) add_product(block, ds, q, block.head_dim, dkey);
@@ -485,8 +505,11 @@ void attention_forward(const AttentionProblem& p, const Tensor& out, const Tenso
   const at::NoGradGuard no_grad;
   zero_outside(out, p.query_offsets);
   if (!p.query_offsets.empty()) lse.fill_(-kInfinity<double>);
-  const auto run = out.scalar_type() == at::kDouble ? forward<double> : forward<float>;
-  run(p, out, lse);
+  if (out.scalar_type() == at::kDouble) {
+    forward<double>(p, out, lse);
+  } else {
+    forward<float>(p, out, lse);
+  }
 }
 
 void attention_backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout,
@@ -495,8 +518,11 @@ void attention_backward(const AttentionProblem& p, const Tensor& lse, const Tens
   zero_outside(gradients.query, p.query_offsets);
   zero_outside(gradients.key, p.key_offsets);
   zero_outside(gradients.value, p.key_offsets);
-  const auto run = lse.scalar_type() == at::kDouble ? backward<double> : backward<float>;
-  run(p, lse, dout, dlse, gradients);
+  if (lse.scalar_type() == at::kDouble) {
+    backward<double>(p, lse, dout, dlse, gradients);
+  } else {
+    backward<float>(p, lse, dout, dlse, gradients);
+  }
 }
 
 }  // namespace fused_norm::cpu

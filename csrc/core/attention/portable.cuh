@@ -11,17 +11,22 @@
 
 namespace fused_norm::portable {
 
+enum class Kernel { kForward, kQueryGradient, kKeyGradient, kMaskGradient };
+
+constexpr AttentionTiles tiles_of_kernel(Kernel kernel, bool general, int index) {
+  return kernel == Kernel::kForward         ? kForwardTiles[general][index]
+         : kernel == Kernel::kQueryGradient ? kQueryGradientTiles[general][index]
+         : kernel == Kernel::kKeyGradient   ? kKeyGradientTiles[general][index]
+                                            : kMaskGradientTiles[index];
+}
+
 // A kernel's constants. A warp has 16 kM rows of the block's own tile, of queries or kOfKeys of
 // keys, against kOthers rows of the other side at a time, in kStages tiles of shared memory: with
 // two, the next is copied while one is worked on.
 template <typename T_, Kernel kKernel, bool kGeneral_, int kIndex>
 struct Shape {
   using T = T_;
-  static constexpr AttentionTiles kTiles =
-      kKernel == Kernel::kForward         ? kForwardTiles[kGeneral_][kIndex]
-      : kKernel == Kernel::kQueryGradient ? kQueryGradientTiles[kGeneral_][kIndex]
-      : kKernel == Kernel::kKeyGradient   ? kKeyGradientTiles[kGeneral_][kIndex]
-                                          : kMaskGradientTiles[kIndex];
+  static constexpr AttentionTiles kTiles = tiles_of_kernel(kKernel, kGeneral_, kIndex);
   static constexpr int kDim = kTiles.dim, kM = kTiles.fragments, kOwn = kTiles.own();
   static constexpr int kOthers = kTiles.others, kN = kOthers / 8, kStages = kTiles.stages;
   static constexpr int kThreads = kTiles.threads(), kBlocks = kThreads == 128 ? 2 : 1;
@@ -38,21 +43,22 @@ struct Shape {
   using Out = mma::Accumulators<kM, kDim / 8>;
 };
 
-// Starts to copy rows [row, row + kRows) into a tile.
+// Starts to copy rows [row, row + kRows) of a head into a tile; zeros for rows outside `valid` and
+// in columns from `cols` on.
 template <typename S, int kRows>
-__device__ __forceinline__ void copy_rows(uint32_t to, const HeadRows& rows, int row) {
-  using T = typename S::T;
+__device__ __forceinline__ void copy_rows(uint32_t to, const typename S::T* data, int64_t stride,
+                                          int row, Range valid, int cols) {
   using Tile = mma::Tile<S::kDim>;
   constexpr int kChunks = Tile::kChunks, kRowsAtOnce = S::kThreads / kChunks;
   static_assert(kRows % kRowsAtOnce == 0);
   const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-  const int begin = chunk * 8 < rows.cols ? rows.begin - row : kRows, end = rows.end - row;
-  const T* from = static_cast<const T*>(rows.data) + (row + first) * rows.stride + chunk * 8;
+  const int begin = chunk * 8 < cols ? valid.begin - row : kRows, end = valid.end - row;
+  const auto* from = data + (row + first) * stride + chunk * 8;
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
     const int at = first + i * kRowsAtOnce;
     copy_async<16>(Tile::at(to, at, chunk), from, at >= begin && at < end);
-    from += kRowsAtOnce * rows.stride;
+    from += kRowsAtOnce * stride;
     // Keeps the compiler from holding every row's address in registers of its own.
     asm volatile("" : "+l"(from));
   }
@@ -91,16 +97,19 @@ __device__ __forceinline__ void store_tile(const AttentionTensor& tensor, const 
 // whose columns they are. A rare path: it serves hidden keys that hold a NaN.
 template <typename S>
 __device__ __forceinline__ void clear_unseen_rows(char* tile, const typename S::Scores& weights) {
-  constexpr int kRows = S::kOthers;
+  constexpr int kRows = S::kOthers, kM = S::kM;
   __shared__ int seen[kRows];
   for (int row = threadIdx.x; row < kRows; row += S::kThreads) seen[row] = 0;
   __syncthreads();
 #pragma unroll
-  for (int c = 0; c < 2 * S::kN; ++c) {
-    bool any = false;
+  for (int n = 0; n < kRows / 8; ++n) {
 #pragma unroll
-    for (int r = 0; r < 2 * S::kM; ++r) any |= !(weights[r / 2][c / 2][r % 2 * 2 + c % 2] == 0);
-    if (any) atomicOr(&seen[c / 2 * 8 + threadIdx.x % 4 * 2 + c % 2], 1);
+    for (int e = 0; e < 2; ++e) {
+      bool any = false;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) any |= !(weights[m][n][e] == 0) || !(weights[m][n][e + 2] == 0);
+      if (any) atomicOr(&seen[n * 8 + threadIdx.x % 4 * 2 + e], 1);
+    }
   }
   __syncthreads();
   constexpr int kChunks = mma::Tile<S::kDim>::kChunks;
@@ -127,26 +136,29 @@ __device__ __forceinline__ void run_tiles(const AttentionParams& params, int til
       });
 }
 
-// Launches kernel_of(shape) with the shape of a call's kernel.
-template <typename T, Kernel kKernel, typename KernelOf>
-cudaError_t launch(const AttentionGradient& g, cudaStream_t stream, KernelOf kernel_of) {
-  const AttentionParams& params = g.params.forward;
-  const auto with_shape = [&](auto shape) {
-    using S = decltype(shape);
-    return launch_tiles(kKernel, kernel_of(shape), g, S::kOwn, S::kOthers, S::kParts, S::kThreads,
-                        S::kSharedBytes, stream);
-  };
-  const auto with_form = [&](auto general) {
+// Calls launch(shape) with the shape of a call's kernel.
+template <typename T, Kernel kKernel, typename Launch>
+cudaError_t with_shape(const AttentionParams& params, Launch launch) {
+  const int index = attention_tiles_index(params.head_dim, params.value_dim);
+  const auto with = [&](auto general) {
     constexpr bool kGeneral = decltype(general)::value;
-    const int index = attention_tiles_index(params.head_dim, params.value_dim);
-    return index == 0   ? with_shape(Shape<T, kKernel, kGeneral, 0>())
-           : index == 1 ? with_shape(Shape<T, kKernel, kGeneral, 1>())
-                        : with_shape(Shape<T, kKernel, kGeneral, 2>());
+    return index == 0   ? launch(Shape<T, kKernel, kGeneral, 0>())
+           : index == 1 ? launch(Shape<T, kKernel, kGeneral, 1>())
+                        : launch(Shape<T, kKernel, kGeneral, 2>());
   };
   if constexpr (kKernel != Kernel::kMaskGradient) {
-    if (attention_scores_are_plain(params)) return with_form(std::false_type());
+    if (attention_scores_are_plain(params)) return with(std::false_type());
   }
-  return with_form(std::true_type());
+  return with(std::true_type());
+}
+
+// A block for each tile of the shape's own side.
+template <typename S, typename Params>
+cudaError_t launch_shape(S, void (*kernel)(Params, int, int), const Params& args,
+                         const AttentionParams& params, cudaStream_t stream) {
+  return launch_tiles(kernel, args, tiles_of(S::kOfKeys ? params.keys : params.queries, S::kOwn),
+                      S::kParts, S::kOfKeys ? params.kv_heads : params.heads, params.batch,
+                      S::kThreads, S::kSharedBytes, stream);
 }
 
 }  // namespace fused_norm::portable

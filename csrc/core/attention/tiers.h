@@ -15,7 +15,7 @@ struct AttentionGradient {
   void *delta, *exponents;
 };
 
-// What every tier needs: delta, and the sink's gradient from it (delta.cu).
+// What every tier needs: delta, and the sink's gradient from it (plain.cu).
 cudaError_t attention_delta_gradient(const AttentionGradient& gradient, cudaStream_t stream);
 cudaError_t attention_sink_gradient(const AttentionGradient& gradient, cudaStream_t stream);
 

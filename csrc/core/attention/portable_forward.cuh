@@ -1,5 +1,7 @@
 // The portable tier's forward kernel (Dao, 2023): a block has a tile of queries and walks the keys
 // that they see, from the first to the last, with an online softmax.
+#pragma once
+
 #include "core/attention/portable_options.cuh"
 
 namespace fused_norm {
@@ -92,11 +94,12 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
                                              const Sequence& s, int head, int query, bool clean) {
   using T = typename S::T;
   constexpr int kDim = S::kDim, kKeys = S::kOthers;
+  const int kv_head = head / (params.heads / params.kv_heads);
   const int warp_row = threadIdx.x / 32 * S::kM * 16;
+  const Band band = band_of(params, s);
   const int query_end = min(query + S::kOwn, s.queries);
-  const Range range = s.band.keys_of(query, query_end, s.keys);
-  ScoreTile<S> score_tile{{params, {}, s, head, {query, query_end}, range}};
-  const Head<float>& h = score_tile.head;
+  const Range range = band.keys_of(query, query_end, s.keys);
+  const ScoreRules<float> rules(params, s, head);
   float unit = static_cast<float>(params.scale) * kLog2E;
 
   const uint32_t query_tile = shared_address(shared);
@@ -104,8 +107,9 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   const auto query_rows = mma::left_rows<kDim>(query_tile, warp_row);
   const auto key_rows = mma::right_rows<kDim>(key_tile);
   const auto value_rows = mma::left_rows<kDim>(value_tile, 0);
-  const auto copy = [&](uint32_t tile, const HeadRows& rows, int key) {
-    copy_rows<S, kKeys>(tile, rows, key);
+  const auto copy = [&](const AttentionTensor& tensor, uint32_t tile, int key, int cols) {
+    copy_rows<S, kKeys>(tile, row_of<const T>(tensor, s.batch, kv_head, s.key_begin),
+                        tensor.row_stride, key, range, cols);
     detail::commit_copies();
   };
 
@@ -115,25 +119,32 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
 #pragma unroll
   for (int r = 0; r < 2 * S::kM; ++r) rows.max[r] = -INFINITY, rows.sum[r] = 0;
   int key = range.begin / kKeys * kKeys;
-  copy_rows<S, S::kOwn>(query_tile, h.query, query);
-  copy(key_tile, h.key, key);
+  copy_rows<S, S::kOwn>(query_tile, row_of<const T>(params.query, s.batch, head, s.query_begin),
+                        params.query.row_stride, query, {query, query_end}, params.head_dim);
+  copy(params.key, key_tile, key, params.head_dim);
   for (; key < range.end; key += kKeys) {
     detail::wait_for_copies<0>();
     __syncthreads();
-    copy(value_tile, h.value, key);
+    copy(params.value, value_tile, key, params.value_dim);
     typename S::Scores scores;
     mma::multiply_rows<T>(scores, query_rows, key_rows);
     __syncthreads();
     const bool is_last = key + kKeys >= range.end;
-    if (!is_last) copy(key_tile, h.key, key + kKeys);
-    score_tile.move_to(query, key);
+    if (!is_last) copy(params.key, key_tile, key + kKeys, params.head_dim);
+    const TilePlace<false> place(s, query, key, warp_row);
     if constexpr (S::kGeneral) {
-      score_tile.prefetch_mask();
-      unit = score_tile.apply_options(scores, nullptr);
+      prefetch_mask<S::kOwn>(rules, query, s.queries, key + kKeys, s.keys);
+      unit = apply_options<T, false, S::kM, S::kN>(scores, nullptr, rules, place);
     }
-    score_tile.hide_outside(scores);
+    if (key + kKeys > s.keys || !band.sees_all(query, query_end, key, key + kKeys)) {
+      hide_outside(scores, band, place);
+    }
     advance_softmax<S>(scores, rows, out, unit);
-    if constexpr (S::kGeneral) KeptElements<S>(score_tile).apply(scores);
+    if constexpr (S::kGeneral) {
+      KeptElements<false, S::kM, S::kN> kept;
+      kept.draw(rules, place);
+      kept.apply(scores);
+    }
     if (is_last) {
       detail::wait_for_copies<0>();
     } else {
@@ -156,12 +167,12 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
 
 template <typename S>
 __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
-    attention_portable_forward(const __grid_constant__ AttentionGradient g, int tiles, int parts) {
+    attention_portable_forward(const __grid_constant__ AttentionParams params, int tiles,
+                               int parts) {
   extern __shared__ __align__(1024) char shared[];
-  run_tiles<S>(g.params.forward, tiles, parts,
-               [&](const Sequence& s, int head, int query, int, bool clean) {
-                 return forward_tile<S>(g.params.forward, shared, s, head, query, clean);
-               });
+  run_tiles<S>(params, tiles, parts, [&](const Sequence& s, int head, int query, int, bool clean) {
+    return forward_tile<S>(params, shared, s, head, query, clean);
+  });
 }
 
 }  // namespace portable
@@ -169,12 +180,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 template <typename T>
 cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream) {
   using namespace portable;
-  return launch<T, Kernel::kForward>(
-      {{params}}, stream, [](auto shape) { return attention_portable_forward<decltype(shape)>; });
+  return with_shape<T, Kernel::kForward>(params, [&](auto shape) {
+    return launch_shape(shape, attention_portable_forward<decltype(shape)>, params, params, stream);
+  });
 }
-
-template cudaError_t attention_forward_portable<__nv_bfloat16>(const AttentionParams&,
-                                                               cudaStream_t);
-template cudaError_t attention_forward_portable<__half>(const AttentionParams&, cudaStream_t);
 
 }  // namespace fused_norm

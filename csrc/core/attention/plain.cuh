@@ -1,0 +1,236 @@
+// The plain tier: CUDA cores, fp32 or fp64 arithmetic, every dtype, head dimension, stride and
+// option. Tiles of 64 queries by 64 keys; all products go through one function. What is right here
+// is the reference of the faster tiers.
+#pragma once
+
+#include "core/attention/tiles.cuh"
+
+namespace fused_norm::plain {
+
+constexpr int kTile = 64;      // queries, keys, and columns of a product
+constexpr int kDepth = 16;     // of a product, staged at a time
+constexpr int kThreads = 256;  // 16 x 16, each with 4 x 4 elements of a tile
+constexpr int kChunk = 128;    // columns of the outputs that a block holds in registers
+constexpr int kTilesOfChunk = kChunk / kTile;
+// Of a multiprocessor; fp64 needs the registers.
+template <typename A>
+constexpr int kBlocks = sizeof(A) == 4 ? 2 : 1;
+
+template <typename A>
+struct Shared {
+  // Depth-major, padded to spread banks and keep 16-byte rows.
+  A left[kDepth][kTile + 4], right[kDepth][kTile + 4];
+  A scores[kTile][kTile + 1];
+  bool key_is_seen[kTile];
+};
+
+template <typename A>
+using Fragment = A[4][4];
+
+// Calls use(i, j) for the elements of a fragment.
+template <typename Use>
+__device__ __forceinline__ void for_fragment(Use use) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) use(i, j);
+  }
+}
+
+__device__ __forceinline__ int tile_row() { return threadIdx.x / 16 * 4; }
+__device__ __forceinline__ int tile_col() { return threadIdx.x % 16 * 4; }
+
+// Rows of a tensor as one factor of a product: element (row, col) is zero outside [begin, end) x
+// [0, cols), and in rows that `seen`, where given, leaves out; so a NaN there does no harm.
+struct Rows {
+  const void* data;  // row 0, column 0
+  int64_t stride;
+  int begin, end, cols;
+  const bool* seen;  // of a row's place in its tile
+
+  template <typename T>
+  __device__ __forceinline__ T at(int row, int col) const {
+    const bool inside =
+        row >= begin && row < end && col < cols && (seen == nullptr || seen[row % kTile]);
+    return inside ? static_cast<const T*>(data)[row * stride + col] : T(0.f);
+  }
+};
+
+// Stages a 64 x kDepth part of a factor: load(depth, place). Neighbouring threads load along depth,
+// or along places.
+template <bool kAlongDepth, typename A, typename Load>
+__device__ __forceinline__ void stage(A (&to)[kDepth][kTile + 4], Load load) {
+#pragma unroll
+  for (int i = 0; i < kDepth * kTile / kThreads; ++i) {
+    const int at = i * kThreads + threadIdx.x;
+    const int depth = kAlongDepth ? at % kDepth : at / kTile;
+    const int place = kAlongDepth ? at / kDepth : at % kTile;
+    to[depth][place] = load(depth, place);
+  }
+}
+
+// Sums of kDepth products come first: one running sum over all would round several times as much.
+template <typename A>
+__device__ __forceinline__ void multiply_staged(Fragment<A>& acc, const Shared<A>& shared) {
+  Fragment<A> part = {};
+#pragma unroll
+  for (int k = 0; k < kDepth; ++k) {
+    A left[4], right[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      left[i] = shared.left[k][tile_row() + i];
+      right[i] = shared.right[k][tile_col() + i];
+    }
+    for_fragment([&](int i, int j) { part[i][j] = fma(left[i], right[j], part[i][j]); });
+  }
+  for_fragment([&](int i, int j) { acc[i][j] += part[i][j]; });
+}
+
+// acc[i][j] = row (left_row + i) of `left` . row (right_row + j) of `right`.
+template <typename A>
+__device__ __forceinline__ void multiply_rows(Fragment<A>& acc, Shared<A>& shared, DType dtype,
+                                              const Rows& left, int left_row, const Rows& right,
+                                              int right_row) {
+  for_fragment([&](int i, int j) { acc[i][j] = 0; });
+  for (int d = 0; d < left.cols; d += kDepth) {
+    __syncthreads();
+    with_storage<A>(dtype, [&](auto t) {
+      using T = decltype(t);
+      stage<true>(shared.left, [&](int k, int i) -> A { return left.at<T>(left_row + i, d + k); });
+      stage<true>(shared.right,
+                  [&](int k, int j) -> A { return right.at<T>(right_row + j, d + k); });
+    });
+    __syncthreads();
+    multiply_staged(acc, shared);
+  }
+  __syncthreads();
+}
+
+// acc[c] += scores x (64 columns from `col` + 64 c of the rows from `row`); transposed: scores^T x.
+template <typename A, bool kTransposed>
+__device__ __forceinline__ void multiply_scores(Fragment<A> (&acc)[kTilesOfChunk],
+                                                Shared<A>& shared, DType dtype, const Rows& rows,
+                                                int row, int col) {
+#pragma unroll
+  for (int c = 0; c < kTilesOfChunk; ++c) {
+    const int first = col + c * kTile;
+    if (first >= rows.cols) break;
+    for (int d = 0; d < kTile; d += kDepth) {
+      __syncthreads();
+      with_storage<A>(dtype, [&](auto t) {
+        using T = decltype(t);
+        stage<false>(shared.right,
+                     [&](int k, int j) -> A { return rows.at<T>(row + d + k, first + j); });
+      });
+      stage<!kTransposed>(shared.left, [&](int k, int i) {
+        return kTransposed ? shared.scores[d + k][i] : shared.scores[i][d + k];
+      });
+      __syncthreads();
+      multiply_staged(acc[c], shared);
+    }
+  }
+  __syncthreads();
+}
+
+template <typename A>
+__device__ __forceinline__ void store_scores(Shared<A>& shared, const Fragment<A>& values) {
+  __syncthreads();
+  for_fragment([&](int i, int j) { shared.scores[tile_row() + i][tile_col() + j] = values[i][j]; });
+}
+
+// Writes rows [0, rows) of a chunk's accumulators, from row `first` and column `col` on.
+template <typename A>
+__device__ __forceinline__ void store_chunk(const Fragment<A> (&acc)[kTilesOfChunk], DType dtype,
+                                            const AttentionTensor& tensor, int batch, int head,
+                                            int first, int rows, int col, int cols) {
+  if (tensor.data == nullptr) return;
+  with_storage<A>(dtype, [&](auto t) {
+    using T = decltype(t);
+    T* data = row_of<T>(tensor, batch, head, first);
+#pragma unroll
+    for (int c = 0; c < kTilesOfChunk; ++c) {
+      for_fragment([&](int i, int j) {
+        const int row = tile_row() + i, column = col + c * kTile + tile_col() + j;
+        if (row < rows && column < cols) {
+          data[row * tensor.row_stride + column] = static_cast<T>(acc[c][i][j]);
+        }
+      });
+    }
+  });
+}
+
+__device__ __forceinline__ float exp_of(float x) { return expf(x); }
+__device__ __forceinline__ double exp_of(double x) { return exp(x); }
+template <typename A>
+constexpr A kLowest = -static_cast<A>(INFINITY);
+
+// exp(a - b), where b is -inf only if nothing was seen.
+template <typename A>
+__device__ __forceinline__ A exp_difference(A a, A b) {
+  return b == kLowest<A> ? A(0) : exp_of(a - b);
+}
+
+// A head of a sequence: its rows in `query_range` and `key_range`, and what their scores are.
+template <typename A>
+struct Head {
+  Rows queries, keys, values, douts;
+  Band band;
+  ScoreRules<A> rules;
+
+  __device__ __forceinline__ Head(const AttentionParams& params, const AttentionTensor& dout,
+                                  const Sequence& s, int head, Range query_range, Range key_range)
+      : band(band_of(params, s)), rules(params, s, head) {
+    const auto rows = [&](const AttentionTensor& tensor, int head, int first, Range range,
+                          int cols) -> Rows {
+      const int64_t at =
+          s.batch * tensor.batch_stride + head * tensor.head_stride + first * tensor.row_stride;
+      const char* row = static_cast<const char*>(tensor.data) + at * size_of(params.dtype);
+      return {row, tensor.row_stride, range.begin, range.end, cols, nullptr};
+    };
+    const int kv_head = head / (params.heads / params.kv_heads);
+    queries = rows(params.query, head, s.query_begin, query_range, params.head_dim);
+    keys = rows(params.key, kv_head, s.key_begin, key_range, params.head_dim);
+    values = rows(params.value, kv_head, s.key_begin, key_range, params.value_dim);
+    douts = rows(dout, head, s.query_begin, query_range, params.value_dim);
+  }
+
+  // The score of a thread's element (i, j), given query . key; -inf where it is hidden.
+  __device__ __forceinline__ Score<A> score(A dot, int i, int j, int query, int key) const {
+    const int row = query + tile_row() + i, col = key + tile_col() + j;
+    if (row < queries.end && col < keys.end && band.sees(row, col)) {
+      return rules.score(dot, row, col);
+    }
+    return {kLowest<A>, A(0)};
+  }
+
+  // What dropout multiplies the probabilities of a thread's row i by.
+  __device__ __forceinline__ void draw(A (&kept)[4], int i, int query, int key) const {
+    uint32_t bits = 0xf;
+    if (rules.drops()) bits = rules.dropout().kept(query + tile_row() + i, key + tile_col());
+    const A scale = rules.drops() ? static_cast<A>(rules.params.dropout_scale) : A(1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) kept[j] = bits >> j & 1 ? scale : A(0);
+  }
+};
+
+// After store_scores and a barrier: which keys any query gives weight to. What the others hold
+// must not reach a product, as 0 * NaN is NaN.
+template <typename A>
+__device__ __forceinline__ void find_seen_keys(Shared<A>& shared) {
+  __syncthreads();
+  if (threadIdx.x < kTile) {
+    bool seen = false;
+    for (int i = 0; i < kTile; ++i) seen |= !(shared.scores[i][threadIdx.x] == 0);
+    shared.key_is_seen[threadIdx.x] = seen;
+  }
+  __syncthreads();
+}
+
+inline int chunks_of(int cols) { return tiles_of(cols, kChunk); }
+
+template <typename Run>
+cudaError_t with_arithmetic(DType dtype, Run run) {
+  return dtype == DType::kFloat64 ? run(double{}) : run(float{});
+}
+
+}  // namespace fused_norm::plain

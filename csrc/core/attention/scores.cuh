@@ -1,0 +1,207 @@
+// Where a sequence's rows lie, which keys a query sees, and what a score is: shared by all tiers.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cmath>
+
+#include "core/attention/attention.h"
+#include "core/attention/dropout.h"
+
+namespace fused_norm {
+
+// One sequence of a call. Packed tensors have their sequences one after the other.
+struct Sequence {
+  int batch;
+  int query_begin, queries;
+  int key_begin, keys;
+};
+
+__device__ __forceinline__ int clamp_offset(int offset, int low, int high) {
+  return min(max(offset, low), high);
+}
+
+__device__ __forceinline__ Sequence sequence_of(const AttentionParams& params, int batch) {
+  Sequence s{batch, 0, params.queries, 0, params.keys};
+  if (params.query_offsets != nullptr) {
+    s.query_begin = clamp_offset(params.query_offsets[batch], 0, params.total_queries);
+    s.queries = clamp_offset(params.query_offsets[batch + 1], s.query_begin, params.total_queries) -
+                s.query_begin;
+  }
+  if (params.key_offsets != nullptr) {
+    s.key_begin = clamp_offset(params.key_offsets[batch], 0, params.total_keys);
+    s.keys =
+        clamp_offset(params.key_offsets[batch + 1], s.key_begin, params.total_keys) - s.key_begin;
+  }
+  return s;
+}
+
+// The first element of row `row` of a head, counted in the whole tensor.
+template <typename T>
+__device__ __forceinline__ T* row_of(const AttentionTensor& tensor, int batch, int head, int row) {
+  return static_cast<T*>(tensor.data) + batch * tensor.batch_stride + head * tensor.head_stride +
+         row * tensor.row_stride;
+}
+
+// Where the log-sum-exp of a sequence's first query lies.
+__device__ __forceinline__ int64_t first_lse(const AttentionParams& params, const Sequence& s,
+                                             int head) {
+  return params.query_offsets != nullptr
+             ? int64_t{head} * params.total_queries + s.query_begin
+             : (int64_t{s.batch} * params.heads + head) * params.queries;
+}
+
+// Calls use(T{}) with the type in memory; fp64 arithmetic means fp64 in memory.
+template <typename A, typename Use>
+__device__ __forceinline__ void with_storage(DType dtype, Use use) {
+  if constexpr (sizeof(A) == 8) {
+    use(double{});
+  } else {
+    if (dtype == DType::kFloat32) return use(float{});
+    if (dtype == DType::kBFloat16) return use(__nv_bfloat16{});
+    use(__half{});
+  }
+}
+// Of masks and sinks, which may be fp32 beside fp64.
+template <typename A, typename Use>
+__device__ __forceinline__ void with_option_storage(DType dtype, Use use) {
+  if (sizeof(A) == 8 && dtype == DType::kFloat32) return use(float{});
+  with_storage<A>(dtype, use);
+}
+template <typename A>
+__device__ __forceinline__ A read_option(const void* data, DType dtype, int64_t at) {
+  A value;
+  with_option_storage<A>(
+      dtype, [&](auto t) { value = static_cast<A>(static_cast<const decltype(t)*>(data)[at]); });
+  return value;
+}
+
+// The sink of a head, -inf without one.
+template <typename A>
+__device__ __forceinline__ A read_sink(const AttentionParams& params, int head) {
+  return params.sink == nullptr ? -static_cast<A>(INFINITY)
+                                : read_option<A>(params.sink, params.sink_dtype, head);
+}
+
+struct Range {
+  int begin, end;
+};
+
+// Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
+struct Band {
+  int lowest, highest;
+
+  __device__ __forceinline__ bool sees(int query, int key) const {
+    return key - query >= lowest && key - query <= highest;
+  }
+  // Keys that any query of [begin, end) sees; empty ranges have end <= begin.
+  __device__ __forceinline__ Range keys_of(int begin, int end, int keys) const {
+    return {static_cast<int>(max(int64_t{0}, int64_t{begin} + lowest)),
+            static_cast<int>(min(int64_t{keys}, int64_t{end} + highest))};
+  }
+  // Queries that see any key of [begin, end).
+  __device__ __forceinline__ Range queries_of(int begin, int end, int queries) const {
+    return {static_cast<int>(max(int64_t{0}, int64_t{begin} - highest)),
+            static_cast<int>(min(int64_t{queries}, int64_t{end} - lowest))};
+  }
+  // Whether every query of [query, query_end) sees every key of [key, key_end).
+  __device__ __forceinline__ bool sees_all(int query, int query_end, int key, int key_end) const {
+    return key - (query_end - 1) >= lowest && key_end - 1 - query <= highest;
+  }
+};
+
+__device__ __forceinline__ Band band_of(const AttentionParams& params, const Sequence& s) {
+  const int64_t shift = params.top_left ? 0 : int64_t{s.keys} - s.queries;
+  constexpr int64_t kFar = 1 << 30;  // more than any length, and its sums with lengths fit
+  const int64_t low = params.window_left < 0 ? -kFar : shift - params.window_left;
+  const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
+  return {static_cast<int>(max(-kFar, min(kFar, low))),
+          static_cast<int>(max(-kFar, min(kFar, high)))};
+}
+
+// A score, and its derivative by query . key * scale.
+template <typename A>
+struct Score {
+  A value, slope;
+};
+
+// What dropout draws from, of one head of one sequence.
+struct Dropout {
+  uint64_t seed, offset;
+  uint32_t row, threshold;
+  float scale;  // 1 / (1 - p)
+
+  // Four bits, of the key's multiple of 4 and the next three: 1 where the probability is kept.
+  __device__ __forceinline__ uint32_t kept(int query, int key) const {
+    const DropoutDraw draw = draw_dropout(seed, offset, row, query, key);
+    uint32_t kept = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) kept |= (draw.of_key[i] < threshold ? 0u : 1u) << i;
+    return kept;
+  }
+};
+
+// The options of one head of one sequence, each a uniform branch. Most is read from `params` where
+// it is used: registers are few.
+template <typename A>
+struct ScoreRules {
+  const AttentionParams& params;
+  A scale, softcap, alibi_slope;
+  int alibi_shift;
+  uint32_t dropout_row;
+  const char* mask;  // of this batch index and head
+
+  __device__ __forceinline__ ScoreRules(const AttentionParams& params, const Sequence& s, int head)
+      : params(params),
+        scale(static_cast<A>(params.scale)),
+        softcap(static_cast<A>(params.softcap)),
+        alibi_slope(0),
+        alibi_shift(s.keys - s.queries),
+        dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)),
+        mask(static_cast<const char*>(params.mask.data)) {
+    if (params.alibi_slopes != nullptr) {
+      alibi_slope = params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
+    }
+    if (mask != nullptr) {
+      mask += (s.batch * params.mask.batch_stride + head * params.mask.head_stride) * mask_bytes();
+    }
+  }
+
+  __device__ __forceinline__ int mask_bytes() const {
+    if (params.mask.boolean) return 1;
+    return params.mask.dtype == DType::kFloat64 ? 8 : params.mask.dtype == DType::kFloat32 ? 4 : 2;
+  }
+
+  // What the mask adds; -inf hides.
+  __device__ __forceinline__ A mask_at(int query, int key) const {
+    const int64_t at = query * params.mask.row_stride + key * params.mask.key_stride;
+    if (params.mask.boolean) return mask[at] ? A(0) : -static_cast<A>(INFINITY);
+    return read_option<A>(mask, params.mask.dtype, at);
+  }
+
+  // Of a key that the band shows; -inf where the mask hides it, whatever the key holds.
+  __device__ __forceinline__ Score<A> score(A dot, int query, int key) const {
+    Score<A> s{dot * scale, A(1)};
+    if (softcap > 0) {
+      const A t = tanh(s.value / softcap);
+      s = {t * softcap, 1 - t * t};
+    }
+    if (alibi_slope != 0) {
+      s.value -= alibi_slope * abs(static_cast<A>(query + alibi_shift - key));
+    }
+    if (mask != nullptr) {
+      const A added = mask_at(query, key);
+      s.value = added == -static_cast<A>(INFINITY) ? added : s.value + added;
+    }
+    return s;
+  }
+
+  __device__ __forceinline__ bool drops() const { return params.dropout_p > 0; }
+  __device__ __forceinline__ Dropout dropout() const {
+    return {static_cast<uint64_t>(params.rng[0]), static_cast<uint64_t>(params.rng[1]), dropout_row,
+            dropout_threshold(params.dropout_p), static_cast<float>(params.dropout_scale)};
+  }
+};
+
+}  // namespace fused_norm
