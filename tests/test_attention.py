@@ -406,6 +406,38 @@ def test_offsets_are_clamped(device, generator):
     assert fn.flash_attention_varlen(q, k, v, *offsets, 10, 10).isfinite().all()
 
 
+@cuda
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+def test_sequences_that_overlap_hang_nothing(dim, seed):
+    """What they give is not defined. The backward pass waits for counts of a sequence's tiles."""
+    generator = rand_generator("cuda", seed)
+    q, k, v = (randn(generator, 640, 2, dim, dtype=BF16).requires_grad_() for _ in range(3))
+    offsets = torch.tensor([0, 512, 128, 640], dtype=torch.int32, device=q.device)
+    out = fn.flash_attention_varlen(q, k, v, offsets, offsets, 640, 640)
+    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    torch.cuda.synchronize()
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs compute capability 9.0",
+)
+@pytest.mark.cuda
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+def test_a_query_that_sees_nothing_has_any_gradient(dim, seed):
+    """Causal with more queries than keys: a NaN in dout of a row before the first key is in no
+    gradient."""
+    generator = rand_generator("cuda", seed)
+    q, dout = (randn(generator, 1, 2, 200, dim, dtype=BF16) for _ in range(2))
+    k, v = (randn(generator, 1, 2, 100, dim, dtype=BF16) for _ in range(2))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = fn.flash_attention(*leaves, causal=True)
+    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    dout[:, :, [3, 30, 70, 99]] = torch.nan
+    for a, b in zip(torch.autograd.grad(out, leaves, dout), expected, strict=True):
+        assert same_bits(a, b)
+
+
 class TestTorchsFunction:
     """scaled_dot_product_attention is torch's."""
 

@@ -1,5 +1,6 @@
 // Backward on Hopper: a block has a tile of one side, its own, and walks the tiles of the other
-// side that see it in a fixed order, so that no block adds to another's result. With own rows X
+// side that see it in a fixed order. But for the kernel of all gradients (hopper_fused.cuh, which
+// also has the kernels' entry), no block adds to another's result. With own rows X
 // and X', others Y and Y', a warpgroup makes
 //   S = X Y^T      P = exp2(S - exponents)
 //   D = X' Y'^T    W = P (D - delta)
@@ -318,12 +319,13 @@ class BackwardConsumer {
     });
   }
   __device__ __forceinline__ void differentiate(bool hides) {
+    if constexpr (!kGeneral) subtract_delta();
     if (hides) {
-      // The product of a hidden pair may be a NaN.
+      // The product of a hidden pair may be a NaN, and so may the delta of a query that sees
+      // nothing.
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
     }
-    if constexpr (!kGeneral) subtract_delta();
 #pragma unroll
     for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
   }

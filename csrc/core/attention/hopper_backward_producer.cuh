@@ -207,7 +207,8 @@ class BackwardProducer {
   }
 
  private:
-  // Blocks of kAll wait for lower indices: each is taken when its work begins.
+  // Of kAll, whose blocks wait for lower tickets alone and do theirs in order: so the lowest that
+  // is not done never waits. Taken when the copies begin, or others would wait for a long tile.
   __device__ __forceinline__ uint32_t take_ticket() const {
     return __shfl_sync(~0u, lane_ == 0 ? atomicAdd(args_.ticket, 1) : 0, 0);
   }

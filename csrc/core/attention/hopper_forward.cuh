@@ -82,6 +82,7 @@ class Consumer {
         if (has_scores) continue;
       } else {
         has_scores = false;
+        __syncwarp();  // all lanes have read `work`
         release(memory_.query_empty[query_place_.slot]);
         query_place_.advance();
         pass(work.end_tile - work.first_tile);

@@ -13,11 +13,13 @@
 
 namespace fused_norm::hopper {
 
-// Named barriers: both groups' weights are in shared memory; of each group, its chunk there may be
-// written, and is.
+// Named barriers beside those of the other backward kernels. The 256 threads of both groups wait
+// until all of W is in shared memory. Of each group, which adds its index: the 32 threads of its
+// chunk warp say that the group's 128, which wait, may write the chunk; and these that it is there.
 constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8;
 
-// The first of a sequence's tiles of queries, for one query head. `args` are of keys.
+// The first of a sequence's tiles of queries, for one of `heads` query heads, of `tiles` as
+// hopper_query_tiles() has them; the sequence begins with row `begin`.
 template <typename Form>
 __device__ __forceinline__ int64_t first_query_tile(const WorkArgs& args, int heads, int64_t tiles,
                                                     int sequence, int head, int begin) {
@@ -51,14 +53,14 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
                   tile_of(step)) +
              half;
     };
-    uint32_t known = 0;  // what the step's counter was when the step before was made
+    uint32_t known = 0;  // the counter of the step's chunk, as it was in the step before
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
       const int64_t chunk = chunk_of(step);
-      // The tiles of keys before this one, from the first on that sees the queries. Mostly they
-      // have all added to the chunk for long.
+      // The tiles of keys before this one, from the first on that sees the queries: all between see
+      // them too. Mostly they have all added to the chunk for long.
       const uint32_t before = own_tile - max(0, tile_of(step) * Form::kOthers - right) / Form::kOwn;
-      if (leader && known != before) wait_for_count(args.counters + chunk, before);
+      if (leader && known < before) wait_for_count(args.counters + chunk, before);
       named_sync(kChunkIsThere + half, kThreads);
       if (leader) {
         float* sum = args.chunks + chunk * kChunkElements;
@@ -132,7 +134,6 @@ class FusedConsumer : public BackwardConsumer<Form> {
 #pragma unroll 1
     while (this->advance(work, tile, heads)) {
       Chunk chunk;
-      const int slot = first_place_.slot;
       add_tile(chunk, hides);
       first_place_.advance();
       this->start_scores(work, tile);

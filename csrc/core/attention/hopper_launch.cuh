@@ -103,7 +103,8 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
   args->total_queries = params.total_queries;
   args->total_keys = params.total_keys;
   args->query_tiles = (params.queries + kRows - 1) / kRows;
-  args->section = section;
+  args->section = static_cast<int32_t>(
+      std::min<int64_t>(section, std::max<int64_t>(1, int64_t{params.heads} * params.batch)));
   args->longest_first = in_order;
   args->batch_first = batch_first;
   args->ticket = ticket;
@@ -204,13 +205,15 @@ template <typename Form>
 cudaError_t launch_fused(const AttentionGradient& gradient, const DeviceProperties& device,
                          uint32_t* ticket, cudaStream_t stream) {
   const AttentionParams& params = gradient.params.forward;
+  const AttentionBackwardParams& of = gradient.params;
+  if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return cudaSuccess;
   char* scratch = reinterpret_cast<char*>(ticket);
   const cudaError_t error = launch_backward_form<Form>(gradient, device, ticket, scratch, stream);
-  if (error != cudaSuccess || gradient.params.dquery.data == nullptr) return error;
+  if (error != cudaSuccess || of.dquery.data == nullptr) return error;
   ChunkArgs args{};
   args.chunks = reinterpret_cast<float*>(scratch + hopper_scratch(params, true).chunks);
   args.tiles = hopper_query_tiles(params);
-  args.dquery = gradient.params.dquery;
+  args.dquery = of.dquery;
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
   const int64_t tiles = set_work<Form::kOthers>(params, false, 1, false, nullptr, &args);

@@ -132,9 +132,9 @@ __device__ __forceinline__ void add_bulk(float* to, const void* from, int bytes)
 __device__ __forceinline__ void wait_for_bulk_stores() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
-// A counter in global memory. What the thread stored, copies in bulk too, comes before it counts
-// up. What it stores after it saw a count comes after what others stored before they counted so
-// far: if it waited for that, or if it has read the count before it last counted up itself.
+// A counter in global memory. To count up releases what the thread stored, copies in bulk too. To
+// wait for a count acquires what others released; so does a count that was read early, by the fence
+// of the thread's next count_up().
 __device__ __forceinline__ void order_counts() {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -149,7 +149,7 @@ __device__ __forceinline__ void count_up(uint32_t* counter) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
-  while (read_count(counter) != count) continue;
+  while (read_count(counter) < count) continue;
   order_counts();
 }
 

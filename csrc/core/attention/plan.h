@@ -157,7 +157,8 @@ struct HopperScratch {
 constexpr size_t kHopperTicketBytes = 16;
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward);
 // Tiles of dquery, by rows of kHopperFusedTiles: of a dense sequence, or of all packed ones, of
-// which sequence s begins with tile offset / rows + s.
+// which sequence s begins with tile offset / rows + s. No two share one, as n queries have at most
+// (offset + n) / rows - offset / rows + 1 tiles.
 int64_t hopper_query_tiles(const AttentionParams& params);
 
 }  // namespace fused_norm
