@@ -165,15 +165,10 @@ class WorkList {
       if (lane != 0) return true;
       const int found = first_sequence + from;
       const uint32_t count = (end - begin + kRows - 1) / kRows;
-      uint32_t tile;
-      if (args_.longest_first) {
-        tile = count - 1 - rest / args_.heads;
-        work->head = rest % args_.heads;
-      } else {
-        tile = rest % count;
-        work->head = rest / count;
-      }
-      work->first = tile * kRows;
+      // Heads by turns: in the kernel of all gradients few tiles then wait for the one before.
+      const uint32_t turn = rest / args_.heads;
+      work->head = rest % args_.heads;
+      work->first = (args_.longest_first ? count - 1 - turn : turn) * kRows;
       work->sequence = min(max(found - 1, 0), args_.batch - 1);
       work->batch = 0;
       work->query_begin = begin;
