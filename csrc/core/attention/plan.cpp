@@ -87,9 +87,9 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   plan.query_section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
   const int64_t rows_of_keys = int64_t{params.queries} * group;
   if (hopper_fuses(params)) {
-    // All tiles of keys of these heads are at work at once where there are multiprocessors for
-    // them: dquery's sums then stay in the cache. With more heads fewer tiles wait for the one
-    // before.
+    // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next,
+    // but of long sequences at least four (of 64 columns eight), as all tiles of a head that are at
+    // work wait for the one before.
     const int64_t head_bytes = std::max<int64_t>(8 * rows_of_keys * plan.dim, 1);
     plan.key_section =
         static_cast<int>(std::clamp<int64_t>(kSummedBytes / head_bytes, 512 / plan.dim, 256));

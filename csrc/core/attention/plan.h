@@ -108,7 +108,7 @@ struct HopperBackwardTiles {
 constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
     {128, 2, 3, 3}, {128, 2, 2, 2}, {128, 1, 2, 2}, {64, 1, 2, 2}, {64, 1, 2, 1}};
 constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
-    {{128, 2, 3, 3}, {96, 2, 2, 2}, {64, 2, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
+    {{}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}},  // of fewer columns: kHopperFusedTiles
     {{112, 2, 3, 3}, {96, 2, 2, 2}, {64, 2, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
 };
 // Of the kernel that makes all three gradients of plain scores, where there is one: `others` are
