@@ -418,23 +418,50 @@ def test_sequences_that_overlap_hang_nothing(dim, seed):
     torch.cuda.synchronize()
 
 
-@pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs compute capability 9.0",
-)
-@pytest.mark.cuda
+@each_tier
 @pytest.mark.parametrize("dim", [64, 96, 128, 192])
-def test_a_query_that_sees_nothing_has_any_gradient(dim, seed):
+def test_a_query_that_sees_nothing_has_any_gradient(tier, dim, seed):
     """Causal with more queries than keys: a NaN in dout of a row before the first key is in no
     gradient."""
-    generator = rand_generator("cuda", seed)
+    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
     q, dout = (randn(generator, 1, 2, 200, dim, dtype=BF16) for _ in range(2))
     k, v = (randn(generator, 1, 2, 100, dim, dtype=BF16) for _ in range(2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = fn.flash_attention(*leaves, causal=True)
-    expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    dout[:, :, [3, 30, 70, 99]] = torch.nan
-    for a, b in zip(torch.autograd.grad(out, leaves, dout), expected, strict=True):
+    with forced("auto" if tier == "cpu" else tier):
+        out = fn.flash_attention(*leaves, causal=True)
+        expected = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        dout[:, :, [3, 30, 70, 99]] = torch.nan
+        for a, b in zip(torch.autograd.grad(out, leaves, dout), expected, strict=True):
+            assert same_bits(a, b)
+
+
+@each_tier
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=["plain", "softcap"])
+def test_what_is_not_finite_stays_in_its_sequence(tier, packed, options, seed):
+    """Tiles of a sequence reach into the next sequence or head, which has NaN everywhere."""
+    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
+    rows, spoiled = (205, slice(70, 75)) if packed else (70, 1)
+    size = (rows, 2, 64) if packed else (3, 2, rows, 64)
+    q, k, v, dout = (randn(generator, *size, dtype=BF16) for _ in range(4))
+    offsets = torch.tensor([0, 70, 75, 205], dtype=torch.int32, device=q.device)
+
+    def run():
+        leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+        with forced("auto" if tier == "cpu" else tier):
+            if packed:
+                sizes = (offsets, offsets, 130, 130)
+                out = fn.flash_attention_varlen(*leaves, *sizes, **options)
+            else:
+                out = fn.flash_attention(*leaves, **options)
+            return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    expected = run()
+    for t in (q, k, v, dout):
+        t[spoiled] = torch.nan
+    for a, b in zip(run(), expected, strict=True):
+        assert a[spoiled].isnan().all()
+        a[spoiled] = b[spoiled]
         assert same_bits(a, b)
 
 

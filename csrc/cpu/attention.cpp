@@ -402,6 +402,7 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     double of_sink = 0;
     if (empty) {
       std::fill_n(p_row, width, Acc(0));
+      std::fill_n(d_out + r * dv, dv, Acc(0));  // a NaN there would survive
     } else {
       of_sink = p.sink.defined() ? std::exp(sink - shift) : 0;
       const double sum = exp_row(p_row, shift, p_row, width) + of_sink;

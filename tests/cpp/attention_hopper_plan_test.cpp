@@ -94,24 +94,26 @@ TEST(AttentionHopperPlan, BackwardHasATicketForEachOfItsKernels) {
 // Four bytes for each ticket, three kernels at most; the kernel of all gradients always has one.
 TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
   AttentionParams params = call(192, 1000, 1000);
-  EXPECT_EQ(hopper_scratch(params, true).all, 0u);
+  EXPECT_EQ(hopper_scratch(params, false).all, 0u);
   params.window_right = 0;
-  EXPECT_EQ(hopper_scratch(params, true).all, kHopperTicketBytes);
+  EXPECT_EQ(hopper_scratch(params, false).all, kHopperTicketBytes);
+  EXPECT_EQ(hopper_scratch(params, true).zeros, kHopperTicketBytes);
   for (int dim : {64, 96, 128}) {
     const AttentionParams fused = call(dim, 1000, 1000);
     EXPECT_TRUE(hopper_fuses(fused));
     const HopperScratch scratch = hopper_scratch(fused, true);
-    const size_t rows = dim == 64 ? 128 : 64;
-    const size_t chunks = 2 * size_t(fused.batch * fused.heads) * ((1000 + rows - 1) / rows);
-    EXPECT_EQ(scratch.zeros, kHopperTicketBytes + 4 * chunks);
-    EXPECT_EQ(scratch.chunks % 128, 0u);
-    EXPECT_EQ(scratch.all, scratch.chunks + chunks * 64 * 64 * 4);
+    const size_t rows = dim == 64 ? 128 : 64, heads = fused.batch * fused.heads;
+    EXPECT_EQ(scratch.zeros, kHopperTicketBytes + 4 * 2 * heads * ((1000 + rows - 1) / rows));
+    EXPECT_GE(scratch.statistics, scratch.zeros);
+    EXPECT_GE(scratch.chunks, scratch.statistics + 2 * 4 * heads * 1000);
+    EXPECT_EQ(scratch.statistics % 128 + scratch.chunks % 128, 0u);
+    EXPECT_EQ(scratch.all, scratch.chunks + 2 * heads * ((1000 + rows - 1) / rows) * 64 * 64 * 4);
     EXPECT_EQ(hopper_scratch(fused, false).all, 0u);
   }
 }
 
-// Sequences' tiles, each from its offset / rows + its index on, do not overlap and are all there.
-TEST(AttentionHopperPlan, PackedSequencesHaveTilesOfTheirOwn) {
+// Sequences' parts, each from its offset / rows + its index on, do not overlap and are all there.
+TEST(AttentionHopperPlan, PackedSequencesHavePartsOfTheirOwn) {
   const int lengths[] = {0, 1, 63, 64, 65, 0, 500, 128};
   AttentionParams params = call(128, 512, 512);
   int total = 0;
@@ -119,15 +121,27 @@ TEST(AttentionHopperPlan, PackedSequencesHaveTilesOfTheirOwn) {
   params.query_offsets = &params.batch;  // any
   params.batch = std::size(lengths);
   params.total_queries = total;
-  int64_t end = 0;
-  int offset = 0;
-  for (int i = 0; i < params.batch; ++i) {
-    const int64_t first = offset / 64 + i;
-    EXPECT_GE(first, end);
-    end = first + (lengths[i] + 63) / 64;
-    offset += lengths[i];
+  for (int rows : {4, 16, 64, 128}) {
+    const QueryParts parts = query_parts(params, rows);
+    int64_t end = 0;
+    for (int head = 0; head < params.heads; ++head) {
+      int offset = 0;
+      for (int i = 0; i < params.batch; ++i) {
+        EXPECT_GE(parts.first(i, head, offset / rows), end);
+        end = parts.first(i, head, offset / rows) + (lengths[i] + rows - 1) / rows;
+        offset += lengths[i];
+      }
+    }
+    EXPECT_LE(end, parts.all);
   }
-  EXPECT_LE(end, hopper_query_tiles(params));
+}
+
+TEST(AttentionHopperPlan, DenseSequencesHavePartsOfTheirOwn) {
+  const AttentionParams params = call(64, 1001, 1000);
+  const QueryParts parts = query_parts(params, 4);
+  EXPECT_EQ(parts.of_head, 251);
+  EXPECT_EQ(parts.all, 251 * params.heads * params.batch);
+  EXPECT_EQ(parts.first(1, 2, 0), 251 * (params.heads + 2));
 }
 
 TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {

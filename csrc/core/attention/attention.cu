@@ -52,10 +52,7 @@ cudaError_t clear_outside(const AttentionParams& params, const AttentionTensor& 
 
 // Bytes of the log-sum-exp.
 size_t lse_bytes(const AttentionParams& params) {
-  const int64_t rows = params.query_offsets != nullptr
-                           ? int64_t{params.heads} * params.total_queries
-                           : int64_t{params.batch} * params.heads * params.queries;
-  return rows * (params.dtype == DType::kFloat64 ? 8 : 4);
+  return attention_rows(params) * (params.dtype == DType::kFloat64 ? 8 : 4);
 }
 
 // Bytes of delta and the exponents, and what aligns what lies behind them for copies in bulk.
@@ -90,7 +87,7 @@ size_t attention_forward_workspace(const AttentionParams& params, AttentionTier 
 
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
                                      AttentionTier tier, void* workspace, cudaStream_t stream) {
-  if (lse_bytes(params) == 0) return cudaSuccess;
+  if (attention_rows(params) == 0) return cudaSuccess;
   cudaError_t error;
   if (tier == AttentionTier::kHopper) {
     error = with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
@@ -111,10 +108,9 @@ cudaError_t launch_attention_forward(const AttentionParams& params, const Device
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
-  const size_t statistics = statistics_bytes(params.forward);
-  return statistics + (tier == AttentionTier::kHopper
-                           ? hopper_scratch(params.forward, /*backward=*/true).all
-                           : 0);
+  return statistics_bytes(params.forward) +
+         (tier == AttentionTier::kHopper ? hopper_scratch(params.forward, /*backward=*/true).all
+                                         : 0);
 }
 
 cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
@@ -122,7 +118,14 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
   char* exponents = static_cast<char*>(workspace) + lse_bytes(forward);
+  char* scratch = static_cast<char*>(workspace) + statistics_bytes(forward);
   AttentionGradient gradient{params, workspace, exponents};
+  const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);
+  if (on_hopper) {
+    const HopperScratch layout = hopper_scratch(forward, /*backward=*/true);
+    gradient.statistics = reinterpret_cast<float*>(scratch + layout.statistics);
+    gradient.of_statistics = layout.of_statistics;
+  }
   const auto clear = [&](const AttentionTensor& tensor, int heads, int cols, bool of_keys) {
     return clear_outside(forward, tensor, heads, cols, of_keys, nullptr, device, stream);
   };
@@ -133,9 +136,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);
   }
-  if (error == cudaSuccess && tier == AttentionTier::kHopper &&
-      hopper_takes_backward(forward, device)) {
-    void* scratch = static_cast<char*>(workspace) + statistics_bytes(forward);
+  if (error == cudaSuccess && on_hopper) {
     error = with_hopper(forward, /*backward=*/true, scratch, stream, [&](auto hopper) {
       return hopper.backward(gradient, device, scratch, stream);
     });

@@ -7,11 +7,7 @@
 
 #include <cstdint>
 
-#ifdef __CUDACC__
-#define FUSED_NORM_HOST_DEVICE __host__ __device__ __forceinline__
-#else
-#define FUSED_NORM_HOST_DEVICE inline
-#endif
+#include "core/attention/params.h"
 
 namespace fused_norm {
 

@@ -86,12 +86,14 @@ class BackwardConsumer {
     const int row = work.first + row_in_tile();
     if constexpr (!kGeneral) whole_ = whole_of(work);
     if constexpr (!Form::kOfKeys) {
-      const int64_t first = first_statistic<Form>(args_, work, work.head);
+      const float* delta =
+          args_.statistics + first_statistic(args_, work.sequence, work.head, work.query_begin);
+      const float* exponents = delta + args_.of_statistics.all * kStatisticRows;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const bool inside = row + 8 * r < work.queries;
-        exponents_[r] = inside ? args_.exponents[first + row + 8 * r] : INFINITY;
-        delta_[r] = inside ? args_.delta[first + row + 8 * r] : 0;
+        exponents_[r] = inside ? exponents[row + 8 * r] : INFINITY;
+        delta_[r] = inside ? delta[row + 8 * r] : 0;
       }
     }
   }
@@ -114,7 +116,7 @@ class BackwardConsumer {
   // All tiles of others, of all heads of the group. No product is under way from one turn to the
   // next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
-    int tile = begin_tile<Form>(work), heads = Form::kOfKeys ? args_.group : 1;
+    int tile = begin_tile<Form>(work), heads = heads_of_others<Form>(args_);
     start_scores(work, tile);
     start_products(work, tile);
     bool hides = weigh(work, tile, heads);
@@ -136,12 +138,13 @@ class BackwardConsumer {
     first_place_.advance();
   }
 
-  // To the next tile, or the first of the next head; false: that was the last.
+  // To the tile's next head, of which `heads` are left with this one, or the next tile; false: that
+  // was the last.
   __device__ __forceinline__ bool advance(const WorkTile& work, int& tile, int& heads) const {
-    tile = next_tile<Form>(work, tile);
-    if (tile >= work.first_tile && tile < work.end_tile) return true;
-    tile = begin_tile<Form>(work);
-    return --heads > 0;
+    if (--heads > 0) return true;
+    heads = heads_of_others<Form>(args_);
+    tile = next_tile<Form>(tile);
+    return tile >= work.first_tile && tile < work.end_tile;
   }
 
   // Waits for a tile's products, and turns S into P meanwhile. Whether pairs of it are hidden.
@@ -150,8 +153,8 @@ class BackwardConsumer {
     hold(scores_);
     if constexpr (kGeneral) apply_options(work, tile, heads);
     const bool is_cut_off = is_cut(work, tile), hides = is_cut_off || has_mask<Form>(args_);
-    if (is_cut_off) hide(work, tile);
     exponentiate();
+    if (is_cut_off) hide(work, tile);
     if constexpr (kSecond) {
       round<T>(second_weights_, scores_);
       if constexpr (kFirst) make_now(second_weights_);
@@ -255,14 +258,15 @@ class BackwardConsumer {
     if (all == 0x7FC17FC1) asm volatile("nanosleep.u32 1;" ::: "memory");
   }
 
+  // Makes the probabilities of hidden pairs zero, whatever their scores and statistics were.
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
     const Band band = band_of(args_, work);
     const int row = work.first + row_in_tile(), column = tile * kOthers + lane_ % 4 * 2;
-    hide_after(scores_, band, work.keys, row, column);
-    hide_before(scores_, band, row, column);
+    hide_after(scores_, band, work.keys, row, column, 0);
+    hide_before(scores_, band, row, column, 0);
 #pragma unroll
     for (int i = 0; Form::kAll && i < kOthers / 2; ++i) {
-      if (row + 8 * (i / 2 % 2) >= work.queries) scores_[i] = -INFINITY;
+      if (row + 8 * (i / 2 % 2) >= work.queries) scores_[i] = 0;
     }
   }
   // S becomes scores, D - delta what P is multiplied by; the last `heads` of the group are left.
@@ -314,9 +318,10 @@ class BackwardConsumer {
     }
   }
   __device__ __forceinline__ void exponentiate() {
-    with_statistics(exponents_, memory_.exponents[first_place_.slot], [&](int i, float exponent) {
-      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -exponent));
-    });
+    with_statistics(exponents_, memory_.statistics[first_place_.slot][1],
+                    [&](int i, float exponent) {
+                      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -exponent));
+                    });
   }
   __device__ __forceinline__ void differentiate(bool hides) {
     if constexpr (!kGeneral) subtract_delta();
@@ -330,7 +335,7 @@ class BackwardConsumer {
     for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
   }
   __device__ __forceinline__ void subtract_delta() {
-    with_statistics(delta_, memory_.delta[first_place_.slot],
+    with_statistics(delta_, memory_.statistics[first_place_.slot][0],
                     [&](int i, float delta) { products_[i] -= delta; });
   }
 

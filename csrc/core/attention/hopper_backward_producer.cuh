@@ -19,20 +19,27 @@ namespace fused_norm::hopper {
 // for each multiplying warpgroup, behind the producer's first.
 constexpr int kChunkElements = 64 * 64, kChunkWarps = 2;
 
+// Sums of dquery in scratch memory (hopper_fused.cuh).
+struct DquerySums {
+  float* chunks;
+  uint32_t* counters;  // how many tiles of keys each chunk has; 0 at first
+  QueryParts tiles;
+};
+
 // What a kernel is told. Its own side are the queries, with dout, or the keys, with values; the
 // other side are the others. The work is that of a forward pass whose queries are the own side.
 // Tensor maps have dimensions (column, row, head, batch).
 struct BackwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap own_first, own_second;      // query and dout, or key and value
   CUtensorMap other_first, other_second;  // key and value, or query and dout
-  const float *exponents, *delta;         // of queries (tiers.h)
-  int32_t group;                          // query heads of a head of keys
-  float gradient_scale;                   // what dquery and dkey are multiplied by at last
-  AttentionTensor first, second;          // dquery or dkey; dvalue. Null data: not asked for
+  CUtensorMap statistics_map;             // of these two rows, where the others are queries:
+  const float* statistics;                // delta and exponents of all queries (HopperScratch)
+  QueryParts of_statistics;
+  int32_t group;                  // query heads of a head of keys
+  float gradient_scale;           // what dquery and dkey are multiplied by at last
+  AttentionTensor first, second;  // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
-  int64_t other_tiles;  // of kAll: hopper_query_tiles(),
-  float* chunks;        // of kAll: sums of dquery (hopper_fused.cuh),
-  uint32_t* counters;   // and how many tiles of keys each of them has; 0 at first
+  DquerySums sums;  // of kAll
 };
 
 // A form of the kernel. kGeneral: scores pass through softcap, slopes and mask. kOfKeys: the own
@@ -89,14 +96,12 @@ struct NoMemory {};
 
 template <typename Form>
 struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemory> {
-  static constexpr int kStatistics = Form::kOfKeys ? Form::kOthers : 2;
   alignas(1024) char own_first[Form::kOwnStages][Form::OwnTile::kBytes];
   alignas(1024) char own_second[Form::kOwnStages][Form::kFirst ? Form::OwnTile::kBytes : 1024];
   alignas(1024) char first[Form::kFirstStages][Form::OtherTile::kBytes];
   alignas(1024) char second[Form::kSecondStages][Form::OtherTile::kBytes];
-  // Where the others are queries: theirs, beside `first`.
-  alignas(16) float exponents[Form::kFirstStages][kStatistics];
-  alignas(16) float delta[Form::kFirstStages][kStatistics];
+  // Where the others are queries: their delta and exponents, beside `first`.
+  alignas(128) float statistics[Form::kFirstStages][2][Form::kOfKeys ? Form::kOthers : 2];
   alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
@@ -124,16 +129,11 @@ __device__ __forceinline__ uint32_t own_stages(const BackwardArgs& args) {
   return Form::kMaskInOwn && has_mask<Form>(args) ? 1 : Form::kOwnStages;
 }
 
-// Where the statistics of a sequence's first query lie, for one query head.
-template <typename Form>
-__device__ __forceinline__ int64_t first_statistic(const BackwardArgs& args, const WorkTile& work,
-                                                   int head) {
-  if (args.query_offsets == nullptr) {
-    const int64_t heads = int64_t{args.heads} * (Form::kOfKeys ? args.group : 1);
-    return (work.sequence * heads + head) * (Form::kOfKeys ? args.keys : args.queries);
-  }
-  return Form::kOfKeys ? int64_t{head} * args.total_keys + work.key_begin
-                       : int64_t{head} * args.total_queries + work.query_begin;
+// Where delta of a sequence's queries begins, the first of which is row `begin` of all.
+__device__ __forceinline__ int first_statistic(const BackwardArgs& args, int sequence, int head,
+                                               int begin) {
+  const int64_t part = args.of_statistics.first(sequence, head, begin / kStatisticRows);
+  return static_cast<int>(part) * kStatisticRows;
 }
 
 // The heads of the other side that a tile of the own side meets: those of its group, or its own.
@@ -148,12 +148,17 @@ __device__ __forceinline__ int begin_tile(const WorkTile& work) {
   return Form::kAll ? work.end_tile - 1 : work.first_tile;
 }
 template <typename Form>
-__device__ __forceinline__ int next_tile(const WorkTile&, int tile) {
+__device__ __forceinline__ int next_tile(int tile) {
   return Form::kAll ? tile - 1 : tile + 1;
+}
+// A tile of others is met in each of so many heads before the next.
+template <typename Form>
+__device__ __forceinline__ int heads_of_others(const BackwardArgs& args) {
+  return Form::kOfKeys ? args.group : 1;
 }
 template <typename Form>
 __device__ __forceinline__ int steps_of(const BackwardArgs& args, const WorkTile& work) {
-  return max(work.end_tile - work.first_tile, 0) * (Form::kOfKeys ? args.group : 1);
+  return max(work.end_tile - work.first_tile, 0) * heads_of_others<Form>(args);
 }
 
 // One warp: copies tiles of both sides in the order in which they are used.
@@ -225,57 +230,45 @@ class BackwardProducer {
   }
 
   __device__ __forceinline__ void begin_others(const WorkTile& work) {
-    head_ = first_head<Form>(args_, work);
+    step_ = 0;
     tile_ = begin_tile<Form>(work);
   }
   // The next tile of others.
   __device__ __forceinline__ void load_others(const WorkTile& work) {
-    const int slot = first_place_.slot, row = work.key_begin + tile_ * kOthers;
-    if constexpr (Form::kOfKeys) {
-      constexpr int kTimes = (kOthers + 31) / 32;
-      float exponents[kTimes], delta[kTimes];
-      const int64_t first = first_statistic<Form>(args_, work, head_) + tile_ * kOthers + lane_;
-      const int end = work.keys - tile_ * kOthers - lane_;
-#pragma unroll
-      for (int i = 0; i < kTimes; ++i) {
-        exponents[i] = 32 * i < end ? args_.exponents[first + 32 * i] : INFINITY;
-        delta[i] = 32 * i < end ? args_.delta[first + 32 * i] : 0;
-      }
-      wait(memory_.first_empty[slot], first_place_.parity ^ 1);
-#pragma unroll
-      for (int i = 0; i < kTimes; ++i) {
-        if (kOthers % 32 != 0 && lane_ + 32 * i >= kOthers) continue;
-        memory_.exponents[slot][lane_ + 32 * i] = exponents[i];
-        memory_.delta[slot][lane_ + 32 * i] = delta[i];
-      }
-      arrive(memory_.first_full[slot]);
-    } else {
-      wait(memory_.first_empty[slot], first_place_.parity ^ 1);
-    }
-    CopyBarrier& second_full = memory_.second_full[second_place_.slot];
-    if (lane_ == 0) {
-      memory_.first_full[slot].expect(OtherTile::kBytes);
-      load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first,
-                           memory_.first_full[slot], row, head_, work.batch);
-      wait(memory_.second_empty[second_place_.slot], second_place_.parity ^ 1);
-      second_full.expect(OtherTile::kBytes);
-      load_tile<OtherTile>(shared_address(memory_.second[second_place_.slot]), &args_.other_second,
-                           second_full, row, head_, work.batch);
-    }
+    if (lane_ == 0) copy_others(work, first_head<Form>(args_, work) + step_);
     __syncwarp();
     first_place_.advance();
     second_place_.advance();
-    tile_ = next_tile<Form>(work, tile_);
-    if (tile_ < work.first_tile || tile_ >= work.end_tile) {
-      tile_ = begin_tile<Form>(work);
-      ++head_;
+    if (++step_ < heads_of_others<Form>(args_)) return;
+    step_ = 0;
+    tile_ = next_tile<Form>(tile_);
+  }
+  __device__ __forceinline__ void copy_others(const WorkTile& work, int head) {
+    const int slot = first_place_.slot, row = work.key_begin + tile_ * kOthers;
+    const int statistic =
+        Form::kOfKeys
+            ? first_statistic(args_, work.sequence, head, work.key_begin) + tile_ * kOthers
+            : 0;
+    CopyBarrier& full = memory_.first_full[slot];
+    wait(memory_.first_empty[slot], first_place_.parity ^ 1);
+    full.expect(OtherTile::kBytes + (Form::kOfKeys ? sizeof(memory_.statistics[0]) : 0));
+    load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first, full, row, head,
+                         work.batch);
+    if constexpr (Form::kOfKeys) {
+      load_floats(memory_.statistics[slot], &args_.statistics_map, full, statistic, 0);
     }
+    const int second_slot = second_place_.slot;
+    CopyBarrier& second_full = memory_.second_full[second_slot];
+    wait(memory_.second_empty[second_slot], second_place_.parity ^ 1);
+    second_full.expect(OtherTile::kBytes);
+    load_tile<OtherTile>(shared_address(memory_.second[second_slot]), &args_.other_second,
+                         second_full, row, head, work.batch);
   }
 
   const BackwardArgs& args_;
   BackwardMemory<Form>& memory_;
   const int lane_;
-  int head_, tile_;
+  int step_, tile_;  // of others: the head in its group, and the tile
   uint32_t verdict_turn_ = 0;
   RingPlace<Form::kFirstStages> first_place_;
   RingPlace<Form::kSecondStages> second_place_;
@@ -292,12 +285,12 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
     wait(memory.own_full[slot], count / stages % 2);
     const WorkTile& work = memory.work[count % BackwardMemory<Form>::kWorks];
     if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
-    const int heads = Form::kOfKeys ? args.group : 1;
+    const int heads = heads_of_others<Form>(args);
     const bool any = work.first_tile < work.end_tile;
     for (bool again = any, first = true; again; first = false) {
-      for (int head = work.head * heads; head < (work.head + 1) * heads; ++head) {
-        for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
-          const int others = tile * Form::kOthers;
+      for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
+        const int others = tile * Form::kOthers;
+        for (int head = work.head * heads; head < (work.head + 1) * heads; ++head) {
           wait_for_readers<128 * Form::kGroups>(has_copied);
           if constexpr (Form::kOfKeys) {
             Form::Mask::copy(args.mask, memory.mask_tile(), memory.mask_full, work.sequence, head,

@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     constexpr int kWarps = 4 * Form::kGroups;
     init_ring(memory.query_full, memory.query_empty, 1, kWarps + (Form::kMasked ? kMaskWarps : 0));
     memory.verdict.init(kWarps);
-    memory.mask_full.init(2 * kMaskThreads);
+    memory.mask_full.init(kMaskThreads);
     memory.place = {};
     init_ring(memory.key_full, memory.key_empty, 1, kWarps);
     init_ring(memory.value_full, memory.value_empty, 1, kWarps);

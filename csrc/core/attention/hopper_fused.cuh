@@ -3,10 +3,11 @@
 // through shared memory, as the sum runs over the keys of both warpgroups.
 //
 // Tiles of keys add to dquery in the order of the keys, so that its bits are always the same. A
-// tile of queries has fp32 sums in chunks of 64 x 64 elements, as the threads of a warpgroup have
-// them, and each chunk a counter of the tiles of keys that it has. A warp adds a chunk when the
-// counter has come to its tile. It waits only for a tile of keys that an earlier ticket handed out,
-// and so never for a block that has not begun.
+// tile of queries has fp32 sums in two chunks, each of 64 queries and at most 64 columns as the
+// threads of a warpgroup have them, and each chunk a counter of the tiles of keys that it has. A
+// warp adds a chunk when the counter has come to its tile. It waits only for a tile of keys that an
+// earlier ticket handed out, and so never for a block that has not begun. Blocks go through the
+// tiles of queries in step, and at each through the heads that share the keys.
 #pragma once
 
 #include "core/attention/hopper_backward.cuh"
@@ -18,13 +19,11 @@ namespace fused_norm::hopper {
 // chunk warp say that the group's 128, which wait, may write the chunk; and these that it is there.
 constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8;
 
-// The first of a sequence's tiles of queries, for one of `heads` query heads, of `tiles` as
-// hopper_query_tiles() has them; the sequence begins with row `begin`.
+// The first of a sequence's chunks of one group; the next tile's is two further.
 template <typename Form>
-__device__ __forceinline__ int64_t first_query_tile(const WorkArgs& args, int heads, int64_t tiles,
-                                                    int sequence, int head, int begin) {
-  return args.query_offsets == nullptr ? (int64_t{sequence} * heads + head) * tiles
-                                       : head * tiles + begin / Form::kOthers + sequence;
+__device__ __forceinline__ int64_t first_chunk(const QueryParts& tiles, int sequence, int head,
+                                               int begin, int half) {
+  return 2 * tiles.first(sequence, head, begin / Form::kOthers) + half;
 }
 
 // Adds chunks to dquery's sums as the group `half` makes them. One warp.
@@ -43,27 +42,26 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     if (leader) arrive(memory.own_empty[slot]);
     if (work.sequence < 0) return;
     const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
-    const int tiles = work.end_tile - work.first_tile, steps = steps_of<Form>(args, work);
-    // A step's tile of queries, and its chunk among all.
-    const auto tile_of = [&](int step) { return work.end_tile - 1 - step % tiles; };
-    const auto chunk_of = [&](int step) {
-      const int head = work.head * args.group + step / tiles;
-      return 2 * (first_query_tile<Form>(args, args.heads * args.group, args.other_tiles,
-                                         work.sequence, head, work.key_begin) +
-                  tile_of(step)) +
-             half;
-    };
+    const int64_t first = first_chunk<Form>(args.sums.tiles, work.sequence, work.head * args.group,
+                                            work.key_begin, half);
+    int tile = work.end_tile - 1, head = 0;
     uint32_t known = 0;  // the counter of the step's chunk, as it was in the step before
+    int64_t chunk, next = first + 2 * tile;
 #pragma unroll 1
-    for (int step = 0; step < steps; ++step) {
-      const int64_t chunk = chunk_of(step);
+    for (int steps = steps_of<Form>(args, work); steps > 0; --steps) {
+      chunk = next;
       // The tiles of keys before this one, from the first on that sees the queries: all between see
       // them too. Mostly they have all added to the chunk for long.
-      const uint32_t before = own_tile - max(0, tile_of(step) * Form::kOthers - right) / Form::kOwn;
-      if (leader && known < before) wait_for_count(args.counters + chunk, before);
+      const uint32_t before = own_tile - max(0, tile * Form::kOthers - right) / Form::kOwn;
+      if (++head == args.group) {
+        head = 0;
+        --tile;
+      }
+      next = first + 2 * (head * args.sums.tiles.of_head + tile);
+      if (leader && known < before) wait_for_count(args.sums.counters + chunk, before);
       named_sync(kChunkIsThere + half, kThreads);
       if (leader) {
-        float* sum = args.chunks + chunk * kChunkElements;
+        float* sum = args.sums.chunks + chunk * kChunkElements;
         if (before > 0) {
           add_bulk(sum, memory.chunk[half], bytes);
         } else {
@@ -71,14 +69,14 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
                      reinterpret_cast<const char*>(memory.chunk[half]), bytes);
         }
         commit_bulk_stores();
-        known = step + 1 < steps ? read_count(args.counters + chunk_of(step + 1)) : 0;
+        known = steps > 1 ? read_count(args.sums.counters + next) : 0;
         wait_for_bulk_reads<0>();
       }
       __syncwarp();
       named_arrive(kChunkIsFree + half, kThreads);
       if (leader) {
         wait_for_bulk_stores();
-        count_up(args.counters + chunk);
+        count_up(args.sums.counters + chunk);
       }
     }
   }
@@ -156,8 +154,8 @@ class FusedConsumer : public BackwardConsumer<Form> {
     wait_products<1>();
     hold(scores_);
     const bool hides = this->is_cut(work, tile);
-    if (hides) this->hide(work, tile);
     this->exponentiate();
+    if (hides) this->hide(work, tile);
     round<T>(second_weights_, scores_);
     this->make_now(second_weights_);
     wait_products<0>();
@@ -239,10 +237,10 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
               kWarps + (Form::kAll             ? kChunkWarps
                         : has_mask<Form>(args) ? kMaskWarps
                                                : 0));
-    memory.mask_full.init(2 * kMaskThreads);
+    memory.mask_full.init(kMaskThreads);
     memory.verdict.init(kWarps);
     memory.place = {};
-    init_ring(memory.first_full, memory.first_empty, Form::kOfKeys ? 33 : 1, kWarps);  // statistics
+    init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
     CopyBarrier::order_inits();
   }
@@ -271,8 +269,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
 
 // dquery from the chunks: of tiles of queries, whose columns or rows lie in two chunks.
 struct ChunkArgs : WorkArgs {
-  const float* chunks;
-  int64_t tiles;  // of a dense sequence, or all
+  DquerySums sums;
   AttentionTensor dquery;
   float scale;
   int32_t head_dim;
@@ -291,12 +288,12 @@ __global__ void __launch_bounds__(256)
     if (threadIdx.x < 32) list.tile(index, &work);
     __syncthreads();
     if (work.sequence < 0) return;
-    const int64_t tile = first_query_tile<Form>(args, args.heads, args.tiles, work.sequence,
-                                                work.head, work.query_begin) +
-                         work.first / Form::kOthers;
+    const int64_t chunk =
+        first_chunk<Form>(args.sums.tiles, work.sequence, work.head, work.query_begin, half) +
+        2 * (work.first / Form::kOthers);
     const auto* from =
-        reinterpret_cast<const float4*>(args.chunks + (2 * tile + half) * kChunkElements) + thread;
-    const int end = work.first_tile < work.end_tile ? Form::chunk_elements(half) / 512 : 0;
+        reinterpret_cast<const float4*>(args.sums.chunks + chunk * kChunkElements) + thread;
+    const int end = sees_keys(work) ? Form::chunk_elements(half) / 512 : 0;
     float values[kChunkElements / 128];
 #pragma unroll
     for (int i = 0; i < kChunkElements / 512; ++i) {

@@ -17,9 +17,13 @@
 namespace fused_norm {
 namespace hopper {
 
-// The driver's function, asked for once; null where the driver has none.
-inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encoder = [] {
+// A tensor map by the driver's function, which is asked for once. The box is so many elements of
+// each of kRank dimensions; strides, of all but the first, are multiples of 16 bytes.
+template <int kRank>
+cudaError_t make_map(CUtensorMapDataType type, const void* data, const cuuint64_t (&sizes)[kRank],
+                     const cuuint64_t (&strides)[kRank - 1], const cuuint32_t (&box)[kRank],
+                     CUtensorMapSwizzle swizzle, CUtensorMap* to) {
+  static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found;
     const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
@@ -27,7 +31,13 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
     return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }();
-  return encoder;
+  if (encode == nullptr) return cudaErrorNotSupported;
+  constexpr cuuint32_t kSteps[] = {1, 1, 1, 1};
+  const CUresult result =
+      encode(to, type, kRank, const_cast<void*>(data), sizes, strides, box, kSteps,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
 inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
@@ -58,8 +68,6 @@ struct MapMaker {
 
   void operator()(const AttentionTensor& tensor, bool of_keys, int columns, int tile_rows,
                   CUtensorMap* to) {
-    const auto encode = tensor_map_encoder();
-    if (encode == nullptr) error = cudaErrorNotSupported;
     if (error != cudaSuccess) return;
     const bool packed = params.query_offsets != nullptr;
     const int64_t batch = packed ? 1 : params.batch;
@@ -76,15 +84,11 @@ struct MapMaker {
     const Size strides[] = {bytes(read.row_stride, sizes[1]), bytes(read.head_stride, sizes[2]),
                             bytes(read.batch_stride, sizes[3])};
     const cuuint32_t box[] = {kPanelColumns, static_cast<cuuint32_t>(tile_rows), 1, 1};
-    const cuuint32_t steps[] = {1, 1, 1, 1};
-    const CUresult result =
-        encode(to,
-               params.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                               : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-               4, read.data, sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               kPanelColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-    if (result != CUDA_SUCCESS) error = cudaErrorInvalidValue;
+    error =
+        make_map(params.dtype == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+                 read.data, sizes, strides, box,
+                 kPanelColumns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B, to);
   }
 };
 
@@ -162,6 +166,12 @@ inline AttentionParams with_sides_changed(AttentionParams params) {
   return params;
 }
 
+inline DquerySums dquery_sums(const AttentionParams& params, char* scratch) {
+  const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
+  return {reinterpret_cast<float*>(scratch + layout.chunks),
+          reinterpret_cast<uint32_t*>(scratch + kHopperTicketBytes), layout.tiles};
+}
+
 // `scratch`: where HopperScratch's memory begins, for the kernel of all.
 template <typename Form>
 cudaError_t launch_backward_form(const AttentionGradient& gradient, const DeviceProperties& device,
@@ -170,10 +180,10 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   const AttentionParams& params = gradient.params.forward;
   BackwardArgs args{};
   if (Form::kAll) {
-    args.counters = reinterpret_cast<uint32_t*>(scratch + kHopperTicketBytes);
-    args.chunks = reinterpret_cast<float*>(scratch + hopper_scratch(params, true).chunks);
-    args.other_tiles = hopper_query_tiles(params);
+    args.sums = dquery_sums(params, scratch);
   }
+  args.statistics = gradient.statistics;
+  args.of_statistics = gradient.of_statistics;
   if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
   if (Form::kSecond) args.second = gradient.params.dvalue;
   if (!Form::kAll && args.first.data == nullptr && args.second.data == nullptr) return cudaSuccess;
@@ -184,10 +194,14 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   };
   maps_of(kOfKeys, Form::kOwn, &args.own_first, &args.own_second);
   maps_of(!kOfKeys, Form::kOthers, &args.other_first, &args.other_second);
+  const auto queries = static_cast<cuuint64_t>(gradient.of_statistics.all * kStatisticRows);
+  if (map.error == cudaSuccess && kOfKeys && queries > 0) {
+    map.error = make_map<2>(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, gradient.statistics, {queries, 2},
+                            {queries * sizeof(float)}, {Form::kOthers, 2},
+                            CU_TENSOR_MAP_SWIZZLE_NONE, &args.statistics_map);
+  }
   if (map.error != cudaSuccess) return map.error;
   set_scores(params, &args);
-  args.exponents = static_cast<const float*>(gradient.exponents);
-  args.delta = static_cast<const float*>(gradient.delta);
   args.group = params.heads / params.kv_heads;
   args.gradient_scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
@@ -211,8 +225,7 @@ cudaError_t launch_fused(const AttentionGradient& gradient, const DeviceProperti
   const cudaError_t error = launch_backward_form<Form>(gradient, device, ticket, scratch, stream);
   if (error != cudaSuccess || of.dquery.data == nullptr) return error;
   ChunkArgs args{};
-  args.chunks = reinterpret_cast<float*>(scratch + hopper_scratch(params, true).chunks);
-  args.tiles = hopper_query_tiles(params);
+  args.sums = dquery_sums(params, scratch);
   args.dquery = of.dquery;
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;

@@ -47,9 +47,10 @@ struct MaskTile {
     } else {
       copy_as(uint16_t());
     }
-    // Of what the thread stored, and of what it started to copy.
+    detail::commit_copies();
+    detail::wait_for_copies<0>();
+    __syncwarp();  // copies diverge
     arrive(full);
-    arrive_after_copies(full);
   }
 
   // Scores times `factor`, plus the mask; -inf where that is, whatever the score. `row`, `column`:

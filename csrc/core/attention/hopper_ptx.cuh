@@ -23,13 +23,6 @@ __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
                : "memory");
 }
 
-// The barrier gets one of its arrivals when all copy_async() that the thread has started are there.
-__device__ __forceinline__ void arrive_after_copies(CopyBarrier& barrier) {
-  asm volatile(
-      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
-      : "memory");
-}
-
 // Until the phase of `parity` has ended; a new barrier is as if one of parity 1 had.
 __device__ __forceinline__ void wait(const CopyBarrier& barrier, uint32_t parity) {
   barrier.wait(parity);
@@ -114,6 +107,17 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap* map,
         "r"(head), "r"(batch)
         : "memory");
   }
+}
+
+// As load_tile(): fp32 numbers from (row, column) on, as many as the map's box has, which need not
+// be aligned in global memory.
+__device__ __forceinline__ void load_floats(void* to, const CUtensorMap* map, CopyBarrier& barrier,
+                                            int column, int row) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%3, %4}], [%2];" ::"r"(shared_address(to)),
+      "l"(map), "r"(shared_address(&barrier)), "r"(column), "r"(row)
+      : "memory");
 }
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {

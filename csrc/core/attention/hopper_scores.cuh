@@ -62,25 +62,25 @@ __device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& 
   }
 }
 
-// Hides what lies behind or before the band of a thread's two rows, of which `row` is the first.
-// `column`: its first one.
+// Makes `hidden` what lies behind or before the band of a thread's two rows, of which `row` is the
+// first. `column`: its first one.
 template <int kCount>
 __device__ __forceinline__ void hide_after(float (&scores)[kCount], const Band& band, int columns,
-                                           int row, int column) {
+                                           int row, int column, float hidden = -INFINITY) {
   const int end[2] = {min(columns, row + band.right + 1) - column,
                       min(columns, row + 8 + band.right + 1) - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (8 * (i / 4) + i % 2 >= end[i / 2 % 2]) scores[i] = -INFINITY;
+    if (8 * (i / 4) + i % 2 >= end[i / 2 % 2]) scores[i] = hidden;
   }
 }
 template <int kCount>
 __device__ __forceinline__ void hide_before(float (&scores)[kCount], const Band& band, int row,
-                                            int column) {
+                                            int column, float hidden = -INFINITY) {
   const int first[2] = {row - band.left - column, row + 8 - band.left - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) scores[i] = -INFINITY;
+    if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) scores[i] = hidden;
   }
 }
 

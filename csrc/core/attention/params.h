@@ -5,6 +5,12 @@
 
 #include "core/common/types.h"
 
+#ifdef __CUDACC__
+#define FUSED_NORM_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define FUSED_NORM_HOST_DEVICE inline
+#endif
+
 namespace fused_norm {
 
 // A tensor of (batch, head, row, column); strides in elements, columns contiguous. A packed tensor

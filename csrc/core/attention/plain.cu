@@ -158,10 +158,15 @@ __global__ void __launch_bounds__(kThreads)
       }
       if (lane != 0 || row >= s.queries) continue;
       if (dlse != nullptr) sum -= dlse[first + row];
-      static_cast<A*>(g.delta)[first + row] = sum;
       const A lse = static_cast<const A*>(params.lse)[first + row];
-      static_cast<A*>(g.exponents)[first + row] =
-          lse == kLowest<A> ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
+      const A exponent = lse == kLowest<A> ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
+      static_cast<A*>(g.delta)[first + row] = sum;
+      static_cast<A*>(g.exponents)[first + row] = exponent;
+      if (g.statistics == nullptr) continue;
+      const int64_t place = g.of_statistics.first(s.batch, head, s.query_begin / kStatisticRows);
+      float* const statistic = g.statistics + place * kStatisticRows + row;
+      statistic[0] = static_cast<float>(sum);
+      statistic[g.of_statistics.all * kStatisticRows] = static_cast<float>(exponent);
     }
   });
 }

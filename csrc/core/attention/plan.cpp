@@ -37,6 +37,12 @@ bool attention_is_aligned(const AttentionTensor& tensor, DType dtype) {
          tensor.head_stride % pack == 0 && tensor.row_stride % pack == 0;
 }
 
+int64_t attention_rows(const AttentionParams& params) {
+  return int64_t{params.heads} * (params.query_offsets != nullptr
+                                      ? params.total_queries
+                                      : int64_t{params.batch} * params.queries);
+}
+
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device) {
   switch (tier) {
@@ -118,29 +124,38 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device) {
   const AttentionMask& mask = params.mask;
   return hopper_takes_forward(params, device) &&
+         query_parts(params, kStatisticRows).all <= INT32_MAX / kStatisticRows &&
          (mask.data == nullptr ||
           (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));
 }
 
-int64_t hopper_query_tiles(const AttentionParams& params) {
-  const int64_t rows = kHopperFusedTiles[hopper_dim_index(dim_of(params))].others;
-  return params.query_offsets == nullptr ? (params.queries + rows - 1) / rows
-                                         : params.total_queries / rows + params.batch;
+QueryParts query_parts(const AttentionParams& params, int rows) {
+  const bool packed = params.query_offsets != nullptr;
+  const int64_t of_head =
+      packed ? params.total_queries / rows + params.batch : (params.queries + rows - 1) / rows;
+  return {of_head, of_head * params.heads * (packed ? 1 : params.batch), params.heads, packed};
 }
 
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
   const bool fuses = backward && hopper_fuses(params);
   HopperScratch scratch{};
+  const auto take = [&](size_t bytes) {
+    const size_t begin = (scratch.all + 127) / 128 * 128;
+    scratch.all = begin + bytes;
+    return begin;
+  };
   if (fuses || is_uneven(params)) scratch.zeros = kHopperTicketBytes;
   if (fuses) {
-    const int64_t tiles = params.heads * hopper_query_tiles(params) *
-                          (params.query_offsets == nullptr ? params.batch : 1);
-    scratch.zeros += 2 * tiles * sizeof(uint32_t);
-    scratch.chunks = (scratch.zeros + 127) / 128 * 128;
-    scratch.all = scratch.chunks + 2 * tiles * 64 * 64 * sizeof(float);
-  } else {
-    scratch.all = scratch.zeros;
+    const int rows = kHopperFusedTiles[hopper_dim_index(dim_of(params))].others;
+    scratch.tiles = query_parts(params, rows);
+    scratch.zeros += 2 * scratch.tiles.all * sizeof(uint32_t);
   }
+  take(scratch.zeros);
+  if (backward) {
+    scratch.of_statistics = query_parts(params, kStatisticRows);
+    scratch.statistics = take(2 * scratch.of_statistics.all * kStatisticRows * sizeof(float));
+  }
+  if (fuses) scratch.chunks = take(2 * scratch.tiles.all * 64 * 64 * sizeof(float));
   return scratch;
 }
 

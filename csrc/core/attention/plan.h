@@ -13,6 +13,9 @@ namespace fused_norm {
 // The bounds on head dimensions of the plain tier, and of the portable one.
 constexpr int kMaxHeadDim = 512, kMaxPortableHeadDim = 256;
 
+// Queries of all heads: the rows of the log-sum-exp.
+int64_t attention_rows(const AttentionParams& params);
+
 // Whether a tier has kernels for the call, whatever the tensors' alignment.
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device);
@@ -143,22 +146,39 @@ bool hopper_fuses(const AttentionParams& params);
 // whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
 // compiled.
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
-// What the forward pass takes, but of masks those of 16 bit and booleans up to this head dimension:
-// shared memory has no room for others.
+// What the forward pass takes, but for so many queries that a row's index does not fit in 32 bits,
+// and of masks those of 16 bit and booleans up to this head dimension: shared memory has no room
+// for others.
 constexpr int kMaxMaskedBackwardDim = 192;
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
 
-// Scratch memory of a pass, in bytes: `zeros` at its beginning are to be zero. First a ticket for
-// each kernel by which tiles are handed out as blocks come; where one kernel makes all gradients, a
-// counter for each chunk of 64 x 64 elements of dquery, and at `chunks` their sums.
+// A layout in which every sequence of a head begins with a part of so many rows. Packed, sequence s
+// does with part offset / rows + s: no two share one, as n queries have at most
+// (offset + n) / rows - offset / rows + 1 parts.
+struct QueryParts {
+  int64_t of_head, all;  // of a head of a dense sequence, or of all packed ones; of all heads
+  int32_t heads;
+  bool packed;
+
+  // The first of a sequence, for which offset / rows is `begin`.
+  FUSED_NORM_HOST_DEVICE int64_t first(int sequence, int head, int begin) const {
+    return packed ? head * of_head + begin + sequence
+                  : (int64_t{sequence} * heads + head) * of_head;
+  }
+};
+QueryParts query_parts(const AttentionParams& params, int rows);
+constexpr int kStatisticRows = 4;  // of a part of statistics
+
+// Scratch memory of a pass: bytes of it all, of which `zeros` at the beginning are to be zero, and
+// where things begin. First is a ticket for each kernel by which tiles are handed out as blocks
+// come. Backward passes have delta of all queries, then their exponents (tiers.h), in parts that
+// copies in bulk can begin with. Where one kernel makes all gradients, each tile of queries has two
+// chunks of 64 x 64 elements of dquery: there is a counter for each, behind the tickets, and sums.
 struct HopperScratch {
-  size_t zeros, chunks, all;
+  size_t zeros, statistics, chunks, all;
+  QueryParts of_statistics, tiles;
 };
 constexpr size_t kHopperTicketBytes = 16;
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward);
-// Tiles of dquery, by rows of kHopperFusedTiles: of a dense sequence, or of all packed ones, of
-// which sequence s begins with tile offset / rows + s. No two share one, as n queries have at most
-// (offset + n) / rows - offset / rows + 1 tiles.
-int64_t hopper_query_tiles(const AttentionParams& params);
 
 }  // namespace fused_norm

@@ -62,6 +62,12 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
     exponentiate();
     multiply_values();
     subtract_delta();
+    if (!all_is_seen) {
+      // A query that sees nothing may have a NaN in dout.
+      mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
+        if (scores[m][n][e] == 0) gradient[m][n][e] = 0;
+      });
+    }
     mma::for_elements<kM, kN>(
         [&](int m, int n, int e, int, int) { gradient[m][n][e] *= scores[m][n][e]; });
   } else {

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include "core/attention/attention.h"
+#include "core/attention/plan.h"
 
 namespace fused_norm {
 
@@ -13,6 +14,9 @@ namespace fused_norm {
 struct AttentionGradient {
   AttentionBackwardParams params;
   void *delta, *exponents;
+  // Both once more, in fp32, as HopperScratch has them. Null: not wanted.
+  float* statistics;
+  QueryParts of_statistics;
 };
 
 // What every tier needs: delta, and the sink's gradient from it (plain.cu).
