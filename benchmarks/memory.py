@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fused_norm as fn
-from benchmarks import commandline, environment, plots, report, result_files
+from benchmarks import commandline, environment, plots, report, result_files, timing
 
 needs_gpu = False
 
@@ -272,8 +272,7 @@ def measure(name, modes, device, rounds):
     keys = [(mode, variant) for mode in MODES if mode in modes for variant in VARIANTS]
     steps = {key: [] for key in keys}
     for number in range(rounds + 1):
-        at = number % len(keys)
-        for key in (keys[at:] + keys[:at])[:: -1 if number % 2 else 1]:
+        for key in timing.order(keys, number):
             steps[key].append(measure_step(model, calls[key], device))
     results = []
     for mode, variant in keys:
