@@ -5,7 +5,7 @@ Of `model` the processes of all files are put together.
 
 from pathlib import Path
 
-from benchmarks import attention_report, model, report, result_files, results
+from benchmarks import attention_report, flag, model, report, result_files, results
 
 needs_gpu = False
 
@@ -51,7 +51,7 @@ def run(options):
         }
 
     files = options.files
-    for module in (model, attention_report):
+    for module in (model, attention_report, flag):
         if found := of(module.Record):
             facts = merge_facts(facts for facts, _ in found.values())
             module.write(facts, module.joined(r for _, r in found.values()), options.out)
