@@ -400,6 +400,7 @@ def add_arguments(parser):
         "--modes", nargs="+", choices=MODES, default=["eager"],
         help=f"compiled: more than {COMPILED_LAYERS} layers each by itself. Default: eager",
     )  # fmt: skip
+    parser.add_argument("--layers", type=commandline.positive, help="so many of the presets' alone")
     parser.add_argument("--rounds", type=commandline.positive, help="default: 7, on a CPU 3")
 
 
@@ -410,6 +411,10 @@ def run(options):
     defaults = [name for name in PRESETS if ("tiny" in name) == (device == "cpu")]
     results = []
     for name in options.preset or defaults:
+        if options.layers:
+            shorter = dataclasses.replace(PRESETS[name], layers=options.layers)
+            name = f"{name}, {options.layers} layers"
+            PRESETS[name] = shorter
         print(name, flush=True)
         rounds = options.rounds or (7 if device == "cuda" else 3)
         results += measure(name, options.modes, device, rounds)

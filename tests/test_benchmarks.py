@@ -319,6 +319,16 @@ def test_memory_of_small_transformers(tmp_path):
         assert attention["norms"] == efficient["norms"]
 
 
+def test_memory_of_so_many_layers(tmp_path):
+    words = ["--device", "cpu", "--preset", "llama-tiny", "--layers", "1", "--rounds", "1"]
+    done = command_line("memory", *words, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(tmp_path / "memory.csv")
+    assert {line["preset"] for line in lines} == {"llama-tiny, 1 layers"}
+    sizes = memory.PRESETS["llama-tiny"]
+    assert int(lines[2]["norms"]) == 3 * sizes.rows * 4
+
+
 def test_norms_on_a_cpu_beside_torchs(tmp_path):
     """One round. Its times mean little, but the verdict and the exit code follow from them."""
     done = command_line("cpu", "--rounds", "1", "--threads", "1", "--out", str(tmp_path))
