@@ -413,7 +413,7 @@ def run(options):
     for name in options.preset or defaults:
         if options.layers:
             shorter = dataclasses.replace(PRESETS[name], layers=options.layers)
-            name = f"{name}, {options.layers} layers"
+            name = f"{name}, {options.layers} layer{'s' * (options.layers > 1)}"
             PRESETS[name] = shorter
         print(name, flush=True)
         rounds = options.rounds or (7 if device == "cuda" else 3)

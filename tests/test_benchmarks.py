@@ -324,7 +324,7 @@ def test_memory_of_so_many_layers(tmp_path):
     done = command_line("memory", *words, "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
     lines = lines_of(tmp_path / "memory.csv")
-    assert {line["preset"] for line in lines} == {"llama-tiny, 1 layers"}
+    assert {line["preset"] for line in lines} == {"llama-tiny, 1 layer"}
     sizes = memory.PRESETS["llama-tiny"]
     assert int(lines[2]["norms"]) == 3 * sizes.rows * 4
 
