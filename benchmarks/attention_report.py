@@ -93,11 +93,6 @@ def plot(records, path):
     return [path]
 
 
-def joined(many):
-    """The records of several runs."""
-    return [record for records in many for record in records]
-
-
 def write(facts, records, out, stem="attention"):
     """The CSV file, the Markdown tables and the plot; prints how ours stands in each table."""
     result_files.write_csv(out / f"{stem}.csv", facts, Record, records)

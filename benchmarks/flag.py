@@ -145,11 +145,6 @@ def measure(norm, rows, cols, mode, rounds, backend):
     return costs
 
 
-def joined(many):
-    """The records of several runs."""
-    return [cost for costs in many for cost in costs]
-
-
 def write(facts, costs, out):
     result_files.write_csv(out / "flag.csv", facts, Record, costs)
     header = ["norm", "M x N", "mode", "direction", "off, us"]
