@@ -9,6 +9,7 @@ do those named deterministic.
 
 import dataclasses
 import functools
+import importlib
 import inspect
 import itertools
 
@@ -28,7 +29,7 @@ from benchmarks.sensors import Sensors
 # root mean square of what they are; sums of terms of random signs keep that ratio.
 TOLERANCE = 2 * 2.0**-8
 MIXED = (8192, 4096, 2048, 1024, 512, 256, 128, 128)
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS, STATE = ("forward", "backward"), ("MHz", "watts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,7 @@ class Cell:
 
     @property
     def heads(self):
-        heads = self.width // self.head_dim
-        return heads - heads % 2
+        return self.width // self.head_dim // 2 * 2
 
     @property
     def mask(self):
@@ -59,8 +59,7 @@ class Cell:
         words += [f"window {self.window}"] * (self.window is not None)
         words += [f"GQA {self.group_size}"] * (self.group_size > 1)
         words += [f"packed {len(self.lengths)}"] * bool(self.lengths)
-        words += [self.option] * (self.option != "none")
-        return " ".join(words)
+        return " ".join(words + [self.option] * (self.option != "none"))
 
     @property
     def reach(self):
@@ -72,11 +71,9 @@ class Cell:
         return self.lengths or (self.length,) * (self.tokens // self.length)
 
     def flops(self, direction):
-        pairs = 0
-        for n in self.sequences:
-            width = min(n, self.reach + 1)
-            # Query i sees min(i + 1, width) keys.
-            pairs += width * (width + 1) // 2 + (n - width) * width if self.causal else n * n
+        pairs = sum(n * n for n in self.sequences)
+        if self.causal:
+            pairs = sum(min(i, self.reach) + 1 for n in self.sequences for i in range(n))
         return 4 * pairs * self.heads * self.head_dim * (1 if direction == "forward" else 2.5)
 
 
@@ -93,23 +90,18 @@ def cells(quick):
     return [*found, Cell("host", 64, 128, tokens=128, width=128)]
 
 
-def bias(cell):
-    return torch.randn(1, cell.heads, cell.length, cell.length, dtype=torch.bfloat16)
-
-
 # What an option makes of a cell: arguments of flash_attention. On the device that is the default.
 OPTIONS = {
-    "none": lambda cell: {},
-    "softcap": lambda cell: {"softcap": 30.0},
-    "sink": lambda cell: {"sink": torch.randn(cell.heads)},
-    "alibi": lambda cell: {"alibi_slopes": torch.rand(cell.heads) / 64},
-    "padding": lambda cell: {
-        "attn_mask": torch.arange(cell.length)
-        < torch.full((len(cell.sequences), 1, 1, 1), cell.length - 5)
+    "none": lambda c: {},
+    "softcap": lambda c: {"softcap": 30.0},
+    "sink": lambda c: {"sink": torch.randn(c.heads)},
+    "alibi": lambda c: {"alibi_slopes": torch.rand(c.heads) / 64},
+    "padding": lambda c: {
+        "attn_mask": torch.arange(c.length) < torch.full((len(c.sequences), 1, 1, 1), c.length - 5)
     },
-    "boolean": lambda cell: {"attn_mask": torch.rand(1, 1, cell.length, cell.length) > 0.25},
-    "bias": lambda cell: {"attn_mask": bias(cell)},
-    "bias gradient": lambda cell: {"attn_mask": bias(cell).requires_grad_()},
+    "boolean": lambda c: {"attn_mask": torch.rand(1, 1, c.length, c.length) > 0.25},
+    "bias": lambda c: {"attn_mask": torch.randn(1, c.heads, c.length, c.length).bfloat16()},
+    "bias gradient": lambda c: {"attn_mask": OPTIONS["bias"](c)["attn_mask"].requires_grad_()},
 }
 
 
@@ -119,44 +111,39 @@ class Inputs:
 
     def __init__(self, cell, device="cuda"):
         torch.manual_seed(0)
+        rows = (cell.tokens,) if cell.lengths else (len(cell.sequences), cell.length)
 
         def make(heads):
-            rows = (cell.tokens,) if cell.lengths else (len(cell.sequences), cell.length)
             made = torch.randn(*rows, heads, cell.head_dim, dtype=torch.bfloat16)
             return (made if cell.lengths else made.transpose(1, 2)).requires_grad_()
 
         with torch.device(device):
-            heads, kv_heads = cell.heads, cell.heads // cell.group_size
-            self.query, self.key, self.value = map(make, (heads, kv_heads, kv_heads))
-            self.dout = make(heads).detach()
-            self.offsets = torch.tensor((0, *itertools.accumulate(cell.sequences))).int()
+            kv_heads = cell.heads // cell.group_size
+            self.qkv = [make(heads) for heads in (cell.heads, kv_heads, kv_heads)]
+            self.dout = make(cell.heads).detach()
+            offsets = torch.tensor((0, *itertools.accumulate(cell.sequences))).int()
+            self.sizes = (offsets, offsets, cell.length, cell.length)  # of packed sequences
             self.options = OPTIONS[cell.option](cell)
-        self.qkv = (self.query, self.key, self.value)
+        self.mask = self.options.get("attn_mask")
         self.leaves = [*self.qkv]
-        self.leaves += [t for t in self.options.values() if getattr(t, "requires_grad", False)]
+        self.leaves += [self.mask] * (self.mask is not None and self.mask.requires_grad)
 
 
 def ours(cell, x):
     masks = {"causal": cell.causal, "window": None if cell.window is None else (cell.window, None)}
     if cell.lengths:
-        sizes = (x.offsets, x.offsets, cell.length, cell.length)
-        return functools.partial(fn.flash_attention_varlen, *x.qkv, *sizes, **masks)
+        return functools.partial(fn.flash_attention_varlen, *x.qkv, *x.sizes, **masks)
     return functools.partial(fn.flash_attention, *x.qkv, **masks, **x.options)
 
 
-def of_torch(backend, masks):
+def of_torch(backend, masks, cell, x):
     """`masks`: whether it is to be seen with a mask, without, or both."""
-
-    def make(cell, x):
-        mask = x.options.get("attn_mask")
-        known = cell.option == "none" or mask is not None
-        if cell.lengths or cell.window is not None or not known or (mask is not None) not in masks:
-            return None
-        options = {"attn_mask": mask, "is_causal": cell.causal, "enable_gqa": True}
-        call = functools.partial(F.scaled_dot_product_attention, *x.qkv, **options)
-        return sdpa_kernel(backend)(call)
-
-    return make
+    known = cell.option == "none" or x.mask is not None
+    if cell.lengths or cell.window is not None or not known or (x.mask is not None) not in masks:
+        return None
+    options = {"attn_mask": x.mask, "is_causal": cell.causal, "enable_gqa": True}
+    call = functools.partial(F.scaled_dot_product_attention, *x.qkv, **options)
+    return sdpa_kernel(backend)(call)
 
 
 def torch_varlen(cell, x):
@@ -167,24 +154,28 @@ def torch_varlen(cell, x):
     masks = {"is_causal": True}  # until torch 2.10
     if "window_size" in inspect.signature(varlen_attn).parameters:
         masks = {"window_size": (-1, 0)}
-    sizes = (x.offsets, x.offsets, cell.length, cell.length)
-    return functools.partial(varlen_attn, *x.qkv, *sizes, **masks)
+    return functools.partial(varlen_attn, *x.qkv, *x.sizes, **masks)
 
 
-def flash_attn_4(cell, x, deterministic):
+def flash_attn(module, deterministic, cell, x):
+    """Of flash-attn 3 or 4, whose arguments have the same names."""
     if cell.option not in ("none", "softcap"):
         return None
-    from flash_attn import cute
-
+    library = importlib.import_module(module)
     options = {"causal": cell.causal, "deterministic": deterministic, **x.options}
     if cell.window is not None:
         options["window_size"] = (cell.window, 0)
-    if cell.lengths:
-        for side in "qk":
-            options |= {f"cu_seqlens_{side}": x.offsets, f"max_seqlen_{side}": cell.length}
-        return lambda: cute.flash_attn_varlen_func(*x.qkv, **options)[0]
-    rows_first = [t.transpose(1, 2) for t in x.qkv]
-    return lambda: cute.flash_attn_func(*rows_first, **options)[0].transpose(1, 2)
+    if not cell.lengths:
+        inputs = [t.transpose(1, 2) for t in x.qkv]
+        return lambda: output(library.flash_attn_func(*inputs, **options)).transpose(1, 2)
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    options |= zip(names, x.sizes, strict=True)
+    return lambda: output(library.flash_attn_varlen_func(*x.qkv, **options))
+
+
+def output(results):
+    """Without the log-sum-exp, which some versions return too."""
+    return results[0] if isinstance(results, tuple) else results
 
 
 def flex(cell, x):
@@ -196,8 +187,8 @@ def flex(cell, x):
     block_mask, length, reach = None, cell.length, cell.reach
     if cell.causal:
         sees = lambda b, h, i, j: (i >= j) & (i - j <= reach)  # noqa: E731
-        block_mask = create_block_mask(sees, None, None, length, length, x.query.device)
-    cap, added = x.options.get("softcap"), x.options.get("attn_mask")
+        block_mask = create_block_mask(sees, None, None, length, length, x.dout.device)
+    cap, added = x.options.get("softcap"), x.mask
     score_mod = {
         "none": None,
         "softcap": lambda s, b, h, i, j: cap * torch.tanh(s / cap),
@@ -210,12 +201,14 @@ def flex(cell, x):
 
 PEERS = {
     OURS: ours,
-    "torch FLASH": of_torch(SDPBackend.FLASH_ATTENTION, (False,)),
-    "torch CUDNN": of_torch(SDPBackend.CUDNN_ATTENTION, (False, True)),
-    "torch EFFICIENT": of_torch(SDPBackend.EFFICIENT_ATTENTION, (True,)),
+    "torch FLASH": functools.partial(of_torch, SDPBackend.FLASH_ATTENTION, (False,)),
+    "torch CUDNN": functools.partial(of_torch, SDPBackend.CUDNN_ATTENTION, (False, True)),
+    "torch EFFICIENT": functools.partial(of_torch, SDPBackend.EFFICIENT_ATTENTION, (True,)),
     "torch varlen": torch_varlen,
-    "flash-attn 4": functools.partial(flash_attn_4, deterministic=False),
-    "flash-attn 4 deterministic": functools.partial(flash_attn_4, deterministic=True),
+    "flash-attn 3": functools.partial(flash_attn, "flash_attn_interface", False),
+    "flash-attn 3 deterministic": functools.partial(flash_attn, "flash_attn_interface", True),
+    "flash-attn 4": functools.partial(flash_attn, "flash_attn.cute", False),
+    "flash-attn 4 deterministic": functools.partial(flash_attn, "flash_attn.cute", True),
     "FlexAttention": flex,
 }
 
@@ -229,16 +222,16 @@ def part(cell, tensor, heads):
 def reference(cell, x):
     """out, dquery, dkey and dvalue by the formula in fp64, of the first sequence, the first head of
     keys and its heads of queries."""
-    group, options, rows = cell.group_size, x.options, torch.arange(cell.length).to(x.offsets)
-    query, key, value = part(cell, x.query, group), part(cell, x.key, 1), part(cell, x.value, 1)
+    group, options, rows = cell.group_size, x.options, torch.arange(cell.length).to(x.dout.device)
+    query, key, value = map(part, [cell] * 3, x.qkv, (group, 1, 1))
     distance = rows[:, None] - rows
     scores = query @ key.mT * cell.head_dim**-0.5
     if cap := options.get("softcap"):
         scores = cap * torch.tanh(scores / cap)
     if "alibi_slopes" in options:
         scores = scores - options["alibi_slopes"][:group, None, None] * distance.abs()
-    if "attn_mask" in options:
-        mask = options["attn_mask"].detach()[0, :group]
+    if x.mask is not None:
+        mask = x.mask.detach()[0, :group]
         scores = scores.where(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
     if cell.causal:
         scores = scores.where((distance >= 0) & (distance <= cell.reach), -torch.inf)
@@ -262,43 +255,39 @@ def errors(cell, expected, out, grads):
 class Subject:
     """One implementation at one cell, warm: `forward()` and `backward()` are single calls."""
 
-    def __init__(self, forward, x):
+    def __init__(self, cell, x, forward, expected):
         self.forward, self.x = forward, x
-        for _ in range(2):
+        for _ in range(3):
+            self.out = None
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
             self.out = self.forward()
-            self.backward()
-        self.out = None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self.out = self.forward()
-        self.grads = self.backward()
-        self.peak = torch.cuda.max_memory_allocated() - before
+            grads = self.backward()
+            self.peak = torch.cuda.max_memory_allocated() - before
+        self.errors = errors(cell, expected, self.out, grads)
 
     def backward(self):
         return torch.autograd.grad(self.out, self.x.leaves, self.x.dout, retain_graph=True)
 
 
 def measure(cell, names, rounds, seconds, sensors):
-    x = Inputs(cell)
-    expected, subjects, wrong, records = reference(cell, x), {}, {}, []
+    x, subjects, records = Inputs(cell), {}, []
+    expected, clock = reference(cell, x), "host seconds" if cell.group == "host" else "seconds"
     about = (cell.group, cell.name, cell.head_dim, cell.length, cell.mask)
     for name in names:
         try:
             if forward := PEERS[name](cell, x):
-                subject = subjects[name] = Subject(forward, x)
-                wrong[name] = errors(cell, expected, subject.out, subject.grads)
+                subjects[name] = Subject(cell, x, forward, expected)
         except Exception as reason:
             if name == OURS:
                 raise
-            subjects.pop(name, None)
-            records.append(Record(*about, "", name, 0, 0, 0, 0, 0, 0, first_line(reason)))
-    clock = "host seconds" if cell.group == "host" else "seconds"
+            records.append(Record(*about, "", name, note=first_line(reason)))
     for direction in DIRECTIONS:
         calls = {name: getattr(subject, direction) for name, subject in subjects.items()}
         for name, found in timing.in_turns(calls, rounds, seconds, sensors, ahead=0).items():
-            rate = cell.flops(direction) / found[clock] * 1e-12
-            own = (found[clock], rate, wrong[name][direction], subjects[name].peak)
-            state = found.get("MHz", 0), found.get("watts", 0)
+            time, own = found[clock], subjects[name]
+            rate, state = cell.flops(direction) / time * 1e-12, (found.get(q, 0) for q in STATE)
+            own = (time, rate, own.errors[direction], own.peak)
             records.append(Record(*about, direction, name, *own, *state))
     return records
 
@@ -306,6 +295,8 @@ def measure(cell, names, rounds, seconds, sensors):
 def add_arguments(parser):
     parser.add_argument("--peers", nargs="*", choices=list(PEERS), default=list(PEERS))
     parser.add_argument("--groups", nargs="*", help="of cells, these only")
+    parser.add_argument("--dims", nargs="*", type=commandline.count, help="cells of these only")
+    parser.add_argument("--lengths", nargs="*", type=commandline.count, help="cells of these only")
     parser.add_argument("--part", type=commandline.part, default=commandline.Part(), metavar="K/N",
                         help="this part only; see `merge`")  # fmt: skip
     parser.add_argument("--rounds", type=commandline.positive, default=5)
@@ -317,13 +308,14 @@ def run(options):
     """Measure, print and write; 1 if one of our results is wrong, else 0. What was measured is
     written, also when the run is interrupted."""
     names = [n for n in PEERS if n in options.peers or n == OURS]
-    chosen = [c for c in cells(options.quick) if not options.groups or c.group in options.groups]
+    asked = {"group": options.groups, "head_dim": options.dims, "length": options.lengths}
+    asked = {field: these for field, these in asked.items() if these}
+    chosen = [c for c in cells(options.quick) if all(getattr(c, f) in asked[f] for f in asked)]
     facts, records, sensors = [("suite", "attention"), *environment.facts()], [], Sensors()
-    seconds = options.milliseconds * 1e-3
-    todo = options.part.of(chosen, stride=True)
+    todo = track(options.part.of(chosen, stride=True), "attention", console=Console(stderr=True))
     try:
-        for cell in track(todo, "attention", console=Console(stderr=True)):
-            here = measure(cell, names, options.rounds, seconds, sensors)
+        for cell in todo:
+            here = measure(cell, names, options.rounds, options.milliseconds * 1e-3, sensors)
             records += here
             rates = (f"{r.peer} {r.direction} {r.tflops:.0f}" for r in here if r.seconds)
             print(f"{cell.name}: {'; '.join(rates)}", flush=True)

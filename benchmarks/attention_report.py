@@ -16,12 +16,12 @@ class Record:
     mask: str
     direction: str  # none where an implementation does not run the cell: `note` says why
     peer: str
-    seconds: float
-    tflops: float
-    error: float  # over its bound
-    peak_bytes: int  # of a forward and a backward pass, beside their inputs
-    mhz: float
-    watts: float
+    seconds: float = 0
+    tflops: float = 0
+    error: float = 0  # over its bound
+    peak_bytes: int = 0  # of a forward and a backward pass, beside their inputs
+    mhz: float = 0
+    watts: float = 0
     note: str = ""
 
 
@@ -82,24 +82,15 @@ def plot(records, path):
     figure, panels = plots.panels(
         lengths, 3.6, 2.6, 4, lambda r: f"D {r.head_dim}, {r.mask}, {r.direction}"
     )
-    peers = list(dict.fromkeys(r.peer for r in lengths))
     for axes, here in panels:
-        for number, peer in enumerate(peers):
-            points = sorted((r.length, r.tflops) for r in here if r.peer == peer)
-            width = 1.8 if peer == OURS else 1
-            style = {"color": f"C{number}", "linewidth": width, "label": peer}
-            axes.plot(*plots.coordinates(points), ".-", **style)
-        axes.set_xscale("log", base=2)
+        for number, peer in enumerate(dict.fromkeys(r.peer for r in lengths)):
+            points = [(r.length, r.tflops) for r in here if r.peer == peer]
+            plots.curve(axes, points, peer, f"C{number}")
         axes.set_ylim(bottom=0)
         axes.set_ylabel("TFLOP/s")
     plots.legend(figure, axes)
     figure.savefig(path, dpi=110)
     return [path]
-
-
-def joined(many):
-    """The records of several runs."""
-    return [record for records in many for record in records]
 
 
 def write(facts, records, out, stem="attention"):

@@ -34,7 +34,7 @@ TOLERANCE = 4 * 2.0**-8
 
 
 @dataclasses.dataclass(frozen=True)
-class Cost:
+class Record:
     norm: str
     rows: int
     cols: int
@@ -141,12 +141,12 @@ def measure(norm, rows, cols, mode, rounds, backend):
         calls = {variant: getattr(subject, direction) for variant, subject in subjects.items()}
         found = timing.in_turns(calls, rounds, SECONDS, sensors.Sensors(), ahead=0)
         times = (found[variant]["seconds"] / sets for variant in VARIANTS)
-        costs.append(Cost(norm, rows, cols, mode, direction, *times, worst))
+        costs.append(Record(norm, rows, cols, mode, direction, *times, worst))
     return costs
 
 
-def write(costs, facts, out):
-    result_files.write_csv(out / "flag.csv", facts, Cost, costs)
+def write(facts, costs, out):
+    result_files.write_csv(out / "flag.csv", facts, Record, costs)
     header = ["norm", "M x N", "mode", "direction", "off, us"]
     header += [f"{variant}, us" for variant in VARIANTS[1:]] + list(VARIANTS[1:])
     rows = [
@@ -186,7 +186,7 @@ def run(options):
     for norm, (rows, cols), mode in track(cases, "norms", console=Console(stderr=True)):
         costs += measure(norm, rows, cols, mode, options.rounds, options.backend)
         torch.cuda.empty_cache()
-    write(costs, [("suite", "flag"), *environment.facts()], options.out)
+    write([("suite", "flag"), *environment.facts()], costs, options.out)
     verdicts = [c.verdict(variant) for c in costs for variant in VARIANTS[1:]]
     print(f"{verdicts.count('met')} of {len(verdicts)} within their limits")
     return 0 if verdicts.count("met") == len(verdicts) else 1

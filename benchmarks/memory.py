@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fused_norm as fn
-from benchmarks import commandline, environment, plots, report, result_files
+from benchmarks import commandline, environment, plots, report, result_files, timing
 
 needs_gpu = False
 
@@ -272,8 +272,7 @@ def measure(name, modes, device, rounds):
     keys = [(mode, variant) for mode in MODES if mode in modes for variant in VARIANTS]
     steps = {key: [] for key in keys}
     for number in range(rounds + 1):
-        at = number % len(keys)
-        for key in (keys[at:] + keys[:at])[:: -1 if number % 2 else 1]:
+        for key in timing.order(keys, number):
             steps[key].append(measure_step(model, calls[key], device))
     results = []
     for mode, variant in keys:
@@ -401,6 +400,7 @@ def add_arguments(parser):
         "--modes", nargs="+", choices=MODES, default=["eager"],
         help=f"compiled: more than {COMPILED_LAYERS} layers each by itself. Default: eager",
     )  # fmt: skip
+    parser.add_argument("--layers", type=commandline.positive, help="so many of the presets' alone")
     parser.add_argument("--rounds", type=commandline.positive, help="default: 7, on a CPU 3")
 
 
@@ -411,6 +411,10 @@ def run(options):
     defaults = [name for name in PRESETS if ("tiny" in name) == (device == "cpu")]
     results = []
     for name in options.preset or defaults:
+        if options.layers:
+            shorter = dataclasses.replace(PRESETS[name], layers=options.layers)
+            name = f"{name}, {options.layers} layer{'s' * (options.layers > 1)}"
+            PRESETS[name] = shorter
         print(name, flush=True)
         rounds = options.rounds or (7 if device == "cuda" else 3)
         results += measure(name, options.modes, device, rounds)

@@ -3,9 +3,10 @@
 Of `model` the processes of all files are put together.
 """
 
+import itertools
 from pathlib import Path
 
-from benchmarks import attention_report, model, report, result_files, results
+from benchmarks import attention_report, flag, model, report, result_files, results
 
 needs_gpu = False
 
@@ -51,10 +52,11 @@ def run(options):
         }
 
     files = options.files
-    for module in (model, attention_report):
+    for module in (model, attention_report, flag):
         if found := of(module.Record):
             facts = merge_facts(facts for facts, _ in found.values())
-            module.write(facts, module.joined(r for _, r in found.values()), options.out)
+            join = getattr(module, "joined", lambda many: list(itertools.chain(*many)))
+            module.write(facts, join(r for _, r in found.values()), options.out)
         files = [path for path in files if path not in found]
     suites = {
         suite: (merge_facts(facts for facts, _ in parts), merge_results(r for _, r in parts))

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import track
 
 import fused_norm as fn
-from benchmarks import commandline, environment, peers, report
+from benchmarks import commandline, environment, peers, report, timing
 from benchmarks.peers import first_line, ours
 from benchmarks.results import OURS, Result
 
@@ -124,16 +124,15 @@ def measure(found, calls, rounds, synchronize):
             if subject.name == OURS:
                 raise
             failed[index] = first_line(error)
-    for _ in track(range(rounds), "rounds", console=Console(stderr=True)):
-        for index, subject in enumerate(found):
-            if index in failed:
-                continue
+    running = [index for index in range(len(found)) if index not in failed]
+    for number in track(range(rounds), "rounds", console=Console(stderr=True)):
+        for index in timing.order(running, number):
             for direction, seconds in (
                 ("forward", forward_seconds),
                 ("backward", backward_seconds),
             ):
                 times.setdefault((index, direction), []).append(
-                    seconds(subject, calls, synchronize)
+                    seconds(found[index], calls, synchronize)
                 )
     return {key: statistics.median(values) for key, values in times.items()}, failed
 

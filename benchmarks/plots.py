@@ -64,6 +64,15 @@ def coordinates(points, dimensions=2):
     return list(zip(*points, strict=True)) or [[]] * dimensions
 
 
+def curve(axes, points, peer, colour):
+    """A peer's line through the points over the logarithm of x."""
+    mine = peer == results.OURS
+    style = {"markersize": 5, "linewidth": 1.6, "zorder": 3} if mine else {"markersize": 3}
+    style = {"linewidth": 0.9, "zorder": 2, "color": colour, "label": peer} | style
+    axes.plot(*coordinates(sorted(points)), marker=".", **style)
+    axes.set_xscale("log", base=2)
+
+
 def ceiling(axes, measured):
     """The copy bandwidth of the run."""
     copy = max(r.bytes / r.ideal for r in measured) / 1e12
@@ -107,24 +116,14 @@ def columns(measured):
     for axes, here in pairs:
         ceiling(axes, here)
         for peer, shade in colour.items():
-            mine = peer == results.OURS
             of_peer = [r for r in here if r.peer == peer]
-            points = sorted((r.cols, terabytes(r)) for r in of_peer if studies.aligned(r))
+            points = [(r.cols, terabytes(r)) for r in of_peer if studies.aligned(r)]
             odd = [(r.cols, terabytes(r)) for r in of_peer if not studies.aligned(r)]
             wrong = [(r.cols, terabytes(r)) for r in of_peer if not r.correct]
-            axes.plot(
-                *coordinates(points),
-                color=shade,
-                marker=".",
-                markersize=5 if mine else 3,
-                linewidth=1.6 if mine else 0.9,
-                zorder=3 if mine else 2,
-                label=peer,
-            )
+            curve(axes, points, peer, shade)
             label = f"{peer}, odd N" if odd else None
             axes.plot(*coordinates(odd), "^", color=shade, fillstyle="none", ms=4, label=label)
             axes.plot(*coordinates(wrong), "x", color=shade, markersize=8)
-        axes.set_xscale("log", base=2)
         axes.set_xlabel("N")
     legend(figure, pairs[0][0])
     return figure

@@ -93,19 +93,23 @@ def turn(call, count, sensor, samples, ahead=AHEAD):
     return start.elapsed_time(end) / count * 1e-3, host / count
 
 
+def order(names, number):
+    """The names in the order of a round: who is first changes from round to round, and so does the
+    direction."""
+    at = number // 2 % len(names)
+    return (names[at:] + names[:at])[:: -1 if number % 2 else 1]
+
+
 def in_turns(calls, rounds, seconds, sensor, ahead=AHEAD):
-    """{name: {quantity: number}}: the turns of the calls, of about so many seconds, alternate; who
-    is first changes from round to round, and so does the direction."""
+    """{name: {quantity: number}}: the turns of the calls, of about so many seconds, alternate."""
     names = list(calls)
-    counts = {}
-    for name, call in calls.items():
-        one = turn(call, 3, sensor, [], ahead)[0]
-        counts[name] = max(2, round(seconds / one))
-    turn(calls[names[0]], max(1, int(0.1 / one)), sensor, [])  # the chip is warm from here on
+    once = {name: turn(call, 3, sensor, [], ahead)[0] for name, call in calls.items()}
+    counts = {name: max(2, round(seconds / once[name])) for name in names}
+    # The chip is warm from here on.
+    turn(calls[names[0]], max(1, int(0.1 / once[names[0]])), sensor, [])
     times, samples = {name: [] for name in names}, {name: [] for name in names}
     for number in range(rounds):
-        order = names[number % len(names) :] + names[: number % len(names)]
-        for name in order[:: -1 if number % 2 else 1]:
+        for name in order(names, number):
             times[name].append(turn(calls[name], counts[name], sensor, samples[name], ahead))
     found = {}
     for name in names:

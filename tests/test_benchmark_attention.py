@@ -1,13 +1,17 @@
 """`python -m benchmarks attention`: the FLOPs it counts, and its files and tables."""
 
 import dataclasses
+import functools
+import sys
+import types
 
 import pytest
 import torch
 
-from benchmarks import attention, attention_report, result_files
+from benchmarks import attention, attention_report, environment, result_files, timing
 from benchmarks.__main__ import main
 from benchmarks.attention_report import OURS, Record
+from fused_norm import flash_attn
 
 
 def record(peer, seconds, *, cell="64 x 512 full", group="lengths", error=0.2, **others):
@@ -53,6 +57,53 @@ def test_ours_is_within_the_bound_of_the_reference(option):
         grads = torch.autograd.grad(out, x.leaves, x.dout)
         found = attention.errors(cell, attention.reference(cell, x), out, grads)
         assert all(error <= 1 for error in found.values()), (cell.name, found)
+
+
+def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """With a clock that stands in for the GPU's, this library in the place of flash-attn 3 and 4,
+    and a peer that fails."""
+    pytest.importorskip("matplotlib")
+    size = {"tokens": 64, "width": 64}
+    cells = [
+        attention.Cell("lengths", 32, 32, True, **size),
+        attention.Cell("windows", 32, 32, True, window=7, **size),
+        attention.Cell("packed", 32, 32, True, lengths=(32, 16, 16), **size),
+        attention.Cell("host", 32, 16, tokens=16, width=64),
+    ]
+    third = types.SimpleNamespace(
+        flash_attn_func=lambda *qkv, deterministic, **options: (
+            flash_attn.flash_attn_func(*qkv, **options),
+            None,
+        ),
+        flash_attn_varlen_func=lambda *qkv, deterministic, **options: (
+            flash_attn.flash_attn_varlen_func(*qkv, **options)
+        ),
+    )
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", third)
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    monkeypatch.setattr(attention, "cells", lambda quick: cells)
+    monkeypatch.setattr(
+        attention, "Inputs", functools.partial(attention.Inputs, device=torch.device("cpu"))
+    )
+    monkeypatch.setattr(environment, "facts", lambda: [("GPU", "none")])
+    monkeypatch.setattr(timing, "turn", lambda call, *_: (call() is not None and 1e-3, 1e-3))
+    for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(attention, "Sensors", lambda: None)
+    options = types.SimpleNamespace(
+        peers=["flash-attn 3", "flash-attn 4"], groups=None, dims=[32], lengths=[32, 48],
+        part=attention.commandline.Part(), rounds=2, milliseconds=1, quick=False, out=tmp_path,
+    )  # fmt: skip
+    assert attention.run(options) == 0
+    _, records = result_files.read_csv(tmp_path / "attention.csv", Record)
+    timed = [r for r in records if r.direction]
+    assert [r.cell for r in timed if r.peer == OURS] == [
+        cell.name for cell in cells[:3] for _ in attention.DIRECTIONS
+    ]
+    assert len(timed) == 2 * 2 * 3 and all(r.error <= 1 and r.seconds == 1e-3 for r in timed)
+    assert {r.peer for r in records if r.note} == {"flash-attn 4"}
+    capsys.readouterr()
 
 
 def test_files_and_merge(tmp_path, capsys):

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("benchmarks.model", reason="the benchmarks need the repository and rich")
 
 from benchmarks import __main__ as entry_point  # noqa: E402
-from benchmarks import model, model_steps, result_files, sensors  # noqa: E402
+from benchmarks import model, model_steps, result_files, sensors, timing  # noqa: E402
 from benchmarks.model_steps import Case, Kernel, Record  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
@@ -112,6 +112,25 @@ def test_medians_of_what_the_driver_tells():
     samples = [(1500, None, 50), (1700, None, 54), (1600, 650.0, 52)]
     assert sensors.medians(samples) == {"MHz": 1600, "watts": 650.0, "degrees": 52}
     assert sensors.medians([(None, None, None)]) == {}
+
+
+def test_turns(monkeypatch):
+    """Each call's turn is as long as the others', whatever it takes, and none is always first."""
+    seconds, turns = {"torch": 2e-3, "fused": 1e-3}, []
+
+    def turn(call, count, *_):
+        turns.append((call, count))
+        return seconds[call], 1e-4
+
+    monkeypatch.setattr(timing, "turn", turn)
+    found = timing.in_turns({name: name for name in seconds}, 4, 0.05, None)
+    assert turns[:3] == [("torch", 3), ("fused", 3), ("torch", 50)]  # the last warms, for 0.1 s
+    a, b = ("torch", 25), ("fused", 50)
+    assert turns[3:] == [a, b, b, a, b, a, a, b]
+    assert found["fused"]["change"] == -0.5
+    assert found["torch"]["seconds"] == 2e-3
+    orders = [tuple(timing.order([1, 2, 3], number)) for number in range(6)]
+    assert len(set(orders)) == 6 and {first for first, *_ in orders[:3]} == {1, 2, 3}
 
 
 CASE = Case("RMSNorm", 2048, 16384)

@@ -21,7 +21,7 @@ backward_ladder = pytest.importorskip("benchmarks.backward_ladder")
 from benchmark_harness import measured, result  # noqa: E402
 
 from benchmarks import __main__ as entry_point  # noqa: E402
-from benchmarks import cpu, environment, report, result_files, results, targets  # noqa: E402
+from benchmarks import cpu, environment, flag, report, result_files, results, targets  # noqa: E402
 from benchmarks.peers import eager, ours  # noqa: E402
 
 
@@ -319,6 +319,16 @@ def test_memory_of_small_transformers(tmp_path):
         assert attention["norms"] == efficient["norms"]
 
 
+def test_memory_of_so_many_layers(tmp_path):
+    words = ["--device", "cpu", "--preset", "llama-tiny", "--layers", "1", "--rounds", "1"]
+    done = command_line("memory", *words, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(tmp_path / "memory.csv")
+    assert {line["preset"] for line in lines} == {"llama-tiny, 1 layer"}
+    sizes = memory.PRESETS["llama-tiny"]
+    assert int(lines[2]["norms"]) == 3 * sizes.rows * 4
+
+
 def test_norms_on_a_cpu_beside_torchs(tmp_path):
     """One round. Its times mean little, but the verdict and the exit code follow from them."""
     done = command_line("cpu", "--rounds", "1", "--threads", "1", "--out", str(tmp_path))
@@ -336,13 +346,28 @@ def test_norms_on_a_cpu_beside_torchs(tmp_path):
 
 
 def test_limits_on_a_cpu(tmp_path, capsys):
-    costs = [cpu.Cost("RMSNorm", "bf16", flag, 2e-3, 3.2e-3) for flag in ("off", "on")]
+    costs = [cpu.Cost("RMSNorm", "bf16", on, 2e-3, 3.2e-3) for on in ("off", "on")]
     cpu.write(costs, [("threads", 2)], tmp_path)
     assert [c.missed for c in costs] == [True, False]
     markdown = (tmp_path / "cpu.md").read_text()
     assert "| RMSNorm | bf16 | off | 2.00 | 3.20 | 1.60 | 1.5, missed |" in markdown
     assert "| RMSNorm | bf16 | on | 2.00 | 3.20 | 1.60 | 3.0 |" in markdown
     assert "1.5, missed" in capsys.readouterr().out
+
+
+def test_modes_of_flag_are_merged(tmp_path, capsys):
+    costs = [
+        flag.Record("RMSNorm", 64, 256, mode, "forward", 1e-4, 1.01e-4, 1.3e-4, 0.5)
+        for mode in ("captured", "eager")
+    ]
+    for cost in costs:
+        result_files.write_csv(tmp_path / f"{cost.mode}.csv", [("GPU", "a")], flag.Record, [cost])
+    files = [str(tmp_path / f"{cost.mode}.csv") for cost in costs]
+    assert entry_point.main(["merge", *files, "--out", str(tmp_path)]) == 0
+    assert result_files.read_csv(tmp_path / "flag.csv", flag.Record) == ([("GPU", "a")], costs)
+    row = "| RMSNorm | 64 x 256 | eager | forward | 100.0 | 101.0 | 130.0 | met | 18.0 us over |"
+    assert row in (tmp_path / "flag.md").read_text()
+    capsys.readouterr()
 
 
 LADDER_COLUMNS = (
