@@ -284,7 +284,7 @@ class BackwardConsumer {
                                         tile * kOthers + lane_ % 4 * 2, capped);
     if constexpr (Form::kMasks) {
       if (!has_mask<Form>(args_)) return;
-      Form::Mask::wait(group_);
+      wait(memory_.mask_full, first_place_.is_odd());
       Form::Mask::template add<T, Form::kOfKeys>(args_.mask, memory_.mask_tile(), row_in_tile(),
                                                  lane_ % 4 * 2, factor, scores_);
       named_arrive(kMaskIsRead, kConsumers + kMaskThreads);

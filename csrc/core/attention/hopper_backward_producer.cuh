@@ -103,6 +103,7 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   // Where the others are queries: their delta and exponents, beside `first`.
   alignas(128) float statistics[Form::kFirstStages][2][Form::kOfKeys ? Form::kOthers : 2];
   alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
+  CopyBarrier mask_full;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
@@ -292,11 +293,11 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
         for (int head = work.head * heads; head < (work.head + 1) * heads; ++head) {
           wait_for_readers<128 * Form::kGroups>(has_copied);
           if constexpr (Form::kOfKeys) {
-            Form::Mask::copy(args.mask, memory.mask_tile(), work.sequence, head, others, work.keys,
-                             work.first, work.queries);
+            Form::Mask::copy(args.mask, memory.mask_tile(), memory.mask_full, work.sequence, head,
+                             others, work.keys, work.first, work.queries);
           } else {
-            Form::Mask::copy(args.mask, memory.mask_tile(), work.sequence, head, work.first,
-                             work.queries, others, work.keys);
+            Form::Mask::copy(args.mask, memory.mask_tile(), memory.mask_full, work.sequence, head,
+                             work.first, work.queries, others, work.keys);
           }
         }
       }

@@ -239,7 +239,8 @@ class Consumer {
     if (Form::kMasked || args_.general)
       factor = general_scores<true>(args_, work, work.head, scores_, row, column, [] {});
     if constexpr (Form::kMasked) {
-      Form::Mask::wait(group_);
+      wait(memory_.mask_full, mask_parity_);
+      mask_parity_ ^= 1;
       Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
                                          factor, scores_);
       named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
@@ -306,6 +307,7 @@ class Consumer {
   RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;
   RingPlace<ForwardMemory<Form>::kWorks> work_place_;
+  uint32_t mask_parity_ = 0;
   uint32_t verdict_turn_ = 0;
 
   // Of a tile of queries: the warpgroup's tiles of keys, and the thread's sums.
@@ -334,6 +336,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     constexpr int kWarps = 4 * Form::kGroups;
     init_ring(memory.query_full, memory.query_empty, 1, kWarps + (Form::kMasked ? kMaskWarps : 0));
     memory.verdict.init(kWarps);
+    memory.mask_full.init(kMaskThreads);
     memory.place = {};
     init_ring(memory.key_full, memory.key_empty, 1, kWarps);
     init_ring(memory.value_full, memory.value_empty, 1, kWarps);

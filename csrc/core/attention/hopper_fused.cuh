@@ -237,6 +237,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
               kWarps + (Form::kAll             ? kChunkWarps
                         : has_mask<Form>(args) ? kMaskWarps
                                                : 0));
+    memory.mask_full.init(kMaskThreads);
     memory.verdict.init(kWarps);
     memory.place = {};
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);

@@ -11,16 +11,15 @@
 namespace fused_norm::hopper {
 
 constexpr int kMaskWarps = 3, kMaskThreads = 32 * kMaskWarps;  // behind the producer's first warp
-// Named barriers: of the copying threads and the consumers, or one group of these (its index is
-// added); of the consumers.
-constexpr int kMaskIsRead = 8, kMaskIsThere = 9, kOfConsumers = 3;
+// Named barriers: of the copying threads and the consumers; of the consumers.
+constexpr int kMaskIsRead = 8, kOfConsumers = 3;
 
 __host__ __device__ constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + 16; }
 
 // Before the copying threads fill a tile: until the one before is read.
 template <int kConsumers>
 __device__ __forceinline__ void wait_for_readers(bool& has_copied) {
-  __syncwarp();  // waits diverge
+  __syncwarp();  // copies diverge
   if (has_copied) named_sync(kMaskIsRead, kConsumers + kMaskThreads);
   has_copied = true;
 }
@@ -33,8 +32,9 @@ struct MaskTile {
 
   // By the copying threads, to `to`. Rows beyond the sequence are its last one, keys beyond it
   // zeros.
-  static __device__ __forceinline__ void copy(const AttentionMask& mask, char* to, int sequence,
-                                              int head, int query, int queries, int key, int keys) {
+  static __device__ __forceinline__ void copy(const AttentionMask& mask, char* to,
+                                              CopyBarrier& full, int sequence, int head, int query,
+                                              int queries, int key, int keys) {
     const auto copy_as = [&](auto element) {
       copy_elements<decltype(element)>(mask, to,
                                        sequence * mask.batch_stride + head * mask.head_stride,
@@ -50,11 +50,7 @@ struct MaskTile {
     detail::commit_copies();
     detail::wait_for_copies<0>();
     __syncwarp();  // copies diverge
-    for (int group = 0; group < 2; ++group) named_arrive(kMaskIsThere + group, 128 + kMaskThreads);
-  }
-  // By a group of consumers: until the next tile is there.
-  static __device__ __forceinline__ void wait(int group) {
-    named_sync(kMaskIsThere + group, 128 + kMaskThreads);
+    arrive(full);
   }
 
   // Scores times `factor`, plus the mask; -inf where that is, whatever the score. `row`, `column`:

@@ -44,8 +44,7 @@ struct ForwardForm {
   using KeyTile = SharedTile<kKeys, kDim>;
   using Mask = MaskTile<kRows, kKeys, 4>;
   static_assert(!kTurns || kGroups == 2);
-  static_assert(!kMasked ||
-                (kGroups == 2 && kQueryStages == 1));  // a tile with a mask may be done twice
+  static_assert(!kMasked || kQueryStages == 1);  // a tile with a mask may be done twice
 };
 
 template <typename Form>
@@ -54,6 +53,7 @@ struct ForwardMemory {
   alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];
   alignas(16) char mask[Form::kMasked ? Form::Mask::kBytes : 16];
+  CopyBarrier mask_full;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kKeyStages], key_empty[Form::kKeyStages];
   CopyBarrier value_full[Form::kValueStages], value_empty[Form::kValueStages];
@@ -163,8 +163,8 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
     for (bool again = sees_keys(work), first = true; again; first = false) {
       for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
         wait_for_readers<128 * Form::kGroups>(has_copied);
-        Form::Mask::copy(args.mask, memory.mask, work.sequence, work.head, work.first, work.queries,
-                         tile * Form::kKeys, work.keys);
+        Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, work.head,
+                         work.first, work.queries, tile * Form::kKeys, work.keys);
       }
       again = first && memory.verdict.read(verdict_turn);
     }

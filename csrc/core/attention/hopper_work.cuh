@@ -52,6 +52,10 @@ struct RingPlace {
       parity ^= 1;
     }
   }
+  // Whether it stood at an odd number of slots before this one.
+  __device__ __forceinline__ uint32_t is_odd() const {
+    return (slot ^ (kStages % 2 ? parity : 0)) & 1;
+  }
 };
 
 // j - i of the keys j that query i of the tile's sequence sees: [-left, right], without the ends of
