@@ -168,8 +168,8 @@ class FusedConsumer : public BackwardConsumer<Form> {
     this->differentiate(hides);
     round<T>(first_weights_, products_);
     store_weights();
-    named_sync(kWeightsAreThere, kConsumers);
     this->add(first_sums_, first_weights_, first_, first_place_.slot);
+    named_sync(kWeightsAreThere, kConsumers);
     start_chunk(chunk);
     wait_products<2>();
     hold(second_sums_);
