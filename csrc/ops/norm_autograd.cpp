@@ -161,7 +161,7 @@ bool is_subclass(const OptionalTensor& tensor) {  // a tracer's, or distributed
   return tensor.has_value() && tensor->key_set().has(c10::DispatchKey::Python);
 }
 
-SymInt room_for(const NormCall& call) {
+SymInt room_of(const NormCall& call) {
   const OptionalTensor &weight = call.weight, &bias = call.bias;
   if (!weight.has_value() && !bias.has_value()) return 0;
   if (is_subclass(call.input) || is_subclass(weight) || is_subclass(bias)) return kSaveInput;
@@ -207,9 +207,7 @@ variable_list norm(const NormCall& call, bool memory_efficient) {
   if (!needs_grad(call.input, call.residual, call.weight, call.bias)) {
     return forward_op().below_autograd(call);
   }
-  const SymInt room = memory_efficient ? room_for(call) : SymInt(kSaveInput);
-  const EagerCall eager;
-  return record(call, room);
+  return record(call, memory_efficient ? room_of(call) : SymInt(kSaveInput));
 }
 
 }  // namespace fused_norm::ops

@@ -183,9 +183,8 @@ TensorTriple backward_on_cuda(const Call& call) {
   const c10::DataPtr workspace =
       c10::cuda::CUDACachingAllocator::get()->allocate(norm_backward_workspace(params, device));
   params.workspace = workspace.get();
-  const auto stream = at::cuda::getCurrentCUDAStream();
-  params.watch = watch_backward(norm, from_output, params.list.room, stream);
-  check_launch(launch_norm_backward(params, device, stream));
+  params.watch = watch_backward(norm, from_output, params.list.room);
+  check_launch(launch_norm_backward(params, device, at::cuda::getCurrentCUDAStream()));
   return {dx, dweight, dbias};
 }
 

@@ -131,7 +131,7 @@ Results forward_on_cpu(const Call& call) {
   if (lost.numel() > room) {
     lost = cpu::lost_columns(g, b, weight_offset, cols, x_dtype, y_dtype, /*precise=*/false);
   }
-  note_listing(call.norm, room, lost.numel());
+  note_listing(lost.numel(), room, cols);
   const Tensor listed = lost.slice(0, 0, room);
   out.columns = at::zeros({1 + room}, options.dtype(at::kInt));
   out.columns.select(0, 0).fill_(lost.numel());
@@ -192,7 +192,6 @@ Results forward_on_cuda(const Call& call) {
   params.mean = rms ? nullptr : out.mean.mutable_data_ptr();
   params.rstd = out.rstd.mutable_data_ptr();
   if (room > 0) {
-    note_listing(norm, room, -1);
     out.side = empty_tensor({shape.rows, room}, stats_dtype);
     out.columns = empty_tensor({1 + room}, at::kInt);
     params.list = {static_cast<int32_t>(room), out.columns.mutable_data_ptr<int32_t>(),
