@@ -275,7 +275,7 @@ int64_t room_on_gpu(const NormColumns& norm, bool traced) {
   }
   const auto sync_mode = c10::cuda::warning_state().get_sync_debug_mode();
   const bool can_wait = !is_capturing() && sync_mode != c10::cuda::SyncDebugMode::L_ERROR;
-  if (can_wait && !history.covers(newest_report(*watch), false)) look(*watch, norm);
+  if (can_wait && (traced || !history.covers(newest_report(*watch), false))) look(*watch, norm);
   const Report report = newest_report(*watch);
   // Where nothing is known all columns may be lost.
   const int64_t at_risk = history.covers(report, false) ? report.at_risk : norm.cols;
