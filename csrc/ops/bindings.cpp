@@ -44,7 +44,7 @@ std::optional<std::tuple<at::Tensor, OptionalTensor>> norm_outputs(
 int64_t traced_room_of(const OptionalTensor& weight, const OptionalTensor& bias,
                        double weight_offset, at::ScalarType x_dtype, at::ScalarType y_dtype,
                        int generation, bool looks) {
-  const at::Tensor g = weight.value_or(at::Tensor()), b = bias.value_or(at::Tensor());
+  const at::Tensor g = or_undefined(weight), b = or_undefined(bias);
   const int64_t cols = g.defined() ? g.numel() : b.defined() ? b.numel() : 0;
   return traced_room({g, b, weight_offset, cols, x_dtype, y_dtype}, generation, looks);
 }

@@ -42,18 +42,9 @@ const auto& statistics_backward_op() {
 }
 
 // With room for listed columns, if there is any.
-NormCall with_room(const NormCall& call, const SymInt& room) {
-  return {call.input,
-          call.weight,
-          call.bias,
-          call.normalized_shape,
-          call.eps,
-          call.weight_offset,
-          call.rms,
-          call.out_dtype,
-          call.residual,
-          call.residual_dtype,
-          room > 0 ? std::optional(room) : std::nullopt};
+NormCall with_room(NormCall call, const SymInt& room) {
+  call.room = room > 0 ? std::optional(room) : std::nullopt;
+  return call;
 }
 
 // What a call saves, in this order; undefined what it does not need.
@@ -171,7 +162,7 @@ SymInt room_of(const NormCall& call) {
     if (!known.has_value()) return kSaveInput;
     cols *= *known;
   }
-  return choose_room({weight.value_or(Tensor()), bias.value_or(Tensor()), call.weight_offset, cols,
+  return choose_room({or_undefined(weight), or_undefined(bias), call.weight_offset, cols,
                       call.x_dtype(), call.y_dtype()});
 }
 

@@ -1,6 +1,6 @@
 #include "ops/softmax.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <atomic>
 #include <cmath>
@@ -55,11 +55,6 @@ Geometry geometry_of(const Tensor& tensor, int64_t dim) {
   TORCH_CHECK(geometry.cols <= kMaxCols, "dim ", dim, " has ", geometry.cols,
               " elements; at most 2^30 are supported");
   return geometry;
-}
-
-// The result for a meta tensor.
-Tensor described(const Tensor& input, ScalarType dtype) {
-  return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype));
 }
 
 void check_tier(const Tensor& tensor, const Geometry& geometry) {
@@ -217,6 +212,48 @@ Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& 
 
 #endif  // FUSED_NORM_WITH_CUDA
 
+// A call that was checked: of softmax_forward, which is `plain`, or of scaled_masked_softmax.
+struct Call {
+  bool plain;
+  const Tensor& input;
+  const OptionalTensor& mask;
+  int64_t dim;
+  bool log;
+  double scale;
+  bool causal;
+  ScalarType y_dtype;
+};
+
+Tensor run(const Call& call) {
+  const auto& [plain, input, mask, dim, log, scale, causal, y_dtype] = call;
+  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  if (input.is_meta()) return new_like(input, y_dtype);
+  const Geometry geometry = geometry_of(input, dim);
+  check_tier(input, geometry);
+  if (input.numel() == 0) return new_like(input, y_dtype);
+  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has(mask) || causal),
+              "input of shape ", input.sizes(), " has ", geometry.outer,
+              " rows; with a mask or causal at most 2^31 - 1 are supported");
+  if (input.is_cpu() && plain) {
+    return cpu::softmax_forward(input.reshape(geometry.shape()), log, y_dtype).view(input.sizes());
+  }
+  const Tensor expanded = has(mask) ? mask->expand(input.sizes()) : Tensor();
+  if (input.is_cpu()) {
+    const auto rows = [&](const Tensor& t) { return input.dim() == 0 ? t.reshape({1}) : t; };
+    return cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, scale,
+                                      causal, y_dtype)
+        .view(input.sizes());
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (!geometry.rows()) return columns_forward(input, geometry, log, y_dtype);
+  return rows_forward(input, geometry, expanded, log, scale, causal, y_dtype);
+#else
+  raise_cpu_only(input);
+#endif
+}
+
 }  // namespace
 
 void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
@@ -286,52 +323,14 @@ void force_softmax_tier(const std::string& wanted) {
 
 Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
                        std::optional<ScalarType> out_dtype) {
-  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   const ScalarType y_dtype = check_softmax(input, dim, out_dtype);
-  if (input.is_meta()) return described(input, y_dtype);
-  const Geometry geometry = geometry_of(input, dim);
-  check_tier(input, geometry);
-  if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
-  if (input.is_cpu()) {
-    return cpu::softmax_forward(input.reshape(geometry.shape()), log, y_dtype).view(input.sizes());
-  }
-#ifdef FUSED_NORM_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(input.device());
-  if (!geometry.rows()) return columns_forward(input, geometry, log, y_dtype);
-  return rows_forward(input, geometry, {}, log, 1, false, y_dtype);
-#else
-  raise_cpu_only(input);
-#endif
+  return run({true, input, std::nullopt, dim, log, 1, false, y_dtype});
 }
 
 Tensor scaled_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
                              bool causal, std::optional<ScalarType> out_dtype) {
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   const ScalarType y_dtype = check_masked_softmax(input, mask, scale, causal, out_dtype);
-  if (input.is_meta()) return described(input, y_dtype);
-  const bool has_mask = has(mask);
-  const Tensor expanded = has_mask ? mask->expand(input.sizes()) : Tensor();
-  const Geometry geometry = geometry_of(input, -1);
-  check_tier(input, geometry);
-  if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
-  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has_mask || causal),
-              "input of shape ", input.sizes(), " has ", geometry.outer,
-              " rows; with a mask or causal at most 2^31 - 1 are supported");
-  if (input.is_cpu()) {
-    if (input.dim() > 0) {
-      return cpu::scaled_masked_softmax(input, expanded, scale, causal, y_dtype);
-    }
-    return cpu::scaled_masked_softmax(input.reshape({1}), has_mask ? mask->reshape({1}) : Tensor(),
-                                      scale, false, y_dtype)
-        .view(input.sizes());
-  }
-#ifdef FUSED_NORM_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(input.device());
-  return rows_forward(input, geometry, expanded, false, scale, causal, y_dtype);
-#else
-  raise_cpu_only(input);
-#endif
+  return run({false, input, mask, -1, false, scale, causal, y_dtype});
 }
 
 Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
@@ -345,12 +344,12 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
               " as dy is, but is ", output.scalar_type());
   check_softmax_options(input_dtype, dy.scalar_type(), dy.dim(), dim);
   TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
-  if (dy.is_meta()) return described(dy, input_dtype);
+  if (dy.is_meta()) return new_like(dy, input_dtype);
   const Geometry geometry = geometry_of(dy, dim);
   TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim, " of shape ",
               dy.sizes(), ": only softmax over the last dimension is scaled");
   check_tier(dy, geometry);
-  if (dy.numel() == 0) return at::empty(dy.sizes(), dy.options().dtype(input_dtype));
+  if (dy.numel() == 0) return new_like(dy, input_dtype);
   if (dy.is_cpu()) {
     const auto shape = geometry.shape();
     return cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, input_dtype, scale)
