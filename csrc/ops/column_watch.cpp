@@ -22,7 +22,6 @@
 #include <deque>
 #include <future>
 #include <map>
-#include <tuple>
 #include <unordered_map>
 
 #include "ops/device.h"
@@ -41,8 +40,8 @@ std::mutex mutex;  // guards what follows; no Python runs under it
 // A parameter's tensor; null when it is gone.
 using Param = std::shared_ptr<c10::TensorImpl*>;
 
-// What a weight's norms differ in: the bias, offsets in what both are views of, weight_offset,
-// cols, dtypes, device.
+// What a weight's norms differ in: the bias, offsets of both in what they are views of, -1 without
+// one; weight_offset, cols, dtypes, device.
 using Form = std::tuple<Param, int64_t, int64_t, double, int64_t, at::ScalarType, at::ScalarType,
                         c10::DeviceIndex>;
 
@@ -92,7 +91,7 @@ struct Reports {
   ColumnReport* others() {
     if (others_ == nullptr) {
       others_ = take();
-      owners[others_] = {nullptr, {nullptr, "a norm whose weight is another at each call", 0}};
+      owners[others_] = {nullptr, {0, "a norm whose weight is another at each call", 0}};
     }
     return others_;
   }
@@ -179,14 +178,9 @@ Watch* find_watch(const NormColumns& norm, bool create) {
   const Norms* const of_bias = norms_of(norm.bias, create);
   if (norms == nullptr || (norm.bias.defined() && of_bias == nullptr)) return nullptr;
   const Param bias = of_bias != nullptr && of_bias != norms ? of_bias->param : nullptr;
-  const Form form{bias,
-                  param.storage_offset(),
-                  bias != nullptr ? norm.bias.storage_offset() : 0,
-                  norm.weight_offset,
-                  norm.cols,
-                  norm.x_dtype,
-                  norm.y_dtype,
-                  param.device().index()};
+  const auto offset = [](const Tensor& t) { return t.defined() ? t.storage_offset() : -1; };
+  const Form form{bias,      offset(norm.weight), offset(norm.bias), norm.weight_offset,
+                  norm.cols, norm.x_dtype,        norm.y_dtype,      param.device().index()};
   const auto known = norms->watches.find(form);
   if (known != norms->watches.end()) return &known->second;
   if (!create || norms->watches.size() >= kMostForms) return nullptr;
@@ -287,11 +281,11 @@ int64_t room_on_gpu(const NormColumns& norm, bool traced) {
 
 // Before an optimizer's step.
 void settle(Watch& watch) {
+  watch.history.see(params_of(watch.params), false);
   if (watch.least_room < 0) return;
   const auto is_near_end = [&](const Report& report) {
     return is_near(report.at_risk, watch.least_room, watch.cols);
   };
-  watch.history.see(params_of(watch.params), false);
   const Report report = newest_report(watch);
   if (is_near_end(report) || !watch.history.covers(report, watch.captured))
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(watch.device));
@@ -315,7 +309,7 @@ std::vector<Overflow> take_overflows() {
   for (auto& [report, owner] : reports.owners) {
     volatile uint32_t* const columns = &report->overflow;
     if (*columns == 0) continue;
-    owner.overflow.columns = *columns;
+    std::get<int64_t>(owner.overflow) = *columns;
     overflows.push_back(owner.overflow);
     *columns = 0;
     if (owner.watch != nullptr) owner.watch->history.doubt();
@@ -395,7 +389,7 @@ void set_overflow_message(std::function<std::string(const std::vector<Overflow>&
 
 Overflow overflow_of(const NormColumns& norm, int64_t columns) {
   const Tensor& param = norm.first();
-  return {param.unsafeGetTensorImpl(),
+  return {reinterpret_cast<uintptr_t>(param.unsafeGetTensorImpl()),
           c10::str("a norm with ", norm.weight.defined() ? "weight" : "bias", " of shape ",
                    param.sizes(), " and dtype ", param.scalar_type(), " on ", param.device()),
           columns};
@@ -403,7 +397,7 @@ Overflow overflow_of(const NormColumns& norm, int64_t columns) {
 
 void raise_overflow(const std::vector<Overflow>& overflows) {
   TORCH_CHECK(false, overflow_message != nullptr ? (*overflow_message)(overflows)
-                                                 : overflows.at(0).description);
+                                                 : std::get<std::string>(overflows.at(0)));
 }
 
 void check_overflow() {

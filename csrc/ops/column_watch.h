@@ -6,6 +6,7 @@
 
 #include <functional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/norm/room.h"
@@ -44,13 +45,10 @@ void note_listing(int64_t listed, int64_t room, int64_t cols);
 bool before_optimizer_step();
 void after_optimizer_step();
 
-// A backward call that made gradients NaN.
-struct Overflow {
-  const void* weight;       // the TensorImpl of its weight, or of its bias if it has no weight; may
-                            // be gone. Null when unknown
-  std::string description;  // of its parameters
-  int64_t columns;          // how many had no room
-};
+// A backward call that made gradients NaN: the TensorImpl of its weight, or of its bias if it has
+// no weight, which may be gone, or 0 when unknown; what its parameters are; and how many columns
+// had no room.
+using Overflow = std::tuple<uintptr_t, std::string, int64_t>;
 void check_overflow();  // throws for all that are pending
 [[noreturn]] void raise_overflow(const std::vector<Overflow>& overflows);
 Overflow overflow_of(const NormColumns& norm, int64_t columns);

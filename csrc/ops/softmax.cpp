@@ -84,31 +84,6 @@ Rows as_softmax_rows(const Tensor& tensor, const Geometry& geometry) {
   return as_rows(tensor.dim() == 0 ? tensor.reshape({1}) : tensor.flatten(geometry.dim), 1);
 }
 
-// False where the mask's strides do not fold into the kernels' number of dimensions.
-bool fold_mask(const Tensor& mask, SoftmaxMask* folded) {
-  folded->data = mask.const_data_ptr();
-  folded->additive = mask.scalar_type() != at::kBool;
-  if (folded->additive) folded->dtype = to_dtype(mask.scalar_type());
-  folded->col_stride = mask.dim() == 0 ? 0 : mask.stride(-1);
-  folded->dims = 0;
-  int64_t sizes[SoftmaxMask::kMaxDims];
-  for (int64_t d = mask.dim() - 2; d >= 0; --d) {
-    if (mask.size(d) == 1) continue;
-    const int last = folded->dims - 1;
-    if (last >= 0 && mask.stride(d) == folded->strides[last] * sizes[last]) {
-      sizes[last] *= mask.size(d);
-      continue;
-    }
-    if (folded->dims == SoftmaxMask::kMaxDims) return false;
-    sizes[folded->dims] = mask.size(d);
-    folded->strides[folded->dims++] = mask.stride(d);
-  }
-  for (int d = 0; d < folded->dims; ++d) {
-    folded->sizes[d] = make_divider(static_cast<uint32_t>(sizes[d]));
-  }
-  return true;
-}
-
 // `mask` has input's shape by expand(). Owns its memory through the tensor it returns, which is the
 // mask itself or a copy in a dtype that kernels read.
 Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded) {
@@ -121,9 +96,20 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
     }
     readable = narrow.to(at::kFloat).expand(mask.sizes());
   }
-  TORCH_CHECK(fold_mask(readable, folded), "mask of strides ", mask.strides(), " and shape ",
-              mask.sizes(), " (broadcast) has too many dimensions of unlike strides; at most ",
+  const auto dims = folded_dims(readable, readable.dim() - 1);
+  TORCH_CHECK(dims.size() <= SoftmaxMask::kMaxDims, "mask of strides ", mask.strides(),
+              " and shape ", mask.sizes(),
+              " (broadcast) has too many dimensions of unlike strides; at most ",
               SoftmaxMask::kMaxDims, " are supported");
+  folded->data = readable.const_data_ptr();
+  folded->additive = readable.scalar_type() != at::kBool;
+  if (folded->additive) folded->dtype = to_dtype(readable.scalar_type());
+  folded->col_stride = readable.dim() == 0 ? 0 : readable.stride(-1);
+  folded->dims = static_cast<int>(dims.size());
+  for (int d = 0; d < folded->dims; ++d) {
+    folded->sizes[d] = make_divider(static_cast<uint32_t>(dims[d].first));
+    folded->strides[d] = dims[d].second;
+  }
   return readable;
 }
 
