@@ -247,7 +247,7 @@ void look(Watch& watch, const NormColumns& norm) {
                                 norm.weight_offset,
                                 to_param(weight),
                                 to_param(bias),
-                                for_kernel(watch.report, memory, watch.history.stamp())};
+                                for_kernel(watch.report, memory, watch.history.look())};
   const auto stream = c10::cuda::getCurrentCUDAStream();
   check_launch(launch_column_look(params, stream));
   c10::cuda::stream_synchronize(stream);
@@ -281,14 +281,16 @@ int64_t room_on_gpu(const NormColumns& norm, bool traced) {
 
 // Before an optimizer's step.
 void settle(Watch& watch) {
-  watch.history.see(params_of(watch.params), false);
   if (watch.least_room < 0) return;
+  watch.history.see(params_of(watch.params), false);
   const auto is_near_end = [&](const Report& report) {
     return is_near(report.at_risk, watch.least_room, watch.cols);
   };
   const Report report = newest_report(watch);
-  if (is_near_end(report) || !watch.history.covers(report, watch.captured))
+  if (is_near_end(report) || !watch.history.covers(report, watch.captured)) {
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(watch.device));
+    watch.history.waited();
+  }
   if (watch.fixed && is_near_end(newest_report(watch))) {
     compile_anew = true;
     watch.fixed = false;  // until such a call comes again

@@ -23,7 +23,7 @@ struct Loop {
   const Report& newest() const {
     return reports[reports.size() > late ? reports.size() - 1 - late : 0];
   }
-  void report() { reports.push_back({0, history.stamp(), moving, true}); }
+  void report() { reports.push_back({0, history.look(), moving, true}); }
 
   Choice forward(bool in_backward = false) {
     if (!history.chooses(seen(version, at), newest(), in_backward)) return kKeep;
@@ -41,6 +41,7 @@ struct Loop {
   bool optimizer_step(int moves = 1, bool captured = false) {
     history.see(seen(version, at), false);
     const bool waits = !history.covers(newest(), captured);
+    if (waits) history.waited();
     version += moves;
     history.after_step(seen(version, at));
     return waits;
@@ -169,6 +170,24 @@ TEST(Room, AChangeByHandBetweenBackwardAndStepIsLookedAt) {
   EXPECT_EQ(loop.forward(), kLook);
 }
 
+TEST(Room, StepsOfOtherOptimizersAreOne) {
+  Loop loop;
+  for (int step = 0; step < 40; ++step) {
+    EXPECT_EQ(loop.forward(), step < 2 ? kLook : kFromReport);
+    loop.backward();
+    for (int optimizer = 0; optimizer < 100; ++optimizer) loop.optimizer_step(optimizer == 7);
+  }
+}
+
+TEST(Room, ANormThatRestsMayBeMovedAllTheSame) {
+  Loop loop;
+  for (int step = 0; step < 5; ++step) loop.step();
+  for (int step = 0; step < kUpdatesAhead; ++step) loop.optimizer_step();  // by momentum
+  EXPECT_EQ(loop.forward(), kLook);
+  for (int step = 0; step < 40; ++step) loop.optimizer_step(0);  // of others
+  EXPECT_EQ(loop.forward(), kFromReport);
+}
+
 TEST(Room, GradientsThatBecameNaNAreAReasonToLook) {
   Loop loop;
   for (int step = 0; step < 5; ++step) loop.step();
@@ -248,7 +267,8 @@ TEST(Room, AStepWaitsOnlyForWhatIsNotKnown) {
 TEST(Room, ReplayedGraphsReportWithOneStamp) {
   Loop loop;
   for (int step = 0; step < 3; ++step) loop.step();
-  for (int step = 0; step < 40; ++step) EXPECT_FALSE(loop.optimizer_step(1, /*captured=*/true));
+  EXPECT_TRUE(loop.optimizer_step(1, /*captured=*/true));
+  for (int step = 0; step < 40; ++step) EXPECT_FALSE(loop.optimizer_step(1, true));
   ++loop.version;
   EXPECT_TRUE(loop.optimizer_step(1, true));
   EXPECT_FALSE(loop.optimizer_step(1, true));

@@ -76,16 +76,19 @@ class ParamsHistory {
     }
   }
 
-  void after_step(const ParamsSeen& now) {  // of an optimizer
-    known_ = now;
+  // After an optimizer's step, which may be of other parameters: one that does not move the version
+  // is an update once between two uses.
+  void after_step(const ParamsSeen& now) {
+    const bool moved = now.version != std::exchange(known_, now).version;
     stepped_ = true;
-    update(false);
+    if (std::exchange(used_, false) || moved) update(false);
   }
 
   // Of an eager forward call: whether it chooses a room, or has that of the call before. In a
   // backward pass it is the second forward pass of a checkpoint, which saves what the first did.
   bool chooses(const ParamsSeen& now, const Report& newest, bool in_backward) {
     see(now, in_backward);
+    used_ = true;
     if (!in_backward && std::exchange(backward_ran_, false) && !changed_ && !stepped_) {
       last_move_ = 0;
       if (surprises_ == 0 || newest.moving) surprise();  // they may have moved unseen
@@ -93,20 +96,25 @@ class ParamsHistory {
     return std::exchange(changed_, false);
   }
 
-  // A backward call is about to be launched. Returns the stamp of its report.
+  // A look, or a backward call, is about to be launched. Returns the stamp of its report.
+  uint16_t look() {
+    used_ = true;
+    return stamp_;
+  }
   uint16_t backward(const ParamsSeen& now) {
     see(now, true);
     backward_ran_ = true;
-    return stamp_;
+    return look();
   }
 
-  // Whether a report is good for the parameters of today. Those of captured calls have one stamp.
+  // Whether a report is good for the parameters of today. Those of captured calls have one stamp:
+  // they are until there is a doubt, and again after a wait.
   bool covers(const Report& report, bool captured) const {
     const int age = static_cast<uint16_t>(stamp_ - report.stamp);
-    return report.valid && (captured ? speed_known_ > 1 : age == 0 || age < speed_known_);
+    return report.valid && (captured ? !doubted_ : age == 0 || age < speed_known_);
   }
+  void waited() { doubted_ = false; }
 
-  uint16_t stamp() const { return stamp_; }
   void doubt() { update(true); }             // reports so far are void
   void forget_speed() { speed_known_ = 0; }  // how fast the parameters move is not known any more
 
@@ -115,6 +123,7 @@ class ParamsHistory {
 
   void update(bool doubtful) {
     ++stamp_;
+    doubted_ |= doubtful;
     speed_known_ =
         doubtful ? std::min(speed_known_, 1) : std::min(speed_known_ + 1, kUpdatesAhead + 1);
     changed_ = true;
@@ -131,7 +140,8 @@ class ParamsHistory {
   int surprises_ = 0;
   uint32_t last_move_ = 0;  // of the version, by hand
   bool changed_ = true;     // since a room was chosen
-  bool stepped_ = false, backward_ran_ = false;
+  bool doubted_ = true;
+  bool stepped_ = false, used_ = false, backward_ran_ = false;
 };
 
 }  // namespace fused_norm
