@@ -95,13 +95,8 @@ struct Reports {
     }
     return others_;
   }
-
-  // Outlives the tensors that it knows.
-  static Reports& get() {
-    static auto* const reports = new Reports;
-    return *reports;
-  }
 };
+Reports& reports = *new Reports;  // outlives the tensors that it knows
 #endif
 
 // Hangs on a weight, or a bias where there is no weight, or on what these are views of (FSDP's flat
@@ -117,8 +112,8 @@ struct Norms : c10::BackendMeta {
     const std::lock_guard lock(mutex);
     *param = nullptr;
     for (const auto& [form, watch] : watches) {
-      Reports::get().owners[watch.report].watch = nullptr;
-      if (!watch.captured) Reports::get().resting.push_back(watch.report);
+      reports.owners[watch.report].watch = nullptr;
+      if (!watch.captured) reports.resting.push_back(watch.report);
     }
   }
 #endif
@@ -143,10 +138,6 @@ Norms* norms_of(const Tensor& param, bool create) {
 #endif
   impl->set_backend_meta(norms);
   return norms.get();
-}
-
-int64_t room_of(const NormColumns& norm, int64_t at_risk, bool fixed) {
-  return room_for(at_risk, norm.cols, static_cast<int>(c10::elementSize(norm.x_dtype)), fixed);
 }
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -186,9 +177,9 @@ Watch* find_watch(const NormColumns& norm, bool create) {
   if (!create || norms->watches.size() >= kMostForms) return nullptr;
   const std::array<Param, 2> params = {norms->param, bias};
   Watch fresh{params, norm.cols, param.device().index(), ParamsHistory(params_of(params)),
-              Reports::get().take()};
+              reports.take()};
   Watch& watch = norms->watches.emplace(form, std::move(fresh)).first->second;
-  Reports::get().owners[watch.report] = {&watch, overflow_of(norm, 0)};
+  reports.owners[watch.report] = {&watch, overflow_of(norm, 0)};
   return &watch;
 }
 
@@ -230,7 +221,7 @@ char* find_memory(Watch& watch, const NormColumns& norm) {
 
 ColumnWatch for_kernel(ColumnReport* report, char* memory, uint16_t stamp) {
   void* const history = memory != nullptr ? memory + kTotalsBytes : nullptr;
-  return {history, memory, report, &Reports::get().others()->overflow_signal, stamp};
+  return {history, memory, report, &reports.others()->overflow_signal, stamp};
 }
 
 // Launches a look and waits for it.
@@ -273,7 +264,7 @@ int64_t room_on_gpu(const NormColumns& norm, bool traced) {
   const Report report = newest_report(*watch);
   // Where nothing is known all columns may be lost.
   const int64_t at_risk = history.covers(report, false) ? report.at_risk : norm.cols;
-  const int64_t room = room_of(norm, at_risk, fixed);
+  const int64_t room = room_for(at_risk, norm.cols, c10::elementSize(norm.x_dtype), fixed);
   if (!fixed) watch->room = room;
   if (traced) watch->least_room = -1;  // code that had less is not called again
   return room;
@@ -283,15 +274,14 @@ int64_t room_on_gpu(const NormColumns& norm, bool traced) {
 void settle(Watch& watch) {
   if (watch.least_room < 0) return;
   watch.history.see(params_of(watch.params), false);
-  const auto is_near_end = [&](const Report& report) {
-    return is_near(report.at_risk, watch.least_room, watch.cols);
+  const auto near = [&] {
+    return is_near(newest_report(watch).at_risk, watch.least_room, watch.cols);
   };
-  const Report report = newest_report(watch);
-  if (is_near_end(report) || !watch.history.covers(report, watch.captured)) {
+  if (near() || !watch.history.covers(newest_report(watch), watch.captured)) {
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(watch.device));
     watch.history.waited();
   }
-  if (watch.fixed && is_near_end(newest_report(watch))) {
+  if (watch.fixed && near()) {
     compile_anew = true;
     watch.fixed = false;  // until such a call comes again
   }
@@ -301,7 +291,6 @@ void settle(Watch& watch) {
 // What kernels signalled. Waits, where there is anything, so that all is known.
 std::vector<Overflow> take_overflows() {
   const std::lock_guard lock(mutex);
-  Reports& reports = Reports::get();
   if (reports.others_ == nullptr) return {};
   volatile uint32_t* const signal = &reports.others_->overflow_signal;
   if (*signal == 0) return {};
@@ -338,7 +327,7 @@ int64_t find_room(const NormColumns& norm, bool traced) {
   const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
   const Tensor lost = cpu::lost_columns(flat(norm.weight), flat(norm.bias), norm.weight_offset,
                                         norm.cols, norm.x_dtype, norm.y_dtype, /*precise=*/true);
-  return room_of(norm, lost.numel(), traced);
+  return room_for(lost.numel(), norm.cols, c10::elementSize(norm.x_dtype), traced);
 }
 
 }  // namespace
@@ -367,7 +356,7 @@ bool before_optimizer_step() {
 #ifdef FUSED_NORM_WITH_CUDA
   {
     const std::lock_guard lock(mutex);
-    for (auto& [report, owner] : Reports::get().owners) {
+    for (auto& [report, owner] : reports.owners) {
       if (owner.watch != nullptr && !is_capturing()) settle(*owner.watch);
     }
   }
@@ -379,7 +368,7 @@ bool before_optimizer_step() {
 void after_optimizer_step() {
 #ifdef FUSED_NORM_WITH_CUDA
   const std::lock_guard lock(mutex);
-  for (auto& [report, owner] : Reports::get().owners) {
+  for (auto& [report, owner] : reports.owners) {
     if (owner.watch != nullptr) owner.watch->history.after_step(params_of(owner.watch->params));
   }
 #endif
@@ -413,7 +402,6 @@ void check_overflow() {
 ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t room) {
   if (!norm.first().defined()) return {};
   const std::lock_guard lock(mutex);
-  Reports& reports = Reports::get();
   if (!from_output && reports.owners.empty()) return {};
   Watch* const watch = find_watch(norm, from_output);
   if (watch == nullptr)
