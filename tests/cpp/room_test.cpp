@@ -3,6 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
+#include <functional>
+#include <vector>
+
+#include "core/norm/recoverable.h"
+
 namespace fused_norm {
 namespace {
 
@@ -272,6 +278,116 @@ TEST(Room, ReplayedGraphsReportWithOneStamp) {
   ++loop.version;
   EXPECT_TRUE(loop.optimizer_step(1, true));
   EXPECT_FALSE(loop.optimizer_step(1, true));
+}
+
+// An eager norm with its columns, which looks at them as kernels do (columns.cuh).
+struct Norm {
+  static constexpr int kCols = 48;
+  std::array<float, kCols> weight, before{}, speed{};
+  float bias = 0.125f;
+  bool looked = false;
+  Loop loop;
+  std::vector<Report>& reports = loop.reports;
+
+  Norm() { weight.fill(1); }
+  bool is_lost(float g) const { return !meets(precise_limits<float>(DType::kFloat32), g, bias); }
+
+  void look() {
+    int at_risk = 0;
+    bool moving = false;
+    for (int col = 0; col < kCols; ++col) {
+      const float g = weight[col], step = std::fabs(g - before[col]);
+      if (looked && step > 0) speed[col] = std::max(step, speed[col] / 2);
+      moving |= speed[col] > 0;
+      const float nearest = std::fabs(g) - 2 * kUpdatesAhead * speed[col];
+      at_risk += is_lost(g) || is_lost(nearest / 2) || nearest <= 0;
+    }
+    before = weight;
+    looked = true;
+    reports.push_back({at_risk, loop.history.look(), moving, true});
+  }
+
+  void forward_and_backward() {
+    const ParamsSeen now = seen(loop.version, loop.at);
+    ParamsHistory& history = loop.history;
+    if (history.chooses(now, loop.newest(), false)) {
+      if (!history.covers(loop.newest(), false)) {
+        look();
+        reports = {static_cast<size_t>(loop.late + 1), reports.back()};
+        ++looks;
+      }
+      room = room_for(loop.newest().at_risk, kCols, 4, false);
+    }
+    const auto lost =
+        std::count_if(weight.begin(), weight.end(), [&](float g) { return is_lost(g); });
+    EXPECT_TRUE(room == kSaveInput || lost <= room) << lost << " lost, room for " << room;
+    history.backward(now);
+    look();
+  }
+  // Towards zero and beyond it, and back.
+  void train(int steps, float size, int moves) {
+    for (int step = 0; step < steps; ++step) {
+      forward_and_backward();
+      for (int col = 0; col < kCols; ++col)
+        weight[col] += (col + steps_made / 50) % 2 == 0 ? size : -size;
+      ++steps_made;
+      loop.optimizer_step(moves);
+    }
+  }
+
+  int64_t room = 0;
+  int looks = 0, steps_made = 0;
+};
+
+TEST(Room, SufficesForWeightsThatCrossZero) {
+  for (float size : {1e-3f, 3e-2f}) {
+    for (int late : {0, 1, kUpdatesAhead - 1}) {
+      for (int moves : {0, 1, 2}) {
+        Norm norm;
+        norm.weight.fill(10 * size);
+        norm.loop.late = late;
+        norm.train(400, size, moves);
+        EXPECT_EQ(norm.looks, 2) << late;
+      }
+    }
+  }
+}
+
+TEST(Room, SufficesAtOnceAfterWhatTheHostSees) {
+  const auto zero_some = [](Norm& norm) {
+    for (int col = 0; col < Norm::kCols; col += 7) norm.weight[col] = 0;
+  };
+  const std::function<void(Norm&)> events[] = {
+      [&](Norm& norm) { zero_some(norm), ++norm.loop.version; },
+      [&](Norm& norm) { norm.weight.fill(0), norm.loop.version += 3; },
+      [&](Norm& norm) { zero_some(norm), norm.loop.at = 1 - norm.loop.at; },
+      [&](Norm& norm) { norm.weight.fill(0), norm.loop.at = 1 - norm.loop.at; },
+  };
+  for (const auto& event : events) {
+    Norm norm;
+    for (int time = 0; time < 2; ++time) {
+      norm.train(5, 1e-3f, 1);
+      norm.forward_and_backward();
+      event(norm);
+      for (int call = 0; call < 3; ++call) norm.forward_and_backward();
+      norm.train(3, 1e-3f, 1);
+      norm.weight.fill(1);
+      ++norm.loop.version;
+    }
+  }
+}
+
+TEST(Room, SufficesForMovesThatNobodyAnnouncesWhereNoOptimizerIs) {
+  Norm norm;
+  for (float weight : {1.0f, 0.5f, 0.0f, 2.0f}) {
+    norm.weight.fill(weight);
+    norm.forward_and_backward();
+  }
+  for (int step = 0; step < 60; ++step) {  // and as a habit
+    for (float& weight : norm.weight) weight -= 0.05f;
+    norm.forward_and_backward();
+  }
+  EXPECT_LE(norm.looks, 6);
 }
 
 }  // namespace
