@@ -39,9 +39,9 @@ struct Call {
 
 }  // namespace
 
-// Profiles show this name, which is to be the same in every build. Of both operators: `run` calls
-// one of them, below autograd.
-struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
+// `run` calls the operator, below autograd.
+template <typename Self>
+struct RecordedSoftmax : torch::autograd::Function<Self> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t dim, bool log,
@@ -66,6 +66,9 @@ struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
     return results;
   }
 };
+// Profiles show these names, which are to be the same in every build.
+struct SoftmaxFunction : RecordedSoftmax<SoftmaxFunction> {};
+struct ScaledMaskedSoftmaxFunction : RecordedSoftmax<ScaledMaskedSoftmaxFunction> {};
 
 Tensor differentiate_softmax(const Tensor& input, int64_t dim, bool log,
                              std::optional<ScalarType> out_dtype) {
@@ -93,7 +96,7 @@ Tensor differentiate_masked_softmax(const Tensor& input, const OptionalTensor& m
   };
   if (!needs_grad(input)) return run();
   check_layout(input, "input");
-  return SoftmaxFunction::apply(input, int64_t{-1}, false, scale, run);
+  return ScaledMaskedSoftmaxFunction::apply(input, int64_t{-1}, false, scale, run);
 }
 
 Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype) {
