@@ -28,10 +28,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3174, 2300),
-    "lines of norm": (6057, 3000),
+    "lines of norm": (5980, 3000),
     "lines of softmax": (2880, 2000),
     "lines of attention": (5607, 4500),
-    "lines of csrc/ops": (4425, 2300),
+    "lines of csrc/ops": (4145, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
     "lines of fused_norm": (4351, 2300),
     "kernels of norms and softmaxes": (301, 210),

@@ -412,6 +412,24 @@ def test_threads(kind, device, seed):
     assert not failures, failures[0]
 
 
+@pytest.mark.cuda
+@each_kind
+def test_two_streams_by_turns(kind, seed):
+    """What looks remember is of one stream, what they report is not."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    efficient, plain = (make(kind, 264, "cuda", FP64, flag) for flag in (True, False))
+    zero_some(efficient.weight)
+    optimizer = torch.optim.SGD(efficient.parameters(), lr=1e-3)
+    streams = [torch.cuda.Stream() for _ in range(2)]
+    for step in range(8):
+        stream = streams[step % 2]
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            assert_follows(efficient, plain, generator, label=f"step {step}")
+            optimizer.step()
+        torch.cuda.current_stream().wait_stream(stream)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_kind
 def test_eight_zeros_of_4096_keep_the_saving(kind, dtype, device, generator):

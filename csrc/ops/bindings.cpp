@@ -1,6 +1,7 @@
 // The pybind11 module fused_norm._C: what fused_norm's Python calls beside the operators.
 #include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <pybind11/functional.h>
 #include <torch/csrc/utils/pybind.h>
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -44,23 +45,9 @@ std::optional<std::tuple<at::Tensor, OptionalTensor>> norm_outputs(
 int64_t traced_room_of(const OptionalTensor& weight, const OptionalTensor& bias,
                        double weight_offset, at::ScalarType x_dtype, at::ScalarType y_dtype,
                        int generation, bool looks) {
-  const at::Tensor g = weight.value_or(at::Tensor()), b = bias.value_or(at::Tensor());
+  const at::Tensor g = or_undefined(weight), b = or_undefined(bias);
   const int64_t cols = g.defined() ? g.numel() : b.defined() ? b.numel() : 0;
   return traced_room({g, b, weight_offset, cols, x_dtype, y_dtype}, generation, looks);
-}
-
-// `message` takes a list of (address of the parameter's TensorImpl, description, columns).
-void set_overflow_message_of(const py::function& message) {
-  auto* const kept = new py::function(message);
-  set_overflow_message([kept](const std::vector<Overflow>& overflows) {
-    const py::gil_scoped_acquire gil;
-    py::list list;
-    for (const Overflow& overflow : overflows) {
-      list.append(py::make_tuple(reinterpret_cast<uintptr_t>(overflow.weight), overflow.description,
-                                 overflow.columns));
-    }
-    return py::cast<std::string>((*kept)(list));
-  });
 }
 
 // The loader reads this from the file, before it loads it into a torch that may be another one
@@ -95,7 +82,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("traced_room", &traced_room_of, py::call_guard<py::gil_scoped_release>());
   m.def("before_optimizer_step", &before_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("after_optimizer_step", &after_optimizer_step, py::call_guard<py::gil_scoped_release>());
-  m.def("set_overflow_message", &set_overflow_message_of);
+  m.def("set_overflow_message", &set_overflow_message);
   m.def("check_norm_options", &check_norm_options);
   m.def("softmax", &softmax_output, py::call_guard<py::gil_scoped_release>());
   m.def("check_softmax_options", &check_softmax_options);

@@ -18,27 +18,10 @@
 namespace fused_norm::ops {
 
 // How the dispatcher passes a member.
-template <typename T>
-struct Passed {
-  using type = T;
-};
-template <>
-struct Passed<at::Tensor> {
-  using type = const at::Tensor&;
-};
-template <>
-struct Passed<OptionalTensor> {
-  using type = const OptionalTensor&;
-};
-template <>
-struct Passed<std::vector<c10::SymInt>> {
-  using type = c10::SymIntArrayRef;
-};
-
-template <>
-struct Passed<const at::Tensor> : Passed<at::Tensor> {};
-template <>
-struct Passed<const OptionalTensor> : Passed<OptionalTensor> {};
+template <typename Member, typename T = std::remove_const_t<Member>>
+using Passed = std::conditional_t<
+    std::is_same_v<T, at::Tensor> || std::is_same_v<T, OptionalTensor>, const T&,
+    std::conditional_t<std::is_same_v<T, std::vector<c10::SymInt>>, c10::SymIntArrayRef, T>>;
 
 template <typename Member, typename T>
 decltype(auto) as_member(T& passed) {
@@ -62,15 +45,14 @@ struct Kernels;
 template <typename Call, typename... Members>
 struct Kernels<Call, std::tuple<Members&...>> {
   template <auto function>
-  static auto forward(typename Passed<Members>::type... members) {
+  static auto forward(Passed<Members>... members) {
     return function(Call{as_member<Members>(members)...});
   }
 
   template <size_t n, typename... Before>
   struct Backward {
     template <Gradients<n> (*function)(Before..., const Call&, const std::array<bool, n>&)>
-    static auto kernel(Before... before, typename Passed<Members>::type... members,
-                       std::array<bool, n> wanted) {
+    static auto kernel(Before... before, Passed<Members>... members, std::array<bool, n> wanted) {
       return std::tuple_cat(function(before..., Call{as_member<Members>(members)...}, wanted));
     }
   };
@@ -90,7 +72,7 @@ void save_call(torch::autograd::AutogradContext* ctx, const Call& call,
     if constexpr (std::is_same_v<T, at::Tensor>) {
       tensors.push_back(member);
     } else if constexpr (std::is_same_v<T, OptionalTensor>) {
-      tensors.push_back(member.value_or(at::Tensor()));
+      tensors.push_back(or_undefined(member));
     } else if constexpr (std::is_same_v<T, std::vector<c10::SymInt>>) {
       others.push_back(c10::SymIntArrayRef(member));
     } else {

@@ -1,5 +1,7 @@
 #include "ops/checks.h"
 
+#include <ATen/ops/empty.h>
+
 namespace fused_norm::ops {
 
 std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor) {
@@ -54,6 +56,10 @@ void check_param(const OptionalTensor& param, const char* name,
               " must have the shape of normalized_shape ", normalized_shape, ", but has shape ",
               param->sym_sizes());
   check_device(*param, name, input, "input");
+}
+
+at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype) {
+  return at::empty_symint(tensor.sym_sizes(), tensor.options().dtype(dtype));
 }
 
 void raise_cpu_only(const at::Tensor& tensor) {

@@ -14,6 +14,9 @@ constexpr int64_t kMaxCols = int64_t{1} << 30;
 using OptionalTensor = std::optional<at::Tensor>;
 
 inline bool has(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+inline at::Tensor or_undefined(const OptionalTensor& tensor) {
+  return tensor.value_or(at::Tensor());
+}
 
 std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor);
 
@@ -40,6 +43,9 @@ void check_normalized(const at::Tensor& tensor, const char* name,
 // A norm's parameter: layout, shape and device. `input` is what it goes with.
 void check_param(const OptionalTensor& param, const char* name,
                  c10::SymIntArrayRef normalized_shape, const at::Tensor& input);
+
+// A contiguous tensor of another's shape and device, also where these are symbols.
+at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype);
 
 // Of a CPU-only build, given a tensor of another device.
 [[noreturn]] void raise_cpu_only(const at::Tensor& tensor);

@@ -6,14 +6,12 @@
 
 #include <functional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "core/norm/room.h"
-#include "ops/norm.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
-#include <cuda_runtime_api.h>
-
 #include "core/norm/columns.h"
 #endif
 
@@ -25,39 +23,32 @@ struct NormColumns {
   double weight_offset;
   int64_t cols;
   at::ScalarType x_dtype, y_dtype;
+
+  const at::Tensor& first() const { return weight.defined() ? weight : bias; }
 };
 
-// The room for listed columns that an eager call should have: 0 when no column is at risk,
-// kSaveInput when the input should be saved instead. Looks at the parameters, and waits for the
-// answer, when they changed in a way that is new.
+// The room for listed columns of an eager call: 0 when no column is at risk, kSaveInput when the
+// input is to be saved. Looks at the parameters, and waits for the answer, where no report covers
+// them.
 int64_t choose_room(const NormColumns& norm);
 
-// The room of a call that is being traced, of fixed_room(); generations count from the first in
-// which the weight was traced. Looks at the parameters if it `looks`; else 0, or kSaveInput where
-// no look can change that any more.
+// The room of a call that is being traced for the `generation`-th time. Unless it `looks` it is 0,
+// or kSaveInput where no look can change that any more.
 int64_t traced_room(const NormColumns& norm, int generation, bool looks);
 
-// While one exists, its thread's calls have the room that choose_room() gave.
-struct EagerCall {
-  EagerCall();
-  ~EagerCall();
-};
-// A forward call that lists columns; `listed` of them on a CPU, else -1.
-void note_listing(const NormColumns& norm, int64_t room, int64_t listed);
+// A call on a CPU lists so many columns: code that was compiled with this room may need more.
+void note_listing(int64_t listed, int64_t room, int64_t cols);
 
 // Before and after a step of any optimizer. The first waits for the reports of this step's backward
-// calls where the last ones came near the room, or may not cover what happened, and throws where
-// gradients are NaN for want of room. Whether compiled calls should be compiled anew, with more.
+// calls where those that are known do not cover the parameters or come near the room, and throws
+// where gradients are NaN. Whether code should be compiled anew, with more room.
 bool before_optimizer_step();
 void after_optimizer_step();
 
-// A backward call that made gradients NaN.
-struct Overflow {
-  const void* weight;       // the TensorImpl of its weight, or of its bias if it has no weight; may
-                            // be gone. Null when unknown
-  std::string description;  // of its parameters
-  int64_t columns;          // how many had no room
-};
+// A backward call that made gradients NaN: the TensorImpl of its weight, or of its bias if it has
+// no weight, which may be gone, or 0 when unknown; what its parameters are; and how many columns
+// had no room.
+using Overflow = std::tuple<uintptr_t, std::string, int64_t>;
 void check_overflow();  // throws for all that are pending
 [[noreturn]] void raise_overflow(const std::vector<Overflow>& overflows);
 Overflow overflow_of(const NormColumns& norm, int64_t columns);
@@ -65,9 +56,8 @@ Overflow overflow_of(const NormColumns& norm, int64_t columns);
 void set_overflow_message(std::function<std::string(const std::vector<Overflow>&)> message);
 
 #ifdef FUSED_NORM_WITH_CUDA
-// For a backward call about to be launched, with so much room.
-ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t room,
-                           cudaStream_t stream);
+// For a backward call about to be launched on the current stream, with so much room.
+ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t room);
 #endif
 
 }  // namespace fused_norm::ops

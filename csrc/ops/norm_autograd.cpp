@@ -42,18 +42,9 @@ const auto& statistics_backward_op() {
 }
 
 // With room for listed columns, if there is any.
-NormCall with_room(const NormCall& call, const SymInt& room) {
-  return {call.input,
-          call.weight,
-          call.bias,
-          call.normalized_shape,
-          call.eps,
-          call.weight_offset,
-          call.rms,
-          call.out_dtype,
-          call.residual,
-          call.residual_dtype,
-          room > 0 ? std::optional(room) : std::nullopt};
+NormCall with_room(NormCall call, const SymInt& room) {
+  call.room = room > 0 ? std::optional(room) : std::nullopt;
+  return call;
 }
 
 // What a call saves, in this order; undefined what it does not need.
@@ -161,7 +152,7 @@ bool is_subclass(const OptionalTensor& tensor) {  // a tracer's, or distributed
   return tensor.has_value() && tensor->key_set().has(c10::DispatchKey::Python);
 }
 
-SymInt room_for(const NormCall& call) {
+SymInt room_of(const NormCall& call) {
   const OptionalTensor &weight = call.weight, &bias = call.bias;
   if (!weight.has_value() && !bias.has_value()) return 0;
   if (is_subclass(call.input) || is_subclass(weight) || is_subclass(bias)) return kSaveInput;
@@ -171,7 +162,7 @@ SymInt room_for(const NormCall& call) {
     if (!known.has_value()) return kSaveInput;
     cols *= *known;
   }
-  return choose_room({weight.value_or(Tensor()), bias.value_or(Tensor()), call.weight_offset, cols,
+  return choose_room({or_undefined(weight), or_undefined(bias), call.weight_offset, cols,
                       call.x_dtype(), call.y_dtype()});
 }
 
@@ -207,9 +198,7 @@ variable_list norm(const NormCall& call, bool memory_efficient) {
   if (!needs_grad(call.input, call.residual, call.weight, call.bias)) {
     return forward_op().below_autograd(call);
   }
-  const SymInt room = memory_efficient ? room_for(call) : SymInt(kSaveInput);
-  const EagerCall eager;
-  return record(call, room);
+  return record(call, memory_efficient ? room_of(call) : SymInt(kSaveInput));
 }
 
 }  // namespace fused_norm::ops

@@ -1,7 +1,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isin.h>
-#include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -39,48 +38,29 @@ struct Call {
   ScalarType stats_dtype() const { return accumulate_dtype(norm.x_dtype); }
 };
 
-void check_statistics(const Call& call, const Tensor& stats, const char* name) {
-  const Tensor& dy = call.dy;
-  TORCH_CHECK(stats.scalar_type() == call.stats_dtype() && stats.numel() == call.shape.rows &&
-                  stats.device() == dy.device() && stats.is_contiguous(),
-              name, " must hold ", call.shape.rows, " contiguous elements of ", call.stats_dtype(),
-              " on ", dy.device(), ", but has shape ", stats.sizes(), ", dtype ",
-              stats.scalar_type(), " on ", stats.device());
+void check_given(const Call& call, const Tensor& tensor, const char* name, ScalarType dtype,
+                 at::IntArrayRef sizes) {
+  const at::Device device = call.dy.device();
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sizes() == sizes &&
+                  tensor.device() == device && tensor.is_contiguous(),
+              name, " must be contiguous, of shape ", sizes, " and dtype ", dtype, " on ", device,
+              ", but has shape ", tensor.sizes(), ", strides ", tensor.strides(), " and dtype ",
+              tensor.scalar_type(), " on ", tensor.device());
 }
 
 void check_list(const Call& call) {
-  const Tensor &dy = call.dy, &side = call.side, &columns = call.columns;
+  const Tensor &side = call.side, &columns = call.columns;
   TORCH_CHECK(columns.defined() == side.defined() && (!columns.defined() || call.from_output),
               "side and columns come together, and only with from_output: side is ",
               side.defined() ? "given" : "None", ", columns is ",
               columns.defined() ? "given" : "None", ", from_output is ",
               call.from_output ? "True" : "False");
   if (!columns.defined()) return;
+  check_given(call, columns, "columns", at::kInt, columns.numel());
   const int64_t room = columns.numel() - 1;
-  TORCH_CHECK(columns.scalar_type() == at::kInt && columns.device() == dy.device() &&
-                  columns.is_contiguous() && columns.dim() == 1 && room >= 0 &&
-                  room <= call.shape.cols,
-              "columns must be at most ", call.shape.cols + 1, " int32 on ", dy.device(),
-              ", but has shape ", columns.sizes(), ", dtype ", columns.scalar_type(), " on ",
-              columns.device());
-  const std::array<int64_t, 2> sizes = {call.shape.rows, room};
-  const at::IntArrayRef expected(sizes);
-  TORCH_CHECK(side.scalar_type() == call.stats_dtype() && side.device() == dy.device() &&
-                  side.is_contiguous() && side.sizes() == expected,
-              "side must have shape ", expected, " and dtype ", call.stats_dtype(), " on ",
-              dy.device(), ", but has shape ", side.sizes(), ", dtype ", side.scalar_type(), " on ",
-              side.device());
-}
-
-void check_dresidual(const Call& call) {
-  const Tensor &dy = call.dy, &added = call.dresidual;
-  if (!added.defined()) return;
-  check_layout(added, "dresidual");
-  TORCH_CHECK(added.scalar_type() == call.norm.x_dtype && added.sizes() == dy.sizes() &&
-                  added.device() == dy.device(),
-              "dresidual must have dtype ", call.norm.x_dtype, " and shape ", dy.sizes(), " on ",
-              dy.device(), ", but has dtype ", added.scalar_type(), " and shape ", added.sizes(),
-              " on ", added.device());
+  TORCH_CHECK(room >= 0 && room <= call.shape.cols, "columns must be at least 1 and at most ",
+              call.shape.cols + 1, ", but are ", columns.numel());
+  check_given(call, side, "side", call.stats_dtype(), {call.shape.rows, room});
 }
 
 // What the CPU path needs to know of the columns that are not recoverable.
@@ -102,13 +82,6 @@ cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight,
   const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
   if (missing.numel() > 0) raise_overflow({overflow_of(norm, missing.numel())});
   return {listed, count > 0 ? side : at::empty({side.defined() ? side.size(0) : 0, 0}), missing};
-}
-
-TensorTriple backward_of_nothing(const Call& call) {
-  const auto options = call.dy.options().dtype(call.norm.x_dtype);
-  return {call.wanted[0] ? at::empty(call.dy.sizes(), options) : Tensor(),
-          call.wanted[1] ? at::zeros_like(call.norm.weight) : Tensor(),
-          call.wanted[2] ? at::zeros_like(call.norm.bias) : Tensor()};
 }
 
 TensorTriple backward_on_cpu(const Call& call) {
@@ -171,11 +144,7 @@ TensorTriple backward_on_cuda(const Call& call) {
     params.list = {static_cast<int32_t>(columns.numel() - 1), columns.mutable_data_ptr<int32_t>(),
                    side.mutable_data_ptr()};
   }
-  Tensor added;
-  if (dresidual.defined() && dx.defined()) {
-    added = dresidual.contiguous();
-    params.dresidual = added.const_data_ptr();
-  }
+  if (dresidual.defined() && dx.defined()) params.dresidual = dresidual.const_data_ptr();
   params.dx = data_or_null(dx);
   params.dweight = data_or_null(dweight);
   params.dbias = data_or_null(dbias);
@@ -183,9 +152,8 @@ TensorTriple backward_on_cuda(const Call& call) {
   const c10::DataPtr workspace =
       c10::cuda::CUDACachingAllocator::get()->allocate(norm_backward_workspace(params, device));
   params.workspace = workspace.get();
-  const auto stream = at::cuda::getCurrentCUDAStream();
-  params.watch = watch_backward(norm, from_output, params.list.room, stream);
-  check_launch(launch_norm_backward(params, device, stream));
+  params.watch = watch_backward(norm, from_output, params.list.room);
+  check_launch(launch_norm_backward(params, device, at::cuda::getCurrentCUDAStream()));
   return {dx, dweight, dbias};
 }
 
@@ -213,39 +181,40 @@ TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const Optional
   check_params(weight, bias, rms, sym_shape, dy);
   output_mask[1] = output_mask[1] && has(weight);
   output_mask[2] = output_mask[2] && has(bias);
-  if (dy.is_meta()) {
-    const auto described = [](const Tensor& t, ScalarType dtype) {
-      return at::empty_symint(t.sym_sizes(), t.options().dtype(dtype));
-    };
-    return {output_mask[0] ? described(dy, input_dtype) : Tensor(),
-            output_mask[1] ? described(*weight, weight->scalar_type()) : Tensor(),
-            output_mask[2] ? described(*bias, bias->scalar_type()) : Tensor()};
-  }
+  const auto nothing = [&]() -> TensorTriple {
+    const auto zeros = [](const Tensor& of) { return new_like(of, of.scalar_type()).zero_(); };
+    return {output_mask[0] ? new_like(dy, input_dtype) : Tensor(),
+            output_mask[1] ? zeros(*weight) : Tensor(), output_mask[2] ? zeros(*bias) : Tensor()};
+  };
+  if (dy.is_meta()) return nothing();
 
   const bool needs_mean = !rms && !from_output;
   const at::IntArrayRef normalized_shape = C10_AS_INTARRAYREF_SLOW(sym_shape);
   const NormRows shape = norm_rows(dy, normalized_shape);
-  const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
-  const Call call{
+  Call call{
       dy,
       saved,
       rstd,
       needs_mean ? or_undefined(mean) : Tensor(),
       or_undefined(side),
       or_undefined(columns),
-      or_undefined(dresidual),
+      {},
       {or_undefined(weight), or_undefined(bias), weight_offset, shape.cols, input_dtype, y_dtype},
       shape,
       normalized_shape,
       rms,
       from_output,
       output_mask};
-  check_statistics(call, rstd, "rstd");
+  check_given(call, rstd, "rstd", call.stats_dtype(), shape.stats_shape);
   TORCH_CHECK(!needs_mean || has(mean), "mean must be given, but is None");
-  if (needs_mean) check_statistics(call, call.mean, "mean");
+  if (needs_mean) check_given(call, call.mean, "mean", call.stats_dtype(), shape.stats_shape);
   check_list(call);
-  check_dresidual(call);
-  if (shape.empty()) return backward_of_nothing(call);
+  if (has(dresidual)) {
+    check_layout(*dresidual, "dresidual");
+    call.dresidual = dresidual->contiguous();
+    check_given(call, call.dresidual, "dresidual", input_dtype, dy.sizes());
+  }
+  if (shape.empty()) return nothing();
   if (dy.is_cpu()) return backward_on_cpu(call);
 #ifdef FUSED_NORM_WITH_CUDA
   return backward_on_cuda(call);

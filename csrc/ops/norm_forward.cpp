@@ -1,7 +1,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
@@ -56,7 +55,7 @@ struct Results {
       results.push_back(std::move(rstd));
       return results;
     }
-    if (!side.defined()) {  // there are no rows, or there is no room
+    if (!side.defined()) {  // there is no room
       side = at::zeros({rstd.numel(), *room}, rstd.options());
       columns = at::zeros({1 + *room}, rstd.options().dtype(at::kInt));
     }
@@ -65,22 +64,23 @@ struct Results {
   }
 };
 
-// The results for meta tensors.
+// The results for meta tensors, and of no elements.
 std::vector<Tensor> describe(const NormCall& call) {
   const SymIntArrayRef sizes = call.input.sym_sizes();
-  const auto described = [&](SymIntArrayRef shape, ScalarType dtype) {
-    return at::empty_symint(shape, call.input.options().dtype(dtype));
+  const auto zeros = [&](SymIntArrayRef shape, ScalarType dtype) {
+    return at::zeros_symint(shape, call.input.options().dtype(dtype));
   };
   c10::SymDimVector stats_shape(sizes.begin(), sizes.end() - call.normalized_shape.size());
   stats_shape.resize(sizes.size(), 1);
+  const ScalarType stats_dtype = accumulate_dtype(call.x_dtype());
   Results out;
-  out.y = described(sizes, call.y_dtype());
-  if (has(call.residual)) out.residual_out = described(sizes, call.x_dtype());
-  out.rstd = described(stats_shape, accumulate_dtype(call.x_dtype()));
-  out.mean = call.rms ? at::empty({0}, out.rstd.options()) : at::empty_like(out.rstd);
+  out.y = new_like(call.input, call.y_dtype());
+  if (has(call.residual)) out.residual_out = new_like(call.input, call.x_dtype());
+  out.rstd = zeros(stats_shape, stats_dtype);
+  out.mean = call.rms ? zeros({0}, stats_dtype) : zeros(stats_shape, stats_dtype);
   if (!call.room.has_value()) return std::move(out).list(std::nullopt);
-  out.side = described({out.rstd.sym_numel(), *call.room}, out.rstd.scalar_type());
-  out.columns = described({*call.room + 1}, at::kInt);
+  out.side = zeros({out.rstd.sym_numel(), *call.room}, stats_dtype);
+  out.columns = zeros({*call.room + 1}, at::kInt);
   return std::move(out).list(0);
 }
 
@@ -97,18 +97,6 @@ struct Call {
   ScalarType stats_dtype() const { return accumulate_dtype(norm.x_dtype); }
   at::TensorOptions options(ScalarType dtype) const { return input.options().dtype(dtype); }
 };
-
-Results forward_of_nothing(const Call& call) {
-  const auto options = call.options(call.stats_dtype());
-  Results out;
-  out.y = at::empty(call.input.sizes(), call.options(call.norm.y_dtype));
-  out.mean = call.rms ? at::empty({0}, options) : at::zeros(call.shape.stats_shape, options);
-  out.rstd = at::zeros(call.shape.stats_shape, options);
-  if (call.residual.defined()) {
-    out.residual_out = add_residual(call.input, call.residual, call.norm.x_dtype);
-  }
-  return out;
-}
 
 Results forward_on_cpu(const Call& call) {
   const auto& [weight, bias, weight_offset, cols, x_dtype, y_dtype] = call.norm;
@@ -131,7 +119,7 @@ Results forward_on_cpu(const Call& call) {
   if (lost.numel() > room) {
     lost = cpu::lost_columns(g, b, weight_offset, cols, x_dtype, y_dtype, /*precise=*/false);
   }
-  note_listing(call.norm, room, lost.numel());
+  note_listing(lost.numel(), room, cols);
   const Tensor listed = lost.slice(0, 0, room);
   out.columns = at::zeros({1 + room}, options.dtype(at::kInt));
   out.columns.select(0, 0).fill_(lost.numel());
@@ -192,7 +180,6 @@ Results forward_on_cuda(const Call& call) {
   params.mean = rms ? nullptr : out.mean.mutable_data_ptr();
   params.rstd = out.rstd.mutable_data_ptr();
   if (room > 0) {
-    note_listing(norm, room, -1);
     out.side = empty_tensor({shape.rows, room}, stats_dtype);
     out.columns = empty_tensor({1 + room}, at::kInt);
     params.list = {static_cast<int32_t>(room), out.columns.mutable_data_ptr<int32_t>(),
@@ -205,7 +192,6 @@ Results forward_on_cuda(const Call& call) {
 #endif  // FUSED_NORM_WITH_CUDA
 
 Results run(const Call& call) {
-  if (call.shape.empty()) return forward_of_nothing(call);
   if (call.input.is_cpu()) return forward_on_cpu(call);
 #ifdef FUSED_NORM_WITH_CUDA
   return forward_on_cuda(call);
@@ -229,7 +215,7 @@ std::vector<Tensor> norm_forward(const NormCall& call) {
     check_room(*room, normalized_shape);
   }
   const NormRows shape = norm_rows(call.input, normalized_shape);
-  const auto or_undefined = [](const OptionalTensor& t) { return t.value_or(Tensor()); };
+  if (shape.empty()) return describe(call);
   const Tensor residual = or_undefined(call.residual);
   const NormColumns norm{or_undefined(call.weight),
                          or_undefined(call.bias),

@@ -176,7 +176,7 @@ Forward forward_cuda(const GatedCall& call) {
   if (!launch.has_kernels(call, /*backward=*/false)) return forward_by_chain(call);
   const Rows x = rows_of(call.input, launch.shape, launch.groups > 1);
   const Rows z = rows_of(call.gate, launch.shape, launch.groups > 1);
-  const Tensor weight = aligned_param(call.weight.value_or(Tensor()));
+  const Tensor weight = aligned_param(or_undefined(call.weight));
   const Tensor y = empty_tensor(call.input.sizes(), call.input.scalar_type());
   const Tensor rstd =
       empty_tensor(at::IntArrayRef(launch.shape).slice(0, launch.shape.size() - 1), at::kFloat);
@@ -204,7 +204,7 @@ Gradients<3> backward_cuda(const Tensor& dy, const Tensor& rstd, const GatedCall
   if (!launch.has_kernels(call, /*backward=*/true)) return backward_by_chain(dy, call, wanted);
   const Rows d = rows_of(dy, launch.shape, true), x = rows_of(call.input, launch.shape, true);
   const Rows z = rows_of(call.gate, launch.shape, true);
-  const Tensor weight = aligned_param(call.weight.value_or(Tensor()));
+  const Tensor weight = aligned_param(or_undefined(call.weight));
   Gradients<3> made;
   auto params = launch.params<NormBackwardParams>(call, weight);
   params.dy = d.tensor.const_data_ptr();
@@ -232,10 +232,6 @@ Gradients<3> backward_cuda(const Tensor& dy, const Tensor& rstd, const GatedCall
 }
 
 #endif  // FUSED_NORM_WITH_CUDA
-
-Tensor empty_as(const Tensor& tensor) {
-  return at::empty_symint(tensor.sym_sizes(), tensor.options());
-}
 
 }  // namespace
 
@@ -272,7 +268,7 @@ Forward rms_norm_gated_forward(const GatedCall& call) {
   if (input.is_meta() || input.sym_numel() == 0) {
     const auto options = input.options().dtype(accumulate_dtype(input.scalar_type()));
     const Tensor rstd = at::empty_symint(Groups(call).lead, options);
-    return {empty_as(input), input.is_meta() ? rstd : rstd.zero_()};
+    return {new_like(input, input.scalar_type()), input.is_meta() ? rstd : rstd.zero_()};
   }
 #ifdef FUSED_NORM_WITH_CUDA
   if (input.is_cuda()) return forward_cuda(call);
@@ -302,12 +298,10 @@ Gradients<3> rms_norm_gated_backward(const Tensor& dy, const Tensor& rstd, const
               c10::SymIntArrayRef(of.lead), ", but has shape ", rstd.sym_sizes());
   Gradients<3> made;
   if (input.is_meta() || input.sym_numel() == 0) {
-    if (wanted[kInput]) made[kInput] = empty_as(input);
-    if (wanted[kGate]) made[kGate] = empty_as(call.gate);
-    if (wanted[kWeight] && has(call.weight)) {
-      made[kWeight] = empty_as(*call.weight);
-      if (!input.is_meta()) made[kWeight].zero_();
-    }
+    const auto make = [](const Tensor& of) { return new_like(of, of.scalar_type()).zero_(); };
+    if (wanted[kInput]) made[kInput] = make(input);
+    if (wanted[kGate]) made[kGate] = make(call.gate);
+    if (wanted[kWeight] && has(call.weight)) made[kWeight] = make(*call.weight);
     return made;
   }
 #ifdef FUSED_NORM_WITH_CUDA

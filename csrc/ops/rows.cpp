@@ -22,27 +22,30 @@ std::optional<RowLayout> find_layout(const at::Tensor& tensor, int64_t row_dims)
     expected *= sizes[d];
   }
 
-  // Leading dimensions, inner to outer, merged while one stride serves both.
-  int64_t size[2] = {1, 1};
-  int64_t stride[2] = {0, 0};
-  int groups = 0;
-  for (int64_t d = lead - 1; d >= 0; --d) {
-    if (sizes[d] == 1) continue;
-    if (groups > 0 && strides[d] == stride[groups - 1] * size[groups - 1]) {
-      size[groups - 1] *= sizes[d];
-      continue;
-    }
-    if (groups == 2) return std::nullopt;
-    size[groups] = sizes[d];
-    stride[groups] = strides[d];
-    ++groups;
-  }
-  if (groups < 2) return one_stride(stride[0]);
-  if (size[0] * size[1] > std::numeric_limits<int32_t>::max()) return std::nullopt;
-  return two_strides(static_cast<uint32_t>(size[0]), stride[0], stride[1]);
+  const auto dims = folded_dims(tensor, lead);
+  if (dims.size() < 2) return one_stride(dims.empty() ? 0 : dims[0].second);
+  const auto [inner, outer] = std::pair(dims[0], dims[1]);
+  const bool fits = inner.first * outer.first <= std::numeric_limits<int32_t>::max();
+  if (dims.size() > 2 || !fits) return std::nullopt;
+  return two_strides(static_cast<uint32_t>(inner.first), inner.second, outer.second);
 }
 
 }  // namespace
+
+c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& tensor,
+                                                             int64_t end) {
+  c10::SmallVector<std::pair<int64_t, int64_t>, 4> dims;
+  for (int64_t d = end - 1; d >= 0; --d) {
+    const int64_t size = tensor.size(d), stride = tensor.stride(d);
+    if (size == 1) continue;
+    if (!dims.empty() && stride == dims.back().second * dims.back().first) {
+      dims.back().first *= size;
+    } else {
+      dims.emplace_back(size, stride);
+    }
+  }
+  return dims;
+}
 
 Rows as_rows(const at::Tensor& tensor, int64_t row_dims) {
   if (auto layout = find_layout(tensor, row_dims)) return {tensor, *layout};

@@ -4,6 +4,9 @@
 
 #include <ATen/DimVector.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/SmallVector.h>
+
+#include <utility>
 
 #include "core/common/types.h"
 
@@ -15,6 +18,9 @@ struct Rows {
   at::Tensor tensor;
   RowLayout layout;
 };
+
+// The dimensions before `end`, inner to outer, as the fewest (size, stride) that say the same.
+c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& tensor, int64_t end);
 
 // The last `row_dims` dimensions of `tensor` make up a row. The tensor must not be empty.
 Rows as_rows(const at::Tensor& tensor, int64_t row_dims);

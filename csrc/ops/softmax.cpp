@@ -1,6 +1,6 @@
 #include "ops/softmax.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <atomic>
 #include <cmath>
@@ -57,11 +57,6 @@ Geometry geometry_of(const Tensor& tensor, int64_t dim) {
   return geometry;
 }
 
-// The result for a meta tensor.
-Tensor described(const Tensor& input, ScalarType dtype) {
-  return at::empty_symint(input.sym_sizes(), input.options().dtype(dtype));
-}
-
 void check_tier(const Tensor& tensor, const Geometry& geometry) {
   if (wanted_tier == SoftmaxTier::kAuto) return;
   TORCH_CHECK(tensor.is_cuda(), "tier is '", wanted_name(), "', but input is on ", tensor.device(),
@@ -89,31 +84,6 @@ Rows as_softmax_rows(const Tensor& tensor, const Geometry& geometry) {
   return as_rows(tensor.dim() == 0 ? tensor.reshape({1}) : tensor.flatten(geometry.dim), 1);
 }
 
-// False where the mask's strides do not fold into the kernels' number of dimensions.
-bool fold_mask(const Tensor& mask, SoftmaxMask* folded) {
-  folded->data = mask.const_data_ptr();
-  folded->additive = mask.scalar_type() != at::kBool;
-  if (folded->additive) folded->dtype = to_dtype(mask.scalar_type());
-  folded->col_stride = mask.dim() == 0 ? 0 : mask.stride(-1);
-  folded->dims = 0;
-  int64_t sizes[SoftmaxMask::kMaxDims];
-  for (int64_t d = mask.dim() - 2; d >= 0; --d) {
-    if (mask.size(d) == 1) continue;
-    const int last = folded->dims - 1;
-    if (last >= 0 && mask.stride(d) == folded->strides[last] * sizes[last]) {
-      sizes[last] *= mask.size(d);
-      continue;
-    }
-    if (folded->dims == SoftmaxMask::kMaxDims) return false;
-    sizes[folded->dims] = mask.size(d);
-    folded->strides[folded->dims++] = mask.stride(d);
-  }
-  for (int d = 0; d < folded->dims; ++d) {
-    folded->sizes[d] = make_divider(static_cast<uint32_t>(sizes[d]));
-  }
-  return true;
-}
-
 // `mask` has input's shape by expand(). Owns its memory through the tensor it returns, which is the
 // mask itself or a copy in a dtype that kernels read.
 Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded) {
@@ -126,9 +96,20 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
     }
     readable = narrow.to(at::kFloat).expand(mask.sizes());
   }
-  TORCH_CHECK(fold_mask(readable, folded), "mask of strides ", mask.strides(), " and shape ",
-              mask.sizes(), " (broadcast) has too many dimensions of unlike strides; at most ",
+  const auto dims = folded_dims(readable, readable.dim() - 1);
+  TORCH_CHECK(dims.size() <= SoftmaxMask::kMaxDims, "mask of strides ", mask.strides(),
+              " and shape ", mask.sizes(),
+              " (broadcast) has too many dimensions of unlike strides; at most ",
               SoftmaxMask::kMaxDims, " are supported");
+  folded->data = readable.const_data_ptr();
+  folded->additive = readable.scalar_type() != at::kBool;
+  if (folded->additive) folded->dtype = to_dtype(readable.scalar_type());
+  folded->col_stride = readable.dim() == 0 ? 0 : readable.stride(-1);
+  folded->dims = static_cast<int>(dims.size());
+  for (int d = 0; d < folded->dims; ++d) {
+    folded->sizes[d] = make_divider(static_cast<uint32_t>(dims[d].first));
+    folded->strides[d] = dims[d].second;
+  }
   return readable;
 }
 
@@ -217,6 +198,48 @@ Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& 
 
 #endif  // FUSED_NORM_WITH_CUDA
 
+// A call that was checked: of softmax_forward, which is `plain`, or of scaled_masked_softmax.
+struct Call {
+  bool plain;
+  const Tensor& input;
+  const OptionalTensor& mask;
+  int64_t dim;
+  bool log;
+  double scale;
+  bool causal;
+  ScalarType y_dtype;
+};
+
+Tensor run(const Call& call) {
+  const auto& [plain, input, mask, dim, log, scale, causal, y_dtype] = call;
+  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
+  const at::AutoDispatchBelowADInplaceOrView guard_views;
+  if (input.is_meta()) return new_like(input, y_dtype);
+  const Geometry geometry = geometry_of(input, dim);
+  check_tier(input, geometry);
+  if (input.numel() == 0) return new_like(input, y_dtype);
+  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has(mask) || causal),
+              "input of shape ", input.sizes(), " has ", geometry.outer,
+              " rows; with a mask or causal at most 2^31 - 1 are supported");
+  if (input.is_cpu() && plain) {
+    return cpu::softmax_forward(input.reshape(geometry.shape()), log, y_dtype).view(input.sizes());
+  }
+  const Tensor expanded = has(mask) ? mask->expand(input.sizes()) : Tensor();
+  if (input.is_cpu()) {
+    const auto rows = [&](const Tensor& t) { return input.dim() == 0 ? t.reshape({1}) : t; };
+    return cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, scale,
+                                      causal, y_dtype)
+        .view(input.sizes());
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  const c10::cuda::CUDAGuard guard(input.device());
+  if (!geometry.rows()) return columns_forward(input, geometry, log, y_dtype);
+  return rows_forward(input, geometry, expanded, log, scale, causal, y_dtype);
+#else
+  raise_cpu_only(input);
+#endif
+}
+
 }  // namespace
 
 void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
@@ -286,52 +309,14 @@ void force_softmax_tier(const std::string& wanted) {
 
 Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
                        std::optional<ScalarType> out_dtype) {
-  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   const ScalarType y_dtype = check_softmax(input, dim, out_dtype);
-  if (input.is_meta()) return described(input, y_dtype);
-  const Geometry geometry = geometry_of(input, dim);
-  check_tier(input, geometry);
-  if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
-  if (input.is_cpu()) {
-    return cpu::softmax_forward(input.reshape(geometry.shape()), log, y_dtype).view(input.sizes());
-  }
-#ifdef FUSED_NORM_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(input.device());
-  if (!geometry.rows()) return columns_forward(input, geometry, log, y_dtype);
-  return rows_forward(input, geometry, {}, log, 1, false, y_dtype);
-#else
-  raise_cpu_only(input);
-#endif
+  return run({true, input, std::nullopt, dim, log, 1, false, y_dtype});
 }
 
 Tensor scaled_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
                              bool causal, std::optional<ScalarType> out_dtype) {
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   const ScalarType y_dtype = check_masked_softmax(input, mask, scale, causal, out_dtype);
-  if (input.is_meta()) return described(input, y_dtype);
-  const bool has_mask = has(mask);
-  const Tensor expanded = has_mask ? mask->expand(input.sizes()) : Tensor();
-  const Geometry geometry = geometry_of(input, -1);
-  check_tier(input, geometry);
-  if (input.numel() == 0) return at::empty(input.sizes(), input.options().dtype(y_dtype));
-  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has_mask || causal),
-              "input of shape ", input.sizes(), " has ", geometry.outer,
-              " rows; with a mask or causal at most 2^31 - 1 are supported");
-  if (input.is_cpu()) {
-    if (input.dim() > 0) {
-      return cpu::scaled_masked_softmax(input, expanded, scale, causal, y_dtype);
-    }
-    return cpu::scaled_masked_softmax(input.reshape({1}), has_mask ? mask->reshape({1}) : Tensor(),
-                                      scale, false, y_dtype)
-        .view(input.sizes());
-  }
-#ifdef FUSED_NORM_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(input.device());
-  return rows_forward(input, geometry, expanded, false, scale, causal, y_dtype);
-#else
-  raise_cpu_only(input);
-#endif
+  return run({false, input, mask, -1, false, scale, causal, y_dtype});
 }
 
 Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
@@ -345,12 +330,12 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
               " as dy is, but is ", output.scalar_type());
   check_softmax_options(input_dtype, dy.scalar_type(), dy.dim(), dim);
   TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
-  if (dy.is_meta()) return described(dy, input_dtype);
+  if (dy.is_meta()) return new_like(dy, input_dtype);
   const Geometry geometry = geometry_of(dy, dim);
   TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim, " of shape ",
               dy.sizes(), ": only softmax over the last dimension is scaled");
   check_tier(dy, geometry);
-  if (dy.numel() == 0) return at::empty(dy.sizes(), dy.options().dtype(input_dtype));
+  if (dy.numel() == 0) return new_like(dy, input_dtype);
   if (dy.is_cpu()) {
     const auto shape = geometry.shape();
     return cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, input_dtype, scale)

@@ -1,5 +1,6 @@
 // The derivatives of the softmax operators. In C++: torch's own softmax takes the host 6 us a call
 // with a graph, and a Python autograd.Function alone as much again.
+#include <c10/util/FunctionRef.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
@@ -36,54 +37,38 @@ struct Call {
   ScalarType input_dtype;
 };
 
-void save(AutogradContext* ctx, const Tensor& output, int64_t dim, bool log, ScalarType input_dtype,
-          double scale) {
-  ctx->save_for_backward({output});
-  ctx->set_materialize_grads(false);
-  ctx->saved_data["call"] = packed(Call{static_cast<int16_t>(dim), log, input_dtype});
-  ctx->saved_data["scale"] = scale;
-}
-
-Tensor gradient(AutogradContext* ctx, const Tensor& dy) {
-  if (!dy.defined()) return {};
-  const Tensor output = ctx->get_saved_variables()[0];
-  const auto call = unpacked<Call>(ctx->saved_data["call"].toInt());
-  return backward_op().in_backward(dy, output, call.dim, call.log, call.input_dtype,
-                                   ctx->saved_data["scale"].toDouble());
-}
-
 }  // namespace
 
-// Profiles show the names of these structs, which are to be the same in every build.
-struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
+// `run` calls the operator, below autograd.
+template <typename Self>
+struct RecordedSoftmax : torch::autograd::Function<Self> {
   static constexpr bool is_traceable = true;
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t dim, bool log,
-                        std::optional<ScalarType> out_dtype) {
-    const Tensor output = forward_op().below_autograd(input, dim, log, out_dtype);
-    save(ctx, output, dim, log, input.scalar_type(), 1);
+                        double scale, c10::function_ref<Tensor()> run) {
+    const Tensor output = run();
+    ctx->save_for_backward({output});
+    ctx->set_materialize_grads(false);
+    const Call call{static_cast<int16_t>(dim), log, input.scalar_type()};
+    ctx->saved_data["call"] = packed(call);
+    ctx->saved_data["scale"] = scale;
     return output;
   }
 
-  static variable_list backward(AutogradContext* ctx, const variable_list& dy) {
-    return {gradient(ctx, dy[0]), {}, {}, {}};
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list results(5);
+    const Tensor& dy = grads[0];
+    if (!dy.defined()) return results;
+    const Tensor output = ctx->get_saved_variables()[0];
+    const auto call = unpacked<Call>(ctx->saved_data["call"].toInt());
+    results[0] = backward_op().in_backward(dy, output, call.dim, call.log, call.input_dtype,
+                                           ctx->saved_data["scale"].toDouble());
+    return results;
   }
 };
-
-struct ScaledMaskedSoftmaxFunction : torch::autograd::Function<ScaledMaskedSoftmaxFunction> {
-  static constexpr bool is_traceable = true;
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const OptionalTensor& mask,
-                        double scale, bool causal, std::optional<ScalarType> out_dtype) {
-    const Tensor output = masked_op().below_autograd(input, mask, scale, causal, out_dtype);
-    save(ctx, output, -1, false, input.scalar_type(), scale);
-    return output;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& dy) {
-    return {gradient(ctx, dy[0]), {}, {}, {}, {}};
-  }
-};
+// Profiles show these names, which are to be the same in every build.
+struct SoftmaxFunction : RecordedSoftmax<SoftmaxFunction> {};
+struct ScaledMaskedSoftmaxFunction : RecordedSoftmax<ScaledMaskedSoftmaxFunction> {};
 
 Tensor differentiate_softmax(const Tensor& input, int64_t dim, bool log,
                              std::optional<ScalarType> out_dtype) {
@@ -91,9 +76,10 @@ Tensor differentiate_softmax(const Tensor& input, int64_t dim, bool log,
     check_softmax(input, dim, out_dtype);
     return forward_op().decomposed(input, dim, log, out_dtype);
   }
-  if (!needs_grad(input)) return forward_op().below_autograd(input, dim, log, out_dtype);
+  const auto run = [&] { return forward_op().below_autograd(input, dim, log, out_dtype); };
+  if (!needs_grad(input)) return run();
   check_layout(input, "input");  // Function asks for sizes, which not every tensor has
-  return SoftmaxFunction::apply(input, dim, log, out_dtype);
+  return SoftmaxFunction::apply(input, dim, log, 1.0, run);
 }
 
 Tensor differentiate_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
@@ -105,11 +91,12 @@ Tensor differentiate_masked_softmax(const Tensor& input, const OptionalTensor& m
     check_masked_softmax(input, mask, scale, causal, out_dtype);
     return masked_op().decomposed(input, mask, scale, causal, out_dtype);
   }
-  if (!needs_grad(input)) {
+  const auto run = [&] {
     return masked_op().below_autograd(input, mask, scale, causal, out_dtype);
-  }
+  };
+  if (!needs_grad(input)) return run();
   check_layout(input, "input");
-  return ScaledMaskedSoftmaxFunction::apply(input, mask, scale, causal, out_dtype);
+  return ScaledMaskedSoftmaxFunction::apply(input, int64_t{-1}, false, scale, run);
 }
 
 Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype) {

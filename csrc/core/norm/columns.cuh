@@ -126,7 +126,7 @@ struct ColumnAffine {
 };
 
 // What a look at the parameters counts.
-enum { kLost, kOverflow, kMoved, kAtRisk, kLookCounts };
+enum { kOverflow, kMoving, kAtRisk, kLookCounts };
 
 // Where the warps of several blocks add up what they found; zero before, and again after.
 struct LookTotals {
@@ -165,7 +165,6 @@ struct ColumnLook {
     const RecoverableLimits<A>& precise = listed.precise;
     const A g = affine.g(col), b = affine.b(col);
     const bool lost = !meets(precise, g, b);
-    found.counts[kLost] += lost;
     if (lost) found.counts[kOverflow] += spoils(col);
     if (!history) return;
     A* const at = history + col;
@@ -174,7 +173,6 @@ struct ColumnLook {
     const A g_step = fabs(g - at[0]), b_step = has_bias ? fabs(b - at[2 * pitch]) : A(0);
     A g_speed = first ? A(0) : at[pitch], b_speed = first || !has_bias ? A(0) : at[3 * pitch];
     if (!first && (g_step > 0 || b_step > 0)) {
-      ++found.counts[kMoved];
       g_speed = fmax(g_step, g_speed / 2);
       b_speed = fmax(b_step, b_speed / 2);
     }
@@ -185,6 +183,7 @@ struct ColumnLook {
       at[3 * pitch] = b_speed;
     }
     constexpr A kReach = 2 * kUpdatesAhead;
+    found.counts[kMoving] += g_speed > 0 || b_speed > 0;
     const A nearest = fabs(g) - kReach * g_speed, bias = fabs(b) + kReach * b_speed;
     found.counts[kAtRisk] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
   }
@@ -217,12 +216,8 @@ struct ColumnLook {
   // By one thread that has what all have found.
   __device__ void report(const Found& found) const {
     if (watch.history) {
-      auto count = [&](int which) {
-        return static_cast<uint64_t>(min(found.counts[which], (1 << kCountBits) - 1));
-      };
       *static_cast<volatile uint64_t*>(&watch.report->report) =
-          uint64_t{1} << 63 | uint64_t{found.counts[kMoved] > 0} << 62 |
-          uint64_t{watch.stamp} << 2 * kCountBits | count(kLost) << kCountBits | count(kAtRisk);
+          pack_report(found.counts[kAtRisk], watch.stamp, found.counts[kMoving] > 0);
     }
     if (found.counts[kOverflow] > 0) {
       *static_cast<volatile uint32_t*>(&watch.report->overflow) = found.counts[kOverflow];

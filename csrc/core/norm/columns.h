@@ -36,14 +36,8 @@ struct ColumnList {
   void* side;        // rows x room, fp32 (fp64 for fp64 x): their xhat
 };
 
-// `report` is the outcome in one word, written at once; counts are saturated:
-//   bits 0-22   the columns at risk
-//   bits 23-45  the lost columns
-//   bits 46-61  `stamp`
-//   bit 62      whether the parameters moved since the look before
-//   bit 63      set
 struct ColumnReport {
-  uint64_t report;
+  uint64_t report;           // pack_report() of room.h
   uint32_t overflow;         // of a backward call; sticky
   uint32_t overflow_signal;  // of the first report alone: ColumnWatch::overflow_signal
 };

@@ -1,101 +1,147 @@
-// How much room a memory_efficient call has for listed columns (columns.h), and when the host must
-// look at the parameters, or wait for a report, before it goes on. Plain C++, and no clock: what it
-// knows is what it was told.
-//
-// Calls that choose anew each time, in eager code, have room for the columns that were at risk in
-// the newest report. Calls that cannot, traced or captured, have room to spare from the start.
+// How much room a memory_efficient call has for listed columns (columns.h), and what the host knows
+// of them without asking the device. Plain C++, and no clock: what it knows is what it was told.
 #pragma once
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
+#include <utility>
 
 namespace fused_norm {
 
 constexpr int64_t kMostRoom = int64_t{1} << 24;  // kernels keep places in the list as fp32
 constexpr int64_t kSaveInput = -1;
-
-// The word of a report, ColumnReport in columns.h: two counts and a stamp.
-constexpr int kCountBits = 23;
 constexpr int kUpdatesAhead = 16;  // of the parameters, that a report looks ahead
 
-struct ColumnCounts {
-  bool valid, moved;
+// What a look at the parameters found, and the word that has it, which is written at once. The
+// stamp counts updates of the parameters. `moving`: looks have seen them change.
+struct Report {
+  int64_t at_risk;
   uint16_t stamp;
-  int64_t lost, at_risk;
+  bool moving, valid;
 };
-ColumnCounts unpack_report(uint64_t word);
+constexpr uint64_t pack_report(uint32_t at_risk, uint16_t stamp, bool moving) {
+  return at_risk | uint64_t{stamp} << 32 | uint64_t{moving} << 62 | uint64_t{1} << 63;
+}
+constexpr Report unpack_report(uint64_t word) {
+  return {static_cast<uint32_t>(word), static_cast<uint16_t>(word >> 32), (word >> 62 & 1) != 0,
+          word >> 63 != 0};
+}
 
-// `most`: beyond so many columns the list takes more than half of what the flag saves.
-struct RoomLimits {
-  int64_t cols, most;
-};
-RoomLimits room_limits(int64_t cols, int x_bytes);
+// Whether the columns at risk come near the room: never those that it was chosen for.
+constexpr bool is_near(int64_t at_risk, int64_t room, int64_t cols) {
+  return room < cols && at_risk > room / 4 * 3;
+}
 
-// The room of an eager call that knows of so many columns; 0 for none.
-int64_t chosen_room(int64_t columns, const RoomLimits& limits);
+// The room of a call that knows of so many columns at risk. One that can choose anew the next time
+// has a third to spare, or no list at all. A `fixed` one, traced or captured, has four times as
+// much from the start. kSaveInput where a list would take more than half of what the flag saves.
+constexpr int64_t room_for(int64_t at_risk, int64_t cols, int64_t x_bytes, bool fixed) {
+  if (at_risk == 0 && !fixed) return 0;
+  const int64_t most = std::min(x_bytes == 8 ? cols / 2 : cols * x_bytes / 8, kMostRoom);
+  const int64_t wanted = fixed ? std::max({int64_t{16}, cols / 256, std::min(4 * at_risk, most)})
+                               : at_risk + at_risk / 3 + 4;
+  const int64_t room = std::min({(wanted + 3) / 4 * 4, cols, kMostRoom});
+  return at_risk > most || is_near(at_risk, room, cols) ? kSaveInput : room;
+}
 
-// The room of a traced or captured call. `generation` counts how often compiled code was compiled
-// anew for want of room: the later, the more is left to saved inputs, so that it ends.
+// Code that was compiled anew so many times for want of room saves inputs: that ends.
 constexpr int kLastGeneration = 5;
-int64_t fixed_room(int64_t at_risk, const RoomLimits& limits, int generation);
-
-// Whether a room that cannot grow may soon be too small.
-bool is_near(int64_t at_risk, int64_t room, int64_t cols);
 
 // What the host sees of a norm's parameters without asking the device.
 struct ParamsSeen {
-  const void *weight = nullptr, *bias = nullptr;  // their memory
-  uint32_t version = 0;                           // of their counters
+  std::array<const void*, 2> memory{};
+  uint32_t version = 0;  // of their counters
 };
 
-// What is known of how the parameters of one norm change. An optimizer's step is an update, and so
-// are moves of the version counter that have become a habit (a training loop without an optimizer).
-// Every other move of it is a reason to look, as is other memory, but for the first two times: then
-// that is a habit (FSDP).
+// The updates of a norm's parameters, as far as the host can tell, and what reports are worth after
+// them. After an optimizer's step parameters go on about as fast as before, which reports look
+// ahead to. A move of the version counter by hand makes older reports void, unless it comes again
+// where no optimizer is (a training loop of one's own). So do other memory, and moves that only the
+// device sees, a few times; then they are a habit (FSDP).
 class ParamsHistory {
  public:
-  // For every call that uses the parameters, or is about to change them.
-  void see(const ParamsSeen& now);
-  // An optimizer has made its step.
-  void after_step(const ParamsSeen& now);
+  explicit ParamsHistory(const ParamsSeen& now) : known_(now) {}
 
-  enum class Choice { kKeep, kFromReport, kLook };
-  // Of an eager forward call, which sees the parameters first. In backward it is the second forward
-  // pass of a checkpoint, which saves what the first did.
-  Choice choose(bool in_backward, bool trainable);
-  // The parameters were looked at, and the host knows the outcome.
-  void looked(const ColumnCounts& counts);
-  void forget() { chosen_ = false; }
-  bool must_look() const { return must_look_ || !chosen_; }
-  // How fast the parameters move is no longer known.
-  void restart() { updates_ = 0; }
-
-  // A backward call is about to be launched; returns the stamp of its report.
-  uint16_t backward();
-  uint16_t stamp() const { return stamp_; }
-
-  // Whether the report may be too old, or the parameters may have changed by more than it tells.
-  // `fixed`: the call could not choose its room; `captured`: nor the stamp.
-  bool is_doubtful(const ColumnCounts& counts, bool fixed, bool captured) const;
-  // The host has waited for the report of the last backward call.
-  void verified() { unverified_ = false; }
-
-  // Whether a report still covers the parameters of today.
-  bool is_recent(const ColumnCounts& counts) const {
-    return counts.valid && static_cast<uint16_t>(stamp_ - counts.stamp) <= kUpdatesAhead;
+  // Before every use of the parameters, and before an optimizer's step. Other memory in a backward
+  // pass is no change: they were gathered anew for it.
+  void see(ParamsSeen now, bool in_backward) {
+    if (in_backward) now.memory = known_.memory;
+    const ParamsSeen before = std::exchange(known_, now);
+    if (const uint32_t move = now.version - before.version; move != 0) {
+      update(stepped_ || move != last_move_);
+      last_move_ = move;
+    } else if (now.memory != before.memory && surprises_ < kSurprises) {
+      surprise();
+    }
   }
 
+  // After an optimizer's step, which may be of other parameters: one that does not move the version
+  // is an update once between two uses.
+  void after_step(const ParamsSeen& now) {
+    const bool moved = now.version != std::exchange(known_, now).version;
+    stepped_ = true;
+    if (std::exchange(used_, false) || moved) update(false);
+  }
+
+  // Of an eager forward call: whether it chooses a room, or has that of the call before. In a
+  // backward pass it is the second forward pass of a checkpoint, which saves what the first did.
+  bool chooses(const ParamsSeen& now, const Report& newest, bool in_backward) {
+    see(now, in_backward);
+    used_ = true;
+    if (!in_backward && std::exchange(backward_ran_, false) && !changed_ && !stepped_) {
+      last_move_ = 0;
+      if (surprises_ == 0 || newest.moving) surprise();  // they may have moved unseen
+    }
+    return std::exchange(changed_, false);
+  }
+
+  // A look, or a backward call, is about to be launched. Returns the stamp of its report.
+  uint16_t look() {
+    used_ = true;
+    return stamp_;
+  }
+  uint16_t backward(const ParamsSeen& now) {
+    see(now, true);
+    backward_ran_ = true;
+    return look();
+  }
+
+  // Whether a report is good for the parameters of today. Those of captured calls have one stamp:
+  // they are until there is a doubt, and again after a wait.
+  bool covers(const Report& report, bool captured) const {
+    const int age = static_cast<uint16_t>(stamp_ - report.stamp);
+    return report.valid && (captured ? !doubted_ : age == 0 || age < speed_known_);
+  }
+  void waited() { doubted_ = false; }
+
+  void doubt() { update(true); }             // reports so far are void
+  void forget_speed() { speed_known_ = 0; }  // how fast the parameters move is not known any more
+
  private:
-  void advance();
+  static constexpr int kSurprises = 4;
+
+  void update(bool doubtful) {
+    ++stamp_;
+    doubted_ |= doubtful;
+    speed_known_ =
+        doubtful ? std::min(speed_known_, 1) : std::min(speed_known_ + 1, kUpdatesAhead + 1);
+    changed_ = true;
+  }
+  void surprise() {
+    const bool is_new = surprises_ < kSurprises;
+    surprises_ += is_new;
+    update(is_new);
+  }
 
   ParamsSeen known_;
-  bool seen_ = false, chosen_ = false;
-  bool must_look_ = false, unverified_ = false;
-  bool updated_ = false;                    // since the stamp
-  bool changed_ = false, stepped_ = false;  // since the choice; stepped_: by an optimizer
-  bool backward_ran_ = false, moves_unseen_ = true;
-  uint32_t move_ = 0, last_move_ = 0;  // of the version, but by optimizers
-  int same_moves_ = 0, swaps_ = 0, looks_ = 0, updates_ = 0, outstanding_ = 0;
   uint16_t stamp_ = 0;
+  int speed_known_ = 0;  // to reports of fewer updates ago
+  int surprises_ = 0;
+  uint32_t last_move_ = 0;  // of the version, by hand
+  bool changed_ = true;     // since a room was chosen
+  bool doubted_ = true;
+  bool stepped_ = false, used_ = false, backward_ran_ = false;
 };
 
 }  // namespace fused_norm
