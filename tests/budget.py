@@ -27,8 +27,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3174, 2300),
-    "lines of norm": (6057, 3000),
+    "lines of common": (3151, 2300),
+    "lines of norm": (5908, 3000),
     "lines of softmax": (2880, 2000),
     "lines of attention": (5607, 4500),
     "lines of csrc/ops": (4425, 2300),

@@ -216,8 +216,8 @@ class SliceWriter {
 template <typename T, int N, RowsLie kLie, int kPacks>
 using ReaderOf = std::conditional_t<dealt_out(kLie), UnitReader<T, N, kLie, kPacks>,
                                     SliceReader<T, N, kLie == RowsLie::kRegular, kPacks>>;
-template <typename T, int N, RowsLie kLie, int kPacks, bool kStops = false>
-using WriterOf = std::conditional_t<dealt_out(kLie), UnitWriter<T, N, kLie, kPacks, kStops>,
+template <typename T, int N, RowsLie kLie, int kPacks>
+using WriterOf = std::conditional_t<dealt_out(kLie), UnitWriter<T, N, kLie, kPacks>,
                                     SliceWriter<T, N, kLie == RowsLie::kRegular, kPacks>>;
 
 }  // namespace fused_norm

@@ -115,7 +115,7 @@ struct NormBackwardPlan : NormPlan {
   int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
-  bool dealt_out;   // kRegisters: rows that are not whole packs, in elements or pairs
+  bool dealt_out;   // kRegisters, one pack: rows that are not whole packs, in elements or pairs
   FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
@@ -160,8 +160,6 @@ constexpr RingKernel ring_kernel(bool from_output, bool rms) {
   if (!from_output) return {1, kMaxRingThreads, 0};
   return rms ? RingKernel{1, kMaxRingThreads, kWarpSize} : RingKernel{2, 608, kWarpSize};
 }
-// kRegisters: rows of a group in shared memory at once, where they pass through that.
-constexpr int kRowStages = 3;
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
 // thread suffice for one pack's columns, two packs' take 128.

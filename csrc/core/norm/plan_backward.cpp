@@ -235,18 +235,19 @@ struct RegistersShape {
   bool dealt_out;
 };
 
+// Packs of a row that is dealt out, at most.
+constexpr int kManyPacks = 5 * kWarpSize;
+
 RegistersShape registers_shape(const BackwardCall& call, int pack) {
   const int64_t row_packs = ceil_div(call.cols, pack);
   const bool whole_packs = call.cols % pack == 0;
-  // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
-  // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
-  // most of a warp idle, and are shifted.
-  constexpr int kFewPacks = kWarpSize / 4, kManyPacks = 5 * kWarpSize;
-  const bool dealt_out =
-      !whole_packs && row_packs > kFewPacks && (row_packs <= kManyPacks || call.bulk_copies());
+  // Rows that are not whole packs are dealt out in elements or pairs to whole warps. The shortest
+  // would leave most of a warp idle, and are shifted; so are the longest, if no ring takes them.
+  constexpr int kFewPacks = kWarpSize / 4;
+  const bool dealt_out = !whole_packs && row_packs > kFewPacks && row_packs <= kManyPacks;
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
   // go over more warps, and in one warp nobody waits. To put packs together takes registers.
-  const bool single = row_packs <= kWarpSize || (dealt_out && row_packs <= kManyPacks) ||
+  const bool single = row_packs <= kWarpSize || dealt_out ||
                       (whole_packs && row_packs > 2 * kWarpSize && row_packs <= 3 * kWarpSize);
   const int packs = single ? 1 : 2;
   const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
@@ -261,11 +262,7 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   const int64_t params = int64_t{std::max(threads, kWarpSize)} * packs * pack * param_vectors * 4;
   int64_t row_bytes = int64_t{threads} * slice_queue_bytes(packs, pack, call.saved_size(),
                                                            call.dy_size() * (call.gated() ? 2 : 1));
-  if (dealt_out) {
-    row_bytes = packs == 1 ? 0
-                           : int64_t{kRowStages} * (ring_slot(call.cols * call.saved_size()) +
-                                                    ring_slot(call.cols * call.dy_size()));
-  }
+  if (dealt_out) row_bytes = 0;
   auto shared_bytes = [&](int groups) {
     const int64_t sums = int64_t{groups} * threads * packs * pack * 2 * 4;
     return std::max(params + groups * row_bytes, sums);
@@ -278,14 +275,16 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
 }
 
 // Long rows pass through a ring in shared memory, which leaves registers to more threads; shorter
-// ones too, where they would fill but a part of a block's threads. Rows that are not whole packs,
-// or are taken apart by the parameters of each column, read too much there.
+// ones too, where they would fill but a part of a block's threads, but not from the output: the
+// parameters of each column are read too often there. And so do all but short rows that are not
+// whole packs.
 bool goes_by_ring(const BackwardCall& call, int pack, const RegistersShape& shape) {
   if (call.x == DType::kFloat64 || !call.bulk_copies()) return false;
+  if (shape.groups == 0) return true;
+  if (call.cols % pack != 0) return ceil_div(call.cols, pack) > kManyPacks;
   const int most = backward_threads(shape.packs);
   const bool fills = shape.threads <= most / 2 || shape.threads > most * 7 / 8;
-  const bool simple = call.cols % pack == 0 && !call.from_output;
-  return shape.groups == 0 || (!fills && shape.packs == 2 && simple);
+  return !fills && shape.packs == 2 && !call.from_output;
 }
 
 void plan_registers(const BackwardCall& call, const RegistersShape& shape, NormBackwardPlan& plan) {
