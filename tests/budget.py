@@ -27,9 +27,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3151, 2300),
-    "lines of norm": (5908, 3000),
-    "lines of softmax": (2880, 2000),
+    "lines of common": (3031, 2300),
+    "lines of norm": (5851, 3000),
+    "lines of softmax": (2879, 2000),
     "lines of attention": (5607, 4500),
     "lines of csrc/ops": (4425, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),

@@ -44,9 +44,6 @@ __device__ __noinline__ void stage_columns(const BackwardInput<X, X, float>& in,
   }
 }
 
-// Of a row's parts: two sums.
-using PartSums = PartExchange<float2, Sharing::kBlock>::Slots;
-
 // A lane's values of a row, which starts `at` elements into the tiles; `saved` and `dy` are their
 // bits.
 template <int kUnits, int kSure, typename X>
@@ -119,24 +116,14 @@ __device__ __forceinline__ void add_residual(const X* residual, int first, int c
   }
 }
 
-// Adds up the parts that the lanes, and the warps of a row, have of the rows' sums.
-template <bool kRms, Sharing kSharing, int kRows, int kSums>
+// Adds up what the lanes have of the rows' sums.
+template <bool kRms, int kRows, int kSums>
 __device__ __forceinline__ void sum_up_rows(const float (&sums)[kRms ? 1 : 2][kRows][2],
-                                            PartExchange<float2, kSharing>& exchange,
-                                            const RowPart<kSharing>& part, int parts,
                                             float (&of_rows)[kSums]) {
 #pragma unroll
   for (int k = 0; k < kSums; ++k)
     of_rows[k] = sums[k / kRows][k % kRows][0] + sums[k / kRows][k % kRows][1];
   reduce_each(of_rows, SumOf());
-  if constexpr (kSharing == Sharing::kBlock) {
-    static_assert(kRows == 1);
-    if (parts > 1) {
-      const float2* const all = exchange.all({of_rows[0], of_rows[kSums - 1]}, part, parts);
-      of_rows[0] = exchange.sum(parts, [&](int p) { return all[p].x; });
-      if (!kRms) of_rows[kSums - 1] = exchange.sum(parts, [&](int p) { return all[p].y; });
-    }
-  }
 }
 
 // Makes dx of w and xhat.
@@ -156,13 +143,12 @@ __device__ __forceinline__ void make_dx(const float (&rstd)[kRows], float per_co
 
 // Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
 // its lanes keep their columns' weights and sums in registers.
-template <bool kRms, Saved kSaved, int kClass, Sharing kSharing, typename X>
+template <bool kRms, Saved kSaved, int kClass, typename X>
 __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, float>& in,
                                                     const BackwardOutput<X, float>& out,
                                                     bool lie_flat, const FlatRows& flat,
-                                                    CopyBarrier* filled, PartSums& slots) {
+                                                    CopyBarrier* filled) {
   using Tiles = BackwardTiles<X>;
-  constexpr bool kParts = kSharing == Sharing::kBlock;
   constexpr int kUnits = kFlatUnits[kClass], kSure = flat_sure_units(kClass);
   constexpr int kRows = flat_rows_at_once(kUnits), kCols = kUnits * kWarpSize;
   constexpr bool kFromOutput = kSaved != Saved::kInput;
@@ -171,26 +157,19 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   float* const params = reinterpret_cast<float*>(memory);
 
   const int lane = threadIdx.x % kWarpSize, cols = in.cols;
-  const RowPart<kSharing> part(flat, cols);
-  constexpr int kWarps = kFlatThreads / kWarpSize;
-  const int step = (kParts ? kWarps / flat.parts : kWarps) * kRows;
-  const LaneColumns<kUnits, kSure> columns(part.cols);
+  const LaneColumns<kUnits, kSure> columns(cols);
   wait_for_prerequisites();
   out.clear_totals();
   const Tiles tensors{in, out, lie_flat};
-  TileRing<X, kParts ? TileKind::kRows : TileKind::kWhole, Tiles> tiles(
-      tensors, in.rows, cols, flat, filled, memory + flat.params_bytes);
+  TileRing<X, Tiles> tiles(tensors, in.rows, cols, flat, filled, memory + flat.params_bytes);
   tiles.start();
-  PartExchange<float2, kSharing> exchange(part, slots);
-  const int staged = kParts ? staged_columns(flat, kUnits) : kCols;
-  if (kFromOutput) stage_columns(in, staged, params);
+  if (kFromOutput) stage_columns(in, kCols, params);
   __syncthreads();
   // (shift, scale) of the lane's columns.
-  const float2* const of_output =
-      reinterpret_cast<const float2*>(params + staged) + part.first + lane;
+  const float2* const of_output = reinterpret_cast<const float2*>(params + kCols) + lane;
   // Where registers are few, weights are read for each row.
   constexpr bool kKeepsWeights = !kFromOutput || kUnits <= 5;
-  const float* const weights = params + part.first + lane;
+  const float* const weights = params + lane;
   float kept_weights[kUnits];
   uint32_t listed = 0;
   if constexpr (kFromOutput) {
@@ -200,7 +179,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
       if (columns.inside(i)) listed |= uint32_t{of_output[i * kWarpSize].y == 0.0f} << i;
     }
   } else {
-    load_weights<X>(in.weight, in.weight_offset, part.first, columns, kept_weights);
+    load_weights<X>(in.weight, in.weight_offset, columns, kept_weights);
   }
 
   // Each of a warp's first lanes asks for a row's statistics, one turn ahead.
@@ -211,18 +190,18 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
     if (kReadsMean) next_mean = any ? __ldg(in.mean + row) : 0.0f;
     next_rstd = any ? __ldg(in.rstd + row) : 0.0f;
   };
-  const int first = part.group * kRows;
+  const int first = static_cast<int>(threadIdx.x) / kWarpSize * kRows;
   look_ahead(tiles.first_row() + first);
   float dweight[kUnits] = {}, dbias[kUnits] = {};
   for (; tiles.any(); tiles.next()) {
     tiles.template wait<true>();
-    const X* const saved_tile = tiles.part(Tiles::kSavedRows) + part.first + lane;
-    X* const dy_tile = tiles.part(Tiles::kGradientRows) + part.first + lane;
+    const X* const saved_tile = tiles.part(Tiles::kSavedRows) + lane;
+    X* const dy_tile = tiles.part(Tiles::kGradientRows) + lane;
     const int64_t first_row = tiles.first_row();
 #pragma unroll 1
-    for (int r = first; r < flat.rows; r += step) {
+    for (int r = first; r < flat.rows; r += kFlatWarps * kRows) {
       const float own_mean = next_mean, own_rstd = next_rstd;
-      const int next = r + step;
+      const int next = r + kFlatWarps * kRows;
       look_ahead(next < flat.rows ? first_row + next : tiles.next_row() + first);
 
       float xhat[kRows][kUnits], w[kRows][kUnits];
@@ -263,11 +242,10 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
       if (out.dx == nullptr) continue;
       constexpr int kSums = kRms ? kRows : 2 * kRows;
       float of_rows[kSums];
-      sum_up_rows<kRms>(sums, exchange, part, flat.parts, of_rows);
+      sum_up_rows<kRms>(sums, of_rows);
       make_dx<kRms>(rstd, in.per_cols, of_rows, xhat, w);
       if (out.dresidual != nullptr) {
-        add_residual(tiles.part(Tiles::kResidualRows) + part.first + lane, r * cols, cols, columns,
-                     w);
+        add_residual(tiles.part(Tiles::kResidualRows) + lane, r * cols, cols, columns, w);
       }
       store_rows(dy_tile, r, cols, columns, w);
     }
@@ -279,8 +257,7 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   // nothing more keeps registers before.
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const RowPart<kSharing> own(flat, cols, thread);
-  const LaneColumns<kUnits, kSure> own_columns(own.cols, thread);
+  const LaneColumns<kUnits, kSure> own_columns(cols, thread);
   constexpr int kKinds = kRms ? 1 : 2;
   float* const of_warps = reinterpret_cast<float*>(memory) + own_columns.first;
   __syncthreads();
@@ -291,18 +268,17 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
     if (!kRms) to[kCols + i * kWarpSize] = dbias[i];
   }
   __syncthreads();
-  const int parts = kParts ? flat.parts : 1;
 #pragma unroll 1
   for (int kind = 0; kind < kKinds; ++kind) {
     float* const partials = kind == 0 ? out.dweight_partials : out.dbias_partials;
-    if (partials == nullptr || own.group != kind % (kWarps / parts)) continue;
+    if (partials == nullptr || thread / kWarpSize != kind) continue;
     float sums[kUnits] = {};
-    for (int warp = own.index; warp < kWarps; warp += parts) {
+    for (int warp = 0; warp < kFlatWarps; ++warp) {
       const float* const from = of_warps + (warp * kKinds + kind) * kCols;
 #pragma unroll
       for (int i = 0; i < kUnits; ++i) sums[i] += from[i * kWarpSize];
     }
-    float* const row = partials + int64_t{blockIdx.x} * cols + own.first + own_columns.first;
+    float* const row = partials + int64_t{blockIdx.x} * cols + own_columns.first;
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       if (own_columns.inside(i)) row[i * kWarpSize] = sums[i];
@@ -311,18 +287,18 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
 }
 
 // The form of a launch, of the classes from kClass to before kEnd.
-template <int kClass, int kEnd, Sharing kSharing, typename X>
+template <int kClass, int kEnd, typename X>
 __device__ __forceinline__ void norm_backward_form(const BackwardInput<X, X, float>& in,
                                                    const BackwardOutput<X, float>& out,
                                                    bool lie_flat, const FlatRows& flat,
-                                                   CopyBarrier* filled, PartSums& slots) {
+                                                   CopyBarrier* filled) {
   if constexpr (kClass + 1 < kEnd) {
     if (flat.row_class != kClass)
-      return norm_backward_form<kClass + 1, kEnd, kSharing>(in, out, lie_flat, flat, filled, slots);
+      return norm_backward_form<kClass + 1, kEnd>(in, out, lie_flat, flat, filled);
   }
   auto run = [&](auto is_rms, auto saved) {
-    norm_backward_tiles<decltype(is_rms)::value, decltype(saved)::value, kClass, kSharing>(
-        in, out, lie_flat, flat, filled, slots);
+    norm_backward_tiles<decltype(is_rms)::value, decltype(saved)::value, kClass>(in, out, lie_flat,
+                                                                                 flat, filled);
   };
   constexpr std::integral_constant<Saved, Saved::kInput> kInput;
   constexpr std::integral_constant<Saved, Saved::kOutput> kOutput;
@@ -333,23 +309,16 @@ __device__ __forceinline__ void norm_backward_form(const BackwardInput<X, X, flo
   }
 }
 
-// All forms in one kernel a type, which branches once: for shorter rows, for longer ones, and for
-// those in parts.
-enum class FlatKernel { kShorter, kLonger, kParts };
-template <typename X, FlatKernel kKernel>
-__global__ void __launch_bounds__(kFlatThreads,
-                                  flat_backward_blocks(kKernel != FlatKernel::kShorter))
+// All forms in one kernel a type, which branches once: for shorter rows, or for longer ones.
+template <typename X, bool kLonger>
+__global__ void __launch_bounds__(kFlatThreads, flat_backward_blocks(kLonger))
     norm_backward_flat(const __grid_constant__ BackwardInput<X, X, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, bool lie_flat,
                        const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  __shared__ PartSums slots;
-  constexpr bool kShorter = kKernel == FlatKernel::kShorter;
-  norm_backward_form<kShorter ? 0 : kShorterFlatClasses,
-                     kShorter ? kShorterFlatClasses : kFlatClasses,
-                     kKernel == FlatKernel::kParts ? Sharing::kBlock : Sharing::kWarp>(
-      in, out, lie_flat, flat, filled, slots);
+  norm_backward_form<kLonger ? kShorterFlatClasses : 0,
+                     kLonger ? kFlatClasses : kShorterFlatClasses>(in, out, lie_flat, flat, filled);
 #else
   __trap();  // no plan asks for it
 #endif

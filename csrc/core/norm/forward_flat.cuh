@@ -55,13 +55,12 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
   const int cols = of.load.cols, lane = threadIdx.x % kWarpSize;
   const LaneColumns<kUnits, forward_sure_units(kClass)> columns(cols);
   const ForwardTiles<X> tensors{of};
-  TileRing<X, TileKind::kWhole, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled,
-                                                       memory);
+  TileRing<X, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled, memory);
   float weight[kUnits], bias[kRms ? 1 : kUnits] = {};
   auto load_params = [&] {
-    load_weights<X>(of.store.weight, of.store.weight_offset, 0, columns, weight);
+    load_weights<X>(of.store.weight, of.store.weight_offset, columns, weight);
     if constexpr (!kRms) {
-      if (of.store.bias.data) load_columns<X>(of.store.bias, 0, columns, bias);
+      if (of.store.bias.data) load_columns<X>(of.store.bias, columns, bias);
     }
   };
   for_tiles<kRows>(tiles, of.flat, load_params, [&](int r) {

@@ -17,8 +17,7 @@ namespace fused_norm {
 
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
-  kFlat,       // backward: short rows, and odd ones of 4097 to 4351 columns, pass through shared
-               // memory in tiles, read once
+  kFlat,       // backward: short rows pass through shared memory in tiles, read once
   kRing,       // backward: long rows pass through shared memory by bulk copies, read once
   kStreaming,  // any length: the row is read twice
 };
@@ -133,14 +132,12 @@ constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
 // Tensors that pass through, with dresidual one more.
 constexpr int kFlatTensors = 2;
 
-// Tiles in backward likewise: more columns take more registers, may be parts of rows, and have
-// kernels of their own.
+// Tiles in backward likewise: more columns take more registers, and have kernels of their own.
 constexpr int kFlatClasses = 7, kShorterFlatClasses = 5;
 constexpr int kFlatUnits[kFlatClasses] = {2, 3, 5, 7, 9, 13, 17};
 constexpr int flat_rows_at_once(int units) { return units <= 3 ? 4 : units <= 5 ? 2 : 1; }
 constexpr int flat_sure_units(int row_class) {
-  return row_class == 0 ? 0
-                        : kFlatUnits[row_class - 1] - (row_class >= kShorterFlatClasses ? 1 : 0);
+  return row_class == 0 ? 0 : kFlatUnits[row_class - 1];
 }
 
 constexpr int kFewColumns = 32;

@@ -146,28 +146,15 @@ int flat_class(int64_t cols) {
   return row_class;
 }
 
-constexpr int kMostPartCols = kFlatUnits[kFlatClasses - 1] * kWarpSize;
-
-// Cuts rows in parts for warps of a block, as few as there can be. False if they are too long; and
-// for longer ones of even length, which are dealt out in pairs.
-bool set_parts(int cols, FlatRows& flat) {
-  if (cols > kBlockParts * kMostPartCols || (cols > kMostPartCols && cols % 2 == 0)) return false;
-  int parts = 1;
-  while (parts * kMostPartCols < cols) parts *= 2;
-  cut_in_parts(cols, parts, flat);
-  return true;
-}
-
 // Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
 // the shortest, of which most lanes would have nothing; and of whole packs those that would leave
 // so many more lanes without a column as packs, which go to a power of two of them. From the
 // output, whose parameters are read anew for each row, that must be many.
 bool goes_flat(int cols, int pack, bool from_output) {
   constexpr int kMinCols = 17;
-  if (cols < kMinCols) return false;
-  if (cols % pack != 0) return true;
   const int row_class = flat_class(cols);
-  if (row_class == kFlatClasses) return false;
+  if (cols < kMinCols || row_class == kFlatClasses) return false;
+  if (cols % pack != 0) return true;
   int lanes = 1;
   while (lanes * pack < cols) lanes *= 2;
   const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarpSize);
@@ -176,27 +163,19 @@ bool goes_flat(int cols, int pack, bool from_output) {
 }
 
 // Fills in the plan for rows in tiles: always, however many they are and wherever they lie. False
-// if they are too long, or there is too little shared memory.
+// if there is too little shared memory.
 bool plan_flat(int64_t rows, int cols, int column_vectors, const DeviceProperties& device,
                NormBackwardPlan& plan) {
   FlatRows flat{};
-  if (!set_parts(cols, flat)) return false;
-  flat.row_class = flat_class(cols_of_part(flat, 0));
-  if (flat.parts > 1) flat.row_class = std::max(flat.row_class, kShorterFlatClasses);
-  // More than two parts wait for each other too often, but for rows that as packs would leave much
-  // of a block idle. From the output, registers do not suffice for the most columns.
-  constexpr int kMostParts = 2, kWideCols = 4096;
-  if (flat.parts > kMostParts && cols <= kWideCols) return false;
-  if (flat.parts > 1 && column_vectors > 1 && flat.row_class == kFlatClasses - 1) return false;
+  flat.row_class = flat_class(cols);
   const int units = kFlatUnits[flat.row_class];
   const bool longer = flat.row_class >= kShorterFlatClasses;
-  if (column_vectors > 1)
-    flat.params_bytes = ring_slot(staged_columns(flat, units) * column_vectors * 4);
+  if (column_vectors > 1) flat.params_bytes = ring_slot(units * kWarpSize * column_vectors * 4);
   const int most_blocks = flat_backward_blocks(longer);
   const int64_t most_bytes = longer ? 17 * 1024 : 11 * 1024;
   const int64_t room = flat_room(flat, kMaxFlatSlots * kFlatTensors, most_blocks, device);
-  const int rows_at_work = kBlockParts / flat.parts * flat_rows_at_once(units);
-  const int sums_bytes = kBlockParts * units * kWarpSize * 2 * 4;  // in the end, of its warps
+  const int rows_at_work = kFlatWarps * flat_rows_at_once(units);
+  const int sums_bytes = kFlatWarps * units * kWarpSize * 2 * 4;  // in the end, of its warps
   if (!plan_tiles(rows, cols, rows_at_work, kFlatTensors, most_blocks, std::min(room, most_bytes),
                   device, flat, sums_bytes))
     return false;
@@ -204,7 +183,7 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   plan.tier = Tier::kFlat;
   plan.pack = 1;
   plan.packs = units;
-  plan.threads_per_row = kWarpSize * flat.parts;
+  plan.threads_per_row = kWarpSize;
   plan.rows_per_block = rows_at_work;
   plan.cluster_blocks = 1;
   plan.blocks = plan.partials = flat.blocks;

@@ -56,8 +56,7 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
   extern __shared__ __align__(128) char memory[];
   const RowColumns<kUnits> columns(x.cols);
   const SoftmaxTiles<X> tensors{x, y, lie_flat};
-  TileRing<X, TileKind::kWhole, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled,
-                                                       memory);
+  TileRing<X, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled, memory);
   for_tiles<kRows>(
       tiles, flat, [] {},
       [&](int r) {
@@ -103,7 +102,7 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
   const int cols = load.y.cols;
   const RowColumns<kUnits> columns(cols);
   const Tiles tensors{load, dx, lie_flat};
-  TileRing<X, TileKind::kWhole, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
+  TileRing<X, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
   for_tiles<kRows>(
       tiles, flat, [] {},
       [&](int r) {
