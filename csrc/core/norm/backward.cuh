@@ -292,13 +292,17 @@ constexpr RowsLie backward_deals_out(int cols) {
 template <RowsLie kLie>
 using ConstantLie = std::integral_constant<RowsLie, kLie>;
 
-template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
+template <typename X, typename Y, typename S, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;
   auto run = [&](auto as) {
-    norm_backward_once<decltype(as)::value, kRms, kSaved, kPacks>(in, out, shared);
+    constexpr RowsLie kLie = decltype(as)::value;
+    if constexpr (!kForBothNorms<X, Y>) {
+      if (in.rms) return norm_backward_once<kLie, true, kSaved, kPacks>(in, out, shared);
+    }
+    norm_backward_once<kLie, false, kSaved, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
     run(ConstantLie<RowsLie::kRegular>());

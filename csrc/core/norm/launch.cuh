@@ -213,18 +213,15 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
                             out, flags...);
     };
-    auto run_tier = [&](auto rms) {
-      constexpr bool kRms = decltype(rms)::value;
-      if (plan.tier == Tier::kRing)
-        return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages,
-                   plan.partial_sets, plan.rows_in_sequence);
-      return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, lie)
-                             : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, lie);
-    };
-    if constexpr (kForBothNorms<X, Y>) {
-      error = run_tier(std::false_type());
+    if (plan.tier == Tier::kRing) {
+      constexpr bool kRms = !kForBothNorms<X, Y>;
+      error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kSaved>
+                             : norm_backward_ring<X, Y, S, false, kSaved>,
+                  regular, plan.stages, plan.partial_sets, plan.rows_in_sequence);
     } else {
-      error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
+      error = run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kSaved, 1>
+                                  : norm_backward_registers<X, Y, S, kSaved, 2>,
+                  lie);
     }
   }
   if (error != cudaSuccess) return error;
