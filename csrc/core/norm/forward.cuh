@@ -8,7 +8,7 @@
 
 namespace fused_norm {
 
-// Where the statistics go; mean may be null. kExact: for an fp32 output.
+// Where the statistics go; mean is null for RMSNorm. kExact: for an fp32 output.
 template <typename A, bool kExact>
 struct StatisticsOut {
   A* mean;
@@ -249,7 +249,7 @@ __device__ __forceinline__ void norm_forward_once(
   }
 }
 
-template <typename Load, typename Store, bool kRms, int kPacks>
+template <typename Load, typename Store, int kPacks>
 __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie) {
@@ -257,9 +257,17 @@ __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_
   using X = typename Load::Input;
   constexpr BrokenRows kBroken =
       broken_rows(Load::kAdds, std::is_same_v<X, typename Store::Output>, kPacks, sizeof(X));
-  store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
-    norm_forward_once<decltype(form), kRms, kPacks, whole_warps(kPacks)>(load, store, out, shared);
-  });
+  auto run = [&](auto rms) {
+    constexpr bool kRms = decltype(rms)::value;
+    store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
+      norm_forward_once<decltype(form), kRms, kPacks, whole_warps(kPacks)>(load, store, out,
+                                                                           shared);
+    });
+  };
+  if constexpr (!Load::kGates) {  // a gate is RMSNorm's
+    if (out.mean != nullptr) return run(std::false_type());
+  }
+  run(std::true_type());
 }
 
 // LayerNorm of short rows (FewLanes).

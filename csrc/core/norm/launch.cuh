@@ -59,41 +59,35 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                           {shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load, store,
                           out, flags...);
   };
-  auto run_packs = [&](auto rms) {
-    constexpr bool kRms = decltype(rms)::value;
-    if (lie == RowsLie::kRegular && typed) {
-      if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
-        if (const ForwardRing& ring = plan.ring; ring.slots > 0)
-          return detail::launch(norm_forward_ring<X, kRms>, ring.blocks, threads,
-                                {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream,
-                                load, store, out, ring.slots);
-        if constexpr (!kRms && sizeof(X) == 2) {
-          if (const FewLanes& few = plan.few_lanes; few.lanes > 0)
-            return detail::launch(norm_forward_few_lanes<X>, few.blocks,
-                                  dim3(few.lanes, few.rows_per_block),
-                                  {few.shared_bytes, 1, plan.overlaps}, stream, load, store, out);
-        }
+  if (lie == RowsLie::kRegular && typed) {
+    if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
+      if (const ForwardRing& ring = plan.ring; ring.slots > 0)
+        return detail::launch(params.rms ? norm_forward_ring<X, true> : norm_forward_ring<X, false>,
+                              ring.blocks, threads,
+                              {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load,
+                              store, out, ring.slots);
+      if constexpr (sizeof(X) == 2) {
+        if (const FewLanes& few = plan.few_lanes; few.lanes > 0)
+          return detail::launch(norm_forward_few_lanes<X>, few.blocks,
+                                dim3(few.lanes, few.rows_per_block),
+                                {few.shared_bytes, 1, plan.overlaps}, stream, load, store, out);
       }
-      if (params_ahead(plan.packs))
-        shared_bytes =
-            std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
-                                       params_bytes(plan.packs, !kRms, params.list.room > 0));
     }
-    switch (plan.packs) {
-      case 2:
-        return run(norm_forward_registers<Load, Store, kRms, 2>, lie);
-      case 3:
-        return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
-      case 4:
-        return run(norm_forward_registers<Load, Store, kRms, 4>, lie);
-      default:
-        return run(norm_forward_registers<Load, Store, kRms, kMostPacks>, lie);
-    }
-  };
-  if constexpr (!Load::kGates) {
-    if (!params.rms) return run_packs(std::false_type());
+    if (params_ahead(plan.packs))
+      shared_bytes =
+          std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
+                                     params_bytes(plan.packs, !params.rms, params.list.room > 0));
   }
-  return run_packs(std::true_type());
+  switch (plan.packs) {
+    case 2:
+      return run(norm_forward_registers<Load, Store, 2>, lie);
+    case 3:
+      return run(norm_forward_registers<Load, Store, 3>, lie);
+    case 4:
+      return run(norm_forward_registers<Load, Store, 4>, lie);
+    default:
+      return run(norm_forward_registers<Load, Store, kMostPacks>, lie);
+  }
 }
 
 template <typename X>
