@@ -62,8 +62,7 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   if (lie == RowsLie::kRegular && typed) {
     if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
       if (const ForwardRing& ring = plan.ring; ring.slots > 0)
-        return detail::launch(params.rms ? norm_forward_ring<X, true> : norm_forward_ring<X, false>,
-                              ring.blocks, threads,
+        return detail::launch(norm_forward_ring<X>, ring.blocks, threads,
                               {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load,
                               store, out, ring.slots);
       if constexpr (sizeof(X) == 2) {
