@@ -219,32 +219,26 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   return norm_second_stage(params, plan, workspace, look, stream);
 }
 
-// Outputs may have the dtype of x, or fp32; of fp32 x also 16 bit.
-template <typename X, typename Launch>
-cudaError_t with_output_dtype(DType dtype, Launch launch) {
-  if constexpr (std::is_same_v<X, float>) {
-    return with_dtype<float, __half, __nv_bfloat16>(dtype, launch);
-  } else {
-    return with_dtype<X, float>(dtype, launch);
-  }
-}
-
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream) {
-  return with_output_dtype<X>(params.y_dtype, [&](auto y) {
-    return norm_forward_as<X, decltype(y)>(params, plan, stream);
-  });
+  if (params.y_dtype == DType::kFloat32) return norm_forward_as<X, float>(params, plan, stream);
+  return norm_forward_as<X, X>(params, plan, stream);
 }
 
 template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
-  return with_output_dtype<X>(params.y_dtype, [&](auto y) {
+  auto run = [&](auto y) {
     using Y = decltype(y);
     return params.from_output ? norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream)
                               : norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
-  });
+  };
+  if constexpr (std::is_same_v<X, float>) {
+    return with_dtype<float, __half, __nv_bfloat16>(params.y_dtype, run);
+  } else {
+    return with_dtype<X, float>(params.y_dtype, run);
+  }
 }
 
 }  // namespace fused_norm
