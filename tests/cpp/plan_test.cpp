@@ -87,9 +87,9 @@ void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols) {
     EXPECT_GE(plan.cluster_blocks * block_cols, cols);
     EXPECT_LT((plan.cluster_blocks - 1) * block_cols, cols);  // the last block has some
     EXPECT_TRUE(plan.cluster_blocks == 1 || (plan.rows_per_block == 1 && plan.packs == kMostPacks));
-    EXPECT_TRUE(plan.threads_per_row >= 32 || !whole_warps(plan.packs));
     // The kernels that there are.
-    EXPECT_TRUE((plan.packs >= 2 && plan.packs <= 4) || plan.packs == kMostPacks);
+    EXPECT_TRUE(plan.packs == 4 ||
+                (plan.threads_per_row >= 32 && (plan.packs == 2 || plan.packs == kMostPacks)));
   }
 }
 
@@ -104,8 +104,14 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
         EXPECT_EQ(plan.tier, one.tier);
         EXPECT_EQ(plan.pack, one.pack);
         EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
-        if (plan.packs == one.packs) {
-          EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
+        if (plan.threads_per_row == one.threads_per_row) {
+          EXPECT_EQ(plan.packs, one.packs);
+        } else if (plan.threads_per_row < 32) {  // four packs of a lane are two lanes' two
+          EXPECT_TRUE(!rms && dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
+          EXPECT_EQ(2 * plan.threads_per_row, one.threads_per_row);
+          EXPECT_EQ(plan.packs, 4);
+          EXPECT_EQ(cols % plan.pack, 0);
+          EXPECT_LE(cols / plan.pack, 2 * one.threads_per_row);
         } else {  // four packs of a thread are two threads' two, but for a warp past the row
           EXPECT_EQ(one.packs, 2);
           EXPECT_EQ(plan.packs, 4);
@@ -118,31 +124,17 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
 }
 
 TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
-  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    for (bool rms : {false, true}) {
-      for (int64_t rows : kRows) {
-        const NormForwardPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
-        const FewLanes& few = plan.few_lanes;
-        if (few.lanes == 0) continue;
-        const int row_packs = (cols + plan.pack - 1) / plan.pack;
-        EXPECT_TRUE(!rms && dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
-        EXPECT_EQ(2 * few.lanes, plan.threads_per_row);
-        EXPECT_LE(row_packs, few.lanes * kFewLanesPacks);  // two of each lane's otherwise
-        EXPECT_EQ(few.lanes * few.rows_per_block, 128);
-        EXPECT_GE(int64_t{few.blocks} * few.rows_per_block, rows);
-      }
-    }
-  });
   auto lanes = [](int64_t rows, int cols, bool rms = false, DType dtype = DType::kBFloat16) {
-    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).few_lanes.lanes;
+    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).threads_per_row;
   };
   EXPECT_EQ(lanes(131072, 128), 4);
   EXPECT_EQ(lanes(131072, 256), 8);
   EXPECT_EQ(lanes(131072, 512), 16);
-  for (int cols : {64, 96, 192, 320, 520}) EXPECT_EQ(lanes(131072, cols), 0) << cols;
-  EXPECT_EQ(lanes(19008, 128), 0);  // few rows
-  EXPECT_EQ(lanes(131072, 128, true), 0);
-  EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 0);
+  for (int cols : {64, 96}) EXPECT_EQ(lanes(131072, cols), 4) << cols;
+  for (int cols : {192, 320}) EXPECT_EQ(lanes(131072, cols), lanes(1, cols)) << cols;
+  EXPECT_EQ(lanes(19008, 128), 8);  // few rows
+  EXPECT_EQ(lanes(131072, 128, true), 8);
+  EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 16);
 }
 
 // Tiles of rows of 16 bits an element, of which a lane has so many columns; the compiler is told
@@ -194,8 +186,8 @@ TEST(ForwardPlan, FewRowsHaveMoreThreads) {
   EXPECT_EQ(packs(1, 8200), 4);  // no block has so many threads
   EXPECT_EQ(packs(1, 2048, DType::kFloat32, true), 2);
   EXPECT_EQ(packs(1, 2048, DType::kFloat32), 4);  // two sums at once
-  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 384), 3);
-  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 512), 2);  // one warp
+  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 384), 4);
+  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 512, DType::kBFloat16, true), 2);
 }
 
 TEST(ForwardPlan, LongRowsAreWalkedOver) {

@@ -45,9 +45,10 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
                                 : store.template all_of<true>(kDTypeOf<X>);
+  const bool whole_warps = plan.threads_per_row >= kWarpSize;
   const bool dealt_out =
       params.cols % plan.pack != 0 && typed && plan.threads_per_row >= kMinDealtOutLanes &&
-      broken_rows(Load::kAdds, std::is_same_v<X, Y>, plan.packs, sizeof(X)).dealt_out;
+      broken_rows(Load::kAdds, std::is_same_v<X, Y>, whole_warps, plan.packs, sizeof(X)).dealt_out;
   const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols)
                       : reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
                                                     plan.pack, params.y_dtype)
@@ -65,27 +66,20 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
         return detail::launch(norm_forward_ring<X>, ring.blocks, threads,
                               {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load,
                               store, out, ring.slots);
-      if constexpr (sizeof(X) == 2) {
-        if (const FewLanes& few = plan.few_lanes; few.lanes > 0)
-          return detail::launch(norm_forward_few_lanes<X>, few.blocks,
-                                dim3(few.lanes, few.rows_per_block),
-                                {few.shared_bytes, 1, plan.overlaps}, stream, load, store, out);
-      }
     }
     if (params_ahead(plan.packs))
       shared_bytes =
           std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
                                      params_bytes(plan.packs, !params.rms, params.list.room > 0));
   }
+  if (!whole_warps) return run(norm_forward_registers<Load, Store, 4, false>, lie);
   switch (plan.packs) {
     case 2:
-      return run(norm_forward_registers<Load, Store, 2>, lie);
-    case 3:
-      return run(norm_forward_registers<Load, Store, 3>, lie);
+      return run(norm_forward_registers<Load, Store, 2, true>, lie);
     case 4:
-      return run(norm_forward_registers<Load, Store, 4>, lie);
+      return run(norm_forward_registers<Load, Store, 4, true>, lie);
     default:
-      return run(norm_forward_registers<Load, Store, kMostPacks>, lie);
+      return run(norm_forward_registers<Load, Store, kMostPacks, true>, lie);
   }
 }
 

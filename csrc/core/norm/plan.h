@@ -35,10 +35,9 @@ struct NormPlan {
   bool overlaps;     // programmatic dependent launch, of all kernels but kStreaming's of backward
 };
 
-// Forward: a row of less than a warp's share has up to three packs in each of some lanes, others
-// two to four in each thread of whole warps, and the longest kMostPacks in kMaxForwardThreads,
-// which blocks of a cluster may share. The lanes are known at compile time but for three packs.
-constexpr bool whole_warps(int packs) { return packs != 3; }
+// Forward: a row of less than a warp's share has up to four packs in each of some lanes, others two
+// or four in each thread of whole warps, and the longest kMostPacks in kMaxForwardThreads, which
+// blocks of a cluster may share.
 constexpr int kMostPacks = 8;
 constexpr int kMaxForwardThreads = 512;
 
@@ -56,9 +55,9 @@ struct BrokenRows {
   bool dealt_out;  // in elements or pairs
   bool shifted;    // with the type of the parameters known to the kernel, as regular rows have it
 };
-constexpr BrokenRows broken_rows(bool adds, bool one_dtype, int packs, int size) {
+constexpr BrokenRows broken_rows(bool adds, bool one_dtype, bool whole_warps, int packs, int size) {
   const bool dealt_out = one_dtype && !adds && (packs != kMostPacks || size == 4);
-  return {dealt_out, adds || (dealt_out ? !whole_warps(packs) : packs == kMostPacks)};
+  return {dealt_out, adds || (dealt_out ? !whole_warps : packs == kMostPacks)};
 }
 // To fewer lanes they are not dealt out: these would read too little side by side.
 constexpr int kMinDealtOutLanes = 8;
@@ -80,18 +79,8 @@ struct ForwardRing {
 };
 constexpr int kMaxForwardSlots = 4;
 
-// kRegisters, less than a warp's lanes or one warp, LayerNorm of one 16-bit dtype: where rows and
-// parameters are so, half the lanes with twice the packs do the same, if `lanes` is not zero.
-constexpr int kFewLanesPacks = 4;
-struct FewLanes {
-  int lanes, rows_per_block;
-  int blocks;  // of the grid
-  int shared_bytes;
-};
-
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
-  FewLanes few_lanes;
   // kRegisters, one 16-bit dtype, short rows that are not whole packs: without an addend they go in
   // tiles (forward_flat.cuh), if `tiles.slots` is not zero, wherever they lie.
   FlatRows tiles;
