@@ -89,13 +89,6 @@ class SliceReader {
     }
   }
 
-  // The same, all of it, as values.
-  template <typename Group>
-  __device__ __forceinline__ void extract(const Loaded& loaded, int left, const Group& group,
-                                          float (&values)[kPacks][N]) const {
-    extract(loaded, left, group, [&](int p, const Pack<T, N>& pack) { unpack(pack, values[p]); });
-  }
-
  private:
   // The shortest and the longest rows leave the first-level cache to the parameters (measured on an
   // H200: backward 2 % faster at one pack a thread, 3 % slower at two; forward 4 % faster at

@@ -52,18 +52,6 @@ __device__ __forceinline__ Unit<T, kUnit> load_unit(const T* from) {
   }
 }
 
-template <typename T, int kUnit>
-__device__ __forceinline__ void unpack_unit(const Unit<T, kUnit>& unit, float* out) {
-  if constexpr (kUnit == 1) {
-    out[0] = value_of<T>(unit.at[0]);
-  } else {
-    float values[kUnit];
-    unpack(Pack<T, kUnit>{unit}, values);
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) out[i] = values[i];
-  }
-}
-
 // Reads slices.
 template <typename T, int N, RowsLie kLie, int kPacks>
 class UnitReader {
@@ -105,16 +93,6 @@ class UnitReader {
         memcpy(&pack, loaded.units[p], sizeof(pack));
       }
       put(p, pack);
-    }
-  }
-  template <typename Group>
-  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&,
-                                          float (&values)[kPacks][N]) const {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-      for (int i = 0; i < N; i += kUnit)
-        unpack_unit<T, kUnit>(loaded.units[p][i / kUnit], values[p] + i);
     }
   }
 };

@@ -3,6 +3,7 @@
 // cache, but no partial sums are written, and no second kernel waits for them.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/listed_share.cuh"
@@ -101,8 +102,9 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
-  saved.extract(saved_loaded, left, group, xhat);
-  dy.extract(dy_loaded, left, group, w);
+  saved.extract(saved_loaded, left, group,
+                [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
+  dy.extract(dy_loaded, left, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
   float g[N], of_w[N], of_wx[N];
   sum_up_row<kRms, kFromOutput>(params, left, mean, rstd, xhat, w, g, of_w, of_wx, sum_w, sum_wx);
@@ -284,15 +286,8 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   block -= look_blocks;
   const int64_t row = block - tiles * splits;
   if (row >= in.rows) return;
-  auto choose = [](bool value, auto run) {
-    if (value) {
-      run(std::true_type());
-    } else {
-      run(std::false_type());
-    }
-  };
-  choose(regular, [&](auto is_regular) {
-    choose(in.rms, [&](auto is_rms) {
+  with_flag(regular, [&](auto is_regular) {
+    with_flag(in.rms, [&](auto is_rms) {
       constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
       auto run_as = [&](auto saved, auto lists) {
         constexpr Saved kSaved = decltype(saved)::value;

@@ -27,8 +27,10 @@ class RowsInRegisters {
   // The row at hand; of one past the end, anything. All lanes of a warp take part.
   __device__ __forceinline__ void take(int64_t, float (&saved)[kPacks][N],
                                        float (&dy)[kPacks][N]) const {
-    saved_.extract(saved_loaded_, left_, group_, saved);
-    dy_.extract(dy_loaded_, left_, group_, dy);
+    saved_.extract(saved_loaded_, left_, group_,
+                   [&](int p, const Pack<S, N>& pack) { unpack(pack, saved[p]); });
+    dy_.extract(dy_loaded_, left_, group_,
+                [&](int p, const Pack<Y, N>& pack) { unpack(pack, dy[p]); });
   }
   // Asks for the next one, which is `row`.
   __device__ __forceinline__ void ask_for(int64_t row) {

@@ -1,6 +1,7 @@
 // Forward for long rows, which the blocks of a cluster share: persistent clusters walk over them.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/cluster_parts.cuh"
 #include "core/common/ring_slot.cuh"
 #include "core/norm/forward.cuh"
@@ -100,11 +101,9 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
                       int slots) {
 #if __CUDA_ARCH__ >= 900
   __shared__ ForwardRingShared shared;
-  if (out.mean != nullptr) {
-    norm_forward_walk<false>(load, store, out, slots, shared);
-  } else {
-    norm_forward_walk<true>(load, store, out, slots, shared);
-  }
+  with_flag(out.mean == nullptr, [&](auto rms) {
+    norm_forward_walk<decltype(rms)::value>(load, store, out, slots, shared);
+  });
 #else
   __trap();  // no plan asks for it
 #endif
