@@ -214,15 +214,12 @@ struct RegistersShape {
   bool dealt_out;
 };
 
-// Packs of a row that is dealt out, at most.
-constexpr int kManyPacks = 5 * kWarpSize;
-
 RegistersShape registers_shape(const BackwardCall& call, int pack) {
   const int64_t row_packs = ceil_div(call.cols, pack);
   const bool whole_packs = call.cols % pack == 0;
   // Rows that are not whole packs are dealt out in elements or pairs to whole warps. The shortest
   // would leave most of a warp idle, and are shifted; so are the longest, if no ring takes them.
-  constexpr int kFewPacks = kWarpSize / 4;
+  constexpr int kFewPacks = kWarpSize / 4, kManyPacks = 5 * kWarpSize;
   const bool dealt_out = !whole_packs && row_packs > kFewPacks && row_packs <= kManyPacks;
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
   // go over more warps, and in one warp nobody waits. To put packs together takes registers.
@@ -239,9 +236,10 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
       : call.rms && call.x == call.y ? 2
                                      : 3;
   const int64_t params = int64_t{std::max(threads, kWarpSize)} * packs * pack * param_vectors * 4;
-  int64_t row_bytes = int64_t{threads} * slice_queue_bytes(packs, pack, call.saved_size(),
-                                                           call.dy_size() * (call.gated() ? 2 : 1));
-  if (dealt_out) row_bytes = 0;
+  const int dy_bytes = call.dy_size() * (call.gated() ? 2 : 1);
+  const int64_t row_bytes =
+      dealt_out ? 0
+                : int64_t{threads} * slice_queue_bytes(packs, pack, call.saved_size(), dy_bytes);
   auto shared_bytes = [&](int groups) {
     const int64_t sums = int64_t{groups} * threads * packs * pack * 2 * 4;
     return std::max(params + groups * row_bytes, sums);
@@ -260,7 +258,7 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
 bool goes_by_ring(const BackwardCall& call, int pack, const RegistersShape& shape) {
   if (call.x == DType::kFloat64 || !call.bulk_copies()) return false;
   if (shape.groups == 0) return true;
-  if (call.cols % pack != 0) return ceil_div(call.cols, pack) > kManyPacks;
+  if (call.cols % pack != 0) return shape.packs == 2;
   const int most = backward_threads(shape.packs);
   const bool fills = shape.threads <= most / 2 || shape.threads > most * 7 / 8;
   return !fills && shape.packs == 2 && !call.from_output;

@@ -69,27 +69,28 @@ struct InputLoad {
 
 // x + addend, rounded to x's type, which is normalized and written to `sum` on the way: one more
 // tensor read and one written, and the registers of a second row in flight. Without an addend, x:
-// seldom asked for where the output has another type, and so no kernel of its own.
+// seldom asked for, where the types are two, and so no kernel of its own.
 template <typename T, typename Addend>
 struct AddLoad {
   using Input = T;
   static constexpr bool kAdds = true, kGates = false;
   InputLoad<T> x;
   InputLoad<Addend> addend;
-  T* sum;  // rows x cols, contiguous; null: there is no addend
+  T* sum;  // rows x cols, contiguous; null: no addend, where the types are two
   int64_t rows;
   int cols;
 
+  __device__ __forceinline__ bool adds() const { return std::is_same_v<T, Addend> || sum; }
   // After the slice was extracted.
   __device__ __forceinline__ T value(int64_t row, int col) const {
-    return sum != nullptr ? sum[row * cols + col] : x.value(row, col);
+    return adds() ? sum[row * cols + col] : x.value(row, col);
   }
 
   template <int N, RowsLie kLie, int kPacks>
   class Slice {
    public:
     __device__ Slice(const AddLoad& load, int64_t row, int col)
-        : adds_(load.sum != nullptr), x_(load.x, row, col), addend_(load.addend, row, col) {
+        : adds_(load.adds()), x_(load.x, row, col), addend_(load.addend, row, col) {
       sum_.open(load.sum + row * load.cols + col, row < load.rows ? load.cols - col : 0);
     }
 
