@@ -27,17 +27,17 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3174, 2300),
-    "lines of norm": (5980, 3000),
-    "lines of softmax": (2880, 2000),
+    "lines of common": (3030, 2300),
+    "lines of norm": (5843, 3000),
+    "lines of softmax": (2872, 2000),
     "lines of attention": (5607, 4500),
     "lines of csrc/ops": (4145, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
     "lines of fused_norm": (4351, 2300),
-    "kernels of norms and softmaxes": (301, 210),
+    "kernels of norms and softmaxes": (221, 210),
     "kernels of attention": (123, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),
-    f"functions of more than {MAX_FUNCTION_LINES} lines": (4, 0),
+    f"functions of more than {MAX_FUNCTION_LINES} lines": (2, 0),
 }
 
 

@@ -87,9 +87,9 @@ void check_forward_plan(const DeviceProperties& chip, Dtypes dtypes, int cols) {
     EXPECT_GE(plan.cluster_blocks * block_cols, cols);
     EXPECT_LT((plan.cluster_blocks - 1) * block_cols, cols);  // the last block has some
     EXPECT_TRUE(plan.cluster_blocks == 1 || (plan.rows_per_block == 1 && plan.packs == kMostPacks));
-    EXPECT_TRUE(plan.threads_per_row >= 32 || !whole_warps(plan.packs));
     // The kernels that there are.
-    EXPECT_TRUE((plan.packs >= 2 && plan.packs <= 4) || plan.packs == kMostPacks);
+    EXPECT_TRUE(plan.packs == 4 ||
+                (plan.threads_per_row >= 32 && (plan.packs == 2 || plan.packs == kMostPacks)));
   }
 }
 
@@ -104,8 +104,14 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
         EXPECT_EQ(plan.tier, one.tier);
         EXPECT_EQ(plan.pack, one.pack);
         EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
-        if (plan.packs == one.packs) {
-          EXPECT_EQ(plan.threads_per_row, one.threads_per_row);
+        if (plan.threads_per_row == one.threads_per_row) {
+          EXPECT_EQ(plan.packs, one.packs);
+        } else if (plan.threads_per_row < 32) {  // four packs of a lane are two lanes' two
+          EXPECT_TRUE(!rms && dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
+          EXPECT_EQ(2 * plan.threads_per_row, one.threads_per_row);
+          EXPECT_EQ(plan.packs, 4);
+          EXPECT_EQ(cols % plan.pack, 0);
+          EXPECT_LE(cols / plan.pack, 2 * one.threads_per_row);
         } else {  // four packs of a thread are two threads' two, but for a warp past the row
           EXPECT_EQ(one.packs, 2);
           EXPECT_EQ(plan.packs, 4);
@@ -118,65 +124,32 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
 }
 
 TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
-  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    for (bool rms : {false, true}) {
-      for (int64_t rows : kRows) {
-        const NormForwardPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
-        const FewLanes& few = plan.few_lanes;
-        if (few.lanes == 0) continue;
-        const int row_packs = (cols + plan.pack - 1) / plan.pack;
-        EXPECT_TRUE(!rms && dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
-        EXPECT_EQ(2 * few.lanes, plan.threads_per_row);
-        EXPECT_LE(row_packs, few.lanes * kFewLanesPacks);  // two of each lane's otherwise
-        EXPECT_EQ(few.lanes * few.rows_per_block, 128);
-        EXPECT_GE(int64_t{few.blocks} * few.rows_per_block, rows);
-      }
-    }
-  });
   auto lanes = [](int64_t rows, int cols, bool rms = false, DType dtype = DType::kBFloat16) {
-    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).few_lanes.lanes;
+    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).threads_per_row;
   };
   EXPECT_EQ(lanes(131072, 128), 4);
   EXPECT_EQ(lanes(131072, 256), 8);
   EXPECT_EQ(lanes(131072, 512), 16);
-  for (int cols : {64, 96, 192, 320, 520}) EXPECT_EQ(lanes(131072, cols), 0) << cols;
-  EXPECT_EQ(lanes(19008, 128), 0);  // few rows
-  EXPECT_EQ(lanes(131072, 128, true), 0);
-  EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 0);
+  for (int cols : {64, 96}) EXPECT_EQ(lanes(131072, cols), 4) << cols;
+  for (int cols : {192, 320}) EXPECT_EQ(lanes(131072, cols), lanes(1, cols)) << cols;
+  EXPECT_EQ(lanes(19008, 128), 8);  // few rows
+  EXPECT_EQ(lanes(131072, 128, true), 8);
+  EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 16);
 }
 
-// Rows of 16 bits an element that go by warps: so many columns of a row, or of a part of it, in
-// each lane, of which the compiler is told that all lanes have the first `sure`.
-void check_parts(const FlatRows& flat, int units, int sure, int cols) {
-  EXPECT_GE(flat.parts, 1);
-  EXPECT_LE(flat.parts, kBlockParts);
-  EXPECT_EQ(flat.parts & (flat.parts - 1), 0);
-  int first = 0;
-  for (int part = 0; part < flat.parts; ++part) {
-    ASSERT_EQ(first_of_part(flat, part), first);
-    ASSERT_LE(cols_of_part(flat, part), 32 * units);
-    ASSERT_GE(cols_of_part(flat, part), std::max(1, sure * 32));
-    first += cols_of_part(flat, part);
-  }
-  EXPECT_EQ(first, cols);
-  EXPECT_EQ(first_of_part(flat, flat.parts), cols);
-}
-
-// `whole`: the kernel takes for granted that tiles are whole 16-byte granules.
-void check_tiles(const FlatRows& flat, int rows_at_work, bool whole, int cols) {
+// Tiles of rows of 16 bits an element, of which a lane has so many columns; the compiler is told
+// that all lanes have the first `sure`.
+void check_tiles(const FlatRows& flat, int rows_at_work, int units, int sure, int cols) {
+  EXPECT_LE(cols, 32 * units);
+  EXPECT_GE(cols, 32 * sure);
   EXPECT_GE(flat.slots, 3);
   EXPECT_LE(flat.slots, kMaxFlatSlots);
   EXPECT_EQ(flat.rows % rows_at_work, 0);
   const int bytes = flat.rows * cols * 2;
-  EXPECT_TRUE(!whole || bytes % 16 == 0);
-  EXPECT_GE(flat.tile_bytes, bytes % 16 == 0 ? bytes : bytes + 14 + 15);
+  EXPECT_EQ(bytes % 16, 0);  // the kernels take for granted that tiles are whole granules
+  EXPECT_GE(flat.tile_bytes, bytes);
   EXPECT_EQ(flat.tile_bytes % 16, 0);
   EXPECT_EQ(flat.params_bytes % 16, 0);
-}
-
-// Which lengths go by warps.
-bool goes_by_warps(int cols) {
-  return cols % 8 != 0 && (cols <= 17 * 32 || (cols % 2 != 0 && cols <= 8 * 17 * 32));
 }
 
 TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
@@ -189,9 +162,8 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
       ASSERT_EQ(tiles.slots > 0, goes);
       if (!goes) continue;
       const int units = kForwardTileUnits[tiles.row_class];
-      EXPECT_LE(cols, 32 * units);
-      EXPECT_GE(cols, 32 * forward_sure_units(tiles.row_class));
-      check_tiles(tiles, kFlatThreads / 32 * forward_tile_rows(units), true, cols);
+      check_tiles(tiles, kFlatThreads / 32 * forward_tile_rows(units), units,
+                  forward_sure_units(tiles.row_class), cols);
       EXPECT_EQ(tiles.shared_bytes, tiles.slots * tiles.tile_bytes);
       // Persistent: all resident at once, and none without a tile.
       const int a_multiprocessor = (tiles.blocks + chip.sm_count - 1) / chip.sm_count;
@@ -201,24 +173,6 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
       EXPECT_LE(int64_t{tiles.blocks - 1} * tiles.rows, rows - 1);
     }
   });
-}
-
-TEST(Plans, EveryPartOfARowHasColumnsForItsLanes) {
-  for (int cols = 1; cols < 72000; ++cols) {
-    if (cols % 8 == 0) continue;
-    SCOPED_TRACE(cols);
-    const DType dtype = DType::kBFloat16;
-    for (bool from_output : {false, true}) {
-      const NormBackwardPlan plan =
-          plan_norm_backward(1 << 20, cols, dtype, dtype, from_output, false, kH200);
-      const bool wide = cols > 4096 && cols <= 4352;
-      EXPECT_EQ(plan.tier == Tier::kFlat, cols >= 17 && goes_by_warps(cols) &&
-                                              (from_output ? cols <= 832 : cols <= 1088 || wide));
-      if (plan.tier != Tier::kFlat) continue;
-      const int row_class = plan.flat.row_class;
-      check_parts(plan.flat, kFlatUnits[row_class], flat_sure_units(row_class), cols);
-    }
-  }
 }
 
 TEST(ForwardPlan, FewRowsHaveMoreThreads) {
@@ -232,8 +186,8 @@ TEST(ForwardPlan, FewRowsHaveMoreThreads) {
   EXPECT_EQ(packs(1, 8200), 4);  // no block has so many threads
   EXPECT_EQ(packs(1, 2048, DType::kFloat32, true), 2);
   EXPECT_EQ(packs(1, 2048, DType::kFloat32), 4);  // two sums at once
-  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 384), 3);
-  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 512), 2);  // one warp
+  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 384), 4);
+  for (int64_t rows : {1, 100000}) EXPECT_EQ(packs(rows, 512, DType::kBFloat16, true), 2);
 }
 
 TEST(ForwardPlan, LongRowsAreWalkedOver) {
@@ -272,39 +226,20 @@ void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip)
   EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
 }
 
-// Rows that are dealt out in elements or pairs: to whole warps, two packs a thread through shared
-// memory, for which groups of several warps are needed.
-void check_dealt_out(const NormBackwardPlan& plan, const DeviceProperties& chip, int cols,
-                     int saved_size, int dy_size, int param_vectors) {
-  EXPECT_NE(cols % plan.pack, 0);
-  EXPECT_EQ(plan.threads_per_row % 32, 0);
-  if (plan.packs == 1) return;
-  EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
-  EXPECT_GE(plan.threads_per_row, 64);
-  const int row = ring_slot(cols * saved_size) + ring_slot(cols * dy_size);
-  EXPECT_GE(plan.shared_bytes, plan.threads_per_row * 2 * plan.pack * 4 * param_vectors +
-                                   plan.rows_per_block * kRowStages * row);
-}
-
 void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int param_vectors) {
   const FlatRows& flat = plan.flat;
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
   ASSERT_GE(flat.row_class, 0);
   ASSERT_LT(flat.row_class, kFlatClasses);
-  const int units = kFlatUnits[flat.row_class], columns = staged_columns(flat, units);
-  check_parts(flat, units, flat_sure_units(flat.row_class), cols);
-  check_tiles(flat, kFlatThreads / 32 / flat.parts * flat_rows_at_once(units), flat.parts == 1,
-              cols);
-  EXPECT_TRUE(flat.parts == 1 || flat_rows_at_once(units) == 1);
+  const int units = kFlatUnits[flat.row_class], columns = units * 32;
+  check_tiles(flat, kFlatThreads / 32 * flat_rows_at_once(units), units,
+              flat_sure_units(flat.row_class), cols);
   EXPECT_EQ(plan.packs, units);
-  EXPECT_EQ(plan.threads_per_row, flat.parts * 32);
+  EXPECT_EQ(plan.threads_per_row, 32);
   EXPECT_EQ(plan.shared_bytes, flat.shared_bytes);
   // With a residual too, there is a tile on its way while another is at work.
   EXPECT_GE(flat.slots * kFlatTensors / (kFlatTensors + 1), 2);
-  // Beside the parameters, of which there are even ones, that pairs of others are aligned.
-  EXPECT_EQ(columns % 2, 0);
-  EXPECT_GE(columns, first_of_part(flat, flat.parts - 1) + units * 32);
   EXPECT_GE(flat.params_bytes, param_vectors > 1 ? columns * 4 * param_vectors : 0);
   EXPECT_GE(flat.shared_bytes, flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes);
   EXPECT_GE(flat.shared_bytes, kFlatThreads * units * 2 * 4);  // in the end, its warps' sums
@@ -384,15 +319,14 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
                      rms_kernel);
           continue;
         }
-        // From the output there are its shifts and scales too; RMSNorm's kernels have no shift.
-        const int param_vectors = !from_output ? 1 : rms_kernel ? 2 : 3;
         if (plan.tier == Tier::kFlat) {
           check_flat(plan, chip, rows, cols, from_output ? 3 : 1);
           continue;
         }
         check_registers(plan, chip);
-        if (plan.dealt_out)
-          check_dealt_out(plan, chip, cols, saved_size, size_of(dtypes.y), param_vectors);
+        // Rows that are dealt out in elements or pairs: to whole warps, of which there are kernels.
+        EXPECT_TRUE(!plan.dealt_out ||
+                    (cols % plan.pack != 0 && plan.threads_per_row % 32 == 0 && plan.packs == 1));
       }
     }
   });
@@ -453,11 +387,11 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOut) {
   EXPECT_EQ(plan_for(91, kA100).threads_per_row, 32);
   EXPECT_EQ(plan_for(777, kA100).packs, 1);
   EXPECT_EQ(plan_for(777, kA100).rows_per_block, 2);
-  EXPECT_EQ(plan_for(3333, kH200).packs, 2);
-  EXPECT_EQ(plan_for(3333, kH200).rows_per_block, 2);
-  for (int cols : {1022, 1500, 3333, 3334, 8191}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
+  for (int cols : {1022, 1278}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
   for (int cols : {91, 126, 777}) EXPECT_TRUE(plan_for(cols, kA100).dealt_out);
-  EXPECT_FALSE(plan_for(3333, kA100).dealt_out);  // there are no bulk copies
+  for (int cols : {1281, 1500, 3333, 3334, 8191})
+    EXPECT_EQ(plan_for(cols, kH200).tier, Tier::kRing);
+  EXPECT_FALSE(plan_for(3333, kA100).dealt_out);  // there are no bulk copies: shifted
 }
 
 TEST(BackwardPlan, RowsGoInTiles) {
@@ -466,16 +400,27 @@ TEST(BackwardPlan, RowsGoInTiles) {
     return plan_norm_backward(rows, cols, x, y, false, false, chip).tier == Tier::kFlat;
   };
   // Those that are not whole packs, and those that would leave many lanes without one.
-  for (int cols : {17, 33, 65, 126, 129, 257, 513, 545, 1087, 4097})
-    EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {17, 33, 65, 126, 129, 257, 513, 543}) EXPECT_TRUE(goes(cols)) << cols;
   for (int cols : {72, 80, 96, 136, 144, 224, 264, 384, 400, 520}) EXPECT_TRUE(goes(cols)) << cols;
-  for (int cols : {15, 16, 24, 40, 48, 64, 104, 112, 128, 192, 240, 256, 512, 640, 1089, 3333})
+  for (int cols : {15, 16, 24, 40, 48, 64, 104, 112, 128, 192, 240, 256, 512, 545, 640, 3333})
     EXPECT_FALSE(goes(cols)) << cols;
   for (int64_t rows : {1, 7, 1 << 24})
     EXPECT_TRUE(goes(65, DType::kBFloat16, DType::kBFloat16, rows));
   EXPECT_FALSE(goes(65, DType::kFloat32, DType::kFloat32));
   EXPECT_FALSE(goes(65, DType::kBFloat16, DType::kFloat32));
   EXPECT_FALSE(goes(65, DType::kBFloat16, DType::kBFloat16, 4096, kA100));  // no bulk copies
+}
+
+TEST(BackwardPlan, TilesOfEveryLength) {
+  for (int cols = 1; cols < 1200; ++cols) {
+    SCOPED_TRACE(cols);
+    for (bool from_output : {false, true}) {
+      const DType dtype = DType::kBFloat16;
+      const auto plan = plan_norm_backward(1 << 20, cols, dtype, dtype, from_output, false, kH200);
+      if (cols % 8 != 0) EXPECT_EQ(plan.tier == Tier::kFlat, cols >= 17 && cols <= 17 * 32);
+      if (plan.tier == Tier::kFlat) check_flat(plan, kH200, 1 << 20, cols, from_output ? 3 : 1);
+    }
+  }
 }
 
 TEST(BackwardPlan, FewRowsAreOneKernel) {
@@ -554,7 +499,7 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   };
   EXPECT_EQ(plan_for(4096, false, kH200).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(1000, false, kH200).tier, Tier::kRegisters);
-  EXPECT_EQ(plan_for(5121, false, kH200).tier, Tier::kRegisters);  // ends within a pack
+  EXPECT_EQ(plan_for(1500, false, kH200).tier, Tier::kRing);       // ends within a pack
   EXPECT_EQ(plan_for(8192, false, kH200).tier, Tier::kRegisters);  // fills a block's threads
   EXPECT_EQ(plan_for(5120, true, kH200).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(5120, false, kH200).blocks, 2 * 132);

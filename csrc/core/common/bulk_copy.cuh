@@ -10,12 +10,6 @@
 
 namespace fused_norm {
 
-#if __CUDA_ARCH__ >= 900
-constexpr bool kBulkCopies = true;
-#else
-constexpr bool kBulkCopies = false;
-#endif
-
 // Says when copies into shared memory have arrived; lies there itself. It goes through phases, each
 // begun by the threads that start the copies, mostly one.
 class CopyBarrier {

@@ -11,9 +11,6 @@ namespace fused_norm {
 
 // Rows of one 16-bit dtype.
 struct FlatRows {
-  int parts = 1;     // warps that share a row
-  int part_cols;     // columns for each of them, and
-  int wider;         // so many of the first ones have one more
   int slots;         // of shared memory, for the tiles at work and those on their way
   int rows;          // of a tile
   int blocks;        // of the grid
@@ -22,27 +19,9 @@ struct FlatRows {
   int params_bytes, tile_bytes;
 };
 
-constexpr int first_of_part(const FlatRows& flat, int part) {
-  return part * flat.part_cols + (part < flat.wider ? part : flat.wider);
-}
-constexpr int cols_of_part(const FlatRows& flat, int part) {
-  return flat.part_cols + (part < flat.wider ? 1 : 0);
-}
-
-// Columns that the warps of a row may ask for, of so many a lane: their last part's too. Even.
-constexpr int staged_columns(const FlatRows& flat, int units) {
-  return (first_of_part(flat, flat.parts - 1) + units * kWarpSize + 1) / 2 * 2;
-}
 constexpr int kMaxFlatSlots = 3;
 constexpr int kFlatThreads = 256;
-// A block's warps, of which a row takes a power of two.
-constexpr int kBlockParts = kFlatThreads / kWarpSize;
-
-inline void cut_in_parts(int cols, int parts, FlatRows& flat) {
-  flat.parts = parts;
-  flat.part_cols = cols / parts;
-  flat.wider = cols % parts;
-}
+constexpr int kFlatWarps = kFlatThreads / kWarpSize;
 
 // Static shared memory of the kernels, rounded up.
 constexpr int kFlatStatic = 2048;
@@ -50,17 +29,15 @@ constexpr int kFlatStatic = 2048;
 // Bytes of shared memory for a tile: copies fill slots that start at multiples of 128 up to 7 %
 // faster (H200).
 constexpr int flat_tile_bytes(int bytes) { return (bytes + 127) / 128 * 128; }
-// Of one that is not whole granules: it begins and ends in the middle of one.
-constexpr int broken_tile_bytes(int bytes) { return flat_tile_bytes(bytes + 2 * kGranule); }
 
-// Sets tiles up to `most_bytes` if they can be; a block has so many rows at work at a time.
+// Sets tiles up to `most_bytes` if they can be; a block has so many rows at work at a time, a
+// multiple of its warps: tiles are whole granules.
 inline void set_tiles(int rows_at_work, int cols, int slots, int64_t most_bytes, FlatRows& flat) {
   constexpr int kElementBytes = 2;
   flat.slots = slots;
   const int64_t times = most_bytes / (int64_t{rows_at_work} * cols * kElementBytes);
   flat.rows = rows_at_work * static_cast<int>(std::max<int64_t>(1, times));
-  const int bytes = flat.rows * cols * kElementBytes;
-  flat.tile_bytes = bytes % kGranule == 0 ? flat_tile_bytes(bytes) : broken_tile_bytes(bytes);
+  flat.tile_bytes = flat_tile_bytes(flat.rows * cols * kElementBytes);
 }
 
 // Blocks of a multiprocessor, of so many that its registers leave room for.
@@ -72,7 +49,7 @@ inline int resident_flat(const FlatRows& flat, int most, const DeviceProperties&
 inline int flat_room(const FlatRows& flat, int tiles, int blocks, const DeviceProperties& device) {
   const int capacity = (device.shared_bytes_per_block + kReservedPerBlock) / blocks;
   const int left = capacity - kReservedPerBlock - kFlatStatic - flat.params_bytes;
-  return left / tiles / 128 * 128 - 2 * kGranule;
+  return left / tiles / 128 * 128;
 }
 
 // Fills in the tiles of so many tensors, of `most_bytes` at most, in blocks of which registers

@@ -31,13 +31,11 @@ struct Pack {
   Words<sizeof(T) * N> words;
 };
 
-// A pack in shared memory, or words: one access.
+// A pack in shared memory: one access.
 template <typename T, int N>
 struct alignas(sizeof(T) * N) AlignedPack {
   Pack<T, N> pack;
 };
-template <int kBytes>
-struct alignas(kBytes) AlignedWords : Words<kBytes> {};
 
 template <typename T>
 constexpr DType kDTypeOf = std::is_same_v<T, __half>          ? DType::kFloat16

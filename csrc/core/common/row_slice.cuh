@@ -89,13 +89,6 @@ class SliceReader {
     }
   }
 
-  // The same, all of it, as values.
-  template <typename Group>
-  __device__ __forceinline__ void extract(const Loaded& loaded, int left, const Group& group,
-                                          float (&values)[kPacks][N]) const {
-    extract(loaded, left, group, [&](int p, const Pack<T, N>& pack) { unpack(pack, values[p]); });
-  }
-
  private:
   // The shortest and the longest rows leave the first-level cache to the parameters (measured on an
   // H200: backward 2 % faster at one pack a thread, 3 % slower at two; forward 4 % faster at
@@ -216,8 +209,8 @@ class SliceWriter {
 template <typename T, int N, RowsLie kLie, int kPacks>
 using ReaderOf = std::conditional_t<dealt_out(kLie), UnitReader<T, N, kLie, kPacks>,
                                     SliceReader<T, N, kLie == RowsLie::kRegular, kPacks>>;
-template <typename T, int N, RowsLie kLie, int kPacks, bool kStops = false>
-using WriterOf = std::conditional_t<dealt_out(kLie), UnitWriter<T, N, kLie, kPacks, kStops>,
+template <typename T, int N, RowsLie kLie, int kPacks>
+using WriterOf = std::conditional_t<dealt_out(kLie), UnitWriter<T, N, kLie, kPacks>,
                                     SliceWriter<T, N, kLie == RowsLie::kRegular, kPacks>>;
 
 }  // namespace fused_norm

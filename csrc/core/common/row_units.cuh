@@ -9,9 +9,8 @@ namespace fused_norm {
 
 // Calls visit(i, inside) for the first elements of a pack's units, where `left` columns of the row
 // remain from the thread's first element on; `inside`: whether the unit lies in the row. No branch
-// but one for the pack: what is not inside is left out by predicates. kStops: a branch for each
-// unit, after the row's last one none is visited.
-template <RowsLie kLie, int N, bool kStops = false, typename Group, typename Visit>
+// but one for the pack: what is not inside is left out by predicates.
+template <RowsLie kLie, int N, typename Group, typename Visit>
 __device__ __forceinline__ void visit_units(const Group& group, int left, Visit visit) {
   constexpr int kUnit = unit_of(kLie, N);
   const int lanes = group.lanes(), left_of_all = left + group.lane() * kUnit;
@@ -20,10 +19,7 @@ __device__ __forceinline__ void visit_units(const Group& group, int left, Visit 
     for (int i = 0; i < N; i += kUnit) visit(i, true);
   } else {
 #pragma unroll
-    for (int i = 0; i < N; i += kUnit) {
-      if (kStops && i * lanes >= left_of_all) break;
-      visit(i, i * lanes < left);
-    }
+    for (int i = 0; i < N; i += kUnit) visit(i, i * lanes < left);
   }
 }
 
@@ -43,38 +39,16 @@ __device__ __forceinline__ void with_units(const T* row, Run run) {
 template <typename T, int kUnit>
 using Unit = Words<(sizeof(T) * kUnit < 4 ? 4 : sizeof(T) * kUnit)>;
 
-// Loads one, from global memory through the read-only path and past the first-level cache, or from
-// shared memory.
-enum class Memory { kStreamed, kShared };
-template <int kUnit, bool kWhole, Memory kMemory, typename T>
+// Loads one, through the read-only path and past the first-level cache.
+template <int kUnit, bool kWhole, typename T>
 __device__ __forceinline__ Unit<T, kUnit> load_unit(const T* from) {
-  constexpr bool kShared = kMemory == Memory::kShared;
-  auto bits = [&](int i) -> uint32_t {
-    if constexpr (kShared) return reinterpret_cast<const Bits<T>*>(from)[i];
-    return load_bits_streamed(from + i);
-  };
   if constexpr (kUnit == 1) {
-    return {bits(0)};
+    return {load_bits_streamed(from)};
   } else if constexpr (kWhole) {
-    const auto* const start = reinterpret_cast<const char*>(from);
-    if constexpr (kShared) return *reinterpret_cast<const AlignedWords<kUnit * sizeof(T)>*>(start);
-    return detail::load_streamed<kUnit * sizeof(T)>(start);
-  } else if constexpr (sizeof(T) == 2) {
-    return {bits(0) | bits(1) << 16};
+    return detail::load_streamed<kUnit * sizeof(T)>(reinterpret_cast<const char*>(from));
   } else {
-    return {bits(0), bits(1)};
-  }
-}
-
-template <typename T, int kUnit>
-__device__ __forceinline__ void unpack_unit(const Unit<T, kUnit>& unit, float* out) {
-  if constexpr (kUnit == 1) {
-    out[0] = value_of<T>(unit.at[0]);
-  } else {
-    float values[kUnit];
-    unpack(Pack<T, kUnit>{unit}, values);
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) out[i] = values[i];
+    static_assert(sizeof(T) == 2);
+    return {load_bits_streamed(from) | load_bits_streamed(from + 1) << 16};
   }
 }
 
@@ -99,8 +73,7 @@ class UnitReader {
         visit_units<kLie, N>(group, left - p * step, [&](int i, bool inside) {
           if (inside) {
             loaded.units[p][i / kUnit] =
-                load_unit<kUnit, decltype(whole)::value, Memory::kStreamed>(at + p * step +
-                                                                            i * group.lanes());
+                load_unit<kUnit, decltype(whole)::value>(at + p * step + i * group.lanes());
           }
         });
       }
@@ -122,20 +95,10 @@ class UnitReader {
       put(p, pack);
     }
   }
-  template <typename Group>
-  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&,
-                                          float (&values)[kPacks][N]) const {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-#pragma unroll
-      for (int i = 0; i < N; i += kUnit)
-        unpack_unit<T, kUnit>(loaded.units[p][i / kUnit], values[p] + i);
-    }
-  }
 };
 
-// Writes them. kStops: as in visit_units(), for whom others wait.
-template <typename T, int N, RowsLie kLie, int kPacks, bool kStops = false>
+// Writes them.
+template <typename T, int N, RowsLie kLie, int kPacks>
 class UnitWriter {
   static constexpr int kUnit = unit_of(kLie, N);
 
@@ -149,7 +112,7 @@ class UnitWriter {
   __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) const {
     const int step = slice_step<N>(group);
     with_units<kUnit>(at_, [&](auto whole) {
-      visit_units<kLie, N, kStops>(group, left_ - p * step, [&](int i, bool inside) {
+      visit_units<kLie, N>(group, left_ - p * step, [&](int i, bool inside) {
         if (!inside) return;
         T* const to = at_ + p * step + i * group.lanes();
         if constexpr (kUnit > 1 && decltype(whole)::value) {

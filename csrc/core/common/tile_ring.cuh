@@ -39,22 +39,16 @@ struct TileRows {
   RowLayout layout;
 };
 
-// Whether tiles are whole granules of 16 bytes.
-enum class TileKind { kWhole, kRows };
-
 // A persistent block's tiles: every gridDim.x-th, each in a slot of shared memory
-// for as long as the block works on it; others are on their way there, or from there. Copies are of
-// whole granules. A tile of others begins in its slot where it does in a granule of its tensor; the
-// first and last granules, of which other tiles have a part, some lanes write.
+// for as long as the block works on it; others are on their way there, or from there. Tiles are
+// whole granules, but for the last one.
 //
 // Tensors says what passes through: count() tensors, rows_of(t) being tensor t; written(), where
 // what became of tensor kWritten goes, null for nowhere; and flat(), whether in each of them the
 // rows follow each other without gaps from a multiple of 16 bytes on. Others are copied by the
 // block's threads, before and after a tile's turn.
-template <typename T, TileKind kKind, typename Tensors>
+template <typename T, typename Tensors>
 class TileRing {
-  static constexpr bool kWhole = kKind == TileKind::kWhole;
-
  public:
   // `filled` and `memory`, of so many slots, are in shared memory. A barrier of the block follows
   // start().
@@ -88,11 +82,7 @@ class TileRing {
   __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * flat_.rows; }
   __device__ __forceinline__ int rows() const { return rows_of(tile_); }
   __device__ __forceinline__ T* part(int tensor) const {
-    return reinterpret_cast<T*>(memory_ + offset(tensor));
-  }
-  // So many bytes into the memory.
-  __device__ __forceinline__ int offset(int tensor) const {
-    return offset_of(slot_.number, tensor) + skew_of(tile_);
+    return reinterpret_cast<T*>(part_of(slot_.number, tensor));
   }
   template <bool kZeros>
   __device__ __forceinline__ void wait() const {
@@ -125,7 +115,6 @@ class TileRing {
     if (tensors_.flat()) {
       // Each of some lanes writes and fills the part of a tensor: the slot before this one, when no
       // more than this one's copy is under way.
-      if (tensors_.written() != nullptr) write_ends();
       if (copies()) {
         if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
         if (tile_ != static_cast<int>(blockIdx.x))
@@ -148,72 +137,46 @@ class TileRing {
   // Lanes of the block's first warp, each for a tensor.
   __device__ __forceinline__ static int tensor() { return threadIdx.x; }
   __device__ __forceinline__ bool copies() const { return threadIdx.x < tensors_.count(); }
-  __device__ __forceinline__ int offset_of(int slot, int tensor) const {
-    return (slot * tensors_.count() + tensor) * flat_.tile_bytes;
-  }
   __device__ __forceinline__ char* part_of(int slot, int tensor) const {
-    return memory_ + offset_of(slot, tensor);
+    return memory_ + (slot * tensors_.count() + tensor) * flat_.tile_bytes;
   }
   __device__ __forceinline__ static int stride() { return static_cast<int>(gridDim.x); }
   __device__ __forceinline__ int rows_of(int tile) const {
     return tile + 1 < tiles_ ? flat_.rows : last_rows_;
   }
-  // Where a tile starts in its tensors, in bytes, and how far that is from the granule's start; and
-  // where it ends, from there.
+  // Where a tile starts in its tensors, in bytes, and how many it has.
   __device__ __forceinline__ int64_t start_of(int tile) const {
     return int64_t{tile} * (flat_.rows * cols_ * static_cast<int>(sizeof(T)));
   }
-  __device__ __forceinline__ int skew_of(int tile) const {
-    return kWhole ? 0 : static_cast<int>(start_of(tile)) & (kGranule - 1);
-  }
-  __device__ __forceinline__ int end_of(int tile) const {
-    return skew_of(tile) + rows_of(tile) * cols_ * static_cast<int>(sizeof(T));
+  __device__ __forceinline__ int bytes_of(int tile) const {
+    return rows_of(tile) * cols_ * static_cast<int>(sizeof(T));
   }
   __device__ __forceinline__ static int whole(int bytes) { return bytes & -kGranule; }
 
   __device__ __forceinline__ void fill(int slot, int tile) {
     if (tile >= tiles_) return;
-    const int skew = skew_of(tile), end = end_of(tile);
+    const int bytes = bytes_of(tile), granules = whole(bytes);
     const char* const from =
-        reinterpret_cast<const char*>(tensors_.rows_of(tensor()).base) + start_of(tile) - skew;
+        reinterpret_cast<const char*>(tensors_.rows_of(tensor()).base) + start_of(tile);
     char* const to = part_of(slot, tensor());
     // Past the tensors' end nothing is read: the lane copies the rest itself.
-    const bool last = tile + 1 == tiles_;
-    const int granules = last ? whole(end) : whole(end + kGranule - 1);
-    if (last) copy_rest(to, from, max(granules, skew), end);
+    if (tile + 1 == tiles_) copy_rest(to, from, granules, bytes);
     filled_[slot].expect(granules);
     if (granules > 0) filled_[slot].copy(to, from, granules);
   }
-  // The granules that are the tile's alone, and the rest of the tensors' last one.
   __device__ __forceinline__ void write() {
-    const int skew = skew_of(tile_), end = end_of(tile_), whole_end = whole(end);
-    const int first = skew > 0 ? kGranule : 0;
-    char* const to = reinterpret_cast<char*>(tensors_.written()) + start_of(tile_) - skew;
+    const int bytes = bytes_of(tile_), granules = whole(bytes);
+    char* const to = reinterpret_cast<char*>(tensors_.written()) + start_of(tile_);
     const char* const from = part_of(slot_.number, Tensors::kWritten);
-    if (whole_end > first) store_bulk(to + first, from + first, whole_end - first);
-    if (kWhole) copy_rest(to, from, whole_end, end);
+    if (granules > 0) store_bulk(to, from, granules);
+    copy_rest(to, from, granules, bytes);
     commit_bulk_stores();
     wait_for_bulk_reads<1>();
   }
-  // Where tiles are not whole granules, what is before and after these: an element a lane.
-  __device__ __forceinline__ void write_ends() {
-    constexpr int kElements = kGranule / sizeof(T);
-    const int lane = threadIdx.x;
-    if (kWhole || lane >= 2 * kElements) return;
-    const int skew = skew_of(tile_), end = end_of(tile_), last = whole(end);
-    const bool after = lane >= kElements;
-    const int i = (after ? last : 0) + lane % kElements * static_cast<int>(sizeof(T));
-    const bool any = after ? skew == 0 || last > 0 : skew > 0 && i >= skew;
-    if (any && i < end)
-      copy_element(reinterpret_cast<char*>(tensors_.written()) + start_of(tile_) - skew,
-                   part_of(slot_.number, Tensors::kWritten), i);
-  }
-  __device__ __forceinline__ static void copy_element(char* to, const char* from, int i) {
-    *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
-  }
   __device__ __forceinline__ static void copy_rest(char* to, const char* from, int begin, int end) {
 #pragma unroll 1
-    for (int i = begin; i < end; i += sizeof(T)) copy_element(to, from, i);
+    for (int i = begin; i < end; i += sizeof(T))
+      *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
   }
 
   const Tensors& tensors_;

@@ -16,7 +16,6 @@ using GroupSums = RowSums<float>;
 
 struct BackwardShared {
   GroupSums::Slots slots[kMaxGroups];
-  RingStages<kRowStages> stages[kMaxGroups];
 };
 
 // Which rows a group works on: `row`, and every stride-th after it. `first` is the row of its
@@ -41,15 +40,11 @@ struct GroupRows {
 // How a group's rows come to its threads. `memory`: of the block, for rows on their way.
 template <RowsLie kLie, int kPacks, int N, typename In, typename Group>
 __device__ __forceinline__ auto open_rows(const In& in, const Group& group, int col, int64_t row,
-                                          int64_t stride, char* memory,
-                                          RingStages<kRowStages> (&stages)[kMaxGroups]) {
+                                          int64_t stride, char* memory) {
   using Y = typename In::Gradient;
   using S = typename In::Kept;
   if constexpr (In::kGates) {
     return GatedRows<Y, N, kPacks, Group>(in, group, col, row, stride, memory);
-  } else if constexpr (dealt_out(kLie) && kPacks > 1) {
-    return RowsInRing<Y, S, N, kLie, kPacks, Group>(in, group, col, row, stride, memory,
-                                                    stages[group.index()]);
   } else if constexpr (kLie == RowsLie::kRegular) {
     return RowsInQueue<Y, S, N, kPacks, Group>(in, group, col, row, stride, memory);
   } else {
@@ -203,7 +198,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   const int col = slice_column<N, kPacks, kLie>(group), left = in.cols - col;
   // Rows that are dealt out may end in the first half of every lane's pack.
   auto past_half = [half = in.cols <= N / 2 * kWarpSize](int i) {
-    return dealt_out(kLie) && kPacks == 1 && i == N / 2 && half;
+    return dealt_out(kLie) && i == N / 2 && half;
   };
   GroupRows of_group(in, group);
   const int64_t stride = of_group.stride;
@@ -215,8 +210,8 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   const Params params(staged, group.thread());
   const int staged_floats =
       param_kinds(kSaved, !kRms) * max(group.threads(), kWarpSize) * kPacks * N;
-  auto rows = open_rows<kLie, kPacks, N>(
-      in, group, col, row, stride, reinterpret_cast<char*>(staged + staged_floats), shared.stages);
+  auto rows = open_rows<kLie, kPacks, N>(in, group, col, row, stride,
+                                         reinterpret_cast<char*>(staged + staged_floats));
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
@@ -269,10 +264,9 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
     add_up_row<kRms, kFromOutput>(params, past_half, row_left, mean, rstd, xhat, w, dweight, dbias,
                                   g, of_w, of_wx, sum_w, sum_wx);
     sum_up_group<kRms>(group, sums, sum_w, sum_wx);
-    rows.drop(row);
     if (out.dx == nullptr) continue;
     const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
-    WriterOf<X, N, kLie, kPacks, dealt_out(kLie) && (kPacks > 1)> writer;
+    WriterOf<X, N, kLie, kPacks> writer;
     writer.open(dx, row_left);
     Pack<X, N> pack;
     write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, writer, pack,
@@ -298,19 +292,23 @@ constexpr RowsLie backward_deals_out(int cols) {
 template <RowsLie kLie>
 using ConstantLie = std::integral_constant<RowsLie, kLie>;
 
-template <typename X, typename Y, typename S, bool kRms, Saved kSaved, int kPacks>
+template <typename X, typename Y, typename S, Saved kSaved, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;
   auto run = [&](auto as) {
-    norm_backward_once<decltype(as)::value, kRms, kSaved, kPacks>(in, out, shared);
+    constexpr RowsLie kLie = decltype(as)::value;
+    if constexpr (!kForBothNorms<X, Y>) {
+      if (in.rms) return norm_backward_once<kLie, true, kSaved, kPacks>(in, out, shared);
+    }
+    norm_backward_once<kLie, false, kSaved, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
     run(ConstantLie<RowsLie::kRegular>());
   } else if (lie == RowsLie::kShifted) {
     run(ConstantLie<RowsLie::kShifted>());
-  } else if constexpr (kPacks == 1 || kBulkCopies) {
+  } else if constexpr (kPacks == 1) {
     if constexpr (kBackwardInPairs<X, Y>) {
       if (lie == RowsLie::kPairs) return run(ConstantLie<RowsLie::kPairs>());
     }

@@ -3,6 +3,7 @@
 // cache, but no partial sums are written, and no second kernel waits for them.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/listed_share.cuh"
@@ -101,8 +102,9 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
-  saved.extract(saved_loaded, left, group, xhat);
-  dy.extract(dy_loaded, left, group, w);
+  saved.extract(saved_loaded, left, group,
+                [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
+  dy.extract(dy_loaded, left, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
   float g[N], of_w[N], of_wx[N];
   sum_up_row<kRms, kFromOutput>(params, left, mean, rstd, xhat, w, g, of_w, of_wx, sum_w, sum_wx);
@@ -262,9 +264,8 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 }
 
 // Blocks, in clusters of `splits`: `look_blocks`, if that is asked for, that look at the
-// parameters; one cluster for each tile of columns; and one block for each row. kLists: from the
-// output, with room for a list.
-template <typename X, bool kLists>
+// parameters; one cluster for each tile of columns; and one block for each row.
+template <typename X>
 __global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
                       const __grid_constant__ BackwardOutput<X, float> out,
@@ -285,26 +286,27 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   block -= look_blocks;
   const int64_t row = block - tiles * splits;
   if (row >= in.rows) return;
-  auto choose = [](bool value, auto run) {
-    if (value) {
-      run(std::true_type());
-    } else {
-      run(std::false_type());
-    }
-  };
-  choose(regular, [&](auto is_regular) {
-    choose(in.rms, [&](auto is_rms) {
-      choose(kLists || in.from_output, [&](auto is_output) {
-        constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
-        constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
-        if constexpr (kLists && kSaved == Saved::kInput) return;
+  with_flag(regular, [&](auto is_regular) {
+    with_flag(in.rms, [&](auto is_rms) {
+      constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
+      auto run_as = [&](auto saved, auto lists) {
+        constexpr Saved kSaved = decltype(saved)::value;
+        constexpr bool kLists = decltype(lists)::value;
         if (row < 0) {
           few_columns<kRegular, kRms, kSaved, kLists>(in, gradients, block / splits, block % splits,
                                                       splits, shared);
         } else {
           few_rows<kRegular, kRms, kSaved, kLists>(in, out, row, shared.slots);
         }
-      });
+      };
+      constexpr std::integral_constant<Saved, Saved::kOutput> kOutput;
+      if (!in.from_output) {
+        run_as(std::integral_constant<Saved, Saved::kInput>(), std::false_type());
+      } else if (in.list.room == 0) {
+        run_as(kOutput, std::false_type());
+      } else {
+        run_as(kOutput, std::true_type());
+      }
     });
   });
 }

@@ -1,6 +1,7 @@
 // Backward for rows of one 16-bit dtype by warps (warp_rows.cuh) that read them from shared memory.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/common/tile_ring.cuh"
@@ -44,16 +45,26 @@ __device__ __noinline__ void stage_columns(const BackwardInput<X, X, float>& in,
   }
 }
 
-// Of a row's parts: two sums.
-using PartSums = PartExchange<float2, Sharing::kBlock>::Slots;
+// Those weights of the lane's columns, and which are listed: a bit each.
+template <int kUnits, int kSure>
+__device__ __forceinline__ uint32_t take_weights(const LaneColumns<kUnits, kSure>& columns,
+                                                 const float* weights, const float2* of_output,
+                                                 float (&kept)[kUnits]) {
+  uint32_t listed = 0;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    kept[i] = weights[i * kWarpSize];
+    if (columns.inside(i)) listed |= uint32_t{of_output[i * kWarpSize].y == 0.0f} << i;
+  }
+  return listed;
+}
 
-// A lane's values of a row, which starts `at` elements into the tiles; `saved` and `dy` are their
-// bits.
+// A lane's values of a row, which starts `at` elements into the tiles.
 template <int kUnits, int kSure, typename X>
 __device__ __forceinline__ void load_row(const LaneColumns<kUnits, kSure>& columns,
                                          const X* saved_tile, const X* dy_tile, int at,
-                                         uint32_t (&saved)[kUnits], uint32_t (&dy)[kUnits],
                                          float (&xhat)[kUnits], float (&w)[kUnits]) {
+  uint32_t saved[kUnits], dy[kUnits];
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     saved[i] = dy[i] = 0;
@@ -66,6 +77,13 @@ __device__ __forceinline__ void load_row(const LaneColumns<kUnits, kSure>& colum
     xhat[i] = value_of<X>(saved[i]);
     w[i] = value_of<X>(dy[i]);
   }
+}
+
+// The values of a warp's first lanes, or zeros.
+template <bool kAny, int kRows>
+__device__ __forceinline__ void from_lanes(float own, float (&values)[kRows]) {
+#pragma unroll
+  for (int k = 0; k < kRows; ++k) values[k] = kAny ? __shfl_sync(kFullMask, own, k) : 0.0f;
 }
 
 // Makes xhat of what was saved.
@@ -119,32 +137,18 @@ __device__ __forceinline__ void add_residual(const X* residual, int first, int c
   }
 }
 
-// Adds up the parts that the lanes, and the warps of a row, have of the rows' sums.
-template <bool kRms, Sharing kSharing, int kRows, int kSums>
-__device__ __forceinline__ void sum_up_rows(const float (&sums)[kRms ? 1 : 2][kRows][2],
-                                            PartExchange<float2, kSharing>& exchange,
-                                            const RowPart<kSharing>& part, int parts,
-                                            float (&of_rows)[kSums]) {
+// Makes dx of w and xhat, and of what the lane has of the rows' sums.
+template <bool kRms, int kRows, int kUnits>
+__device__ __forceinline__ void make_dx(const float (&sums)[kRms ? 1 : 2][kRows][2],
+                                        const float (&rstd)[kRows], float per_cols,
+                                        const float (&xhat)[kRows][kUnits],
+                                        float (&w)[kRows][kUnits]) {
+  constexpr int kSums = kRms ? kRows : 2 * kRows;
+  float of_rows[kSums];
 #pragma unroll
   for (int k = 0; k < kSums; ++k)
     of_rows[k] = sums[k / kRows][k % kRows][0] + sums[k / kRows][k % kRows][1];
   reduce_each(of_rows, SumOf());
-  if constexpr (kSharing == Sharing::kBlock) {
-    static_assert(kRows == 1);
-    if (parts > 1) {
-      const float2* const all = exchange.all({of_rows[0], of_rows[kSums - 1]}, part, parts);
-      of_rows[0] = exchange.sum(parts, [&](int p) { return all[p].x; });
-      if (!kRms) of_rows[kSums - 1] = exchange.sum(parts, [&](int p) { return all[p].y; });
-    }
-  }
-}
-
-// Makes dx of w and xhat.
-template <bool kRms, int kRows, int kUnits, int kSums>
-__device__ __forceinline__ void make_dx(const float (&rstd)[kRows], float per_cols,
-                                        const float (&of_rows)[kSums],
-                                        const float (&xhat)[kRows][kUnits],
-                                        float (&w)[kRows][kUnits]) {
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
     const RowGradient<kRms> gradient(rstd[k], per_cols, kRms ? 0.0f : of_rows[kSums - kRows + k],
@@ -154,15 +158,78 @@ __device__ __forceinline__ void make_dx(const float (&rstd)[kRows], float per_co
   }
 }
 
+// Adds up rows for the sums of their columns and for their own: two chains of each row's sums, of
+// w * xhat and of w, which it makes of dy. weight_of(i): the lane's. No product is made into one
+// operation with an addition that follows but where this says so: a row's bits must not depend on
+// its place among kRows.
+template <bool kRms, int kRows, int kUnits, typename WeightOf>
+__device__ __forceinline__ void add_up_rows(WeightOf weight_of, const float (&xhat)[kRows][kUnits],
+                                            float (&w)[kRows][kUnits], float (&dweight)[kUnits],
+                                            float (&dbias)[kUnits],
+                                            float (&sums)[kRms ? 1 : 2][kRows][2]) {
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    const float weight = weight_of(i);
+#pragma unroll
+    for (int k = 0; k < kRows; ++k) {
+      const float d = w[k][i];
+      dweight[i] = fmaf(d, xhat[k][i], dweight[i]);
+      if (!kRms) dbias[i] += d;
+      w[k][i] = __fmul_rn(d, weight);
+      float& sum_wx = sums[0][k][i % 2];
+      sum_wx = i < 2 ? __fmul_rn(w[k][i], xhat[k][i]) : fmaf(w[k][i], xhat[k][i], sum_wx);
+      if (kRms) continue;
+      float& sum_w = sums[kRms ? 0 : 1][k][i % 2];
+      sum_w = i < 2 ? w[k][i] : sum_w + w[k][i];
+    }
+  }
+}
+
+// Writes a block's partial rows: what the warps have of the same columns some of them add up. Which
+// these are is found out anew, as it would take registers before.
+template <bool kRms, int kUnits, int kSure, typename X>
+__device__ __forceinline__ void write_tile_sums(const BackwardOutput<X, float>& out, int cols,
+                                                char* memory, const float (&dweight)[kUnits],
+                                                const float (&dbias)[kUnits]) {
+  constexpr int kCols = kUnits * kWarpSize, kKinds = kRms ? 1 : 2;
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  const LaneColumns<kUnits, kSure> columns(cols, thread);
+  float* const of_warps = reinterpret_cast<float*>(memory) + columns.first;
+  __syncthreads();
+  float* const to = of_warps + thread / kWarpSize * (kKinds * kCols);
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    to[i * kWarpSize] = dweight[i];
+    if (!kRms) to[kCols + i * kWarpSize] = dbias[i];
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int kind = 0; kind < kKinds; ++kind) {
+    float* const partials = kind == 0 ? out.dweight_partials : out.dbias_partials;
+    if (partials == nullptr || thread / kWarpSize != kind) continue;
+    float sums[kUnits] = {};
+    for (int warp = 0; warp < kFlatWarps; ++warp) {
+      const float* const from = of_warps + (warp * kKinds + kind) * kCols;
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) sums[i] += from[i * kWarpSize];
+    }
+    float* const row = partials + int64_t{blockIdx.x} * cols + columns.first;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      if (columns.inside(i)) row[i * kWarpSize] = sums[i];
+    }
+  }
+}
+
 // Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
 // its lanes keep their columns' weights and sums in registers.
-template <bool kRms, Saved kSaved, int kClass, Sharing kSharing, typename X>
+template <bool kRms, Saved kSaved, int kClass, typename X>
 __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, float>& in,
                                                     const BackwardOutput<X, float>& out,
                                                     bool lie_flat, const FlatRows& flat,
-                                                    CopyBarrier* filled, PartSums& slots) {
+                                                    CopyBarrier* filled) {
   using Tiles = BackwardTiles<X>;
-  constexpr bool kParts = kSharing == Sharing::kBlock;
   constexpr int kUnits = kFlatUnits[kClass], kSure = flat_sure_units(kClass);
   constexpr int kRows = flat_rows_at_once(kUnits), kCols = kUnits * kWarpSize;
   constexpr bool kFromOutput = kSaved != Saved::kInput;
@@ -171,36 +238,25 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
   float* const params = reinterpret_cast<float*>(memory);
 
   const int lane = threadIdx.x % kWarpSize, cols = in.cols;
-  const RowPart<kSharing> part(flat, cols);
-  constexpr int kWarps = kFlatThreads / kWarpSize;
-  const int step = (kParts ? kWarps / flat.parts : kWarps) * kRows;
-  const LaneColumns<kUnits, kSure> columns(part.cols);
+  const LaneColumns<kUnits, kSure> columns(cols);
   wait_for_prerequisites();
   out.clear_totals();
   const Tiles tensors{in, out, lie_flat};
-  TileRing<X, kParts ? TileKind::kRows : TileKind::kWhole, Tiles> tiles(
-      tensors, in.rows, cols, flat, filled, memory + flat.params_bytes);
+  TileRing<X, Tiles> tiles(tensors, in.rows, cols, flat, filled, memory + flat.params_bytes);
   tiles.start();
-  PartExchange<float2, kSharing> exchange(part, slots);
-  const int staged = kParts ? staged_columns(flat, kUnits) : kCols;
-  if (kFromOutput) stage_columns(in, staged, params);
+  if (kFromOutput) stage_columns(in, kCols, params);
   __syncthreads();
   // (shift, scale) of the lane's columns.
-  const float2* const of_output =
-      reinterpret_cast<const float2*>(params + staged) + part.first + lane;
+  const float2* const of_output = reinterpret_cast<const float2*>(params + kCols) + lane;
   // Where registers are few, weights are read for each row.
   constexpr bool kKeepsWeights = !kFromOutput || kUnits <= 5;
-  const float* const weights = params + part.first + lane;
+  const float* const weights = params + lane;
   float kept_weights[kUnits];
   uint32_t listed = 0;
   if constexpr (kFromOutput) {
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      kept_weights[i] = weights[i * kWarpSize];
-      if (columns.inside(i)) listed |= uint32_t{of_output[i * kWarpSize].y == 0.0f} << i;
-    }
+    listed = take_weights(columns, weights, of_output, kept_weights);
   } else {
-    load_weights<X>(in.weight, in.weight_offset, part.first, columns, kept_weights);
+    load_weights<X>(in.weight, in.weight_offset, columns, kept_weights);
   }
 
   // Each of a warp's first lanes asks for a row's statistics, one turn ahead.
@@ -211,145 +267,64 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
     if (kReadsMean) next_mean = any ? __ldg(in.mean + row) : 0.0f;
     next_rstd = any ? __ldg(in.rstd + row) : 0.0f;
   };
-  const int first = part.group * kRows;
+  const int first = static_cast<int>(threadIdx.x) / kWarpSize * kRows;
   look_ahead(tiles.first_row() + first);
   float dweight[kUnits] = {}, dbias[kUnits] = {};
   for (; tiles.any(); tiles.next()) {
     tiles.template wait<true>();
-    const X* const saved_tile = tiles.part(Tiles::kSavedRows) + part.first + lane;
-    X* const dy_tile = tiles.part(Tiles::kGradientRows) + part.first + lane;
+    const X* const saved_tile = tiles.part(Tiles::kSavedRows) + lane;
+    X* const dy_tile = tiles.part(Tiles::kGradientRows) + lane;
     const int64_t first_row = tiles.first_row();
 #pragma unroll 1
-    for (int r = first; r < flat.rows; r += step) {
+    for (int r = first; r < flat.rows; r += kFlatWarps * kRows) {
       const float own_mean = next_mean, own_rstd = next_rstd;
-      const int next = r + step;
+      const int next = r + kFlatWarps * kRows;
       look_ahead(next < flat.rows ? first_row + next : tiles.next_row() + first);
 
       float xhat[kRows][kUnits], w[kRows][kUnits];
 #pragma unroll
-      for (int k = 0; k < kRows; ++k) {
-        const int at = (r + k) * cols;
-        uint32_t saved[kUnits], dy[kUnits];
-        load_row(columns, saved_tile, dy_tile, at, saved, dy, xhat[k], w[k]);
-      }
+      for (int k = 0; k < kRows; ++k)
+        load_row(columns, saved_tile, dy_tile, (r + k) * cols, xhat[k], w[k]);
       float mean[kRows], rstd[kRows];
-#pragma unroll
-      for (int k = 0; k < kRows; ++k) {
-        mean[k] = kReadsMean ? __shfl_sync(kFullMask, own_mean, k) : 0.0f;
-        rstd[k] = __shfl_sync(kFullMask, own_rstd, k);
-      }
+      from_lanes<kReadsMean>(own_mean, mean);
+      from_lanes<true>(own_rstd, rstd);
       normalize_rows<kRms, kFromOutput>(of_output, mean, rstd, xhat);
       if (kFromOutput && listed != 0) take_listed(in, of_output, listed, first_row + r, xhat);
-      // Two chains of each row's sums, of w * xhat and of w. No product is made into one operation
-      // with an addition that follows but where this says so: a row's bits must not depend on its
-      // place among kRows.
       float sums[kRms ? 1 : 2][kRows][2];
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) {
-        const float weight = kKeepsWeights ? kept_weights[i] : weights[i * kWarpSize];
-#pragma unroll
-        for (int k = 0; k < kRows; ++k) {
-          const float d = w[k][i];
-          dweight[i] = fmaf(d, xhat[k][i], dweight[i]);
-          if (!kRms) dbias[i] += d;
-          w[k][i] = __fmul_rn(d, weight);
-          float& sum_wx = sums[0][k][i % 2];
-          sum_wx = i < 2 ? __fmul_rn(w[k][i], xhat[k][i]) : fmaf(w[k][i], xhat[k][i], sum_wx);
-          if (kRms) continue;
-          float& sum_w = sums[kRms ? 0 : 1][k][i % 2];
-          sum_w = i < 2 ? w[k][i] : sum_w + w[k][i];
-        }
-      }
+      add_up_rows<kRms>(
+          [&](int i) { return kKeepsWeights ? kept_weights[i] : weights[i * kWarpSize]; }, xhat, w,
+          dweight, dbias, sums);
       if (out.dx == nullptr) continue;
-      constexpr int kSums = kRms ? kRows : 2 * kRows;
-      float of_rows[kSums];
-      sum_up_rows<kRms>(sums, exchange, part, flat.parts, of_rows);
-      make_dx<kRms>(rstd, in.per_cols, of_rows, xhat, w);
-      if (out.dresidual != nullptr) {
-        add_residual(tiles.part(Tiles::kResidualRows) + part.first + lane, r * cols, cols, columns,
-                     w);
-      }
+      make_dx<kRms>(sums, rstd, in.per_cols, xhat, w);
+      if (out.dresidual != nullptr)
+        add_residual(tiles.part(Tiles::kResidualRows) + lane, r * cols, cols, columns, w);
       store_rows(dy_tile, r, cols, columns, w);
     }
   }
   tiles.finish();
   launch_dependents();
-
-  // What the warps have of the same columns some of them add up. Which these are is found out anew:
-  // nothing more keeps registers before.
-  int thread;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  const RowPart<kSharing> own(flat, cols, thread);
-  const LaneColumns<kUnits, kSure> own_columns(own.cols, thread);
-  constexpr int kKinds = kRms ? 1 : 2;
-  float* const of_warps = reinterpret_cast<float*>(memory) + own_columns.first;
-  __syncthreads();
-  float* const to = of_warps + thread / kWarpSize * (kKinds * kCols);
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    to[i * kWarpSize] = dweight[i];
-    if (!kRms) to[kCols + i * kWarpSize] = dbias[i];
-  }
-  __syncthreads();
-  const int parts = kParts ? flat.parts : 1;
-#pragma unroll 1
-  for (int kind = 0; kind < kKinds; ++kind) {
-    float* const partials = kind == 0 ? out.dweight_partials : out.dbias_partials;
-    if (partials == nullptr || own.group != kind % (kWarps / parts)) continue;
-    float sums[kUnits] = {};
-    for (int warp = own.index; warp < kWarps; warp += parts) {
-      const float* const from = of_warps + (warp * kKinds + kind) * kCols;
-#pragma unroll
-      for (int i = 0; i < kUnits; ++i) sums[i] += from[i * kWarpSize];
-    }
-    float* const row = partials + int64_t{blockIdx.x} * cols + own.first + own_columns.first;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      if (own_columns.inside(i)) row[i * kWarpSize] = sums[i];
-    }
-  }
+  write_tile_sums<kRms, kUnits, kSure>(out, cols, memory, dweight, dbias);
 }
 
-// The form of a launch, of the classes from kClass to before kEnd.
-template <int kClass, int kEnd, Sharing kSharing, typename X>
-__device__ __forceinline__ void norm_backward_form(const BackwardInput<X, X, float>& in,
-                                                   const BackwardOutput<X, float>& out,
-                                                   bool lie_flat, const FlatRows& flat,
-                                                   CopyBarrier* filled, PartSums& slots) {
-  if constexpr (kClass + 1 < kEnd) {
-    if (flat.row_class != kClass)
-      return norm_backward_form<kClass + 1, kEnd, kSharing>(in, out, lie_flat, flat, filled, slots);
-  }
-  auto run = [&](auto is_rms, auto saved) {
-    norm_backward_tiles<decltype(is_rms)::value, decltype(saved)::value, kClass, kSharing>(
-        in, out, lie_flat, flat, filled, slots);
-  };
-  constexpr std::integral_constant<Saved, Saved::kInput> kInput;
-  constexpr std::integral_constant<Saved, Saved::kOutput> kOutput;
-  if (in.from_output) {
-    in.rms ? run(std::true_type(), kOutput) : run(std::false_type(), kOutput);
-  } else {
-    in.rms ? run(std::true_type(), kInput) : run(std::false_type(), kInput);
-  }
-}
-
-// All forms in one kernel a type, which branches once: for shorter rows, for longer ones, and for
-// those in parts.
-enum class FlatKernel { kShorter, kLonger, kParts };
-template <typename X, FlatKernel kKernel>
-__global__ void __launch_bounds__(kFlatThreads,
-                                  flat_backward_blocks(kKernel != FlatKernel::kShorter))
+// All forms in one kernel a type, which branches once: for shorter rows, or for longer ones.
+template <typename X, bool kLonger>
+__global__ void __launch_bounds__(kFlatThreads, flat_backward_blocks(kLonger))
     norm_backward_flat(const __grid_constant__ BackwardInput<X, X, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, bool lie_flat,
                        const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  __shared__ PartSums slots;
-  constexpr bool kShorter = kKernel == FlatKernel::kShorter;
-  norm_backward_form<kShorter ? 0 : kShorterFlatClasses,
-                     kShorter ? kShorterFlatClasses : kFlatClasses,
-                     kKernel == FlatKernel::kParts ? Sharing::kBlock : Sharing::kWarp>(
-      in, out, lie_flat, flat, filled, slots);
+  constexpr int kFirst = kLonger ? kShorterFlatClasses : 0;
+  constexpr int kEnd = kLonger ? kFlatClasses : kShorterFlatClasses;
+  with_number<kFirst, kEnd>(flat.row_class, [&](auto row_class) {
+    with_flag(in.from_output, [&](auto from_output) {
+      with_flag(in.rms, [&](auto rms) {
+        constexpr Saved kSaved = decltype(from_output)::value ? Saved::kOutput : Saved::kInput;
+        norm_backward_tiles<decltype(rms)::value, kSaved, decltype(row_class)::value>(
+            in, out, lie_flat, flat, filled);
+      });
+    });
+  });
 #else
   __trap();  // no plan asks for it
 #endif

@@ -89,7 +89,7 @@ class LateSums {
 // A block's shared memory beside the staged parameters and the ring.
 template <bool kRms>
 struct RingShared {
-  RingStages<kMaxRingStages> stages;
+  RingStages stages;
   typename LateSums<kRms>::Slots slots;
   float2 statistics[4];  // mean and rstd of the row before, the one at hand, and the next
   bool lists;            // whether any of the block's columns are listed

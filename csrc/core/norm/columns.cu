@@ -14,9 +14,8 @@ constexpr int kListTurn = kListThreads * kListPack;
 constexpr int kListedAtOnce = 1024;
 constexpr int kRowsInFlight = 4;
 
-template <typename X>
+template <typename A>
 struct ListInput {
-  using A = Accumulator<X>;
   NormForwardParams of;
   int part_cols;  // of a block
   bool gathers;
@@ -28,8 +27,8 @@ struct ListInput {
   };
   __device__ __forceinline__ Bits find(int col, int end) const {
     A g[kListPack], b[kListPack] = {};
-    if (of.weight.data) load_params<X, false>(of.weight, col, of.cols, g);
-    if (of.bias.data) load_params<X, false>(of.bias, col, of.cols, b);
+    if (of.weight.data) load_params<A, false>(of.weight, col, of.cols, g);
+    if (of.bias.data) load_params<A, false>(of.bias, col, of.cols, b);
     Bits bits{};
 #pragma unroll
     for (int i = 0; i < kListPack; ++i) {
@@ -43,8 +42,8 @@ struct ListInput {
 };
 
 // Lists the columns of a block from its `base`-th listed one on, as many as there are places.
-template <typename X, typename Scan>
-__device__ __forceinline__ void list_part(const ListInput<X>& in, typename Scan::TempStorage& scan,
+template <typename A, typename Scan>
+__device__ __forceinline__ void list_part(const ListInput<A>& in, typename Scan::TempStorage& scan,
                                           int (&listed)[kListedAtOnce], int begin, int end, int own,
                                           bool unrecoverable_only, int base) {
   int place = -base;
@@ -64,15 +63,50 @@ __device__ __forceinline__ void list_part(const ListInput<X>& in, typename Scan:
   }
 }
 
+// Gathers xhat of `places` columns to `side`, from the rows of one of so many clusters: the last
+// rows first, which may still be in the L2 cache. T: the type of x.
+template <typename T, typename A>
+__device__ __forceinline__ void gather_listed(const NormForwardParams& of,
+                                              const int (&listed)[kListedAtOnce], int places,
+                                              A* side, int64_t cluster, int64_t clusters) {
+  int lanes = 1;
+  while (lanes < places && lanes < kWarpSize) lanes *= 2;
+  const int lane = threadIdx.x % lanes, row_in_turn = threadIdx.x / lanes;
+  const int rows_a_turn = kListThreads / lanes;
+  const int64_t tile = int64_t{rows_a_turn} * kRowsInFlight;
+  for (int64_t end_row = of.rows - cluster * tile; end_row > 0; end_row -= clusters * tile) {
+    const int64_t last = end_row - 1 - row_in_turn;
+    for (int i = lane; i < places; i += lanes) {
+      const int col = listed[i];
+      T value[kRowsInFlight];
+      A mean[kRowsInFlight], rstd[kRowsInFlight];
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        const int64_t row = max(last - r * rows_a_turn, int64_t{0});
+        value[r] = row_start(static_cast<const T*>(of.x), of.x_layout, row)[col];
+        rstd[r] = static_cast<const A*>(of.rstd)[row];
+        mean[r] = of.rms ? A(0) : static_cast<const A*>(of.mean)[row];
+      }
+      // As the forward kernel has it.
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        const int64_t row = last - r * rows_a_turn;
+        if (row < 0) break;
+        const A x = static_cast<A>(value[r]);
+        side[row * of.list.room + i] = of.rms ? x * rstd[r] : (x - mean[r]) * rstd[r];
+      }
+    }
+  }
+}
+
 // A cluster of blocks, each of which has a part of the columns, finds out which are to be listed.
 //
 // A kernel that also gathers their xhat follows the forward kernel, and does this while that still
 // runs: the parameters are ready. If there are any, it waits, and each block gathers those of its
-// part from the rows of its cluster: the last rows first, which may still be in the L2 cache.
-template <typename X>
+// part from the rows of its cluster.
+template <typename A>
 __global__ void __launch_bounds__(kListThreads, 1)
-    list_columns(const __grid_constant__ ListInput<X> in) {
-  using A = Accumulator<X>;
+    list_columns(const __grid_constant__ ListInput<A> in) {
   const int room = in.of.list.room;
   int32_t* const columns = in.of.list.columns;
   using Scan = cub::BlockScan<int, kListThreads>;
@@ -114,7 +148,7 @@ __global__ void __launch_bounds__(kListThreads, 1)
   const int count = min(unrecoverable_only ? here.y : here.x, max(0, room - before));
 
   auto list = [&](int base) {
-    list_part<X, Scan>(in, scan, listed, begin, end, own, unrecoverable_only, base);
+    list_part<A, Scan>(in, scan, listed, begin, end, own, unrecoverable_only, base);
   };
   if (count > 0) list(0);
   // Who writes nothing need not wait.
@@ -126,7 +160,6 @@ __global__ void __launch_bounds__(kListThreads, 1)
     for (int i = total + threadIdx.x; i < room; i += kListThreads) columns[1 + i] = 0;
   }
 
-  const int64_t clusters = gridDim.x / blocks, cluster_index = blockIdx.x / blocks;
   for (int base = 0; base < count; base += kListedAtOnce) {
     if (base > 0) {
       __syncthreads();
@@ -139,35 +172,10 @@ __global__ void __launch_bounds__(kListThreads, 1)
     }
     if (!in.gathers) continue;
     A* const side = static_cast<A*>(in.of.list.side) + before + base;
-    int lanes = 1;
-    while (lanes < places && lanes < kWarpSize) lanes *= 2;
-    const int lane = threadIdx.x % lanes, row_in_turn = threadIdx.x / lanes;
-    const int rows_a_turn = kListThreads / lanes;
-    const int64_t tile = int64_t{rows_a_turn} * kRowsInFlight;
-    for (int64_t end_row = in.of.rows - cluster_index * tile; end_row > 0;
-         end_row -= clusters * tile) {
-      const int64_t last = end_row - 1 - row_in_turn;
-      for (int i = lane; i < places; i += lanes) {
-        const int col = listed[i];
-        X value[kRowsInFlight];
-        A mean[kRowsInFlight], rstd[kRowsInFlight];
-#pragma unroll
-        for (int r = 0; r < kRowsInFlight; ++r) {
-          const int64_t row = max(last - r * rows_a_turn, int64_t{0});
-          value[r] = row_start(static_cast<const X*>(in.of.x), in.of.x_layout, row)[col];
-          rstd[r] = static_cast<const A*>(in.of.rstd)[row];
-          mean[r] = in.of.rms ? A(0) : static_cast<const A*>(in.of.mean)[row];
-        }
-        // As the forward kernel has it.
-#pragma unroll
-        for (int r = 0; r < kRowsInFlight; ++r) {
-          const int64_t row = last - r * rows_a_turn;
-          if (row < 0) break;
-          const A x = static_cast<A>(value[r]);
-          side[row * room + i] = in.of.rms ? x * rstd[r] : (x - mean[r]) * rstd[r];
-        }
-      }
-    }
+    with_param_type<A>(in.of.x_dtype, [&](auto type) {
+      gather_listed<decltype(type)>(in.of, listed, places, side, blockIdx.x / blocks,
+                                    gridDim.x / blocks);
+    });
   }
 }
 
@@ -192,14 +200,14 @@ cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
   const int64_t blocks =
       std::clamp<int64_t>(elements / (kListThreads * kRowsInFlight),
                           std::min<int64_t>(kPortableClusterBlocks, most_blocks), most_blocks);
-  return with_dtype<__half, __nv_bfloat16, float, double>(params.x_dtype, [&](auto x) {
-    using X = decltype(x);
-    using A = Accumulator<X>;
-    const ListInput<X> in{params, part_cols, gathers, recoverable_limits<A>(params.y_dtype),
+  auto run = [&](auto zero) {
+    using A = decltype(zero);
+    const ListInput<A> in{params, part_cols, gathers, recoverable_limits<A>(params.y_dtype),
                           precise_limits<A>(params.y_dtype)};
-    return detail::launch(list_columns<X>, static_cast<int>(blocks / cluster * cluster),
+    return detail::launch(list_columns<A>, static_cast<int>(blocks / cluster * cluster),
                           kListThreads, {0, cluster, device.max_cluster_blocks > 1}, stream, in);
-  });
+  };
+  return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
 }
 
 template <typename A>

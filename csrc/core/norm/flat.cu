@@ -32,9 +32,8 @@ cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
     return detail::launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps},
                           stream, in, out, lie_flat, flat);
   };
-  if (flat.parts > 1) return run(norm_backward_flat<X, FlatKernel::kParts>);
-  return flat.row_class < kShorterFlatClasses ? run(norm_backward_flat<X, FlatKernel::kShorter>)
-                                              : run(norm_backward_flat<X, FlatKernel::kLonger>);
+  return flat.row_class < kShorterFlatClasses ? run(norm_backward_flat<X, false>)
+                                              : run(norm_backward_flat<X, true>);
 }
 template cudaError_t norm_flat_backward(const BackwardInput<__half, __half, float>&,
                                         const BackwardOutput<__half, float>&,

@@ -8,7 +8,7 @@
 
 namespace fused_norm {
 
-// Where the statistics go; mean may be null. kExact: for an fp32 output.
+// Where the statistics go; mean is null for RMSNorm. kExact: for an fp32 output.
 template <typename A, bool kExact>
 struct StatisticsOut {
   A* mean;
@@ -249,28 +249,25 @@ __device__ __forceinline__ void norm_forward_once(
   }
 }
 
-template <typename Load, typename Store, bool kRms, int kPacks>
+// kWholeWarps: else rows have less than a warp's lanes.
+template <typename Load, typename Store, int kPacks, bool kWholeWarps>
 __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
   using X = typename Load::Input;
-  constexpr BrokenRows kBroken =
-      broken_rows(Load::kAdds, std::is_same_v<X, typename Store::Output>, kPacks, sizeof(X));
-  store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
-    norm_forward_once<decltype(form), kRms, kPacks, whole_warps(kPacks)>(load, store, out, shared);
-  });
-}
-
-// LayerNorm of short rows (FewLanes).
-template <typename X>
-__global__ void __launch_bounds__(forward_threads(false, kFewLanesPacks), forward_blocks(false))
-    norm_forward_few_lanes(const __grid_constant__ InputLoad<X> load,
-                           const __grid_constant__ AffineStore<X> store,
-                           const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out) {
-  __shared__ ForwardShared<Accumulator<X>> shared;
-  norm_forward_once<RowForm<RowsLie::kRegular, X, X>, false, kFewLanesPacks, false>(load, store,
-                                                                                    out, shared);
+  constexpr BrokenRows kBroken = broken_rows(Load::kAdds, std::is_same_v<X, typename Store::Output>,
+                                             kWholeWarps, kPacks, sizeof(X));
+  auto run = [&](auto rms) {
+    constexpr bool kRms = decltype(rms)::value;
+    store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
+      norm_forward_once<decltype(form), kRms, kPacks, kWholeWarps>(load, store, out, shared);
+    });
+  };
+  if constexpr (!Load::kGates) {  // a gate is RMSNorm's
+    if (out.mean != nullptr) return run(std::false_type());
+  }
+  run(std::true_type());
 }
 
 }  // namespace fused_norm

@@ -2,6 +2,7 @@
 // memory in tiles, and each lane of a warp has some of a row's columns (warp_rows.cuh).
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/tile_ring.cuh"
 #include "core/common/warp_rows.cuh"
 #include "core/norm/forward.cuh"
@@ -55,13 +56,12 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
   const int cols = of.load.cols, lane = threadIdx.x % kWarpSize;
   const LaneColumns<kUnits, forward_sure_units(kClass)> columns(cols);
   const ForwardTiles<X> tensors{of};
-  TileRing<X, TileKind::kWhole, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled,
-                                                       memory);
+  TileRing<X, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled, memory);
   float weight[kUnits], bias[kRms ? 1 : kUnits] = {};
   auto load_params = [&] {
-    load_weights<X>(of.store.weight, of.store.weight_offset, 0, columns, weight);
+    load_weights<X>(of.store.weight, of.store.weight_offset, columns, weight);
     if constexpr (!kRms) {
-      if (of.store.bias.data) load_columns<X>(of.store.bias, 0, columns, bias);
+      if (of.store.bias.data) load_columns<X>(of.store.bias, columns, bias);
     }
   };
   for_tiles<kRows>(tiles, of.flat, load_params, [&](int r) {
@@ -99,25 +99,17 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
   });
 }
 
-// All classes are in one kernel, which branches once.
-template <bool kRms, int kClass, typename X>
-__device__ __forceinline__ void norm_forward_class(const FlatForward<X>& of, CopyBarrier* filled) {
-  if constexpr (kClass + 1 < kForwardTileClasses) {
-    if (of.flat.row_class != kClass) return norm_forward_class<kRms, kClass + 1>(of, filled);
-  }
-  norm_forward_tiles<kRms, kClass>(of, filled);
-}
-
+// All forms in one kernel a type, which branches once.
 template <typename X>
 __global__ void __launch_bounds__(kFlatThreads, kForwardTileBlocks)
     norm_forward_flat(const __grid_constant__ FlatForward<X> of, bool rms) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  if (rms) {
-    norm_forward_class<true, 0>(of, filled);
-  } else {
-    norm_forward_class<false, 0>(of, filled);
-  }
+  with_flag(rms, [&](auto is_rms) {
+    with_number<0, kForwardTileClasses>(of.flat.row_class, [&](auto row_class) {
+      norm_forward_tiles<decltype(is_rms)::value, decltype(row_class)::value>(of, filled);
+    });
+  });
 #else
   __trap();  // no plan asks for it
 #endif

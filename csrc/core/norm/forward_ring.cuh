@@ -1,32 +1,34 @@
 // Forward for long rows, which the blocks of a cluster share: persistent clusters walk over them.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/cluster_parts.cuh"
 #include "core/common/ring_slot.cuh"
 #include "core/norm/forward.cuh"
 
 namespace fused_norm {
 
+using ForwardParts = ClusterParts<PartStatistics<float>, kPortableClusterBlocks>;
+struct ForwardRingShared {
+  SumSlots<float> sums[2];  // used in turn
+  ForwardParts::Slots parts;
+  CopyBarrier filled[kMaxForwardSlots];
+};
+
 // A block has the same columns of every row. It keeps their parameters in shared memory, where rows
 // on their way wait too: bulk copies bring them, one slot each. A row leaves its slot for registers
 // as soon as it is there, and the slot is filled anew. For regular rows whose parameters are all
 // there, of the input's type, and taken as they are. The reduction tree is norm_forward_once()'s.
-template <typename X, bool kRms>
-__global__ void __launch_bounds__(kMaxForwardThreads, 1)
-    norm_forward_ring(const __grid_constant__ InputLoad<X> load,
-                      const __grid_constant__ AffineStore<X> store,
-                      const StatisticsOf<InputLoad<X>, AffineStore<X>> out, int slots) {
-#if __CUDA_ARCH__ >= 900
+template <bool kRms, typename X>
+__device__ __forceinline__ void norm_forward_walk(
+    const InputLoad<X>& load, const AffineStore<X>& store,
+    const StatisticsOf<InputLoad<X>, AffineStore<X>>& out, int slots, ForwardRingShared& shared) {
   constexpr RowsLie kLie = RowsLie::kRegular;
   constexpr int N = kPackElements<X>, kPacks = kMostPacks;
   constexpr bool kPacked = kPacks * N > held_values(kLie);
-  using Parts = ClusterParts<PartStatistics<float>, kPortableClusterBlocks>;
-  __shared__ SumSlots<float> sums[2];  // used in turn
-  __shared__ Parts::Slots part_slots;
-  __shared__ CopyBarrier filled[kMaxForwardSlots];
   extern __shared__ __align__(128) char memory[];
 
-  const RowGroup<Barrier::kBlock, whole_warps(kPacks)> group;
+  const RowGroup<Barrier::kBlock, true> group;
   const RowCluster cluster;
   const int blocks = cluster.blocks(), slot_cols = group.threads() * kPacks * N;
   const int first_col = cluster.rank() * slot_cols, cols = min(slot_cols, load.cols - first_col);
@@ -39,6 +41,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
   // After the parameters. One thread fills them.
   X* const ring = reinterpret_cast<X*>(memory + group.threads() * params_bytes(kPacks, !kRms));
   const bool fills = group.thread() == 0;
+  CopyBarrier* const filled = shared.filled;
   auto fill = [&](int slot, int64_t row) {
     if (row >= load.rows) return;
     const int bytes = cols * static_cast<int>(sizeof(X));
@@ -48,7 +51,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
                       reinterpret_cast<const char*>(from), bytes);
   };
 
-  Parts parts(part_slots, cluster);
+  ForwardParts parts(shared.parts, cluster);
   for (int slot = 0; fills && slot < slots; ++slot) filled[slot].init();
   if (fills) CopyBarrier::order_inits();
   cluster.arrive();
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
       values.put(p, bounds.reach(p) ? packs[own / N + p * kWarpSize].pack : Pack<X, N>{});
     const X listed_x = listed < 0 ? X() : ring[slot.number * slot_cols + listed - first_col];
     auto statistics =
-        part_statistics<kRms>(group, values, bounds, part_cols, per_part, sums[turn & 1]);
+        part_statistics<kRms>(group, values, bounds, part_cols, per_part, shared.sums[turn & 1]);
     // All threads have met since they read the slot.
     if (fills) fill(slot.number, row + slots * stride);
     parts.send(turn, statistics);
@@ -88,6 +91,19 @@ __global__ void __launch_bounds__(kMaxForwardThreads, 1)
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
     slot.next(slots);
   }
+}
+
+template <typename X>
+__global__ void __launch_bounds__(kMaxForwardThreads, 1)
+    norm_forward_ring(const __grid_constant__ InputLoad<X> load,
+                      const __grid_constant__ AffineStore<X> store,
+                      const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,
+                      int slots) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ ForwardRingShared shared;
+  with_flag(out.mean == nullptr, [&](auto rms) {
+    norm_forward_walk<decltype(rms)::value>(load, store, out, slots, shared);
+  });
 #else
   __trap();  // no plan asks for it
 #endif

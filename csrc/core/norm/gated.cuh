@@ -120,7 +120,6 @@ class GatedRows {
     }
   }
   __device__ __forceinline__ void ask_for(int64_t) const {}
-  __device__ __forceinline__ void drop(int64_t) const {}
 
   // Of the gradient of what is normalized makes that of x, and writes the gate's, from element `to`
   // on: dy * xhat * weight * act'(gate), or x * gradient * act'(gate).

@@ -45,9 +45,10 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
                                 : store.template all_of<true>(kDTypeOf<X>);
+  const bool whole_warps = plan.threads_per_row >= kWarpSize;
   const bool dealt_out =
       params.cols % plan.pack != 0 && typed && plan.threads_per_row >= kMinDealtOutLanes &&
-      broken_rows(Load::kAdds, std::is_same_v<X, Y>, plan.packs, sizeof(X)).dealt_out;
+      broken_rows(Load::kAdds, std::is_same_v<X, Y>, whole_warps, plan.packs, sizeof(X)).dealt_out;
   const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols)
                       : reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
                                                     plan.pack, params.y_dtype)
@@ -59,41 +60,27 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                           {shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load, store,
                           out, flags...);
   };
-  auto run_packs = [&](auto rms) {
-    constexpr bool kRms = decltype(rms)::value;
-    if (lie == RowsLie::kRegular && typed) {
-      if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
-        if (const ForwardRing& ring = plan.ring; ring.slots > 0)
-          return detail::launch(norm_forward_ring<X, kRms>, ring.blocks, threads,
-                                {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream,
-                                load, store, out, ring.slots);
-        if constexpr (!kRms && sizeof(X) == 2) {
-          if (const FewLanes& few = plan.few_lanes; few.lanes > 0)
-            return detail::launch(norm_forward_few_lanes<X>, few.blocks,
-                                  dim3(few.lanes, few.rows_per_block),
-                                  {few.shared_bytes, 1, plan.overlaps}, stream, load, store, out);
-        }
-      }
-      if (params_ahead(plan.packs))
-        shared_bytes =
-            std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
-                                       params_bytes(plan.packs, !kRms, params.list.room > 0));
+  if (lie == RowsLie::kRegular && typed) {
+    if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
+      if (const ForwardRing& ring = plan.ring; ring.slots > 0)
+        return detail::launch(norm_forward_ring<X>, ring.blocks, threads,
+                              {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load,
+                              store, out, ring.slots);
     }
-    switch (plan.packs) {
-      case 2:
-        return run(norm_forward_registers<Load, Store, kRms, 2>, lie);
-      case 3:
-        return run(norm_forward_registers<Load, Store, kRms, 3>, lie);
-      case 4:
-        return run(norm_forward_registers<Load, Store, kRms, 4>, lie);
-      default:
-        return run(norm_forward_registers<Load, Store, kRms, kMostPacks>, lie);
-    }
-  };
-  if constexpr (!Load::kGates) {
-    if (!params.rms) return run_packs(std::false_type());
+    if (params_ahead(plan.packs))
+      shared_bytes =
+          std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
+                                     params_bytes(plan.packs, !params.rms, params.list.room > 0));
   }
-  return run_packs(std::true_type());
+  if (!whole_warps) return run(norm_forward_registers<Load, Store, 4, false>, lie);
+  switch (plan.packs) {
+    case 2:
+      return run(norm_forward_registers<Load, Store, 2, true>, lie);
+    case 4:
+      return run(norm_forward_registers<Load, Store, 4, true>, lie);
+    default:
+      return run(norm_forward_registers<Load, Store, kMostPacks, true>, lie);
+  }
 }
 
 template <typename X>
@@ -146,11 +133,9 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   if (clusters == 0) return cudaSuccess;
   const int kinds = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput);
   const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
-  return detail::launch(
-      params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
-      static_cast<int>(clusters * splits), plan.threads_per_row,
-      {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look, regular,
-      looks * splits, tiles, splits);
+  return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
+                        plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
+                        out, gradients, look, regular, looks * splits, tiles, splits);
 }
 
 template <typename Y, typename S>
@@ -213,50 +198,41 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                             {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
                             out, flags...);
     };
-    auto run_tier = [&](auto rms) {
-      constexpr bool kRms = decltype(rms)::value;
-      if (plan.tier == Tier::kRing)
-        return run(norm_backward_ring<X, Y, S, kRms, kSaved>, regular, plan.stages,
-                   plan.partial_sets, plan.rows_in_sequence);
-      return plan.packs == 1 ? run(norm_backward_registers<X, Y, S, kRms, kSaved, 1>, lie)
-                             : run(norm_backward_registers<X, Y, S, kRms, kSaved, 2>, lie);
-    };
-    if constexpr (kForBothNorms<X, Y>) {
-      error = run_tier(std::false_type());
+    if (plan.tier == Tier::kRing) {
+      constexpr bool kRms = !kForBothNorms<X, Y>;
+      error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kSaved>
+                             : norm_backward_ring<X, Y, S, false, kSaved>,
+                  regular, plan.stages, plan.partial_sets, plan.rows_in_sequence);
     } else {
-      error = params.rms ? run_tier(std::true_type()) : run_tier(std::false_type());
+      error = run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kSaved, 1>
+                                  : norm_backward_registers<X, Y, S, kSaved, 2>,
+                  lie);
     }
   }
   if (error != cudaSuccess) return error;
   return norm_second_stage(params, plan, workspace, look, stream);
 }
 
-// Outputs may have the dtype of x, or fp32; of fp32 x also 16 bit.
-template <typename X, typename Launch>
-cudaError_t with_output_dtype(DType dtype, Launch launch) {
-  if constexpr (std::is_same_v<X, float>) {
-    return with_dtype<float, __half, __nv_bfloat16>(dtype, launch);
-  } else {
-    return with_dtype<X, float>(dtype, launch);
-  }
-}
-
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream) {
-  return with_output_dtype<X>(params.y_dtype, [&](auto y) {
-    return norm_forward_as<X, decltype(y)>(params, plan, stream);
-  });
+  if (params.y_dtype == DType::kFloat32) return norm_forward_as<X, float>(params, plan, stream);
+  return norm_forward_as<X, X>(params, plan, stream);
 }
 
 template <typename X>
 cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
-  return with_output_dtype<X>(params.y_dtype, [&](auto y) {
+  auto run = [&](auto y) {
     using Y = decltype(y);
     return params.from_output ? norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream)
                               : norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
-  });
+  };
+  if constexpr (std::is_same_v<X, float>) {
+    return with_dtype<float, __half, __nv_bfloat16>(params.y_dtype, run);
+  } else {
+    return with_dtype<X, float>(params.y_dtype, run);
+  }
 }
 
 }  // namespace fused_norm

@@ -7,8 +7,8 @@
 
 namespace fused_norm {
 
-// Rows that are not streamed, without gate and addend. One of these for each dtype of x but fp64:
-// f16.cu, bf16.cu and f32.cu.
+// Rows that are not streamed, without gate and addend, and with an output of x's dtype or fp32. One
+// of these for each dtype of x but fp64: f16.cu, bf16.cu and f32.cu.
 template <typename X>
 cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
                             cudaStream_t stream);
@@ -23,7 +23,7 @@ cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBack
 // In tiles: flat.cu.
 cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                               cudaStream_t stream);
-// With an addend: add.cu.
+// With an addend, and of fp32 rows with a 16-bit output: add.cu.
 cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream);
 // Of Tier::kFlat, for 16-bit types: flat.cu.

@@ -35,12 +35,14 @@ bool norm_gates(int32_t cols, int32_t groups, DType x_dtype, bool backward,
 
 cudaError_t launch_norm_forward(const NormForwardParams& params, const DeviceProperties& device,
                                 cudaStream_t stream) {
-  const bool adds = params.addend != nullptr;
+  // Where the output of fp32 rows is narrower, one kernel is for rows with an addend and without.
+  const bool narrows = params.x_dtype == DType::kFloat32 && params.y_dtype != params.x_dtype;
+  const bool adds = params.addend != nullptr || narrows;
   const NormForwardPlan plan = plan_of(params, device);
   if (params.gate.data) return norm_gated_forward(params, plan, stream);
   auto launch = [&] {
-    if (adds) return norm_add_forward(params, plan, stream);
     if (plan.tier == Tier::kStreaming) return norm_stream_forward(params, plan, stream);
+    if (adds) return norm_add_forward(params, plan, stream);
     if (plan.tiles.slots > 0) return norm_flat_forward(params, plan, stream);
     return with_dtype<__half, __nv_bfloat16, float>(
         params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });

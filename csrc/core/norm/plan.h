@@ -17,8 +17,7 @@ namespace fused_norm {
 
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
-  kFlat,       // backward: short rows, and odd ones of 4097 to 4351 columns, pass through shared
-               // memory in tiles, read once
+  kFlat,       // backward: short rows pass through shared memory in tiles, read once
   kRing,       // backward: long rows pass through shared memory by bulk copies, read once
   kStreaming,  // any length: the row is read twice
 };
@@ -36,10 +35,9 @@ struct NormPlan {
   bool overlaps;     // programmatic dependent launch, of all kernels but kStreaming's of backward
 };
 
-// Forward: a row of less than a warp's share has up to three packs in each of some lanes, others
-// two to four in each thread of whole warps, and the longest kMostPacks in kMaxForwardThreads,
-// which blocks of a cluster may share. The lanes are known at compile time but for three packs.
-constexpr bool whole_warps(int packs) { return packs != 3; }
+// Forward: a row of less than a warp's share has up to four packs in each of some lanes, others two
+// or four in each thread of whole warps, and the longest kMostPacks in kMaxForwardThreads, which
+// blocks of a cluster may share.
 constexpr int kMostPacks = 8;
 constexpr int kMaxForwardThreads = 512;
 
@@ -57,9 +55,9 @@ struct BrokenRows {
   bool dealt_out;  // in elements or pairs
   bool shifted;    // with the type of the parameters known to the kernel, as regular rows have it
 };
-constexpr BrokenRows broken_rows(bool adds, bool one_dtype, int packs, int size) {
+constexpr BrokenRows broken_rows(bool adds, bool one_dtype, bool whole_warps, int packs, int size) {
   const bool dealt_out = one_dtype && !adds && (packs != kMostPacks || size == 4);
-  return {dealt_out, adds || (dealt_out ? !whole_warps(packs) : packs == kMostPacks)};
+  return {dealt_out, adds || (dealt_out ? !whole_warps : packs == kMostPacks)};
 }
 // To fewer lanes they are not dealt out: these would read too little side by side.
 constexpr int kMinDealtOutLanes = 8;
@@ -81,18 +79,8 @@ struct ForwardRing {
 };
 constexpr int kMaxForwardSlots = 4;
 
-// kRegisters, less than a warp's lanes or one warp, LayerNorm of one 16-bit dtype: where rows and
-// parameters are so, half the lanes with twice the packs do the same, if `lanes` is not zero.
-constexpr int kFewLanesPacks = 4;
-struct FewLanes {
-  int lanes, rows_per_block;
-  int blocks;  // of the grid
-  int shared_bytes;
-};
-
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
-  FewLanes few_lanes;
   // kRegisters, one 16-bit dtype, short rows that are not whole packs: without an addend they go in
   // tiles (forward_flat.cuh), if `tiles.slots` is not zero, wherever they lie.
   FlatRows tiles;
@@ -115,7 +103,7 @@ struct NormBackwardPlan : NormPlan {
   int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
-  bool dealt_out;   // kRegisters: rows that are not whole packs, in elements or pairs
+  bool dealt_out;   // kRegisters, one pack: rows that are not whole packs, in elements or pairs
   FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
@@ -133,14 +121,12 @@ constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
 // Tensors that pass through, with dresidual one more.
 constexpr int kFlatTensors = 2;
 
-// Tiles in backward likewise: more columns take more registers, may be parts of rows, and have
-// kernels of their own.
+// Tiles in backward likewise: more columns take more registers, and have kernels of their own.
 constexpr int kFlatClasses = 7, kShorterFlatClasses = 5;
 constexpr int kFlatUnits[kFlatClasses] = {2, 3, 5, 7, 9, 13, 17};
 constexpr int flat_rows_at_once(int units) { return units <= 3 ? 4 : units <= 5 ? 2 : 1; }
 constexpr int flat_sure_units(int row_class) {
-  return row_class == 0 ? 0
-                        : kFlatUnits[row_class - 1] - (row_class >= kShorterFlatClasses ? 1 : 0);
+  return row_class == 0 ? 0 : kFlatUnits[row_class - 1];
 }
 
 constexpr int kFewColumns = 32;
@@ -160,8 +146,6 @@ constexpr RingKernel ring_kernel(bool from_output, bool rms) {
   if (!from_output) return {1, kMaxRingThreads, 0};
   return rms ? RingKernel{1, kMaxRingThreads, kWarpSize} : RingKernel{2, 608, kWarpSize};
 }
-// kRegisters: rows of a group in shared memory at once, where they pass through that.
-constexpr int kRowStages = 3;
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
 // thread suffice for one pack's columns, two packs' take 128.

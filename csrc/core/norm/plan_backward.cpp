@@ -146,28 +146,15 @@ int flat_class(int64_t cols) {
   return row_class;
 }
 
-constexpr int kMostPartCols = kFlatUnits[kFlatClasses - 1] * kWarpSize;
-
-// Cuts rows in parts for warps of a block, as few as there can be. False if they are too long; and
-// for longer ones of even length, which are dealt out in pairs.
-bool set_parts(int cols, FlatRows& flat) {
-  if (cols > kBlockParts * kMostPartCols || (cols > kMostPartCols && cols % 2 == 0)) return false;
-  int parts = 1;
-  while (parts * kMostPartCols < cols) parts *= 2;
-  cut_in_parts(cols, parts, flat);
-  return true;
-}
-
 // Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
 // the shortest, of which most lanes would have nothing; and of whole packs those that would leave
 // so many more lanes without a column as packs, which go to a power of two of them. From the
 // output, whose parameters are read anew for each row, that must be many.
 bool goes_flat(int cols, int pack, bool from_output) {
   constexpr int kMinCols = 17;
-  if (cols < kMinCols) return false;
-  if (cols % pack != 0) return true;
   const int row_class = flat_class(cols);
-  if (row_class == kFlatClasses) return false;
+  if (cols < kMinCols || row_class == kFlatClasses) return false;
+  if (cols % pack != 0) return true;
   int lanes = 1;
   while (lanes * pack < cols) lanes *= 2;
   const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarpSize);
@@ -176,27 +163,19 @@ bool goes_flat(int cols, int pack, bool from_output) {
 }
 
 // Fills in the plan for rows in tiles: always, however many they are and wherever they lie. False
-// if they are too long, or there is too little shared memory.
+// if there is too little shared memory.
 bool plan_flat(int64_t rows, int cols, int column_vectors, const DeviceProperties& device,
                NormBackwardPlan& plan) {
   FlatRows flat{};
-  if (!set_parts(cols, flat)) return false;
-  flat.row_class = flat_class(cols_of_part(flat, 0));
-  if (flat.parts > 1) flat.row_class = std::max(flat.row_class, kShorterFlatClasses);
-  // More than two parts wait for each other too often, but for rows that as packs would leave much
-  // of a block idle. From the output, registers do not suffice for the most columns.
-  constexpr int kMostParts = 2, kWideCols = 4096;
-  if (flat.parts > kMostParts && cols <= kWideCols) return false;
-  if (flat.parts > 1 && column_vectors > 1 && flat.row_class == kFlatClasses - 1) return false;
+  flat.row_class = flat_class(cols);
   const int units = kFlatUnits[flat.row_class];
   const bool longer = flat.row_class >= kShorterFlatClasses;
-  if (column_vectors > 1)
-    flat.params_bytes = ring_slot(staged_columns(flat, units) * column_vectors * 4);
+  if (column_vectors > 1) flat.params_bytes = ring_slot(units * kWarpSize * column_vectors * 4);
   const int most_blocks = flat_backward_blocks(longer);
   const int64_t most_bytes = longer ? 17 * 1024 : 11 * 1024;
   const int64_t room = flat_room(flat, kMaxFlatSlots * kFlatTensors, most_blocks, device);
-  const int rows_at_work = kBlockParts / flat.parts * flat_rows_at_once(units);
-  const int sums_bytes = kBlockParts * units * kWarpSize * 2 * 4;  // in the end, of its warps
+  const int rows_at_work = kFlatWarps * flat_rows_at_once(units);
+  const int sums_bytes = kFlatWarps * units * kWarpSize * 2 * 4;  // in the end, of its warps
   if (!plan_tiles(rows, cols, rows_at_work, kFlatTensors, most_blocks, std::min(room, most_bytes),
                   device, flat, sums_bytes))
     return false;
@@ -204,7 +183,7 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
   plan.tier = Tier::kFlat;
   plan.pack = 1;
   plan.packs = units;
-  plan.threads_per_row = kWarpSize * flat.parts;
+  plan.threads_per_row = kWarpSize;
   plan.rows_per_block = rows_at_work;
   plan.cluster_blocks = 1;
   plan.blocks = plan.partials = flat.blocks;
@@ -238,15 +217,13 @@ struct RegistersShape {
 RegistersShape registers_shape(const BackwardCall& call, int pack) {
   const int64_t row_packs = ceil_div(call.cols, pack);
   const bool whole_packs = call.cols % pack == 0;
-  // Rows that are not whole packs are dealt out in elements or pairs to whole warps. Longer ones
-  // come through shared memory, two packs to a thread, by bulk copies. The shortest would leave
-  // most of a warp idle, and are shifted.
+  // Rows that are not whole packs are dealt out in elements or pairs to whole warps. The shortest
+  // would leave most of a warp idle, and are shifted; so are the longest, if no ring takes them.
   constexpr int kFewPacks = kWarpSize / 4, kManyPacks = 5 * kWarpSize;
-  const bool dealt_out =
-      !whole_packs && row_packs > kFewPacks && (row_packs <= kManyPacks || call.bulk_copies());
+  const bool dealt_out = !whole_packs && row_packs > kFewPacks && row_packs <= kManyPacks;
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
   // go over more warps, and in one warp nobody waits. To put packs together takes registers.
-  const bool single = row_packs <= kWarpSize || (dealt_out && row_packs <= kManyPacks) ||
+  const bool single = row_packs <= kWarpSize || dealt_out ||
                       (whole_packs && row_packs > 2 * kWarpSize && row_packs <= 3 * kWarpSize);
   const int packs = single ? 1 : 2;
   const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
@@ -259,13 +236,10 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
       : call.rms && call.x == call.y ? 2
                                      : 3;
   const int64_t params = int64_t{std::max(threads, kWarpSize)} * packs * pack * param_vectors * 4;
-  int64_t row_bytes = int64_t{threads} * slice_queue_bytes(packs, pack, call.saved_size(),
-                                                           call.dy_size() * (call.gated() ? 2 : 1));
-  if (dealt_out) {
-    row_bytes = packs == 1 ? 0
-                           : int64_t{kRowStages} * (ring_slot(call.cols * call.saved_size()) +
-                                                    ring_slot(call.cols * call.dy_size()));
-  }
+  const int dy_bytes = call.dy_size() * (call.gated() ? 2 : 1);
+  const int64_t row_bytes =
+      dealt_out ? 0
+                : int64_t{threads} * slice_queue_bytes(packs, pack, call.saved_size(), dy_bytes);
   auto shared_bytes = [&](int groups) {
     const int64_t sums = int64_t{groups} * threads * packs * pack * 2 * 4;
     return std::max(params + groups * row_bytes, sums);
@@ -278,14 +252,16 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
 }
 
 // Long rows pass through a ring in shared memory, which leaves registers to more threads; shorter
-// ones too, where they would fill but a part of a block's threads. Rows that are not whole packs,
-// or are taken apart by the parameters of each column, read too much there.
+// ones too, where they would fill but a part of a block's threads, but not from the output: the
+// parameters of each column are read too often there. And so do all but short rows that are not
+// whole packs.
 bool goes_by_ring(const BackwardCall& call, int pack, const RegistersShape& shape) {
   if (call.x == DType::kFloat64 || !call.bulk_copies()) return false;
+  if (shape.groups == 0) return true;
+  if (call.cols % pack != 0) return shape.packs == 2;
   const int most = backward_threads(shape.packs);
   const bool fills = shape.threads <= most / 2 || shape.threads > most * 7 / 8;
-  const bool simple = call.cols % pack == 0 && !call.from_output;
-  return shape.groups == 0 || (!fills && shape.packs == 2 && simple);
+  return !fills && shape.packs == 2 && !call.from_output;
 }
 
 void plan_registers(const BackwardCall& call, const RegistersShape& shape, NormBackwardPlan& plan) {

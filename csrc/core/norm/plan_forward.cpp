@@ -7,16 +7,6 @@
 namespace fused_norm {
 namespace {
 
-// Packs a thread in a forward kernel. In one warp those that a row does not reach cost nothing;
-// longer rows have four, as more rows than a multiprocessor holds are the faster the fewer threads
-// take part in a sum.
-constexpr int kMostFourPacks = 4 * kMaxForwardThreads;
-int forward_packs(int64_t block_packs, int cluster_blocks) {
-  if (cluster_blocks > 1 || block_packs > kMostFourPacks) return kMostPacks;
-  if (block_packs <= 3 * kWarpSize / 2) return 3;
-  return block_packs <= 2 * kWarpSize ? 2 : 4;
-}
-
 // Rows so few that all are at work at once: two packs in twice as many threads then shorten each
 // one's way, and give the same bits (LayerNorm's of fp32 would not, runs_of()).
 bool takes_two_packs(int64_t rows, int64_t block_packs, const DeviceProperties& device) {
@@ -65,19 +55,30 @@ int forward_share(int block_threads, int packs, int blocks, const DeviceProperti
   return fair_shared_bytes(blocks, resident, device);
 }
 
-// What is done once a row, by each of its lanes, are most of LayerNorm's instructions for short
-// rows; RMSNorm lacks none. Two lanes would read too little side by side. Four packs in half of the
-// lanes give the same bits.
-FewLanes few_lanes(const NormPlan& plan, int64_t rows, int64_t row_packs,
-                   const DeviceProperties& device) {
+// Packs a thread, and threads, of a row or of a block's part of it. Lanes of a warp have up to
+// three packs: those that a row does not reach cost nothing. Longer rows have four, as more rows
+// than a multiprocessor holds are the faster the fewer threads take part in a sum. may_halve: half
+// the lanes, with four packs each where others have two, may take a short row, with the same bits.
+// What is done once a row, by each of its lanes, are most of LayerNorm's instructions there;
+// RMSNorm lacks none. Two lanes would read too little side by side.
+void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_halve,
+                 const DeviceProperties& device, NormPlan& plan) {
+  constexpr int kMostInLanes = 3 * kWarpSize / 2, kMostFourPacks = 4 * kMaxForwardThreads;
+  const bool few_rows = takes_two_packs(rows, block_packs, device);
+  plan.packs = 4;
+  if (plan.cluster_blocks > 1 || block_packs > kMostFourPacks) {
+    plan.packs = kMostPacks;
+  } else if (block_packs > kMostInLanes &&
+             (block_packs <= 2 * kWarpSize || (same_bits && few_rows))) {
+    plan.packs = 2;
+  }
+  plan.threads_per_row = threads_for(block_packs, block_packs <= kMostInLanes ? 3 : plan.packs);
   constexpr int kMinLanes = 4;
-  const int lanes = threads_for(row_packs, kFewLanesPacks);
-  if (lanes < kMinLanes || lanes >= kWarpSize || lanes == plan.threads_per_row) return {};
-  const int rows_per_block = kForwardBlockThreads / lanes;
-  const int blocks = clamp_grid(ceil_div(rows, rows_per_block));
-  const int params = kForwardBlockThreads * params_bytes(kFewLanesPacks, true, true);
-  return {lanes, rows_per_block, blocks,
-          std::max(params, forward_share(kForwardBlockThreads, kFewLanesPacks, blocks, device))};
+  const int half = threads_for(block_packs, 4);
+  if (may_halve && !few_rows && half >= kMinLanes && half < kWarpSize) {
+    plan.packs = 4;
+    plan.threads_per_row = half;
+  }
 }
 
 // Forward of short rows in tiles; no slots where there can be none. Longer ones are dealt out.
@@ -92,7 +93,7 @@ FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
     return flat;
   flat.row_class = row_class;
   const int64_t room = flat_room(flat, kMaxFlatSlots, kForwardTileBlocks, device);
-  plan_tiles(rows, cols, kBlockParts * forward_tile_rows(kForwardTileUnits[row_class]),
+  plan_tiles(rows, cols, kFlatWarps * forward_tile_rows(kForwardTileUnits[row_class]),
              /*tensors=*/1, kForwardTileBlocks, std::min(room, kMostBytes), device, flat);
   return flat;
 }
@@ -118,10 +119,8 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
     plan.threads_per_row = streamed_threads(cols, true, x, kMaxForwardThreads);
   } else {
     plan.tier = Tier::kRegisters;
-    plan.packs = forward_packs(block_packs, plan.cluster_blocks);
-    const bool same_bits = rms || size_of(x) == 2;
-    if (plan.packs == 4 && same_bits && takes_two_packs(rows, block_packs, device)) plan.packs = 2;
-    plan.threads_per_row = threads_for(block_packs, plan.packs);
+    const bool may_halve = x == y && size_of(x) == 2 && !rms && cols % plan.pack == 0;
+    set_threads(rows, block_packs, rms || size_of(x) == 2, may_halve, device, plan);
   }
   const bool streams = plan.tier == Tier::kStreaming;
   plan.rows_per_block =
@@ -131,9 +130,6 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
     plan.shared_bytes =
         forward_share(plan.threads_per_row * plan.rows_per_block, plan.packs, plan.blocks, device);
   if (plan.cluster_blocks > 1 && x == y) plan.ring = forward_ring(plan, rows, rms, device);
-  if (plan.tier == Tier::kRegisters && x == y && size_of(x) == 2 && !rms &&
-      !takes_two_packs(rows, row_packs, device))
-    plan.few_lanes = few_lanes(plan, rows, row_packs, device);
   if (plan.tier == Tier::kRegisters && x == y && size_of(x) == 2 && cols % plan.pack != 0)
     plan.tiles = forward_tiles(rows, cols, device);
   return plan;

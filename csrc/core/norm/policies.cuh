@@ -68,36 +68,41 @@ struct InputLoad {
 };
 
 // x + addend, rounded to x's type, which is normalized and written to `sum` on the way: one more
-// tensor read and one written, and the registers of a second row in flight.
+// tensor read and one written, and the registers of a second row in flight. Without an addend, x:
+// seldom asked for, where the types are two, and so no kernel of its own.
 template <typename T, typename Addend>
 struct AddLoad {
   using Input = T;
   static constexpr bool kAdds = true, kGates = false;
   InputLoad<T> x;
   InputLoad<Addend> addend;
-  T* sum;  // rows x cols, contiguous
+  T* sum;  // rows x cols, contiguous; null: no addend, where the types are two
   int64_t rows;
   int cols;
 
+  __device__ __forceinline__ bool adds() const { return std::is_same_v<T, Addend> || sum; }
   // After the slice was extracted.
-  __device__ __forceinline__ T value(int64_t row, int col) const { return sum[row * cols + col]; }
+  __device__ __forceinline__ T value(int64_t row, int col) const {
+    return adds() ? sum[row * cols + col] : x.value(row, col);
+  }
 
   template <int N, RowsLie kLie, int kPacks>
   class Slice {
    public:
     __device__ Slice(const AddLoad& load, int64_t row, int col)
-        : x_(load.x, row, col), addend_(load.addend, row, col) {
+        : adds_(load.adds()), x_(load.x, row, col), addend_(load.addend, row, col) {
       sum_.open(load.sum + row * load.cols + col, row < load.rows ? load.cols - col : 0);
     }
 
     template <typename Group>
     __device__ __forceinline__ void fetch(const Group& group) {
       x_.fetch(group);
-      addend_.fetch(group);
+      if (adds_) addend_.fetch(group);
     }
 
     template <typename Group, typename Put>
     __device__ __forceinline__ void extract(const Group& group, Put put) {
+      if (!adds_) return x_.extract(group, put);
       Pack<T, N> sums[kPacks];
       x_.extract(group, [&](int p, const Pack<T, N>& pack) { sums[p] = pack; });
       addend_.extract(group, [&](int p, const Pack<Addend, N>& pack) {
@@ -114,6 +119,7 @@ struct AddLoad {
     }
 
    private:
+    bool adds_;
     typename InputLoad<T>::template Slice<N, kLie, kPacks> x_;
     typename InputLoad<Addend>::template Slice<N, kLie, kPacks> addend_;
     WriterOf<T, N, kLie, kPacks> sum_;

@@ -44,10 +44,9 @@ struct RingTensor {
 };
 
 // Of each stage: its barrier, and where in its slots the parts of both rows start.
-template <int kStages>
 struct RingStages {
-  CopyBarrier filled[kStages];
-  int shift[kStages][2];
+  CopyBarrier filled[kMaxRingStages];
+  int shift[kMaxRingStages][2];
 };
 
 // A stage that is in use: its number, where in the ring it starts, and the parity of its barrier's
@@ -62,8 +61,7 @@ struct RingStage {
 template <typename T, typename U, bool kWholeT, bool kWholeU>
 class RowRing {
  public:
-  using Stages = RingStages<kMaxRingStages>;
-  __device__ RowRing(char* memory, Stages& stages, const RingTensor<T>& first,
+  __device__ RowRing(char* memory, RingStages& stages, const RingTensor<T>& first,
                      const RingTensor<U>& second, int count)
       : memory_(memory),
         stages_(stages),
@@ -116,7 +114,7 @@ class RowRing {
 
  private:
   char* memory_;
-  Stages& stages_;
+  RingStages& stages_;
   RingTensor<T> first_;
   RingTensor<U> second_;
   int second_at_, size_;  // of a stage

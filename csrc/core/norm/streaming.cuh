@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/common/any_rows.cuh"
+#include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/statistics.cuh"
 #include "core/norm/backward_input.cuh"
@@ -79,11 +80,7 @@ __device__ __forceinline__ void norm_forward_twice(const StreamedForward<A>& in)
 template <typename A>
 __global__ void __launch_bounds__(kMaxForwardThreads, 2)
     norm_forward_streaming(const __grid_constant__ StreamedForward<A> in, bool rms) {
-  if (rms) {
-    norm_forward_twice<true>(in);
-  } else {
-    norm_forward_twice<false>(in);
-  }
+  with_flag(rms, [&](auto is_rms) { norm_forward_twice<decltype(is_rms)::value>(in); });
 }
 
 // What the backward kernels read and write; null where not asked for.

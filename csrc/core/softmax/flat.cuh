@@ -3,6 +3,7 @@
 // in neighbouring lanes.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/common/tile_ring.cuh"
 #include "core/common/warp_rows.cuh"
@@ -56,8 +57,7 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
   extern __shared__ __align__(128) char memory[];
   const RowColumns<kUnits> columns(x.cols);
   const SoftmaxTiles<X> tensors{x, y, lie_flat};
-  TileRing<X, TileKind::kWhole, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled,
-                                                       memory);
+  TileRing<X, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled, memory);
   for_tiles<kRows>(
       tiles, flat, [] {},
       [&](int r) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
   const int cols = load.y.cols;
   const RowColumns<kUnits> columns(cols);
   const Tiles tensors{load, dx, lie_flat};
-  TileRing<X, TileKind::kWhole, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
+  TileRing<X, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
   for_tiles<kRows>(
       tiles, flat, [] {},
       [&](int r) {
@@ -133,28 +133,19 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
       });
 }
 
-// All classes in one kernel a type, which branches once; in backward, two. From: what is read.
-template <int kClass, int kEnd, bool kLog, typename From, typename X>
-__device__ __forceinline__ void softmax_class(const From& from, X* to, bool lie_flat,
-                                              const FlatRows& flat, CopyBarrier* filled) {
-  if constexpr (kClass + 1 < kEnd) {
-    if (flat.row_class != kClass)
-      return softmax_class<kClass + 1, kEnd, kLog>(from, to, lie_flat, flat, filled);
-  }
-  softmax_tiles<kLog, kClass>(from, to, lie_flat, flat, filled);
-}
-
+// All forms in one kernel a type, which branches once; in backward, two.
 template <typename X>
 __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(false))
     softmax_forward_flat(const __grid_constant__ Rows<X> x, X* y, bool log, bool lie_flat,
                          const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kMaxFlatSlots];
-  if (log) {
-    softmax_class<0, kSoftmaxFlatClasses, true>(x, y, lie_flat, flat, filled);
-  } else {
-    softmax_class<0, kSoftmaxFlatClasses, false>(x, y, lie_flat, flat, filled);
-  }
+  with_flag(log, [&](auto is_log) {
+    with_number<0, kSoftmaxFlatClasses>(flat.row_class, [&](auto row_class) {
+      softmax_tiles<decltype(is_log)::value, decltype(row_class)::value>(x, y, lie_flat, flat,
+                                                                         filled);
+    });
+  });
 #else
   __trap();  // no plan asks for it
 #endif
@@ -168,11 +159,12 @@ __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(kLonger))
   __shared__ CopyBarrier filled[kMaxFlatSlots];
   constexpr int kFirst = kLonger ? kShorterSoftmaxClasses : 0;
   constexpr int kEnd = kLonger ? kSoftmaxFlatClasses : kShorterSoftmaxClasses;
-  if (log) {
-    softmax_class<kFirst, kEnd, true>(load, dx, lie_flat, flat, filled);
-  } else {
-    softmax_class<kFirst, kEnd, false>(load, dx, lie_flat, flat, filled);
-  }
+  with_flag(log, [&](auto is_log) {
+    with_number<kFirst, kEnd>(flat.row_class, [&](auto row_class) {
+      softmax_tiles<decltype(is_log)::value, decltype(row_class)::value>(load, dx, lie_flat, flat,
+                                                                         filled);
+    });
+  });
 #else
   __trap();  // no plan asks for it
 #endif

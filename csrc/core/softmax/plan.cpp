@@ -210,7 +210,7 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
       (device.shared_bytes_per_block / most_blocks - 2 * kFlatStatic) / (kMaxFlatSlots * tensors);
   SoftmaxPlan plan{};
   FlatRows& flat = plan.flat;
-  const int rows_at_work = kBlockParts * softmax_flat_rows(units);
+  const int rows_at_work = kFlatWarps * softmax_flat_rows(units);
   flat.row_class = row_class;
   if (!plan_tiles(rows, cols, rows_at_work, tensors, most_blocks, std::min(room, kMostBytes),
                   device, flat))
