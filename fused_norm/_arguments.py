@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from fused_norm import _sharding
+
 
 def _refuse(name: str, expected: str, value) -> NoReturn:
     shown = "" if torch.compiler.is_compiling() else f"{value!r:.80} "  # a tracer has no repr
@@ -20,9 +22,11 @@ def _kind(value) -> str:
 
 
 def tensor(name: str, value) -> None:
-    """Checks that ``value`` is a tensor."""
-    if not isinstance(value, Tensor):
-        _refuse(name, "a tensor", value)
+    """Checks that ``value`` is a tensor. One of a subclass may be the first DTensor."""
+    if type(value) is not Tensor:
+        if not isinstance(value, Tensor):
+            _refuse(name, "a tensor", value)
+        _sharding.register_where_loaded()
 
 
 def optional_tensor(name: str, value) -> None:

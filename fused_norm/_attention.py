@@ -5,28 +5,16 @@ import numbers
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
 
-from fused_norm import _C, _arguments, _autocast, _ops, _sharding, _torch
-
-
-def _are_plain(tensors) -> bool:
-    for tensor in tensors:
-        if tensor is not None and type(tensor) is not Tensor:
-            return False
-    return True
-
+from fused_norm import _C, _arguments, _autocast, _ops, _torch
 
 _TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_k".split()
 
 
-def _check_tensors(tensors) -> None:
-    """Of arguments that are no plain tensors, for what Python cannot pass on to the operator's own
-    checks."""
+def _check_tensors(*tensors) -> None:
     for name, value in zip(_TENSORS, tensors, strict=False):
-        if value is not None:
+        if type(value) is not Tensor and (value is not None or name in _TENSORS[:3]):
             _arguments.tensor(name, value)
-    _sharding.register_where_loaded()  # one may be the first DTensor
 
 
 def _limits(causal, window) -> tuple:
@@ -150,6 +138,7 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
 _UNLIMITED, _TOP_LEFT = (None, None), (None, 0)  # windows
 
 
+@_torch.overridable
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -189,14 +178,10 @@ def scaled_dot_product_attention(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    tensors = (query, key, value, attn_mask)
-    if not _are_plain(tensors):
-        if has_torch_function(tensors) and not (isinstance(query, Tensor) and query.is_nested):
-            return _torch.overridden(scaled_dot_product_attention, locals())
-        _check_tensors(tensors)
+    _check_tensors(query, key, value, attn_mask)
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
         options = {"scale": scale, "enable_gqa": enable_gqa}
-        return _torch.attention(*tensors, dropout_p, is_causal, **options)
+        return _torch.attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if is_causal and attn_mask is not None:
         raise RuntimeError(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
@@ -218,6 +203,7 @@ def scaled_dot_product_attention(
     return out if shape is None else out.reshape(shape)
 
 
+@_torch.overridable
 def flash_attention(
     query: Tensor,
     key: Tensor,
@@ -276,10 +262,7 @@ def flash_attention(
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
     tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
-    if not _are_plain(tensors):
-        if has_torch_function(tensors):
-            return _torch.overridden(flash_attention, locals())
-        _check_tensors(tensors)
+    _check_tensors(*tensors)
     return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)
 
 
@@ -295,6 +278,7 @@ def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, retu
     return (out, lse) if return_lse else out
 
 
+@_torch.overridable
 def flash_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -335,10 +319,7 @@ def flash_attention_varlen(
         As :func:`flash_attention`.
     """
     tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
-    if not _are_plain(tensors):
-        if has_torch_function(tensors):
-            return _torch.overridden(flash_attention_varlen, locals())
-        _check_tensors(tensors)
+    _check_tensors(*tensors)
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
     max_seqlens = (max_seqlen_q, max_seqlen_k)

@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, _jagged, _probe, functional, modules
+from fused_norm import _arguments, _probe, _torch, functional, modules
 
 __all__ = ["ConvertReport", "Replaced", "Skipped", "convert", "revert"]
 
@@ -119,15 +118,10 @@ class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
     """A LayerNorm whose weight or bias has another name."""
 
 
+@_torch.overridable
 def converted_norm(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient, *rules
 ) -> Tensor:
-    if has_torch_function_variadic(input, weight, bias):
-        if _jagged.is_overridden(input, weight, bias):
-            args = (normalized_shape, eps, weight_offset, rms, memory_efficient, *rules)
-            return handle_torch_function(
-                converted_norm, (input, weight, bias), input, weight, bias, *args
-            )
     out_dtype = None
     autocast = torch.is_autocast_enabled(input.device.type)
     if not (autocast and memory_efficient):

@@ -13,9 +13,8 @@ The options, which all functions take after their tensors, by position or by nam
 """
 
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
 
-from fused_norm import _arguments, _attention, _sharding
+from fused_norm import _arguments, _attention, _torch
 
 __all__ = [
     "flash_attn_func",
@@ -44,8 +43,7 @@ def _limits(window_size, causal) -> tuple:
 def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
     """In the operator's order of dimensions: ``(batch, heads, rows, head_dim)``, or packed
     ``(rows, heads, head_dim)``; tensors that are packed into one are first."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, but is of type {type(tensor).__name__}")
+    _arguments.tensor(name, tensor)
     count = len(name)  # of the tensors in one: qkv
     if tensor.dim() != 3 + is_dense + (count > 1) or (count > 1 and tensor.shape[-3] != count):
         dims = "batch, " * is_dense + "rows, " + f"{count}, " * (count > 1) + "heads, head_dim"
@@ -56,24 +54,12 @@ def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
 
 
 def _run(
-    function, tensors: dict, sizes: tuple, dropout_p, softmax_scale, causal, window_size, softcap,
-    alibi_slopes, deterministic, return_attn_probs, *block_table,
+    tensors: dict, sizes: tuple, dropout_p, softmax_scale, causal, window_size, softcap,
+    alibi_slopes, return_attn_probs,
 ) -> _Result:  # fmt: skip
-    """A call of ``function``, one of those below: its tensors by name, for packed sequences their
-    offsets and longest lengths, and the options."""
-    everything = (*tensors.values(), *sizes, alibi_slopes, *block_table)
-    if has_torch_function(everything):
-        options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-        options += (deterministic, return_attn_probs, *block_table)
-        return handle_torch_function(function, everything, *tensors.values(), *sizes, *options)
-    if block_table and block_table[0] is not None:
-        raise NotImplementedError(
-            "block_table must be None, as paged keys are not supported, but has shape "
-            f"{list(block_table[0].shape)}"
-        )
+    """A call: its tensors by name, of packed sequences their offsets and longest lengths, and the
+    options."""
     operands = [_operand(name, tensor, not sizes) for name, tensor in tensors.items()]
-    if type(operands[0]) is not Tensor:
-        _sharding.register_where_loaded()
     operands += [None] * (3 - len(operands))
     if len(sizes) == 2:  # of queries and keys
         sizes = (sizes[0], sizes[0], sizes[1], sizes[1])
@@ -91,6 +77,7 @@ def _run(
     return (out, lse, None) if return_attn_probs else out
 
 
+@_torch.overridable
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -102,10 +89,10 @@ def flash_attn_func(
     Returns ``(B, Sq, Hq, D)``; with ``return_attn_probs`` ``(out, softmax_lse (B, Hq, Sq), None)``.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    tensors = {"q": q, "k": k, "v": v}
-    return _run(flash_attn_func, tensors, (), *options, deterministic, return_attn_probs)
+    return _run({"q": q, "k": k, "v": v}, (), *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -114,10 +101,10 @@ def flash_attn_kvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_func` of kv ``(B, Sk, 2, Hk, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    tensors = {"q": q, "kv": kv}
-    return _run(flash_attn_kvpacked_func, tensors, (), *options, deterministic, return_attn_probs)
+    return _run({"q": q, "kv": kv}, (), *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -126,10 +113,10 @@ def flash_attn_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_func` of qkv ``(B, S, 3, H, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    tensors = {"qkv": qkv}
-    return _run(flash_attn_qkvpacked_func, tensors, (), *options, deterministic, return_attn_probs)
+    return _run({"qkv": qkv}, (), *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
@@ -145,11 +132,16 @@ def flash_attn_varlen_func(
     ``block_table`` (paged keys) is not supported.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options += (deterministic, return_attn_probs, block_table)
+    if block_table is not None:
+        raise NotImplementedError(
+            "block_table must be None, as paged keys are not supported, but has shape "
+            f"{list(block_table.shape)}"
+        )
     sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run(flash_attn_varlen_func, {"q": q, "k": k, "v": v}, sizes, *options)
+    return _run({"q": q, "k": k, "v": v}, sizes, *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
@@ -159,11 +151,11 @@ def flash_attn_varlen_kvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of kv ``(Tk, 2, Hk, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options += (deterministic, return_attn_probs)
     sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run(flash_attn_varlen_kvpacked_func, {"q": q, "kv": kv}, sizes, *options)
+    return _run({"q": q, "kv": kv}, sizes, *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False,
@@ -173,6 +165,5 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of qkv ``(T, 3, H, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options += (deterministic, return_attn_probs)
     sizes = (cu_seqlens, max_seqlen)
-    return _run(flash_attn_varlen_qkvpacked_func, {"qkv": qkv}, sizes, *options)
+    return _run({"qkv": qkv}, sizes, *options, return_attn_probs)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from fused_norm import _C, _arguments, _autocast, _jagged, _sharding, _torch, _tracing
+from fused_norm import _C, _arguments, _autocast, _jagged, _torch, _tracing
 from fused_norm import _autograd as _autograd  # registers the operators' derivatives
 from fused_norm._attention import (  # noqa: F401
     flash_attention,
@@ -15,7 +15,6 @@ from fused_norm._attention import (  # noqa: F401
     scaled_dot_product_attention,
 )
 from fused_norm._gated import rms_norm_gated  # noqa: F401
-from fused_norm._jagged import is_overridden
 
 _PLAIN_OR_NONE = (Tensor, type(None))
 
@@ -67,7 +66,6 @@ def _norm(
     """(output, residual_out)"""
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
-        _sharding.register_where_loaded()  # it may be the first DTensor
     is_compiling = torch.compiler.is_compiling()
     if type(normalized_shape) is not tuple or is_compiling:  # _retry is for a tuple's elements
         normalized_shape = _arguments.shape(normalized_shape)
@@ -101,6 +99,7 @@ def _norm(
     return outputs
 
 
+@_torch.overridable
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -137,12 +136,11 @@ def layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, weight, bias) and is_overridden(input, weight, bias):
-        return _torch.overridden(layer_norm, locals())
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _norm(input, weight, bias, *options)[0]
 
 
+@_torch.overridable
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -174,8 +172,6 @@ def rms_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, weight) and is_overridden(input, weight):
-        return _torch.overridden(rms_norm, locals())
     options = (
         normalized_shape,
         _arguments.rms_eps(input, eps),
@@ -190,12 +186,12 @@ def _add_norm(input, residual, weight, bias, residual_dtype, *options) -> tuple[
     if type(residual) is not Tensor:
         _arguments.tensor("input", input)
         _arguments.tensor("residual", residual)
-        _sharding.register_where_loaded()
     if residual_dtype is not None:
         _arguments.optional_dtype("residual_dtype", residual_dtype)
     return _norm(input, weight, bias, *options, None, residual, residual_dtype)
 
 
+@_torch.overridable
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -241,14 +237,11 @@ def add_layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, residual, weight, bias) and is_overridden(
-        input, residual, weight, bias
-    ):
-        return _torch.overridden(add_layer_norm, locals())
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _add_norm(input, residual, weight, bias, residual_dtype, *options)
 
 
+@_torch.overridable
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -266,10 +259,6 @@ def add_rms_norm(
     for fp64 input, and ``weight_offset`` is added to the weight in fp32 inside the kernel. Under
     autocast the output has input's dtype, and with ``memory_efficient`` the autocast dtype.
     """
-    if has_torch_function_variadic(input, residual, weight) and is_overridden(
-        input, residual, weight
-    ):
-        return _torch.overridden(add_rms_norm, locals())
     options = (
         normalized_shape,
         _arguments.rms_eps(input, eps),
@@ -300,12 +289,10 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
-    if has_torch_function_variadic(input) and is_overridden(input):
-        function = log_softmax if log else softmax
-        return _torch.overridden(function, locals())
+    if has_torch_function_variadic(input) and _torch.is_overridden(input):
+        return _torch.overridden(log_softmax if log else softmax, input, dim, dtype)
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
-        _sharding.register_where_loaded()  # it may be the first DTensor
     is_compiling = torch.compiler.is_compiling()
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
@@ -366,6 +353,7 @@ def log_softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None
     return _softmax(input, dim, dtype, True, stacklevel=4)
 
 
+@_torch.overridable
 def scaled_masked_softmax(
     input: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> Tensor:
@@ -396,11 +384,8 @@ def scaled_masked_softmax(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it. Also where ``mask`` requires grad.
     """
-    if has_torch_function_variadic(input, mask) and is_overridden(input, mask):
-        return _torch.overridden(scaled_masked_softmax, locals())
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
-        _sharding.register_where_loaded()  # it may be the first DTensor
     if mask is not None and type(mask) is not Tensor:
         _arguments.optional_tensor("mask", mask)
     if type(scale) is not float or type(causal) is not bool:
