@@ -74,13 +74,11 @@ def optional_number(name: str, value) -> float | None:
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
-def rms_eps(input: Tensor, eps: float | None) -> float:
+def rms_eps(input: Tensor, eps) -> float:
     """An RMSNorm's epsilon, where it is None that of torch's rule."""
-    if eps is not None:
-        return eps
-    if type(input) is not Tensor:
-        tensor("input", input)
-    return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
+    if eps is None:
+        return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
+    return number("eps", eps)
 
 
 def flag(name: str, value) -> bool:

@@ -128,7 +128,6 @@ def converted_norm(
         rule = rules[1] if autocast and input.is_cuda else rules[0]
         weight_dtype = None if weight is None else weight.dtype
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
-    eps = _arguments.rms_eps(input, eps) if rms else eps
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
     return functional._norm(input, weight, bias, *options, out_dtype)[0]
 
@@ -158,17 +157,8 @@ def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
     return None
 
 
-_ADDED = (
-    "autocast_rule",
-    "bias_name",
-    "elementwise_affine",
-    "eps",
-    "memory_efficient",
-    "normalized_shape",
-    "output_rule",
-    "weight_name",
-    "weight_offset",
-)
+_ADDED = "autocast_rule bias_name elementwise_affine eps memory_efficient".split()
+_ADDED += "normalized_shape output_rule weight_name weight_offset".split()
 
 
 def _remember(module: nn.Module) -> None:

@@ -66,7 +66,7 @@ def rms_norm_gated(
     _arguments.optional_tensor("weight", weight)
     shape = _arguments.shape(normalized_shape)
     options = (
-        _arguments.number("eps", _arguments.rms_eps(input, eps)),
+        _arguments.rms_eps(input, eps),
         _arguments.number("weight_offset", weight_offset),
         _arguments.flag("norm_before_gate", norm_before_gate),
         activation_of(activation) == "silu",

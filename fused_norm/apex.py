@@ -214,12 +214,9 @@ class _Fused:
     """The constructor of apex's modules."""
 
     def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
+        self, normalized_shape: _Shape, eps: float = 1e-5, elementwise_affine: bool = True,
         memory_efficient: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         options = {"dtype": torch.float32, "memory_efficient": memory_efficient}
         super().__init__(normalized_shape, eps, elementwise_affine, **options)
 
@@ -254,13 +251,9 @@ class _Mixed:
     """The constructor of the *Mixed* forms."""
 
     def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
+        self, normalized_shape: _Shape, eps: float = 1e-5, *, memory_efficient: bool = False,
         **kwargs,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if "elementwise_affine" in kwargs:
             name = type(self).__name__
             if not kwargs["elementwise_affine"]:

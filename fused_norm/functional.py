@@ -16,8 +16,6 @@ from fused_norm._attention import (  # noqa: F401
 )
 from fused_norm._gated import rms_norm_gated  # noqa: F401
 
-_PLAIN_OR_NONE = (Tensor, type(None))
-
 
 def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
     """What the extension gave None for: an argument that is wrong, a normalized_shape of numbers
@@ -70,14 +68,11 @@ def _norm(
     if type(normalized_shape) is not tuple or is_compiling:  # _retry is for a tuple's elements
         normalized_shape = _arguments.shape(normalized_shape)
     if type(eps) is not float:
-        eps = _arguments.number("eps", eps)
-    if type(weight_offset) is not float:
+        eps = _arguments.rms_eps(input, eps) if rms else _arguments.number("eps", eps)
+    if type(weight_offset) is not float or type(memory_efficient) is not bool:
         weight_offset = _arguments.number("weight_offset", weight_offset)
-    if type(memory_efficient) is not bool:
         memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
-    if (type(input) is not Tensor and input.is_nested) or (
-        type(residual) not in _PLAIN_OR_NONE and residual.is_nested
-    ):
+    if input.is_nested or (residual is not None and residual.is_nested):
         options = (normalized_shape, eps, weight_offset, rms, memory_efficient, out_dtype)
         return _jagged.of_rows(
             lambda x, r=None: _norm(x, weight, bias, *options, r, residual_dtype),
@@ -153,32 +148,14 @@ def rms_norm(
     """``input / sqrt(mean(input^2) + eps) * (weight + weight_offset)`` over the last dimensions.
 
     A drop-in for :func:`torch.nn.functional.rms_norm` (Zhang and Sennrich, *Root Mean Square Layer
-    Normalization*, 2019).
-
-    Args:
-        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64; rows may be strided.
-        normalized_shape: the dimensions to normalize over.
-        weight: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit ones.
-        eps: finite and not negative. ``None`` is fp32's machine epsilon, fp64's for fp64 input.
-        memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
-        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred
-            (Gemma-style) weights. Without a weight it must be 0.
+    Normalization*, 2019). Arguments and errors are those of :func:`layer_norm`, but ``eps`` may be
+    ``None``: fp32's machine epsilon, fp64's for fp64 input.
 
     Returns:
         A tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of the
         autocast dtype. It is contiguous, or ``channels_last`` where the input is, as torch has it.
-
-    Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it.
     """
-    options = (
-        normalized_shape,
-        _arguments.rms_eps(input, eps),
-        weight_offset,
-        True,
-        memory_efficient,
-    )
+    options = (normalized_shape, eps, weight_offset, True, memory_efficient)
     return _norm(input, weight, None, *options)[0]
 
 
@@ -259,13 +236,7 @@ def add_rms_norm(
     for fp64 input, and ``weight_offset`` is added to the weight in fp32 inside the kernel. Under
     autocast the output has input's dtype, and with ``memory_efficient`` the autocast dtype.
     """
-    options = (
-        normalized_shape,
-        _arguments.rms_eps(input, eps),
-        weight_offset,
-        True,
-        memory_efficient,
-    )
+    options = (normalized_shape, eps, weight_offset, True, memory_efficient)
     return _add_norm(input, residual, weight, None, residual_dtype, *options)
 
 
