@@ -91,7 +91,9 @@ def flag(name: str, value) -> bool:
 
 
 def integer(name: str, value) -> int:
-    """An int, or what has its value."""
+    """An int, or what has its value. What a tracer passes is for the operator to check."""
+    if type(value) is int or torch.compiler.is_compiling():
+        return value
     try:
         return operator.index(value)
     except TypeError:

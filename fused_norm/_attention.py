@@ -20,7 +20,7 @@ def _check_tensors(*tensors) -> None:
 def _limits(causal, window) -> tuple:
     """(left, right), None for no limit."""
     left, right = (None, None) if window is None else _pair(window)
-    if causal:
+    if _arguments.flag("causal", causal):
         right = 0
     return left, right
 
@@ -36,7 +36,9 @@ def _pair(window) -> tuple:
         )
     for limit in window:
         if limit is not None and limit < 0:
-            raise ValueError(f"window's limits must not be negative, but it is {tuple(window)}")
+            raise ValueError(
+                f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
+            )
     return tuple(window)
 
 
@@ -179,6 +181,10 @@ def scaled_dot_product_attention(
             names it.
     """
     _check_tensors(query, key, value, attn_mask)
+    dropout_p = _arguments.number("dropout_p", dropout_p)
+    scale = _arguments.optional_number("scale", scale)
+    is_causal = _arguments.flag("is_causal", is_causal)
+    enable_gqa = _arguments.flag("enable_gqa", enable_gqa)
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _torch.attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
@@ -275,7 +281,7 @@ def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, retu
         window=_limits(causal, window),
         dropout_p=_arguments.number("dropout_p", dropout_p),
     )
-    return (out, lse) if return_lse else out
+    return (out, lse) if _arguments.flag("return_lse", return_lse) else out
 
 
 @_torch.overridable
@@ -322,5 +328,8 @@ def flash_attention_varlen(
     _check_tensors(*tensors)
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
-    max_seqlens = (max_seqlen_q, max_seqlen_k)
+    max_seqlens = (
+        _arguments.integer("max_seqlen_q", max_seqlen_q),
+        _arguments.integer("max_seqlen_k", max_seqlen_k),
+    )
     return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

@@ -32,12 +32,13 @@ def _limits(window_size, causal) -> tuple:
     """(left, right), None for no limit. Without a right limit of its own causal has 0."""
     try:
         left, right = window_size
-        left, right = None if left < 0 else left, None if right < 0 else right
+        left = None if left < 0 else _arguments.integer("window_size", left)
+        right = None if right < 0 else _arguments.integer("window_size", right)
     except (TypeError, ValueError):
         raise TypeError(
             f"window_size must be (left, right), each an int, but is {window_size!r:.80}"
         ) from None
-    return left, 0 if causal else right
+    return left, 0 if _arguments.flag("causal", causal) else right
 
 
 def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
@@ -54,25 +55,29 @@ def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
 
 
 def _run(
-    tensors: dict, sizes: tuple, dropout_p, softmax_scale, causal, window_size, softcap,
-    alibi_slopes, return_attn_probs,
+    tensors: dict, offsets: dict, max_seqlens: dict, dropout_p, softmax_scale, causal, window_size,
+    softcap, alibi_slopes, return_attn_probs,
 ) -> _Result:  # fmt: skip
-    """A call: its tensors by name, of packed sequences their offsets and longest lengths, and the
-    options."""
-    operands = [_operand(name, tensor, not sizes) for name, tensor in tensors.items()]
+    """A call: by name its tensors, and of packed sequences their offsets and longest lengths; and
+    the options."""
+    operands = [_operand(name, tensor, not offsets) for name, tensor in tensors.items()]
     operands += [None] * (3 - len(operands))
-    if len(sizes) == 2:  # of queries and keys
-        sizes = (sizes[0], sizes[0], sizes[1], sizes[1])
-    offsets, max_seqlens = (sizes[:2], sizes[2:]) if sizes else ((None, None), (0, 0))
+    for name, tensor in offsets.items():
+        _arguments.tensor(name, tensor)
+    _arguments.optional_tensor("alibi_slopes", alibi_slopes)
+    longest = [_arguments.integer(name, length) for name, length in max_seqlens.items()]
+    # One of queries and keys, where there are not two.
+    cu_seqlens = ((list(offsets.values()) or [None]) * 2)[:2]
+    longest = ((longest or [0]) * 2)[:2]
     out, lse = _attention.attention(
-        (*operands, None, alibi_slopes, None, *offsets),
-        max_seqlens,
+        (*operands, None, alibi_slopes, None, *cu_seqlens),
+        longest,
         scale=_arguments.optional_number("softmax_scale", softmax_scale),
         softcap=max(_arguments.number("softcap", softcap), 0.0),
         window=_limits(window_size, causal),
         dropout_p=_arguments.number("dropout_p", dropout_p),
     )
-    if not sizes:
+    if not offsets:
         out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -89,7 +94,7 @@ def flash_attn_func(
     Returns ``(B, Sq, Hq, D)``; with ``return_attn_probs`` ``(out, softmax_lse (B, Hq, Sq), None)``.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _run({"q": q, "k": k, "v": v}, (), *options, return_attn_probs)
+    return _run({"q": q, "k": k, "v": v}, {}, {}, *options, return_attn_probs)
 
 
 @_torch.overridable
@@ -101,7 +106,7 @@ def flash_attn_kvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_func` of kv ``(B, Sk, 2, Hk, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _run({"q": q, "kv": kv}, (), *options, return_attn_probs)
+    return _run({"q": q, "kv": kv}, {}, {}, *options, return_attn_probs)
 
 
 @_torch.overridable
@@ -113,7 +118,7 @@ def flash_attn_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_func` of qkv ``(B, S, 3, H, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    return _run({"qkv": qkv}, (), *options, return_attn_probs)
+    return _run({"qkv": qkv}, {}, {}, *options, return_attn_probs)
 
 
 @_torch.overridable
@@ -133,12 +138,14 @@ def flash_attn_varlen_func(
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     if block_table is not None:
+        _arguments.tensor("block_table", block_table)
         raise NotImplementedError(
             "block_table must be None, as paged keys are not supported, but has shape "
             f"{list(block_table.shape)}"
         )
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run({"q": q, "k": k, "v": v}, sizes, *options, return_attn_probs)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _run({"q": q, "k": k, "v": v}, offsets, longest, *options, return_attn_probs)
 
 
 @_torch.overridable
@@ -151,8 +158,9 @@ def flash_attn_varlen_kvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of kv ``(Tk, 2, Hk, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run({"q": q, "kv": kv}, sizes, *options, return_attn_probs)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _run({"q": q, "kv": kv}, offsets, longest, *options, return_attn_probs)
 
 
 @_torch.overridable
@@ -165,5 +173,5 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of qkv ``(T, 3, H, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    sizes = (cu_seqlens, max_seqlen)
-    return _run({"qkv": qkv}, sizes, *options, return_attn_probs)
+    offsets, longest = {"cu_seqlens": cu_seqlens}, {"max_seqlen": max_seqlen}
+    return _run({"qkv": qkv}, offsets, longest, *options, return_attn_probs)

@@ -9,12 +9,12 @@ from torch.overrides import has_torch_function_variadic
 
 from fused_norm import _C, _arguments, _autocast, _jagged, _torch, _tracing
 from fused_norm import _autograd as _autograd  # registers the operators' derivatives
-from fused_norm._attention import (  # noqa: F401
-    flash_attention,
-    flash_attention_varlen,
-    scaled_dot_product_attention,
+from fused_norm._attention import (
+    flash_attention as flash_attention,
+    flash_attention_varlen as flash_attention_varlen,
+    scaled_dot_product_attention as scaled_dot_product_attention,
 )
-from fused_norm._gated import rms_norm_gated  # noqa: F401
+from fused_norm._gated import rms_norm_gated as rms_norm_gated
 
 
 def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
@@ -264,11 +264,9 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         return _torch.overridden(log_softmax if log else softmax, input, dim, dtype)
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
-    is_compiling = torch.compiler.is_compiling()
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
-    elif not is_compiling and type(dim) is not int:
-        dim = _arguments.integer("dim", dim)
+    dim = _arguments.integer("dim", dim)
     if type(input) is not Tensor and input.is_nested:
         return _jagged.of_dim(
             lambda rows, dim: _softmax(rows, dim, dtype, log, stacklevel), input, dim
@@ -279,7 +277,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         dtype = _arguments.softmax_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if not is_compiling and type(input) in _tracing.PLAIN:
+    if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
         output = _C.softmax(input, dim, log, dtype)
         if output is not None:  # as in torch.jit.trace
             return output
