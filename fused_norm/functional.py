@@ -10,11 +10,25 @@ from torch.overrides import has_torch_function_variadic
 from fused_norm import _C, _arguments, _autocast, _jagged, _torch, _tracing
 from fused_norm import _autograd as _autograd  # registers the operators' derivatives
 from fused_norm._attention import (
-    flash_attention as flash_attention,
-    flash_attention_varlen as flash_attention_varlen,
-    scaled_dot_product_attention as scaled_dot_product_attention,
+    flash_attention,
+    flash_attention_varlen,
+    scaled_dot_product_attention,
 )
-from fused_norm._gated import rms_norm_gated as rms_norm_gated
+from fused_norm._gated import rms_norm_gated
+
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "flash_attention",
+    "flash_attention_varlen",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "rms_norm_gated",
+    "scaled_dot_product_attention",
+    "scaled_masked_softmax",
+    "softmax",
+]
 
 
 def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
