@@ -4,7 +4,7 @@ shape as ints. Each function raises a TypeError that names the argument where th
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -114,23 +114,14 @@ def softmax_dtype(value) -> torch.dtype:
     return value
 
 
-def shape(value) -> Sequence[int]:
+def shape(value) -> tuple:
     """``normalized_shape``: an int or a sequence of ints."""
-    if type(value) is int:
-        return (value,)
-    if isinstance(value, numbers.Integral):
-        return (int(value),)
-    if isinstance(value, torch.SymInt):
-        return (value,)
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        _refuse("normalized_shape", "an int or a sequence of ints", value)
-    return tuple([_size(size, value) for size in value])
-
-
-def _size(size, sizes) -> Any:
-    if type(size) is int or isinstance(size, torch.SymInt):
-        return size
+    if isinstance(value, numbers.Integral | torch.SymInt):
+        value = (value,)
     try:
-        return operator.index(size)
+        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+            exact = (int, torch.SymInt)
+            return tuple([n if type(n) in exact else operator.index(n) for n in value])
     except TypeError:
-        return _refuse("normalized_shape", "an int or a sequence of ints", sizes)
+        pass
+    return _refuse("normalized_shape", "an int or a sequence of ints", value)

@@ -19,27 +19,21 @@ def _check_tensors(*tensors) -> None:
 
 def _limits(causal, window) -> tuple:
     """(left, right), None for no limit."""
-    left, right = (None, None) if window is None else _pair(window)
-    if _arguments.flag("causal", causal):
-        right = 0
-    return left, right
-
-
-def _pair(window) -> tuple:
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    limits = (None, None) if window is None else window
     # Of torch.SymInt too, as a compiler passes it.
     kinds = (numbers.Integral, torch.SymInt, type(None))
-    if not is_pair or not all(isinstance(limit, kinds) for limit in window):
+    is_pair = isinstance(limits, (tuple, list)) and len(limits) == 2
+    if not is_pair or not all(isinstance(limit, kinds) for limit in limits):
         raise TypeError(
             "window must be None or (left, right), each an int or None for no limit, but is "
             f"{window!r:.80}"
         )
-    for limit in window:
-        if limit is not None and limit < 0:
-            raise ValueError(
-                f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
-            )
-    return tuple(window)
+    left, right = limits
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise ValueError(
+            f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
+        )
+    return left, 0 if _arguments.flag("causal", causal) else right
 
 
 def attention(
@@ -92,15 +86,6 @@ def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
     return (heads, k, v) if k == v else (heads, heads, heads)  # one key head may serve all
 
 
-def _mask_of_four_dims(mask: Tensor, batch) -> Tensor:
-    if mask.dim() <= 3 or len(batch) == 1:
-        return mask
-    mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
-    if mask.shape[:-3].numel() != 1:
-        mask = mask.expand(*batch, -1, -1, -1)
-    return mask.flatten(0, -4)
-
-
 def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     """The arguments as (batch, heads, rows, columns) with batch sizes and heads that go together,
     and the shape of torch's result."""
@@ -123,8 +108,11 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
             shapes = "query {}, key {}, value {}".format(*map(list, sizes))
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
     shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
-    if mask is not None:
-        mask = _mask_of_four_dims(mask, batch)
+    if mask is not None and mask.dim() > 3 and len(batch) > 1:
+        mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
+        if mask.shape[:-3].numel() != 1:
+            mask = mask.expand(*batch, -1, -1, -1)
+        mask = mask.flatten(0, -4)
 
     def of_four(tensor, own_batch, own_heads, heads):
         if own_heads not in (1, heads):  # a group's

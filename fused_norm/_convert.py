@@ -146,6 +146,15 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
     return None
 
 
+def _form_of_torchs(module: nn.Module) -> _probe.Form | None:
+    """What one of torch's own norms computes."""
+    if type(module) not in (nn.LayerNorm, nn.RMSNorm):
+        return None
+    rms, affine = isinstance(module, nn.RMSNorm), module.elementwise_affine
+    shape, rules = module.normalized_shape, ("input", "input" if rms else "float")
+    return _probe.Form(rms, "weight" if affine else None, "bias", shape, "eps", 0.0, *rules)
+
+
 def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
     """What makes a module of another library unfit, unless its class is named to ``convert``."""
     if module._modules:
@@ -178,24 +187,9 @@ def _set_flag(module: nn.Module) -> str | None:
     return None
 
 
-def _to_torch_subclass(module: nn.Module, memory_efficient: bool) -> None:
-    _remember(module)
-    if isinstance(module, nn.RMSNorm):
-        module.__class__ = modules.RMSNorm
-    else:
-        module.__class__ = modules.LayerNorm
-    module.weight_offset = 0.0
-    module.eps = _arguments.optional_number("eps", module.eps)
-    module.memory_efficient = memory_efficient
-
-
-def _to_form(module: nn.Module, forms: "_Forms", memory_efficient: bool) -> str | None:
-    """Changes the class of another library's norm, or says why not. What torch's constructor sets
-    is set here; the module's own attributes stay, as model code may read its
-    ``variance_epsilon``."""
-    form = forms.of(module)
-    if isinstance(form, str):
-        return form
+def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> None:
+    """Changes the class of another library's norm. What torch's constructor sets is set here; the
+    module's own attributes stay, as model code may read its ``variance_epsilon``."""
     _remember(module)
     eps = getattr(module, form.eps_name)
     rules = (form.output_rule, form.autocast_rule)
@@ -210,15 +204,15 @@ def _to_form(module: nn.Module, forms: "_Forms", memory_efficient: bool) -> str 
         is_plain = rules == ("input", "input" if form.rms else "float")
         module.__class__ = plain if is_plain else converted
         for name in ("weight",) if form.rms else ("weight", "bias"):
-            module._parameters.setdefault(name, None)
+            if not hasattr(module, name):
+                module._parameters[name] = None
     if module.__class__ is not plain:
         module.output_rule, module.autocast_rule = rules
     module.normalized_shape = form.normalized_shape
-    module.eps = eps if eps is None else float(eps)
+    module.eps = _arguments.optional_number("eps", eps)
     module.elementwise_affine = form.weight_name is not None
     module.weight_offset = form.weight_offset
     module.memory_efficient = memory_efficient
-    return None
 
 
 def revert(model: nn.Module) -> int:
@@ -363,11 +357,13 @@ def convert(
             elif reason is None and not flag:
                 reason = f"it is followed by {in_place[module]}, which changes its input in place"
             reason = reason or _set_flag(module)
-        elif cls in (nn.LayerNorm, nn.RMSNorm):
-            reason = reason or _to_torch_subclass(module, flag)
-        else:
-            reason = reason or (None if named else _why_not_foreign(module, cls))
-            reason = reason or _to_form(module, forms, flag)
+        elif reason is None:
+            form = _form_of_torchs(module) or (None if named else _why_not_foreign(module, cls))
+            form = form or forms.of(module)
+            if isinstance(form, str):
+                reason = form
+            else:
+                _to_form(module, form, flag)
         if reason is not None:
             if named or _looks_like_a_norm(cls):
                 report.skipped.append(Skipped(name, _qualified(cls), reason))
