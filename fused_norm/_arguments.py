@@ -85,8 +85,8 @@ def flag(name: str, value) -> bool:
     """A bool or an int, of numpy too."""
     if type(value) is bool:
         return value
-    if isinstance(value, numbers.Integral) or _kind(value) in ("bool", "bool_"):  # numpy's
-        return bool(value)
+    if isinstance(value, numbers.Integral | torch.SymBool) or _kind(value) in ("bool", "bool_"):
+        return bool(value)  # numpy's and a tracer's among them
     return _refuse(name, "a bool", value)
 
 

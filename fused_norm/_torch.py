@@ -35,6 +35,7 @@ def overridable(function: _Function) -> _Function:
                 return overridden(public, *args, **kwargs)
         return function(*args, **kwargs)
 
+    public.__signature__ = inspect.signature(function)  # getfullargspec looks at no __wrapped__
     return public
 
 

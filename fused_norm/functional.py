@@ -295,7 +295,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         output = _C.softmax(input, dim, log, dtype)
         if output is not None:  # as in torch.jit.trace
             return output
-    return _tracing.softmax_forward(input, dim, log, dtype)
+    return _tracing.softmaxes().softmax_forward(input, dim, log, dtype)
 
 
 def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -374,4 +374,4 @@ def scaled_masked_softmax(
     if type(scale) is not float or type(causal) is not bool:
         scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
     dtype = _softmax_out_dtype(input)
-    return _tracing.scaled_masked_softmax(input, mask, scale, causal, dtype)
+    return _tracing.softmaxes().scaled_masked_softmax(input, mask, scale, causal, dtype)

@@ -1,5 +1,6 @@
 """What torch's own norms and softmaxes do at the edges: overriding, changes of class, strides."""
 
+import inspect
 import io
 import pickle
 
@@ -111,6 +112,15 @@ def test_mode_sees_the_function(name):
         got = results(CALLS[name](X, WEIGHT))
     assert function_of(name) in mode.seen
     assert all(torch.equal(y, e) for y, e in zip(got, expected, strict=True))
+
+
+@each_call
+def test_signature_is_known_to_inspect(name):
+    """Frameworks look for arguments, some by getfullargspec."""
+    function = function_of(name)
+    spec = inspect.getfullargspec(function)
+    assert spec.args + spec.kwonlyargs == list(inspect.signature(function).parameters)
+    assert spec.args[0] == "input" and spec.varargs is spec.varkw is None
 
 
 def test_mode_sees_what_modules_call():
