@@ -72,17 +72,10 @@ class _Converted:
 
     def forward(self, input: Tensor) -> Tensor:
         return converted_norm(
-            input,
-            self.weight,
-            self.bias,
-            self.normalized_shape,
-            self.eps,
-            self.weight_offset,
-            isinstance(self, modules.RMSNorm),
-            self.memory_efficient,
-            self.output_rule,
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.weight_offset,
+            isinstance(self, modules.RMSNorm), self.memory_efficient, self.output_rule,
             self.autocast_rule,
-        )
+        )  # fmt: skip
 
 
 class ConvertedRMSNorm(_Converted, modules.RMSNorm):
@@ -98,12 +91,12 @@ class ConvertedLayerNorm(_Converted, modules.LayerNorm):
 class _Renamed:
     """The parameters keep the names that they have in the other class."""
 
-    weight_name: str
+    weight_name: str | None
     bias_name: str | None
 
     @property
     def weight(self):
-        return self._parameters[self.weight_name]
+        return None if self.weight_name is None else self._parameters[self.weight_name]
 
     @property
     def bias(self):
@@ -197,7 +190,9 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> No
         plain, converted, renamed = modules.RMSNorm, ConvertedRMSNorm, RenamedRMSNorm
     else:
         plain, converted, renamed = modules.LayerNorm, ConvertedLayerNorm, RenamedLayerNorm
-    if form.weight_name not in ("weight", None) or form.bias_name not in ("bias", None):
+    names = {"weight": form.weight_name, "bias": form.bias_name}
+    # Named otherwise, or an attribute that is no parameter has the name.
+    if any(own != name and (own or name in vars(module)) for name, own in names.items()):
         module.__class__ = renamed
         module.weight_name, module.bias_name = form.weight_name, form.bias_name
     else:

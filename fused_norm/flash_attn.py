@@ -12,6 +12,8 @@ The options, which all functions take after their tensors, by position or by nam
 ``(batch, heads)``; ``deterministic``; ``return_attn_probs``.
 """
 
+from typing import Any
+
 from torch import Tensor
 
 from fused_norm import _arguments, _attention, _torch
@@ -25,7 +27,8 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
 ]
 
-_Result = Tensor | tuple[Tensor, Tensor, None]
+# A tensor, or (out, softmax_lse, None). Those of flash-attn have no types either.
+_Result = Any
 
 
 def _limits(window_size, causal) -> tuple:

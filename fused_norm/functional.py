@@ -63,18 +63,9 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
 
 
 def _norm(
-    input,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    memory_efficient,
-    out_dtype=None,
-    residual=None,
-    residual_dtype=None,
-) -> tuple[Tensor, Tensor | None]:
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient,
+    out_dtype=None, residual=None, residual_dtype=None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(output, residual_out)"""
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
