@@ -85,7 +85,7 @@ def flag(name: str, value) -> bool:
     """A bool or an int, of numpy too."""
     if type(value) is bool:
         return value
-    if isinstance(value, numbers.Integral | torch.SymBool) or _kind(value) in ("bool", "bool_"):
+    if isinstance(value, (numbers.Integral, torch.SymBool)) or _kind(value) in ("bool", "bool_"):
         return bool(value)  # numpy's and a tracer's among them
     return _refuse(name, "a bool", value)
 
@@ -116,10 +116,10 @@ def softmax_dtype(value) -> torch.dtype:
 
 def shape(value) -> tuple:
     """``normalized_shape``: an int or a sequence of ints."""
-    if isinstance(value, numbers.Integral | torch.SymInt):
+    if isinstance(value, (numbers.Integral, torch.SymInt)):
         value = (value,)
     try:
-        if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
             exact = (int, torch.SymInt)
             return tuple([n if type(n) in exact else operator.index(n) for n in value])
     except TypeError:
