@@ -113,12 +113,13 @@ class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
 
 @_torch.overridable
 def converted_norm(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient, *rules
-) -> Tensor:
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient,
+    output_rule, autocast_rule,
+) -> Tensor:  # fmt: skip
     out_dtype = None
     autocast = torch.is_autocast_enabled(input.device.type)
     if not (autocast and memory_efficient):
-        rule = rules[1] if autocast and input.is_cuda else rules[0]
+        rule = autocast_rule if autocast and input.is_cuda else output_rule
         weight_dtype = None if weight is None else weight.dtype
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)

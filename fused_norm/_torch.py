@@ -1,6 +1,6 @@
-"""What this package takes of torch beside its public interfaces, each with the reason. Two modules
-that are plugged into a part of torch import that part's own: _fusion.py Inductor's, _sharding.py
-DTensor's."""
+"""``__torch_function__`` of the public functions; and what this package takes of torch beside its
+public interfaces, each with the reason. Two modules that are plugged into a part of torch import
+that part's own: _fusion.py Inductor's, _sharding.py DTensor's."""
 
 import functools
 import inspect
@@ -15,7 +15,6 @@ from torch.overrides import handle_torch_function, has_torch_function
 attention = torch._C._nn.scaled_dot_product_attention
 
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
-
 
 _Function = TypeVar("_Function", bound=Callable)
 

@@ -140,6 +140,16 @@ def test_mode_sees_what_modules_call():
         assert type(module(X.as_subclass(Plain))) is Plain
 
 
+def test_mode_sees_a_converted_norm():
+    """With all that decides the output's dtype."""
+    norm = _convert.ConvertedRMSNorm(8)
+    norm.output_rule = "promote"
+    with Recording() as mode:
+        y = norm(X.bfloat16())
+    assert _convert.converted_norm in mode.seen and y.dtype is torch.float32
+    assert type(norm(X.as_subclass(Plain))) is Plain
+
+
 def test_gradient_of_a_subclass():
     x = X.clone().as_subclass(Plain).requires_grad_()
     plain = X.clone().requires_grad_()
