@@ -12,9 +12,9 @@ _TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_
 
 
 def _check_tensors(*tensors) -> None:
-    for name, value in zip(_TENSORS, tensors, strict=False):
-        if type(value) is not Tensor and (value is not None or name in _TENSORS[:3]):
-            _arguments.tensor(name, value)
+    for index, value in enumerate(tensors):
+        if type(value) is not Tensor and (value is not None or index < 3):
+            _arguments.tensor(_TENSORS[index], value)
 
 
 def _limits(causal, window) -> tuple:
