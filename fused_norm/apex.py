@@ -73,11 +73,11 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
 def _norm(
     input, weight, bias, normalized_shape, eps, memory_efficient, *, rms=False, mixed=False
 ) -> Tensor:
-    if type(input) is not Tensor:
-        _arguments.tensor("input", input)
+    _arguments.tensor("input", input)
     if weight is not None or mixed:
         _arguments.tensor("weight", weight)
     _arguments.optional_tensor("bias", bias)
+    eps = _arguments.number("eps", eps)
     memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     autocast = _autocast.dtype_for(input)
     if autocast is not None:

@@ -175,6 +175,11 @@ def test_wrong_argument_of_convert():
     check(lambda: fused_norm.convert(X), "model")
 
 
+def test_apex_knows_no_default_of_eps():
+    for function in (apex.fused_layer_norm, apex.fused_rms_norm):
+        check(lambda function=function: function(X, 8, None), "eps")
+
+
 def test_residual_that_does_not_go_with_the_input():
     """The residual is to blame where no residual_dtype was passed."""
     error = check(lambda: fn.add_layer_norm(X, X.bfloat16(), 8), "residual")
