@@ -168,8 +168,7 @@ def _add_norm(input, residual, weight, bias, residual_dtype, *options) -> tuple[
     if type(residual) is not Tensor:
         _arguments.tensor("input", input)
         _arguments.tensor("residual", residual)
-    if residual_dtype is not None:
-        _arguments.optional_dtype("residual_dtype", residual_dtype)
+    _arguments.optional_dtype("residual_dtype", residual_dtype)
     return _norm(input, weight, bias, *options, None, residual, residual_dtype)
 
 
@@ -271,7 +270,8 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         _arguments.tensor("input", input)
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
-    dim = _arguments.integer("dim", dim)
+    else:
+        dim = _arguments.integer("dim", dim)
     if type(input) is not Tensor and input.is_nested:
         return _jagged.of_dim(
             lambda rows, dim: _softmax(rows, dim, dtype, log, stacklevel), input, dim
