@@ -4,10 +4,12 @@ shape as ints. Each function raises a TypeError that names the argument where th
 import numbers
 import operator
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
+
+from fused_norm import _sharding
 
 
 def _refuse(name: str, expected: str, value) -> NoReturn:
@@ -20,9 +22,11 @@ def _kind(value) -> str:
 
 
 def tensor(name: str, value) -> None:
-    """Checks that ``value`` is a tensor."""
-    if not isinstance(value, Tensor):
-        _refuse(name, "a tensor", value)
+    """Checks that ``value`` is a tensor. One of a subclass may be the first DTensor."""
+    if type(value) is not Tensor:
+        if not isinstance(value, Tensor):
+            _refuse(name, "a tensor", value)
+        _sharding.register_where_loaded()
 
 
 def optional_tensor(name: str, value) -> None:
@@ -70,26 +74,26 @@ def optional_number(name: str, value) -> float | None:
 _FP32_EPS, _FP64_EPS = torch.finfo(torch.float32).eps, torch.finfo(torch.float64).eps
 
 
-def rms_eps(input: Tensor, eps: float | None) -> float:
+def rms_eps(input: Tensor, eps) -> float:
     """An RMSNorm's epsilon, where it is None that of torch's rule."""
-    if eps is not None:
-        return eps
-    if type(input) is not Tensor:
-        tensor("input", input)
-    return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
+    if eps is None:
+        return _FP64_EPS if input.dtype is torch.float64 else _FP32_EPS
+    return number("eps", eps)
 
 
 def flag(name: str, value) -> bool:
     """A bool or an int, of numpy too."""
     if type(value) is bool:
         return value
-    if isinstance(value, numbers.Integral) or _kind(value) in ("bool", "bool_"):  # numpy's
-        return bool(value)
+    if isinstance(value, (numbers.Integral, torch.SymBool)) or _kind(value) in ("bool", "bool_"):
+        return bool(value)  # numpy's and a tracer's among them
     return _refuse(name, "a bool", value)
 
 
 def integer(name: str, value) -> int:
-    """An int, or what has its value."""
+    """An int, or what has its value. What a tracer passes is for the operator to check."""
+    if type(value) is int or torch.compiler.is_compiling():
+        return value
     try:
         return operator.index(value)
     except TypeError:
@@ -110,23 +114,14 @@ def softmax_dtype(value) -> torch.dtype:
     return value
 
 
-def shape(value) -> Sequence[int]:
+def shape(value) -> tuple:
     """``normalized_shape``: an int or a sequence of ints."""
-    if type(value) is int:
-        return (value,)
-    if isinstance(value, numbers.Integral):
-        return (int(value),)
-    if isinstance(value, torch.SymInt):
-        return (value,)
-    if not isinstance(value, Sequence) or isinstance(value, str | bytes):
-        _refuse("normalized_shape", "an int or a sequence of ints", value)
-    return tuple([_size(size, value) for size in value])
-
-
-def _size(size, sizes) -> Any:
-    if type(size) is int or isinstance(size, torch.SymInt):
-        return size
+    if isinstance(value, (numbers.Integral, torch.SymInt)):
+        value = (value,)
     try:
-        return operator.index(size)
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+            exact = (int, torch.SymInt)
+            return tuple([n if type(n) in exact else operator.index(n) for n in value])
     except TypeError:
-        return _refuse("normalized_shape", "an int or a sequence of ints", sizes)
+        pass
+    return _refuse("normalized_shape", "an int or a sequence of ints", value)

@@ -5,51 +5,35 @@ import numbers
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function
 
-from fused_norm import _C, _arguments, _autocast, _ops, _sharding, _torch
-
-
-def _are_plain(tensors) -> bool:
-    for tensor in tensors:
-        if tensor is not None and type(tensor) is not Tensor:
-            return False
-    return True
-
+from fused_norm import _C, _arguments, _autocast, _ops, _torch
 
 _TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_k".split()
 
 
-def _check_tensors(tensors) -> None:
-    """Of arguments that are no plain tensors, for what Python cannot pass on to the operator's own
-    checks."""
-    for name, value in zip(_TENSORS, tensors, strict=False):
-        if value is not None:
-            _arguments.tensor(name, value)
-    _sharding.register_where_loaded()  # one may be the first DTensor
+def _check_tensors(*tensors) -> None:
+    for index, value in enumerate(tensors):
+        if type(value) is not Tensor and (value is not None or index < 3):
+            _arguments.tensor(_TENSORS[index], value)
 
 
 def _limits(causal, window) -> tuple:
     """(left, right), None for no limit."""
-    left, right = (None, None) if window is None else _pair(window)
-    if causal:
-        right = 0
-    return left, right
-
-
-def _pair(window) -> tuple:
-    is_pair = isinstance(window, (tuple, list)) and len(window) == 2
+    limits = (None, None) if window is None else window
     # Of torch.SymInt too, as a compiler passes it.
     kinds = (numbers.Integral, torch.SymInt, type(None))
-    if not is_pair or not all(isinstance(limit, kinds) for limit in window):
+    is_pair = isinstance(limits, (tuple, list)) and len(limits) == 2
+    if not is_pair or not all(isinstance(limit, kinds) for limit in limits):
         raise TypeError(
             "window must be None or (left, right), each an int or None for no limit, but is "
             f"{window!r:.80}"
         )
-    for limit in window:
-        if limit is not None and limit < 0:
-            raise ValueError(f"window's limits must not be negative, but it is {tuple(window)}")
-    return tuple(window)
+    left, right = limits
+    if (left is not None and left < 0) or (right is not None and right < 0):
+        raise ValueError(
+            f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
+        )
+    return left, 0 if _arguments.flag("causal", causal) else right
 
 
 def attention(
@@ -102,15 +86,6 @@ def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
     return (heads, k, v) if k == v else (heads, heads, heads)  # one key head may serve all
 
 
-def _mask_of_four_dims(mask: Tensor, batch) -> Tensor:
-    if mask.dim() <= 3 or len(batch) == 1:
-        return mask
-    mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
-    if mask.shape[:-3].numel() != 1:
-        mask = mask.expand(*batch, -1, -1, -1)
-    return mask.flatten(0, -4)
-
-
 def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     """The arguments as (batch, heads, rows, columns) with batch sizes and heads that go together,
     and the shape of torch's result."""
@@ -133,8 +108,11 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
             shapes = "query {}, key {}, value {}".format(*map(list, sizes))
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
     shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
-    if mask is not None:
-        mask = _mask_of_four_dims(mask, batch)
+    if mask is not None and mask.dim() > 3 and len(batch) > 1:
+        mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
+        if mask.shape[:-3].numel() != 1:
+            mask = mask.expand(*batch, -1, -1, -1)
+        mask = mask.flatten(0, -4)
 
     def of_four(tensor, own_batch, own_heads, heads):
         if own_heads not in (1, heads):  # a group's
@@ -150,6 +128,7 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
 _UNLIMITED, _TOP_LEFT = (None, None), (None, 0)  # windows
 
 
+@_torch.overridable
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -189,14 +168,14 @@ def scaled_dot_product_attention(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    tensors = (query, key, value, attn_mask)
-    if not _are_plain(tensors):
-        if has_torch_function(tensors) and not (isinstance(query, Tensor) and query.is_nested):
-            return _torch.overridden(scaled_dot_product_attention, locals())
-        _check_tensors(tensors)
+    _check_tensors(query, key, value, attn_mask)
+    dropout_p = _arguments.number("dropout_p", dropout_p)
+    scale = _arguments.optional_number("scale", scale)
+    is_causal = _arguments.flag("is_causal", is_causal)
+    enable_gqa = _arguments.flag("enable_gqa", enable_gqa)
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
         options = {"scale": scale, "enable_gqa": enable_gqa}
-        return _torch.attention(*tensors, dropout_p, is_causal, **options)
+        return _torch.attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if is_causal and attn_mask is not None:
         raise RuntimeError(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
@@ -218,6 +197,7 @@ def scaled_dot_product_attention(
     return out if shape is None else out.reshape(shape)
 
 
+@_torch.overridable
 def flash_attention(
     query: Tensor,
     key: Tensor,
@@ -276,10 +256,7 @@ def flash_attention(
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
     tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
-    if not _are_plain(tensors):
-        if has_torch_function(tensors):
-            return _torch.overridden(flash_attention, locals())
-        _check_tensors(tensors)
+    _check_tensors(*tensors)
     return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)
 
 
@@ -292,9 +269,10 @@ def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, retu
         window=_limits(causal, window),
         dropout_p=_arguments.number("dropout_p", dropout_p),
     )
-    return (out, lse) if return_lse else out
+    return (out, lse) if _arguments.flag("return_lse", return_lse) else out
 
 
+@_torch.overridable
 def flash_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -335,11 +313,11 @@ def flash_attention_varlen(
         As :func:`flash_attention`.
     """
     tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
-    if not _are_plain(tensors):
-        if has_torch_function(tensors):
-            return _torch.overridden(flash_attention_varlen, locals())
-        _check_tensors(tensors)
+    _check_tensors(*tensors)
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
-    max_seqlens = (max_seqlen_q, max_seqlen_k)
+    max_seqlens = (
+        _arguments.integer("max_seqlen_q", max_seqlen_q),
+        _arguments.integer("max_seqlen_k", max_seqlen_k),
+    )
     return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

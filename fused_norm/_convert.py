@@ -13,9 +13,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, _jagged, _probe, functional, modules
+from fused_norm import _arguments, _probe, _torch, functional, modules
 
 __all__ = ["ConvertReport", "Replaced", "Skipped", "convert", "revert"]
 
@@ -73,17 +72,10 @@ class _Converted:
 
     def forward(self, input: Tensor) -> Tensor:
         return converted_norm(
-            input,
-            self.weight,
-            self.bias,
-            self.normalized_shape,
-            self.eps,
-            self.weight_offset,
-            isinstance(self, modules.RMSNorm),
-            self.memory_efficient,
-            self.output_rule,
+            input, self.weight, self.bias, self.normalized_shape, self.eps, self.weight_offset,
+            isinstance(self, modules.RMSNorm), self.memory_efficient, self.output_rule,
             self.autocast_rule,
-        )
+        )  # fmt: skip
 
 
 class ConvertedRMSNorm(_Converted, modules.RMSNorm):
@@ -99,12 +91,12 @@ class ConvertedLayerNorm(_Converted, modules.LayerNorm):
 class _Renamed:
     """The parameters keep the names that they have in the other class."""
 
-    weight_name: str
+    weight_name: str | None
     bias_name: str | None
 
     @property
     def weight(self):
-        return self._parameters[self.weight_name]
+        return None if self.weight_name is None else self._parameters[self.weight_name]
 
     @property
     def bias(self):
@@ -119,22 +111,17 @@ class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
     """A LayerNorm whose weight or bias has another name."""
 
 
+@_torch.overridable
 def converted_norm(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient, *rules
-) -> Tensor:
-    if has_torch_function_variadic(input, weight, bias):
-        if _jagged.is_overridden(input, weight, bias):
-            args = (normalized_shape, eps, weight_offset, rms, memory_efficient, *rules)
-            return handle_torch_function(
-                converted_norm, (input, weight, bias), input, weight, bias, *args
-            )
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient,
+    output_rule, autocast_rule,
+) -> Tensor:  # fmt: skip
     out_dtype = None
     autocast = torch.is_autocast_enabled(input.device.type)
     if not (autocast and memory_efficient):
-        rule = rules[1] if autocast and input.is_cuda else rules[0]
+        rule = autocast_rule if autocast and input.is_cuda else output_rule
         weight_dtype = None if weight is None else weight.dtype
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
-    eps = _arguments.rms_eps(input, eps) if rms else eps
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
     return functional._norm(input, weight, bias, *options, out_dtype)[0]
 
@@ -153,6 +140,15 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
     return None
 
 
+def _form_of_torchs(module: nn.Module) -> _probe.Form | None:
+    """What one of torch's own norms computes."""
+    if type(module) not in (nn.LayerNorm, nn.RMSNorm):
+        return None
+    rms, affine = isinstance(module, nn.RMSNorm), module.elementwise_affine
+    shape, rules = module.normalized_shape, ("input", "input" if rms else "float")
+    return _probe.Form(rms, "weight" if affine else None, "bias", shape, "eps", 0.0, *rules)
+
+
 def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
     """What makes a module of another library unfit, unless its class is named to ``convert``."""
     if module._modules:
@@ -164,17 +160,8 @@ def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
     return None
 
 
-_ADDED = (
-    "autocast_rule",
-    "bias_name",
-    "elementwise_affine",
-    "eps",
-    "memory_efficient",
-    "normalized_shape",
-    "output_rule",
-    "weight_name",
-    "weight_offset",
-)
+_ADDED = "autocast_rule bias_name elementwise_affine eps memory_efficient".split()
+_ADDED += "normalized_shape output_rule weight_name weight_offset".split()
 
 
 def _remember(module: nn.Module) -> None:
@@ -194,24 +181,9 @@ def _set_flag(module: nn.Module) -> str | None:
     return None
 
 
-def _to_torch_subclass(module: nn.Module, memory_efficient: bool) -> None:
-    _remember(module)
-    if isinstance(module, nn.RMSNorm):
-        module.__class__ = modules.RMSNorm
-    else:
-        module.__class__ = modules.LayerNorm
-    module.weight_offset = 0.0
-    module.eps = _arguments.optional_number("eps", module.eps)
-    module.memory_efficient = memory_efficient
-
-
-def _to_form(module: nn.Module, forms: "_Forms", memory_efficient: bool) -> str | None:
-    """Changes the class of another library's norm, or says why not. What torch's constructor sets
-    is set here; the module's own attributes stay, as model code may read its
-    ``variance_epsilon``."""
-    form = forms.of(module)
-    if isinstance(form, str):
-        return form
+def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> None:
+    """Changes the class of another library's norm. What torch's constructor sets is set here; the
+    module's own attributes stay, as model code may read its ``variance_epsilon``."""
     _remember(module)
     eps = getattr(module, form.eps_name)
     rules = (form.output_rule, form.autocast_rule)
@@ -219,22 +191,24 @@ def _to_form(module: nn.Module, forms: "_Forms", memory_efficient: bool) -> str 
         plain, converted, renamed = modules.RMSNorm, ConvertedRMSNorm, RenamedRMSNorm
     else:
         plain, converted, renamed = modules.LayerNorm, ConvertedLayerNorm, RenamedLayerNorm
-    if form.weight_name not in ("weight", None) or form.bias_name not in ("bias", None):
+    names = {"weight": form.weight_name, "bias": form.bias_name}
+    # Named otherwise, or an attribute that is no parameter has the name.
+    if any(own != name and (own or name in vars(module)) for name, own in names.items()):
         module.__class__ = renamed
         module.weight_name, module.bias_name = form.weight_name, form.bias_name
     else:
         is_plain = rules == ("input", "input" if form.rms else "float")
         module.__class__ = plain if is_plain else converted
         for name in ("weight",) if form.rms else ("weight", "bias"):
-            module._parameters.setdefault(name, None)
+            if not hasattr(module, name):
+                module._parameters[name] = None
     if module.__class__ is not plain:
         module.output_rule, module.autocast_rule = rules
     module.normalized_shape = form.normalized_shape
-    module.eps = eps if eps is None else float(eps)
+    module.eps = _arguments.optional_number("eps", eps)
     module.elementwise_affine = form.weight_name is not None
     module.weight_offset = form.weight_offset
     module.memory_efficient = memory_efficient
-    return None
 
 
 def revert(model: nn.Module) -> int:
@@ -379,11 +353,13 @@ def convert(
             elif reason is None and not flag:
                 reason = f"it is followed by {in_place[module]}, which changes its input in place"
             reason = reason or _set_flag(module)
-        elif cls in (nn.LayerNorm, nn.RMSNorm):
-            reason = reason or _to_torch_subclass(module, flag)
-        else:
-            reason = reason or (None if named else _why_not_foreign(module, cls))
-            reason = reason or _to_form(module, forms, flag)
+        elif reason is None:
+            form = _form_of_torchs(module) or (None if named else _why_not_foreign(module, cls))
+            form = form or forms.of(module)
+            if isinstance(form, str):
+                reason = form
+            else:
+                _to_form(module, form, flag)
         if reason is not None:
             if named or _looks_like_a_norm(cls):
                 report.skipped.append(Skipped(name, _qualified(cls), reason))

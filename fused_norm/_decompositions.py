@@ -152,19 +152,16 @@ def norm_backward(*args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     weight, bias, dtype = call.weight, call.bias, call.rstd.dtype
     dims = _row_dims(call.normalized_shape)
     dy, xhat = call.dy.to(dtype), _xhat(call)
-    leading = list(range(dy.dim() - len(dims)))
     dx = dweight = dbias = None
     if call.output_mask[0]:
         g, _ = _affine(weight, None, call.weight_offset, dtype)
         dx = _project(dy if g is None else dy * g, xhat, call.rstd, dims, call.rms)
         dx = dx if call.dresidual is None else dx + call.dresidual.to(dtype)
         dx = dx.to(call.input_dtype)
-    # A sum over no dimensions would be one over all.
     if call.output_mask[1] and weight is not None:
-        dweight = dy * xhat
-        dweight = (dweight.sum(leading) if leading else dweight).to(weight.dtype)
+        dweight = (dy * xhat).sum_to_size(weight.shape).to(weight.dtype)
     if call.output_mask[2] and bias is not None:
-        dbias = (dy.sum(leading) if leading else dy).to(bias.dtype)
+        dbias = dy.sum_to_size(bias.shape).to(bias.dtype)
     return dx, dweight, dbias
 
 
@@ -231,18 +228,15 @@ def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
 def rms_norm_gated_backward(dy, rstd, *args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Makes rstd again: its own gradient is a part of the input's."""
     *args, wanted = args
-    input, gate, weight, normalized_shape, _, _, norm_before_gate, silu, _ = args
+    input, gate, weight, _, _, _, norm_before_gate, silu, _ = args
     gated = _Gated(*args)
     xhat, act, s = gated.xhat, gated.act, gated.sigmoid
     dy = dy.to(xhat.dtype).reshape(gated.shape)
     of_norm = dy * act if norm_before_gate else dy
     dinput = dgate = dweight = None
     if wanted[2] and weight is not None:
-        dweight = of_norm * xhat
-        lead = list(range(dweight.dim() - 2))
-        # A sum over no dimensions would be one over all.
-        dweight = dweight.sum(lead) if lead else dweight
-        dweight = dweight.reshape(normalized_shape).to(weight.dtype)
+        dweight = (of_norm * xhat).reshape(input.shape)
+        dweight = dweight.sum_to_size(weight.shape).to(weight.dtype)
     dv = _project(gated.scaled(of_norm), xhat, gated.rstd, [-1], rms=True)
     if wanted[0]:
         dinput = dv if norm_before_gate else dv * act

@@ -154,7 +154,7 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     if addends is None or any(user.target is not operator.getitem for user in norm.users):
         return
     sum_ = total.meta["val"]
-    if not _same(sum_.stride(), make_contiguous_strides_for(sum_.shape)):
+    if not _is_contiguous(total):
         return
     # The new node takes the place of the sum.
     if any(order[node] > order[total] for node in norm.all_input_nodes):

@@ -5,9 +5,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function_variadic
 
-from fused_norm import _arguments, _decompositions, _jagged, _ops, _sharding, _torch, _tracing
+from fused_norm import _arguments, _decompositions, _jagged, _ops, _torch, _tracing
 
 ACTIVATIONS = ("silu", "sigmoid")
 
@@ -19,6 +18,7 @@ def activation_of(value) -> str:
     return value
 
 
+@_torch.overridable
 def rms_norm_gated(
     input: Tensor,
     gate: Tensor,
@@ -61,17 +61,12 @@ def rms_norm_gated(
             names it.
         ValueError: ``activation`` is no activation.
     """
-    if has_torch_function_variadic(input, gate, weight):
-        if _jagged.is_overridden(input, gate, weight):
-            return _torch.overridden(rms_norm_gated, locals())
-    if type(input) is not Tensor:
-        _arguments.tensor("input", input)
-        _sharding.register_where_loaded()  # it may be the first DTensor
+    _arguments.tensor("input", input)
     _arguments.tensor("gate", gate)
     _arguments.optional_tensor("weight", weight)
     shape = _arguments.shape(normalized_shape)
     options = (
-        _arguments.number("eps", _arguments.rms_eps(input, eps)),
+        _arguments.rms_eps(input, eps),
         _arguments.number("weight_offset", weight_offset),
         _arguments.flag("norm_before_gate", norm_before_gate),
         activation_of(activation) == "silu",

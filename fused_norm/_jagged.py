@@ -12,16 +12,6 @@ from torch import Tensor
 from fused_norm import _torch
 
 
-def is_overridden(*tensors) -> bool:
-    """Whether ``__torch_function__`` of an argument, or a mode, takes the call; asked where one of
-    them may. Compiled code overrides the operators, in place of these functions; nested tensors
-    know torch's functions alone, and are for this module."""
-    if torch.compiler.is_compiling():
-        return False
-    nested = any(isinstance(tensor, Tensor) and tensor.is_nested for tensor in tensors)
-    return not nested or _torch.is_function_mode_enabled()
-
-
 def _check(name: str, value: Tensor) -> None:
     if not value.is_nested or value.layout is not torch.jagged:
         what = f"nested of layout {value.layout}" if value.is_nested else "dense"

@@ -47,18 +47,10 @@ NormCall = call_type(norm_forward)
 def check_norm_arguments(*args) -> None:
     """The operator's own checks, for where it does not run."""
     call = NormCall(*args)
-    input, weight, bias, residual = call.input, call.weight, call.bias, call.residual
-    dtypes = (input.dtype, _dtype_of(weight), _dtype_of(bias), call.out_dtype or input.dtype)
-    residuals = (_dtype_of(residual), call.residual_dtype)
+    input, bias = call.input, call.bias
+    dtypes = (input.dtype, _dtype_of(call.weight), _dtype_of(bias), call.out_dtype or input.dtype)
+    residuals = (_dtype_of(call.residual), call.residual_dtype)
     _check_norm_options(*dtypes, call.eps, call.weight_offset, *residuals)
-    if residual is not None:
-        if residual.shape != input.shape:
-            raise RuntimeError(
-                f"residual must have the shape of input {list(input.shape)}, but has shape "
-                f"{list(residual.shape)}"
-            )
-        if residual.device != input.device:
-            raise RuntimeError(f"residual is on {residual.device}, but input is on {input.device}")
     shape = list(call.normalized_shape)
     if not shape:
         raise RuntimeError("normalized_shape must have at least one dimension, but is []")
@@ -69,16 +61,17 @@ def check_norm_arguments(*args) -> None:
         )
     if call.rms and bias is not None:
         raise RuntimeError(f"bias must be None with rms=True, but has shape {list(bias.shape)}")
-    for name, param in (("weight", weight), ("bias", bias)):
-        if param is None:
-            continue
-        if list(param.shape) != shape:
+    of_input, of_norm = ("input", list(input.shape)), ("normalized_shape", shape)
+    tensors = {"residual": of_input, "weight": of_norm, "bias": of_norm}
+    for name, (other, expected) in tensors.items():
+        tensor = getattr(call, name)
+        if tensor is not None and list(tensor.shape) != expected:
             raise RuntimeError(
-                f"{name} must have the shape of normalized_shape {shape}, but has shape "
-                f"{list(param.shape)}"
+                f"{name} must have the shape of {other} {expected}, but has shape "
+                f"{list(tensor.shape)}"
             )
-        if param.device != input.device:
-            raise RuntimeError(f"{name} is on {param.device}, but input is on {input.device}")
+        if tensor is not None and tensor.device != input.device:
+            raise RuntimeError(f"{name} is on {tensor.device}, but input is on {input.device}")
 
 
 _sharding.register_where_loaded()

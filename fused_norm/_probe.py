@@ -96,15 +96,6 @@ class _LikeAutocastOnCUDA(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def eps_names(attributes: dict) -> list[str]:
-    """Attributes that may be the epsilon."""
-
-    def is_number(value):
-        return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
-
-    return [n for n, value in attributes.items() if "eps" in n.lower() and is_number(value)]
-
-
 def takes_one_input(cls: type) -> bool:
     """Whether forward takes the input and nothing else."""
     arguments = list(inspect.signature(cls.forward).parameters.values())
@@ -122,7 +113,8 @@ def form_of(module: nn.Module) -> Form | str:
     normalized_shape = next(iter(shapes.values())) if shapes else tuple(module.normalized_shape)
     if len(shapes) > 2 or set(shapes.values()) - {normalized_shape} or 0 in normalized_shape:
         return "it has other parameters than a weight and a bias of one value a column"
-    names = eps_names(vars(module))
+    numbers = {n: v for n, v in vars(module).items() if v is None or isinstance(v, int | float)}
+    names = [n for n, v in numbers.items() if "eps" in n.lower() and not isinstance(v, bool)]
     if len(names) != 1:
         return "its epsilon was not found"
     # Outside of modes such as FakeTensorMode, which run nothing.

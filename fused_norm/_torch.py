@@ -1,28 +1,59 @@
-"""What this package takes of torch beside its public interfaces, each with the reason. Two modules
-that are plugged into a part of torch import that part's own: _fusion.py Inductor's, _sharding.py
-DTensor's."""
+"""``__torch_function__`` of the public functions; and what this package takes of torch beside its
+public interfaces, each with the reason. Two modules that are plugged into a part of torch import
+that part's own: _fusion.py Inductor's, _sharding.py DTensor's."""
 
+import functools
 import inspect
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
 # torch's own, also where torch.nn.functional's is replaced by ours.
 attention = torch._C._nn.scaled_dot_product_attention
 
-# torch.overrides.has_torch_function asks for modes and for arguments together.
-is_function_mode_enabled = torch._C._is_torch_function_mode_enabled
-
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
 
+_Function = TypeVar("_Function", bound=Callable)
 
-def overridden(function, arguments: dict):
-    """What ``__torch_function__`` of a tensor, or a mode, gives for a call of the function with
-    these arguments. Those that have no default are passed by position, as torch passes its own."""
-    parameters = inspect.signature(function).parameters.values()
-    values = {p.name: arguments[p.name] for p in parameters}
-    relevant = tuple(values.values())
+
+def overridable(function: _Function) -> _Function:
+    """Lets ``__torch_function__`` of an argument, or a mode, take the calls of a function. Not in
+    compiled code, where subclasses and modes see the operators; nor where a tensor is nested, as
+    nested tensors know torch's own functions alone, unless there is a mode.
+
+    Like torch, it passes on by position what has no default, and the rest by name.
+    """
+
+    @functools.wraps(function)
+    def public(*args, **kwargs):
+        if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
+            if is_overridden(*args, *kwargs.values()):
+                return overridden(public, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    public.__signature__ = inspect.signature(function)  # getfullargspec looks at no __wrapped__
+    return public
+
+
+def is_overridden(*values) -> bool:
+    """Where an argument has ``__torch_function__``, or there is a mode."""
+    if torch.compiler.is_compiling():
+        return False
+    nested = any(isinstance(t, Tensor) and t.is_nested for t in values)
+    # torch.overrides.has_torch_function asks for modes and for arguments together.
+    return not nested or torch._C._is_torch_function_mode_enabled()
+
+
+def overridden(function: Callable, *args, **kwargs):
+    """What ``__torch_function__`` of an argument, or a mode, gives for the call."""
+    signature = inspect.signature(function)
+    bound = signature.bind(*args, **kwargs)
+    bound.apply_defaults()
+    values = bound.arguments
+    relevant, parameters = tuple(values.values()), signature.parameters.values()
     first = [values.pop(p.name) for p in parameters if p.default is p.empty]
     return handle_torch_function(function, relevant, *first, **values)
 

@@ -168,11 +168,6 @@ def recorded_norm(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
     return _outputs(op(*args), args[8])
 
 
-def softmax_forward(*args) -> torch.Tensor:
-    """A softmax or its logarithm."""
-    return (_decompositions if _is_onnx_export() else _ops).softmax_forward(*args)
-
-
-def scaled_masked_softmax(*args) -> torch.Tensor:
-    """The softmax of attention scores."""
-    return (_decompositions if _is_onnx_export() else _ops).scaled_masked_softmax(*args)
+def softmaxes():
+    """The module whose ``softmax_forward`` and ``scaled_masked_softmax`` are to be called."""
+    return _decompositions if _is_onnx_export() else _ops

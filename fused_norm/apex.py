@@ -30,9 +30,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function_variadic
 
-from fused_norm import _arguments, _autocast, _jagged, functional, modules
+from fused_norm import _arguments, _autocast, _torch, functional, modules
 
 __all__ = [
     "FusedLayerNorm",
@@ -71,17 +70,14 @@ def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
     return parameter if input.dtype is torch.float32 else parameter.to(torch.float32)
 
 
-def _norm(function, tensors, options, *, rms, mixed=False) -> Tensor:
-    """What ``function(*tensors, *options)`` is to give."""
-    if has_torch_function_variadic(*tensors) and _jagged.is_overridden(*tensors):
-        return handle_torch_function(function, tensors, *tensors, *options)
-    input, weight, bias = (*tensors, None, None)[:3]
-    normalized_shape, eps, memory_efficient = options
-    if type(input) is not Tensor:
-        _arguments.tensor("input", input)
+def _norm(
+    input, weight, bias, normalized_shape, eps, memory_efficient, *, rms=False, mixed=False
+) -> Tensor:
+    _arguments.tensor("input", input)
     if weight is not None or mixed:
         _arguments.tensor("weight", weight)
     _arguments.optional_tensor("bias", bias)
+    eps = _arguments.number("eps", eps)
     memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
     autocast = _autocast.dtype_for(input)
     if autocast is not None:
@@ -100,14 +96,11 @@ def _norm(function, tensors, options, *, rms, mixed=False) -> Tensor:
     return output.to(out_dtype)
 
 
+@_torch.overridable
 def fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: _Shape,
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: _Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """LayerNorm with weight and bias; the output has the input's dtype.
 
     Args:
@@ -128,83 +121,59 @@ def fused_layer_norm_affine(
             names it.
         TypeError: an argument that has to be a tensor is none.
     """
-    options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_layer_norm_affine, (input, weight, bias), options, rms=False)
+    return _norm(input, weight, bias, normalized_shape, eps, memory_efficient)
 
 
+@_torch.overridable
 def fused_layer_norm(
     input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """LayerNorm without parameters; the output has the input's dtype.
-
-    Arguments, result and errors are those of :func:`fused_layer_norm_affine`.
-    """
-    options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_layer_norm, (input,), options, rms=False)
+    """:func:`fused_layer_norm_affine` without weight and bias."""
+    return _norm(input, None, None, normalized_shape, eps, memory_efficient)
 
 
+@_torch.overridable
 def mixed_dtype_fused_layer_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    normalized_shape: _Shape,
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: _Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> Tensor:
-    """LayerNorm with weight and bias; the output has the weight's dtype.
+) -> Tensor:  # fmt: skip
+    """:func:`fused_layer_norm_affine` whose output has the weight's dtype.
 
     Under autocast it has the autocast dtype, unless the weight is fp64, which it may be beside any
-    input. Arguments, result and errors are otherwise those of :func:`fused_layer_norm_affine`;
-    without a weight it is an error.
+    input. Without a weight it is an error.
     """
-    options = (normalized_shape, eps, memory_efficient)
-    return _norm(
-        mixed_dtype_fused_layer_norm_affine, (input, weight, bias), options, rms=False, mixed=True
-    )
+    return _norm(input, weight, bias, normalized_shape, eps, memory_efficient, mixed=True)
 
 
+@_torch.overridable
 def fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: _Shape,
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, normalized_shape: _Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """RMSNorm with weight; the output has the input's dtype.
 
     As :func:`fused_layer_norm_affine`, computed as by :func:`fused_norm.functional.rms_norm`;
     ``eps`` is added to the mean square.
     """
-    options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_rms_norm_affine, (input, weight), options, rms=True)
+    return _norm(input, weight, None, normalized_shape, eps, memory_efficient, rms=True)
 
 
+@_torch.overridable
 def fused_rms_norm(
     input: Tensor, normalized_shape: _Shape, eps: float = 1e-6, memory_efficient: bool = False
 ) -> Tensor:
-    """RMSNorm without a weight; the output has the input's dtype.
-
-    Arguments, result and errors are those of :func:`fused_rms_norm_affine`.
-    """
-    options = (normalized_shape, eps, memory_efficient)
-    return _norm(fused_rms_norm, (input,), options, rms=True)
+    """:func:`fused_rms_norm_affine` without a weight."""
+    return _norm(input, None, None, normalized_shape, eps, memory_efficient, rms=True)
 
 
+@_torch.overridable
 def mixed_dtype_fused_rms_norm_affine(
-    input: Tensor,
-    weight: Tensor,
-    normalized_shape: _Shape,
-    eps: float = 1e-6,
+    input: Tensor, weight: Tensor, normalized_shape: _Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
-) -> Tensor:
-    """RMSNorm with weight; the output has the weight's dtype.
-
-    Under autocast it has the autocast dtype, unless the weight is fp64, which it may be beside any
-    input. Arguments, result and errors are otherwise those of :func:`fused_rms_norm_affine`;
-    without a weight it is an error.
-    """
-    options = (normalized_shape, eps, memory_efficient)
-    return _norm(mixed_dtype_fused_rms_norm_affine, (input, weight), options, rms=True, mixed=True)
+) -> Tensor:  # fmt: skip
+    """:func:`fused_rms_norm_affine` whose output has the weight's dtype, with the exceptions of
+    :func:`mixed_dtype_fused_layer_norm_affine`."""
+    return _norm(input, weight, None, normalized_shape, eps, memory_efficient, rms=True, mixed=True)
 
 
 class _Function:
@@ -245,12 +214,9 @@ class _Fused:
     """The constructor of apex's modules."""
 
     def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
+        self, normalized_shape: _Shape, eps: float = 1e-5, elementwise_affine: bool = True,
         memory_efficient: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         options = {"dtype": torch.float32, "memory_efficient": memory_efficient}
         super().__init__(normalized_shape, eps, elementwise_affine, **options)
 
@@ -285,13 +251,9 @@ class _Mixed:
     """The constructor of the *Mixed* forms."""
 
     def __init__(
-        self,
-        normalized_shape: _Shape,
-        eps: float = 1e-5,
-        *,
-        memory_efficient: bool = False,
+        self, normalized_shape: _Shape, eps: float = 1e-5, *, memory_efficient: bool = False,
         **kwargs,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if "elementwise_affine" in kwargs:
             name = type(self).__name__
             if not kwargs["elementwise_affine"]:

@@ -12,10 +12,11 @@ The options, which all functions take after their tensors, by position or by nam
 ``(batch, heads)``; ``deterministic``; ``return_attn_probs``.
 """
 
-from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from typing import Any
 
-from fused_norm import _arguments, _attention, _sharding
+from torch import Tensor
+
+from fused_norm import _arguments, _attention, _torch
 
 __all__ = [
     "flash_attn_func",
@@ -26,26 +27,27 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
 ]
 
-_Result = Tensor | tuple[Tensor, Tensor, None]
+# A tensor, or (out, softmax_lse, None). Those of flash-attn have no types either.
+_Result = Any
 
 
 def _limits(window_size, causal) -> tuple:
     """(left, right), None for no limit. Without a right limit of its own causal has 0."""
     try:
         left, right = window_size
-        left, right = None if left < 0 else left, None if right < 0 else right
+        left = None if left < 0 else _arguments.integer("window_size", left)
+        right = None if right < 0 else _arguments.integer("window_size", right)
     except (TypeError, ValueError):
         raise TypeError(
             f"window_size must be (left, right), each an int, but is {window_size!r:.80}"
         ) from None
-    return left, 0 if causal else right
+    return left, 0 if _arguments.flag("causal", causal) else right
 
 
 def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
     """In the operator's order of dimensions: ``(batch, heads, rows, head_dim)``, or packed
     ``(rows, heads, head_dim)``; tensors that are packed into one are first."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name} must be a tensor, but is of type {type(tensor).__name__}")
+    _arguments.tensor(name, tensor)
     count = len(name)  # of the tensors in one: qkv
     if tensor.dim() != 3 + is_dense + (count > 1) or (count > 1 and tensor.shape[-3] != count):
         dims = "batch, " * is_dense + "rows, " + f"{count}, " * (count > 1) + "heads, head_dim"
@@ -56,41 +58,34 @@ def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
 
 
 def _run(
-    function, tensors: dict, sizes: tuple, dropout_p, softmax_scale, causal, window_size, softcap,
-    alibi_slopes, deterministic, return_attn_probs, *block_table,
+    tensors: dict, offsets: dict, max_seqlens: dict, dropout_p, softmax_scale, causal, window_size,
+    softcap, alibi_slopes, return_attn_probs,
 ) -> _Result:  # fmt: skip
-    """A call of ``function``, one of those below: its tensors by name, for packed sequences their
-    offsets and longest lengths, and the options."""
-    everything = (*tensors.values(), *sizes, alibi_slopes, *block_table)
-    if has_torch_function(everything):
-        options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-        options += (deterministic, return_attn_probs, *block_table)
-        return handle_torch_function(function, everything, *tensors.values(), *sizes, *options)
-    if block_table and block_table[0] is not None:
-        raise NotImplementedError(
-            "block_table must be None, as paged keys are not supported, but has shape "
-            f"{list(block_table[0].shape)}"
-        )
-    operands = [_operand(name, tensor, not sizes) for name, tensor in tensors.items()]
-    if type(operands[0]) is not Tensor:
-        _sharding.register_where_loaded()
+    """A call: by name its tensors, and of packed sequences their offsets and longest lengths; and
+    the options."""
+    operands = [_operand(name, tensor, not offsets) for name, tensor in tensors.items()]
     operands += [None] * (3 - len(operands))
-    if len(sizes) == 2:  # of queries and keys
-        sizes = (sizes[0], sizes[0], sizes[1], sizes[1])
-    offsets, max_seqlens = (sizes[:2], sizes[2:]) if sizes else ((None, None), (0, 0))
+    for name, tensor in offsets.items():
+        _arguments.tensor(name, tensor)
+    _arguments.optional_tensor("alibi_slopes", alibi_slopes)
+    longest = [_arguments.integer(name, length) for name, length in max_seqlens.items()]
+    # One of queries and keys, where there are not two.
+    cu_seqlens = ((list(offsets.values()) or [None]) * 2)[:2]
+    longest = ((longest or [0]) * 2)[:2]
     out, lse = _attention.attention(
-        (*operands, None, alibi_slopes, None, *offsets),
-        max_seqlens,
+        (*operands, None, alibi_slopes, None, *cu_seqlens),
+        longest,
         scale=_arguments.optional_number("softmax_scale", softmax_scale),
         softcap=max(_arguments.number("softcap", softcap), 0.0),
         window=_limits(window_size, causal),
         dropout_p=_arguments.number("dropout_p", dropout_p),
     )
-    if not sizes:
+    if not offsets:
         out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
 
+@_torch.overridable
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -102,10 +97,10 @@ def flash_attn_func(
     Returns ``(B, Sq, Hq, D)``; with ``return_attn_probs`` ``(out, softmax_lse (B, Hq, Sq), None)``.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    tensors = {"q": q, "k": k, "v": v}
-    return _run(flash_attn_func, tensors, (), *options, deterministic, return_attn_probs)
+    return _run({"q": q, "k": k, "v": v}, {}, {}, *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -114,10 +109,10 @@ def flash_attn_kvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_func` of kv ``(B, Sk, 2, Hk, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    tensors = {"q": q, "kv": kv}
-    return _run(flash_attn_kvpacked_func, tensors, (), *options, deterministic, return_attn_probs)
+    return _run({"q": q, "kv": kv}, {}, {}, *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -126,10 +121,10 @@ def flash_attn_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_func` of qkv ``(B, S, 3, H, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    tensors = {"qkv": qkv}
-    return _run(flash_attn_qkvpacked_func, tensors, (), *options, deterministic, return_attn_probs)
+    return _run({"qkv": qkv}, {}, {}, *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
     max_seqlen_q: int, max_seqlen_k: int, dropout_p: float = 0.0,
@@ -145,11 +140,18 @@ def flash_attn_varlen_func(
     ``block_table`` (paged keys) is not supported.
     """
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options += (deterministic, return_attn_probs, block_table)
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run(flash_attn_varlen_func, {"q": q, "k": k, "v": v}, sizes, *options)
+    if block_table is not None:
+        _arguments.tensor("block_table", block_table)
+        raise NotImplementedError(
+            "block_table must be None, as paged keys are not supported, but has shape "
+            f"{list(block_table.shape)}"
+        )
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _run({"q": q, "k": k, "v": v}, offsets, longest, *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
     max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None,
@@ -159,11 +161,12 @@ def flash_attn_varlen_kvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of kv ``(Tk, 2, Hk, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options += (deterministic, return_attn_probs)
-    sizes = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    return _run(flash_attn_varlen_kvpacked_func, {"q": q, "kv": kv}, sizes, *options)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    longest = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    return _run({"q": q, "kv": kv}, offsets, longest, *options, return_attn_probs)
 
 
+@_torch.overridable
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout_p: float = 0.0,
     softmax_scale: float | None = None, causal: bool = False,
@@ -173,6 +176,5 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> _Result:  # fmt: skip
     """:func:`flash_attn_varlen_func` of qkv ``(T, 3, H, D)``, whose gradient is one tensor."""
     options = (dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
-    options += (deterministic, return_attn_probs)
-    sizes = (cu_seqlens, max_seqlen)
-    return _run(flash_attn_varlen_qkvpacked_func, {"qkv": qkv}, sizes, *options)
+    offsets, longest = {"cu_seqlens": cu_seqlens}, {"max_seqlen": max_seqlen}
+    return _run({"qkv": qkv}, offsets, longest, *options, return_attn_probs)

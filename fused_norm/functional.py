@@ -7,17 +7,28 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function_variadic
 
-from fused_norm import _C, _arguments, _autocast, _jagged, _sharding, _torch, _tracing
+from fused_norm import _C, _arguments, _autocast, _jagged, _torch, _tracing
 from fused_norm import _autograd as _autograd  # registers the operators' derivatives
-from fused_norm._attention import (  # noqa: F401
+from fused_norm._attention import (
     flash_attention,
     flash_attention_varlen,
     scaled_dot_product_attention,
 )
-from fused_norm._gated import rms_norm_gated  # noqa: F401
-from fused_norm._jagged import is_overridden
+from fused_norm._gated import rms_norm_gated
 
-_PLAIN_OR_NONE = (Tensor, type(None))
+__all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
+    "flash_attention",
+    "flash_attention_varlen",
+    "layer_norm",
+    "log_softmax",
+    "rms_norm",
+    "rms_norm_gated",
+    "scaled_dot_product_attention",
+    "scaled_masked_softmax",
+    "softmax",
+]
 
 
 def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
@@ -52,34 +63,21 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
 
 
 def _norm(
-    input,
-    weight,
-    bias,
-    normalized_shape,
-    eps,
-    weight_offset,
-    rms,
-    memory_efficient,
-    out_dtype=None,
-    residual=None,
-    residual_dtype=None,
-) -> tuple[Tensor, Tensor | None]:
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient,
+    out_dtype=None, residual=None, residual_dtype=None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(output, residual_out)"""
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
-        _sharding.register_where_loaded()  # it may be the first DTensor
     is_compiling = torch.compiler.is_compiling()
     if type(normalized_shape) is not tuple or is_compiling:  # _retry is for a tuple's elements
         normalized_shape = _arguments.shape(normalized_shape)
     if type(eps) is not float:
-        eps = _arguments.number("eps", eps)
-    if type(weight_offset) is not float:
+        eps = _arguments.rms_eps(input, eps) if rms else _arguments.number("eps", eps)
+    if type(weight_offset) is not float or type(memory_efficient) is not bool:
         weight_offset = _arguments.number("weight_offset", weight_offset)
-    if type(memory_efficient) is not bool:
         memory_efficient = _arguments.flag("memory_efficient", memory_efficient)
-    if (type(input) is not Tensor and input.is_nested) or (
-        type(residual) not in _PLAIN_OR_NONE and residual.is_nested
-    ):
+    if input.is_nested or (residual is not None and residual.is_nested):
         options = (normalized_shape, eps, weight_offset, rms, memory_efficient, out_dtype)
         return _jagged.of_rows(
             lambda x, r=None: _norm(x, weight, bias, *options, r, residual_dtype),
@@ -101,6 +99,7 @@ def _norm(
     return outputs
 
 
+@_torch.overridable
 def layer_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -137,12 +136,11 @@ def layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, weight, bias) and is_overridden(input, weight, bias):
-        return _torch.overridden(layer_norm, locals())
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _norm(input, weight, bias, *options)[0]
 
 
+@_torch.overridable
 def rms_norm(
     input: Tensor,
     normalized_shape: int | Sequence[int],
@@ -155,34 +153,14 @@ def rms_norm(
     """``input / sqrt(mean(input^2) + eps) * (weight + weight_offset)`` over the last dimensions.
 
     A drop-in for :func:`torch.nn.functional.rms_norm` (Zhang and Sennrich, *Root Mean Square Layer
-    Normalization*, 2019).
-
-    Args:
-        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64; rows may be strided.
-        normalized_shape: the dimensions to normalize over.
-        weight: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit ones.
-        eps: finite and not negative. ``None`` is fp32's machine epsilon, fp64's for fp64 input.
-        memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
-        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred
-            (Gemma-style) weights. Without a weight it must be 0.
+    Normalization*, 2019). Arguments and errors are those of :func:`layer_norm`, but ``eps`` may be
+    ``None``: fp32's machine epsilon, fp64's for fp64 input.
 
     Returns:
         A tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of the
         autocast dtype. It is contiguous, or ``channels_last`` where the input is, as torch has it.
-
-    Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it.
     """
-    if has_torch_function_variadic(input, weight) and is_overridden(input, weight):
-        return _torch.overridden(rms_norm, locals())
-    options = (
-        normalized_shape,
-        _arguments.rms_eps(input, eps),
-        weight_offset,
-        True,
-        memory_efficient,
-    )
+    options = (normalized_shape, eps, weight_offset, True, memory_efficient)
     return _norm(input, weight, None, *options)[0]
 
 
@@ -190,12 +168,11 @@ def _add_norm(input, residual, weight, bias, residual_dtype, *options) -> tuple[
     if type(residual) is not Tensor:
         _arguments.tensor("input", input)
         _arguments.tensor("residual", residual)
-        _sharding.register_where_loaded()
-    if residual_dtype is not None:
-        _arguments.optional_dtype("residual_dtype", residual_dtype)
+    _arguments.optional_dtype("residual_dtype", residual_dtype)
     return _norm(input, weight, bias, *options, None, residual, residual_dtype)
 
 
+@_torch.overridable
 def add_layer_norm(
     input: Tensor,
     residual: Tensor,
@@ -241,14 +218,11 @@ def add_layer_norm(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    if has_torch_function_variadic(input, residual, weight, bias) and is_overridden(
-        input, residual, weight, bias
-    ):
-        return _torch.overridden(add_layer_norm, locals())
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _add_norm(input, residual, weight, bias, residual_dtype, *options)
 
 
+@_torch.overridable
 def add_rms_norm(
     input: Tensor,
     residual: Tensor,
@@ -266,17 +240,7 @@ def add_rms_norm(
     for fp64 input, and ``weight_offset`` is added to the weight in fp32 inside the kernel. Under
     autocast the output has input's dtype, and with ``memory_efficient`` the autocast dtype.
     """
-    if has_torch_function_variadic(input, residual, weight) and is_overridden(
-        input, residual, weight
-    ):
-        return _torch.overridden(add_rms_norm, locals())
-    options = (
-        normalized_shape,
-        _arguments.rms_eps(input, eps),
-        weight_offset,
-        True,
-        memory_efficient,
-    )
+    options = (normalized_shape, eps, weight_offset, True, memory_efficient)
     return _add_norm(input, residual, weight, None, residual_dtype, *options)
 
 
@@ -300,16 +264,13 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
-    if has_torch_function_variadic(input) and is_overridden(input):
-        function = log_softmax if log else softmax
-        return _torch.overridden(function, locals())
+    if has_torch_function_variadic(input) and _torch.is_overridden(input):
+        return _torch.overridden(log_softmax if log else softmax, input, dim, dtype)
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
-        _sharding.register_where_loaded()  # it may be the first DTensor
-    is_compiling = torch.compiler.is_compiling()
     if dim is None:
         dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
-    elif not is_compiling and type(dim) is not int:
+    else:
         dim = _arguments.integer("dim", dim)
     if type(input) is not Tensor and input.is_nested:
         return _jagged.of_dim(
@@ -321,11 +282,11 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
         dtype = _arguments.softmax_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
-    if not is_compiling and type(input) in _tracing.PLAIN:
+    if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
         output = _C.softmax(input, dim, log, dtype)
         if output is not None:  # as in torch.jit.trace
             return output
-    return _tracing.softmax_forward(input, dim, log, dtype)
+    return _tracing.softmaxes().softmax_forward(input, dim, log, dtype)
 
 
 def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -366,6 +327,7 @@ def log_softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None
     return _softmax(input, dim, dtype, True, stacklevel=4)
 
 
+@_torch.overridable
 def scaled_masked_softmax(
     input: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool = False
 ) -> Tensor:
@@ -396,14 +358,11 @@ def scaled_masked_softmax(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it. Also where ``mask`` requires grad.
     """
-    if has_torch_function_variadic(input, mask) and is_overridden(input, mask):
-        return _torch.overridden(scaled_masked_softmax, locals())
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
-        _sharding.register_where_loaded()  # it may be the first DTensor
     if mask is not None and type(mask) is not Tensor:
         _arguments.optional_tensor("mask", mask)
     if type(scale) is not float or type(causal) is not bool:
         scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
     dtype = _softmax_out_dtype(input)
-    return _tracing.scaled_masked_softmax(input, mask, scale, causal, dtype)
+    return _tracing.softmaxes().scaled_masked_softmax(input, mask, scale, causal, dtype)

@@ -55,100 +55,55 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     """
 
     def __init__(
-        self,
-        normalized_shape,
-        eps: float = 1e-5,
-        elementwise_affine: bool = True,
-        bias: bool = True,
-        device=None,
-        dtype=None,
-        *,
-        memory_efficient: bool = False,
+        self, normalized_shape, eps: float = 1e-5, elementwise_affine: bool = True,
+        bias: bool = True, device=None, dtype=None, *, memory_efficient: bool = False,
         weight_offset: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         options = {"memory_efficient": memory_efficient, "weight_offset": weight_offset}
         eps = _arguments.number("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.layer_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.bias,
-            self.eps,
-            memory_efficient=self.memory_efficient,
-            weight_offset=self.weight_offset,
-        )
+            input, self.normalized_shape, self.weight, self.bias, self.eps,
+            memory_efficient=self.memory_efficient, weight_offset=self.weight_offset,
+        )  # fmt: skip
 
 
 class RMSNorm(_Norm, torch.nn.RMSNorm):
     """A :class:`torch.nn.RMSNorm` with the same constructor and ``state_dict``, on this library's
-    kernels.
-
-    Args:
-        memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
-        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred
-            (Gemma-style) weights, which then start at zero.
-
-    The other arguments are torch's. Shapes, dtypes and errors:
+    kernels. The keyword arguments are those of :class:`LayerNorm`. Shapes, dtypes and errors:
     :func:`fused_norm.functional.rms_norm`.
     """
 
     def __init__(
-        self,
-        normalized_shape,
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device=None,
-        dtype=None,
-        *,
-        memory_efficient: bool = False,
-        weight_offset: float = 0.0,
-    ) -> None:
+        self, normalized_shape, eps: float | None = None, elementwise_affine: bool = True,
+        device=None, dtype=None, *, memory_efficient: bool = False, weight_offset: float = 0.0,
+    ) -> None:  # fmt: skip
         options = {"memory_efficient": memory_efficient, "weight_offset": weight_offset}
         eps = _arguments.optional_number("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.rms_norm(
-            input,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            memory_efficient=self.memory_efficient,
-            weight_offset=self.weight_offset,
-        )
+            input, self.normalized_shape, self.weight, self.eps,
+            memory_efficient=self.memory_efficient, weight_offset=self.weight_offset,
+        )  # fmt: skip
 
 
 class RMSNormGated(_Norm, torch.nn.RMSNorm):
     """An RMSNorm with a gate: ``norm(input, gate)`` is ``rms_norm(input) * act(gate)``, or
     ``rms_norm(input * act(gate))``. Its ``state_dict`` is that of :class:`torch.nn.RMSNorm`.
 
-    Args:
-        norm_before_gate: the norm comes first; ``False``: the gate does.
-        activation: ``"silu"`` or ``"sigmoid"``.
-        group_size: elements of a row that are normalized together; ``None``: all.
-        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred weights,
-            which then start at zero.
-
-    The other arguments are :class:`torch.nn.RMSNorm`'s. Shapes, dtypes and errors:
-    :func:`fused_norm.functional.rms_norm_gated`.
+    The first arguments are :class:`torch.nn.RMSNorm`'s, ``weight_offset`` is :class:`LayerNorm`'s.
+    The others, shapes, dtypes and errors: :func:`fused_norm.functional.rms_norm_gated`.
     """
 
     def __init__(
-        self,
-        normalized_shape,
-        eps: float | None = None,
-        elementwise_affine: bool = True,
-        device=None,
-        dtype=None,
-        *,
-        norm_before_gate: bool = True,
-        activation: str = "silu",
-        group_size: int | None = None,
-        weight_offset: float = 0.0,
-    ) -> None:
+        self, normalized_shape, eps: float | None = None, elementwise_affine: bool = True,
+        device=None, dtype=None, *, norm_before_gate: bool = True, activation: str = "silu",
+        group_size: int | None = None, weight_offset: float = 0.0,
+    ) -> None:  # fmt: skip
         options = {"memory_efficient": False, "weight_offset": weight_offset}
         eps = _arguments.optional_number("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
@@ -160,16 +115,10 @@ class RMSNormGated(_Norm, torch.nn.RMSNorm):
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:
         return functional.rms_norm_gated(
-            input,
-            gate,
-            self.normalized_shape,
-            self.weight,
-            self.eps,
-            norm_before_gate=self.norm_before_gate,
-            activation=self.activation,
-            group_size=self.group_size,
-            weight_offset=self.weight_offset,
-        )
+            input, gate, self.normalized_shape, self.weight, self.eps,
+            norm_before_gate=self.norm_before_gate, activation=self.activation,
+            group_size=self.group_size, weight_offset=self.weight_offset,
+        )  # fmt: skip
 
     def extra_repr(self) -> str:
         options = f", norm_before_gate={self.norm_before_gate}, activation={self.activation!r}"

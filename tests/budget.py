@@ -28,12 +28,12 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3030, 2300),
-    "lines of norm": (5843, 3000),
+    "lines of norm": (5766, 3000),
     "lines of softmax": (2872, 2000),
-    "lines of attention": (5607, 4500),
+    "lines of attention": (5673, 4500),
     "lines of csrc/ops": (4145, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
-    "lines of fused_norm": (4351, 2300),
+    "lines of fused_norm": (4162, 2300),
     "kernels of norms and softmaxes": (221, 210),
     "kernels of attention": (123, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),

@@ -274,6 +274,17 @@ class TestCompile:
         q, k = (torch.randn(2, 4, n, 8, device=device) for n in (9, 3))
         assert same_bits(exported(q, k), Model()(q, k))
 
+    def test_export_of_a_flag_that_depends_on_a_shape(self, device):
+        class Model(torch.nn.Module):
+            def forward(self, q):
+                return fn.scaled_dot_product_attention(q, q, q, is_causal=q.shape[2] > 1)
+
+        q = torch.randn(1, 2, 6, 8, device=device)
+        rows = ({2: torch.export.Dim("rows", min=2)},)
+        for strict in (False, True):
+            exported = torch.export.export(Model(), (q,), dynamic_shapes=rows, strict=strict)
+            assert same_bits(exported.module()(q), Model()(q))
+
     def test_fx(self):
         class Model(torch.nn.Module):
             def forward(self, q):

@@ -206,6 +206,39 @@ def test_dtypes_of_foreign_norms_under_autocast(name, device):
     assert dtypes[0] == dtypes[1]
 
 
+def test_attributes_named_as_torchs_parameters():
+    """Such as the flag whether there is a bias."""
+
+    class OwnNorm(nn.Module):
+        def __init__(self, rms):
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(8))
+            self.weight, self.bias, self.eps, self.rms = "scale", False, 1e-5, rms
+
+        def forward(self, x):
+            if self.rms:
+                return nn.functional.rms_norm(x, (8,), self.scale, self.eps)
+            return nn.functional.layer_norm(x, (8,), self.scale, None, self.eps)
+
+    class Weighted(OwnNorm):
+        def __init__(self, rms):
+            super().__init__(rms)
+            del self.weight
+            self.weight = self._parameters.pop("scale")
+
+        @property
+        def scale(self):
+            return self.weight
+
+    x = torch.randn(3, 8)
+    for norm in (OwnNorm(True), OwnNorm(False), Weighted(True), Weighted(False)):
+        expected = norm(x)
+        assert len(convert(norm)) == 1
+        torch.testing.assert_close(norm(x), expected)
+        assert fused_norm.revert(norm) == 1 and norm.bias is False
+        torch.testing.assert_close(norm(x), expected)
+
+
 def test_foreign_norms_compile():
     norm = ByHand(16, name="gamma", bias="beta")
     convert(norm)

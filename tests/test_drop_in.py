@@ -1,5 +1,6 @@
 """What torch's own norms and softmaxes do at the edges: overriding, changes of class, strides."""
 
+import inspect
 import io
 import pickle
 
@@ -113,6 +114,15 @@ def test_mode_sees_the_function(name):
     assert all(torch.equal(y, e) for y, e in zip(got, expected, strict=True))
 
 
+@each_call
+def test_signature_is_known_to_inspect(name):
+    """Frameworks look for arguments, some by getfullargspec."""
+    function = function_of(name)
+    spec = inspect.getfullargspec(function)
+    assert spec.args + spec.kwonlyargs == list(inspect.signature(function).parameters)
+    assert spec.args[0] == "input" and spec.varargs is spec.varkw is None
+
+
 def test_mode_sees_what_modules_call():
     modules = {
         fn.layer_norm: fused_norm.LayerNorm(8),
@@ -128,6 +138,16 @@ def test_mode_sees_what_modules_call():
             module(X)
         assert function in mode.seen
         assert type(module(X.as_subclass(Plain))) is Plain
+
+
+def test_mode_sees_a_converted_norm():
+    """With all that decides the output's dtype."""
+    norm = _convert.ConvertedRMSNorm(8)
+    norm.output_rule = "promote"
+    with Recording() as mode:
+        y = norm(X.bfloat16())
+    assert _convert.converted_norm in mode.seen and y.dtype is torch.float32
+    assert type(norm(X.as_subclass(Plain))) is Plain
 
 
 def test_gradient_of_a_subclass():

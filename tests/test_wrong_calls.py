@@ -8,10 +8,12 @@ import torch
 
 import fused_norm
 import fused_norm.functional as fn
-from fused_norm import apex
+from fused_norm import apex, flash_attn
 
 X = torch.ones(3, 8)
 WEIGHT = torch.ones(8)
+Q = torch.ones(1, 2, 3, 8)  # (batch, heads, rows, head dim)
+OFFSETS = torch.tensor([0, 2], dtype=torch.int32)
 
 NOT_A_TENSOR = [None, 1.0, "x", [1.0] * 8]
 NOT_OPTIONAL = NOT_A_TENSOR[1:]
@@ -37,6 +39,16 @@ WRONG = {
     "gate": NOT_A_TENSOR,
     "norm_before_gate": NOT_A_FLAG,
     "group_size": [1.5, "a", [0], object(), 3, 0],
+    **dict.fromkeys(("query", "key", "value", "q", "k", "v", "qkv", "kv"), NOT_A_TENSOR),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens"), NOT_A_TENSOR),
+    **dict.fromkeys(("attn_mask", "alibi_slopes", "sink", "block_table"), NOT_OPTIONAL),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), [None, 3.0, "3", [3], -1]),
+    "max_seqlen": [None, 3.0, "3", [3]],
+    **dict.fromkeys(("is_causal", "enable_gqa", "return_lse"), NOT_A_FLAG),
+    **dict.fromkeys(("dropout_p", "softcap"), [None, *NOT_A_NUMBER]),
+    "softmax_scale": NOT_A_NUMBER,
+    "window": [3, "left", (1,), (1.5, 0), ("1", 0), (1, 2, 3)],
+    "window_size": [3, None, (1,), (1.5, 0), ("1", 0), (1, 2, 3), (None, None)],
 }
 NORM = {"normalized_shape": (8,), "weight": WEIGHT, "eps": 1e-5, "memory_efficient": False}
 OF_FUNCTIONS = {
@@ -76,11 +88,42 @@ OF_FUNCTIONS = {
     apex.FusedLayerNorm: {"normalized_shape": (8,), "eps": 1e-5, "memory_efficient": False},
     apex.MixedFusedRMSNorm: {"normalized_shape": (8,), "eps": 1e-5, "memory_efficient": False},
 }
+ATTENTION = {"causal": True, "dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+FLASH = {**ATTENTION, "window": None, "sink": None, "return_lse": False}
+FLASH_ATTN = {**ATTENTION, "softmax_scale": 1.0, "window_size": (-1, -1)}
+OF_QUERIES, OF_KEYS = ({f"cu_seqlens_{x}": OFFSETS, f"max_seqlen_{x}": 2} for x in ("q", "k"))
+OF_FUNCTIONS |= {
+    fn.scaled_dot_product_attention: {
+        **{"query": Q, "key": Q, "value": Q, "attn_mask": None, "dropout_p": 0.0},
+        **{"is_causal": False, "scale": None, "enable_gqa": False},
+    },
+    fn.flash_attention: {
+        **{"query": Q, "key": Q, "value": Q, "attn_mask": None, "scale": None, **FLASH}
+    },
+    fn.flash_attention_varlen: {
+        **{"query": Q[0], "key": Q[0], "value": Q[0], "scale": None},
+        **{**OF_QUERIES, **OF_KEYS, **FLASH},
+    },
+    flash_attn.flash_attn_func: {"q": Q, "k": Q, "v": Q, **FLASH_ATTN},
+    flash_attn.flash_attn_kvpacked_func: {"q": Q, "kv": torch.stack([Q, Q], 2), **FLASH_ATTN},
+    flash_attn.flash_attn_varlen_func: {
+        **{"q": Q[0], "k": Q[0], "v": Q[0], **OF_QUERIES, **OF_KEYS, **FLASH_ATTN},
+        "block_table": None,
+    },
+    flash_attn.flash_attn_varlen_qkvpacked_func: {
+        **{"qkv": torch.stack([Q[0]] * 3, 1), "cu_seqlens": OFFSETS, "max_seqlen": 2},
+        **FLASH_ATTN,
+    },
+}
+# Of attention None is 1 / sqrt(head dim).
+NONE_IS_RIGHT = {(fn.scaled_dot_product_attention, "scale"), (fn.flash_attention, "scale")}
+NONE_IS_RIGHT |= {(fn.flash_attention_varlen, "scale")}
 CASES = [
     pytest.param(function, name, value, id=f"{function.__name__} {name} {i} {type(value).__name__}")
     for function, arguments in OF_FUNCTIONS.items()
     for name in arguments
     for i, value in enumerate(WRONG[name])
+    if not (value is None and (function, name) in NONE_IS_RIGHT)
 ]
 # What says how the library is made: schemas, overloads, types of C++.
 INSIDES = r"Expected a value of type|incompatible function arguments|Declaration:|fused_norm::|_C\."
@@ -130,6 +173,11 @@ def test_wrong_argument_of_convert():
         "memory_efficient",
     )
     check(lambda: fused_norm.convert(X), "model")
+
+
+def test_apex_knows_no_default_of_eps():
+    for function in (apex.fused_layer_norm, apex.fused_rms_norm):
+        check(lambda function=function: function(X, 8, None), "eps")
 
 
 def test_residual_that_does_not_go_with_the_input():
