@@ -28,10 +28,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3030, 2300),
-    "lines of norm": (5766, 3000),
+    "lines of norm": (5768, 3000),
     "lines of softmax": (2872, 2000),
     "lines of attention": (5673, 4500),
-    "lines of csrc/ops": (4145, 2300),
+    "lines of csrc/ops": (4179, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
     "lines of fused_norm": (4162, 2300),
     "kernels of norms and softmaxes": (221, 210),

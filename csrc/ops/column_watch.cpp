@@ -5,6 +5,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <set>
 
 #include "cpu/norm.h"
 #include "ops/checks.h"
@@ -53,9 +54,13 @@ struct Watch {
   ParamsHistory history;
   ColumnReport* report;
   int64_t room = kSaveInput;  // of the next eager call
-  int64_t least_room = -1;    // of the backward calls since the last step; -1: none
-  bool fixed = false;         // one of them had a room that nobody can change
+  // The least of the backward calls since the last step, and of captured ones, which may be
+  // replayed; -1: none.
+  int64_t least_room = -1, captured_room = -1;
+  bool fixed = false;  // one of them had a room that nobody can change
   bool captured = false;
+  bool waits = false;   // before an optimizer's step: for this step's report
+  int generation = -1;  // of the code that was traced last
   std::map<cudaStream_t, c10::DataPtr> memory;  // of looks, which streams could not share
   char* captured_memory = nullptr;
 };
@@ -244,7 +249,10 @@ void look(Watch& watch, const NormColumns& norm) {
   c10::cuda::stream_synchronize(stream);
 }
 
-int64_t room_on_gpu(const NormColumns& norm, bool traced) {
+int64_t least_of(int64_t a, int64_t b) { return a < 0 ? b : b < 0 ? a : std::min(a, b); }
+
+// `generation`: of the code that is traced; -1: none is.
+int64_t room_on_gpu(const NormColumns& norm, int generation) {
   const std::lock_guard lock(mutex);
   const c10::cuda::CUDAGuard guard(norm.first().device());
   Watch* const watch = find_watch(norm, true);
@@ -252,13 +260,14 @@ int64_t room_on_gpu(const NormColumns& norm, bool traced) {
   ParamsHistory& history = watch->history;
   const ParamsSeen params = params_of(watch->params);
   const bool in_backward = torch::autograd::get_current_graph_task_id() != -1;
-  const bool fixed = traced || is_capturing();
+  const bool traced = generation >= 0, fixed = traced || is_capturing();
   if (fixed) {
     history.see(params, in_backward);
   } else if (!history.chooses(params, newest_report(*watch), in_backward)) {
     return watch->room;
   }
   const auto sync_mode = c10::cuda::warning_state().get_sync_debug_mode();
+  if (!fixed) watch->room = kSaveInput;  // unless all below goes well
   const bool can_wait = !is_capturing() && sync_mode != c10::cuda::SyncDebugMode::L_ERROR;
   if (can_wait && (traced || !history.covers(newest_report(*watch), false))) look(*watch, norm);
   const Report report = newest_report(*watch);
@@ -266,26 +275,47 @@ int64_t room_on_gpu(const NormColumns& norm, bool traced) {
   const int64_t at_risk = history.covers(report, false) ? report.at_risk : norm.cols;
   const int64_t room = room_for(at_risk, norm.cols, c10::elementSize(norm.x_dtype), fixed);
   if (!fixed) watch->room = room;
-  if (traced) watch->least_room = -1;  // code that had less is not called again
+  if (traced) {
+    // Code of an earlier generation, which had less, is not called again.
+    const int before = std::exchange(watch->generation, generation);
+    if (before >= 0 && before != generation) watch->least_room = watch->captured_room = -1;
+  }
   return room;
 }
 
-// Before an optimizer's step.
-void settle(Watch& watch) {
-  if (watch.least_room < 0) return;
-  watch.history.see(params_of(watch.params), false);
-  const auto near = [&] {
-    return is_near(newest_report(watch).at_risk, watch.least_room, watch.cols);
-  };
-  if (near() || !watch.history.covers(newest_report(watch), watch.captured)) {
-    c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(watch.device));
-    watch.history.waited();
+bool is_near_its_room(const Watch& watch) {
+  const int64_t room = least_of(watch.least_room, watch.captured_room);
+  return room >= 0 && is_near(newest_report(watch).at_risk, room, watch.cols);
+}
+
+// Before an optimizer's step: which devices have reports to be waited for.
+std::set<c10::DeviceIndex> devices_to_wait_for() {
+  const std::lock_guard lock(mutex);
+  std::set<c10::DeviceIndex> devices;
+  for (auto& [report, owner] : reports.owners) {
+    if (owner.watch == nullptr) continue;
+    Watch& watch = *owner.watch;
+    watch.history.see(params_of(watch.params), false);
+    watch.waits =
+        least_of(watch.least_room, watch.captured_room) >= 0 &&
+        (is_near_its_room(watch) || !watch.history.covers(newest_report(watch), watch.captured));
+    if (watch.waits) devices.insert(watch.device);
   }
-  if (watch.fixed && near()) {
-    compile_anew = true;
-    watch.fixed = false;  // until such a call comes again
+  return devices;
+}
+// And when that is done.
+void settle_all() {
+  const std::lock_guard lock(mutex);
+  for (auto& [report, owner] : reports.owners) {
+    if (owner.watch == nullptr) continue;
+    Watch& watch = *owner.watch;
+    if (std::exchange(watch.waits, false)) watch.history.waited();
+    if (watch.fixed && is_near_its_room(watch)) {
+      compile_anew = true;
+      watch.fixed = false;  // until such a call comes again
+    }
+    watch.least_room = -1;
   }
-  if (!watch.captured) watch.least_room = -1;
 }
 
 // What kernels signalled. Waits, where there is anything, so that all is known.
@@ -311,7 +341,7 @@ std::vector<Overflow> take_overflows() {
 #endif  // FUSED_NORM_WITH_CUDA
 
 // What does not fit is named by the operator.
-int64_t find_room(const NormColumns& norm, bool traced) {
+int64_t find_room(const NormColumns& norm, int generation) {
   const Tensor& param = norm.first();
   for (const Tensor& t : {norm.weight, norm.bias}) {
     if (t.defined() && (t.layout() != at::kStrided || !t.is_floating_point() ||
@@ -320,20 +350,20 @@ int64_t find_room(const NormColumns& norm, bool traced) {
     }
   }
 #ifdef FUSED_NORM_WITH_CUDA
-  if (param.is_cuda()) return room_on_gpu(norm, traced);
+  if (param.is_cuda()) return room_on_gpu(norm, generation);
 #endif
   if (!param.is_cpu()) return kSaveInput;
   // A call on a CPU looks at its parameters. On a GPU that would be a wait.
   const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
   const Tensor lost = cpu::lost_columns(flat(norm.weight), flat(norm.bias), norm.weight_offset,
                                         norm.cols, norm.x_dtype, norm.y_dtype, /*precise=*/true);
-  return room_for(lost.numel(), norm.cols, c10::elementSize(norm.x_dtype), traced);
+  return room_for(lost.numel(), norm.cols, c10::elementSize(norm.x_dtype), generation >= 0);
 }
 
 }  // namespace
 
 int64_t choose_room(const NormColumns& norm) {
-  return norm.first().defined() ? find_room(norm, false) : 0;
+  return norm.first().defined() ? find_room(norm, -1) : 0;
 }
 
 int64_t traced_room(const NormColumns& norm, int generation, bool looks) {
@@ -345,7 +375,7 @@ int64_t traced_room(const NormColumns& norm, int generation, bool looks) {
     if (norms->first_generation < 0) norms->first_generation = generation;
     if (generation - norms->first_generation >= kLastGeneration) return kSaveInput;
   }
-  return looks ? find_room(norm, true) : 0;
+  return looks ? find_room(norm, generation) : 0;
 }
 
 void note_listing(int64_t listed, int64_t room, int64_t cols) {
@@ -354,15 +384,18 @@ void note_listing(int64_t listed, int64_t room, int64_t cols) {
 
 bool before_optimizer_step() {
 #ifdef FUSED_NORM_WITH_CUDA
-  {
-    const std::lock_guard lock(mutex);
-    for (auto& [report, owner] : reports.owners) {
-      if (owner.watch != nullptr && !is_capturing()) settle(*owner.watch);
+  if (!is_capturing()) {
+    // Without the lock: other threads may have to launch what a stream waits for.
+    for (const c10::DeviceIndex device : devices_to_wait_for()) {
+      const c10::cuda::CUDAGuard guard(device);
+      c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device));
     }
+    settle_all();
   }
-  check_overflow();
 #endif
-  return compile_anew.exchange(false);
+  const bool anew = compile_anew.exchange(false);
+  check_overflow();  // has code compiled anew by itself
+  return anew;
 }
 
 void after_optimizer_step() {
@@ -408,7 +441,8 @@ ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t ro
     return from_output ? for_kernel(reports.others(), nullptr, 0) : ColumnWatch{};
   watch->captured |= is_capturing();
   if (from_output) {
-    watch->least_room = watch->least_room < 0 ? room : std::min(watch->least_room, room);
+    int64_t& least = is_capturing() ? watch->captured_room : watch->least_room;
+    least = least_of(least, room);
     watch->fixed |= room > 0 && room != watch->room;
   }
   char* const memory = find_memory(*watch, norm);

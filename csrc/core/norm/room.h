@@ -108,10 +108,12 @@ class ParamsHistory {
   }
 
   // Whether a report is good for the parameters of today. Those of captured calls have one stamp:
-  // they are until there is a doubt, and again after a wait.
+  // they are, once it is known how fast the parameters move, until there is a doubt, and again
+  // after a wait.
   bool covers(const Report& report, bool captured) const {
     const int age = static_cast<uint16_t>(stamp_ - report.stamp);
-    return report.valid && (captured ? !doubted_ : age == 0 || age < speed_known_);
+    return report.valid &&
+           (captured ? !doubted_ && speed_known_ > 1 : age == 0 || age < speed_known_);
   }
   void waited() { doubted_ = false; }
 
