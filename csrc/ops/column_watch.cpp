@@ -292,6 +292,7 @@ bool is_near_its_room(const Watch& watch) {
 std::set<c10::DeviceIndex> devices_to_wait_for() {
   const std::lock_guard lock(mutex);
   std::set<c10::DeviceIndex> devices;
+  if (reports.owners.empty() || is_capturing()) return devices;
   for (auto& [report, owner] : reports.owners) {
     if (owner.watch == nullptr) continue;
     Watch& watch = *owner.watch;
@@ -306,6 +307,7 @@ std::set<c10::DeviceIndex> devices_to_wait_for() {
 // And when that is done.
 void settle_all() {
   const std::lock_guard lock(mutex);
+  if (reports.owners.empty() || is_capturing()) return;
   for (auto& [report, owner] : reports.owners) {
     if (owner.watch == nullptr) continue;
     Watch& watch = *owner.watch;
@@ -384,14 +386,12 @@ void note_listing(int64_t listed, int64_t room, int64_t cols) {
 
 bool before_optimizer_step() {
 #ifdef FUSED_NORM_WITH_CUDA
-  if (!is_capturing()) {
-    // Without the lock: other threads may have to launch what a stream waits for.
-    for (const c10::DeviceIndex device : devices_to_wait_for()) {
-      const c10::cuda::CUDAGuard guard(device);
-      c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device));
-    }
-    settle_all();
+  // Without the lock: other threads may have to launch what a stream waits for.
+  for (const c10::DeviceIndex device : devices_to_wait_for()) {
+    const c10::cuda::CUDAGuard guard(device);
+    c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device));
   }
+  settle_all();
 #endif
   const bool anew = compile_anew.exchange(false);
   check_overflow();  // has code compiled anew by itself
