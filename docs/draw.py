@@ -223,9 +223,9 @@ def headlines(found):
     }
     freed = held["fused"] - held["fused, memory_efficient"]
     speeds = attention_speeds()
-    flash, cudnn = (
+    flash, cudnn, flash_4 = (
         f"{min(speeds[name]):.1f} to {max(speeds[name]):.1f} times"
-        for name in ("torch FLASH", "torch CUDNN")
+        for name in ("torch FLASH", "torch CUDNN", "flash-attn 4")
     )
     return f"""\
 - **Norms {torchs / ours:.1f} times as fast as torch's**: LayerNorm of 16384 x 2048 in bf16 takes
@@ -233,9 +233,9 @@ def headlines(found):
   ([norm.md](benchmarks/results/norm.md)).
 - **{freed / 1e9:.1f} GB less memory** for a training step of a 7B LLaMA over 4096 tokens, by one
   flag ([memory.md](benchmarks/results/memory.md)).
-- **Attention {flash} as fast as torch's FlashAttention**, forward and backward, and
-  {cudnn} as fast as cuDNN's, with the same bits on every run
-  ([attention.md](benchmarks/results/attention.md))."""
+- **Attention {flash} as fast as torch's FlashAttention**, forward and backward,
+  {cudnn} as fast as cuDNN's and {flash_4} as fast as flash-attn 4's, with the same
+  bits on every run ([attention.md](benchmarks/results/attention.md))."""
 
 
 def rivals(suite, study):

@@ -34,7 +34,7 @@ BUDGET = {
     "lines of csrc/ops": (4179, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
     "lines of fused_norm": (4162, 2300),
-    "kernels of norms and softmaxes": (221, 210),
+    "kernels of norms and softmaxes": (224, 210),
     "kernels of attention": (123, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),
     f"functions of more than {MAX_FUNCTION_LINES} lines": (2, 0),

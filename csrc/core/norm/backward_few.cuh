@@ -264,8 +264,9 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 }
 
 // Blocks, in clusters of `splits`: `look_blocks`, if that is asked for, that look at the
-// parameters; one cluster for each tile of columns; and one block for each row.
-template <typename X>
+// parameters; one cluster for each tile of columns; and one block for each row. kLists: from the
+// output, with room for a list.
+template <typename X, bool kLists>
 __global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
                       const __grid_constant__ BackwardOutput<X, float> out,
@@ -288,25 +289,17 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   if (row >= in.rows) return;
   with_flag(regular, [&](auto is_regular) {
     with_flag(in.rms, [&](auto is_rms) {
-      constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
-      auto run_as = [&](auto saved, auto lists) {
-        constexpr Saved kSaved = decltype(saved)::value;
-        constexpr bool kLists = decltype(lists)::value;
+      with_flag(kLists || in.from_output, [&](auto is_output) {
+        constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
+        constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
+        if constexpr (kLists && kSaved == Saved::kInput) return;
         if (row < 0) {
           few_columns<kRegular, kRms, kSaved, kLists>(in, gradients, block / splits, block % splits,
                                                       splits, shared);
         } else {
           few_rows<kRegular, kRms, kSaved, kLists>(in, out, row, shared.slots);
         }
-      };
-      constexpr std::integral_constant<Saved, Saved::kOutput> kOutput;
-      if (!in.from_output) {
-        run_as(std::integral_constant<Saved, Saved::kInput>(), std::false_type());
-      } else if (in.list.room == 0) {
-        run_as(kOutput, std::false_type());
-      } else {
-        run_as(kOutput, std::true_type());
-      }
+      });
     });
   });
 }

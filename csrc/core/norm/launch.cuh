@@ -133,9 +133,11 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   if (clusters == 0) return cudaSuccess;
   const int kinds = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput);
   const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
-  return detail::launch(norm_backward_few<X>, static_cast<int>(clusters * splits),
-                        plan.threads_per_row, {shared_bytes, splits, plan.overlaps}, stream, in,
-                        out, gradients, look, regular, looks * splits, tiles, splits);
+  return detail::launch(
+      params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
+      static_cast<int>(clusters * splits), plan.threads_per_row,
+      {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look, regular,
+      looks * splits, tiles, splits);
 }
 
 template <typename Y, typename S>
