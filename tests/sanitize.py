@@ -3,7 +3,7 @@
     python tests/sanitize.py [--tool memcheck] [--jobs N] [FAMILY K/N ...]
 
 Without arguments every part of every family, under memcheck: some minutes on a data centre's GPU.
-racecheck takes far longer: `--tool racecheck norm 13/20 stages 1/5` are two parts for it. A line
+racecheck takes far longer: `--tool racecheck norm 13/16 stages 1/5` are two parts for it. A line
 for each part, and the exit code is 1 unless all of them are clean.
 """
 
@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 SET = Path(__file__).with_name("sanitizer_set.py")
-PARTS = {"norm": 20, "add": 8, "softmax": 6, "attention": 6, "stages": 5}
+PARTS = {"norm": 16, "add": 8, "softmax": 6, "attention": 6, "stages": 5}
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
 
 
@@ -43,7 +43,7 @@ def main(arguments=None):
     parser.add_argument("parts", nargs="*", metavar="FAMILY K/N")
     options = parser.parse_args(arguments)
     if len(options.parts) % 2:
-        parser.error(f"parts are pairs such as norm 13/20, not {' '.join(options.parts)}")
+        parser.error(f"parts are pairs such as norm 13/16, not {' '.join(options.parts)}")
     if not shutil.which("compute-sanitizer"):
         parser.error("compute-sanitizer, of the CUDA toolkit, is not on PATH")
     parts = list(zip(options.parts[::2], options.parts[1::2], strict=True)) or [
