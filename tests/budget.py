@@ -28,7 +28,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3030, 2300),
-    "lines of norm": (5768, 3000),
+    "lines of norm": (5762, 3000),
     "lines of softmax": (2872, 2000),
     "lines of attention": (5673, 4500),
     "lines of csrc/ops": (4179, 2300),

@@ -176,6 +176,21 @@ TEST(Room, AChangeByHandBetweenBackwardAndStepIsLookedAt) {
   EXPECT_EQ(loop.forward(), kLook);
 }
 
+TEST(Room, AChangeByHandIsSeenBeforeAnotherOptimizersStep) {
+  Loop loop;
+  for (int step = 0; step < 5; ++step) loop.step();
+  ++loop.version;          // by hand,
+  loop.optimizer_step(0);  // and then a step that leaves these parameters alone
+  EXPECT_EQ(loop.forward(), kLook);
+}
+
+TEST(Room, CapturedCodeWaitsUntilItIsKnownHowFastParametersMove) {
+  Loop loop;
+  loop.forward();
+  loop.backward();
+  for (bool waits : {true, true, false, false}) EXPECT_EQ(loop.optimizer_step(1, true), waits);
+}
+
 TEST(Room, StepsOfOtherOptimizersAreOne) {
   Loop loop;
   for (int step = 0; step < 40; ++step) {

@@ -109,8 +109,8 @@ __device__ __forceinline__ void load_tile(uint32_t tile, const CUtensorMap* map,
   }
 }
 
-// As load_tile(): fp32 numbers from (row, column) on, as many as the map's box has, which need not
-// be aligned in global memory.
+// As load_tile(): fp32 numbers from (row, column) on, as many as the map's box has. `column` is a
+// multiple of four: of another one the copy is an illegal instruction.
 __device__ __forceinline__ void load_floats(void* to, const CUtensorMap* map, CopyBarrier& barrier,
                                             int column, int row) {
   asm volatile(

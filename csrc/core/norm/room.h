@@ -107,9 +107,8 @@ class ParamsHistory {
     return look();
   }
 
-  // Whether a report is good for the parameters of today. Those of captured calls have one stamp:
-  // they are, once it is known how fast the parameters move, until there is a doubt, and again
-  // after a wait.
+  // Whether a report is good for the parameters of today. Reports of captured calls all have one
+  // stamp. They are good after the second update, until there is a doubt, and again after a wait.
   bool covers(const Report& report, bool captured) const {
     const int age = static_cast<uint16_t>(stamp_ - report.stamp);
     return report.valid &&
