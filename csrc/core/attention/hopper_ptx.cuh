@@ -138,23 +138,24 @@ __device__ __forceinline__ void wait_for_bulk_stores() {
 }
 // A counter in global memory. To count up releases what the thread stored, copies in bulk too. To
 // wait for a count acquires what others released; so does a count that was read early, by the fence
-// of the thread's next count_up().
-__device__ __forceinline__ void order_counts() {
-  asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("fence.proxy.async.global;" ::: "memory");
-}
+// of the thread's next count_up(). The wait has no fence of its own: that would last until the
+// thread's own count before this one is there.
 __device__ __forceinline__ uint32_t read_count(const uint32_t* counter) {
   uint32_t count;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
   return count;
 }
 __device__ __forceinline__ void count_up(uint32_t* counter) {
-  order_counts();
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("fence.proxy.async.global;" ::: "memory");
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
 __device__ __forceinline__ void wait_for_count(const uint32_t* counter, uint32_t count) {
-  while (read_count(counter) < count) continue;
-  order_counts();
+  uint32_t found;
+  do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(found) : "l"(counter) : "memory");
+  } while (found < count);
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
 // Four 8 x 8 blocks of 16-bit elements, as products have them in registers, to shared memory. Lane
