@@ -46,6 +46,7 @@ class Consumer {
   using QueryTile = typename Form::QueryTile;
   using KeyTile = typename Form::KeyTile;
   static constexpr int kKeys = Form::kKeys, kDim = Form::kDim;
+  static constexpr bool kWide = kDim > 128;
   // The first scores of a tile are started before the tile before it is finished.
   static constexpr bool kEarly = Form::kQueryStages == 2;
   // A warpgroup does nothing for tiles of keys that none of its own queries sees. (With a mask all
@@ -222,14 +223,20 @@ class Consumer {
     hold(scores_);
   }
 
+  // A number that all lanes have, and that the compiler knows to be so: a product's operands take
+  // uniform registers, which it fills one by one otherwise. Of fewer columns it knows by itself.
+  __device__ __forceinline__ static int uniform(int number) {
+    return kWide ? __shfl_sync(~0u, number, 0) : number;
+  }
   __device__ __forceinline__ void multiply_keys() {
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
-    if constexpr (Form::kMasked) asm volatile("" : "+l"(queries));  // no steps kept in registers
-    const uint64_t keys = key_operand_ + key_place_.slot * (KeyTile::kBytes / 16);
+    // No steps kept in registers.
+    if constexpr (Form::kMasked || kWide) asm volatile("" : "+l"(queries));
+    const uint64_t keys = key_operand_ + uniform(key_place_.slot) * (KeyTile::kBytes / 16);
     start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
   }
   __device__ __forceinline__ void multiply_values(const Weights& weights) {
-    const uint64_t from = value_operand_ + value_place_.slot * (KeyTile::kBytes / 16);
+    const uint64_t from = value_operand_ + uniform(value_place_.slot) * (KeyTile::kBytes / 16);
     start_sum<T, KeyTile>(values_, weights, from);
   }
 
@@ -263,6 +270,7 @@ class Consumer {
     }
   }
   __device__ __forceinline__ void rescale_values() {
+    if (__all_sync(~0u, rescale_[0] == 1 && rescale_[1] == 1)) return;
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) values_[i] *= rescale_[i / 2 % 2];
   }

@@ -46,7 +46,8 @@ __device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& 
     }
     const float largest = quad_max(fmaxf(a, b));
     const float base = largest == -INFINITY ? 0.f : largest * exponent;
-    rescale[row] = exp2_fast(fmaf(rows.largest[row], exponent, -base));
+    rescale[row] =
+        rows.largest[row] == largest ? 1.f : exp2_fast(fmaf(rows.largest[row], exponent, -base));
     rows.largest[row] = largest;
     float even = 0, odd = 0;
 #pragma unroll
