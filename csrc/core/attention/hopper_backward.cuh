@@ -240,7 +240,8 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot) {
     own += own_slot_ * (OwnTile::kBytes / 16);
-    const uint64_t others = OtherTile::along_rows(tiles + slot * OtherTile::kBytes, 0);
+    const int at = uniform<(kDim > 192)>(slot) * OtherTile::kBytes;
+    const uint64_t others = OtherTile::along_rows(tiles + at, 0);
     start_product<T, OwnTile, OtherTile>(to, own, others);
   }
   __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles,

@@ -223,20 +223,16 @@ class Consumer {
     hold(scores_);
   }
 
-  // A number that all lanes have, and that the compiler knows to be so: a product's operands take
-  // uniform registers, which it fills one by one otherwise. Of fewer columns it knows by itself.
-  __device__ __forceinline__ static int uniform(int number) {
-    return kWide ? __shfl_sync(~0u, number, 0) : number;
-  }
   __device__ __forceinline__ void multiply_keys() {
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
     // No steps kept in registers.
     if constexpr (Form::kMasked || kWide) asm volatile("" : "+l"(queries));
-    const uint64_t keys = key_operand_ + uniform(key_place_.slot) * (KeyTile::kBytes / 16);
+    const uint64_t keys = key_operand_ + uniform<kWide>(key_place_.slot) * (KeyTile::kBytes / 16);
     start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
   }
   __device__ __forceinline__ void multiply_values(const Weights& weights) {
-    const uint64_t from = value_operand_ + uniform(value_place_.slot) * (KeyTile::kBytes / 16);
+    const uint64_t from =
+        value_operand_ + uniform<kWide>(value_place_.slot) * (KeyTile::kBytes / 16);
     start_sum<T, KeyTile>(values_, weights, from);
   }
 

@@ -197,6 +197,14 @@ __device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
 }
 
+// A number that all lanes have, and the compiler knows to be so where `kSays`. Operands of products
+// lie in uniform registers; what it does not know is moved there before each product, which with
+// wide tiles takes as long as the product. Of fewer columns it mostly finds out by itself.
+template <bool kSays>
+__device__ __forceinline__ int uniform(int number) {
+  return kSays ? __shfl_sync(~0u, number, 0) : number;
+}
+
 // D's registers in the assembly, and what they are.
 #define FUSED_NORM_R32 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define FUSED_NORM_R64 \
