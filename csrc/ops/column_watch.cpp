@@ -94,10 +94,9 @@ struct Reports {
 
   // Of all norms that are not remembered; it has the overflow signal.
   ColumnReport* others() {
-    if (others_ == nullptr) {
-      others_ = take();
-      owners[others_] = {nullptr, {0, "a norm whose weight is another at each call", 0}};
-    }
+    if (others_ != nullptr) return others_;
+    others_ = take();
+    owners[others_] = {nullptr, {0, "a norm whose weight is another at each call", 0}};
     return others_;
   }
 };
@@ -322,11 +321,13 @@ void settle_all() {
 
 // What kernels signalled. Waits, where there is anything, so that all is known.
 std::vector<Overflow> take_overflows() {
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   if (reports.others_ == nullptr) return {};
   volatile uint32_t* const signal = &reports.others_->overflow_signal;
   if (*signal == 0) return {};
+  lock.unlock();  // other threads may have to launch what a stream waits for
   if (!is_capturing()) (void)cudaDeviceSynchronize();
+  lock.lock();
   *signal = 0;
   std::vector<Overflow> overflows;
   for (auto& [report, owner] : reports.owners) {
@@ -426,8 +427,7 @@ void raise_overflow(const std::vector<Overflow>& overflows) {
 
 void check_overflow() {
 #ifdef FUSED_NORM_WITH_CUDA
-  const auto overflows = take_overflows();
-  if (!overflows.empty()) raise_overflow(overflows);
+  if (const auto overflows = take_overflows(); !overflows.empty()) raise_overflow(overflows);
 #endif
 }
 
