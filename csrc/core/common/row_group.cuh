@@ -22,20 +22,17 @@ struct SumOf {
   }
 };
 
-// How the warps of a group meet. Named barriers let a block hold several groups that never wait for
-// each other, but a kernel that uses them takes all 16 of a block, and a multiprocessor has 64: no
-// more than four blocks are resident.
-enum class Barrier { kBlock, kNamed };
-
-// Until so many threads, of whole warps, have come to a named barrier; 0 is the block's own.
+// Until so many threads, of whole warps, have come to a named barrier; 0 is the block's own. Named
+// barriers let a block hold several groups that never wait for each other, but a kernel that uses
+// them takes all 16 of a block, and a multiprocessor has 64: no more than four blocks are resident.
 __device__ __forceinline__ void meet_at(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // The blockDim.x threads of equal threadIdx.y share a row: 1, 2, 4, 8 or 16 lanes of a warp, or
 // whole warps (kFullWarps: always). A block holds blockDim.y such groups. Groups of one warp or
-// less never wait for anyone. With Barrier::kBlock all groups of larger ones meet at once.
-template <Barrier kBarrier, bool kFullWarps = false>
+// less never wait for anyone.
+template <bool kFullWarps>
 class RowGroup {
  public:
   static constexpr bool kWholeWarps = kFullWarps;
@@ -93,28 +90,20 @@ class RowGroup {
 
   // Combines what the group's warps hold, each the same in all lanes. `slots` is shared memory, two
   // sets used in turn: the barrier of one reduction also says that everybody has read the slots of
-  // the one before. The tree depends on the number of threads alone.
+  // the one before. All groups of the block meet. The tree depends on the number of threads alone.
   template <typename V, typename Combine>
   __device__ V reduce_warps(V value, const V& identity, V (&slots)[2][kMaxWarps], Combine combine) {
     if (threads() <= kWarpSize) return value;
     V* const own = &slots[turn_][index() * warps()];
     turn_ ^= 1;
     if (lane() == 0) own[thread() / kWarpSize] = value;
-    meet();
+    __syncthreads();
     const int warp = lane() & (warp_lanes_ - 1);
     value = warp < warps() ? own[warp] : identity;
     return butterfly(value, warp_lanes_, combine);
   }
 
  private:
-  __device__ void meet() const {
-    if constexpr (kBarrier == Barrier::kBlock) {
-      __syncthreads();
-    } else {
-      meet_at(index() + 1, threads());
-    }
-  }
-
   template <typename V, typename Combine>
   __device__ static V butterfly(V value, int lanes, Combine combine) {
 #pragma unroll
@@ -193,9 +182,9 @@ __device__ __forceinline__ void reduce_each(float (&values)[K], Combine combine,
 }
 
 // Sums over the threads of a row group: every thread gets the same bits. The tree depends on the
-// number of threads alone. Each group of several warps has a named barrier; with Barrier::kBlock
-// there is one group.
-template <typename A, Barrier kBarrier = Barrier::kNamed>
+// number of threads alone. Groups of several warps have a named barrier each, or are their block's
+// only group.
+template <bool kNamedBarrier>
 class RowSums {
  public:
   static constexpr int kHalf = kWarpSize / 2;
@@ -203,7 +192,7 @@ class RowSums {
   // also says that everybody has read the one before. Of each set one half holds sums a and the
   // other sums b, warp w at (w % 16) * 2 + w / 16.
   struct Slots {
-    A at[2][2][kMaxWarps];
+    float at[2][2][kMaxWarps];
   };
 
   // `slots` is the group's own. All threads of the block construct theirs, as there is a barrier in
@@ -214,7 +203,7 @@ class RowSums {
         upper_(group.lane() >= kHalf),
         writes_(group.lane() % kHalf == 0) {
     if (several_) {
-      A* const all = &slots.at[0][0][0];
+      float* const all = &slots.at[0][0][0];
       for (int i = group.thread(); i < 4 * kMaxWarps; i += group.threads()) all[i] = 0;
       __syncthreads();
     }
@@ -225,26 +214,26 @@ class RowSums {
 
   // Makes `a` the sum of the group's.
   template <typename Group>
-  __device__ __forceinline__ void add_up(const Group& group, A& a) {
+  __device__ __forceinline__ void add_up(const Group& group, float& a) {
     a = over_lanes(group, a);
     if (!several_) return;
     if (writes_ && !upper_) *write_ = a;
     meet(group);
     // Both halves read the first half's slots.
-    const A* const from = read_ - (upper_ ? kMaxWarps : 0);
+    const float* const from = read_ - (upper_ ? kMaxWarps : 0);
     a = lane_sum<kHalf>(from[0] + from[1]);
     turn();
   }
 
   // The same for two values. In a full warp one half of the lanes adds up a, the other b.
   template <typename Group>
-  __device__ __forceinline__ void add_up(const Group& group, A& a, A& b) {
+  __device__ __forceinline__ void add_up(const Group& group, float& a, float& b) {
     if (group.lanes() < kWarpSize) {
       a = over_lanes(group, a);
       b = over_lanes(group, b);
       return;
     }
-    A sum = (upper_ ? b : a) + __shfl_xor_sync(kFullMask, upper_ ? a : b, kHalf);
+    float sum = (upper_ ? b : a) + __shfl_xor_sync(kFullMask, upper_ ? a : b, kHalf);
     sum = lane_sum<kHalf>(sum);
     if (several_) {
       if (writes_) *write_ = sum;
@@ -252,14 +241,14 @@ class RowSums {
       sum = lane_sum<kHalf>(read_[0] + read_[1]);
       turn();
     }
-    const A other = __shfl_xor_sync(kFullMask, sum, kHalf);
+    const float other = __shfl_xor_sync(kFullMask, sum, kHalf);
     a = upper_ ? other : sum;
     b = upper_ ? sum : other;
   }
 
  private:
   template <typename Group>
-  __device__ __forceinline__ static A over_lanes(const Group& group, A value) {
+  __device__ __forceinline__ static float over_lanes(const Group& group, float value) {
 #pragma unroll
     for (int offset = kHalf; offset > 0; offset /= 2) {
       if (offset < group.lanes()) value += __shfl_xor_sync(kFullMask, value, offset);
@@ -268,10 +257,10 @@ class RowSums {
   }
   template <typename Group>
   __device__ __forceinline__ static void meet(const Group& group) {
-    if constexpr (kBarrier == Barrier::kBlock) {
-      __syncthreads();
-    } else {
+    if constexpr (kNamedBarrier) {
       meet_at(group.index() + 1, group.threads());
+    } else {
+      __syncthreads();
     }
   }
   __device__ __forceinline__ void turn() {
@@ -281,8 +270,8 @@ class RowSums {
     set_ = !set_;
   }
 
-  A* write_;
-  const A* read_;
+  float* write_;
+  const float* read_;
   bool several_, upper_, writes_, set_ = false;
 };
 

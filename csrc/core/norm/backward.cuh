@@ -12,7 +12,8 @@ namespace fused_norm {
 
 // A block of 512 threads has at most 8 groups of several warps.
 constexpr int kMaxGroups = 8;
-using GroupSums = RowSums<float>;
+
+using GroupSums = RowSums</*kNamedBarrier=*/true>;
 
 struct BackwardShared {
   GroupSums::Slots slots[kMaxGroups];
@@ -193,7 +194,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   constexpr bool kFromOutput = kSaved != Saved::kInput, kRegular = kLie == RowsLie::kRegular;
   extern __shared__ __align__(128) float staged[];
 
-  const RowGroup<Barrier::kNamed, (kPacks > 1 || dealt_out(kLie))> group;
+  const RowGroup<(kPacks > 1 || dealt_out(kLie))> group;
   GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
   const int col = slice_column<N, kPacks, kLie>(group), left = in.cols - col;
   // Rows that are dealt out may end in the first half of every lane's pack.

@@ -12,7 +12,7 @@
 
 namespace fused_norm {
 
-using FewRowSums = RowSums<float, Barrier::kBlock>;
+using FewRowSums = RowSums</*kNamedBarrier=*/false>;
 
 // Where dweight and dbias go; null where not asked for.
 struct ColumnGradients {
@@ -61,7 +61,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   constexpr int N = kPackElements<X>, kPacks = 2;
   extern __shared__ __align__(16) float few_staged[];
 
-  const RowGroup<Barrier::kBlock, true> group;
+  const RowGroup<true> group;
   const int col = slice_column<N, kPacks>(group);
   const int left = in.cols - col;
   SliceReader<X, N, kRegular, kPacks> saved, dy;

@@ -197,7 +197,7 @@ __device__ __forceinline__ void norm_forward_once(
   constexpr bool kTwice = !kRms && !kCorrectsMean<X> && kPacks == kMostPacks;
   constexpr bool kPacked = kTwice || kPacks * N > held_values(kLie);
 
-  const RowGroup<Barrier::kBlock, kWholeWarps> group;
+  const RowGroup<kWholeWarps> group;
   RowCluster cluster;
   const bool spread = kPacks == kMostPacks && cluster.blocks() > 1;
   const int blocks_per_row = spread ? cluster.blocks() : 1;

@@ -28,7 +28,7 @@ __device__ __forceinline__ void norm_forward_walk(
   constexpr bool kPacked = kPacks * N > held_values(kLie);
   extern __shared__ __align__(128) char memory[];
 
-  const RowGroup<Barrier::kBlock, true> group;
+  const RowGroup<true> group;
   const RowCluster cluster;
   const int blocks = cluster.blocks(), slot_cols = group.threads() * kPacks * N;
   const int first_col = cluster.rank() * slot_cols, cols = min(slot_cols, load.cols - first_col);

@@ -2,7 +2,7 @@
 #include <climits>
 #include <optional>
 
-#include "core/norm/plan_threads.h"
+#include "core/norm/plan.h"
 
 namespace fused_norm {
 namespace {

@@ -2,7 +2,7 @@
 #include <cstdint>
 
 #include "core/common/fair_share.h"
-#include "core/norm/plan_threads.h"
+#include "core/norm/plan.h"
 
 namespace fused_norm {
 namespace {

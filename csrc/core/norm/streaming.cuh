@@ -36,7 +36,7 @@ __device__ __forceinline__ void norm_forward_twice(const StreamedForward<A>& in)
   __shared__ __align__(16) char slot_bytes[2 * kMaxWarps * sizeof(Statistics)];
   auto& slots = reinterpret_cast<Statistics(&)[2][kMaxWarps]>(slot_bytes);
 
-  RowGroup<Barrier::kBlock, true> group;
+  RowGroup<true> group;
   meet_previous_kernel();
   const int64_t row = int64_t{blockIdx.x} * group.groups() + group.index();
   const int cols = row < in.rows ? in.cols : 0;
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kMaxRowMeansThreads, 2)
   using Sums = GradientSums<A, false>;
   __shared__ Sums slots[2][kMaxWarps];
 
-  RowGroup<Barrier::kBlock, true> group;
+  RowGroup<true> group;
   const int64_t row = int64_t{blockIdx.x} * group.groups() + group.index();
   const int cols = row < in.rows ? in.cols : 0;
   Sums sums{};
@@ -162,7 +162,7 @@ __global__ void __launch_bounds__(kTileThreads, 6)
     norm_backward_columns(const __grid_constant__ StreamedBackward<A> in) {
   constexpr int N = kBackwardColumns<A>;
   if (in.totals != nullptr && blockIdx.x + blockIdx.y + threadIdx.x == 0) in.totals->clear();
-  const RowGroup<Barrier::kBlock, true> group;
+  const RowGroup<true> group;
   const int col = blockIdx.x * kTileThreads * N + any_column<N>(group), left = in.cols - col;
   const auto params = ColumnParams<A, N>::template load<true, true, RowsLie::kElements>(in, col);
   A dweight[N] = {}, dbias[N] = {};

@@ -62,7 +62,7 @@ __device__ __forceinline__ void softmax_backward_once(const GradientLoad<Y>& loa
                                                       const Store& store,
                                                       RowSlots<float>* slots = nullptr) {
   constexpr int N = kPackElements<Y, typename Store::Output>;
-  RowGroup<Barrier::kBlock, kMayShare> group;
+  RowGroup<kMayShare> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
   const auto place = store.template place<N, kRegular>(at.row, group);

@@ -127,7 +127,7 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
   constexpr int N = kPackElements<X, typename Store::Output>;
   using Row = typename Load::template Row<N, kRegular>;
 
-  RowGroup<Barrier::kBlock, kMayShare> group;
+  RowGroup<kMayShare> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, kMayShare);
   const auto place = store.template place<N, kRegular>(at.row, group);

@@ -1,8 +1,7 @@
 // What the forward and backward kernels of a row share.
 #pragma once
 
-#include <type_traits>
-
+#include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/row_run.cuh"
 #include "core/softmax/exp_sum.cuh"
@@ -15,17 +14,14 @@ namespace fused_norm {
 template <bool kMayLog, typename Run>
 __device__ __forceinline__ void with_form(bool regular, bool log, Run run) {
   meet_previous_kernel();
-  auto run_regular = [&](auto is_log) {
-    if (regular) {
-      run(std::true_type(), is_log);
-    } else {
-      run(std::false_type(), is_log);
-    }
+  auto run_as = [&](auto is_log) {
+    with_flag(regular, [&](auto is_regular) { run(is_regular, is_log); });
   };
   if constexpr (kMayLog) {
-    if (log) return run_regular(std::true_type());
+    with_flag(log, run_as);
+  } else {
+    run_as(std::false_type());
   }
-  run_regular(std::false_type());
 }
 
 // Calls run() with a number of packs that is one of kPacks, known at compile time.

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
+#include "core/common/ring_slot.cuh"
 #include "core/common/sizes.h"
 #include "core/softmax/plan.h"
 #include "core/softmax/policies.cuh"
@@ -61,26 +62,20 @@ class SpanRing {
   struct Piece {
     const char *at[kTensors], *next[kTensors];
   };
-  // Where the pieces of a row are.
-  struct Cursor {
-    int slot = 0;
-    uint32_t parity = 0;
-  };
 
-  // Piece `number` of row `turn` of these; moves on. Waits for it and, where the rows are
+  // Piece `number` of row `turn` of these, at `at`; moves on. Waits for it and, where the rows are
   // irregular, for what follows.
-  __device__ __forceinline__ Piece wait(int number, int turn, Cursor& cursor) const {
+  __device__ __forceinline__ Piece wait(int number, int turn, RingSlot& at) const {
     Piece piece;
-    filled_[cursor.slot].wait(cursor.parity);
+    filled_[at.number].wait(at.parity);
 #pragma unroll
-    for (int t = 0; t < kTensors; ++t) piece.at[t] = slot(cursor.slot, t);
-    if (++cursor.slot == slots_) cursor = {0, cursor.parity ^ 1};
+    for (int t = 0; t < kTensors; ++t) piece.at[t] = slot(at.number, t);
+    at.next(slots_);
     if constexpr (!kRegular) {
       const bool last = number + 1 == pieces_;
-      if (!last) filled_[cursor.slot].wait(cursor.parity);
+      if (!last) filled_[at.number].wait(at.parity);
 #pragma unroll
-      for (int t = 0; t < kTensors; ++t)
-        piece.next[t] = last ? edge(turn, t) : slot(cursor.slot, t);
+      for (int t = 0; t < kTensors; ++t) piece.next[t] = last ? edge(turn, t) : slot(at.number, t);
     }
     return piece;
   }

@@ -63,9 +63,8 @@ struct Span {
 
 // A lane's part of the sum of a span, whose pieces it waits for.
 template <typename Form, typename Ring>
-__device__ __forceinline__ auto part_of(const Span& span, const Ring& ring,
-                                        typename Ring::Cursor cursor, int turn,
-                                        const int (&shifts)[Form::kTensors]) {
+__device__ __forceinline__ auto part_of(const Span& span, const Ring& ring, RingSlot cursor,
+                                        int turn, const int (&shifts)[Form::kTensors]) {
   using T = typename Form::Element;
   constexpr int kTensors = Form::kTensors, N = Form::N, kStep = kWarpSize * N;
   const int lane = threadIdx.x % kWarpSize;
@@ -98,8 +97,7 @@ __device__ __forceinline__ auto part_of(const Span& span, const Ring& ring,
 // Packs begin at the pack boundaries of the results, `head` columns late. So the span's last one
 // ends in the next span's columns, and those of the row's start are left over.
 template <bool kRegular, typename Form, typename Ring, typename Results, typename Store>
-__device__ __forceinline__ void write_span(const Span& span, Ring& ring,
-                                           typename Ring::Cursor& cursor, int turn,
+__device__ __forceinline__ void write_span(const Span& span, Ring& ring, RingSlot& cursor, int turn,
                                            const int (&shifts)[Form::kTensors],
                                            const Results& results_of, const Store& store,
                                            int64_t row) {
@@ -145,7 +143,7 @@ __device__ __forceinline__ void walk_spans(const Form& form, const Store& store,
   using Ring = SpanRing<typename Form::Element, kTensors, kRegular>;
   extern __shared__ __align__(128) char ring_bytes[];
 
-  RowGroup<Barrier::kBlock, true> group;
+  RowGroup<true> group;
   RowCluster cluster;
   const auto tensors = form.tensors();
   const typename Form::Combine combine;
@@ -163,7 +161,7 @@ __device__ __forceinline__ void walk_spans(const Form& form, const Store& store,
   cluster.wait();
   ring.start();
 
-  typename Ring::Cursor oldest;
+  RingSlot oldest;
   for (int turn = 0; row < rows; ++turn, row += stride) {
     int shifts[kTensors];
 #pragma unroll

@@ -66,7 +66,7 @@ template <bool kMasked, typename A>
 __device__ __forceinline__ void softmax_forward_twice(const StreamedForward<A>& in,
                                                       RowSlots<ExpSum<A>>& slots) {
   constexpr int N = streamed_elements(1, sizeof(A) == 8);
-  RowGroup<Barrier::kBlock, true> group;
+  RowGroup<true> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, true);
   const int cols = at.row < in.rows ? in.cols : 0;
@@ -134,7 +134,7 @@ template <bool kLog, typename A>
 __device__ __forceinline__ void softmax_backward_twice(const StreamedBackward<A>& in) {
   constexpr int N = streamed_elements(2, sizeof(A) == 8);
   __shared__ RowSlots<A> slots;
-  RowGroup<Barrier::kBlock, true> group;
+  RowGroup<true> group;
   RowCluster cluster;
   const RowPosition at(group, cluster, true);
   const int cols = at.row < in.rows ? in.cols : 0;
