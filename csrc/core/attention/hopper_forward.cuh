@@ -52,7 +52,7 @@ class Consumer {
   // A warpgroup does nothing for tiles of keys that none of its own queries sees. (With a mask all
   // take part in each.)
   static constexpr bool kPasses = !Form::kMasked;
-  // Named barriers: 1 and 2 for the turns, 4 to 6 for a warpgroup's own; and those of masks.
+  // Named barriers: 4 to 6 for a warpgroup's own; and those of masks.
   static constexpr int kOfGroup = 4, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
@@ -70,7 +70,6 @@ class Consumer {
         value_operand_(KeyTile::down_columns(shared_address(memory.value[0]))) {}
 
   __device__ __forceinline__ void run() {
-    if (Form::kTurns && group_ == 1) named_arrive(1, 256);
     bool has_scores = false;
     while (true) {
       if (!has_scores) wait(memory_.query_full[query_place_.slot], query_place_.parity);
@@ -162,12 +161,10 @@ class Consumer {
   // The scores of `tile`, while `weights` of the tile after it are multiplied by their values.
   __device__ __forceinline__ void step(const WorkTile& work, int tile, Weights& weights) {
     wait(memory_.key_full[key_place_.slot], key_place_.parity);
-    if constexpr (Form::kTurns) named_sync(1 + group_, 256);
     multiply_keys();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
     clear(work, tile + 1);
     multiply_values(weights);
-    if constexpr (Form::kTurns) named_arrive(2 - group_, 256);
     wait_products<1>();
     hold(scores_);
     leave_scores(tile);
@@ -214,9 +211,7 @@ class Consumer {
   }
   __device__ __forceinline__ void start_scores() {
     wait(memory_.key_full[key_place_.slot], key_place_.parity);
-    if constexpr (Form::kTurns) named_sync(1 + group_, 256);
     multiply_keys();
-    if constexpr (Form::kTurns) named_arrive(2 - group_, 256);
   }
   __device__ __forceinline__ void end_scores() {
     wait_products<0>();
@@ -289,12 +284,10 @@ class Consumer {
     release(memory_.value_empty[value_place_.slot]);
     value_place_.advance();
   }
-  // By so many tiles of keys, in its turns.
+  // By so many tiles of keys.
   __device__ __forceinline__ void pass(int count) {
     for (; kPasses && count > 0; --count) {
       wait(memory_.key_full[key_place_.slot], key_place_.parity);
-      if constexpr (Form::kTurns) named_sync(1 + group_, 256);
-      if constexpr (Form::kTurns) named_arrive(2 - group_, 256);
       leave_key();
       wait(memory_.value_full[value_place_.slot], value_place_.parity);
       release(memory_.value_empty[value_place_.slot]);

@@ -31,7 +31,6 @@ struct ForwardForm {
   static constexpr int kKeys = kTiles.keys, kGroups = kTiles.groups;
   static constexpr int kQueryStages = kTiles.query_stages;
   static constexpr int kKeyStages = kTiles.key_stages, kValueStages = kTiles.value_stages;
-  static constexpr bool kTurns = kTiles.in_turns;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has. The launch gives all the same, 168 or 128, and takes no more
   // from the 65536 of the chip than that: a warpgroup that asks for more in sum waits for ever.
@@ -43,7 +42,6 @@ struct ForwardForm {
   using QueryTile = SharedTile<kRows, kDim>;
   using KeyTile = SharedTile<kKeys, kDim>;
   using Mask = MaskTile<kRows, kKeys, 4>;
-  static_assert(!kTurns || kGroups == 2);
   static_assert(!kMasked || kQueryStages == 1);  // a tile with a mask may be done twice
 };
 

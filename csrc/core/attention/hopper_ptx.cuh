@@ -191,11 +191,6 @@ __device__ __forceinline__ void hold(float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
-template <int kCount>
-__device__ __forceinline__ void hold(uint32_t (&values)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(values[i])::"memory");
-}
 
 // A number that all lanes have, and the compiler knows to be so where `kSays`. Operands of products
 // lie in uniform registers; what it does not know is moved there before each product, which with

@@ -89,17 +89,12 @@ constexpr int hopper_dim_index(int dim) {
 // Tiles by kHopperDims, as large as registers and shared memory allow. Forward: of calls without a
 // mask, and with one; a block has 64 queries for each of its `groups` warpgroups, three where two
 // exponentiate too slowly for the tensor cores. `stages`: tiles of queries, keys and values in
-// shared memory. in_turns: two warpgroups start their products in turn.
+// shared memory.
 struct HopperForwardTiles {
   int keys, groups, query_stages, key_stages, value_stages;
-  bool in_turns = false;
 };
 constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
-    {{128, 3, 2, 4, 4},
-     {96, 3, 2, 4, 4},
-     {128, 2, 2, 2, 3},
-     {112, 2, 1, 2, 2, true},
-     {80, 2, 1, 2, 2}},
+    {{128, 3, 2, 4, 4}, {96, 3, 2, 4, 4}, {128, 2, 2, 2, 3}, {112, 2, 1, 2, 2}, {80, 2, 1, 2, 2}},
     {{128, 2, 1, 2, 2}, {112, 2, 1, 2, 2}, {112, 2, 1, 2, 2}, {80, 2, 1, 2, 2}, {64, 2, 1, 2, 2}},
 };
 // Backward: for plain scores, and for others. 128 rows of one side, its own, against tiles of
