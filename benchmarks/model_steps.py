@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import statistics
+import time
 import traceback
 
 import torch
@@ -264,16 +265,12 @@ class Kernel:
     gap: float  # before the next one starts; below 0 where the two overlap
 
 
-MARK = "spin_kernel"  # of torch.cuda._sleep
-
-
-def profiled(launches, repeats=3, rounds=3):
+def profiled(launches, repeats=3, rounds=3, pause=0.01):
     """The kernels of one call of each of the launches, in order: each one's median over all its
     calls. ValueError where calls differ in their kernels.
 
-    One profile for all, as to begin one takes long; a kernel that waits tells the launches apart.
-    They alternate as the turns do, since a cool chip is faster; a first round warms it, and does
-    not count.
+    One profile for all, as to begin one takes long; pauses tell the launches apart. They alternate
+    as the turns do, since a cool chip is faster; a first round warms it, and does not count.
     """
     everyone = list(range(len(launches)))
     order = everyone * 2
@@ -282,11 +279,10 @@ def profiled(launches, repeats=3, rounds=3):
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for index in order:
-            torch.cuda._sleep(1000)
-            torch.cuda.synchronize()
             for _ in range(repeats):
                 launches[index]()
             torch.cuda.synchronize()
+            time.sleep(pause)
     events = sorted(
         (e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.name)
         for e in profile.events()
@@ -294,12 +290,11 @@ def profiled(launches, repeats=3, rounds=3):
     )
     groups = []
     for event in events:
-        if MARK in event[2]:
+        if not groups or event[0] - groups[-1][-1][1] > pause / 2:
             groups.append([])
-        elif groups:
-            groups[-1].append(event)
-    if len(groups) != len(order) or not all(groups):
-        raise ValueError(f"{sum(map(bool, groups))} groups of kernels of {len(order)} launches")
+        groups[-1].append(event)
+    if len(groups) != len(order):
+        raise ValueError(f"{len(groups)} groups of kernels of {len(order)} launches")
     kernels = [[] for _ in launches]
     for index, group in list(zip(order, groups, strict=True))[2 * len(everyone) :]:
         kernels[index] += of_group(group)
