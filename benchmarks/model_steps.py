@@ -13,7 +13,6 @@ import logging
 import math
 import re
 import statistics
-import time
 import traceback
 
 import torch
@@ -265,12 +264,17 @@ class Kernel:
     gap: float  # before the next one starts; below 0 where the two overlap
 
 
-def profiled(launches, repeats=3, rounds=3, pause=0.01):
-    """The kernels of one call of each of the launches, in order: each one's median over all its
-    calls. ValueError where calls differ in their kernels.
+PROFILED = (3, 3)  # calls in a turn, turns
 
-    One profile for all, as to begin one takes long; pauses tell the launches apart. They alternate
-    as the turns do, since a cool chip is faster; a first round warms it, and does not count.
+
+def profiled(launches, repeats=PROFILED[0], rounds=PROFILED[1]):
+    """For each of the launches the kernels of its calls, turn by turn, in order. ValueError
+    where the profiler lost some of the launches.
+
+    One profile for all, as to begin one takes long; a kernel of another name tells the launches
+    apart. Pauses would not: where other processes share the GPU, there are some within a launch
+    too. They alternate as the turns do, since a cool chip is faster; a first round warms it, and
+    does not count.
     """
     everyone = list(range(len(launches)))
     order = everyone * 2
@@ -279,31 +283,38 @@ def profiled(launches, repeats=3, rounds=3, pause=0.01):
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         for index in order:
+            torch.cuda._sleep(1)
             for _ in range(repeats):
                 launches[index]()
             torch.cuda.synchronize()
-            time.sleep(pause)
-    events = sorted(
+    groups = divided(
         (e.time_range.start * 1e-6, e.time_range.end * 1e-6, e.name)
         for e in profile.events()
         if e.device_type == torch.autograd.DeviceType.CUDA and not e.is_user_annotation
     )
-    groups = []
-    for event in events:
-        if not groups or event[0] - groups[-1][-1][1] > pause / 2:
-            groups.append([])
-        groups[-1].append(event)
     if len(groups) != len(order):
         raise ValueError(f"{len(groups)} groups of kernels of {len(order)} launches")
     kernels = [[] for _ in launches]
     for index, group in list(zip(order, groups, strict=True))[2 * len(everyone) :]:
         kernels[index] += of_group(group)
-    return [averaged(found, repeats * rounds) for found in kernels]
+    return kernels
+
+
+def divided(events):
+    """Groups of (start, end, name) in order, each without the kernel of torch.cuda._sleep that is
+    before it."""
+    groups = []
+    for event in sorted(events):
+        if "spin_kernel" in event[2]:
+            groups.append([])
+        elif groups:
+            groups[-1].append(event)
+    return groups
 
 
 def of_group(events):
     """Kernels of (start, end, name) in order."""
-    ends = [start for start, *_ in events[1:]] + [events[-1][1]]
+    ends = [start for start, *_ in events[1:]] + [end for _, end, _ in events[-1:]]
     return [
         Kernel(name, end - start, after - end)
         for (start, end, name), after in zip(events, ends, strict=True)
@@ -417,17 +428,24 @@ def kernel_numbers(bench):
     for mode, calls in bench.calls.items():
         launches |= {(mode, variant): calls[variant] for variant in norms if variant in calls}
     found = dict(zip(launches, profiled(list(launches.values())), strict=True))
+
+    def kernels_of(key):
+        return averaged(found[key], PROFILED[0] * PROFILED[1])
+
     for variant, norm in norms.items():
-        patterns = norm.patterns(found.pop(("alone", variant)))
+        try:
+            patterns = norm.patterns(kernels_of(("alone", variant)))
+            steps = {m: kernels_of((m, variant)) for m in bench.calls if (m, variant) in found}
+        except ValueError as error:  # the other variants' are good
+            bench.absent[f"{variant}, kernels"] = str(error)
+            continue
         for direction, seconds in norm.call_seconds().items():
             yield "alone", variant, direction, sum(k.seconds for k in patterns[direction])
             yield "alone", variant, f"{direction}, call", seconds
-        for mode in bench.calls:
-            if (mode, variant) in found:
-                kernels = found[mode, variant]
-                for kind, value in by_kind(kernels, patterns).items():
-                    yield mode, variant, kind, value
-                yield mode, variant, "norms", len(places(kernels, patterns["forward"]))
+        for mode, kernels in steps.items():
+            for kind, value in by_kind(kernels, patterns).items():
+                yield mode, variant, kind, value
+            yield mode, variant, "norms", len(places(kernels, patterns["forward"]))
 
 
 def measure(cases, modes, variants, process, rounds, seconds, profile, begin):

@@ -108,6 +108,14 @@ def test_kernels_of_equal_calls_are_averaged():
         model_steps.averaged(calls, 2)
 
 
+def test_launches_are_told_apart_by_a_kernel():
+    """Whatever the pauses between kernels, as of a GPU that other processes have too."""
+    spin = "at::cuda::(anonymous namespace)::spin_kernel(long)"
+    events = [(0, 1, "warm"), (2, 3, spin), (4, 5, "a"), (90, 91, "b"), (92, 93, spin)]
+    assert model_steps.divided(events[::-1]) == [[(4, 5, "a"), (90, 91, "b")], []]
+    assert model_steps.of_group([]) == []
+
+
 def test_medians_of_what_the_driver_tells():
     samples = [(1500, None, 50), (1700, None, 54), (1600, 650.0, 52)]
     assert sensors.medians(samples) == {"MHz": 1600, "watts": 650.0, "degrees": 52}
