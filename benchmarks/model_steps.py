@@ -325,7 +325,7 @@ def averaged(kernels, calls):
     """Of the kernels of so many equal calls: those of one call, each one's median."""
     period, rest = divmod(len(kernels), calls)
     names = [k.name for k in kernels]
-    if rest or names != names[:period] * calls:
+    if not kernels or rest or names != names[:period] * calls:
         raise ValueError(f"{len(kernels)} kernels are not those of {calls} equal calls")
     return [
         Kernel(

@@ -106,6 +106,8 @@ def test_kernels_of_equal_calls_are_averaged():
     assert model_steps.averaged(calls, 3) == kernels(("a", 2), ("b", 6))
     with pytest.raises(ValueError, match="6 kernels are not those of 2 equal calls"):
         model_steps.averaged(calls, 2)
+    with pytest.raises(ValueError, match="0 kernels are not those"):  # the profiler lost them
+        model_steps.averaged([], 3)
 
 
 def test_launches_are_told_apart_by_a_kernel():
