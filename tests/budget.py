@@ -27,10 +27,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (2960, 2300),
-    "lines of norm": (5775, 3000),
+    "lines of common": (3019, 2300),
+    "lines of norm": (5754, 3000),
     "lines of softmax": (2861, 2000),
-    "lines of attention": (5669, 4500),
+    "lines of attention": (5670, 4500),
     "lines of csrc/ops": (4179, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
     "lines of fused_norm": (4162, 2300),

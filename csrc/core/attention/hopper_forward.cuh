@@ -220,7 +220,7 @@ class Consumer {
 
   __device__ __forceinline__ void multiply_keys() {
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
-    // No steps kept in registers.
+    // Hides the operand, or the compiler keeps each of its steps in a register.
     if constexpr (Form::kMasked || kWide) asm volatile("" : "+l"(queries));
     const uint64_t keys = key_operand_ + uniform<kWide>(key_place_.slot) * (KeyTile::kBytes / 16);
     start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
@@ -260,6 +260,7 @@ class Consumer {
       named_sync(kOfGroup + group_, 128);
     }
   }
+  // Most tiles leave the largest scores of all rows as they were.
   __device__ __forceinline__ void rescale_values() {
     if (__all_sync(~0u, rescale_[0] == 1 && rescale_[1] == 1)) return;
 #pragma unroll

@@ -138,8 +138,8 @@ __device__ __forceinline__ void wait_for_bulk_stores() {
 }
 // A counter in global memory. To count up releases what the thread stored, copies in bulk too. To
 // wait for a count acquires what others released; so does a count that was read early, by the fence
-// of the thread's next count_up(). The wait has no fence of its own: that would last until the
-// thread's own count before this one is there.
+// of the thread's next count_up(). The wait has no fence: it would also wait until the thread's own
+// last count is in memory.
 __device__ __forceinline__ uint32_t read_count(const uint32_t* counter) {
   uint32_t count;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(count) : "l"(counter) : "memory");
@@ -192,12 +192,12 @@ __device__ __forceinline__ void hold(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-// A number that all lanes have, and the compiler knows to be so where `kSays`. Operands of products
-// lie in uniform registers; what it does not know is moved there before each product, which with
-// wide tiles takes as long as the product. Of fewer columns it mostly finds out by itself.
-template <bool kSays>
+// A number that all lanes have. Operands of products lie in uniform registers; a value that the
+// compiler does not know to be the same in all lanes is moved there before each product, and with
+// wide tiles that takes as long as the product. kTell: tells the compiler.
+template <bool kTell>
 __device__ __forceinline__ int uniform(int number) {
-  return kSays ? __shfl_sync(~0u, number, 0) : number;
+  return kTell ? __shfl_sync(~0u, number, 0) : number;
 }
 
 // D's registers in the assembly, and what they are.

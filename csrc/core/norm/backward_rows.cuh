@@ -2,7 +2,7 @@
 // registers or through shared memory, while it works on one.
 #pragma once
 
-#include "core/common/row_slice.cuh"
+#include "core/common/slice_queue.cuh"
 #include "core/norm/backward_input.cuh"
 
 namespace fused_norm {
@@ -63,8 +63,7 @@ class RowsInRegisters {
   typename GradientReader::Loaded dy_loaded_;
 };
 
-// Each thread copies its own packs of the next row to shared memory and takes them out itself, so
-// that nobody waits for anybody, and what is under way takes no registers; regular rows.
+// Each thread copies its own packs of the next row to shared memory; regular rows.
 template <typename Y, typename S, int N, int kPacks, typename Group>
 class RowsInQueue {
  public:
@@ -77,12 +76,8 @@ class RowsInQueue {
         stride_(stride),
         saved_at_(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col),
         dy_at_(in.dy, in.dy_layout, min(row, in.rows - 1), stride, col),
-        threads_(group.groups() * group.threads()),
-        saved_(reinterpret_cast<AlignedPack<S, N>*>(memory) + group.index() * group.threads() +
-               group.thread()),
-        dy_(reinterpret_cast<AlignedPack<Y, N>*>(
-                memory + 2 * kPacks * N * static_cast<int>(sizeof(S)) * threads_) +
-            group.index() * group.threads() + group.thread()) {}
+        queue_(memory, group.index() * group.threads() + group.thread(),
+               group.groups() * group.threads()) {}
   __device__ __forceinline__ void ask_for_first(int64_t row) { put(row); }
 
   // Asks for the next row too.
@@ -94,30 +89,17 @@ class RowsInQueue {
       dy_at_.step(next);
     }
     put(next);
-    detail::wait_for_copies<1>();  // of all rows but the one put in last
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      unpack(saved_[place(taken_, p)].pack, saved[p]);
-      unpack(dy_[place(taken_, p)].pack, dy[p]);
-    }
-    taken_ ^= 1;
+    queue_.wait();
+    queue_.take([&](int p, const Pack<S, N>& of_saved, const Pack<Y, N>& of_dy) {
+      unpack(of_saved, saved[p]);
+      unpack(of_dy, dy[p]);
+    });
   }
   __device__ __forceinline__ void ask_for(int64_t) const {}
 
  private:
   __device__ __forceinline__ void put(int64_t row) {
-    const int left = row < in_.rows ? left_ : 0, step = slice_step<N>(group_);
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      if (p * step >= left) break;
-      detail::copy_async<sizeof(S) * N>(saved_ + place(put_, p), saved_at_.at() + p * step);
-      detail::copy_async<sizeof(Y) * N>(dy_ + place(put_, p), dy_at_.at() + p * step);
-    }
-    detail::commit_copies();
-    put_ ^= 1;
-  }
-  __device__ __forceinline__ int place(int slot, int p) const {
-    return (slot * kPacks + p) * threads_;
+    queue_.put(saved_at_.at(), dy_at_.at(), row < in_.rows ? left_ : 0, group_);
   }
 
   const BackwardInput<Y, S, float>& in_;
@@ -126,10 +108,7 @@ class RowsInQueue {
   int64_t stride_;
   RowCursor<const S> saved_at_;
   RowCursor<const Y> dy_at_;
-  int threads_;
-  AlignedPack<S, N>* saved_;  // two rows of packs, by turns
-  AlignedPack<Y, N>* dy_;
-  int put_ = 0, taken_ = 0;
+  SliceQueue<S, Y, N, kPacks> queue_;
 };
 
 }  // namespace fused_norm
