@@ -71,7 +71,8 @@ class Subject:
         if mode == "compiled":
             torch._dynamo.reset()
             self.call = torch.compile(self.norm, backend=backend, fullgraph=True, dynamic=False)
-        self.inputs = inputs
+        # Leaves of its own: else what one subject captures waits for the streams of the others.
+        self.inputs = inputs = [(x.detach().requires_grad_(), dy) for x, dy in inputs]
         for x, dy in inputs[:2] * 2:  # looks at the weights, loads kernels, compiles
             self.grads(self.call(x), x, dy)
         self.outputs = self.graphs = None

@@ -27,8 +27,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3019, 2300),
-    "lines of norm": (5754, 3000),
+    "lines of common": (3044, 2300),
+    "lines of norm": (5726, 3000),
     "lines of softmax": (2861, 2000),
     "lines of attention": (5670, 4500),
     "lines of csrc/ops": (4179, 2300),

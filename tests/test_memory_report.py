@@ -55,7 +55,7 @@ def test_columns_at_risk(device, generator):
     assert [norm.lost_columns for norm in report] == [4, 0, 0]
     assert [norm.columns_at_risk for norm in report] == [4, 1, 0]
     assert report.at_risk == ("0", "2")
-    room = 12  # some to spare
+    room = 8  # some to spare
     assert report.norms[0].efficient_bytes == ROWS * 4 + ROWS * room * 4 + (1 + room) * 4
 
 

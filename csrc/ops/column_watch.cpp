@@ -168,19 +168,18 @@ Report newest_report(const Watch& watch) {
 // Null when the norm cannot be remembered, or is not known and not to be created.
 Watch* find_watch(const NormColumns& norm, bool create) {
   constexpr size_t kMostForms = 16;  // beyond them its bias or offset is another at each call
-  const Tensor& param = norm.first();
-  Norms* const norms = norms_of(param, create);
+  Norms* const norms = norms_of(norm.first(), create);
   const Norms* const of_bias = norms_of(norm.bias, create);
   if (norms == nullptr || (norm.bias.defined() && of_bias == nullptr)) return nullptr;
   const Param bias = of_bias != nullptr && of_bias != norms ? of_bias->param : nullptr;
   const auto offset = [](const Tensor& t) { return t.defined() ? t.storage_offset() : -1; };
   const Form form{bias,      offset(norm.weight), offset(norm.bias), norm.weight_offset,
-                  norm.cols, norm.x_dtype,        norm.y_dtype,      param.device().index()};
+                  norm.cols, norm.x_dtype,        norm.y_dtype,      norm.first().device().index()};
   const auto known = norms->watches.find(form);
   if (known != norms->watches.end()) return &known->second;
   if (!create || norms->watches.size() >= kMostForms) return nullptr;
   const std::array<Param, 2> params = {norms->param, bias};
-  Watch fresh{params, norm.cols, param.device().index(), ParamsHistory(params_of(params)),
+  Watch fresh{params, norm.cols, norm.first().device().index(), ParamsHistory(params_of(params)),
               reports.take()};
   Watch& watch = norms->watches.emplace(form, std::move(fresh)).first->second;
   reports.owners[watch.report] = {&watch, overflow_of(norm, 0)};
@@ -228,31 +227,28 @@ ColumnWatch for_kernel(ColumnReport* report, char* memory, uint16_t stamp) {
   return {history, memory, report, &reports.others()->overflow_signal, stamp};
 }
 
-// Launches a look and waits for it.
-void look(Watch& watch, const NormColumns& norm) {
+void launch_look(Watch& watch, const NormColumns& norm) {
   // So that no Python runs under the lock, no mode may see a copy of the parameters.
   const c10::impl::ExcludeDispatchKeyGuard no_python(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
-  char* const memory = find_memory(watch, norm);
-  const ColumnLookParams params{static_cast<int32_t>(norm.cols),
-                                to_dtype(norm.x_dtype),
-                                to_dtype(norm.y_dtype),
-                                norm.weight_offset,
-                                to_param(weight),
-                                to_param(bias),
-                                for_kernel(watch.report, memory, watch.history.look())};
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  check_launch(launch_column_look(params, stream));
-  c10::cuda::stream_synchronize(stream);
+  const ColumnLookParams params{
+      static_cast<int32_t>(norm.cols),
+      to_dtype(norm.x_dtype),
+      to_dtype(norm.y_dtype),
+      norm.weight_offset,
+      to_param(weight),
+      to_param(bias),
+      for_kernel(watch.report, find_memory(watch, norm), watch.history.look())};
+  check_launch(launch_column_look(params, c10::cuda::getCurrentCUDAStream()));
 }
 
 int64_t least_of(int64_t a, int64_t b) { return a < 0 ? b : b < 0 ? a : std::min(a, b); }
 
 // `generation`: of the code that is traced; -1: none is.
 int64_t room_on_gpu(const NormColumns& norm, int generation) {
-  const std::lock_guard lock(mutex);
+  std::unique_lock lock(mutex);
   const c10::cuda::CUDAGuard guard(norm.first().device());
   Watch* const watch = find_watch(norm, true);
   if (watch == nullptr) return kSaveInput;
@@ -268,7 +264,12 @@ int64_t room_on_gpu(const NormColumns& norm, int generation) {
   const auto sync_mode = c10::cuda::warning_state().get_sync_debug_mode();
   if (!fixed) watch->room = kSaveInput;  // unless all below goes well
   const bool can_wait = !is_capturing() && sync_mode != c10::cuda::SyncDebugMode::L_ERROR;
-  if (can_wait && (traced || !history.covers(newest_report(*watch), false))) look(*watch, norm);
+  if (can_wait && (traced || !history.covers(newest_report(*watch), false))) {
+    launch_look(*watch, norm);
+    lock.unlock();  // other threads may have to launch what the stream waits for
+    c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream());
+    lock.lock();
+  }
   const Report report = newest_report(*watch);
   // Where nothing is known all columns may be lost.
   const int64_t at_risk = history.covers(report, false) ? report.at_risk : norm.cols;
@@ -325,7 +326,7 @@ std::vector<Overflow> take_overflows() {
   if (reports.others_ == nullptr) return {};
   volatile uint32_t* const signal = &reports.others_->overflow_signal;
   if (*signal == 0) return {};
-  lock.unlock();  // other threads may have to launch what a stream waits for
+  lock.unlock();  // as in room_on_gpu()
   if (!is_capturing()) (void)cudaDeviceSynchronize();
   lock.lock();
   *signal = 0;
@@ -387,7 +388,6 @@ void note_listing(int64_t listed, int64_t room, int64_t cols) {
 
 bool before_optimizer_step() {
 #ifdef FUSED_NORM_WITH_CUDA
-  // Without the lock: other threads may have to launch what a stream waits for.
   for (const c10::DeviceIndex device : devices_to_wait_for()) {
     const c10::cuda::CUDAGuard guard(device);
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device));

@@ -3,57 +3,82 @@
 // way takes no registers.
 #pragma once
 
+#include <cuda/std/tuple>
+
 #include "core/common/row_slice.cuh"
 
 namespace fused_norm {
 
-// Rows of two tensors, two at a time. They are put in and taken out in turn; regular rows only.
-template <typename T, typename U, int N, int kPacks>
+// The row at hand and the next, `stride` rows on, of several tensors; regular rows only.
+template <int N, int kPacks, typename Group, typename... T>
 class SliceQueue {
  public:
-  // `memory`: slice_queue_bytes() for each thread of the block.
-  __device__ SliceQueue(char* memory, int thread, int threads)
-      : first_(reinterpret_cast<AlignedPack<T, N>*>(memory) + thread),
-        second_(reinterpret_cast<AlignedPack<U, N>*>(
-                    memory + 2 * kPacks * N * static_cast<int>(sizeof(T)) * threads) +
-                thread),
-        threads_(threads) {}
+  // `at` is where the first row starts, from the thread's first column on, of which `left` remain
+  // to the row's end. `memory`: of the block, two rows' packs of each thread.
+  __device__ SliceQueue(const Group& group, char* memory, int64_t rows, int64_t stride, int left,
+                        const RowCursor<const T>&... at)
+      : group_(group),
+        rows_(rows),
+        stride_(stride),
+        left_(left),
+        tensors_{Tensor<T>(at, memory, group)...} {}
 
-  // Starts copies of the slices at `first` and `second`; `left` columns of the row remain from
-  // there on, 0 for no row.
-  template <typename Group>
-  __device__ __forceinline__ void put(const T* first, const U* second, int left,
-                                      const Group& group) {
-    const int step = slice_step<N>(group);
+  // Asks for a row; for none if it is past the end.
+  __device__ __forceinline__ void ask_for_first(int64_t row) {
+    const int left = row < rows_ ? left_ : 0, step = slice_step<N>(group_);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       if (p * step >= left) break;
-      detail::copy_async<sizeof(T) * N>(first_ + place(put_, p), first + p * step);
-      detail::copy_async<sizeof(U) * N>(second_ + place(put_, p), second + p * step);
+      for_each([&](auto& tensor) {
+        auto* const to = tensor.slot(turn_ ^ 1, p);
+        detail::copy_async<sizeof(*to)>(to, tensor.at.at() + p * step);
+      });
     }
     detail::commit_copies();
-    put_ ^= 1;
   }
+  __device__ __forceinline__ void ask_for(int64_t) const {}
 
-  // Until all but the row put in last are there. Packs past the row's end are anything.
-  __device__ __forceinline__ void wait() const { detail::wait_for_copies<1>(); }
-  // Calls put(p, first pack, second pack) for the row next in turn.
-  template <typename Put>
-  __device__ __forceinline__ void take(Put put) {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p)
-      put(p, first_[place(taken_, p)].pack, second_[place(taken_, p)].pack);
-    taken_ ^= 1;
+ protected:
+  // Asks for the row after `row`, which is next at hand, and waits for that.
+  __device__ __forceinline__ void turn_to(int64_t row) {
+    const int64_t next = row + stride_;
+    if (next < rows_) for_each([&](auto& tensor) { tensor.at.step(next); });
+    turn_ ^= 1;
+    ask_for_first(next);
+    detail::wait_for_copies<1>();
+  }
+  // Pack p of the row at hand, of the k-th tensor. Packs past the row's end are anything.
+  template <int k>
+  __device__ __forceinline__ const auto& pack(int p) const {
+    return cuda::std::get<k>(tensors_).slot(turn_, p)->pack;
   }
 
  private:
-  __device__ __forceinline__ int place(int slot, int p) const {
-    return (slot * kPacks + p) * threads_;
+  template <typename U>
+  struct Tensor {
+    __device__ Tensor(const RowCursor<const U>& from, char*& memory, const Group& group)
+        : at(from),
+          own(reinterpret_cast<AlignedPack<U, N>*>(memory) + group.index() * group.threads() +
+              group.thread()),
+          threads(group.groups() * group.threads()) {
+      memory += 2 * kPacks * static_cast<int>(sizeof(*own)) * threads;
+    }
+    __device__ __forceinline__ AlignedPack<U, N>* slot(int turn, int p) const {
+      return own + (turn * kPacks + p) * threads;
+    }
+    RowCursor<const U> at;
+    AlignedPack<U, N>* own;
+    int threads;
+  };
+  template <typename Run>
+  __device__ __forceinline__ void for_each(Run run) {
+    cuda::std::apply([&](auto&... tensor) { (run(tensor), ...); }, tensors_);
   }
 
-  AlignedPack<T, N>* first_;
-  AlignedPack<U, N>* second_;
-  int threads_, put_ = 0, taken_ = 0;
+  const Group& group_;
+  int64_t rows_, stride_;
+  int left_, turn_ = 1;  // of the row at hand
+  cuda::std::tuple<Tensor<T>...> tensors_;
 };
 
 }  // namespace fused_norm

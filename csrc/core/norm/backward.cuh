@@ -131,27 +131,6 @@ __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, 
   }
 }
 
-// Makes the threads' parts of a row's sums the sums.
-template <bool kRms, typename Group>
-__device__ __forceinline__ void sum_up_group(const Group& group, GroupSums& sums, float& sum_w,
-                                             float& sum_wx) {
-  if constexpr (kRms) {
-    sums.add_up(group, sum_wx);
-  } else {
-    sums.add_up(group, sum_w, sum_wx);
-  }
-}
-
-// Until all threads of a group have come here.
-template <typename Group>
-__device__ __forceinline__ void meet(const Group& group) {
-  if (group.warps() > 1) {
-    meet_at(group.index() + 1, group.threads());
-  } else {
-    __syncwarp();
-  }
-}
-
 // The listed columns, `columns` in all, shared by the threads of a group. Made anew at each use, as
 // it would take registers between.
 template <typename Share, typename In, typename Out, typename Group>
@@ -274,7 +253,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
                     xhat, w);
     dx += stride * in.cols;
     if (listed_columns > 0) {
-      meet(group);
+      group.warps() > 1 ? meet_at(group.index() + 1, group.threads()) : __syncwarp();
       if (row - stride < in.rows) listed().write_dx(row - stride, own_listed, gradient);
     }
   }

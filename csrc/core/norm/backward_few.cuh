@@ -109,11 +109,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   float g[N], of_w[N], of_wx[N];
   sum_up_row<kRms, kFromOutput>(params, left, mean, rstd, xhat, w, g, of_w, of_wx, sum_w, sum_wx);
   if (kLists && listed.any()) sum_wx += listed.add_up(row, own_listed);
-  if constexpr (kRms) {
-    sums.add_up(group, sum_wx);
-  } else {
-    sums.add_up(group, sum_w, sum_wx);
-  }
+  sum_up_group<kRms>(group, sums, sum_w, sum_wx);
   const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
   SliceWriter<X, N, kRegular, kPacks> writer;
   writer.open(out.dx + row * in.cols + col, left);

@@ -209,6 +209,17 @@ struct RowGradient {
   }
 };
 
+// Makes a row's sums of what each thread of a group has of them.
+template <bool kRms, typename Group, typename Sums>
+__device__ __forceinline__ void sum_up_group(const Group& group, Sums& sums, float& sum_w,
+                                             float& sum_wx) {
+  if constexpr (kRms) {
+    sums.add_up(group, sum_wx);
+  } else {
+    sums.add_up(group, sum_w, sum_wx);
+  }
+}
+
 // A row's sums: of w (LayerNorm) and of w * xhat.
 template <typename A, bool kRms>
 struct GradientSums {

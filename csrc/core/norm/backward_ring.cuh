@@ -147,14 +147,13 @@ __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const
     for (; turn < end; ++turn) {
       sums.put(turn, own_sums);
       write_dx(turn - 2, to_write, gradient);
-      if (turn > 0) {
-        gradient = gradient_of(turn - 1);
-        to_write = load(turn - 1);
-      }
-      if (turn + 1 < end) {
-        own_sums.wx = listed.add_up(rows.at(turn + 1), next);
-        next = load(turn + 2);
-      }
+      const bool adds = turn + 1 < end;
+      if (adds) own_sums.wx = listed.add_up(rows.at(turn + 1), next);
+      if (turn > 0) gradient = gradient_of(turn - 1);
+      // Only now, so that nothing waits for them in this turn.
+      if (turn > 0) to_write = load(turn - 1);
+      if (adds) next = load(turn + 2);
+      if (turn + 3 < rows.rounds) listed.prefetch(rows.at(turn + 3));
       __syncthreads();
     }
     __syncthreads();
@@ -194,9 +193,67 @@ __device__ __forceinline__ void run_lister(const BackwardInput<Y, S, float>& in,
   norm_backward_listed<kRms>(listed, in, out, rows, sums, has_mean, shared.statistics);
 }
 
-// Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster. In
-// an iteration they add up a row, write the dx of the row before, and meet at one barrier; then one
-// thread fills the stage of the row before with one yet to come.
+// The rows' statistics, which one thread reads two rows ahead.
+struct StatisticsAhead {
+  const float* mean;  // null: 0
+  const float* rstd;
+  float2 (&shared)[4];
+  float2 next = {};
+
+  __device__ __forceinline__ void read(const RingRows& rows, int turn) {
+    if (turn >= rows.rounds) return;
+    const int64_t row = rows.at(turn);
+    next = {mean != nullptr ? __ldg(mean + row) : 0.0f, __ldg(rstd + row)};
+  }
+  __device__ __forceinline__ void put(int turn) { shared[turn & 3] = next; }
+};
+
+// The turns of the threads that have columns. In each they add up a row, write the dx of the row
+// before, and meet at one barrier; then one thread fills the stage of the row before with one yet
+// to come.
+template <typename Slice, bool kRms, typename Ring>
+__device__ __forceinline__ void norm_backward_turns(Slice& slice, const RingRows& rows, Ring& ring,
+                                                    int stages, bool fills, LateSums<kRms>& sums,
+                                                    StatisticsAhead& statistics,
+                                                    bool meets_lister) {
+  int turn = 0;
+  RingStage stage, stage_before;
+  auto row_at = [&](int turn, const RingStage& stage) {
+    const auto [mean, rstd] = statistics.shared[turn & 3];
+    return typename Slice::Row{ring.first(stage), ring.second(stage), mean, rstd};
+  };
+  auto write_row_before = [&] {
+    const auto of_row = sums.total(turn - 1);
+    slice.write_dx(row_at(turn - 1, stage_before), of_row);
+  };
+  int end = 0;
+  for (int set = 0; set < rows.partial_sets; ++set) {
+    end = rows.end_of_set(end);
+    for (; turn < end; ++turn) {
+      slice.prefetch_residual(rows.at(turn));
+      if (threadIdx.x == 0) {
+        statistics.put(turn + 1);
+        statistics.read(rows, turn + 2);
+      }
+      ring.wait(stage);
+      sums.put(turn, slice.add_up(row_at(turn, stage)));
+      if (turn > 0) write_row_before();
+      __syncthreads();
+      sums.share(turn);
+      if (fills && turn > 0 && turn + stages - 1 < rows.rounds)
+        ring.fill(stage_before, rows.at(turn + stages - 1));
+      stage_before = stage;
+      stage = ring.after(stage);
+    }
+    if (turn == rows.rounds) launch_dependents();
+    slice.write_partials(rows.at(set));
+    if (meets_lister) __syncthreads();
+  }
+  write_row_before();
+  if (meets_lister) __syncthreads();
+}
+
+// Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster.
 template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out, int stages,
@@ -219,6 +276,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   const int lane = thread % kWarpSize;
   const int own = (thread - lane) * kCols + lane * unit_of(kLie, N);
   const int64_t stride = gridDim.x / blocks, first = blockIdx.x / blocks;
+  const RingRows rows{first, stride, static_cast<int>((in.rows - first + stride - 1) / stride),
+                      partial_sets, rows_in_sequence};
 
   wait_for_prerequisites();
   out.clear_totals();
@@ -235,77 +294,32 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   if (fills) {
     ring.init();
     RingStage stage;
-    for (int s = 0; s < stages && first + s * stride < in.rows; ++s, stage = ring.after(stage))
-      ring.fill(stage, first + s * stride);
+    for (int s = 0; s < stages && s < rows.rounds; ++s, stage = ring.after(stage))
+      ring.fill(stage, rows.at(s));
   }
   LateSums<kRms> sums(shared.slots, cluster);
-  const int rounds = static_cast<int>((in.rows - first + stride - 1) / stride);
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   if (kSaved == Saved::kOutput && lists) {
-    run_lister<kLie, kRms, typename Slice::Params>(
-        in, out, staged, block_first, block_cols, lane,
-        RingRows{first, stride, rounds, partial_sets, rows_in_sequence}, cluster, sums, has_mean,
-        shared);
+    run_lister<kLie, kRms, typename Slice::Params>(in, out, staged, block_first, block_cols, lane,
+                                                   rows, cluster, sums, has_mean, shared);
     return;
   }
   Slice slice(in, out, typename Slice::Params(staged, thread), own, block_cols, block_first, first,
               stride);
-
-  // One thread reads the rows' statistics, two rows ahead.
-  float2 next_statistics{};
   const bool reads_mean = has_mean && kSaved == Saved::kInput;
-  auto read_statistics = [&](int turn) {
-    if (turn >= rounds) return;
-    const int64_t row = first + turn * stride;
-    next_statistics = {reads_mean ? __ldg(in.mean + row) : 0.0f, __ldg(in.rstd + row)};
-  };
-  auto put_statistics = [&](int turn) { shared.statistics[turn & 3] = next_statistics; };
+  StatisticsAhead statistics{reads_mean ? in.mean : nullptr, in.rstd, shared.statistics};
   if (thread == 0) {
-    read_statistics(0);
-    put_statistics(0);
-    read_statistics(1);
+    statistics.read(rows, 0);
+    statistics.put(0);
+    statistics.read(rows, 1);
   }
   cluster.arrive();  // nobody sends to a block that has not begun
   __syncthreads();
   cluster.wait();
   const bool meets_lister = may_list && shared.lists;
   if (meets_lister) __syncthreads();
-
-  int turn = 0;
-  RingStage stage, stage_before;
-  auto row_at = [&](int turn, const RingStage& stage) {
-    const auto [mean, rstd] = shared.statistics[turn & 3];
-    return typename Slice::Row{ring.first(stage), ring.second(stage), mean, rstd};
-  };
-  auto write_row_before = [&] {
-    const auto of_row = sums.total(turn - 1);
-    slice.write_dx(row_at(turn - 1, stage_before), of_row);
-  };
-  int end = 0;
-  for (int set = 0; set < partial_sets; ++set) {
-    end = static_cast<int>(min(int64_t{rounds}, int64_t{end} + rows_in_sequence));
-    for (; turn < end; ++turn) {
-      slice.prefetch_residual(first + turn * stride);
-      if (thread == 0) {
-        put_statistics(turn + 1);
-        read_statistics(turn + 2);
-      }
-      ring.wait(stage);
-      sums.put(turn, slice.add_up(row_at(turn, stage)));
-      if (turn > 0) write_row_before();
-      __syncthreads();
-      sums.share(turn);
-      if (fills && turn > 0 && turn + stages - 1 < rounds)
-        ring.fill(stage_before, first + (turn + stages - 1) * stride);
-      stage_before = stage;
-      stage = ring.after(stage);
-    }
-    if (turn == rounds) launch_dependents();
-    slice.write_partials(first + set * stride);
-    if (meets_lister) __syncthreads();
-  }
-  write_row_before();
-  if (meets_lister) __syncthreads();
+  norm_backward_turns<Slice, kRms>(slice, rows, ring, stages, fills, sums, statistics,
+                                   meets_lister);
 }
 
 // 80 registers a thread hold two numbers for each of its columns, 96 hold three.

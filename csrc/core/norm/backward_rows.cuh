@@ -65,50 +65,26 @@ class RowsInRegisters {
 
 // Each thread copies its own packs of the next row to shared memory; regular rows.
 template <typename Y, typename S, int N, int kPacks, typename Group>
-class RowsInQueue {
+class RowsInQueue : public SliceQueue<N, kPacks, Group, S, Y> {
  public:
   // `memory`: of the block, slice_queue_bytes() for each thread.
   __device__ RowsInQueue(const BackwardInput<Y, S, float>& in, const Group& group, int col,
                          int64_t row, int64_t stride, char* memory)
-      : in_(in),
-        group_(group),
-        left_(in.cols - col),
-        stride_(stride),
-        saved_at_(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col),
-        dy_at_(in.dy, in.dy_layout, min(row, in.rows - 1), stride, col),
-        queue_(memory, group.index() * group.threads() + group.thread(),
-               group.groups() * group.threads()) {}
-  __device__ __forceinline__ void ask_for_first(int64_t row) { put(row); }
+      : SliceQueue<N, kPacks, Group, S, Y>(
+            group, memory, in.rows, stride, in.cols - col,
+            {in.saved, in.saved_layout, min(row, in.rows - 1), stride, col},
+            {in.dy, in.dy_layout, min(row, in.rows - 1), stride, col}) {}
 
   // Asks for the next row too.
   __device__ __forceinline__ void take(int64_t row, float (&saved)[kPacks][N],
                                        float (&dy)[kPacks][N]) {
-    const int64_t next = row + stride_;
-    if (next < in_.rows) {
-      saved_at_.step(next);
-      dy_at_.step(next);
+    this->turn_to(row);
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      unpack(this->template pack<0>(p), saved[p]);
+      unpack(this->template pack<1>(p), dy[p]);
     }
-    put(next);
-    queue_.wait();
-    queue_.take([&](int p, const Pack<S, N>& of_saved, const Pack<Y, N>& of_dy) {
-      unpack(of_saved, saved[p]);
-      unpack(of_dy, dy[p]);
-    });
   }
-  __device__ __forceinline__ void ask_for(int64_t) const {}
-
- private:
-  __device__ __forceinline__ void put(int64_t row) {
-    queue_.put(saved_at_.at(), dy_at_.at(), row < in_.rows ? left_ : 0, group_);
-  }
-
-  const BackwardInput<Y, S, float>& in_;
-  const Group& group_;
-  int left_;
-  int64_t stride_;
-  RowCursor<const S> saved_at_;
-  RowCursor<const Y> dy_at_;
-  SliceQueue<S, Y, N, kPacks> queue_;
 };
 
 }  // namespace fused_norm

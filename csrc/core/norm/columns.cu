@@ -27,8 +27,16 @@ struct ListInput {
   };
   __device__ __forceinline__ Bits find(int col, int end) const {
     A g[kListPack], b[kListPack] = {};
-    if (of.weight.data) load_params<A, false>(of.weight, col, of.cols, g);
-    if (of.bias.data) load_params<A, false>(of.bias, col, of.cols, b);
+    if (of.weight.data && of.bias.data && of.weight.dtype == of.bias.dtype &&
+        col + kListPack <= of.cols) {  // both are on their way at once
+      with_param_type<A>(of.weight.dtype, [&](auto type) {
+        load_params_of<decltype(type), true>(of.weight.data, col, of.cols, g);
+        load_params_of<decltype(type), true>(of.bias.data, col, of.cols, b);
+      });
+    } else {
+      if (of.weight.data) load_params<A, false>(of.weight, col, of.cols, g);
+      if (of.bias.data) load_params<A, false>(of.bias, col, of.cols, b);
+    }
     Bits bits{};
 #pragma unroll
     for (int i = 0; i < kListPack; ++i) {
@@ -42,16 +50,17 @@ struct ListInput {
 };
 
 // Lists the columns of a block from its `base`-th listed one on, as many as there are places.
+// `found`: of the thread's first pack.
 template <typename A, typename Scan>
 __device__ __forceinline__ void list_part(const ListInput<A>& in, typename Scan::TempStorage& scan,
                                           int (&listed)[kListedAtOnce], int begin, int end, int own,
+                                          typename ListInput<A>::Bits found,
                                           bool unrecoverable_only, int base) {
   int place = -base;
   for (int first = 0; begin + first < end && place < kListedAtOnce; first += kListTurn) {
     const int col = own + first;
-    uint32_t bits = 0;
-    if (col < end)
-      bits = unrecoverable_only ? in.find(col, end).unrecoverable : in.find(col, end).lost;
+    if (first > 0) found = col < end ? in.find(col, end) : typename ListInput<A>::Bits{};
+    uint32_t bits = unrecoverable_only ? found.unrecoverable : found.lost;
     int at, more;
     Scan(scan).ExclusiveSum(__popc(bits), at, more);
     at += place;
@@ -125,8 +134,10 @@ __global__ void __launch_bounds__(kListThreads, 1)
             end = min(in.of.cols, begin + in.part_cols);
   const int own = begin + threadIdx.x * kListPack;
   int lost = 0, unrecoverable = 0;
+  typename ListInput<A>::Bits first_found{};
   for (int col = own; col < end; col += kListTurn) {
     const auto bits = in.find(col, end);
+    if (col == own) first_found = bits;
     lost += __popc(bits.lost);
     unrecoverable += __popc(bits.unrecoverable);
   }
@@ -148,7 +159,7 @@ __global__ void __launch_bounds__(kListThreads, 1)
   const int count = min(unrecoverable_only ? here.y : here.x, max(0, room - before));
 
   auto list = [&](int base) {
-    list_part<A, Scan>(in, scan, listed, begin, end, own, unrecoverable_only, base);
+    list_part<A, Scan>(in, scan, listed, begin, end, own, first_found, unrecoverable_only, base);
   };
   if (count > 0) list(0);
   // Who writes nothing need not wait.
@@ -192,7 +203,7 @@ cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
                                 const DeviceProperties& device, cudaStream_t stream) {
   // Blocks of a cluster share the columns, which takes a barrier of the cluster.
   int cluster = 1;
-  while (cluster < device.max_cluster_blocks && cluster * kListTurn * 2 < params.cols) cluster *= 2;
+  while (cluster < device.max_cluster_blocks && cluster * kListTurn < params.cols) cluster *= 2;
   const int packs = (params.cols + kListPack - 1) / kListPack;
   const int part_cols = (packs + cluster - 1) / cluster * kListPack;
   const int64_t elements = params.rows * std::min(params.list.room, cluster * kListedAtOnce);

@@ -57,7 +57,8 @@ struct ListedColumns {
 
 // Where a forward kernel keeps xhat of columns that the kernel before it lists. Of those in a
 // block's part of a row, `cols` columns from `first` on, a thread takes the place of its number,
-// and every blockDim.x-th from there on.
+// and every blockDim.x-th from there on. Behind the last place taken, to the end of a sector, the
+// list has column 0, which is kept too: what a sector lacks would be read from memory.
 template <typename A>
 struct SideOut {
   int32_t room;  // 0: nothing is listed
@@ -71,25 +72,32 @@ struct SideOut {
     launch_dependents();
   }
 
+  // How many places are written.
+  __device__ __forceinline__ int places() const {
+    if (room == 0) return 0;
+    wait_for_prerequisites();
+    constexpr int kSector = 32 / sizeof(A);
+    return min((*columns + kSector - 1) / kSector * kSector, room);
+  }
+
   // The column at a place, if it is one of these, or -1.
   __device__ __forceinline__ int column(int place, int first, int cols) const {
     if (place >= room) return -1;
-    wait_for_prerequisites();
-    // Asked for along with the count: past that there are zeros.
-    const int count = *columns, col = columns[1 + place];
+    const int end = places(), col = columns[1 + place];  // both loads are on their way at once
     const bool inside = static_cast<unsigned>(col - first) < static_cast<unsigned>(cols);
-    return place < count && inside ? col : -1;
+    return place < end && inside ? col : -1;
   }
 
-  // Keeps xhat at the thread's places from `place` on, whose column is `col`, or -1, and has the
-  // value x. Others are read again, from the L2 cache: they may be in registers of any thread.
+  // Keeps xhat at the thread's places from `place` on, up to `end`, the first of column `col`, or
+  // -1, whose value is x. Others are read again, from the L2 cache: they may be in registers of any
+  // thread.
   template <bool kRms, typename Load>
-  __device__ __forceinline__ void keep(int place, int col, A x, const Load& load, int64_t row,
-                                       int first, int cols, A mean, A rstd) const {
+  __device__ __forceinline__ void keep(int place, int end, int col, A x, const Load& load,
+                                       int64_t row, int first, int cols, A mean, A rstd) const {
     while (true) {
       if (col >= 0) side[row * room + place] = kRms ? x * rstd : (x - mean) * rstd;
       place += blockDim.x;
-      if (place >= room) return;
+      if (place >= end) return;
       col = column(place, first, cols);
       if (col >= 0) x = static_cast<A>(load.value(row, col));
     }

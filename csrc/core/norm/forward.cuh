@@ -54,12 +54,12 @@ template <typename Form, bool kBias, int N, int kPacks, typename Load, typename 
 class ParamsAhead {
   using X = typename Load::Input;
   static constexpr bool kWhole = Form::kLie == RowsLie::kRegular;
-  static constexpr bool kAhead =
-      kWhole && std::is_same_v<typename Form::Param, X> && (kWalks || params_ahead(kPacks));
+  static constexpr bool kTyped = kWhole && std::is_same_v<typename Form::Param, X>;
+  static constexpr bool kAhead = kTyped && (kWalks || params_ahead(kPacks));
 
  public:
   // Whether the value of a listed column comes likewise, kListedBytes for each thread.
-  static constexpr bool kListed = kAhead && !kWalks && std::is_same_v<Load, InputLoad<X>>;
+  static constexpr bool kListed = kTyped && !kWalks && std::is_same_v<Load, InputLoad<X>>;
 
   template <typename Group>
   __device__ ParamsAhead(const Store& store, int col, const Group& group)
@@ -85,7 +85,7 @@ class ParamsAhead {
     }
   }
   __device__ __forceinline__ void wait() const {
-    if constexpr (kAhead) detail::wait_for_copies<0>();
+    if constexpr (kAhead || kListed) detail::wait_for_copies<0>();
   }
   // Asks for the value of a row's column, which lies at `at`; and gives it, when it is there.
   __device__ __forceinline__ static void fetch_listed(const X* at) {
@@ -114,7 +114,7 @@ class ParamsAhead {
   __device__ __forceinline__ static X* listed() {
     extern __shared__ __align__(128) char ahead[];
     const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    return reinterpret_cast<X*>(ahead + threads * params_bytes(kPacks, kBias) +
+    return reinterpret_cast<X*>(ahead + (kAhead ? threads * params_bytes(kPacks, kBias) : 0) +
                                 thread * kListedBytes);
   }
 
@@ -164,8 +164,8 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
   const int blocks = kMaySpread ? cluster.blocks() : 1, rank = kMaySpread ? cluster.rank() : 0;
   const int part_cols = static_cast<int>(blockDim.x) * kCols, first = rank * part_cols;
   const int64_t row = int64_t{blockIdx.x / blocks} * blockDim.y + threadIdx.y;
-  wait_for_prerequisites();
-  if (*out.listed.columns == 0) return;
+  const int places = out.listed.places();
+  if (places == 0) return;
   if (!Params::kListed && blockDim.x > kWarpSize) __syncthreads();
   if (!Params::kListed && blockDim.x <= kWarpSize) __syncwarp();
   if (row >= load.rows) return;
@@ -178,7 +178,8 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
     mean = kRms ? 0 : out.mean[row];
     rstd = out.rstd[row];
   }
-  out.listed.template keep<kRms>(threadIdx.x, col, x, load, row, first, part_cols, mean, rstd);
+  out.listed.template keep<kRms>(threadIdx.x, places, col, x, load, row, first, part_cols, mean,
+                                 rstd);
 }
 
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
@@ -219,7 +220,8 @@ __device__ __forceinline__ void norm_forward_once(
   params.fetch(group, bounds);
   constexpr bool kListed = decltype(params)::kListed;
   if constexpr (kListed) {
-    const int at = out.listed.column(group.thread(), 0, row < load.rows ? load.cols : 0);
+    const int at = out.listed.column(group.thread(), part_first,
+                                     row < load.rows ? min(part_cols, load.cols - part_first) : 0);
     if (at >= 0) params.fetch_listed(from.at(at - col));
   }
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });

@@ -60,8 +60,9 @@ __device__ __forceinline__ void norm_forward_walk(
   ParamsAhead<RowForm<kLie, X, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
       store, col, group);
   params.fetch(group, bounds);
-  int place = group.thread(), listed;  // the thread's first place with a column of the block's
-  while ((listed = out.listed.column(place, first_col, cols)) < 0 && place < out.listed.room)
+  const int places = out.listed.places();
+  int place = group.thread(), listed = -1;  // the thread's first place with a column of the block's
+  while (place < places && (listed = out.listed.column(place, first_col, cols)) < 0)
     place += group.threads();
   cluster.wait();
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ void norm_forward_walk(
     const float rstd = out.rstd_of(statistics.squares);
     if (group.thread() == 0 && first_col == 0) out.template write<kRms>(row, statistics.mean, rstd);
     if (listed >= 0)
-      out.listed.template keep<kRms>(place, listed, static_cast<float>(listed_x), load, row,
+      out.listed.template keep<kRms>(place, places, listed, static_cast<float>(listed_x), load, row,
                                      first_col, cols, statistics.mean, rstd);
     write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
     slot.next(slots);
@@ -94,7 +95,7 @@ __device__ __forceinline__ void norm_forward_walk(
 }
 
 template <typename X>
-__global__ void __launch_bounds__(kMaxForwardThreads, 1)
+__global__ void __launch_bounds__(kForwardRingThreads, 1)
     norm_forward_ring(const __grid_constant__ InputLoad<X> load,
                       const __grid_constant__ AffineStore<X> store,
                       const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,

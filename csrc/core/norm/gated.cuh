@@ -84,42 +84,29 @@ struct GatedInput : BackwardInput<X, X, float> {
 // Each thread copies its own packs of the next row of x, dy and the gate to shared memory, where
 // they stay until the one after is asked for; regular rows.
 template <typename X, int N, int kPacks, typename Group>
-class GatedRows {
+class GatedRows : public SliceQueue<N, kPacks, Group, X, X, X> {
  public:
-  enum Tensor { kX, kDy, kGate, kTensors };
-
-  // `memory`: of the block, 2 * kTensors * kPacks packs for each thread.
+  // `memory`: of the block, 2 * 3 * kPacks packs for each thread.
   __device__ GatedRows(const GatedInput<X>& in, const Group& group, int col, int64_t row,
                        int64_t stride, char* memory)
-      : in_(in),
-        left_(in.cols - col),
-        step_(slice_step<N>(group)),
-        threads_(group.groups() * group.threads()),
-        stride_(stride),
-        at_{{in.saved, in.saved_layout, min(row, in.rows - 1), stride, col},
+      : SliceQueue<N, kPacks, Group, X, X, X>(
+            group, memory, in.rows, stride, in.cols - col,
+            {in.saved, in.saved_layout, min(row, in.rows - 1), stride, col},
             {in.dy, in.dy_layout, min(row, in.rows - 1), stride, col},
-            {in.gate, in.gate_layout, min(row, in.rows - 1), stride, col}},
-        own_(reinterpret_cast<AlignedPack<X, N>*>(memory) + group.index() * group.threads() +
-             group.thread()) {}
-  __device__ __forceinline__ void ask_for_first(int64_t row) { put(row); }
+            {in.gate, in.gate_layout, min(row, in.rows - 1), stride, col}),
+        in_(in) {}
 
   // Gives what is normalized, and the gradient of what comes of that. Asks for the next row.
   __device__ __forceinline__ void take(int64_t row, float (&x)[kPacks][N], float (&dy)[kPacks][N]) {
-    if (row + stride_ < in_.rows) {
-      for (auto& at : at_) at.step(row + stride_);
-    }
-    turn_ ^= 1;
-    put(row + stride_);
-    detail::wait_for_copies<1>();
+    this->turn_to(row);
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      unpack(slot(turn_, kX, p).pack, x[p]);
-      unpack(slot(turn_, kDy, p).pack, dy[p]);
-      const Pack<X, N> gate = slot(turn_, kGate, p).pack;
+      unpack(this->template pack<kX>(p), x[p]);
+      unpack(this->template pack<kDy>(p), dy[p]);
+      const Pack<X, N> gate = this->template pack<kGate>(p);
       in_.form.norm_first ? apply_gate(in_.form, gate, dy[p]) : apply_gate(in_.form, gate, x[p]);
     }
   }
-  __device__ __forceinline__ void ask_for(int64_t) const {}
 
   // Of the gradient of what is normalized makes that of x, and writes the gate's, from element `to`
   // on: dy * xhat * weight * act'(gate), or x * gradient * act'(gate).
@@ -127,8 +114,8 @@ class GatedRows {
                                          const float (&xhat)[N], float (&gradient)[N]) const {
     const GateForm form = in_.form;
     float z[N], other[N];
-    unpack(slot(turn_, kGate, p).pack, z);
-    unpack(slot(turn_, form.norm_first ? kDy : kX, p).pack, other);
+    unpack(this->template pack<kGate>(p), z);
+    unpack(form.norm_first ? this->template pack<kDy>(p) : this->template pack<kX>(p), other);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const float s = sigmoid<X>(z[i]);
@@ -143,26 +130,8 @@ class GatedRows {
   }
 
  private:
-  __device__ __forceinline__ void put(int64_t row) {
-#pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      if (row >= in_.rows || p * step_ >= left_) break;
-#pragma unroll
-      for (int t = 0; t < kTensors; ++t)
-        detail::copy_async<sizeof(X) * N>(&slot(turn_ ^ 1, t, p), at_[t].at() + p * step_);
-    }
-    detail::commit_copies();
-  }
-  __device__ __forceinline__ AlignedPack<X, N>& slot(int turn, int tensor, int p) const {
-    return own_[((turn * kTensors + tensor) * kPacks + p) * threads_];
-  }
-
+  enum { kX, kDy, kGate };
   const GatedInput<X>& in_;
-  int left_, step_, threads_;
-  int64_t stride_;
-  RowCursor<const X> at_[kTensors];
-  AlignedPack<X, N>* own_;
-  int turn_ = 1;  // of the row at hand
 };
 
 }  // namespace fused_norm

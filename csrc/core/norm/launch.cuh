@@ -67,10 +67,9 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
                               {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load,
                               store, out, ring.slots);
     }
-    if (params_ahead(plan.packs))
-      shared_bytes =
-          std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block *
-                                     params_bytes(plan.packs, !params.rms, params.list.room > 0));
+    const int of_thread = (params_ahead(plan.packs) ? params_bytes(plan.packs, !params.rms) : 0) +
+                          (params.list.room > 0 ? kListedBytes : 0);
+    shared_bytes = std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block * of_thread);
   }
   if (!whole_warps) return run(norm_forward_registers<Load, Store, 4, false>, lie);
   switch (plan.packs) {

@@ -66,9 +66,7 @@ constexpr int kMinDealtOutLanes = 8;
 // Shared memory of a thread for weight and (bias) bias of so many packs, as they are; and behind
 // those of all threads for a value (lists).
 constexpr int kListedBytes = 4;
-constexpr int params_bytes(int packs, bool bias, bool lists = false) {
-  return 16 * packs * (bias ? 2 : 1) + (lists ? kListedBytes : 0);
-}
+constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
 
 // kRegisters, clusters, one dtype: where rows are regular, and all parameters there and of that
 // dtype too, clusters that walk over the rows do the same, if `slots` is not zero
@@ -79,6 +77,7 @@ struct ForwardRing {
   int shared_bytes;
 };
 constexpr int kMaxForwardSlots = 4;
+constexpr int kForwardRingThreads = 800;  // that a multiprocessor has registers for
 
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;

@@ -21,7 +21,7 @@ bool takes_two_packs(int64_t rows, int64_t block_packs, const DeviceProperties& 
 // on their way all the time.
 ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
                          const DeviceProperties& device) {
-  constexpr int kStatic = 1024, kMaxThreads = 65536 / 80;
+  constexpr int kStatic = 1024;
   ForwardRing ring{};
   const int clusters = device.cluster_multiprocessors(plan.cluster_blocks) / plan.cluster_blocks;
   const int slot = plan.threads_per_row * plan.packs * 16;
@@ -34,7 +34,7 @@ ForwardRing forward_ring(const NormPlan& plan, int64_t rows, bool rms,
   // One row is on its way while another is in registers, more do no good. Two blocks a
   // multiprocessor hide each other's barriers; one takes so many slots that no second one, of the
   // next kernel, has room beside it (as in ring_shape()).
-  const int blocks = room(2) >= 1 && 2 * plan.threads_per_row <= kMaxThreads ? 2 : 1;
+  const int blocks = room(2) >= 1 && 2 * plan.threads_per_row <= kForwardRingThreads ? 2 : 1;
   // Where some have no more than two rows to walk over, others have one.
   if (room(blocks) < 1 || rows < int64_t{3} * clusters * blocks || clusters == 0) return ring;
   auto fill = [&](int slots) { return (blocks + 1) * (beside + slots * slot) > capacity; };
