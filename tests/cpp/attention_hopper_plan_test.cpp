@@ -48,6 +48,26 @@ TEST(AttentionHopperPlan, TilesDoNotDependOnBatchOrLengths) {
   }
 }
 
+// Three warpgroups but where two finish sooner: they leave fewer rows without a query, or all
+// blocks are at work at once.
+TEST(AttentionHopperPlan, WarpgroupsFollowTheQueries) {
+  const auto groups = [](int dim, int batch, int queries) {
+    AttentionParams params = call(dim, queries, 4096);
+    params.batch = batch;
+    return hopper_forward_groups(params, kH200);
+  };
+  for (int dim : {64, 96}) {
+    for (int queries : {1, 128, 197, 256, 577}) EXPECT_EQ(groups(dim, 64, queries), 2);
+    for (int queries : {192, 512, 576, 1024, 4096}) EXPECT_EQ(groups(dim, 64, queries), 3);
+    EXPECT_EQ(groups(dim, 1, 576), 2);
+  }
+  for (int dim : {128, 192, 256}) EXPECT_EQ(groups(dim, 64, 4096), 2);
+  AttentionParams packed = call(64, 512, 512);
+  const int32_t offsets[] = {0};
+  packed.query_offsets = packed.key_offsets = offsets;
+  EXPECT_EQ(hopper_forward_groups(packed, kH200), 3);
+}
+
 TEST(AttentionHopperPlan, OnlyPositiveScalesAndBandsArePlain) {
   AttentionParams params = call(128, 512, 512);
   params.window_right = 0;

@@ -179,9 +179,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   constexpr bool kOfKeys = Form::kOfKeys;
   const AttentionParams& params = gradient.params.forward;
   BackwardArgs args{};
-  if (Form::kAll) {
-    args.sums = dquery_sums(params, scratch);
-  }
+  if (Form::kAll) args.sums = dquery_sums(params, scratch);
   args.statistics = gradient.statistics;
   args.of_statistics = gradient.of_statistics;
   if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
@@ -236,15 +234,6 @@ cudaError_t launch_fused(const AttentionGradient& gradient, const DeviceProperti
                         {}, stream, args);
 }
 
-// run(zero of the tensors' type, whether scores are general)
-template <typename Run>
-cudaError_t with_kind(const AttentionParams& params, Run run) {
-  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    return attention_scores_are_plain(params) ? run(zero, std::false_type())
-                                              : run(zero, std::true_type());
-  });
-}
-
 }  // namespace hopper
 
 template <int kDim>
@@ -253,11 +242,15 @@ cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
                                         cudaStream_t stream) {
   using namespace hopper;
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    const auto launch = [&](auto masked) {
-      return launch_forward_form<ForwardForm<decltype(zero), kDim, masked.value>>(
+    const auto launch = [&](auto masked, auto groups) {
+      return launch_forward_form<ForwardForm<decltype(zero), kDim, masked.value, groups.value>>(
           params, device, static_cast<uint32_t*>(scratch), stream);
     };
-    return params.mask.data == nullptr ? launch(std::false_type()) : launch(std::true_type());
+    constexpr auto kTwo = std::integral_constant<int, 2>();
+    constexpr auto kMost = std::integral_constant<int, hopper_most_groups(kDim)>();
+    if (params.mask.data != nullptr) return launch(std::true_type(), kTwo);
+    if (hopper_forward_groups(params, device) == 2) return launch(std::false_type(), kTwo);
+    return launch(std::false_type(), kMost);
   });
 }
 
@@ -266,7 +259,7 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
                                          const DeviceProperties& device, void* scratch,
                                          cudaStream_t stream) {
   using namespace hopper;
-  return with_kind(gradient.params.forward, [&](auto zero, auto general) {
+  const auto launch_all = [&](auto zero, auto general) {
     auto* ticket = static_cast<uint32_t*>(scratch);
     cudaError_t error = cudaSuccess;
     if constexpr (hopper_has_fused(kDim) && !general.value) {
@@ -290,6 +283,11 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
       }
       return error;
     }
+  };
+  const AttentionParams& params = gradient.params.forward;
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+    return attention_scores_are_plain(params) ? launch_all(zero, std::false_type())
+                                              : launch_all(zero, std::true_type());
   });
 }
 

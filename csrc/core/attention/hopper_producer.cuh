@@ -21,14 +21,14 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
   float* lse;
 };
 
-// A form of the kernel. kMasked: there is a mask.
-template <typename T_, int kDim_, bool kMasked_>
+// A form of the kernel. kMasked: there is a mask. kGroups: multiplying warpgroups.
+template <typename T_, int kDim_, bool kMasked_, int kGroups_>
 struct ForwardForm {
   using T = T_;
   static constexpr int kDim = kDim_;
   static constexpr bool kMasked = kMasked_;
   static constexpr HopperForwardTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];
-  static constexpr int kKeys = kTiles.keys, kGroups = kTiles.groups;
+  static constexpr int kKeys = kTiles.keys, kGroups = kGroups_;
   static constexpr int kQueryStages = kTiles.query_stages;
   static constexpr int kKeyStages = kTiles.key_stages, kValueStages = kTiles.value_stages;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);

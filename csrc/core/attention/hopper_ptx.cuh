@@ -312,11 +312,8 @@ template <int kBytes>
 __device__ __forceinline__ void load_shared(uint32_t& to, uint32_t from) {
   if constexpr (kBytes == 1)
     asm volatile("ld.shared.u8 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
-  if constexpr (kBytes == 2) {
-    uint16_t half;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(half) : "r"(from) : "memory");
-    to = half;
-  }
+  if constexpr (kBytes == 2)
+    asm volatile("ld.shared.u16 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
   if constexpr (kBytes == 4)
     asm volatile("ld.shared.u32 %0, [%1];" : "=r"(to) : "r"(from) : "memory");
 }

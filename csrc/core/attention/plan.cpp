@@ -7,7 +7,6 @@ namespace {
 
 // Keys and values of so many bytes stay in the second-level cache (50 MB) while their queries pass.
 constexpr int64_t kCachedBytes = 32 << 20;
-
 // Queries, dout and fp32 sums of dquery of so many bytes do so while tiles of keys add to the sums.
 constexpr int64_t kSummedBytes = 17 << 20;
 
@@ -45,17 +44,11 @@ int64_t attention_rows(const AttentionParams& params) {
 
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device) {
-  switch (tier) {
-    case AttentionTier::kPlain:
-      return true;
-    case AttentionTier::kPortable:
-      return size_of(params.dtype) == 2 && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
-             params.head_dim <= kMaxPortableHeadDim && params.value_dim <= kMaxPortableHeadDim;
-    case AttentionTier::kHopper:  // forward; of the backward pass what hopper_takes_backward()
-      return hopper_takes_forward(params, device);
-    default:
-      return false;
-  }
+  // Forward; of the backward pass what hopper_takes_backward().
+  if (tier == AttentionTier::kHopper) return hopper_takes_forward(params, device);
+  if (tier != AttentionTier::kPortable) return tier == AttentionTier::kPlain;
+  return size_of(params.dtype) == 2 && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
+         params.head_dim <= kMaxPortableHeadDim && params.value_dim <= kMaxPortableHeadDim;
 }
 
 bool attention_scores_are_plain(const AttentionParams& params) {
@@ -108,6 +101,16 @@ HopperPlan hopper_plan(const AttentionParams& params) {
                      params.mask.row_stride != 0;
   plan.forward_section = std::max(plan.query_section, plan.batch_first ? params.batch : 1);
   return plan;
+}
+
+int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device) {
+  // Of blocks in turn: two warpgroups take longer than two of three.
+  const auto time = [&](int groups, double of_group) {
+    const int64_t tiles = ceil_div(params.queries, 64 * groups) * params.batch * params.heads;
+    return of_group * groups * ceil_div(tiles, device.sm_count);
+  };
+  const bool two = params.query_offsets == nullptr && time(2, 1.17) < time(3, 1);
+  return two ? 2 : hopper_most_groups(dim_of(params));
 }
 
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device) {

@@ -87,16 +87,18 @@ constexpr int hopper_dim_index(int dim) {
 }
 
 // Tiles by kHopperDims, as large as registers and shared memory allow. Forward: of calls without a
-// mask, and with one; a block has 64 queries for each of its `groups` warpgroups, three where two
-// exponentiate too slowly for the tensor cores. `stages`: tiles of queries, keys and values in
-// shared memory.
+// mask, and with one. `stages`: tiles of queries, keys and values in shared memory.
 struct HopperForwardTiles {
-  int keys, groups, query_stages, key_stages, value_stages;
+  int keys, query_stages, key_stages, value_stages;
 };
 constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
-    {{128, 3, 2, 4, 4}, {96, 3, 2, 4, 4}, {128, 2, 2, 2, 3}, {112, 2, 1, 2, 2}, {80, 2, 1, 2, 2}},
-    {{128, 2, 1, 2, 2}, {112, 2, 1, 2, 2}, {112, 2, 1, 2, 2}, {80, 2, 1, 2, 2}, {64, 2, 1, 2, 2}},
+    {{128, 2, 4, 4}, {96, 2, 4, 4}, {128, 2, 2, 3}, {112, 1, 2, 2}, {80, 1, 2, 2}},
+    {{128, 1, 2, 2}, {112, 1, 2, 2}, {112, 1, 2, 2}, {80, 1, 2, 2}, {64, 1, 2, 2}},
 };
+// A block has 64 queries for each of two warpgroups; without a mask, where two exponentiate too
+// slowly, of three, unless two leave fewer rows empty. No sum depends on how many there are.
+constexpr int hopper_most_groups(int dim) { return dim <= 96 ? 3 : 2; }
+int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
 // Backward: for plain scores, and for others. 128 rows of one side, its own, against tiles of
 // `others`; how many tiles of the own side shared memory has, of query or key, and of dout or
 // value.

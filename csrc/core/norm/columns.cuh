@@ -107,16 +107,11 @@ struct SideOut {
 // One parameter as A: of dtypes known only at run time.
 template <typename A>
 __device__ __forceinline__ A load_param(const ParamVector& params, int col) {
-  switch (params.dtype) {
-    case DType::kFloat16:
-      return __half2float(static_cast<const __half*>(params.data)[col]);
-    case DType::kBFloat16:
-      return __bfloat162float(static_cast<const __nv_bfloat16*>(params.data)[col]);
-    case DType::kFloat32:
-      return static_cast<const float*>(params.data)[col];
-    default:
-      return static_cast<A>(static_cast<const double*>(params.data)[col]);
-  }
+  A value;
+  with_param_type<A>(params.dtype, [&](auto type) {
+    value = static_cast<A>(static_cast<const decltype(type)*>(params.data)[col]);
+  });
+  return value;
 }
 
 // The parameters of a norm, a column at a time.

@@ -87,6 +87,14 @@ class ParamsAhead {
   __device__ __forceinline__ void wait() const {
     if constexpr (kAhead || kListed) detail::wait_for_copies<0>();
   }
+  // Whether the list is there when the block begins. The blocks resident first would wait for it:
+  // they read it last, and their values once more.
+  __device__ __forceinline__ static bool list_is_ready() {
+    constexpr int kResident = forward_threads(Load::kAdds, kPacks) * forward_blocks(Load::kAdds);
+    uint32_t multiprocessors;
+    asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
+    return blockIdx.x >= kResident * multiprocessors / (blockDim.x * blockDim.y);
+  }
   // Asks for the value of a row's column, which lies at `at`; and gives it, when it is there.
   __device__ __forceinline__ static void fetch_listed(const X* at) {
     const uintptr_t word = reinterpret_cast<uintptr_t>(at) / kListedBytes * kListedBytes;
@@ -166,15 +174,16 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
   const int64_t row = int64_t{blockIdx.x / blocks} * blockDim.y + threadIdx.y;
   const int places = out.listed.places();
   if (places == 0) return;
-  if (!Params::kListed && blockDim.x > kWarpSize) __syncthreads();
-  if (!Params::kListed && blockDim.x <= kWarpSize) __syncwarp();
+  if (!Params::kListed) __syncthreads();
   if (row >= load.rows) return;
   const int col = out.listed.column(threadIdx.x, first, part_cols);
   A x = 0;
-  if constexpr (Params::kListed) {
+  if (Params::kListed && Params::list_is_ready()) {
     if (col >= 0) x = Params::take_listed(col);
-  } else {
-    if (col >= 0) x = static_cast<A>(load.value(row, col));
+  } else if (col >= 0) {
+    x = static_cast<A>(load.value(row, col));
+  }
+  if (!Params::kListed) {
     mean = kRms ? 0 : out.mean[row];
     rstd = out.rstd[row];
   }
@@ -220,8 +229,9 @@ __device__ __forceinline__ void norm_forward_once(
   params.fetch(group, bounds);
   constexpr bool kListed = decltype(params)::kListed;
   if constexpr (kListed) {
-    const int at = out.listed.column(group.thread(), part_first,
-                                     row < load.rows ? min(part_cols, load.cols - part_first) : 0);
+    const bool asks = out.listed.room > 0 && row < load.rows && params.list_is_ready();
+    const int cols = asks ? min(part_cols, load.cols - part_first) : 0;
+    const int at = cols > 0 ? out.listed.column(group.thread(), part_first, cols) : -1;
     if (at >= 0) params.fetch_listed(from.at(at - col));
   }
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });

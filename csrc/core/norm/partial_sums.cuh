@@ -83,20 +83,9 @@ struct PartialSums {
 
 template <typename A>
 __device__ __forceinline__ void store_as(DType dtype, void* out, int col, A value) {
-  switch (dtype) {
-    case DType::kFloat16:
-      static_cast<__half*>(out)[col] = __float2half_rn(static_cast<float>(value));
-      return;
-    case DType::kBFloat16:
-      static_cast<__nv_bfloat16*>(out)[col] = __float2bfloat16_rn(static_cast<float>(value));
-      return;
-    case DType::kFloat32:
-      static_cast<float*>(out)[col] = static_cast<float>(value);
-      return;
-    case DType::kFloat64:
-      static_cast<double*>(out)[col] = static_cast<double>(value);
-      return;
-  }
+  with_param_type<A>(dtype, [&](auto type) {
+    static_cast<decltype(type)*>(out)[col] = static_cast<decltype(type)>(value);
+  });
 }
 
 template <typename A, int kThreads>
