@@ -13,7 +13,8 @@ from fused_norm import _sharding
 
 
 def _refuse(name: str, expected: str, value) -> NoReturn:
-    shown = "" if torch.compiler.is_compiling() else f"{value!r:.80} "  # a tracer has no repr
+    # A tracer has no repr, and an array's has lines.
+    shown = "" if torch.compiler.is_compiling() else " ".join(f"{value!r:.80}".split()) + " "
     raise TypeError(f"{name} must be {expected}, but is {shown}of type {_kind(value)}")
 
 

@@ -14,7 +14,8 @@ _TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_
 def _check_tensors(*tensors) -> None:
     for index, value in enumerate(tensors):
         if type(value) is not Tensor and (value is not None or index < 3):
-            _arguments.tensor(_TENSORS[index], value)
+            check = _arguments.tensor if index < 3 else _arguments.optional_tensor
+            check(_TENSORS[index], value)
 
 
 def _limits(causal, window) -> tuple:

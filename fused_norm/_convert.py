@@ -94,13 +94,18 @@ class _Renamed:
     weight_name: str | None
     bias_name: str | None
 
+    def _own(self, name):
+        # Pruning, parametrizations and FSDP put an attribute in the parameter's place.
+        own = self._parameters
+        return own.get(name) if name is None or name in own else getattr(self, name)
+
     @property
     def weight(self):
-        return None if self.weight_name is None else self._parameters[self.weight_name]
+        return self._own(self.weight_name)
 
     @property
     def bias(self):
-        return None if self.bias_name is None else self._parameters[self.bias_name]
+        return self._own(self.bias_name)
 
 
 class RenamedRMSNorm(_Renamed, ConvertedRMSNorm):
@@ -109,6 +114,11 @@ class RenamedRMSNorm(_Renamed, ConvertedRMSNorm):
 
 class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
     """A LayerNorm whose weight or bias has another name."""
+
+
+# What a conversion makes of a module.
+_CLASSES = (modules.LayerNorm, modules.RMSNorm, ConvertedLayerNorm, ConvertedRMSNorm)
+_CLASSES += (RenamedLayerNorm, RenamedRMSNorm)
 
 
 @_torch.overridable
@@ -157,7 +167,14 @@ def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
         return "it has buffers"
     if not _probe.takes_one_input(cls):
         return "its forward takes more than the input"
+    for name in _OF_STATE:
+        if getattr(cls, name) is not getattr(nn.Module, name):
+            return f"its class overrides {name}, which would be lost"
     return None
+
+
+_OF_STATE = "get_extra_state set_extra_state _load_from_state_dict _save_to_state_dict".split()
+_OF_STATE += "load_state_dict state_dict _apply".split()
 
 
 _ADDED = "autocast_rule bias_name elementwise_affine eps memory_efficient".split()
@@ -181,10 +198,10 @@ def _set_flag(module: nn.Module) -> str | None:
     return None
 
 
-def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> None:
-    """Changes the class of another library's norm. What torch's constructor sets is set here; the
-    module's own attributes stay, as model code may read its ``variance_epsilon``."""
-    _remember(module)
+def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> str | None:
+    """Changes the class of another library's norm, or says why it cannot. What torch's constructor
+    sets is set here; the module's own attributes stay, as model code may read its
+    ``variance_epsilon``."""
     eps = getattr(module, form.eps_name)
     rules = (form.output_rule, form.autocast_rule)
     if form.rms:
@@ -193,12 +210,17 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> No
         plain, converted, renamed = modules.LayerNorm, ConvertedLayerNorm, RenamedLayerNorm
     names = {"weight": form.weight_name, "bias": form.bias_name}
     # Named otherwise, or an attribute that is no parameter has the name.
-    if any(own != name and (own or name in vars(module)) for name, own in names.items()):
-        module.__class__ = renamed
+    renames = any(own != name and (own or name in vars(module)) for name, own in names.items())
+    is_plain = rules == ("input", "input" if form.rms else "float")
+    _remember(module)
+    try:
+        module.__class__ = renamed if renames else plain if is_plain else converted
+    except TypeError:
+        del vars(module)["_before_convert"]
+        return "its objects have another layout than those of torch's modules (__slots__)"
+    if renames:
         module.weight_name, module.bias_name = form.weight_name, form.bias_name
     else:
-        is_plain = rules == ("input", "input" if form.rms else "float")
-        module.__class__ = plain if is_plain else converted
         for name in ("weight",) if form.rms else ("weight", "bias"):
             if not hasattr(module, name):
                 module._parameters[name] = None
@@ -209,12 +231,14 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> No
     module.elementwise_affine = form.weight_name is not None
     module.weight_offset = form.weight_offset
     module.memory_efficient = memory_efficient
+    return None
 
 
 def revert(model: nn.Module) -> int:
     """Undoes :func:`convert`: each module that it changed has its former class and attributes
     again, and a norm of this library its former flag. Parameters, buffers and hooks stay as they
-    are.
+    are. A module whose class something else changed since, as ``fully_shard`` and parametrizations
+    do, stays as it is, and a warning names it.
 
     Returns:
         The number of modules that were changed back.
@@ -224,8 +248,15 @@ def revert(model: nn.Module) -> int:
     """
     _arguments.module("model", model)
     count = 0
-    for module in model.modules():
+    for name, module in model.named_modules():
         if "_before_convert" not in vars(module):
+            continue
+        if type(module) not in (_CLASSES + (vars(module)["_before_convert"][0],)):
+            warnings.warn(
+                f"the norm {name or 'model'} stays converted, as it has become a "
+                f"{type(module).__name__} since: undo that first",
+                stacklevel=2,
+            )
             continue
         cls, attributes = vars(module).pop("_before_convert")
         module.__class__ = cls
@@ -356,10 +387,7 @@ def convert(
         elif reason is None:
             form = _form_of_torchs(module) or (None if named else _why_not_foreign(module, cls))
             form = form or forms.of(module)
-            if isinstance(form, str):
-                reason = form
-            else:
-                _to_form(module, form, flag)
+            reason = form if isinstance(form, str) else _to_form(module, form, flag)
         if reason is not None:
             if named or _looks_like_a_norm(cls):
                 report.skipped.append(Skipped(name, _qualified(cls), reason))

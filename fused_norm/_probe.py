@@ -7,6 +7,7 @@ runs, and nothing of the module changes.
 
 import inspect
 import itertools
+import math
 import warnings
 from typing import NamedTuple
 
@@ -131,7 +132,7 @@ def form_of(module: nn.Module) -> Form | str:
         try:
             return _form_of_copy(module, list(shapes), normalized_shape, names[0])
         except Exception as error:  # whatever a foreign forward raises
-            return f"its forward raised {type(error).__name__} for rows of its size on the CPU"
+            return f"running it raised {type(error).__name__} for rows of its size on the CPU"
 
 
 def _form_of_copy(
@@ -147,18 +148,17 @@ def _form_of_copy(
 
     def run(rows, dtype=_FP32, parameter_dtype=_FP32, eps=_EPS, training=False, gradients=False):
         # Rows of several magnitudes, and not of mean zero.
-        scale = torch.tensor([0.02, 0.5, 4.0, 100.0]).repeat(3)[: rows[0] * rows[1]]
-        scale = scale.view(*rows[:2], *[1] * (len(rows) - 2 + len(shape)))
+        scale = torch.tensor([0.02, 0.5, 4.0, 100.0]).repeat(3)[: math.prod(rows[:2])]
+        scale = scale.view(*rows[:2], *[1] * (len(rows[2:]) + len(shape)))
         x = (scale * (0.5 + draw(*rows, *shape))).to(dtype).requires_grad_(gradients)
-        vars(copy)["_parameters"] = dict(module._parameters) | {
-            name: nn.Parameter(draw(*shape, dtype=parameter_dtype)) for name in names
-        }
+        # What forward does to its own shows, as a norm is computed of those drawn.
+        parameters = {name: draw(*shape, dtype=parameter_dtype) for name in names}
+        own = {name: nn.Parameter(value.clone()) for name, value in parameters.items()}
+        vars(copy)["_parameters"] = dict(module._parameters) | own
         vars(copy)[eps_name], vars(copy)["training"] = eps, training
         y = type(module).forward(copy, x)
-        parameters = {name: copy._parameters[name] for name in names}
         dy = draw(*y.shape) if gradients else None
-        inputs = (x, *parameters.values())
-        results = [y, *(torch.autograd.grad(y, inputs, dy) if gradients else ())]
+        results = [y, *(torch.autograd.grad(y, (x, *own.values()), dy) if gradients else ())]
         return _Run(x, parameters, eps, dy, results)
 
     runs = [
@@ -166,7 +166,7 @@ def _form_of_copy(
         for eps, training in itertools.product((_EPS, getattr(module, eps_name)), (False, True))
     ]
     taken = [(_BF16, _BF16)]
-    runs += [run((2, 3, 2)), run((2, 3), *taken[0])]
+    runs += [run((6,)), run((2, 3, 2)), run((2, 3), *taken[0])]
     for dtypes in ((_BF16, _FP32), (_FP32, _BF16)):
         try:
             runs.append(run((2, 3), *dtypes))

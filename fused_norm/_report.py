@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._pytree import tree_leaves
 
 from fused_norm import _arguments, _ops
@@ -53,7 +54,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         if not self.norms:
-            return "no norm of this library was called: fused_norm.convert(model) comes first"
+            return "no norm of this library was called; fused_norm.convert(model) makes some"
         rows = [("norm", "flag", "saved bytes", "with the flag on", "columns", "lost", "at risk")]
         for norm in self.norms:
             name, flag, *counts = dataclasses.astuple(norm)
@@ -149,10 +150,11 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
         tensor.untyped_storage().data_ptr()
         for tensor in theirs
         if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if not isinstance(tensor, UninitializedTensorMixin)
     }
 
     def pack(tensor):
-        storage = tensor.untyped_storage()
+        storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()
         if inside:
             calls[inside[-1]][1][storage.data_ptr()] = storage.nbytes()
         else:
@@ -165,7 +167,9 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
         calls.append([names[module], {}, None])
 
     def leave(_module, _inputs, output):
-        calls[inside.pop()][2] = output.dtype
+        # Another hook may have put more around it.
+        first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        calls[inside.pop()][2] = first.dtype
 
     try:
         with (

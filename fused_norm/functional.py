@@ -289,7 +289,9 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     return _tracing.softmaxes().softmax_forward(input, dim, log, dtype)
 
 
-def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def softmax(
+    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, _stacklevel: int = 3
+) -> Tensor:
     """``exp(input) / sum(exp(input))`` over ``dim``, computed from ``input - max(input)``.
 
     A drop-in for :func:`torch.nn.functional.softmax`, in one pass over the input where a row fits
@@ -315,16 +317,18 @@ def softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = N
         RuntimeError: input's dtype, layout or size does not fit; the message names it.
         TypeError: input is no tensor, or ``dtype`` no dtype.
     """
-    return _softmax(input, dim, dtype, False, stacklevel=4)
+    return _softmax(input, dim, dtype, False, stacklevel=_stacklevel + 1)
 
 
-def log_softmax(input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def log_softmax(
+    input: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, _stacklevel: int = 3
+) -> Tensor:
     """``log(softmax(input))`` over ``dim``: ``input - max - log(sum(exp(input - max)))``.
 
     A drop-in for :func:`torch.nn.functional.log_softmax`. Arguments, result and errors are those of
     :func:`softmax`.
     """
-    return _softmax(input, dim, dtype, True, stacklevel=4)
+    return _softmax(input, dim, dtype, True, stacklevel=_stacklevel + 1)
 
 
 @_torch.overridable

@@ -48,7 +48,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     Args:
         memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
         weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred weights,
-            which then start at zero.
+            which then start at zero. ``torch.nn.TransformerEncoderLayer`` ignores it in inference,
+            unless ``torch.backends.mha.set_fastpath_enabled(False)``.
 
     The other arguments are torch's. Shapes, dtypes and errors:
     :func:`fused_norm.functional.layer_norm`.

@@ -6,6 +6,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fused_norm
 from fused_norm import convert
@@ -300,7 +301,37 @@ class WithoutEpsilonNorm(nn.Module):
         return nn.functional.rms_norm(x, self.weight.shape, self.weight, 1e-5)
 
 
+class Clamped(ByHand):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(min=0)
+        return super().forward(x)
+
+
+class OfMatrices(ByHand):
+    def forward(self, x):
+        return x if x.dim() == 2 else super().forward(x)
+
+
+class WithExtraState(ByHand):
+    def get_extra_state(self):
+        return 1
+
+    def set_extra_state(self, state):
+        pass
+
+
+class KeepsFp32(ByHand):
+    def _apply(self, fn, recurse=True):
+        return self
+
+
+class WithSlots(ByHand):
+    __slots__ = ("cache",)
+
+
 NOT_NORMS = [Times, EpsOutside, OfChannels, Unbiased, InTraining, Detached, WithoutEpsilonNorm]
+NOT_NORMS += [Clamped, OfMatrices, WithExtraState, KeepsFp32, WithSlots]
 
 
 @pytest.mark.parametrize("cls", [*NOT_NORMS, Gated, WithBuffer], ids=lambda cls: cls.__name__)
@@ -364,6 +395,32 @@ def test_revert():
     assert fused_norm.revert(model) == 0
     with pytest.raises(TypeError, match="function"):
         fused_norm.revert(lambda x: x)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_parameters_in_other_hands():
+    """Of a converted norm whose weight has another name: pruned, parametrized, replicated."""
+    x = torch.randn(4, 16)
+    pruned, parametrized, replica = (FOREIGN["other names"]() for _ in range(3))
+    model = nn.Sequential(pruned, parametrized, replica)
+    assert len(convert(model)) == 3
+    prune.l1_unstructured(pruned, "scale", 3)
+    assert (pruned(x) == 0).all(0).sum() == 3
+    expected = 2 * parametrized(x)
+    nn.utils.parametrize.register_parametrization(parametrized, "scale", Doubled())
+    torch.testing.assert_close(parametrized(x), expected)
+    scale = replica._parameters.pop("scale")
+    replica.scale = scale.detach() * 3  # as nn.DataParallel and FSDP1 do
+    torch.testing.assert_close(replica(x), 3 * FOREIGN["other names"]()(x))
+    with pytest.warns(UserWarning, match="the norm 1 stays converted.*Parametrized"):
+        assert fused_norm.revert(model) == 2
+    torch.testing.assert_close(parametrized(x), expected)
+    nn.utils.parametrize.remove_parametrizations(parametrized, "scale")
+    assert fused_norm.revert(model) == 1 and type(parametrized) is ByHand
 
 
 class OwnRMSNorm(nn.Module):

@@ -128,7 +128,21 @@ def test_compiled_models(compiles, device, generator):
 
 def test_a_model_without_norms_of_this_library():
     report = fn.memory_report(torch.nn.LayerNorm(4), torch.ones(2, 4))
-    assert len(report) == 0 and "convert(model) comes first" in str(report)
+    assert len(report) == 0 and "no norm of this library was called" in str(report)
+
+
+def test_what_stands_around_a_norm(device):
+    """A lazy layer behind it, a hook that puts its output into a tuple, nested rows."""
+    norm = fn.LayerNorm(COLS, device=device)
+    lazy = nn.Sequential(norm, nn.LazyLinear(4, device=device))
+    x = torch.ones(ROWS, COLS, device=device)
+    assert len(fn.memory_report(lazy, x)) == 1
+    handle = norm.register_forward_hook(lambda module, inputs, output: (output, None))
+    assert len(fn.memory_report(norm, x)) == 1
+    handle.remove()
+    nested = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
+    (call,) = fn.memory_report(norm, nested)
+    assert call.saved_bytes >= 4 * (ROWS + 2) * COLS
 
 
 def test_bad_models():

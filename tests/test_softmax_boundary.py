@@ -44,8 +44,8 @@ def leaf(generator, *shape, dtype=FP64):
 @pytest.mark.parametrize(
     ("function", "signature"),
     [
-        (fn.softmax, "input dim=None dtype=None"),
-        (fn.log_softmax, "input dim=None dtype=None"),
+        (fn.softmax, "input dim=None dtype=None _stacklevel=3"),
+        (fn.log_softmax, "input dim=None dtype=None _stacklevel=3"),
         (fn.scaled_masked_softmax, "input mask=None scale=1.0 causal=False"),
         (fused_norm.Softmax, "dim=None"),
         (fused_norm.LogSoftmax, "dim=None"),
@@ -58,6 +58,17 @@ def test_names_order_and_defaults(function, signature):
         for p in inspect.signature(function).parameters.values()
     ]
     assert " ".join(words) == signature
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_in_place_of_torchs(name, monkeypatch):
+    """torch's modules pass _stacklevel."""
+    monkeypatch.setattr(torch.nn.functional, name, getattr(fn, name))
+    module = {"softmax": torch.nn.Softmax, "log_softmax": torch.nn.LogSoftmax}[name]
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(module(-1)(x), getattr(torch, name)(x, -1))
+    with pytest.warns(UserWarning, match="Implicit dimension choice"):
+        module(None)(x)
 
 
 @each_function
