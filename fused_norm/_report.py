@@ -139,6 +139,10 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     return int(lost), int(near)
 
 
+def _storage(tensor):
+    return (tensor.values() if tensor.is_nested else tensor).untyped_storage()
+
+
 def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     """[(name, bytes that it alone keeps, output dtype)] of the calls of norms."""
     names = {module: name for name, module in norms.items()}
@@ -147,14 +151,14 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     cells = []  # a node that held its own output, and not by way of these, would never be freed
     theirs = (*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
     kept_by_others = {
-        tensor.untyped_storage().data_ptr()
+        _storage(tensor).data_ptr()
         for tensor in theirs
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
+        if isinstance(tensor, torch.Tensor) and tensor.layout in (torch.strided, torch.jagged)
         if not isinstance(tensor, UninitializedTensorMixin)
     }
 
     def pack(tensor):
-        storage = (tensor.values() if tensor.is_nested else tensor).untyped_storage()
+        storage = _storage(tensor)
         if inside:
             calls[inside[-1]][1][storage.data_ptr()] = storage.nbytes()
         else:
