@@ -22,18 +22,22 @@ def _kind(value) -> str:
     return type(value).__name__
 
 
-def tensor(name: str, value) -> None:
-    """Checks that ``value`` is a tensor. One of a subclass may be the first DTensor."""
+def tensor(name: str, value, nested: bool = True) -> None:
+    """Checks that ``value`` is a tensor, ``nested`` or not. One of a subclass may be the first
+    DTensor."""
     if type(value) is not Tensor:
         if not isinstance(value, Tensor):
             _refuse(name, "a tensor", value)
+        optional_tensor(name, value, nested)
         _sharding.register_where_loaded()
 
 
-def optional_tensor(name: str, value) -> None:
+def optional_tensor(name: str, value, nested: bool = True) -> None:
     """Checks that ``value`` is a tensor or None."""
     if value is not None and not isinstance(value, Tensor):
         _refuse(name, "a tensor or None", value)
+    if not nested and value is not None and value.is_nested:
+        raise RuntimeError(f"{name} must be a dense strided tensor, but is nested")
 
 
 def optional_dtype(name: str, value) -> None:

@@ -11,11 +11,11 @@ from fused_norm import _C, _arguments, _autocast, _ops, _torch
 _TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_k".split()
 
 
-def _check_tensors(*tensors) -> None:
+def _check_tensors(*tensors, nested=False) -> None:
     for index, value in enumerate(tensors):
         if type(value) is not Tensor and (value is not None or index < 3):
             check = _arguments.tensor if index < 3 else _arguments.optional_tensor
-            check(_TENSORS[index], value)
+            check(_TENSORS[index], value, nested)
 
 
 def _limits(causal, window) -> tuple:
@@ -169,7 +169,7 @@ def scaled_dot_product_attention(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    _check_tensors(query, key, value, attn_mask)
+    _check_tensors(query, key, value, attn_mask, nested=True)  # see below
     dropout_p = _arguments.number("dropout_p", dropout_p)
     scale = _arguments.optional_number("scale", scale)
     is_causal = _arguments.flag("is_causal", is_causal)

@@ -47,7 +47,7 @@ def _limits(window_size, causal) -> tuple:
 def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
     """In the operator's order of dimensions: ``(batch, heads, rows, head_dim)``, or packed
     ``(rows, heads, head_dim)``; tensors that are packed into one are first."""
-    _arguments.tensor(name, tensor)
+    _arguments.tensor(name, tensor, nested=False)
     count = len(name)  # of the tensors in one: qkv
     if tensor.dim() != 3 + is_dense + (count > 1) or (count > 1 and tensor.shape[-3] != count):
         dims = "batch, " * is_dense + "rows, " + f"{count}, " * (count > 1) + "heads, head_dim"
@@ -66,7 +66,7 @@ def _run(
     operands = [_operand(name, tensor, not offsets) for name, tensor in tensors.items()]
     operands += [None] * (3 - len(operands))
     for name, tensor in offsets.items():
-        _arguments.tensor(name, tensor)
+        _arguments.tensor(name, tensor, nested=False)
     _arguments.optional_tensor("alibi_slopes", alibi_slopes)
     longest = [_arguments.integer(name, length) for name, length in max_seqlens.items()]
     # One of queries and keys, where there are not two.

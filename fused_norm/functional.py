@@ -363,9 +363,9 @@ def scaled_masked_softmax(
             names it. Also where ``mask`` requires grad.
     """
     if type(input) is not Tensor:
-        _arguments.tensor("input", input)
+        _arguments.tensor("input", input, nested=False)
     if mask is not None and type(mask) is not Tensor:
-        _arguments.optional_tensor("mask", mask)
+        _arguments.optional_tensor("mask", mask, nested=False)
     if type(scale) is not float or type(causal) is not bool:
         scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
     dtype = _softmax_out_dtype(input)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 import fused_norm
 import fused_norm.functional as fn
 from fused_norm import apex
+from fused_norm.flash_attn import flash_attn_func
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
@@ -126,6 +127,11 @@ def test_errors(memory_efficient, device, generator):
         (lambda: fn.softmax(x, 4), IndexError, "dim is 4"),
         (lambda: fn.scaled_masked_softmax(x), RuntimeError, "input must be .* nested"),
         (lambda: fn.layer_norm(dense, 8, x, **option), RuntimeError, "weight must be .* nested"),
+        # Without a graph the operators are not asked.
+        (lambda: fn.scaled_masked_softmax(x.detach()), RuntimeError, "input must be .* nested"),
+        (lambda: fn.scaled_masked_softmax(dense, x), RuntimeError, "mask must be .* nested"),
+        (lambda: fn.flash_attention(*[x.detach()] * 3), RuntimeError, "query must be .* nested"),
+        (lambda: flash_attn_func(*[x.detach()] * 3), RuntimeError, "q must be .* nested"),
     ):
         with pytest.raises(error, match=words):
             call()
