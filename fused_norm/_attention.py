@@ -169,7 +169,7 @@ def scaled_dot_product_attention(
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
     """
-    _check_tensors(query, key, value, attn_mask, nested=True)  # see below
+    _check_tensors(query, key, value, attn_mask, nested=True)  # for torch
     dropout_p = _arguments.number("dropout_p", dropout_p)
     scale = _arguments.optional_number("scale", scale)
     is_causal = _arguments.flag("is_causal", is_causal)

@@ -116,11 +116,6 @@ class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
     """A LayerNorm whose weight or bias has another name."""
 
 
-# What a conversion makes of a module.
-_CLASSES = (modules.LayerNorm, modules.RMSNorm, ConvertedLayerNorm, ConvertedRMSNorm)
-_CLASSES += (RenamedLayerNorm, RenamedRMSNorm)
-
-
 @_torch.overridable
 def converted_norm(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient,
@@ -251,15 +246,16 @@ def revert(model: nn.Module) -> int:
     for name, module in model.named_modules():
         if "_before_convert" not in vars(module):
             continue
-        if type(module) not in (_CLASSES + (vars(module)["_before_convert"][0],)):
+        cls, attributes = vars(module)["_before_convert"]
+        if type(module) is not cls and not type(module).__module__.startswith("fused_norm."):
             warnings.warn(
                 f"the norm {name or 'model'} stays converted, as it has become a "
                 f"{type(module).__name__} since: undo that first",
                 stacklevel=2,
             )
             continue
-        cls, attributes = vars(module).pop("_before_convert")
         module.__class__ = cls
+        del vars(module)["_before_convert"]
         for name in _ADDED:
             vars(module).pop(name, None)
         vars(module).update(attributes)
