@@ -59,16 +59,19 @@ def test_long_lengths(length, seed):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_unlike_lengths(dim, causal, seed):
+@pytest.mark.parametrize(
+    "dim, heads, kv_heads", [(64, 4, 2), (96, 9, 1), (128, 4, 2), (128, 16, 2)]
+)
+def test_unlike_lengths(dim, heads, kv_heads, causal, seed):
     """Sequences of 1 to 300 tokens and one of 3000 in one call: each has the bits that it has
-    alone."""
+    alone. Of 9 and 8 heads for a head of keys, blocks take parts."""
     generator = rand_generator("cuda", seed)
     lengths = [*range(1, 301, 7), 3000, *range(300, 0, -7)]
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     cu = offsets.to("cuda", torch.int32)
-    q, dout = (randn(generator, int(offsets[-1]), 4, dim, dtype=BF16) for _ in range(2))
-    k, v = (randn(generator, int(offsets[-1]), 2, dim, dtype=BF16) for _ in range(2))
+    rows = int(offsets[-1])
+    q, dout = (randn(generator, rows, heads, dim, dtype=BF16) for _ in range(2))
+    k, v = (randn(generator, rows, kv_heads, dim, dtype=BF16) for _ in range(2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
     out = fn.flash_attention_varlen(*leaves, cu, cu, 3000, 3000, causal=causal)
     whole = [out, *torch.autograd.grad(out, leaves, dout)]
@@ -120,10 +123,11 @@ def close(value, expected):
     assert error.max() < 2**-6, error.max()
 
 
-@pytest.mark.parametrize("dim", DIMS)
-def test_a_thousand_repeats_beside_other_work(dim, seed):
+@pytest.mark.parametrize("dim, kv_heads", [*((dim, 10) for dim in DIMS), (64, 1), (128, 2)])
+def test_a_thousand_repeats_beside_other_work(dim, kv_heads, seed):
     generator = rand_generator("cuda", seed)
-    q, k, v, dout = (randn(generator, 2, 4, 333, dim, dtype=BF16) for _ in range(4))
+    q, dout = (randn(generator, 2, 10, 333, dim, dtype=BF16) for _ in range(2))
+    k, v = (randn(generator, 2, kv_heads, 333, dim, dtype=BF16) for _ in range(2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
 
     def step():
@@ -154,7 +158,8 @@ for tier in ("portable", "hopper"):
                 for band in ("full", "causal", "left 17", "both"):
                     for more in ({}, {"mask": "bool"}, {"mask": "float", "sink": "same"},
                                  {"softcap": 5.0, "alibi": "heads", "layout": "bshd"}):
-                        case = Case(BF16, size, (dim, dim), (2, 2, 1), band, **more)
+                        heads = (2, 2, 1) if more else (2, 10, 2)  # the latter take parts
+                        case = Case(BF16, size, (dim, dim), heads, band, **more)
                         print(tier, case, flush=True)
                         run(attend(case), case, tensors_of(case, rand_generator("cuda", 0)))
                         torch.cuda.synchronize()

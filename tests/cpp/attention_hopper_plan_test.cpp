@@ -44,6 +44,7 @@ TEST(AttentionHopperPlan, TilesDoNotDependOnBatchOrLengths) {
       const HopperPlan one = hopper_plan(call(dim, 128, 128)), other = hopper_plan(params);
       EXPECT_EQ(one.dim, other.dim);
       EXPECT_EQ(one.general, other.general);
+      EXPECT_EQ(one.key_parts, other.key_parts);
     }
   }
 }
@@ -129,6 +130,30 @@ TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
     EXPECT_EQ(scratch.statistics % 128 + scratch.chunks % 128, 0u);
     EXPECT_EQ(scratch.all, scratch.chunks + 2 * heads * ((1000 + rows - 1) / rows) * 64 * 64 * 4);
     EXPECT_EQ(hopper_scratch(fused, false).all, 0u);
+  }
+}
+
+// Parts divide a group, have few heads, and are as few as that allows.
+TEST(AttentionHopperPlan, LargeGroupsComeInParts) {
+  for (int group = 1; group <= 33; ++group) {
+    AttentionParams params = call(128, 1000, 700);
+    params.kv_heads = 3;
+    params.heads = group * params.kv_heads;
+    const int parts = hopper_plan(params).key_parts;
+    EXPECT_EQ(group % parts, 0) << group;
+    EXPECT_LE(group / parts, kMostHeadsOfPart) << group;
+    for (int fewer = 1; fewer < parts; ++fewer) {
+      EXPECT_TRUE(group % fewer != 0 || group / fewer > kMostHeadsOfPart) << group;
+    }
+    const HopperScratch scratch = hopper_scratch(params, true);
+    const size_t tiles = size_t{6} * params.batch * params.kv_heads, dims = 2 * 128;
+    const size_t sums = parts > 1 ? tiles * kHopperKeyRows * dims * sizeof(float) : 0;
+    EXPECT_EQ(scratch.all, scratch.key_chunks + sums);
+    EXPECT_EQ(scratch.key_chunks, scratch.chunks + 2 * scratch.tiles.all * 64 * 64 * 4);
+    const size_t counters = 2 * sizeof(uint32_t) * (scratch.tiles.all + (sums > 0 ? tiles : 0));
+    EXPECT_EQ(scratch.zeros, kHopperTicketBytes + counters);
+    params.softcap = 30;
+    EXPECT_EQ(hopper_plan(params).key_parts, 1);
   }
 }
 

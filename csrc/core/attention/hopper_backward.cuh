@@ -45,12 +45,13 @@ class BackwardConsumer {
         second_(shared_address(memory.second[0])) {}
 
   __device__ __forceinline__ void run() {
-    run([&](const WorkTile& work) { walk(work); });
+    run([&](const WorkTile& work) { walk(work); }, [](const WorkTile&) { return true; });
   }
 
  protected:
-  template <typename Walk>
-  __device__ __forceinline__ void run(Walk walk) {
+  // join(work): whether a tile's sums, once walk(work) has made them, are to be stored.
+  template <typename Walk, typename Join>
+  __device__ __forceinline__ void run(Walk walk, Join join) {
 #pragma unroll 1
     for (uint32_t count = 0;; ++count) {
       const uint32_t stages = own_stages<Form>(args_);
@@ -69,6 +70,7 @@ class BackwardConsumer {
         clear_sums();
         release(memory_.own_empty[own_slot_]);
       }
+      if (!join(work)) continue;
       const int row = work.first + row_in_tile();
       if constexpr (kFirst) {
         store(work, row, args_.first, first_sums_, args_.gradient_scale, args_.head_dim);
@@ -354,7 +356,7 @@ class BackwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool stores = tensor.data != nullptr && row + 8 * r < work.queries;
-      T* out = stores ? row_of<T>(tensor, work, row + 8 * r) : nullptr;
+      T* out = stores ? row_of<T>(tensor, work, own_head<Form>(args_, work), row + 8 * r) : nullptr;
       store_row<T>(sums, r, factor, out, columns);
     }
   }

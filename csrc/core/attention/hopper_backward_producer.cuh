@@ -19,10 +19,10 @@ namespace fused_norm::hopper {
 // for each multiplying warpgroup, behind the producer's first.
 constexpr int kChunkElements = 64 * 64, kChunkWarps = 2;
 
-// Sums of dquery in scratch memory (hopper_fused.cuh).
-struct DquerySums {
+// Sums in scratch memory to which blocks add one after the other (hopper_fused.cuh).
+struct ChunkSums {
   float* chunks;
-  uint32_t* counters;  // how many tiles of keys each chunk has; 0 at first
+  uint32_t* counters;  // how many blocks have added to each chunk; 0 at first
   QueryParts tiles;
 };
 
@@ -35,11 +35,11 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap statistics_map;             // of these two rows, where the others are queries:
   const float* statistics;                // delta and exponents of all queries (HopperScratch)
   QueryParts of_statistics;
-  int32_t group;                  // query heads of a head of keys
-  float gradient_scale;           // what dquery and dkey are multiplied by at last
-  AttentionTensor first, second;  // dquery or dkey; dvalue. Null data: not asked for
+  int32_t kv_heads, parts, group;  // parts of a head of keys, and query heads of a part
+  float gradient_scale;            // what dquery and dkey are multiplied by at last
+  AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
-  DquerySums sums;  // of kAll
+  ChunkSums sums, own_sums;  // of kAll: of dquery; of dkey and dvalue, where there are parts
 };
 
 // A form of the kernel. kGeneral: scores pass through softcap, slopes and mask. kOfKeys: the own
@@ -59,7 +59,7 @@ struct BackwardForm {
   static constexpr int kOthers = kTiles.others, kGroups = 2;
   static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
   static constexpr int kSecondStages = kTiles.second_stages;
-  static constexpr int kOwn = 64 * kGroups, kThreads = 128 * (kGroups + 1);
+  static constexpr int kOwn = kHopperKeyRows, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has (ForwardForm).
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // A tile's scores are started while the tile before is still read.
@@ -136,10 +136,20 @@ __device__ __forceinline__ int first_statistic(const BackwardArgs& args, int seq
   return static_cast<int>(part) * kStatisticRows;
 }
 
-// The heads of the other side that a tile of the own side meets: those of its group, or its own.
+// The head of a tile of the own side. Of keys, first come the first parts of all heads, then the
+// second, as a part's sums wait for those of the part before.
+template <typename Form>
+__device__ __forceinline__ int own_head(const BackwardArgs& args, const WorkTile& work) {
+  return Form::kOfKeys ? work.head % args.kv_heads : work.head;
+}
+__device__ __forceinline__ int part_of(const BackwardArgs& args, const WorkTile& work) {
+  return work.head / args.kv_heads;
+}
+// The heads of the other side that a tile of the own side meets: those of its part, or its own.
 template <typename Form>
 __device__ __forceinline__ int first_head(const BackwardArgs& args, const WorkTile& work) {
-  return Form::kOfKeys ? work.head * args.group : work.kv_head;
+  if constexpr (!Form::kOfKeys) return work.kv_head;
+  return (own_head<Form>(args, work) * args.parts + part_of(args, work)) * args.group;
 }
 // Tiles of others go upwards; those of the kernel of all downwards, as all tiles of keys that a
 // query sees under a causal mask can then begin at once.
@@ -222,10 +232,10 @@ class BackwardProducer {
     const int row = work.query_begin + work.first;
     full.expect((Form::kFirst ? 2 : 1) * OwnTile::kBytes);
     load_tile<OwnTile>(shared_address(memory_.own_first[slot]), &args_.own_first, full, row,
-                       work.head, work.batch);
+                       own_head<Form>(args_, work), work.batch);
     if constexpr (Form::kFirst) {
       load_tile<OwnTile>(shared_address(memory_.own_second[slot]), &args_.own_second, full, row,
-                         work.head, work.batch);
+                         own_head<Form>(args_, work), work.batch);
     }
   }
 

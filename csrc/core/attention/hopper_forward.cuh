@@ -27,7 +27,7 @@ __device__ __forceinline__ void finish(const ForwardArgs& args, const WorkTile& 
     const bool empty = sum == 0;
     const int query = row + 8 * r;
     const bool stores = query < work.queries;
-    T* out = stores ? row_of<T>(args.out, work, query) : nullptr;
+    T* out = stores ? row_of<T>(args.out, work, work.head, query) : nullptr;
     store_row<T>(values, r, empty ? 0.f : shrink / total, out, args.value_dim);
     if (stores && threadIdx.x % 4 == 0) {
       const int64_t at =

@@ -19,11 +19,11 @@ namespace fused_norm::hopper {
 // chunk warp say that the group's 128, which wait, may write the chunk; and these that it is there.
 constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8;
 
-// The first of a sequence's chunks of one group; the next tile's is two further.
-template <typename Form>
+// The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
+template <int kRows>
 __device__ __forceinline__ int64_t first_chunk(const QueryParts& tiles, int sequence, int head,
                                                int begin, int half) {
-  return 2 * tiles.first(sequence, head, begin / Form::kOthers) + half;
+  return 2 * tiles.first(sequence, head, begin / kRows) + half;
 }
 
 // Adds chunks to dquery's sums as the group `half` makes them. One warp.
@@ -42,8 +42,8 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     if (leader) arrive(memory.own_empty[slot]);
     if (work.sequence < 0) return;
     const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
-    const int64_t first = first_chunk<Form>(args.sums.tiles, work.sequence, work.head * args.group,
-                                            work.key_begin, half);
+    const int64_t first = first_chunk<Form::kOthers>(
+        args.sums.tiles, work.sequence, first_head<Form>(args, work), work.key_begin, half);
     int tile = work.end_tile - 1, head = 0;
     uint32_t known = 0;  // the counter of the step's chunk, as it was in the step before
     int64_t chunk, next = first + 2 * tile;
@@ -115,7 +115,8 @@ class FusedConsumer : public BackwardConsumer<Form> {
   }
 
   __device__ __forceinline__ void run() {
-    Base::run([&](const WorkTile& work) { walk(work); });
+    Base::run([&](const WorkTile& work) { walk(work); },
+              [&](const WorkTile& work) { return args_.parts == 1 || join_parts(work); });
   }
 
  private:
@@ -177,6 +178,41 @@ class FusedConsumer : public BackwardConsumer<Form> {
     wait_products<1>();
     hold(first_sums_);
     this->release(memory_.first_empty[first_place_.slot]);
+  }
+
+  // Adds the sums of the parts before, which come in their order. The last has them all; another
+  // leaves them to the next.
+  __device__ __forceinline__ bool join_parts(const WorkTile& work) {
+    constexpr int kFours = Form::kDim / 8;  // of a thread's elements of either
+    const ChunkSums& sums = args_.own_sums;
+    const uint32_t part = part_of(args_, work);
+    const int64_t chunk =
+        first_chunk<Form::kOwn>(sums.tiles, work.sequence, own_head<Form>(args_, work),
+                                work.query_begin, group_) +
+        2 * (work.first / Form::kOwn);
+    float4* fours =
+        reinterpret_cast<float4*>(sums.chunks) + chunk * 2 * kFours * 128 + threadIdx.x % 128;
+    const auto each = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < kFours; ++i) {
+        use(fours + 256 * i, first_sums_ + 4 * i);
+        use(fours + 256 * i + 128, second_sums_ + 4 * i);
+      }
+    };
+    const bool leader = threadIdx.x % 128 == 0;
+    if (part > 0) {
+      if (leader) wait_for_count(sums.counters + chunk, part);
+      named_sync(Base::kOfGroup + group_, 128);
+      each([](const float4* at, float* sum) {
+        const float4 before = *at;
+        sum[0] += before.x, sum[1] += before.y, sum[2] += before.z, sum[3] += before.w;
+      });
+    }
+    if (part + 1 == args_.parts) return true;
+    each([](float4* at, const float* sum) { *at = make_float4(sum[0], sum[1], sum[2], sum[3]); });
+    named_sync(Base::kOfGroup + group_, 128);
+    if (leader) count_up(sums.counters + chunk);
+    return false;
   }
 
   // Makes the keys zero that no query sees: they may hold a NaN, which would spoil dquery.
@@ -269,7 +305,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
 
 // dquery from the chunks: of tiles of queries, whose columns or rows lie in two chunks.
 struct ChunkArgs : WorkArgs {
-  DquerySums sums;
+  ChunkSums sums;
   AttentionTensor dquery;
   float scale;
   int32_t head_dim;
@@ -288,9 +324,9 @@ __global__ void __launch_bounds__(256)
     if (threadIdx.x < 32) list.tile(index, &work);
     __syncthreads();
     if (work.sequence < 0) return;
-    const int64_t chunk =
-        first_chunk<Form>(args.sums.tiles, work.sequence, work.head, work.query_begin, half) +
-        2 * (work.first / Form::kOthers);
+    const int64_t chunk = first_chunk<Form::kOthers>(args.sums.tiles, work.sequence, work.head,
+                                                     work.query_begin, half) +
+                          2 * (work.first / Form::kOthers);
     const auto* from =
         reinterpret_cast<const float4*>(args.sums.chunks + chunk * kChunkElements) + thread;
     const int end = sees_keys(work) ? Form::chunk_elements(half) / 512 : 0;
@@ -307,7 +343,7 @@ __global__ void __launch_bounds__(256)
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool stores = row + 8 * r < work.queries;
-      T* out = stores ? row_of<T>(args.dquery, work, row + 8 * r) + column : nullptr;
+      T* out = stores ? row_of<T>(args.dquery, work, work.head, row + 8 * r) + column : nullptr;
       store_row<T>(values, r, args.scale, out, args.head_dim - column);
     }
     __syncthreads();

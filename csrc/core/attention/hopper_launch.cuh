@@ -156,20 +156,13 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
       device, plan.in_order ? ticket : nullptr, stream, &args);
 }
 
-// The call whose queries are this one's keys.
-inline AttentionParams with_sides_changed(AttentionParams params) {
-  params.heads = params.kv_heads;
-  std::swap(params.queries, params.keys);
-  std::swap(params.query_offsets, params.key_offsets);
-  std::swap(params.total_queries, params.total_keys);
-  std::swap(params.window_left, params.window_right);
-  return params;
-}
-
-inline DquerySums dquery_sums(const AttentionParams& params, char* scratch) {
-  const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
+inline ChunkSums dquery_sums(const HopperScratch& layout, char* scratch) {
   return {reinterpret_cast<float*>(scratch + layout.chunks),
           reinterpret_cast<uint32_t*>(scratch + kHopperTicketBytes), layout.tiles};
+}
+inline ChunkSums key_sums(const HopperScratch& layout, char* scratch) {
+  return {reinterpret_cast<float*>(scratch + layout.key_chunks),
+          reinterpret_cast<uint32_t*>(scratch + layout.key_counters), layout.key_tiles};
 }
 
 // `scratch`: where HopperScratch's memory begins, for the kernel of all.
@@ -179,7 +172,11 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   constexpr bool kOfKeys = Form::kOfKeys;
   const AttentionParams& params = gradient.params.forward;
   BackwardArgs args{};
-  if (Form::kAll) args.sums = dquery_sums(params, scratch);
+  if (Form::kAll) {
+    const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
+    args.sums = dquery_sums(layout, scratch);
+    args.own_sums = key_sums(layout, scratch);
+  }
   args.statistics = gradient.statistics;
   args.of_statistics = gradient.of_statistics;
   if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
@@ -200,15 +197,18 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   }
   if (map.error != cudaSuccess) return map.error;
   set_scores(params, &args);
-  args.group = params.heads / params.kv_heads;
+  const HopperPlan plan = hopper_plan(params);
+  args.kv_heads = params.kv_heads;
+  args.parts = plan.key_parts;
+  args.group = params.heads / params.kv_heads / plan.key_parts;
   args.gradient_scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
   args.value_dim = params.value_dim;
-  const HopperPlan plan = hopper_plan(params);
   // Of queries, causal, the last see most; of keys, the first are seen most.
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
-      attention_backward_hopper<Form>, kOfKeys ? with_sides_changed(params) : params,
-      plan.in_order && !kOfKeys, kOfKeys ? plan.key_section : plan.query_section, false, device,
+      attention_backward_hopper<Form>,
+      kOfKeys ? with_sides_changed(params, plan.key_parts) : params, plan.in_order && !kOfKeys,
+      kOfKeys ? plan.key_section : plan.query_section, plan.key_parts > 1, device,
       plan.in_order || Form::kAll ? ticket : nullptr, stream, &args);
 }
 
@@ -223,7 +223,7 @@ cudaError_t launch_fused(const AttentionGradient& gradient, const DeviceProperti
   const cudaError_t error = launch_backward_form<Form>(gradient, device, ticket, scratch, stream);
   if (error != cudaSuccess || of.dquery.data == nullptr) return error;
   ChunkArgs args{};
-  args.sums = dquery_sums(params, scratch);
+  args.sums = dquery_sums(hopper_scratch(params, /*backward=*/true), scratch);
   args.dquery = of.dquery;
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;

@@ -23,11 +23,12 @@ __device__ __forceinline__ void clear_rows(char* tile, Hidden hidden) {
   CopyBarrier::order_writes();
 }
 
-// Row `row` of the sequence of a tile's own side.
+// Row `row` of a head of the sequence of a tile's own side.
 template <typename T>
-__device__ __forceinline__ T* row_of(const AttentionTensor& tensor, const WorkTile& work, int row) {
+__device__ __forceinline__ T* row_of(const AttentionTensor& tensor, const WorkTile& work, int head,
+                                     int row) {
   return static_cast<T*>(tensor.data) + work.batch * tensor.batch_stride +
-         work.head * tensor.head_stride + int64_t{work.query_begin + row} * tensor.row_stride;
+         head * tensor.head_stride + int64_t{work.query_begin + row} * tensor.row_stride;
 }
 
 // Thirty-two columns at a time, the four threads of a row give each other parts, so that each

@@ -1,6 +1,7 @@
 #include "core/attention/plan.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace fused_norm {
 namespace {
@@ -84,7 +85,13 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   plan.in_order = is_uneven(params);
   const int group = params.heads / params.kv_heads;
   plan.query_section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
-  const int64_t rows_of_keys = int64_t{params.queries} * group;
+  plan.key_parts = 1;
+  if (hopper_fuses(params)) {
+    while (group % plan.key_parts != 0 || group / plan.key_parts > kMostHeadsOfPart) {
+      ++plan.key_parts;
+    }
+  }
+  const int64_t rows_of_keys = int64_t{params.queries} * group / plan.key_parts;
   if (hopper_fuses(params)) {
     // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next,
     // but of long sequences at least four (of 64 columns eight), as all tiles of a head that are at
@@ -101,6 +108,15 @@ HopperPlan hopper_plan(const AttentionParams& params) {
                      params.mask.row_stride != 0;
   plan.forward_section = std::max(plan.query_section, plan.batch_first ? params.batch : 1);
   return plan;
+}
+
+AttentionParams with_sides_changed(AttentionParams params, int parts) {
+  params.heads = params.kv_heads * parts;
+  std::swap(params.queries, params.keys);
+  std::swap(params.query_offsets, params.key_offsets);
+  std::swap(params.total_queries, params.total_keys);
+  std::swap(params.window_left, params.window_right);
+  return params;
 }
 
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device) {
@@ -152,13 +168,22 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     const int rows = kHopperFusedTiles[hopper_dim_index(dim_of(params))].others;
     scratch.tiles = query_parts(params, rows);
     scratch.zeros += 2 * scratch.tiles.all * sizeof(uint32_t);
+    if (hopper_plan(params).key_parts > 1) {
+      scratch.key_tiles = query_parts(with_sides_changed(params, 1), kHopperKeyRows);
+      scratch.key_counters = scratch.zeros;
+      scratch.zeros += 2 * scratch.key_tiles.all * sizeof(uint32_t);
+    }
   }
   take(scratch.zeros);
   if (backward) {
     scratch.of_statistics = query_parts(params, kStatisticRows);
     scratch.statistics = take(2 * scratch.of_statistics.all * kStatisticRows * sizeof(float));
   }
-  if (fuses) scratch.chunks = take(2 * scratch.tiles.all * 64 * 64 * sizeof(float));
+  if (fuses) {
+    scratch.chunks = take(2 * scratch.tiles.all * 64 * 64 * sizeof(float));
+    scratch.key_chunks =
+        take(scratch.key_tiles.all * kHopperKeyRows * 2 * dim_of(params) * sizeof(float));
+  }
   return scratch;
 }
 

@@ -105,6 +105,7 @@ int hopper_forward_groups(const AttentionParams& params, const DeviceProperties&
 struct HopperBackwardTiles {
   int others, own_stages, first_stages, second_stages;
 };
+constexpr int kHopperKeyRows = 128;
 constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
     {128, 2, 3, 3}, {128, 2, 2, 2}, {128, 1, 2, 2}, {64, 1, 2, 2}, {64, 1, 2, 1}};
 constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
@@ -130,14 +131,20 @@ struct HopperPlan {
   bool general;      // scores need more than a positive scale and a band
   bool in_order;     // tiles take unlike times: longest first, to the next block that is free
   bool batch_first;  // forward: (batch, head) pairs of a head follow each other, else of a sequence
+  int key_parts;     // a head of keys' query heads come in so many parts, each to a block
   // Pairs whose other side shares the second-level cache: of queries' heads in the forward and the
-  // backward pass, and of keys'.
+  // backward pass, and of keys' parts.
   int forward_section, query_section, key_section;
 };
 HopperPlan hopper_plan(const AttentionParams& params);
 
-// Whether one kernel makes all gradients of the call.
+// Whether one kernel makes all gradients of the call. It takes a group of more query heads than
+// these in parts: one block for each tile of keys and all of them leaves many without work.
 bool hopper_fuses(const AttentionParams& params);
+constexpr int kMostHeadsOfPart = 2;
+
+// The call whose queries are this one's keys, each head as often as it has parts.
+AttentionParams with_sides_changed(AttentionParams params, int parts);
 
 // Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, without dropout;
 // whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
@@ -171,9 +178,11 @@ constexpr int kStatisticRows = 4;  // of a part of statistics
 // come. Backward passes have delta of all queries, then their exponents (tiers.h), in parts that
 // copies in bulk can begin with. Where one kernel makes all gradients, each tile of queries has two
 // chunks of 64 x 64 elements of dquery: there is a counter for each, behind the tickets, and sums.
+// Where a head of keys has parts, the two warpgroups of each tile of keys have a chunk of dkey and
+// dvalue too, whose counters follow.
 struct HopperScratch {
-  size_t zeros, statistics, chunks, all;
-  QueryParts of_statistics, tiles;
+  size_t zeros, statistics, chunks, key_counters, key_chunks, all;
+  QueryParts of_statistics, tiles, key_tiles;
 };
 constexpr size_t kHopperTicketBytes = 16;
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward);
