@@ -120,7 +120,8 @@ TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
   EXPECT_EQ(hopper_scratch(params, false).all, kHopperTicketBytes);
   EXPECT_EQ(hopper_scratch(params, true).zeros, kHopperTicketBytes);
   for (int dim : {64, 96, 128}) {
-    const AttentionParams fused = call(dim, 1000, 1000);
+    AttentionParams fused = call(dim, 1000, 1000);
+    fused.kv_heads = fused.heads;
     EXPECT_TRUE(hopper_fuses(fused));
     const HopperScratch scratch = hopper_scratch(fused, true);
     const size_t rows = dim == 64 ? 128 : 64, heads = fused.batch * fused.heads;

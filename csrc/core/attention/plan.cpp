@@ -94,11 +94,11 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   const int64_t rows_of_keys = int64_t{params.queries} * group / plan.key_parts;
   if (hopper_fuses(params)) {
     // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next,
-    // but of long sequences at least four (of 64 columns eight), as all tiles of a head that are at
-    // work wait for the one before.
+    // but of long sequences at least eight (of 64 columns sixteen), as all tiles of a head that are
+    // at work wait for the one before.
     const int64_t head_bytes = std::max<int64_t>(8 * rows_of_keys * plan.dim, 1);
     plan.key_section =
-        static_cast<int>(std::clamp<int64_t>(kSummedBytes / head_bytes, 512 / plan.dim, 256));
+        static_cast<int>(std::clamp<int64_t>(kSummedBytes / head_bytes, 1024 / plan.dim, 256));
   } else {
     plan.key_section = plan.in_order ? cached_heads(params, rows_of_keys) : 1;
   }
