@@ -58,6 +58,8 @@ class Cell:
         words = [f"{self.head_dim} x {self.length} {self.mask}"]
         words += [f"window {self.window}"] * (self.window is not None)
         words += [f"GQA {self.group_size}"] * (self.group_size > 1)
+        if self.group == "GQA" and self.tokens == self.length:
+            words.append(f"one sequence, {self.heads} heads")
         words += [f"packed {len(self.lengths)}"] * bool(self.lengths)
         return " ".join(words + [self.option] * (self.option != "none"))
 
@@ -81,7 +83,9 @@ def cells(quick):
     lengths = (2048, 16384) if quick else (512, 1024, 2048, 4096, 8192, 16384)
     dims = (64, 128) if quick else (64, 96, 128, 192, 256)
     found = [Cell("lengths", d, n, c) for d in dims for c in (False, True) for n in lengths]
-    found += [Cell("GQA", 128, 4096, True, group_size=g) for g in (1, 4, 16)]
+    found += [Cell("GQA", 128, 4096, True, group_size=g) for g in (1, 4, 8, 16)]
+    # Of a model whose heads are spread over eight GPUs.
+    found.append(Cell("GQA", 128, 8192, True, group_size=8, tokens=8192, width=1024))
     found += [Cell("windows", 128, 16384, True, window) for window in (512, 4096)]
     for packed, d in itertools.product(((2048,) * 8, MIXED), (64, 128)):
         found.append(Cell("packed", d, max(packed), True, lengths=packed))
