@@ -8,13 +8,14 @@
 
 import dataclasses
 import functools
+import inspect
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations import hub_kernels
-from transformers.masking_utils import sdpa_mask
-from transformers.utils.import_utils import is_kernels_available
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+from transformers.utils.import_utils import is_kernels_available, is_tracing
 
 from fused_norm import _arguments, _convert, _probe, functional
 
@@ -179,18 +180,38 @@ def mask(
     device="cpu",
     **options,
 ) -> Tensor | None:
-    """The mask that :func:`attention` takes: transformers' for ``sdpa``, ``None`` for plain causal
-    attention, and where a sliding window is all that there is to hide, a tensor without elements
-    whose last dimension is the window."""
-    is_window = (
+    """The mask that :func:`attention` takes. Causal attention needs none in memory, nor does a
+    sliding window: then it is ``None``; a tensor without elements whose last dimension is the
+    window; or, if a batch is padded or rows hold several sequences, int32 places ``(N, B, 1, 1)``
+    of the batch's tokens where a sequence or a stretch of padding begins, and the end, with 1 + the
+    window as the last dimension where there is one. Anything else, code that is traced, and models
+    that may look at the mask themselves have transformers' mask for ``sdpa``; models that take
+    neither that nor this attention have the one for ``eager``."""
+    is_known, is_opaque = _masks_of(type(config))
+    if not is_known:
+        options |= {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
+        return eager_mask(
+            batch_size, q_length, kv_length, q_offset, kv_offset, device=device, **options
+        )
+    is_whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset
+    slides = (
         local_size is not None
-        and allow_is_causal_skip
-        and q_length == kv_length
-        and isinstance(q_offset, int)
-        and q_offset == kv_offset
         and getattr(config, "sliding_window", None) == local_size
         and getattr(config, "attention_chunk_size", None) is None
     )
+    padding, mask_function = options.get("attention_mask"), options.get("mask_function")
+    starts = None
+    if is_opaque and is_whole and (local_size is None or slides) and not is_tracing(padding):
+        if not allow_is_causal_skip:
+            starts = _packed_starts(mask_function, slides)
+        elif padding is not None and (slides or mask_function is causal_mask_function):
+            starts = _padding_starts(padding)
+    if starts is not None and starts.shape == (batch_size, q_length):
+        places = nn.functional.pad(starts.flatten(), (0, 1), value=True).nonzero().to(torch.int32)
+        last = 1 if local_size is None else 1 + local_size
+        return places[..., None, None].expand(-1, batch_size, 1, last)
+    is_window = is_opaque and is_whole and slides and allow_is_causal_skip
+    is_window = is_window and kv_length >= local_size
     made = sdpa_mask(
         batch_size,
         q_length,
@@ -207,6 +228,57 @@ def mask(
     return made
 
 
+@torch.compiler.assume_constant_result
+def _masks_of(config_class: type) -> tuple[bool, bool]:
+    """Whether models of such a config take this attention with the masks of ``sdpa``, and whether
+    they never look at the mask themselves, as those that take flash attention do not."""
+    return _masks(config_class)
+
+
+@functools.cache
+def _masks(config_class: type) -> tuple[bool, bool]:
+    classes, models = [PreTrainedModel], []
+    while classes:
+        model = classes.pop()
+        classes += model.__subclasses__()
+        if model.config_class is config_class:
+            models.append(model)
+    flash = [m._supports_flash_attn and m._supports_attention_backend for m in models]
+    return not models or any(flash) or any(m._supports_sdpa for m in models), all(flash)
+
+
+def _padding_starts(shown: Tensor) -> Tensor | None:
+    """Where tokens begin or end in rows ``(B, S)``; ``None`` if all rows are full, or if one has a
+    hole, across which tokens see each other. Waits for the GPU."""
+    starts = shown != nn.functional.pad(shown, (1, -1))
+    begins = (starts & shown).sum(1)
+    if shown.dim() != 2 or bool((begins > 1).any() | shown.all()):
+        return None
+    starts[:, :1] = True
+    return starts
+
+
+def _packed_starts(mask_function, slides: bool) -> Tensor | None:
+    """Where the sequences begin that transformers found in rows by their positions; ``None`` if the
+    function is not of causal attention, or of the window, within them alone."""
+
+    def inside(function) -> dict:
+        return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+
+    functions = inside(mask_function).get("mask_functions", ())
+    if len(functions) != 2:
+        return None
+    whole, within = functions
+    if slides:
+        window, whole = inside(whole).get("mask_functions", (None, None))[:2]
+        if "sliding_window" not in inside(window):
+            return None
+    numbers = inside(within).get("packed_sequence_mask")
+    if whole is not causal_mask_function or numbers is None:
+        return None
+    return numbers != nn.functional.pad(numbers, (1, -1), value=-1)
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -219,6 +291,8 @@ def attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     cache=None,
     **options,
 ) -> tuple[Tensor, None]:
@@ -231,50 +305,77 @@ def attention(
         attention_mask: of :func:`mask`, or any that ``sdpa`` takes.
         s_aux: attention sinks.
         position_bias: added to the scores; differentiable.
+        indices: ``(B, Sq, K)``, the keys that each query sees of those that the mask shows.
 
     Returns:
         ``(B, Sq, Hq, Dv)``, and ``None`` for the probabilities, which are never in memory.
     """
     if cache is not None:
         raise ValueError("fused_norm's attention has no paged cache: use sdpa for that")
+    if block_indices is not None:
+        raise ValueError(
+            f"fused_norm's attention does not take the block_indices of {type(module).__name__}: "
+            f"use eager or sdpa for that"
+        )
     if options.get("output_attentions"):
         raise ValueError("fused_norm's attention has no probabilities to give: use eager for that")
-    rows, columns = query.shape[2], key.shape[2]
-    left = None
+    batch, _, rows, _ = query.shape
+    columns, places, left = key.shape[2], None, None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = rows > 1 and attention_mask is None and is_causal
-    if attention_mask is not None and attention_mask.dim() == 4 and attention_mask.shape[2] == 0:
-        if rows != columns:
+    if attention_mask is not None and attention_mask.dim() == 4:
+        if attention_mask.dtype is torch.int32:
+            places, left = attention_mask[:, 0, 0, 0].contiguous(), attention_mask.shape[3] - 2
+        elif attention_mask.shape[2] == 0:
+            left = attention_mask.shape[3] - 1
+    if left is not None:
+        if rows != columns or (places is not None and batch != attention_mask.shape[1]):
             raise ValueError(
-                f"a mask of a sliding window alone is for as many keys as queries, but there are "
-                f"{rows} queries and {columns} keys"
+                f"a mask of sequences or of a sliding window alone is for queries and keys of the "
+                f"same tokens, but query is {tuple(query.shape)} and key {tuple(key.shape)}"
             )
-        is_causal, left, attention_mask = True, attention_mask.shape[3] - 1, None
+        is_causal, attention_mask = True, None
+        left = None if left < 0 else left
     if is_causal and columns > rows:  # a static cache whose other columns are not filled yet
         key, value, columns = key[:, :, :rows], value[:, :, :rows], rows
         if position_bias is not None:
             position_bias = position_bias[..., :rows]
     if position_bias is not None:
+        if places is not None:
+            tokens = torch.arange(batch * rows, device=places.device, dtype=places.dtype)
+            sequence = torch.bucketize(tokens, places, right=True).view(batch, 1, rows)
+            attention_mask = sequence[..., None] == sequence[..., None, :]
+            places = None
         if attention_mask is None:
             attention_mask = position_bias
         elif attention_mask.dtype is torch.bool:
             attention_mask = torch.where(attention_mask, position_bias, float("-inf"))
         else:
             attention_mask = attention_mask + position_bias
+    if indices is not None:
+        hidden = torch.ones(batch, 1, rows, columns, dtype=torch.bool, device=query.device)
+        hidden.scatter_(-1, indices[:, None].long(), False)
+        if attention_mask is None:
+            attention_mask = ~hidden
+        elif attention_mask.dtype is torch.bool:
+            attention_mask = attention_mask & ~hidden
+        else:
+            attention_mask = attention_mask.masked_fill(hidden, float("-inf"))
     if attention_mask is not None and attention_mask.dtype not in (torch.bool, torch.float32):
         attention_mask = attention_mask.to(query.dtype)
     if s_aux is not None and s_aux.dtype is not torch.float32:
         s_aux = s_aux.to(query.dtype)
-    out = functional.flash_attention(
-        query,
-        key,
-        value,
-        window=(left, rows - columns if is_causal else None),  # aligned at the top left
-        softcap=0.0 if softcap is None else softcap,
-        sink=s_aux,
-        attn_mask=attention_mask,
-        dropout_p=dropout,
-        scale=scaling,
-    )
+    scores = {
+        "window": (left, rows - columns if is_causal else None),  # aligned at the top left
+        "softcap": 0.0 if softcap is None else softcap,
+        "sink": s_aux,
+        "dropout_p": dropout,
+        "scale": scaling,
+    }
+    if places is not None:
+        tokens = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
+        out = functional.flash_attention_varlen(*tokens, places, places, rows, rows, **scores)
+        return out.unflatten(0, (batch, rows)), None
+    out = functional.flash_attention(query, key, value, attn_mask=attention_mask, **scores)
     return out.transpose(1, 2).contiguous(), None

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from stacks_harness import relative_error
+from transformers.masking_utils import causal_mask_function
 
 import fused_norm
 from fused_norm.integrations import transformers as fused
@@ -179,7 +180,7 @@ def test_attention(name, padding, calls):
         assert relative_error(run(model, batch(padding)), expected) == 0
 
 
-def test_window_without_padding_has_no_mask_in_memory():
+def test_a_window_has_no_mask_in_memory():
     """A mask of 4096 x 4096 would be 16 MB."""
     model = make("sliding", "fused_norm", max_position_embeddings=8192)
     config, embeddings = model.config, torch.zeros(1, 4096, 32)
@@ -187,7 +188,138 @@ def test_window_without_padding_has_no_mask_in_memory():
     assert make_mask(config, embeddings, None, None).numel() == 0
     padded = torch.ones(1, 4096, dtype=torch.long)
     padded[:, 0] = 0
+    assert make_mask(config, embeddings, padded, None).untyped_storage().nbytes() == 3 * 4
+    padded[:, 9] = 0  # tokens behind a hole see those before it
     assert make_mask(config, embeddings, padded, None).shape == (1, 1, 4096, 4096)
+
+
+def packed():
+    """Several sequences in a row, told apart by their positions."""
+    positions = [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7], [*range(12)], [0, 1, 0, *range(9)]]
+    return batch() | {"position_ids": torch.tensor(positions)}
+
+
+@pytest.mark.parametrize(
+    "inputs", [batch("left"), batch("right"), packed()], ids=["left", "right", "packed"]
+)
+@pytest.mark.parametrize("name", ["llama", "sliding", "softcap", "sinks", "latent"])
+def test_padded_and_packed_rows_need_no_mask(name, inputs, calls, monkeypatch):
+    expected = run(make(name), inputs)
+    makes = fused.sdpa_mask
+
+    def none(*args, **options):
+        assert makes(*args, **options) is None
+
+    monkeypatch.setattr(fused, "sdpa_mask", none)
+    results = {}
+    counted = calls(
+        lambda: results.update(run(make(name, "fused_norm"), inputs)), "attention_forward"
+    )
+    assert counted == 2 and relative_error(results, expected) < 2e-6
+
+
+SPARSE = {  # beside these, as "latent"
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 16,
+    "index_topk": 4,
+    "moe_intermediate_size": 16,
+}
+# How often they attend by this library in a forward pass.
+UNUSUAL = {
+    # Keys are chosen by the model, which folds them into the masks of eager and sdpa alone.
+    "sparse": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**MODELS["latent"][2], **SPARSE}, 2),
+    # Nothing of it asks what attention there is: its own wants eager's mask.
+    "no_choice": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32}, 0),
+    # Its decoder says that it is not causal.
+    "says_no": (
+        "NllbMoeForConditionalGeneration",
+        "NllbMoeConfig",
+        {
+            **MODELS["cross_attention"][2],
+            "num_experts": 2,
+            "decoder_start_token_id": 0,
+        },
+        3,
+    ),
+    # Looks at a window's mask itself.
+    "looks": (
+        "DeepseekV4ForCausalLM",
+        "DeepseekV4Config",
+        {
+            **COMMON,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "q_lora_rank": 16,
+            "o_lora_rank": 8,
+            "o_groups": 2,
+            "qk_rope_head_dim": 8,
+            "layer_types": ["sliding_attention"] * 2,
+            "sliding_window": 5,
+            "n_routed_experts": 2,
+            "num_experts_per_tok": 1,
+            "moe_intermediate_size": 16,
+        },
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("padding", [None, "left", "right"])
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_models_that_do_more_with_masks(name, padding, calls, monkeypatch):
+    *made, attentions = UNUSUAL[name]
+    monkeypatch.setitem(MODELS, name, tuple(made))
+    expected = run(make(name), batch(padding))
+    model, results = make(name, "fused_norm"), {}
+    counted = calls(lambda: results.update(run(model, batch(padding))), "attention_forward")
+    assert counted == attentions and relative_error(results, expected) < 2e-6
+
+
+def test_a_cache_that_says_one_key(monkeypatch):
+    """The mask's sizes come from the first layer, which attends to nothing."""
+    options = {k: v for k, v in COMMON.items() if k not in ("head_dim", "num_key_value_heads")}
+    options |= {"lru_width": 32, "attention_window_size": 6}
+    options |= {"block_types": ["recurrent", "attention"]}
+    made = ("RecurrentGemmaForCausalLM", "RecurrentGemmaConfig", options)
+    monkeypatch.setitem(MODELS, "recurrent", made)
+    tokens = batch()["input_ids"]
+    texts = [
+        make("recurrent", attention).generate(tokens, max_new_tokens=5, do_sample=False)
+        for attention in ("eager", "fused_norm")
+    ]
+    assert torch.equal(*texts) and texts[0].shape[1] > 13
+
+
+def test_packed_positions_matter():
+    together, alone = (run(make("llama", "fused_norm"), inputs) for inputs in (packed(), batch()))
+    assert relative_error(alone, together) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["llama", "sliding"])
+def test_other_masks_are_those_of_sdpa(name, monkeypatch):
+    """A hole in the padding; a function that a model adds to causality, beside packed rows."""
+    inputs = batch("left")
+    inputs["attention_mask"][1, 5] = 0
+    inputs["labels"][1, 5:7] = -100
+    expected = run(make(name), inputs)
+    assert relative_error(run(make(name, "fused_norm"), inputs), expected) < 2e-6
+
+    create = transformers.masking_utils.create_causal_mask
+    module = transformers.models.llama.modeling_llama
+
+    def hides_the_third(batch_idx, head_idx, q_idx, kv_idx):
+        return (kv_idx != 2) | (q_idx == 2)
+
+    masks = functools.partial(create, and_mask_function=hides_the_third)
+    monkeypatch.setattr(module, "create_causal_mask", masks)
+    expected = run(make("llama"), packed())
+    assert relative_error(run(make("llama", "fused_norm"), packed()), expected) < 2e-6
+    monkeypatch.setattr(module, "create_causal_mask", create)
+    assert relative_error(run(make("llama", "fused_norm"), packed()), expected) > 1e-3
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
@@ -202,24 +334,14 @@ def test_generation(name, cache):
     assert expected.shape[1] > 14 and torch.equal(tokens, expected)
 
 
-def test_packed_sequences():
-    """Several sequences in one row, told apart by their positions."""
-    inputs = batch()
-    inputs["position_ids"] = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7]]).expand(3, -1)
-    for name in ("llama", "sliding"):
-        expected = run(make(name), inputs)
-        assert relative_error(run(make(name, "fused_norm"), inputs), expected) < 2e-6
-        alone = run(make(name, "fused_norm"), batch())
-        assert relative_error(alone, expected) > 1e-2  # the positions matter
-
-
+@pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize("name", ["llama", "sliding", "softcap"])
-def test_compiled(name):
+def test_compiled(name, padding):
     torch._dynamo.reset()
-    expected = run(make(name), batch())
+    expected = run(make(name), batch(padding))
     model = make(name, "fused_norm")
     model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
-    assert relative_error(run(model, batch()), expected) < 2e-6
+    assert relative_error(run(model, batch(padding)), expected) < 2e-6
 
 
 def test_dropout_is_of_training_alone():
@@ -235,6 +357,14 @@ def test_what_it_cannot_do_is_an_error():
     with pytest.raises(ValueError, match="paged"):
         q = torch.zeros(1, 4, 3, 8)
         fused.attention(model, q, q, q, None, cache=object())
+    with pytest.raises(ValueError, match="block_indices of LlamaForCausalLM: use eager or sdpa"):
+        fused.attention(model, q, q, q, None, block_indices=torch.zeros(1, 3, 1))
+    padded = torch.ones(2, 3, dtype=torch.bool)
+    padded[0, 0] = False
+    places = fused.mask(2, 3, 3, mask_function=causal_mask_function, attention_mask=padded)
+    for query, key in ((q, q), (q.expand(2, -1, -1, -1), torch.zeros(2, 4, 4, 8))):
+        with pytest.raises(ValueError, match=r"same tokens.* key \((1, 4, 3|2, 4, 4), 8\)"):
+            fused.attention(model, query, key, key, places)
 
 
 # Norms of these classes, and how many.
