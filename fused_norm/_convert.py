@@ -179,7 +179,8 @@ _ADDED += "normalized_shape output_rule weight_name weight_offset".split()
 def _remember(module: nn.Module) -> None:
     """Keeps what :func:`revert` puts back: the class, and the attributes that a conversion sets."""
     attributes = {name: vars(module)[name] for name in _ADDED if name in vars(module)}
-    vars(module).setdefault("_before_convert", (type(module), attributes))
+    before = (type(module), attributes, set(module._parameters))
+    vars(module).setdefault("_before_convert", before)
 
 
 def _set_flag(module: nn.Module) -> str | None:
@@ -246,7 +247,7 @@ def revert(model: nn.Module) -> int:
     for name, module in model.named_modules():
         if "_before_convert" not in vars(module):
             continue
-        cls, attributes = vars(module)["_before_convert"]
+        cls, attributes, parameters = vars(module)["_before_convert"]
         if type(module) is not cls and not type(module).__module__.startswith("fused_norm."):
             warnings.warn(
                 f"the norm {name or 'model'} stays converted, as it has become a "
@@ -259,6 +260,9 @@ def revert(model: nn.Module) -> int:
         for name in _ADDED:
             vars(module).pop(name, None)
         vars(module).update(attributes)
+        for name in {"weight", "bias"} - parameters:
+            if module._parameters.get(name, 0) is None:
+                del module._parameters[name]
         count += 1
     return count
 

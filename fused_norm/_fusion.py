@@ -96,14 +96,14 @@ def _is_read_by_opaque(node: fx.Node) -> bool:
 
 
 def _is_copy(node: fx.Node) -> bool:
-    if node.target is not _CLONE:
+    if node.target is not _CLONE or len(node.users) > 1:
         return False
     return _same(node.meta["val"].stride(), node.args[0].meta["val"].stride())
 
 
 def _addends(total) -> list[fx.Node]:
     """The two operands of a plain sum, if they are tensors of its shape and device; else none. A
-    copy, as dropout makes one that drops nothing, is what it copies."""
+    copy for the sum alone, as dropout makes one that drops nothing, is what it copies."""
     if not isinstance(total, fx.Node) or total.target is not _ADD or len(total.args) != 2:
         return []
     if total.kwargs or not all(isinstance(operand, fx.Node) for operand in total.args):
@@ -116,6 +116,15 @@ def _addends(total) -> list[fx.Node]:
         if not _same(value.shape, sum_.shape):
             return []
     return operands
+
+
+def _erase(total: fx.Node) -> None:
+    """A sum, and the copies that were made for it."""
+    operands = set(total.all_input_nodes)
+    total.graph.erase_node(total)
+    for operand in operands:
+        if not operand.users and operand.target is _CLONE:
+            total.graph.erase_node(operand)
 
 
 def _narrow(node: fx.Node) -> fx.Node:
@@ -173,7 +182,7 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
         result.args = (both, index if index == 0 else index + 1)
     graph.erase_node(norm)
     total.replace_all_uses_with(residual_out)
-    graph.erase_node(total)
+    _erase(total)
 
 
 def _fuse_backward(total: fx.Node, order: dict[fx.Node, int]) -> None:
@@ -190,7 +199,7 @@ def _fuse_backward(total: fx.Node, order: dict[fx.Node, int]) -> None:
         norm.args, norm.kwargs = tuple((arguments | {"dresidual": gradient}).values()), {}
         norm.meta.pop("eager_input_vals", None)
         total.replace_all_uses_with(dx)
-        total.graph.erase_node(total)
+        _erase(total)
         return
 
 
@@ -239,9 +248,8 @@ def _fuse_products(total: fx.Node, order: dict[fx.Node, int]) -> None:
     # Inductor would copy operands that are not contiguous.
     if not all(_is_contiguous(node) for node in (sum_, *added.args)):
         return
-    if sum_.meta["val"].dtype != total.meta["val"].dtype or not _same(
-        sum_.meta["val"].shape, added.meta["val"].shape
-    ):
+    values = [node.meta["val"] for node in (total, sum_, added)]
+    if len({value.dtype for value in values}) > 1 or not _same(values[1].shape, values[2].shape):
         return
     graph = total.graph
     last = max((added, *_additions(sum_)), key=order.__getitem__)
@@ -253,5 +261,6 @@ def _fuse_products(total: fx.Node, order: dict[fx.Node, int]) -> None:
     for view in views:  # the outermost first
         adding.append(view)
     total.replace_all_uses_with(views[0] if views else sum_)
-    for node in (total, *others, added):
+    _erase(total)
+    for node in (*others, added):
         graph.erase_node(node)

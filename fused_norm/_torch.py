@@ -77,6 +77,11 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def in_functorch() -> bool:
+    """Whether a transform of torch.func is at work; there is no public way to ask."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
 def is_fake(tensor) -> bool:
     """Whether it is a tensor without data, as torch.export traces them."""
     return isinstance(tensor, torch._subclasses.FakeTensor)

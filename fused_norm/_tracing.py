@@ -75,8 +75,10 @@ def compile_anew() -> None:
 @_torch.constant  # called with the parameters themselves
 def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
     """The room for listed columns, or -1 to save the input, from the parameters as they are. 0, or
-    -1 for good, where no generation is given."""
-    if not all(param is None or type(param) in PLAIN for param in (weight, bias)):
+    -1 for good, where no generation is given. Under torch.func nothing can be looked at."""
+    if _torch.in_functorch() or not all(
+        param is None or type(param) in PLAIN for param in (weight, bias)
+    ):
         return -1
     args = (weight, bias, weight_offset, x_dtype, y_dtype)
     return _C.traced_room(*args, int(generation or _rooms.generation), generation is not None)

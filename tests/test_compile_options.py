@@ -348,6 +348,21 @@ def test_a_gradient_that_depends_on_the_norm(device, generator):
     torch.testing.assert_close(traced(x), expected)
 
 
+def test_a_copy_of_the_gradient_is_not_changed(device, generator):
+    norm = make_norm("layer", device=device, dtype=FP64)
+
+    def call(x, g):
+        dx = torch.autograd.grad(norm(x).sin().sum(), [x])[0].clone()
+        return dx + g, dx
+
+    inputs = [randn(generator, 6, COLS, dtype=FP64).requires_grad_() for _ in range(2)]
+    traced = make_fx(call)(*inputs)
+    fused_norm.compile_options()["post_grad_custom_pre_pass"](traced.graph)
+    traced.recompile()
+    for own, other in zip(traced(*inputs), call(*inputs), strict=True):
+        torch.testing.assert_close(own, other)
+
+
 class Branches(nn.Module):
     """A norm that layers read side by side, as attention's projections, and one after it."""
 
@@ -408,6 +423,10 @@ SUMS = {  # of matrix products: (dy, what is read beside it), and how many becom
     "with one of it": (lambda p, a, b: ((c := p @ a) + c @ b, p), 0),
     "with no product": (lambda p, a, b: (p @ a + b, p), 0),
     "a product read elsewhere": (lambda p, a, b: ((c := p @ a) + p @ b, c), 0),
+    "a copy": (lambda p, a, b: (p @ a + (p @ b).clone(), p), 1),
+    "two copies": (lambda p, a, b: ((p @ a).clone() + (p @ b).clone(), p), 1),
+    "a copy read elsewhere": (lambda p, a, b: ((c := (p @ a).clone()) + p @ b, c), 0),
+    "of unlike dtypes": (lambda p, a, b: (p @ a + p.float() @ b.float(), p), 0),
 }
 
 

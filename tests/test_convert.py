@@ -397,6 +397,14 @@ def test_revert():
         fused_norm.revert(lambda x: x)
 
 
+@pytest.mark.parametrize("name", FOREIGN)
+def test_revert_leaves_no_name_behind(name):
+    model = nn.Sequential(FOREIGN[name]())
+    before = list(model[0]._parameters), set(dir(model[0]))
+    assert len(convert(model)) == fused_norm.revert(model) == 1
+    assert (list(model[0]._parameters), set(dir(model[0]))) == before
+
+
 class Doubled(nn.Module):
     def forward(self, weight):
         return 2 * weight

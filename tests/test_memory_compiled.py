@@ -205,6 +205,25 @@ def test_compiled_evaluation_raises(kind, seed):
         assert call(x).isfinite().all()
 
 
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda t: f(t).sin().sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](x)[0],
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,))[1],
+    "jacrev": lambda f, x: torch.func.jacrev(lambda t: f(t).sum(0))(x),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda t: f(t).sin().sum()))(x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@each_kind
+def test_transforms_within_compiled_code(kind, transform, device, generator):
+    norm, transforms = make(kind, device=device), TRANSFORMS[transform]
+    x = randn(generator, 6, COLS, dtype=FP64)
+    torch._dynamo.reset()
+    call = torch.compile(lambda x: transforms(norm, x), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(call(x), transforms(norm, x))
+
+
 @each_kind
 def test_a_norm_without_parameters_saves_its_output(kind, device, generator):
     norm = make(kind, elementwise_affine=False, device=device)
