@@ -84,7 +84,7 @@ def cells(quick):
     dims = (64, 128) if quick else (64, 96, 128, 192, 256)
     found = [Cell("lengths", d, n, c) for d in dims for c in (False, True) for n in lengths]
     found += [Cell("GQA", 128, 4096, True, group_size=g) for g in (1, 4, 8, 16)]
-    # Of a model whose heads are spread over eight GPUs.
+    # What one of eight GPUs has of a model whose heads are spread over them.
     found.append(Cell("GQA", 128, 8192, True, group_size=8, tokens=8192, width=1024))
     found += [Cell("windows", 128, 16384, True, window) for window in (512, 4096)]
     for packed, d in itertools.product(((2048,) * 8, MIXED), (64, 128)):

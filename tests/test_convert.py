@@ -121,6 +121,13 @@ class ByHand(nn.Module):
         return y if bias is None else y + bias
 
 
+class Centred(ByHand):
+    """A LayerNorm without a bias."""
+
+    def _norm(self, x):
+        return super()._norm(x - x.mean(-1, keepdim=True))
+
+
 class OwnLayerNorm(nn.LayerNorm):
     pass
 
@@ -142,6 +149,7 @@ FOREIGN = {
     "zero_centred": lambda: ByHand(16, offset=1.0, rule="input"),
     "other names": lambda: ByHand(16, name="scale", rule="input"),
     "LayerNorm by hand": lambda: ByHand(16, name="gamma", bias="beta", rule="input"),
+    "LayerNorm without a bias": lambda: Centred(16, rule="input"),
     "eps 0": lambda: ByHand(16, eps=0.0),
     "subclass": lambda: OwnLayerNorm(16),
     "subclass in fp32": lambda: InFP32(16),

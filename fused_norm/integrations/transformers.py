@@ -180,16 +180,19 @@ def mask(
     device="cpu",
     **options,
 ) -> Tensor | None:
-    """The mask that :func:`attention` takes. Causal attention needs none in memory, nor does a
-    sliding window: then it is ``None``; a tensor without elements whose last dimension is the
-    window; or, if a batch is padded or rows hold several sequences, int32 places ``(N, B, 1, 1)``
-    of the batch's tokens where a sequence or a stretch of padding begins, and the end, with 1 + the
-    window as the last dimension where there is one. Anything else, code that is traced, and models
-    that may look at the mask themselves have transformers' mask for ``sdpa``; models that take
-    neither that nor this attention have the one for ``eager``."""
-    is_known, is_opaque = _masks_of(type(config))
-    if not is_known:
-        options |= {"allow_is_causal_skip": allow_is_causal_skip, "local_size": local_size}
+    """The mask that :func:`attention` takes:
+
+    - ``None`` for plain causal attention;
+    - a tensor without elements, whose last dimension is the window, for a sliding window;
+    - for causal attention in a padded batch, or in rows that hold several sequences: int32 places
+      ``(N, B, 1, 1)``, counted over all tokens of the batch, where a sequence or a stretch of
+      padding begins, and the number of tokens. With a window the last dimension is 1 + the window;
+    - transformers' mask for ``sdpa`` for anything else, in code that is traced, and for models that
+      may look at the mask themselves;
+    - its mask for ``eager`` for models that take neither ``sdpa`` nor this attention.
+    """
+    takes_ours, never_looks = _masks_of(type(config))
+    if not takes_ours:
         return eager_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, device=device, **options
         )
@@ -201,7 +204,7 @@ def mask(
     )
     padding, mask_function = options.get("attention_mask"), options.get("mask_function")
     starts = None
-    if is_opaque and is_whole and (local_size is None or slides) and not is_tracing(padding):
+    if never_looks and is_whole and (local_size is None or slides) and not is_tracing(padding):
         if not allow_is_causal_skip:
             starts = _packed_starts(mask_function, slides)
         elif padding is not None and (slides or mask_function is causal_mask_function):
@@ -210,7 +213,7 @@ def mask(
         places = nn.functional.pad(starts.flatten(), (0, 1), value=True).nonzero().to(torch.int32)
         last = 1 if local_size is None else 1 + local_size
         return places[..., None, None].expand(-1, batch_size, 1, last)
-    is_window = is_opaque and is_whole and slides and allow_is_causal_skip
+    is_window = never_looks and is_whole and slides and allow_is_causal_skip
     is_window = is_window and kv_length >= local_size
     made = sdpa_mask(
         batch_size,
@@ -248,11 +251,11 @@ def _masks(config_class: type) -> tuple[bool, bool]:
 
 
 def _padding_starts(shown: Tensor) -> Tensor | None:
-    """Where tokens begin or end in rows ``(B, S)``; ``None`` if all rows are full, or if one has a
-    hole, across which tokens see each other. Waits for the GPU."""
+    """Where stretches of tokens and of padding begin in rows ``(B, S)``. ``None`` if there is no
+    padding, or if it has tokens on both sides, which see each other. Waits for the GPU."""
     starts = shown != nn.functional.pad(shown, (1, -1))
     begins = (starts & shown).sum(1)
-    if shown.dim() != 2 or bool((begins > 1).any() | shown.all()):
+    if bool((begins > 1).any() | shown.all()):
         return None
     starts[:, :1] = True
     return starts

@@ -232,7 +232,7 @@ SPARSE = {  # beside these, as "latent"
 UNUSUAL = {
     # Keys are chosen by the model, which folds them into the masks of eager and sdpa alone.
     "sparse": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**MODELS["latent"][2], **SPARSE}, 2),
-    # Nothing of it asks what attention there is: its own wants eager's mask.
+    # It has its own attention alone, which takes the mask for eager.
     "no_choice": ("BloomForCausalLM", "BloomConfig", {"vocab_size": 64, "hidden_size": 32}, 0),
     # Its decoder says that it is not causal.
     "says_no": (
