@@ -148,7 +148,7 @@ TEST(AttentionHopperPlan, LargeGroupsComeInParts) {
     }
     const HopperScratch scratch = hopper_scratch(params, true);
     const size_t tiles = size_t{6} * params.batch * params.kv_heads, dims = 2 * 128;
-    const size_t sums = parts > 1 ? tiles * kHopperKeyRows * dims * sizeof(float) : 0;
+    const size_t sums = parts > 1 ? tiles * kHopperOwnRows * dims * sizeof(float) : 0;
     EXPECT_EQ(scratch.all, scratch.key_chunks + sums);
     EXPECT_EQ(scratch.key_chunks, scratch.chunks + 2 * scratch.tiles.all * 64 * 64 * 4);
     const size_t counters = 2 * sizeof(uint32_t) * (scratch.tiles.all + (sums > 0 ? tiles : 0));

@@ -249,7 +249,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles,
                                       int slot) {
     const uint64_t others = OtherTile::down_columns(tiles + slot * OtherTile::kBytes);
-    start_sum<T, OtherTile>(sums, weights, others);
+    start_sum<T, OtherTile>(sums, weights, others, [] {});
   }
 
   // The compiler would wait for products before it makes weights, as nothing orders the two: so

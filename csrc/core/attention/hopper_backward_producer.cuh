@@ -59,7 +59,7 @@ struct BackwardForm {
   static constexpr int kOthers = kTiles.others, kGroups = 2;
   static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
   static constexpr int kSecondStages = kTiles.second_stages;
-  static constexpr int kOwn = kHopperKeyRows, kThreads = 128 * (kGroups + 1);
+  static constexpr int kOwn = kHopperOwnRows, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has (ForwardForm).
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // A tile's scores are started while the tile before is still read.

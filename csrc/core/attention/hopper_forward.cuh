@@ -52,8 +52,11 @@ class Consumer {
   // A warpgroup does nothing for tiles of keys that none of its own queries sees. (With a mask all
   // take part in each.)
   static constexpr bool kPasses = !Form::kMasked;
-  // Named barriers: 4 to 6 for a warpgroup's own; and those of masks.
-  static constexpr int kOfGroup = 4, kConsumers = 128 * Form::kGroups;
+  // Three warpgroups start their products by turns: one multiplies while others exponentiate. A
+  // turn ends before its last products, so that the tensor cores go on at once with the next.
+  static constexpr bool kTurns = Form::kGroups == 3;
+  // Named barriers: 4 to 6 for a warpgroup's own, 7 to 9 for its turns; and those of masks.
+  static constexpr int kOfGroup = 4, kTurn = 7, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
 
@@ -70,6 +73,7 @@ class Consumer {
         value_operand_(KeyTile::down_columns(shared_address(memory.value[0]))) {}
 
   __device__ __forceinline__ void run() {
+    if (group_ == Form::kGroups - 1) end_turn();
     bool has_scores = false;
     while (true) {
       if (!has_scores) wait(memory_.query_full[query_place_.slot], query_place_.parity);
@@ -85,7 +89,8 @@ class Consumer {
         __syncwarp();  // all lanes have read `work`
         release(memory_.query_empty[query_place_.slot]);
         query_place_.advance();
-        pass(work.end_tile - work.first_tile);
+        const int count = work.end_tile - work.first_tile;
+        pass(count, count - 1);
       }
       if constexpr (Form::kMasked) {
         if (sees_keys(work)) {
@@ -126,7 +131,7 @@ class Consumer {
   __device__ __forceinline__ bool run_tiles(const WorkTile& work, bool has_scores) {
     Weights weights;
     if (!has_scores) {
-      pass(work.end_tile - tiles_.end);
+      pass(work.end_tile - tiles_.end, work.end_tile - tiles_.end);
       // They need no value, but registers of none until here.
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores_[i] = 0;
@@ -143,7 +148,7 @@ class Consumer {
     query_place_.advance();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
     clear(work, tiles_.first);
-    multiply_values(weights);
+    multiply_values(weights, [] {});
     if (kEarly && tiles_.first == work.first_tile && next_starts()) {
       start_scores();
       wait_products<1>();
@@ -154,17 +159,18 @@ class Consumer {
     }
     wait_products<0>();
     leave_value();
-    pass(tiles_.first - work.first_tile);
+    pass(tiles_.first - work.first_tile, tiles_.first - work.first_tile);
     return false;
   }
 
   // The scores of `tile`, while `weights` of the tile after it are multiplied by their values.
   __device__ __forceinline__ void step(const WorkTile& work, int tile, Weights& weights) {
     wait(memory_.key_full[key_place_.slot], key_place_.parity);
+    begin_turn();
     multiply_keys();
     wait(memory_.value_full[value_place_.slot], value_place_.parity);
     clear(work, tile + 1);
-    multiply_values(weights);
+    multiply_values(weights, [&] { end_turn(); });
     wait_products<1>();
     hold(scores_);
     leave_scores(tile);
@@ -196,7 +202,7 @@ class Consumer {
       softmax_step(scores_, rows_, args_.exponent, rescale_);
       round<T>(weights, scores_);
       rescale_values();
-      multiply_values(weights);
+      multiply_values(weights, [] {});
       wait_products<0>();
       leave_value();
     }
@@ -225,10 +231,11 @@ class Consumer {
     const uint64_t keys = key_operand_ + uniform<kWide>(key_place_.slot) * (KeyTile::kBytes / 16);
     start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
   }
-  __device__ __forceinline__ void multiply_values(const Weights& weights) {
+  template <typename Then>
+  __device__ __forceinline__ void multiply_values(const Weights& weights, Then then) {
     const uint64_t from =
         value_operand_ + uniform<kWide>(value_place_.slot) * (KeyTile::kBytes / 16);
-    start_sum<T, KeyTile>(values_, weights, from);
+    start_sum<T, KeyTile>(values_, weights, from, then);
   }
 
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
@@ -267,6 +274,14 @@ class Consumer {
     for (int i = 0; i < kDim / 2; ++i) values_[i] *= rescale_[i / 2 % 2];
   }
 
+  // Of every tile of queries each warpgroup has one turn less than there are tiles of keys.
+  __device__ __forceinline__ void begin_turn() const {
+    if constexpr (kTurns) named_sync(kTurn + group_, 256);
+  }
+  __device__ __forceinline__ void end_turn() const {
+    if constexpr (kTurns) named_arrive(kTurn + (group_ + 1) % Form::kGroups, 256);
+  }
+
   __device__ __forceinline__ void release(CopyBarrier& barrier) const {
     if (lane_ == 0) arrive(barrier);
   }
@@ -285,9 +300,13 @@ class Consumer {
     release(memory_.value_empty[value_place_.slot]);
     value_place_.advance();
   }
-  // By so many tiles of keys.
-  __device__ __forceinline__ void pass(int count) {
+  // By so many tiles of keys, and turns.
+  __device__ __forceinline__ void pass(int count, int turns) {
     for (; kPasses && count > 0; --count) {
+      if (turns-- > 0) {
+        begin_turn();
+        end_turn();
+      }
       wait(memory_.key_full[key_place_.slot], key_place_.parity);
       leave_key();
       wait(memory_.value_full[value_place_.slot], value_place_.parity);

@@ -295,12 +295,14 @@ __device__ __forceinline__ void start_product_down(float (&d)[kCount], uint64_t 
   }
   commit_products();
 }
-template <typename T, typename Right, int kCount, int kWeights>
+// before_last(): before the last three blocks of the sum.
+template <typename T, typename Right, int kCount, int kWeights, typename BeforeLast>
 __device__ __forceinline__ void start_sum(float (&d)[kCount], const uint32_t (&weights)[kWeights],
-                                          uint64_t right) {
+                                          uint64_t right, BeforeLast before_last) {
   fence_products();
 #pragma unroll
   for (int step = 0; step < Right::kRows / 16; ++step) {
+    if (step == Right::kRows / 16 - 3) before_last();
     Product<T, 2 * kCount>::registers(d, weights + 4 * step, right + Right::column_step(step));
   }
   commit_products();

@@ -169,7 +169,7 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     scratch.tiles = query_parts(params, rows);
     scratch.zeros += 2 * scratch.tiles.all * sizeof(uint32_t);
     if (hopper_plan(params).key_parts > 1) {
-      scratch.key_tiles = query_parts(with_sides_changed(params, 1), kHopperKeyRows);
+      scratch.key_tiles = query_parts(with_sides_changed(params, 1), kHopperOwnRows);
       scratch.key_counters = scratch.zeros;
       scratch.zeros += 2 * scratch.key_tiles.all * sizeof(uint32_t);
     }
@@ -182,7 +182,7 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
   if (fuses) {
     scratch.chunks = take(2 * scratch.tiles.all * 64 * 64 * sizeof(float));
     scratch.key_chunks =
-        take(scratch.key_tiles.all * kHopperKeyRows * 2 * dim_of(params) * sizeof(float));
+        take(scratch.key_tiles.all * kHopperOwnRows * 2 * dim_of(params) * sizeof(float));
   }
   return scratch;
 }

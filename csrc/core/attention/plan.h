@@ -105,7 +105,7 @@ int hopper_forward_groups(const AttentionParams& params, const DeviceProperties&
 struct HopperBackwardTiles {
   int others, own_stages, first_stages, second_stages;
 };
-constexpr int kHopperKeyRows = 128;
+constexpr int kHopperOwnRows = 128;
 constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
     {128, 2, 3, 3}, {128, 2, 2, 2}, {128, 1, 2, 2}, {64, 1, 2, 2}, {64, 1, 2, 1}};
 constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
