@@ -216,20 +216,19 @@ def mask(
     padding, mask_function = options.get("attention_mask"), options.get("mask_function")
     starts, kind, last = None, 1, 1 if local_size is None else 1 + local_size
     if never_looks and not is_tracing(padding):
-        may_skip = options.get("allow_is_bidirectional_skip", False)
-        side = _keys_on_a_side(mask_function) if may_skip else None
-        is_full = side is not None and side >= kv_length
-        if is_full and padding is not None and padding.shape == (batch_size, kv_length):
-            places = _places_of_tokens(padding, q_length) if q_length > 1 else None
+        may_skip = options.get("allow_is_bidirectional_skip")
+        side = _keys_on_a_side(mask_function) if may_skip else -1
+        if side >= kv_length:
+            is_padded = padding is not None and padding.shape == (batch_size, kv_length)
+            places = _places_of_tokens(padding, q_length) if is_padded and q_length > 1 else None
             if places is not None:
                 return places
-        elif not is_full and side is not None and is_whole:
+        elif side >= 0 and is_whole:
             kind, last = 3, 2 + side
-            if padding is None:
-                starts = (torch.arange(q_length, device=device) == 0).expand(batch_size, -1)
-            else:
+            starts = (torch.arange(q_length, device=device) == 0).expand(batch_size, -1)
+            if padding is not None:
                 starts = _padding_starts(padding, needs_padding=False)
-        elif side is None and is_whole and (local_size is None or slides):
+        elif is_whole and (local_size is None or slides):
             if not allow_is_causal_skip:
                 starts = _packed_starts(mask_function, slides)
             elif padding is not None and (slides or mask_function is causal_mask_function):
@@ -271,7 +270,11 @@ def _masks(config_class: type) -> tuple[bool, bool]:
         if model.config_class is config_class:
             models.append(model)
     flash = [m._supports_flash_attn and m._can_set_attn_implementation() for m in models]
-    return not models or any(flash) or any(m._supports_sdpa for m in models), all(flash)
+    takes_ours = [
+        m._supports_sdpa or (m._supports_flash_attn and m._supports_attention_backend)
+        for m in models
+    ]
+    return not models or any(takes_ours), all(flash)
 
 
 def _padding_starts(shown: Tensor, needs_padding: bool = True) -> Tensor | None:
@@ -303,16 +306,16 @@ def _inside(function) -> dict:
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
-def _keys_on_a_side(mask_function) -> float | None:
-    """How many keys a query sees on either side, ``inf`` for all. ``None`` if that is not what the
-    function says."""
+def _keys_on_a_side(mask_function) -> float:
+    """How many keys a query sees on either side, ``inf`` for all; -1 for functions that say
+    anything else."""
     if mask_function is bidirectional_mask_function:
         return float("inf")
     window, whole = _inside(mask_function).get("mask_functions", (None, None))[:2]
     code = sliding_window_bidirectional_overlay(0).__code__
     if whole is bidirectional_mask_function and getattr(window, "__code__", None) is code:
         return _inside(window)["sliding_window"]
-    return None
+    return -1
 
 
 def _packed_starts(mask_function, slides: bool) -> Tensor | None:
@@ -384,7 +387,7 @@ def attention(
         if kind == 2:
             fits = (count, last) == (2 * batch + 1, columns)
         else:
-            fits = rows == columns and (kind == 0 or made_for == batch)
+            fits = rows == columns and (kind == 0 or (kind < 4 and made_for == batch))
         if not fits:
             raise ValueError(
                 f"the mask {tuple(attention_mask.shape)} of sequences or of a window alone is not "
