@@ -189,12 +189,12 @@ def mask(
     """The mask that :func:`attention` takes:
 
     - ``None`` for plain causal attention;
-    - a tensor without elements, whose last dimension is 1 + the window, for a sliding window;
+    - a tensor without elements for a sliding window: ``(1, 1, 0, 1 + window)``, or, of as many keys
+      on both sides, ``(1, 2, 0, 2 + keys on a side)``;
     - for causal attention in a padded batch, or in rows that hold several sequences: int32 places
       ``(N, B, 1, 1)``, counted over all tokens of the batch, where a sequence or a stretch of
       padding begins, and the number of tokens. With a window the last dimension is 1 + the window;
-    - for a window of as many keys on both sides, padded or not: such places ``(N, B, 3, 2 + keys on
-      a side)``;
+    - for a window on both sides in a padded batch: such places ``(N, B, 3, 2 + keys on a side)``;
     - for full attention to a padded batch, from its own tokens or from others: int32 places
       ``(2 B + 1, 1, 2, Sk)`` of queries and of keys, where what belongs together begins and ends:
       all queries of a row, and its keys without the padding;
@@ -217,17 +217,18 @@ def mask(
     starts, kind, last = None, 1, 1 if local_size is None else 1 + local_size
     if never_looks and not is_tracing(padding):
         may_skip = options.get("allow_is_bidirectional_skip")
-        side = _keys_on_a_side(mask_function) if may_skip else -1
-        if side >= kv_length:
+        side = _keys_on_a_side(mask_function) if may_skip else None
+        if may_skip and mask_function is bidirectional_mask_function:
             is_padded = padding is not None and padding.shape == (batch_size, kv_length)
             places = _places_of_tokens(padding, q_length) if is_padded and q_length > 1 else None
             if places is not None:
                 return places
-        elif side >= 0 and is_whole:
+        elif side is not None and is_whole:
             kind, last = 3, 2 + side
-            starts = (torch.arange(q_length, device=device) == 0).expand(batch_size, -1)
             if padding is not None:
-                starts = _padding_starts(padding, needs_padding=False)
+                starts = _padding_starts(padding, needs_padding=side >= kv_length)
+            elif side < kv_length:
+                return torch.empty(1, 2, 0, last, dtype=torch.bool, device=device)
         elif is_whole and (local_size is None or slides):
             if not allow_is_causal_skip:
                 starts = _packed_starts(mask_function, slides)
@@ -306,16 +307,13 @@ def _inside(function) -> dict:
     return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
-def _keys_on_a_side(mask_function) -> float:
-    """How many keys a query sees on either side, ``inf`` for all; -1 for functions that say
-    anything else."""
-    if mask_function is bidirectional_mask_function:
-        return float("inf")
+def _keys_on_a_side(mask_function) -> int | None:
+    """How many keys a query sees on either side, if the function is of such a window alone."""
     window, whole = _inside(mask_function).get("mask_functions", (None, None))[:2]
     code = sliding_window_bidirectional_overlay(0).__code__
     if whole is bidirectional_mask_function and getattr(window, "__code__", None) is code:
         return _inside(window)["sliding_window"]
-    return -1
+    return None
 
 
 def _packed_starts(mask_function, slides: bool) -> Tensor | None:
@@ -384,17 +382,15 @@ def attention(
     is_ours = attention_mask is not None and attention_mask.dim() == 4
     if is_ours and (attention_mask.dtype is torch.int32 or attention_mask.shape[2] == 0):
         count, made_for, kind, last = attention_mask.shape
-        if kind == 2:
-            fits = (count, last) == (2 * batch + 1, columns)
-        else:
-            fits = rows == columns and (kind == 0 or (kind < 4 and made_for == batch))
-        if not fits:
+        fits = rows == columns and (kind == 0 or (kind < 4 and made_for == batch))
+        if not ((count, last) == (2 * batch + 1, columns) if kind == 2 else fits):
             raise ValueError(
                 f"the mask {tuple(attention_mask.shape)} of sequences or of a window alone is not "
                 f"for query {tuple(query.shape)} and key {tuple(key.shape)}"
             )
         left = last - 2 if kind != 2 and last > 1 else None
-        right = {2: None, 3: left}.get(kind, 0)
+        is_causal_window = kind == 1 or (kind == 0 and made_for == 1)
+        right = 0 if is_causal_window else left
         if kind > 0:
             places = [attention_mask[:, 0, i, 0].contiguous() for i in (0, -1)]
         attention_mask = None

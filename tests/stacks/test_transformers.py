@@ -192,6 +192,11 @@ def test_a_window_has_no_mask_in_memory():
     assert make_mask(config, embeddings, padded, None).untyped_storage().nbytes() == 3 * 4
     padded[:, 9] = 0  # tokens behind a hole see those before it
     assert make_mask(config, embeddings, padded, None).shape == (1, 1, 4096, 4096)
+    make_mask = transformers.masking_utils.create_bidirectional_sliding_window_mask
+    assert make_mask(config, embeddings, None).numel() == 0
+    assert make_mask(config, embeddings, padded).shape == (1, 1, 4096, 4096)
+    padded[:, 9] = 1
+    assert make_mask(config, embeddings, padded).untyped_storage().nbytes() == 3 * 4
 
 
 def packed():
@@ -454,14 +459,16 @@ def test_padded_encoders_need_no_mask(name, padding, length, reference, packed_c
     assert len(packed_calls) == 2 and (name == "modernbert" or packed_calls == [6, 6])
 
 
-@pytest.mark.parametrize("padding", ["none", "hole"])
+@pytest.mark.parametrize("padding", [None, "none", "hole"])
 @each_encoder
 def test_encoders_without_padding_or_with_holes(name, padding, packed_calls):
     inputs = padded(name, padding)
+    if padding is None:
+        del inputs["attention_mask"]
     expected = run_padded(make(name), inputs)
     results = run_padded(make(name, "fused_norm"), inputs)
     assert relative_error(results, expected) < 2e-6
-    # A window alone is one of sequences too: the rows.
+    # A window with a mask that hides nothing is one of sequences, the rows.
     assert packed_calls == ([3] if (name, padding) == ("modernbert", "none") else [])
 
 
