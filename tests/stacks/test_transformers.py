@@ -472,6 +472,47 @@ def test_encoders_without_padding_or_with_holes(name, padding, packed_calls):
     assert packed_calls == ([3] if (name, padding) == ("modernbert", "none") else [])
 
 
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+# name: (model class, config class, options, the input's shape, the mask's length)
+SIGNALS = {
+    "vit": ("ViTModel", "ViTConfig", {"image_size": 16, "patch_size": 4}, (3, 16, 16), 17),
+    "wav2vec2": (  # its mask is of samples
+        "Wav2Vec2Model",
+        "Wav2Vec2Config",
+        {"conv_dim": (32,), "conv_stride": (2,), "conv_kernel": (2,), "num_feat_extract_layers": 1}
+        | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 4},
+        (24,),
+        24,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_padded_signals(name, packed_calls, monkeypatch):
+    model_class, config_class, options, shape, length = SIGNALS[name]
+    monkeypatch.setitem(MODELS, name, (model_class, config_class, {**SIZES, **options}))
+    shown = torch.ones(3, length, dtype=torch.long)
+    shown[0, -6:] = shown[2, -2:] = 0
+    signals = torch.randn(3, *shape)
+
+    def results(attention):
+        model = make(name, attention)
+        out = model(signals, attention_mask=shown).last_hidden_state
+        factors = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        (out * factors).sum().backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return found | {"output": out.detach()}
+
+    expected = results("sdpa")  # padding says what it says there
+    assert relative_error(results("fused_norm"), expected) < 2e-6
+    assert packed_calls == [6, 6]
+
+
 def test_padding_says_what_it_said(packed_calls):
     """In full attention it sees the tokens, as with the mask of sdpa: some models mix the two."""
     inputs = padded("bert", "left")
