@@ -14,7 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations import hub_kernels
-from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    eager_mask,
+    sdpa_mask,
+    sliding_window_bidirectional_overlay,
+)
 from transformers.utils.import_utils import is_kernels_available, is_tracing
 
 from fused_norm import _arguments, _convert, _probe, functional
@@ -183,10 +189,15 @@ def mask(
     """The mask that :func:`attention` takes:
 
     - ``None`` for plain causal attention;
-    - a tensor without elements, whose last dimension is the window, for a sliding window;
+    - a tensor without elements for a sliding window: ``(1, 1, 0, 1 + window)``, or, of as many keys
+      on both sides, ``(1, 2, 0, 2 + keys on a side)``;
     - for causal attention in a padded batch, or in rows that hold several sequences: int32 places
       ``(N, B, 1, 1)``, counted over all tokens of the batch, where a sequence or a stretch of
       padding begins, and the number of tokens. With a window the last dimension is 1 + the window;
+    - for a window on both sides in a padded batch: such places ``(N, B, 3, 2 + keys on a side)``;
+    - for full attention to a padded batch, from its own tokens or from others: int32 places
+      ``(2 B + 1, 1, 2, Sk)`` of queries and of keys, where what belongs together begins and ends:
+      all queries of a row, and its keys without the padding;
     - transformers' mask for ``sdpa`` for anything else, in code that is traced, and for models that
       may look at the mask themselves;
     - its mask for ``eager`` for models that take neither ``sdpa`` nor this attention.
@@ -203,16 +214,29 @@ def mask(
         and getattr(config, "attention_chunk_size", None) is None
     )
     padding, mask_function = options.get("attention_mask"), options.get("mask_function")
-    starts = None
-    if never_looks and is_whole and (local_size is None or slides) and not is_tracing(padding):
-        if not allow_is_causal_skip:
-            starts = _packed_starts(mask_function, slides)
-        elif padding is not None and (slides or mask_function is causal_mask_function):
-            starts = _padding_starts(padding)
+    starts, kind, last = None, 1, 1 if local_size is None else 1 + local_size
+    if never_looks and not is_tracing(padding):
+        may_skip = options.get("allow_is_bidirectional_skip")
+        side = _keys_on_a_side(mask_function) if may_skip else None
+        if may_skip and mask_function is bidirectional_mask_function:
+            is_padded = padding is not None and padding.shape == (batch_size, kv_length)
+            places = _places_of_tokens(padding, q_length) if is_padded and q_length > 1 else None
+            if places is not None:
+                return places
+        elif side is not None and is_whole:
+            kind, last = 3, 2 + side
+            if padding is not None:
+                starts = _padding_starts(padding, needs_padding=side >= kv_length)
+            elif side < kv_length:
+                return torch.empty(1, 2, 0, last, dtype=torch.bool, device=device)
+        elif is_whole and (local_size is None or slides):
+            if not allow_is_causal_skip:
+                starts = _packed_starts(mask_function, slides)
+            elif padding is not None and (slides or mask_function is causal_mask_function):
+                starts = _padding_starts(padding)
     if starts is not None and starts.shape == (batch_size, q_length):
         places = nn.functional.pad(starts.flatten(), (0, 1), value=True).nonzero().to(torch.int32)
-        last = 1 if local_size is None else 1 + local_size
-        return places[..., None, None].expand(-1, batch_size, 1, last)
+        return places[..., None, None].expand(-1, batch_size, kind, last)
     is_window = never_looks and is_whole and slides and allow_is_causal_skip
     is_window = is_window and kv_length >= local_size
     made = sdpa_mask(
@@ -227,7 +251,7 @@ def mask(
         **options,
     )
     if made is None and is_window:
-        return torch.empty(1, 1, 0, local_size, dtype=torch.bool, device=device)
+        return torch.empty(1, 1, 0, 1 + local_size, dtype=torch.bool, device=device)
     return made
 
 
@@ -246,37 +270,67 @@ def _masks(config_class: type) -> tuple[bool, bool]:
         classes += model.__subclasses__()
         if model.config_class is config_class:
             models.append(model)
-    flash = [m._supports_flash_attn and m._supports_attention_backend for m in models]
-    return not models or any(flash) or any(m._supports_sdpa for m in models), all(flash)
+    flash = [m._supports_flash_attn and m._can_set_attn_implementation() for m in models]
+    takes_ours = [
+        m._supports_sdpa or (m._supports_flash_attn and m._supports_attention_backend)
+        for m in models
+    ]
+    return not models or any(takes_ours), all(flash)
 
 
-def _padding_starts(shown: Tensor) -> Tensor | None:
+def _padding_starts(shown: Tensor, needs_padding: bool = True) -> Tensor | None:
     """Where stretches of tokens and of padding begin in rows ``(B, S)``. ``None`` if there is no
     padding, or if it has tokens on both sides, which see each other. Waits for the GPU."""
     starts = shown != nn.functional.pad(shown, (1, -1))
-    begins = (starts & shown).sum(1)
-    if bool((begins > 1).any() | shown.all()):
+    has_holes = ((starts & shown).sum(1) > 1).any()
+    if bool(has_holes | shown.all() if needs_padding else has_holes):
         return None
     starts[:, :1] = True
     return starts
+
+
+def _places_of_tokens(shown: Tensor, q_length: int) -> Tensor | None:
+    """:func:`mask` of full attention to the tokens of rows ``(B, Sk)``. Between two rows' lies a
+    sequence of padding, without queries. ``None`` as :func:`_padding_starts`."""
+    if _padding_starts(shown) is None:
+        return None
+    rows, begin = torch.arange(len(shown), device=shown.device), shown.int().argmax(1)
+    keys = torch.stack((begin, begin + shown.sum(1)), 1) + rows[:, None] * shown.shape[1]
+    queries = torch.stack((rows, rows + 1), 1) * q_length
+    places = torch.stack((queries, keys)).flatten(1)
+    # 2 B + 1, so that one with its rows repeated or chosen from is no such mask
+    places = torch.cat((places, places[:, -1:]), 1).to(torch.int32)
+    return places.T[:, None, :, None].expand(-1, -1, -1, shown.shape[1])
+
+
+def _inside(function) -> dict:
+    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+
+
+def _keys_on_a_side(mask_function) -> int | None:
+    """How many keys a query sees on either side, if the function is of such a window alone."""
+    window, whole = _inside(mask_function).get("mask_functions", (None, None))[:2]
+    code = sliding_window_bidirectional_overlay(0).__code__
+    if whole is bidirectional_mask_function and getattr(window, "__code__", None) is code:
+        return _inside(window)["sliding_window"]
+    return None
 
 
 def _packed_starts(mask_function, slides: bool) -> Tensor | None:
     """Where the sequences begin that transformers found in rows by their positions; ``None`` if the
     function is not of causal attention, or of the window, within them alone."""
 
-    def inside(function) -> dict:
-        return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
-
-    functions = inside(mask_function).get("mask_functions", ())
+    functions = _inside(mask_function).get("mask_functions", ())
     if len(functions) != 2:
         return None
     whole, within = functions
+    if "packed_sequence_mask" in _inside(whole):  # since transformers 5.23, of positions
+        within, whole = whole, _inside(within).get("mask_function")
     if slides:
-        window, whole = inside(whole).get("mask_functions", (None, None))[:2]
-        if "sliding_window" not in inside(window):
+        window, whole = _inside(whole).get("mask_functions", (None, None))[:2]
+        if "sliding_window" not in _inside(window):
             return None
-    numbers = inside(within).get("packed_sequence_mask")
+    numbers = _inside(within).get("packed_sequence_mask")
     if whole is not causal_mask_function or numbers is None:
         return None
     return numbers != nn.functional.pad(numbers, (1, -1), value=-1)
@@ -323,33 +377,39 @@ def attention(
     if options.get("output_attentions"):
         raise ValueError("fused_norm's attention has no probabilities to give: use eager for that")
     batch, _, rows, _ = query.shape
-    columns, places, left = key.shape[2], None, None
+    columns, places, left, right = key.shape[2], None, None, None
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     is_causal = rows > 1 and attention_mask is None and is_causal
-    if attention_mask is not None and attention_mask.dim() == 4:
-        if attention_mask.dtype is torch.int32:
-            places, left = attention_mask[:, 0, 0, 0].contiguous(), attention_mask.shape[3] - 2
-        elif attention_mask.shape[2] == 0:
-            left = attention_mask.shape[3] - 1
-    if left is not None:
-        if rows != columns or (places is not None and batch != attention_mask.shape[1]):
+    is_ours = attention_mask is not None and attention_mask.dim() == 4
+    if is_ours and (attention_mask.dtype is torch.int32 or attention_mask.shape[2] == 0):
+        count, made_for, kind, last = attention_mask.shape
+        fits = rows == columns and (kind == 0 or (kind < 4 and made_for == batch))
+        if not ((count, last) == (2 * batch + 1, columns) if kind == 2 else fits):
             raise ValueError(
-                f"a mask of sequences or of a sliding window alone is for queries and keys of the "
-                f"same tokens, but query is {tuple(query.shape)} and key {tuple(key.shape)}"
+                f"the mask {tuple(attention_mask.shape)} of sequences or of a window alone is not "
+                f"for query {tuple(query.shape)} and key {tuple(key.shape)}"
             )
-        is_causal, attention_mask = True, None
-        left = None if left < 0 else left
+        left = last - 2 if kind != 2 and last > 1 else None
+        is_causal_window = kind == 1 or (kind == 0 and made_for == 1)
+        right = 0 if is_causal_window else left
+        if kind > 0:
+            places = [attention_mask[:, 0, i, 0].contiguous() for i in (0, -1)]
+        attention_mask = None
     if is_causal and columns > rows:  # a static cache whose other columns are not filled yet
         key, value, columns = key[:, :, :rows], value[:, :, :rows], rows
         if position_bias is not None:
             position_bias = position_bias[..., :rows]
+    if is_causal:
+        right = rows - columns  # aligned at the top left
+    if places is not None and (position_bias is not None or indices is not None):
+        of_queries, of_keys = (
+            torch.bucketize(torch.arange(batch * n, device=at.device).int(), at, right=True)
+            for n, at in zip((rows, columns), places, strict=True)
+        )
+        attention_mask = of_queries.view(batch, 1, -1, 1) == of_keys.view(batch, 1, 1, -1)
+        places = None
     if position_bias is not None:
-        if places is not None:
-            tokens = torch.arange(batch * rows, device=places.device, dtype=places.dtype)
-            sequence = torch.bucketize(tokens, places, right=True).view(batch, 1, rows)
-            attention_mask = sequence[..., None] == sequence[..., None, :]
-            places = None
         if attention_mask is None:
             attention_mask = position_bias
         elif attention_mask.dtype is torch.bool:
@@ -370,7 +430,7 @@ def attention(
     if s_aux is not None and s_aux.dtype is not torch.float32:
         s_aux = s_aux.to(query.dtype)
     scores = {
-        "window": (left, rows - columns if is_causal else None),  # aligned at the top left
+        "window": (left, right),
         "softcap": 0.0 if softcap is None else softcap,
         "sink": s_aux,
         "dropout_p": dropout,
@@ -378,7 +438,7 @@ def attention(
     }
     if places is not None:
         tokens = [t.transpose(1, 2).flatten(0, 1) for t in (query, key, value)]
-        out = functional.flash_attention_varlen(*tokens, places, places, rows, rows, **scores)
+        out = functional.flash_attention_varlen(*tokens, *places, rows, columns, **scores)
         return out.unflatten(0, (batch, rows)), None
     out = functional.flash_attention(query, key, value, attn_mask=attention_mask, **scores)
     return out.transpose(1, 2).contiguous(), None

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import sys
 
 import kernels
 import pytest
@@ -191,6 +192,11 @@ def test_a_window_has_no_mask_in_memory():
     assert make_mask(config, embeddings, padded, None).untyped_storage().nbytes() == 3 * 4
     padded[:, 9] = 0  # tokens behind a hole see those before it
     assert make_mask(config, embeddings, padded, None).shape == (1, 1, 4096, 4096)
+    make_mask = transformers.masking_utils.create_bidirectional_sliding_window_mask
+    assert make_mask(config, embeddings, None).numel() == 0
+    assert make_mask(config, embeddings, padded).shape == (1, 1, 4096, 4096)
+    padded[:, 9] = 1
+    assert make_mask(config, embeddings, padded).untyped_storage().nbytes() == 3 * 4
 
 
 def packed():
@@ -363,8 +369,271 @@ def test_what_it_cannot_do_is_an_error():
     padded[0, 0] = False
     places = fused.mask(2, 3, 3, mask_function=causal_mask_function, attention_mask=padded)
     for query, key in ((q, q), (q.expand(2, -1, -1, -1), torch.zeros(2, 4, 4, 8))):
-        with pytest.raises(ValueError, match=r"same tokens.* key \((1, 4, 3|2, 4, 4), 8\)"):
+        with pytest.raises(ValueError, match=r"\(4, 2, 1, 1\) .* key \((1, 4, 3|2, 4, 4), 8\)"):
             fused.attention(model, query, key, key, places)
+
+
+ENCODER = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+# Theirs attend twice in a forward pass, but for BART's, of whose three two see the padding.
+ENCODERS = {
+    "bert": ("BertForMaskedLM", "BertConfig", ENCODER),
+    "roberta": ("RobertaForMaskedLM", "RobertaConfig", ENCODER),
+    "distilbert": (
+        "DistilBertForMaskedLM",
+        "DistilBertConfig",
+        {"vocab_size": 64, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    ),
+    "modernbert": (
+        "ModernBertForMaskedLM",
+        "ModernBertConfig",
+        {**ENCODER, "local_attention": 8, "global_attn_every_n_layers": 2},
+    ),
+    "cross_attention": MODELS["cross_attention"],
+}
+each_encoder = pytest.mark.parametrize("name", ENCODERS)
+
+
+@pytest.fixture
+def packed_calls(monkeypatch):
+    """A list that grows by the sequences of each call of packed attention."""
+    monkeypatch.setattr(sys.modules[__name__], "MODELS", {**MODELS, **ENCODERS})
+    packs, counts = fused.functional.flash_attention_varlen, []
+
+    def packed(query, key, value, at_q, at_k, *args, **options):
+        counts.append(len(at_q) - 1)
+        return packs(query, key, value, at_q, at_k, *args, **options)
+
+    monkeypatch.setattr(fused.functional, "flash_attention_varlen", packed)
+    return counts
+
+
+def padded(name, padding, length=12):
+    """Of a row that is all padding nothing is compared."""
+    inputs = batch(None, length)
+    shown = torch.ones(3, length, dtype=torch.long)
+    if padding == "left":
+        shown[0, :5] = shown[2, :1] = 0
+    elif padding == "right":
+        shown[0, -5:] = shown[2, -1:] = 0
+    elif padding == "both":
+        shown[0, :2] = shown[0, -3:] = shown[1, :1] = shown[2, -2:] = 0
+    elif padding == "all":
+        shown[1], shown[2, -3:] = 0, 0
+    elif padding == "hole":
+        shown[0, 4:6] = shown[1, -2:] = 0
+    labels = torch.where(shown == 1, inputs["labels"], -100)
+    inputs |= {"attention_mask": shown, "labels": labels}
+    if name == "cross_attention":  # as many queries as keys in some, all of them shown
+        inputs["labels"] = batch(None, 12)["labels"]
+        inputs["labels"][shown.sum(1) == 0] = -100
+    return inputs
+
+
+def run_padded(model, inputs):
+    model.zero_grad()
+    output = model(**inputs)
+    output.loss.backward()
+    results = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return results | {"logits": output.logits.detach()[inputs["labels"] != -100]}
+
+
+@pytest.mark.parametrize("reference", ["eager", "sdpa"])
+@pytest.mark.parametrize("length", [12, 5, 31])
+@pytest.mark.parametrize("padding", ["left", "right", "both", "all"])
+@each_encoder
+def test_padded_encoders_need_no_mask(name, padding, length, reference, packed_calls, monkeypatch):
+    inputs = padded(name, padding, length)
+    expected = run_padded(make(name, reference), inputs)
+    if name != "cross_attention":  # the decoder makes its own, of causal attention
+        monkeypatch.setattr(fused, "sdpa_mask", None)
+    results = run_padded(make(name, "fused_norm"), inputs)
+    assert relative_error(results, expected) < 2e-6
+    assert len(packed_calls) == 2 and (name == "modernbert" or packed_calls == [6, 6])
+
+
+@pytest.mark.parametrize("padding", [None, "none", "hole"])
+@each_encoder
+def test_encoders_without_padding_or_with_holes(name, padding, packed_calls):
+    inputs = padded(name, padding)
+    if padding is None:
+        del inputs["attention_mask"]
+    expected = run_padded(make(name), inputs)
+    results = run_padded(make(name, "fused_norm"), inputs)
+    assert relative_error(results, expected) < 2e-6
+    # A window with a mask that hides nothing is one of sequences, the rows.
+    assert packed_calls == ([3] if (name, padding) == ("modernbert", "none") else [])
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+# name: (model class, config class, options, the input's shape, the mask's length)
+SIGNALS = {
+    "vit": ("ViTModel", "ViTConfig", {"image_size": 16, "patch_size": 4}, (3, 16, 16), 17),
+    "wav2vec2": (  # its mask is of samples
+        "Wav2Vec2Model",
+        "Wav2Vec2Config",
+        {"conv_dim": (32,), "conv_stride": (2,), "conv_kernel": (2,), "num_feat_extract_layers": 1}
+        | {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 4},
+        (24,),
+        24,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SIGNALS)
+def test_padded_signals(name, packed_calls, monkeypatch):
+    model_class, config_class, options, shape, length = SIGNALS[name]
+    monkeypatch.setitem(MODELS, name, (model_class, config_class, {**SIZES, **options}))
+    shown = torch.ones(3, length, dtype=torch.long)
+    shown[0, -6:] = shown[2, -2:] = 0
+    signals = torch.randn(3, *shape)
+
+    def results(attention):
+        model = make(name, attention)
+        out = model(signals, attention_mask=shown).last_hidden_state
+        factors = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        (out * factors).sum().backward()
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return found | {"output": out.detach()}
+
+    expected = results("sdpa")  # padding says what it says there
+    assert relative_error(results("fused_norm"), expected) < 2e-6
+    assert packed_calls == [6, 6]
+
+
+def test_padding_says_what_it_said(packed_calls):
+    """In full attention it sees the tokens, as with the mask of sdpa: some models mix the two."""
+    inputs = padded("bert", "left")
+    del inputs["labels"]
+    expected, logits = (make("bert", a)(**inputs).logits for a in ("sdpa", "fused_norm"))
+    assert len(packed_calls) == 2
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@each_encoder
+def test_padded_encoders_with_checkpoints(name, reentrant, packed_calls):
+    inputs = padded(name, "left")
+    expected = run_padded(make(name), inputs)
+    model = make(name, "fused_norm")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()  # without dropout
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        for dropout in ("dropout", "attention_dropout", "activation_dropout", "dropout_prob"):
+            if isinstance(getattr(module, dropout, None), float):
+                setattr(module, dropout, 0.0)
+    model.enable_input_require_grads()
+    assert relative_error(run_padded(model, inputs), expected) < 2e-6
+    assert len(packed_calls) == 4
+
+
+def test_dropout_in_padded_encoders(packed_calls):
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.5}
+    inputs = padded("bert", "right")
+    model = make("bert", "fused_norm", **options)
+    assert torch.equal(*(model(**inputs).logits for _ in range(2)))
+    assert not torch.equal(*(model.train()(**inputs).logits for _ in range(2)))
+    assert len(packed_calls) == 8
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_an_encoder_takes_masks_of_four_dimensions(dtype, packed_calls):
+    inputs = padded("bert", "left")
+    shown = inputs["attention_mask"][:, None, None].bool().expand(-1, 1, 12, -1).tril(8)
+    shown = shown | torch.eye(12, dtype=torch.bool)
+    if dtype is not torch.bool:
+        shown = torch.zeros(shown.shape).masked_fill(~shown, torch.finfo(dtype).min)
+    inputs["attention_mask"] = shown
+    expected = run_padded(make("bert", "sdpa"), inputs)
+    assert relative_error(run_padded(make("bert", "fused_norm"), inputs), expected) < 2e-6
+    assert packed_calls == []
+
+
+@each_encoder
+def test_padded_encoders_compiled(name, packed_calls):
+    torch._dynamo.reset()
+    inputs = padded(name, "left")
+    expected = run_padded(make(name), inputs)
+    model = make(name, "fused_norm")
+    model.forward = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    assert relative_error(run_padded(model, inputs), expected) < 2e-6
+    assert packed_calls == []
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize("padding", ["left", "right", "hole"])
+@pytest.mark.parametrize("name", ["cross_attention", "position_bias"])
+def test_generation_from_a_padded_encoder(name, padding, beams, packed_calls):
+    inputs = padded("bert", padding)
+    del inputs["labels"]
+    options = {"max_new_tokens": 9, "do_sample": False, "num_beams": beams}
+    options["decoder_input_ids"] = torch.tensor([[2, 5, 9]] * 3)  # more queries than one
+    expected = make(name).generate(**inputs, **options)
+    tokens = make(name, "fused_norm").generate(**inputs, **options)
+    assert expected.shape[1] > 5 and torch.equal(tokens, expected)
+    # The encoder's, and the decoder's first step.
+    has_masks = name == "position_bias" or padding == "hole"
+    assert packed_calls == ([] if has_masks else [6, 6 * beams])
+
+
+def test_a_decoder_to_an_encoder_without_a_mask(packed_calls, monkeypatch):
+    """Whisper's: padding is of the decoder alone."""
+    options = {k: v for k, v in MODELS["cross_attention"][2].items() if "position" not in k}
+    options |= {"num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 20}
+    options |= {f"{token}_token_id": 1 for token in ("pad", "bos", "eos", "decoder_start")}
+    made = ("WhisperForConditionalGeneration", "WhisperConfig", options)
+    monkeypatch.setitem(MODELS, "speech", made)
+    shown = padded("bert", "right")["attention_mask"]
+    inputs = {"input_features": torch.randn(3, 8, 20), "labels": batch()["labels"]}
+    inputs |= {"decoder_attention_mask": shown, "decoder_input_ids": batch()["input_ids"]}
+    inputs["labels"] = torch.where(shown == 1, inputs["labels"], -100)
+    expected = run_padded(make("speech"), inputs)
+    assert relative_error(run_padded(make("speech", "fused_norm"), inputs), expected) < 2e-6
+    assert packed_calls == [5]  # rows of 12 tokens: two with padding, one without
+
+
+def full_mask(**options):
+    shown = padded("bert", "both", 7)["attention_mask"].bool()
+    function = transformers.masking_utils.bidirectional_mask_function
+    usual = {"mask_function": function, "attention_mask": shown, "allow_is_causal_skip": False}
+    return fused.mask(3, 5, 7, **{**usual, "allow_is_bidirectional_skip": True, **options})
+
+
+def test_a_mask_of_full_attention_is_for_these_queries_and_keys():
+    module = torch.nn.Module()
+    q, k, v = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 7, 8), torch.randn(3, 2, 7, 6)
+    made, dense = full_mask(), full_mask(allow_is_bidirectional_skip=False)
+    assert made.shape == (7, 1, 2, 7) and made.untyped_storage().nbytes() == 2 * 7 * 4
+    assert dense.shape == (3, 1, 5, 7)
+    more = {"scaling": 0.3, "s_aux": torch.randn(4), "softcap": 5.0}
+    bias, indices = torch.randn(1, 4, 5, 7), torch.randint(0, 7, (3, 5, 4))
+    for options in ({}, {"position_bias": bias}, {"indices": indices}):
+        expected, out = (
+            fused.attention(module, q, k, v, m, **more, **options) for m in (dense, made)
+        )
+        assert out[0].shape == (3, 5, 4, 6) and out[0].is_contiguous()
+        torch.testing.assert_close(out, expected)
+    wrong = [made.repeat(2, 1, 1, 1), made.repeat_interleave(2, 0), made[[0, 2]], made[..., :5]]
+    wrong += [made.expand(-1, 3, 2, -1)[:, :, :1], torch.ones(1, 1, 5, 7, dtype=torch.int32)]
+    for other in wrong:
+        for b in (1, 2, 3, 6):
+            tensors = (t[:1].expand(b, -1, -1, -1) for t in (q, k, v))
+            with pytest.raises(ValueError, match="is not for query"):
+                fused.attention(module, *tensors, other)
 
 
 # Norms of these classes, and how many.
