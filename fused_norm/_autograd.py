@@ -49,7 +49,7 @@ def _name_of_norm(address: int) -> str | None:
 
 @_torch.untraced
 def _before_optimizer_step(*_) -> None:
-    if _C.before_optimizer_step():
+    if _C.before_optimizer_step(False):
         _tracing.compile_anew()
 
 
