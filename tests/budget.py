@@ -33,7 +33,7 @@ BUDGET = {
     "lines of attention": (5753, 4500),
     "lines of csrc/ops": (4173, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
-    "lines of fused_norm": (4225, 2300),
+    "lines of fused_norm": (4239, 2300),
     "kernels of norms and softmaxes": (224, 210),
     "kernels of attention": (127, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),
