@@ -45,9 +45,9 @@ def traced_room(
     """The room for listed columns of a call that is traced, or -1 if it is to save its input, from
     a look at the parameters, for which it waits; without a look 0, or -1 for good."""
 
-def before_optimizer_step() -> bool:
-    """Raises if gradients are NaN for want of room; says whether compiled code should be compiled
-    anew, with more."""
+def before_optimizer_step(changed_unseen: bool) -> bool:
+    """Raises if gradients are NaN for want of room, which it waits to know after unseen changes of
+    parameters; says whether compiled code should be compiled anew, with more."""
 
 def after_optimizer_step() -> None:
     """Says that an optimizer changed its parameters."""

@@ -2,6 +2,7 @@
 message of norms whose gradients are NaN; and the hooks of optimizers' steps."""
 
 import gc
+import weakref
 
 import torch
 from torch.optim.optimizer import (
@@ -47,14 +48,27 @@ def _name_of_norm(address: int) -> str | None:
     return None
 
 
+_versions = weakref.WeakKeyDictionary()  # of each optimizer's shards, after its last step
+
+
+def _version_of_shards(optimizer) -> int:
+    """What vectors, as norms have them, are gathered from by fully_shard, unseen by the norms."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    others = [p for p in parameters if type(p) not in _tracing.PLAIN and p.dim() == 1]
+    shards = [p for p in others if hasattr(p, "_local_tensor")]
+    return sum(p._version + p._local_tensor._version for p in shards)
+
+
 @_torch.untraced
-def _before_optimizer_step(*_) -> None:
-    if _C.before_optimizer_step():
+def _before_optimizer_step(optimizer, *_) -> None:
+    version = _version_of_shards(optimizer)
+    if _C.before_optimizer_step(_versions.get(optimizer, version) != version):
         _tracing.compile_anew()
 
 
 @_torch.untraced
-def _after_optimizer_step(*_) -> None:
+def _after_optimizer_step(optimizer, *_) -> None:
+    _versions[optimizer] = _version_of_shards(optimizer)
     _C.after_optimizer_step()
 
 

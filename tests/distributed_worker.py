@@ -408,6 +408,32 @@ def fsdp2(rank, device, kind, memory_efficient, checkpoints):
     same_training(kind, model, device, rank)
 
 
+def fsdp2_zeroed(rank, device, kind):
+    """Weights that become zero in the shards, in the middle of training, unseen by the norms' own
+    parameters: no parameter ever becomes NaN. On a GPU one step may raise the error."""
+    mesh = init_device_mesh(device, (WORLD,))
+    model = blocks(kind, True, device)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+    errors = []
+    for step, (x, target) in enumerate(batches_of(device, rank, steps=14)):
+        if step == 10:
+            with torch.no_grad():
+                for norm in norms_of(model):
+                    norm.weight.zero_()
+        optimizer.zero_grad()
+        try:
+            (model(x) - target).square().mean().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+        assert all(full(p).isfinite().all() for p in model.parameters()), f"step {step}"
+    assert len(errors) <= (device == "cuda")
+    assert all("had no room for" in error for error in errors)
+
+
 def fsdp2_memory(rank, device, kind, mixed_precision):
     """With memory_efficient a block keeps one tensor of the size of its input less: the norm's
     output is what the linear layer keeps in any case. fully_shard's parameters are plain tensors

@@ -66,6 +66,11 @@ def test_fsdp2(pair, kind, memory_efficient, checkpoints):
     pair.run("fsdp2", kind=kind, memory_efficient=memory_efficient, checkpoints=checkpoints)
 
 
+@each_kind
+def test_fsdp2_with_weights_zeroed_in_mid_training(pair, kind):
+    pair.run("fsdp2_zeroed", kind=kind)
+
+
 @pytest.mark.parametrize("mixed_precision", [False, True], ids=["", "mixed precision"])
 @each_kind
 def test_fsdp2_saves_the_output_with_memory_efficient(pair, kind, mixed_precision):

@@ -335,6 +335,19 @@ def test_storage_swaps(swap, device, generator):
             torch.testing.assert_close(ours, theirs, msg=f"step {step}")
 
 
+def test_many_norms_of_one_flat_parameter(device, generator):
+    """As FSDP has them: each saves its output, however many they are."""
+    norms, rows, cols = 40, 16, 48
+    flat = torch.nn.Parameter(torch.ones(norms * cols, device=device))
+    x = randn(generator, rows, cols).requires_grad_()
+    for weight in flat.split(cols):
+        y, size = held_for_backward(
+            lambda w=weight: functional.rms_norm(x, [cols], w, memory_efficient=True), x, flat
+        )
+        y.sum().backward()
+        assert size == y.nbytes + rows * 4  # rstd, and not the input
+
+
 def test_computed_weights(device, generator):
     """A weight that is computed anew at each call is nobody's to remember."""
     base = torch.nn.Parameter(torch.zeros(48, dtype=FP64, device=device))
@@ -428,6 +441,77 @@ def test_two_streams_by_turns(kind, seed):
             assert_follows(efficient, plain, generator, label=f"step {step}")
             optimizer.step()
         torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.cuda
+@each_kind
+def test_the_error_waits_for_no_other_stream(kind, seed):
+    """Which may wait for what this thread is to launch next."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    module = make(kind, 264, "cuda")
+    train(module, torch.optim.Adam(module.parameters(), lr=1e-3), generator, 5)
+    x, dy = randn(generator, 50, 264), randn(generator, 50, 264)
+    module.weight.data[10:40] = 0
+    overflows(module, x, dy, slice(10, 40))
+    busy, done = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(busy):
+        torch.cuda._sleep(4_000_000_000)
+        done.record()
+    with pytest.raises(RuntimeError, match=NO_ROOM):
+        module(x)
+    assert not done.query()
+    torch.cuda.synchronize()
+
+
+@pytest.mark.multi_gpu
+@each_kind
+def test_the_error_names_norms_of_every_device(kind, seed):
+    """Also those whose kernels still run, on another device than the current one."""
+    generator = torch.Generator("cuda:1").manual_seed(seed)
+    first, second = (make(kind, 264, "cuda:1") for _ in range(2))
+    x = randn(generator, 50, 264)
+    for module in (first, second):
+        train(module, torch.optim.Adam(module.parameters(), lr=1e-3), generator, 5)
+        module.weight.data[10:40] = 0
+    outputs = [module(x.clone().requires_grad_()) for module in (first, second)]
+    outputs[0].backward(x)
+    torch.cuda.synchronize("cuda:1")  # this one has signalled
+    with torch.cuda.device(1):
+        torch.cuda._sleep(500_000_000)
+    outputs[1].backward(x)
+    with torch.cuda.device(0), pytest.raises(RuntimeError, match=NO_ROOM) as raised:
+        make(kind, 264, "cuda:0")(torch.ones(2, 264, device="cuda:0"))
+    assert str(raised.value).count(NO_ROOM) == 2
+
+
+@pytest.mark.cuda
+@each_kind
+def test_norms_freed_beside_another_threads_steps(kind, seed):
+    """A step looks at the parameters of all norms that are known."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    module = make(kind, 48, "cuda")
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    train(module, optimizer, generator, 1)
+    stop, failures = threading.Event(), []
+
+    def make_and_free():
+        try:
+            x = torch.ones(4, 48, device="cuda")
+            while not stop.is_set():
+                for norm in [make(kind, 48, "cuda") for _ in range(8)]:
+                    norm(x).sum().backward()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=make_and_free) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(3000):
+        optimizer.step()
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not failures, failures[0]
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

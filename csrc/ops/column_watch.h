@@ -41,8 +41,9 @@ void note_listing(int64_t listed, int64_t room, int64_t cols);
 
 // Before and after a step of any optimizer. The first waits for the reports of this step's backward
 // calls where those that are known do not cover the parameters or come near the room, and throws
-// where gradients are NaN. Whether code should be compiled anew, with more room.
-bool before_optimizer_step();
+// where gradients are NaN. Whether code should be compiled anew, with more room. `changed_unseen`:
+// parameters were changed where norms do not see it, in the shards that theirs are gathered from.
+bool before_optimizer_step(bool changed_unseen);
 void after_optimizer_step();
 
 // A backward call that made gradients NaN: the TensorImpl of its weight, or of its bias if it has

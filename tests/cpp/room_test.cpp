@@ -209,6 +209,54 @@ TEST(Room, ANormThatRestsMayBeMovedAllTheSame) {
   EXPECT_EQ(loop.forward(), kFromReport);
 }
 
+TEST(Room, AReportDoesNotComeOfAgeAgain) {
+  Loop loop;
+  for (int step = 0; step < 5; ++step) loop.step();
+  for (int step = 0; step < (1 << 16); ++step) loop.optimizer_step();  // by momentum, unused
+  EXPECT_EQ(loop.forward(), kLook);
+}
+
+TEST(Room, AStepThatFollowsAChangeByHandWaitsOnceForCapturedCode) {
+  Loop loop;
+  for (int step = 0; step < 3; ++step) loop.optimizer_step(1, true);
+  loop.history.doubt();
+  loop.report();
+  EXPECT_TRUE(loop.optimizer_step(0, true));
+  EXPECT_FALSE(loop.optimizer_step(0, true));  // nothing was updated since
+}
+
+Report at_risk(int64_t columns) { return {columns, 0, true, true}; }
+
+TEST(Room, AStepHeedsTheLeastRoomOfItsBackwardCalls) {
+  RoomsInUse rooms;
+  EXPECT_FALSE(rooms.any() || rooms.are_near(at_risk(48), 48));
+  rooms.add(32, false, true);
+  rooms.add(16, false, false);
+  EXPECT_FALSE(rooms.are_near(at_risk(12), 48));
+  EXPECT_TRUE(rooms.are_near(at_risk(13), 48));
+  EXPECT_FALSE(rooms.end_step(at_risk(12), 48));
+  EXPECT_FALSE(rooms.any());  // of the next step
+  EXPECT_FALSE(rooms.are_near(at_risk(48), 48));
+}
+
+TEST(Room, CapturedCallsMayBeReplayedBeforeEveryStep) {
+  RoomsInUse rooms;
+  rooms.add(16, true, true);
+  EXPECT_FALSE(rooms.end_step(at_risk(12), 48));
+  EXPECT_TRUE(rooms.any() && rooms.are_near(at_risk(13), 48));
+}
+
+TEST(Room, CodeIsCompiledAnewOnceForACallNearItsRoom) {
+  RoomsInUse eager, fixed;
+  eager.add(16, false, false);
+  EXPECT_FALSE(eager.end_step(at_risk(48), 48));  // chooses anew by itself
+  for (int time = 0; time < 2; ++time) {
+    fixed.add(16, true, true);
+    EXPECT_TRUE(fixed.end_step(at_risk(13), 48));
+    EXPECT_FALSE(fixed.end_step(at_risk(13), 48));
+  }
+}
+
 TEST(Room, GradientsThatBecameNaNAreAReasonToLook) {
   Loop loop;
   for (int step = 0; step < 5; ++step) loop.step();

@@ -55,11 +55,15 @@ struct ParamsSeen {
   uint32_t version = 0;  // of their counters
 };
 
-// The updates of a norm's parameters, as far as the host can tell, and what reports are worth after
-// them. After an optimizer's step parameters go on about as fast as before, which reports look
-// ahead to. A move of the version counter by hand makes older reports void, unless it comes again
-// where no optimizer is (a training loop of one's own). So do other memory, and moves that only the
-// device sees, a few times; then they are a habit (FSDP).
+// What a norm's reports are worth. A report is good for the next kUpdatesAhead updates of the
+// parameters, if it knows how fast they move; after any other change there is to be a new one.
+//   update  an optimizer's step that moves the version counter or, since fused ones move none, that
+//           follows a use of the norm
+//   change  a move of the counter without a step, other memory, NaN in gradients, and where no
+//           optimizer ever steps a forward call after a backward one
+// Changes that come again are how a loop makes its updates, and count as such: moves of the counter
+// where no optimizer steps, by as much as the last time; others after kSurprises of them. From then
+// on other memory is nothing at all: FSDP gathers parameters anew.
 class ParamsHistory {
  public:
   explicit ParamsHistory(const ParamsSeen& now) : known_(now) {}
@@ -90,60 +94,77 @@ class ParamsHistory {
   bool chooses(const ParamsSeen& now, const Report& newest, bool in_backward) {
     see(now, in_backward);
     used_ = true;
-    if (!in_backward && std::exchange(backward_ran_, false) && !changed_ && !stepped_) {
+    if (!in_backward && std::exchange(backward_ran_, false) && chosen_at_ == updates_ &&
+        !stepped_) {
       last_move_ = 0;
       if (surprises_ == 0 || newest.moving) surprise();  // they may have moved unseen
     }
-    return std::exchange(changed_, false);
+    return std::exchange(chosen_at_, updates_) != updates_;
+  }
+  void backward(const ParamsSeen& now) {
+    see(now, true);
+    used_ = backward_ran_ = true;
   }
 
-  // A look, or a backward call, is about to be launched. Returns the stamp of its report.
+  // A look is about to be launched, alone or in a backward call. Returns the stamp of its report.
   uint16_t look() {
     used_ = true;
-    return stamp_;
-  }
-  uint16_t backward(const ParamsSeen& now) {
-    see(now, true);
-    backward_ran_ = true;
-    return look();
+    looked_at_ = updates_;
+    return static_cast<uint16_t>(updates_);
   }
 
-  // Whether a report is good for the parameters of today. Reports of captured calls all have one
-  // stamp. They are good after the second update, until there is a doubt, and again after a wait.
+  // Whether a report is good for the parameters of today. Captured calls report with the stamp of
+  // their capture for ever: what they report is good once it was waited for, until a change.
   bool covers(const Report& report, bool captured) const {
-    const int age = static_cast<uint16_t>(stamp_ - report.stamp);
-    return report.valid &&
-           (captured ? !doubted_ && speed_known_ > 1 : age == 0 || age < speed_known_);
+    if (!report.valid || captured) return report.valid && waited_at_ >= good_from_;
+    const int age = static_cast<uint16_t>(updates_ - report.stamp);
+    const bool is_old = age > kUpdatesAhead || updates_ - looked_at_ > kUpdatesAhead;
+    return !is_old && (age == 0 || updates_ - age >= good_from_);
   }
-  void waited() { doubted_ = false; }
-
-  void doubt() { update(true); }             // reports so far are void
-  void forget_speed() { speed_known_ = 0; }  // how fast the parameters move is not known any more
+  void waited() { waited_at_ = updates_; }
+  void doubt() { update(true); }  // a change that was seen elsewhere
 
  private:
   static constexpr int kSurprises = 4;
 
-  void update(bool doubtful) {
-    ++stamp_;
-    doubted_ |= doubtful;
-    speed_known_ =
-        doubtful ? std::min(speed_known_, 1) : std::min(speed_known_ + 1, kUpdatesAhead + 1);
-    changed_ = true;
+  void update(bool is_change) {
+    ++updates_;
+    if (is_change) good_from_ = std::max(good_from_ + 1, updates_);
   }
-  void surprise() {
-    const bool is_new = surprises_ < kSurprises;
-    surprises_ += is_new;
-    update(is_new);
-  }
+  void surprise() { update(surprises_++ < kSurprises); }
 
   ParamsSeen known_;
-  uint16_t stamp_ = 0;
-  int speed_known_ = 0;  // to reports of fewer updates ago
-  int surprises_ = 0;
+  int64_t updates_ = 0;    // and changes
+  int64_t good_from_ = 1;  // reports look ahead that were made after so many of them
+  int64_t looked_at_ = 0, waited_at_ = -1, chosen_at_ = -1;  // likewise
+  int64_t surprises_ = 0;
   uint32_t last_move_ = 0;  // of the version, by hand
-  bool changed_ = true;     // since a room was chosen
-  bool doubted_ = true;
   bool stepped_ = false, used_ = false, backward_ran_ = false;
+};
+
+// The least rooms of the backward calls whose gradients the next optimizer's step may take: of
+// those since the last step, and of captured ones, which may be replayed.
+struct RoomsInUse {
+  static constexpr int64_t kNone = kMostRoom + 1;
+  int64_t of_step = kNone, captured = kNone;
+  bool fixed = false;  // one of them is changed by compiling anew alone
+
+  void add(int64_t room, bool is_captured, bool is_fixed) {
+    int64_t& least = is_captured ? captured : of_step;
+    least = std::min(least, room);
+    fixed |= is_fixed;
+  }
+  bool any() const { return std::min(of_step, captured) < kNone; }
+  bool are_near(const Report& report, int64_t cols) const {
+    return any() && is_near(report.at_risk, std::min(of_step, captured), cols);
+  }
+  // Returns whether to compile anew: once for each such call.
+  bool end_step(const Report& report, int64_t cols) {
+    const bool anew = fixed && are_near(report, cols);
+    fixed &= !anew;
+    of_step = kNone;
+    return anew;
+  }
 };
 
 }  // namespace fused_norm
