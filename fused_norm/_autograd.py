@@ -53,6 +53,8 @@ _versions = weakref.WeakKeyDictionary()  # of each optimizer's shards, after its
 
 def _version_of_shards(optimizer) -> int:
     """What vectors, as norms have them, are gathered from by fully_shard, unseen by the norms."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return 0
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     others = [p for p in parameters if type(p) not in _tracing.PLAIN and p.dim() == 1]
     shards = [p for p in others if hasattr(p, "_local_tensor")]
