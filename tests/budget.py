@@ -27,9 +27,9 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3044, 2300),
-    "lines of norm": (5720, 3000),
-    "lines of softmax": (2861, 2000),
+    "lines of common": (3041, 2300),
+    "lines of norm": (5655, 3000),
+    "lines of softmax": (2786, 2000),
     "lines of attention": (5753, 4500),
     "lines of csrc/ops": (4179, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
@@ -37,7 +37,7 @@ BUDGET = {
     "kernels of norms and softmaxes": (224, 210),
     "kernels of attention": (127, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),
-    f"functions of more than {MAX_FUNCTION_LINES} lines": (1, 0),
+    f"functions of more than {MAX_FUNCTION_LINES} lines": (0, 0),
 }
 
 
