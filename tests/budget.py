@@ -28,7 +28,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3041, 2300),
-    "lines of norm": (5655, 3000),
+    "lines of norm": (5666, 3000),
     "lines of softmax": (2786, 2000),
     "lines of attention": (5753, 4500),
     "lines of csrc/ops": (4179, 2300),

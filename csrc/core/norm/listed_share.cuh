@@ -80,10 +80,7 @@ class ListedShare {
   __device__ __forceinline__ float add_up(int64_t row, const Held& held) const {
     float sum = 0;
     for_each(row, held, [&](int place, const Column& column, const Values& values) {
-      const float dy = static_cast<float>(values.dy);
-      // Nobody else adds to this place: an atomic operation only because nothing waits for it.
-      if (sums_ != nullptr) atomicAdd(sums_ + place, dy * values.xhat);
-      sum += dy * column.weight * values.xhat;
+      sum += add(place, column, values);
     });
     return sum;
   }
@@ -93,12 +90,7 @@ class ListedShare {
   __device__ __forceinline__ void write_dx(int64_t row, const Held& held,
                                            const Gradient& gradient) const {
     for_each(row, held, [&](int, const Column& column, const Values& values) {
-      const int64_t at = row * in_.cols + column.at;
-      float dx[1] = {gradient.at(static_cast<float>(values.dy) * column.weight, values.xhat)};
-      if (out_.dresidual != nullptr) dx[0] += static_cast<float>(out_.dresidual[at]);
-      Pack<X, 1> rounded;
-      round_to(rounded, dx);
-      detail::store_words<sizeof(X)>(reinterpret_cast<char*>(out_.dx + at), rounded.words);
+      write(row, column, values, gradient);
     });
   }
 
@@ -145,6 +137,25 @@ class ListedShare {
       const Column column = column_at(place);
       run(place, column, load(row, place, column));
     }
+  }
+
+  // Nobody else adds to this place: an atomic operation only because nothing waits for it.
+  __device__ __forceinline__ float add(int place, const Column& column,
+                                       const Values& values) const {
+    const float dy = static_cast<float>(values.dy);
+    if (sums_ != nullptr) atomicAdd(sums_ + place, dy * values.xhat);
+    return dy * column.weight * values.xhat;
+  }
+
+  template <typename Gradient>
+  __device__ __forceinline__ void write(int64_t row, const Column& column, const Values& values,
+                                        const Gradient& gradient) const {
+    const int64_t at = row * in_.cols + column.at;
+    float dx[1] = {gradient.at(static_cast<float>(values.dy) * column.weight, values.xhat)};
+    if (out_.dresidual != nullptr) dx[0] += static_cast<float>(out_.dresidual[at]);
+    Pack<X, 1> rounded;
+    round_to(rounded, dx);
+    detail::store_words<sizeof(X)>(reinterpret_cast<char*>(out_.dx + at), rounded.words);
   }
 
   const BackwardInput<Y, S, float>& in_;
