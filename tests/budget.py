@@ -27,17 +27,17 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3044, 2300),
-    "lines of norm": (5741, 3000),
-    "lines of softmax": (2861, 2000),
-    "lines of attention": (5753, 4500),
+    "lines of common": (3041, 2300),
+    "lines of norm": (5687, 3000),
+    "lines of softmax": (2786, 2000),
+    "lines of attention": (5774, 4500),
     "lines of csrc/ops": (4173, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
-    "lines of fused_norm": (4239, 2300),
+    "lines of fused_norm": (4241, 2300),
     "kernels of norms and softmaxes": (224, 210),
     "kernels of attention": (127, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),
-    f"functions of more than {MAX_FUNCTION_LINES} lines": (1, 0),
+    f"functions of more than {MAX_FUNCTION_LINES} lines": (0, 0),
 }
 
 

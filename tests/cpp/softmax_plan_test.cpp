@@ -104,7 +104,7 @@ TEST(SoftmaxPlan, HoldsTheRowAndFitsTheChip) {
       const bool ring = plan.place == RowPlace::kRing;
       EXPECT_LE(plan.shared_bytes + 1024, chip.shared_bytes_per_block);
       EXPECT_LE(plan.cluster_blocks, chip.max_cluster_blocks);
-      EXPECT_TRUE(!plan.overlap || chip.max_cluster_blocks > 1);
+      EXPECT_TRUE(!plan.overlaps || chip.max_cluster_blocks > 1);
       EXPECT_EQ(plan.blocks % plan.cluster_blocks, 0);
       if (ring) {  // persistent
         // All are resident: by multiprocessors, and by threads and shared memory of those.

@@ -127,8 +127,31 @@ class CopyBarrier {
   uint64_t word_;
 };
 
-// Starts a copy of a multiple of 16 bytes from shared memory, between multiples of 16, of what was
-// written there before order_writes() and a barrier. Of the thread's own such copies:
+// A place in a ring of slots in shared memory, each with a CopyBarrier: which slot, and the parity
+// of the phase that its barrier is in.
+struct RingSlot {
+  int number = 0;
+  uint32_t parity = 0;
+
+  // To the next of `count` slots.
+  __device__ __forceinline__ void next(int count) {
+    if (++number == count) {
+      number = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// Copies bytes from `begin` to `end`, of elements T, that no bulk copy can.
+template <typename T>
+__device__ __forceinline__ void copy_rest(char* to, const char* from, int begin, int end) {
+#pragma unroll 1
+  for (int i = begin; i < end; i += sizeof(T))
+    *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
+}
+
+// Starts a copy of a multiple of 16 bytes from shared memory, between multiples of 16. What it
+// copies was written there before order_writes() and a barrier.
 __device__ __forceinline__ void store_bulk(char* to, const char* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
@@ -136,13 +159,13 @@ __device__ __forceinline__ void store_bulk(char* to, const char* from, int bytes
                : "memory");
 #endif
 }
-// those since the last call are a group;
+// Makes a group of the thread's own such copies since the last call.
 __device__ __forceinline__ void commit_bulk_stores() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 #endif
 }
-// until no more than the last kGroups still read shared memory.
+// Waits until no more than the thread's last kGroups groups still read shared memory.
 template <int kGroups>
 __device__ __forceinline__ void wait_for_bulk_reads() {
 #if __CUDA_ARCH__ >= 900

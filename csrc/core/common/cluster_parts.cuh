@@ -6,10 +6,10 @@
 
 namespace fused_norm {
 
-// Row after row, without a barrier of the cluster's. Two sets of slots are used in turn: nobody
-// sends its part of a row before it has got those of the row before from all, who then are done
-// with the ones before that; for which a barrier of each block's lies between wait() for a row and
-// send() of the next.
+// Row after row, without a barrier of the cluster. Two sets of slots are used in turn. A block
+// sends its part of row r only when it has all parts of row r - 1. Each block that sent one of
+// these was done with row r - 2, whose slots row r takes. For that to hold, the caller puts a
+// barrier of the block between wait() for a row and send() of the next.
 template <typename V, int kMostBlocks>
 class ClusterParts {
  public:
@@ -17,8 +17,8 @@ class ClusterParts {
     V parts[2][kMostBlocks];
     CopyBarrier arrived[2];
   };
-  // All threads of the block; a barrier of the cluster's follows, as nobody may send to a block
-  // that has not begun.
+  // By all threads of the block. A barrier of the cluster follows: nobody may send to a block that
+  // has not begun.
   __device__ ClusterParts(Slots& slots, const RowCluster& cluster)
       : slots_(slots), blocks_(cluster.blocks()), rank_(cluster.rank()) {
     if (threadIdx.x < 2) {

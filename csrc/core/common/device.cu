@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <utility>
 
 #include "core/common/device.h"
 
@@ -11,18 +12,16 @@ __global__ void __launch_bounds__(512) fill_multiprocessor() {}
 
 cudaError_t query_device(int device, DeviceProperties* properties) {
   int major = 0, minor = 0;
-  auto read = [&](int* value, cudaDeviceAttr attribute) {
-    return cudaDeviceGetAttribute(value, attribute, device);
-  };
-  cudaError_t error;
-  if ((error = read(&properties->sm_count, cudaDevAttrMultiProcessorCount)) != cudaSuccess)
-    return error;
-  if ((error = read(&properties->shared_bytes_per_block,
-                    cudaDevAttrMaxSharedMemoryPerBlockOptin)) != cudaSuccess) {
-    return error;
+  const std::pair<int*, cudaDeviceAttr> attributes[] = {
+      {&properties->sm_count, cudaDevAttrMultiProcessorCount},
+      {&properties->shared_bytes_per_block, cudaDevAttrMaxSharedMemoryPerBlockOptin},
+      {&major, cudaDevAttrComputeCapabilityMajor},
+      {&minor, cudaDevAttrComputeCapabilityMinor}};
+  cudaError_t error = cudaSuccess;
+  for (const auto& [value, attribute] : attributes) {
+    error = cudaDeviceGetAttribute(value, attribute, device);
+    if (error != cudaSuccess) return error;
   }
-  if ((error = read(&major, cudaDevAttrComputeCapabilityMajor)) != cudaSuccess) return error;
-  if ((error = read(&minor, cudaDevAttrComputeCapabilityMinor)) != cudaSuccess) return error;
   properties->capability = 10 * major + minor;
   properties->max_cluster_blocks = 1;
   std::fill_n(properties->filled_by_clusters, kMaxClusterBlocks, 0);

@@ -10,13 +10,20 @@
 
 namespace fused_norm {
 
-// Whether every row starts on a pack boundary and is a whole number of packs (common/pack.cuh).
-inline bool is_regular(const void* data, const RowLayout& layout, int64_t cols, int pack,
-                       DType dtype) {
-  const int64_t bytes = int64_t{pack} * size_of(dtype);
-  return reinterpret_cast<uintptr_t>(data) % bytes == 0 && cols % pack == 0 &&
-         layout.stride % pack == 0 && layout.outer_stride % pack == 0;
-}
+// Whether every row of a tensor starts on a pack boundary and is a whole number of packs
+// (common/pack.cuh). Without a layout, the rows are contiguous.
+struct IsRegular {
+  int cols, pack;
+
+  bool operator()(const void* data, DType dtype, const RowLayout& layout) const {
+    const int64_t bytes = int64_t{pack} * size_of(dtype);
+    return reinterpret_cast<uintptr_t>(data) % bytes == 0 && cols % pack == 0 &&
+           layout.stride % pack == 0 && layout.outer_stride % pack == 0;
+  }
+  bool operator()(const void* data, DType dtype) const {
+    return (*this)(data, dtype, one_stride(cols));
+  }
+};
 
 // Whether the rows follow each other without gaps from a multiple of 16 bytes on.
 inline bool lies_flat(const void* data, const RowLayout& layout, int64_t cols) {
@@ -29,8 +36,8 @@ namespace detail {
 struct LaunchOptions {
   int shared_bytes = 0;
   int cluster_blocks = 1;
-  bool overlaps_previous =
-      false;  // the kernel itself waits for the one before (programmatic dependent launch)
+  // The kernel itself waits for the one before (programmatic dependent launch).
+  bool overlaps_previous = false;
 };
 
 // Lets a kernel have all the dynamic shared memory that a block of the current device can have, or
@@ -92,6 +99,14 @@ cudaError_t launch(void (*kernel)(Params...), dim3 grid, dim3 threads, const Lau
   }
   // What the launch itself says: cudaGetLastError() would return, and clear, errors of others.
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
+
+// The same as a plan says it.
+template <typename Kernel, typename... Args>
+cudaError_t launch_plan(Kernel kernel, const KernelPlan& plan, cudaStream_t stream,
+                        const Args&... args) {
+  return launch(kernel, plan.blocks, dim3(plan.threads_per_row, plan.rows_per_block),
+                {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, args...);
 }
 
 }  // namespace detail

@@ -1,14 +1,14 @@
 // Programmatic dependent launch, on chips that have it (compute capability 9.0 on): a kernel that
 // is launched to overlap the one before it starts while that one drains, and waits for its results
-// on the GPU. Kernels of this kind so follow each other closely; after others, launching is as
-// ever.
+// on the GPU. So kernels of this kind follow each other closely. After other kernels it starts as
+// usual.
 #pragma once
 
 namespace fused_norm {
 
 // From here on the next kernel may be launched. It sees what this one writes only when it waits.
-// Always after wait_for_prerequisites(): the next kernel then begins after the end of the one
-// before this, and its caches hold nothing of what that has read.
+// Always called after wait_for_prerequisites(): so the next kernel begins after the end of the one
+// before this, and finds nothing that is older in its caches.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");

@@ -72,7 +72,7 @@ __device__ __forceinline__ int64_t row_offset(const RowLayout& layout, int64_t r
   return row_start(base, layout, row) - base;
 }
 
-// Whether rows after `row` reach at least `elements` further in memory.
+// Whether the rows after `row` reach at least `elements` further in memory.
 __device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row, int64_t rows,
                                             int cols, int elements) {
   if (layout.inner == 0) {

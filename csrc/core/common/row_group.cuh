@@ -60,13 +60,17 @@ class RowGroup {
   // reductions.
   template <typename V, typename Combine>
   __device__ V reduce_lanes(V value, Combine combine) const {
-    return butterfly(value, lanes(), combine);
+    return reduce_over(value, lanes(), combine);
   }
 
   // The same over neighbours, a power of two of them.
   template <typename V, typename Combine>
-  __device__ __forceinline__ V reduce_over(V value, int neighbours, Combine combine) const {
-    return butterfly(value, neighbours, combine);
+  __device__ static V reduce_over(V value, int neighbours, Combine combine) {
+#pragma unroll
+    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
+      if (offset < neighbours) value = combine(value, shuffle_xor(value, offset));
+    }
+    return value;
   }
 
   // Combines `a` over a full warp for its lower half, and `b` for its upper half, each as
@@ -75,7 +79,7 @@ class RowGroup {
   __device__ __forceinline__ V reduce_halves(const V& a, const V& b, Combine combine) const {
     const bool upper = lane() >= kWarpSize / 2;
     const V other = shuffle_xor(upper ? a : b, kWarpSize / 2);
-    return butterfly(combine(upper ? b : a, other), kWarpSize / 2, combine);
+    return reduce_over(combine(upper ? b : a, other), kWarpSize / 2, combine);
   }
   // What a lane of a full warp holds.
   template <typename V>
@@ -100,19 +104,10 @@ class RowGroup {
     __syncthreads();
     const int warp = lane() & (warp_lanes_ - 1);
     value = warp < warps() ? own[warp] : identity;
-    return butterfly(value, warp_lanes_, combine);
+    return reduce_over(value, warp_lanes_, combine);
   }
 
  private:
-  template <typename V, typename Combine>
-  __device__ static V butterfly(V value, int lanes, Combine combine) {
-#pragma unroll
-    for (int offset = kWarpSize / 2; offset > 0; offset /= 2) {
-      if (offset < lanes) value = combine(value, shuffle_xor(value, offset));
-    }
-    return value;
-  }
-
   template <typename V>
   __device__ static V shuffle_xor(const V& value, int offset) {
     return shuffle(value,
@@ -215,7 +210,7 @@ class RowSums {
   // Makes `a` the sum of the group's.
   template <typename Group>
   __device__ __forceinline__ void add_up(const Group& group, float& a) {
-    a = over_lanes(group, a);
+    a = group.reduce_lanes(a, SumOf());
     if (!several_) return;
     if (writes_ && !upper_) *write_ = a;
     meet(group);
@@ -229,8 +224,8 @@ class RowSums {
   template <typename Group>
   __device__ __forceinline__ void add_up(const Group& group, float& a, float& b) {
     if (group.lanes() < kWarpSize) {
-      a = over_lanes(group, a);
-      b = over_lanes(group, b);
+      a = group.reduce_lanes(a, SumOf());
+      b = group.reduce_lanes(b, SumOf());
       return;
     }
     float sum = (upper_ ? b : a) + __shfl_xor_sync(kFullMask, upper_ ? a : b, kHalf);
@@ -247,14 +242,6 @@ class RowSums {
   }
 
  private:
-  template <typename Group>
-  __device__ __forceinline__ static float over_lanes(const Group& group, float value) {
-#pragma unroll
-    for (int offset = kHalf; offset > 0; offset /= 2) {
-      if (offset < group.lanes()) value += __shfl_xor_sync(kFullMask, value, offset);
-    }
-    return value;
-  }
   template <typename Group>
   __device__ __forceinline__ static void meet(const Group& group) {
     if constexpr (kNamedBarrier) {
@@ -279,33 +266,19 @@ class RowSums {
 // clusters, and in kernels launched without one, the cluster is the block itself.
 class RowCluster {
  public:
-  __device__ int rank() const {
+  // arrive() and wait() come before the first gather(), in two steps so that work fits between
+  // them: nobody may write to a block that has not begun.
 #if __CUDA_ARCH__ >= 900
-    return cooperative_groups::this_cluster().block_rank();
+  __device__ int rank() const { return cooperative_groups::this_cluster().block_rank(); }
+  __device__ int blocks() const { return cooperative_groups::this_cluster().num_blocks(); }
+  __device__ void arrive() const { cooperative_groups::this_cluster().barrier_arrive(); }
+  __device__ void wait() const { cooperative_groups::this_cluster().barrier_wait(); }
 #else
-    return 0;
+  __device__ int rank() const { return 0; }
+  __device__ int blocks() const { return 1; }
+  __device__ void arrive() const {}
+  __device__ void wait() const {}
 #endif
-  }
-  __device__ int blocks() const {
-#if __CUDA_ARCH__ >= 900
-    return cooperative_groups::this_cluster().num_blocks();
-#else
-    return 1;
-#endif
-  }
-
-  // Before the first gather(), in two steps so that work fits between them: nobody may write to a
-  // block that has not begun.
-  __device__ void arrive() const {
-#if __CUDA_ARCH__ >= 900
-    cooperative_groups::this_cluster().barrier_arrive();
-#endif
-  }
-  __device__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-    cooperative_groups::this_cluster().barrier_wait();
-#endif
-  }
 
   // What the blocks hold (in their threads 0 to kPortableClusterBlocks - 1), in the order of their
   // ranks, for all threads to read until the next gather(). `slots` is shared memory, two sets used

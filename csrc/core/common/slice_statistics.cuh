@@ -219,10 +219,10 @@ __device__ __forceinline__ A quotient(A sum, A count, A per_count) {
 }
 
 // The mean of a group's columns, from what its threads hold of each run, of `run_cols` columns or
-// the row's last. Of the sums of the runs, what they differ by from those of a row that is the
-// first one's mean is added up: next to nothing where all values are equal, however many. Quarters,
-// as the difference of two finite sums may not be; products are rounded by themselves, as lanes
-// that took them into a sum would get different ones.
+// the row's last. It is the first run's mean plus the mean of what is left when that is subtracted
+// from every column: next to nothing where all values are equal, however many. A quarter of each
+// sum is used, as the difference of two finite sums may overflow. Each product is rounded by
+// itself: a lane that fused it into a sum would get other bits than the rest.
 template <int kRuns, typename Group, typename A>
 __device__ __forceinline__ A mean_of_runs(const Group& group, const A (&runs)[kRuns], int run_cols,
                                           A cols, A per_cols, A (&slots)[kMaxRuns]) {

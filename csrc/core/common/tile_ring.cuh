@@ -4,7 +4,6 @@
 #include "core/common/bulk_copy.cuh"
 #include "core/common/flat_rows.h"
 #include "core/common/overlap.cuh"
-#include "core/common/ring_slot.cuh"
 #include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
 
@@ -160,7 +159,7 @@ class TileRing {
         reinterpret_cast<const char*>(tensors_.rows_of(tensor()).base) + start_of(tile);
     char* const to = part_of(slot, tensor());
     // Past the tensors' end nothing is read: the lane copies the rest itself.
-    if (tile + 1 == tiles_) copy_rest(to, from, granules, bytes);
+    if (tile + 1 == tiles_) copy_rest<T>(to, from, granules, bytes);
     filled_[slot].expect(granules);
     if (granules > 0) filled_[slot].copy(to, from, granules);
   }
@@ -169,14 +168,9 @@ class TileRing {
     char* const to = reinterpret_cast<char*>(tensors_.written()) + start_of(tile_);
     const char* const from = part_of(slot_.number, Tensors::kWritten);
     if (granules > 0) store_bulk(to, from, granules);
-    copy_rest(to, from, granules, bytes);
+    copy_rest<T>(to, from, granules, bytes);
     commit_bulk_stores();
     wait_for_bulk_reads<1>();
-  }
-  __device__ __forceinline__ static void copy_rest(char* to, const char* from, int begin, int end) {
-#pragma unroll 1
-    for (int i = begin; i < end; i += sizeof(T))
-      *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
   }
 
   const Tensors& tensors_;

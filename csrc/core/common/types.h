@@ -53,6 +53,18 @@ struct ParamVector {
   DType dtype;
 };
 
+// How a kernel is launched. Each plan says what a pack is, and its threads.
+struct KernelPlan {
+  int pack;             // elements
+  int packs;            // a thread
+  int threads_per_row;  // 1 to 32 lanes, or whole warps, of each block that shares the row
+  int rows_per_block;
+  int cluster_blocks;  // blocks that share a row
+  int blocks;
+  int shared_bytes;  // dynamic
+  bool overlaps;     // programmatic dependent launch, from Hopper on
+};
+
 constexpr int kPortableClusterBlocks = 8, kMaxClusterBlocks = 16;
 
 // What a plan needs to know of a chip.

@@ -1,16 +1,29 @@
 #include "core/norm/launch.cuh"
 
 namespace fused_norm {
+namespace {
+
+template <typename X, typename Y>
+cudaError_t add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                        cudaStream_t stream) {
+  const AddLoad<X, Y> load{input_load<X>(params.x, params.x_layout, params),
+                           input_load<Y>(params.addend, params.addend_layout, params),
+                           static_cast<X*>(params.sum), params.rows, params.cols};
+  const IsRegular is_regular{params.cols, plan.pack};
+  const bool regular = is_regular(params.x, params.x_dtype, params.x_layout) &&
+                       is_regular(params.addend, params.y_dtype, params.addend_layout) &&
+                       is_regular(params.sum, params.x_dtype);
+  return norm_forward_from<Y>(load, regular, params, plan, stream);
+}
+
+}  // namespace
 
 cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                              cudaStream_t stream) {
-  if (params.x_dtype == DType::kFloat32) {
-    return with_dtype<__half, __nv_bfloat16, float>(params.y_dtype, [&](auto y) {
-      return norm_add_forward_as<float, decltype(y)>(params, plan, stream);
-    });
-  }
-  return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto x) {
-    return norm_add_forward_as<decltype(x), decltype(x)>(params, plan, stream);
+  return with_dtype<__half, __nv_bfloat16, float>(params.y_dtype, [&](auto y) {
+    using Y = decltype(y);
+    return params.x_dtype == DType::kFloat32 ? add_forward<float, Y>(params, plan, stream)
+                                             : add_forward<Y, Y>(params, plan, stream);
   });
 }
 

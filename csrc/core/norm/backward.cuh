@@ -38,10 +38,12 @@ struct GroupRows {
   }
 };
 
-// How a group's rows come to its threads. `memory`: of the block, for rows on their way.
+// How a group's rows come to its threads: where they are on their way in shared memory, behind the
+// parameters.
 template <RowsLie kLie, int kPacks, int N, typename In, typename Group>
 __device__ __forceinline__ auto open_rows(const In& in, const Group& group, int col, int64_t row,
-                                          int64_t stride, char* memory) {
+                                          int64_t stride, float* behind_params) {
+  char* const memory = reinterpret_cast<char*>(behind_params);
   using Y = typename In::Gradient;
   using S = typename In::Kept;
   if constexpr (In::kGates) {
@@ -143,6 +145,28 @@ __device__ __forceinline__ Share listed_share(const In& in, const Out& out, cons
                int64_t{blockIdx.x} * group.groups() + index);
 }
 
+// Before the first row: the listed columns' owners take their xhat for zero from here on. Gives the
+// row's values.
+template <typename Share, typename Listed, typename Group>
+__device__ __forceinline__ typename Share::Held begin_listed(const Listed& listed, bool any,
+                                                             const Group& group, bool has_row,
+                                                             int64_t row) {
+  if (!any) return {};
+  listed().begin();
+  if (group.index() == 0) listed().clear();
+  __syncthreads();
+  return has_row ? listed().load(row) : typename Share::Held{};
+}
+
+// Writes dx of a row's listed columns, when their owners have.
+template <typename Listed, typename Group, typename Held, typename Gradient>
+__device__ __forceinline__ void write_listed(const Listed& listed, const Group& group, int64_t row,
+                                             int64_t rows, const Held& held,
+                                             const Gradient& gradient) {
+  group.warps() > 1 ? meet_at(group.index() + 1, group.threads()) : __syncwarp();
+  if (row < rows) listed().write_dx(row, held, gradient);
+}
+
 // Writes the block's partial rows.
 template <RowsLie kLie, bool kRms, typename In, typename Out, typename Group, typename Listed,
           int kPacks, int N>
@@ -180,64 +204,50 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   auto past_half = [half = in.cols <= N / 2 * kWarpSize](int i) {
     return dealt_out(kLie) && i == N / 2 && half;
   };
-  GroupRows of_group(in, group);
-  const int64_t stride = of_group.stride;
-  int64_t first = of_group.first, row = of_group.row;
+  GroupRows at(in, group);
 
   wait_for_prerequisites();
   out.clear_totals();
   using Params = StagedParams<kPacks, N, kSaved, !kRms>;
   const Params params(staged, group.thread());
-  const int staged_floats =
-      param_kinds(kSaved, !kRms) * max(group.threads(), kWarpSize) * kPacks * N;
-  auto rows = open_rows<kLie, kPacks, N>(in, group, col, row, stride,
-                                         reinterpret_cast<char*>(staged + staged_floats));
+  float* const behind_params = staged + Params::floats(max(group.threads(), kWarpSize));
+  auto rows = open_rows<kLie, kPacks, N>(in, group, col, at.row, at.stride, behind_params);
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
-      out.template prefetch_residual<kLie, N, kPacks>(row * in.cols + col, left);
-    if (!kFromOutput && has_mean) next_mean = __ldg(in.mean + row);
-    next_rstd = __ldg(in.rstd + row);
+      out.template prefetch_residual<kLie, N, kPacks>(at.row * in.cols + col, left);
+    if (!kFromOutput && has_mean) next_mean = __ldg(in.mean + at.row);
+    next_rstd = __ldg(in.rstd + at.row);
   };
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
-  X* dx = out.dx + row * in.cols + col;
+  X* dx = out.dx + at.row * in.cols + col;
   // Packs that wait in registers would leave none to the parameters.
-  auto stage_params = [&] {
-    for (int p = group.index(); p < kPacks; p += group.groups())
-      params.template stage<kLie>(in, p, col + p * kSliceStep<N>);
-    __syncthreads();
-  };
-  if (!kRegular) stage_params();
-  rows.ask_for_first(row);
-  if (row < in.rows) look_ahead();
-  if (kRegular) stage_params();
+  if (!kRegular) params.template stage_all<kLie>(in, group, col);
+  rows.ask_for_first(at.row);
+  if (at.row < in.rows) look_ahead();
+  if (kRegular) params.template stage_all<kLie>(in, group, col);
   using Share = ListedShare<kLie, Params, 1, false, X, Y, typename In::Kept>;
   const int listed_columns = kFromOutput ? in.list.count() : 0;
   auto listed = [&] { return listed_share<Share>(in, out, group, staged, listed_columns); };
-  typename Share::Held next_listed{};
-  if (listed_columns > 0) {
-    listed().begin();
-    if (group.index() == 0) listed().clear();
-    __syncthreads();
-    if (row < in.rows) next_listed = listed().load(row);
-  }
+  auto next_listed =
+      begin_listed<Share>(listed, listed_columns > 0, group, at.row < in.rows, at.row);
   // A block's groups stay together to the last of its rows, as warps may hold several.
-  for (; first < in.rows; first += stride) {
+  for (; at.first < in.rows; at.first += at.stride) {
     float xhat[kPacks][N], w[kPacks][N];
-    rows.take(row, xhat, w);
+    rows.take(at.row, xhat, w);
     const float mean = next_mean, rstd = next_rstd;
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
-    const int row_left = row < in.rows ? left : 0;
+    const int row_left = at.row < in.rows ? left : 0;
     float sum_w = 0, sum_wx = 0;
-    const typename Share::Held own_listed = next_listed;
-    if (listed_columns > 0 && row < in.rows) sum_wx = listed().add_up(row, own_listed);
-    row += stride;
-    if (row < in.rows) {
-      rows.ask_for(row);
+    const auto own_listed = next_listed;
+    if (listed_columns > 0 && at.row < in.rows) sum_wx = listed().add_up(at.row, own_listed);
+    at.row += at.stride;
+    if (at.row < in.rows) {
+      rows.ask_for(at.row);
       look_ahead();
-      if (listed_columns > 0) next_listed = listed().load(row);
+      if (listed_columns > 0) next_listed = listed().load(at.row);
     }
 
     float g[N], of_w[N], of_wx[N];
@@ -251,11 +261,9 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
     Pack<X, N> pack;
     write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, writer, pack,
                     xhat, w);
-    dx += stride * in.cols;
-    if (listed_columns > 0) {
-      group.warps() > 1 ? meet_at(group.index() + 1, group.threads()) : __syncwarp();
-      if (row - stride < in.rows) listed().write_dx(row - stride, own_listed, gradient);
-    }
+    dx += at.stride * in.cols;
+    if (listed_columns > 0)
+      write_listed(listed, group, at.row - at.stride, in.rows, own_listed, gradient);
   }
   launch_dependents();
   write_block<kLie, kRms>(in, out, group, listed_columns, listed, staged, dweight, dbias);

@@ -131,20 +131,13 @@ class ParamsAhead {
   AlignedPack<X, N>* own_;
 };
 
-// What is done to a pack of what is normalized before the weight, without a gate: nothing.
-struct Ungated {
-  template <typename Values>
-  __device__ __forceinline__ void operator()(int, Values&) const {}
-};
-
 // Writes a thread's columns of y, of centred values. finish(p, xhat) has a pack before the weight.
 template <bool kRms, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
-          typename Bounds, typename Params, typename Store, typename A, typename Finish = Ungated>
+          typename Bounds, typename Params, typename Store, typename A, typename Finish>
 __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks, kPacked>& values,
                                                  const Group& group, const Bounds& bounds, A rstd,
                                                  const Params& params, const Store& store,
-                                                 int64_t row, int col, int left,
-                                                 Finish finish = {}) {
+                                                 int64_t row, int col, int left, Finish finish) {
   WriterOf<typename Store::Output, N, kLie, kPacks> writer;
   writer.open(store.y + row * store.cols + col, left);
   params.wait();

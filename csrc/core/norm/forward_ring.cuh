@@ -3,7 +3,6 @@
 
 #include "core/common/branch.cuh"
 #include "core/common/cluster_parts.cuh"
-#include "core/common/ring_slot.cuh"
 #include "core/norm/forward.cuh"
 
 namespace fused_norm {
@@ -89,7 +88,8 @@ __device__ __forceinline__ void norm_forward_walk(
     if (listed >= 0)
       out.listed.template keep<kRms>(place, places, listed, static_cast<float>(listed_x), load, row,
                                      first_col, cols, statistics.mean, rstd);
-    write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left);
+    write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
+                                 [](int, auto&) {});
     slot.next(slots);
   }
 }

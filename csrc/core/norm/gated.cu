@@ -6,16 +6,15 @@ namespace fused_norm {
 cudaError_t norm_gated_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                                cudaStream_t stream) {
   const Gate& gate = params.gate;
-  auto regular = [&](const void* data, const RowLayout& layout) {
-    return is_regular(data, layout, params.cols, plan.pack, params.x_dtype);
-  };
-  const bool reads_regular = regular(params.x, params.x_layout) && regular(gate.data, gate.layout);
+  const IsRegular is_regular{params.cols, plan.pack};
+  const bool regular = is_regular(params.x, params.x_dtype, params.x_layout) &&
+                       is_regular(gate.data, params.x_dtype, gate.layout);
   return with_dtype<__half, __nv_bfloat16, float>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     const GatedLoad<X> load{input_load<X>(params.x, params.x_layout, params),
                             input_load<X>(gate.data, gate.layout, params), gate.form, params.rows,
                             params.cols};
-    return norm_forward_from<X>(load, reads_regular, params, plan, stream);
+    return norm_forward_from<X>(load, regular, params, plan, stream);
   });
 }
 
@@ -30,9 +29,9 @@ cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBack
                            static_cast<const X*>(gate.data), gate.layout,
                            static_cast<X*>(gate.gradient), gate.form};
     const BackwardOutput<X, float> out{static_cast<X*>(params.dx), workspace.dweight};
-    return detail::launch(plan.packs == 1 ? norm_backward_gated<X, 1> : norm_backward_gated<X, 2>,
-                          plan.blocks, dim3(plan.threads_per_row, plan.rows_per_block),
-                          {plan.shared_bytes, 1, plan.overlaps}, stream, in, out);
+    return detail::launch_plan(
+        plan.packs == 1 ? norm_backward_gated<X, 1> : norm_backward_gated<X, 2>, plan, stream, in,
+        out);
   });
   return error == cudaSuccess ? norm_second_stage(params, plan, workspace, look, stream) : error;
 }

@@ -42,73 +42,42 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   using Store = AffineStore<Y>;
   const Store store = affine_store<Y>(params);
   const auto out = statistics_out<Load, Y>(params);
-  const dim3 threads(plan.threads_per_row, plan.rows_per_block);
   const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
                                 : store.template all_of<true>(kDTypeOf<X>);
   const bool whole_warps = plan.threads_per_row >= kWarpSize;
   const bool dealt_out =
       params.cols % plan.pack != 0 && typed && plan.threads_per_row >= kMinDealtOutLanes &&
       broken_rows(Load::kAdds, std::is_same_v<X, Y>, whole_warps, plan.packs, sizeof(X)).dealt_out;
+  const bool regular = reads_regular && IsRegular{params.cols, plan.pack}(params.y, params.y_dtype);
   const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols)
-                      : reads_regular && is_regular(params.y, one_stride(params.cols), params.cols,
-                                                    plan.pack, params.y_dtype)
-                          ? RowsLie::kRegular
-                          : RowsLie::kShifted;
-  int shared_bytes = plan.shared_bytes;
-  auto run = [&](auto kernel, auto... flags) {
-    return detail::launch(kernel, plan.blocks, threads,
-                          {shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load, store,
-                          out, flags...);
+                      : regular ? RowsLie::kRegular
+                                : RowsLie::kShifted;
+  KernelPlan launched = plan;
+  auto run = [&](auto kernel, auto form) {
+    return detail::launch_plan(kernel, launched, stream, load, store, out, form);
   };
   if (lie == RowsLie::kRegular && typed) {
     if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
-      if (const ForwardRing& ring = plan.ring; ring.slots > 0)
-        return detail::launch(norm_forward_ring<X>, ring.blocks, threads,
-                              {ring.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, load,
-                              store, out, ring.slots);
+      if (plan.ring.slots > 0) {
+        launched.blocks = plan.ring.blocks;
+        launched.shared_bytes = plan.ring.shared_bytes;
+        return run(norm_forward_ring<X>, plan.ring.slots);
+      }
     }
     const int of_thread = (params_ahead(plan.packs) ? params_bytes(plan.packs, !params.rms) : 0) +
                           (params.list.room > 0 ? kListedBytes : 0);
-    shared_bytes = std::max(shared_bytes, plan.threads_per_row * plan.rows_per_block * of_thread);
+    launched.shared_bytes =
+        std::max(plan.shared_bytes, plan.threads_per_row * plan.rows_per_block * of_thread);
   }
   if (!whole_warps) return run(norm_forward_registers<Load, Store, 4, false>, lie);
-  switch (plan.packs) {
-    case 2:
-      return run(norm_forward_registers<Load, Store, 2, true>, lie);
-    case 4:
-      return run(norm_forward_registers<Load, Store, 4, true>, lie);
-    default:
-      return run(norm_forward_registers<Load, Store, kMostPacks, true>, lie);
-  }
+  if (plan.packs == 2) return run(norm_forward_registers<Load, Store, 2, true>, lie);
+  if (plan.packs == 4) return run(norm_forward_registers<Load, Store, 4, true>, lie);
+  return run(norm_forward_registers<Load, Store, kMostPacks, true>, lie);
 }
 
 template <typename X>
 InputLoad<X> input_load(const void* x, const RowLayout& layout, const NormForwardParams& params) {
   return {static_cast<const X*>(x), layout, params.rows, params.cols};
-}
-
-template <typename X, typename Y>
-cudaError_t norm_forward_as(const NormForwardParams& params, const NormForwardPlan& plan,
-                            cudaStream_t stream) {
-  const bool regular =
-      is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype);
-  return norm_forward_from<Y>(input_load<X>(params.x, params.x_layout, params), regular, params,
-                              plan, stream);
-}
-
-template <typename X, typename Y>
-cudaError_t norm_add_forward_as(const NormForwardParams& params, const NormForwardPlan& plan,
-                                cudaStream_t stream) {
-  const AddLoad<X, Y> load{input_load<X>(params.x, params.x_layout, params),
-                           input_load<Y>(params.addend, params.addend_layout, params),
-                           static_cast<X*>(params.sum), params.rows, params.cols};
-  auto all_regular = [&](const void* data, const RowLayout& layout, DType dtype) {
-    return is_regular(data, layout, params.cols, plan.pack, dtype);
-  };
-  const bool regular = all_regular(params.x, params.x_layout, params.x_dtype) &&
-                       all_regular(params.addend, params.addend_layout, params.y_dtype) &&
-                       all_regular(params.sum, one_stride(params.cols), params.x_dtype);
-  return norm_forward_from<Y>(load, regular, params, plan, stream);
 }
 
 template <typename X>
@@ -178,12 +147,11 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
       error = norm_flat_backward(in, out, plan, stream);
   } else {
-    const bool regular =
-        is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
-        is_regular(params.saved, params.saved_layout, params.cols, plan.pack, kDTypeOf<S>) &&
-        is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype) &&
-        is_regular(params.dresidual, one_stride(params.cols), params.cols, plan.pack,
-                   params.x_dtype);
+    const IsRegular is_regular{params.cols, plan.pack};
+    const bool regular = is_regular(params.dy, params.y_dtype, params.dy_layout) &&
+                         is_regular(params.saved, kDTypeOf<S>, params.saved_layout) &&
+                         is_regular(params.dx, params.x_dtype) &&
+                         is_regular(params.dresidual, params.x_dtype);
     if constexpr (std::is_same_v<X, Y>) {
       if (plan.few_splits > 0)
         return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
@@ -191,15 +159,13 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
                         : regular      ? RowsLie::kRegular
                                        : RowsLie::kShifted;
-    const bool lists = plan.tier == Tier::kRing && params.list.room > 0;
-    const int listing_threads = lists ? ring_kernel(true, params.rms).listing_threads : 0;
-    const dim3 threads(plan.threads_per_row + listing_threads, plan.rows_per_block);
-    auto run = [&](auto kernel, auto... flags) {
-      return detail::launch(kernel, plan.blocks, threads,
-                            {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, in,
-                            out, flags...);
+    KernelPlan launched = plan;
+    auto run = [&](auto kernel, auto... how) {
+      return detail::launch_plan(kernel, launched, stream, in, out, how...);
     };
     if (plan.tier == Tier::kRing) {
+      if (params.list.room > 0)
+        launched.threads_per_row += ring_kernel(true, params.rms).listing_threads;
       constexpr bool kRms = !kForBothNorms<X, Y>;
       error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kSaved>
                              : norm_backward_ring<X, Y, S, false, kSaved>,
@@ -215,15 +181,18 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
 }
 
 template <typename X>
-cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
-                            cudaStream_t stream) {
-  if (params.y_dtype == DType::kFloat32) return norm_forward_as<X, float>(params, plan, stream);
-  return norm_forward_as<X, X>(params, plan, stream);
+cudaError_t NormOf<X>::forward(const NormForwardParams& params, const NormForwardPlan& plan,
+                               cudaStream_t stream) {
+  const auto load = input_load<X>(params.x, params.x_layout, params);
+  const bool regular = IsRegular{params.cols, plan.pack}(params.x, params.x_dtype, params.x_layout);
+  return with_dtype<X, float>(params.y_dtype, [&](auto y) {
+    return norm_forward_from<decltype(y)>(load, regular, params, plan, stream);
+  });
 }
 
 template <typename X>
-cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                             cudaStream_t stream) {
+cudaError_t NormOf<X>::backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
+                                cudaStream_t stream) {
   auto run = [&](auto y) {
     using Y = decltype(y);
     return params.from_output ? norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream)

@@ -7,35 +7,31 @@
 
 namespace fused_norm {
 
+using RunNormForward = cudaError_t(const NormForwardParams&, const NormForwardPlan&, cudaStream_t);
+using RunNormBackward = cudaError_t(const NormBackwardParams&, const NormBackwardPlan&,
+                                    cudaStream_t);
+
 // Rows that are not streamed, without gate and addend, and with an output of x's dtype or fp32. One
 // of these for each dtype of x but fp64: f16.cu, bf16.cu and f32.cu.
 template <typename X>
-cudaError_t norm_forward_of(const NormForwardParams& params, const NormForwardPlan& plan,
-                            cudaStream_t stream);
-template <typename X>
-cudaError_t norm_backward_of(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                             cudaStream_t stream);
-// With a gate: gated.cu.
-cudaError_t norm_gated_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                               cudaStream_t stream);
-cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                cudaStream_t stream);
-// In tiles: flat.cu.
-cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                              cudaStream_t stream);
+struct NormOf {
+  static RunNormForward forward;
+  static RunNormBackward backward;
+};
 // With an addend, and of fp32 rows with a 16-bit output: add.cu.
-cudaError_t norm_add_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                             cudaStream_t stream);
-// Of Tier::kFlat, for 16-bit types: flat.cu.
+RunNormForward norm_add_forward;
+// With a gate: gated.cu.
+RunNormForward norm_gated_forward;
+RunNormBackward norm_gated_backward;
+// Of Tier::kStreaming: streaming.cu.
+RunNormForward norm_stream_forward;
+RunNormBackward norm_stream_backward;
+// In tiles: flat.cu. Backward for 16-bit types alone.
+RunNormForward norm_flat_forward;
 template <typename X>
 cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
                                const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
                                cudaStream_t stream);
-// Of Tier::kStreaming: streaming.cu.
-cudaError_t norm_stream_forward(const NormForwardParams& params, const NormForwardPlan& plan,
-                                cudaStream_t stream);
-cudaError_t norm_stream_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
-                                 cudaStream_t stream);
 
 // What a backward call's workspace holds: the totals of the look at the parameters, partial rows,
 // and what Tier::kStreaming needs beside. Null: not asked for.

@@ -45,7 +45,7 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
     if (adds) return norm_add_forward(params, plan, stream);
     if (plan.tiles.slots > 0) return norm_flat_forward(params, plan, stream);
     return with_dtype<__half, __nv_bfloat16, float>(
-        params.x_dtype, [&](auto x) { return norm_forward_of<decltype(x)>(params, plan, stream); });
+        params.x_dtype, [&](auto x) { return NormOf<decltype(x)>::forward(params, plan, stream); });
   };
   if (params.list.room == 0) return launch();
   // Kernels whose threads have rows in registers keep xhat of columns that were listed before. Of
@@ -75,7 +75,7 @@ cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceP
   if (params.gate.data) return norm_gated_backward(params, plan, stream);
   if (plan.tier == Tier::kStreaming) return norm_stream_backward(params, plan, stream);
   return with_dtype<__half, __nv_bfloat16, float>(
-      params.x_dtype, [&](auto x) { return norm_backward_of<decltype(x)>(params, plan, stream); });
+      params.x_dtype, [&](auto x) { return NormOf<decltype(x)>::backward(params, plan, stream); });
 }
 
 }  // namespace fused_norm

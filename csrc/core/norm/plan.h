@@ -23,17 +23,10 @@ enum class Tier : uint8_t {
   kStreaming,  // any length: the row is read twice
 };
 
-struct NormPlan {
+// A pack is 16 bytes of the wider of the two tensors; kFlat and kStreaming: an element. kStreaming
+// has no packs a thread, and its kernels of backward do not overlap.
+struct NormPlan : KernelPlan {
   Tier tier;
-  int pack;             // elements a pack: 16 bytes of the wider of the two tensors; kFlat and
-                        // kStreaming: 1
-  int packs;            // packs a thread; none of kStreaming
-  int threads_per_row;  // 1..16 lanes, or whole warps
-  int rows_per_block;
-  int cluster_blocks;  // kRegisters and kRing: blocks that share a row
-  int blocks;
-  int shared_bytes;  // dynamic
-  bool overlaps;     // programmatic dependent launch, of all kernels but kStreaming's of backward
 };
 
 // Forward: a row of less than a warp's share has up to four packs in each of some lanes, others two
@@ -49,9 +42,9 @@ constexpr int forward_threads(bool adds, int packs) {
 }
 constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
-// Forward: what rows that are not whole packs become, by the kernel. What is seldom asked for has
-// no code of its own: they are shifted then as rows of whole packs are, and so they are where not
-// all parameters are of the rows' type.
+// Forward: how a kernel takes rows that are not whole packs. Kernels that are seldom asked for have
+// no code for dealing them out, and shift them, as they do rows of whole packs. So does every
+// kernel where not all parameters are of the rows' type.
 struct BrokenRows {
   bool dealt_out;  // in elements or pairs
   bool shifted;    // with the type of the parameters known to the kernel, as regular rows have it

@@ -13,6 +13,22 @@ constexpr int64_t kMaxPartials = 65535;
 // Static shared memory of the kernels, rounded up.
 constexpr int kStaticShared = 5 * 1024;
 
+// What is planned, and for which chip. A gate has so many groups; without one, none.
+struct BackwardCall {
+  int64_t rows;
+  int cols;
+  DType x, y;
+  bool from_output, rms;
+  int gate_groups;
+  const DeviceProperties& device;
+
+  bool gated() const { return gate_groups > 0; }
+  int saved_size() const { return size_of(from_output ? y : x); }
+  int dy_size() const { return size_of(y); }
+  // Rings and tiles are filled by bulk copies, which came with clusters.
+  bool bulk_copies() const { return device.max_cluster_blocks > 1 && !gated(); }
+};
+
 // Long rows where there are bulk copies, which came with clusters: how `spread` blocks share a row,
 // if they can.
 // Blocks of less than kMaxRingThreads share a multiprocessor, up to 12 warps, and hide each other's
@@ -78,8 +94,9 @@ int most_threads_of_one(bool rms, int saved_size) {
 
 // Fills in the plan, if so many blocks as a cluster can have can share the row. One or two do if
 // they can, as these fill the chip.
-bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKernel& kernel,
-               bool rms, const DeviceProperties& device, NormBackwardPlan& plan) {
+bool plan_ring(const BackwardCall& call, NormBackwardPlan& plan) {
+  const DeviceProperties& device = call.device;
+  const RingKernel kernel = ring_kernel(call.from_output, call.rms && call.x == call.y);
   // Of a thread, so that rounding errors stay those of a shallow tree.
   constexpr int kMaxRowsInSequence = 128;
   std::optional<RingShape> best;
@@ -87,9 +104,10 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKe
   int64_t best_time = 0;
   auto consider = [&](int spread) {
     if (device.cluster_multiprocessors(spread) == 0) return;
-    const auto shape = ring_shape(spread, cols, plan.pack, saved_size, dy_size, kernel, device);
+    const auto shape =
+        ring_shape(spread, call.cols, plan.pack, call.saved_size(), call.dy_size(), kernel, device);
     if (!shape) return;
-    if (spread == 1 && shape->threads > most_threads_of_one(rms, saved_size) &&
+    if (spread == 1 && shape->threads > most_threads_of_one(call.rms, call.saved_size()) &&
         device.max_cluster_blocks > 1)
       return;
     const int64_t time = ring_time(spread, shape->threads);
@@ -102,9 +120,10 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKe
     if (best && best_spread <= 2) break;
     consider(spread);
   }
-  // Larger clusters than all chips have, for the longest rows and for the parameters of an output.
-  // Where those have no room even so, the input goes without too, and takes as many kernels.
-  if (!best && ring_shape(kMaxRingBlocks, cols, plan.pack, dy_size, dy_size,
+  // Clusters larger than all chips have are for the longest rows, and for the parameters of an
+  // output. A row whose output has no room even so takes no ring from the input either: both kinds
+  // of backward then have as many kernels.
+  if (!best && ring_shape(kMaxRingBlocks, call.cols, plan.pack, call.dy_size(), call.dy_size(),
                           ring_kernel(/*from_output=*/true, /*rms=*/false), device))
     consider(kMaxRingBlocks);
   if (!best) return false;
@@ -117,8 +136,8 @@ bool plan_ring(int64_t rows, int cols, int saved_size, int dy_size, const RingKe
   plan.stages = best->stages;
   plan.shared_bytes = best->shared_bytes;
   const int resident = device.cluster_multiprocessors(best_spread) * best->blocks / best_spread;
-  const int64_t clusters = std::min<int64_t>(rows, resident);
-  const int64_t rounds = ceil_div(rows, clusters);
+  const int64_t clusters = std::min<int64_t>(call.rows, resident);
+  const int64_t rounds = ceil_div(call.rows, clusters);
   const int64_t sets = std::min(ceil_div(rounds, kMaxRowsInSequence), kMaxPartials / clusters);
   plan.blocks = static_cast<int>(clusters * best_spread);
   plan.partial_sets = static_cast<int>(sets);
@@ -139,20 +158,13 @@ int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties&
   return rows <= kRows * rows_at_once * splits ? splits : 0;
 }
 
-// The least columns of each lane that suffice for so many in a warp, or kFlatClasses.
-int flat_class(int64_t cols) {
-  int row_class = 0;
-  while (row_class < kFlatClasses && kFlatUnits[row_class] * kWarpSize < cols) ++row_class;
-  return row_class;
-}
-
 // Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
 // the shortest, of which most lanes would have nothing; and of whole packs those that would leave
 // so many more lanes without a column as packs, which go to a power of two of them. From the
 // output, whose parameters are read anew for each row, that must be many.
 bool goes_flat(int cols, int pack, bool from_output) {
   constexpr int kMinCols = 17;
-  const int row_class = flat_class(cols);
+  const int row_class = flat_class_of(kFlatUnits, cols);
   if (cols < kMinCols || row_class == kFlatClasses) return false;
   if (cols % pack != 0) return true;
   int lanes = 1;
@@ -167,7 +179,7 @@ bool goes_flat(int cols, int pack, bool from_output) {
 bool plan_flat(int64_t rows, int cols, int column_vectors, const DeviceProperties& device,
                NormBackwardPlan& plan) {
   FlatRows flat{};
-  flat.row_class = flat_class(cols);
+  flat.row_class = flat_class_of(kFlatUnits, cols);
   const int units = kFlatUnits[flat.row_class];
   const bool longer = flat.row_class >= kShorterFlatClasses;
   if (column_vectors > 1) flat.params_bytes = ring_slot(units * kWarpSize * column_vectors * 4);
@@ -180,33 +192,12 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
                   device, flat, sums_bytes))
     return false;
 
+  static_cast<KernelPlan&>(plan) = plan_of_tiles(flat, units, rows_at_work);
   plan.tier = Tier::kFlat;
-  plan.pack = 1;
-  plan.packs = units;
-  plan.threads_per_row = kWarpSize;
-  plan.rows_per_block = rows_at_work;
-  plan.cluster_blocks = 1;
-  plan.blocks = plan.partials = flat.blocks;
-  plan.shared_bytes = flat.shared_bytes;
+  plan.partials = flat.blocks;
   plan.flat = flat;
   return true;
 }
-
-// What is planned, and for which chip. A gate has so many groups; without one, none.
-struct BackwardCall {
-  int64_t rows;
-  int cols;
-  DType x, y;
-  bool from_output, rms;
-  int gate_groups;
-  const DeviceProperties& device;
-
-  bool gated() const { return gate_groups > 0; }
-  int saved_size() const { return size_of(from_output ? y : x); }
-  int dy_size() const { return size_of(y); }
-  // Rings and tiles are filled by bulk copies, which came with clusters.
-  bool bulk_copies() const { return device.max_cluster_blocks > 1 && !gated(); }
-};
 
 // How rows lie in registers: `groups` of so many threads a block, none where there is no room.
 struct RegistersShape {
@@ -321,10 +312,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
     return plan;
   const RegistersShape shape = registers_shape(call, plan.pack);
   plan.dealt_out = shape.dealt_out;
-  if (goes_by_ring(call, plan.pack, shape) &&
-      plan_ring(rows, cols, call.saved_size(), call.dy_size(),
-                ring_kernel(from_output, rms && x == y), rms, device, plan))
-    return plan;
+  if (goes_by_ring(call, plan.pack, shape) && plan_ring(call, plan)) return plan;
   plan.cluster_blocks = 1;
   if (shape.groups > 0) {
     plan_registers(call, shape, plan);

@@ -86,9 +86,7 @@ FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
   constexpr int kMinCols = 17;
   constexpr int64_t kMostBytes = 17 * 1024;
   FlatRows flat{};
-  int row_class = 0;
-  while (row_class < kForwardTileClasses && kForwardTileUnits[row_class] * kWarpSize < cols)
-    ++row_class;
+  const int row_class = flat_class_of(kForwardTileUnits, cols);
   if (cols < kMinCols || row_class == kForwardTileClasses || device.max_cluster_blocks == 1)
     return flat;
   flat.row_class = row_class;

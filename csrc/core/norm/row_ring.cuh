@@ -35,9 +35,7 @@ struct RingTensor {
   // Copies what a span left out of a row, less than 16 bytes at the tensor's end.
   __device__ __forceinline__ void copy_end(const Span& span, char* to) const {
     if (cols == 0 || span.bytes >= span.shift + used()) return;
-#pragma unroll 1
-    for (int at = span.bytes; at < span.shift + used(); at += sizeof(T))
-      *reinterpret_cast<T*>(to + at) = *reinterpret_cast<const T*>(span.start + at);
+    copy_rest<T>(to, span.start, span.bytes, span.shift + used());
     CopyBarrier::order_writes();
   }
   __device__ __forceinline__ int used() const { return cols * static_cast<int>(sizeof(T)); }

@@ -25,6 +25,11 @@ class StagedParams {
       : own_(reinterpret_cast<float4*>(staged) + thread / kWarpSize * kWarpVectors +
              thread % kWarpSize) {}
 
+  // Of so many threads, whole warps.
+  __device__ static constexpr int floats(int threads) {
+    return param_kinds(kSaved, kShifts, kWeights) * threads * kPacks * N;
+  }
+
   // Those of pack p, from column `col` on. Returns the parameters as they are.
   template <RowsLie kLie = RowsLie::kRegular, typename In>
   __device__ ColumnParams<float, N> stage(const In& in, int p, int col) const {
@@ -40,6 +45,15 @@ class StagedParams {
       put(kShift, p, shift);
     }
     return params;
+  }
+
+  // Those of all packs, from column `col` on, by all groups of the block, whose threads of one
+  // number have the same columns.
+  template <RowsLie kLie, typename In, typename Group>
+  __device__ __forceinline__ void stage_all(const In& in, const Group& group, int col) const {
+    for (int p = group.index(); p < kPacks; p += group.groups())
+      stage<kLie>(in, p, col + p * kSliceStep<N>);
+    __syncthreads();
   }
 
   __device__ __forceinline__ void get(ParamKind kind, int p, float (&out)[N]) const {

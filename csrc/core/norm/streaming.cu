@@ -18,9 +18,7 @@ cudaError_t stream_forward(const NormForwardParams& params, const NormForwardPla
       static_cast<A>(params.weight_offset),
       {static_cast<A*>(params.mean), static_cast<A*>(params.rstd), static_cast<A>(params.eps),
        static_cast<A>(params.cols), A(1) / params.cols}};
-  return detail::launch(norm_forward_streaming<A>, plan.blocks,
-                        dim3(plan.threads_per_row, plan.rows_per_block), {0, 1, plan.overlaps},
-                        stream, in, params.rms);
+  return detail::launch_plan(norm_forward_streaming<A>, plan, stream, in, params.rms);
 }
 
 template <typename A>

@@ -1,10 +1,3 @@
 #include "core/softmax/launch.cuh"
 
-namespace fused_norm {
-
-template cudaError_t softmax_of<float>(const SoftmaxForwardParams&, const SoftmaxPlan&,
-                                       cudaStream_t);
-template cudaError_t softmax_of<float>(const SoftmaxBackwardParams&, const SoftmaxPlan&,
-                                       cudaStream_t);
-
-}  // namespace fused_norm
+template struct fused_norm::SoftmaxOf<float>;

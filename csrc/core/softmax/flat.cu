@@ -13,7 +13,7 @@ Rows<T> rows_of(const void* data, const RowLayout& layout, int64_t rows, int col
 template <typename Kernel, typename From, typename To>
 cudaError_t run(Kernel kernel, const SoftmaxPlan& plan, cudaStream_t stream, const From& from,
                 To* to, bool log, bool lie_flat) {
-  return detail::launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlap},
+  return detail::launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps},
                         stream, from, to, log, lie_flat, plan.flat);
 }
 

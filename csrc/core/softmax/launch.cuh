@@ -8,19 +8,6 @@
 #include "core/softmax/launch.h"
 
 namespace fused_norm {
-namespace detail {
-
-inline auto row_launcher(const SoftmaxPlan& plan, bool regular, bool log, cudaStream_t stream) {
-  return [&plan, regular, log, stream](auto kernel, const auto& load, const auto& store,
-                                       auto... numbers) {
-    return launch(kernel, plan.blocks, dim3(plan.threads_per_row, plan.rows_per_block),
-                  {plan.shared_bytes, plan.cluster_blocks, plan.overlap}, stream, load, store,
-                  regular, log, numbers...);
-  };
-}
-
-}  // namespace detail
-
 // Rows of a warp whose results are 16 bit have a kernel of their own for the most packs a thread,
 // as the others would lose by its registers, and it by theirs (bf16 in one: backward of 65536 x 577
 // 80.6 -> 83.4 microseconds, causal 16384 x 1024 17.4 -> 18.8, H100).
@@ -33,10 +20,12 @@ cudaError_t softmax_as(const SoftmaxForwardParams& params, const SoftmaxPlan& pl
   using Store = RoundedStore<Y>;
   const Rows<X> x{static_cast<const X*>(params.x), params.x_layout, params.rows, params.cols};
   const Store store{static_cast<Y*>(params.y), params.rows, params.cols};
+  const IsRegular is_regular{params.cols, plan.pack};
   const bool regular =
-      is_regular(params.x, params.x_layout, params.cols, plan.pack, params.x_dtype) &&
-      is_regular(params.y, one_stride(params.cols), params.cols, plan.pack, params.y_dtype);
-  const auto run = detail::row_launcher(plan, regular, params.log, stream);
+      is_regular(params.x, params.x_dtype, params.x_layout) && is_regular(params.y, params.y_dtype);
+  auto run = [&](auto kernel, const auto& load, const auto& store, auto... numbers) {
+    return detail::launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
+  };
   auto run_load = [&](const auto& load) {
     using Load = std::decay_t<decltype(load)>;
     if (plan.tier == SoftmaxTier::kWarp) {
@@ -68,42 +57,44 @@ cudaError_t softmax_as(const SoftmaxBackwardParams& params, const SoftmaxPlan& p
   const Rows<Y> y{static_cast<const Y*>(params.y), params.y_layout, params.rows, params.cols};
   const GradientLoad<Y> load{dy, y, static_cast<float>(params.scale)};
   const Store store{static_cast<X*>(params.dx), params.rows, params.cols};
-  const bool regular =
-      is_regular(params.dy, params.dy_layout, params.cols, plan.pack, params.y_dtype) &&
-      is_regular(params.y, params.y_layout, params.cols, plan.pack, params.y_dtype) &&
-      is_regular(params.dx, one_stride(params.cols), params.cols, plan.pack, params.x_dtype);
-  const auto run = detail::row_launcher(plan, regular, params.log, stream);
+  const IsRegular is_regular{params.cols, plan.pack};
+  const bool regular = is_regular(params.dy, params.y_dtype, params.dy_layout) &&
+                       is_regular(params.y, params.y_dtype, params.y_layout) &&
+                       is_regular(params.dx, params.x_dtype);
+  auto run = [&](auto kernel, const auto& store, auto... numbers) {
+    return detail::launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
+  };
   if (plan.place == RowPlace::kRing)
-    return run(softmax_backward_ring<Y>, load,
+    return run(softmax_backward_ring<Y>,
                AnyBoundaryStore<Y>{store.data, params.x_dtype, store.cols}, plan.slice, plan.pieces,
                plan.slots);
   if (plan.tier == SoftmaxTier::kWarp) {
     if constexpr (kSeveralWarpKernels<X>)
       return run(plan.packs == 4 ? softmax_backward_warp<Y, Store, 4>
                                  : softmax_backward_warp<Y, Store, 1, 2>,
-                 load, store, plan.packs);
+                 store, plan.packs);
     else
-      return run(softmax_backward_warp<Y, Store, 1, 2, 4>, load, store, plan.packs);
+      return run(softmax_backward_warp<Y, Store, 1, 2, 4>, store, plan.packs);
   }
   return run(
       plan.packs == 4 ? softmax_backward_block<Y, Store, 4> : softmax_backward_block<Y, Store, 8>,
-      load, store);
+      store);
 }
 
-template <typename X>
-cudaError_t softmax_of(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
-                       cudaStream_t stream) {
-  return with_dtype<X, float>(
-      params.y_dtype, [&](auto y) { return softmax_as<X, decltype(y)>(params, plan, stream); });
+template <typename T>
+cudaError_t SoftmaxOf<T>::run(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
+                              cudaStream_t stream) {
+  return with_dtype<T, float>(
+      params.y_dtype, [&](auto y) { return softmax_as<T, decltype(y)>(params, plan, stream); });
 }
 
-template <typename Y>
-cudaError_t softmax_of(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
-                       cudaStream_t stream) {
-  auto run = [&](auto x) { return softmax_as<Y, decltype(x)>(params, plan, stream); };
-  if constexpr (std::is_same_v<Y, float>)
+template <typename T>
+cudaError_t SoftmaxOf<T>::run(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
+                              cudaStream_t stream) {
+  auto run = [&](auto x) { return softmax_as<T, decltype(x)>(params, plan, stream); };
+  if constexpr (std::is_same_v<T, float>)
     return with_dtype<float, __half, __nv_bfloat16>(params.x_dtype, run);
-  return run(Y());
+  return run(T());
 }
 
 }  // namespace fused_norm

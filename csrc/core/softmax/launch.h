@@ -6,25 +6,23 @@
 
 namespace fused_norm {
 
+using RunSoftmaxForward = cudaError_t(const SoftmaxForwardParams&, const SoftmaxPlan&,
+                                      cudaStream_t);
+using RunSoftmaxBackward = cudaError_t(const SoftmaxBackwardParams&, const SoftmaxPlan&,
+                                       cudaStream_t);
+
 // Rows in registers or a ring. T is the dtype of what is read, x in forward and y in backward:
 // f16.cu, bf16.cu and f32.cu.
 template <typename T>
-cudaError_t softmax_of(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
-                       cudaStream_t stream);
-template <typename T>
-cudaError_t softmax_of(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
-                       cudaStream_t stream);
-
+struct SoftmaxOf {
+  static RunSoftmaxForward run;
+  static RunSoftmaxBackward run;
+};
 // RowPlace::kFlat: flat.cu.
-cudaError_t softmax_in_tiles(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
-                             cudaStream_t stream);
-cudaError_t softmax_in_tiles(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
-                             cudaStream_t stream);
-
+RunSoftmaxForward softmax_in_tiles;
+RunSoftmaxBackward softmax_in_tiles;
 // SoftmaxTier::kUncached: streaming.cu.
-cudaError_t softmax_streaming(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
-                              cudaStream_t stream);
-cudaError_t softmax_streaming(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
-                              cudaStream_t stream);
+RunSoftmaxForward softmax_streaming;
+RunSoftmaxBackward softmax_streaming;
 
 }  // namespace fused_norm

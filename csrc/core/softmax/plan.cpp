@@ -23,17 +23,15 @@ int whole_warps(int64_t threads) {
   return static_cast<int>(ceil_div(threads, kWarpSize) * kWarpSize);
 }
 
-// How one row is run: what plan_softmax() says but for the number of rows.
-struct RowShape {
-  RowPlace place;
-  int packs, threads, cluster_blocks;
-  int64_t slice_packs;
-  int64_t shared_bytes;
-  int pieces, slots;
-};
-
-RowShape registers_shape(int packs, int threads, int cluster_blocks, int64_t slice_packs) {
-  return {RowPlace::kRegisters, packs, threads, cluster_blocks, slice_packs, 0, 0, 0};
+// How one row is run: plan_softmax() adds what depends on the number of rows. The slice is in
+// packs.
+SoftmaxPlan row_plan(int packs, int threads, int cluster_blocks, int64_t slice_packs) {
+  SoftmaxPlan plan{};
+  plan.packs = packs;
+  plan.threads_per_row = threads;
+  plan.cluster_blocks = cluster_blocks;
+  plan.slice = static_cast<int>(slice_packs);
+  return plan;
 }
 
 // Rows by groups of lanes, 128 packs at most. Two packs a lane of each tensor are enough in flight
@@ -45,12 +43,12 @@ RowShape registers_shape(int packs, int threads, int cluster_blocks, int64_t sli
 // rows).
 constexpr int kMaxWarpPacks = 4 * kWarpSize;
 
-RowShape warp_shape(bool backward, int64_t row_packs) {
+SoftmaxPlan warp_shape(bool backward, int64_t row_packs) {
   const bool fills = backward ? row_packs <= kWarpSize || row_packs >= 3 * kWarpSize / 2
                               : row_packs == power_of_two_from(row_packs);
   const int packs = row_packs == 1 ? 1 : row_packs <= 2 * kWarpSize && fills ? 2 : 4;
   const int lanes = power_of_two_from(ceil_div(row_packs, packs));
-  return registers_shape(packs, lanes, 1, row_packs);
+  return row_plan(packs, lanes, 1, row_packs);
 }
 
 // The smallest cluster whose blocks need take no more than `block_packs` each.
@@ -67,7 +65,7 @@ int cluster_for(int64_t row_packs, int64_t block_packs, const DeviceProperties& 
 // Forward's rows, of one tensor, leave a block alone sooner, as more than one next row then has
 // room (2048 x 65536: 149 -> 140, 2048 x 100352: 223 -> 210; 2048 x 50304 would go from 112 to
 // 132). Without packs: not even a cluster can.
-RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& device) {
+SoftmaxPlan ring_shape(int tensors, int64_t row_packs, const DeviceProperties& device) {
   const int piece_packs = span_piece_packs(tensors);
   if (device.max_cluster_blocks == 1) return {};
   const int room = (device.shared_bytes_per_block - kRingStaticShared) / kMaxSpanWarps;
@@ -82,14 +80,13 @@ RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& devi
     while (slots >= needed && span_ring_bytes(tensors, needed, slots) > room) --slots;
     const bool tight = slots == needed && blocks > 1 && blocks < device.max_cluster_blocks;
     if (slots < needed || tight) continue;
-    return {RowPlace::kRing,
-            piece_packs,
-            kMaxSpanWarps * kWarpSize,
-            blocks,
-            lane_packs * kWarpSize,
-            int64_t{span_ring_bytes(tensors, needed, slots)} * kMaxSpanWarps,
-            needed,
-            slots};
+    SoftmaxPlan plan =
+        row_plan(piece_packs, kMaxSpanWarps * kWarpSize, blocks, lane_packs * kWarpSize);
+    plan.place = RowPlace::kRing;
+    plan.pieces = needed;
+    plan.slots = slots;
+    plan.shared_bytes = span_ring_bytes(tensors, needed, slots) * kMaxSpanWarps;
+    return plan;
   }
   return {};
 }
@@ -97,14 +94,14 @@ RowShape ring_shape(int tensors, int64_t row_packs, const DeviceProperties& devi
 // Deals a ring's warps out to the blocks of the largest cluster, if the rows leave half of the chip
 // without work. No other rows follow then: each has a cluster, of which some share their
 // multiprocessors (forward, 40 x 100352 in bf16: 10.1 microseconds, in turns 21; H200).
-void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, RowShape& shape) {
-  if (2 * rows * shape.cluster_blocks > device.sm_count) return;
-  const int times = device.max_cluster_blocks / shape.cluster_blocks;
-  shape.cluster_blocks *= times;
-  shape.threads /= times;
-  shape.slots = shape.pieces;
-  shape.shared_bytes =
-      int64_t{span_ring_bytes(tensors, shape.pieces, shape.slots)} * (shape.threads / kWarpSize);
+void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, SoftmaxPlan& plan) {
+  if (2 * rows * plan.cluster_blocks > device.sm_count) return;
+  const int times = device.max_cluster_blocks / plan.cluster_blocks;
+  plan.cluster_blocks *= times;
+  plan.threads_per_row /= times;
+  plan.slots = plan.pieces;
+  plan.shared_bytes =
+      span_ring_bytes(tensors, plan.pieces, plan.slots) * (plan.threads_per_row / kWarpSize);
 }
 
 // Elements of a granule of what a ring is filled with.
@@ -123,7 +120,8 @@ int ring_pack(SoftmaxPass pass, DType x, DType y) {
 // microseconds, 16384: 168 -> 164, 24576: 214 -> 234, 32768: 197 -> 206, 65536: 241 -> 224; H100),
 // and so does log_softmax's gradient of fp32 (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288:
 // 161 -> 147; softmax's would go from 140 to 148, H200). Without packs: no block holds the row.
-RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
+SoftmaxPlan block_shape(SoftmaxPass pass, int cols, DType x, DType y,
+                        const DeviceProperties& device) {
   const int pack = pack_elements(x, y), most_blocks = device.max_cluster_blocks;
   const int64_t row_packs = ceil_div(cols, pack);
   constexpr int64_t kFourPacks = 4 * kBlockTierThreads, kMostPacks = 2 * kFourPacks;
@@ -131,11 +129,11 @@ RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceP
   auto in_registers = [&](int packs, int64_t block_packs) {
     const int blocks = cluster_for(row_packs, block_packs, device);
     const int threads = whole_warps(ceil_div(ceil_div(row_packs, blocks), packs));
-    return registers_shape(packs, threads, blocks, int64_t{packs} * threads);
+    return row_plan(packs, threads, blocks, int64_t{packs} * threads);
   };
   if (row_packs <= kFourPacks) return in_registers(4, kFourPacks);
   if (pass == SoftmaxPass::kMaskedForward)
-    return row_packs <= kFourPacks * most_blocks ? in_registers(4, kFourPacks) : RowShape{};
+    return row_packs <= kFourPacks * most_blocks ? in_registers(4, kFourPacks) : SoftmaxPlan{};
   if (pass == SoftmaxPass::kLogBackward && size_of(y) == 4 && most_blocks > 1 &&
       row_packs <= kMostPacks)
     return in_registers(4, 4 * 320);
@@ -148,36 +146,31 @@ RowShape block_shape(SoftmaxPass pass, int cols, DType x, DType y, const DeviceP
 
 // What is read twice, column by column: a block of a cluster has a few turns of its threads at
 // least before it meets the others.
-RowShape uncached_shape(SoftmaxPass pass, int cols, DType x, const DeviceProperties& device) {
+SoftmaxPlan uncached_shape(SoftmaxPass pass, int cols, DType x, const DeviceProperties& device) {
   const int elements = streamed_elements(is_backward(pass) ? 2 : 1, x == DType::kFloat64);
   const int threads = std::min(whole_warps(ceil_div(cols, elements)), kBlockTierThreads);
   constexpr int kLeastSlice = 32 * 1024;
   const int blocks = cluster_for(cols, kLeastSlice, device), turn = elements * threads;
-  return registers_shape(elements, threads, blocks, ceil_div(ceil_div(cols, blocks), turn) * turn);
+  return row_plan(elements, threads, blocks, ceil_div(ceil_div(cols, blocks), turn) * turn);
 }
 
-RowShape shape_in(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
-                  const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kWarp)
-    return warp_shape(is_backward(pass), ceil_div(cols, pack_elements(x, y)));
+// Without packs: the tier does not hold the row.
+SoftmaxPlan shape_in(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
+                     const DeviceProperties& device) {
+  if (tier == SoftmaxTier::kUncached) return uncached_shape(pass, cols, x, device);
+  if (x == DType::kFloat64) return {};
   if (tier == SoftmaxTier::kBlock) return block_shape(pass, cols, x, y, device);
-  return uncached_shape(pass, cols, x, device);
-}
-
-bool tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
-                const DeviceProperties& device) {
-  if (tier == SoftmaxTier::kUncached) return true;
-  if (x == DType::kFloat64) return false;
-  if (tier == SoftmaxTier::kWarp) return ceil_div(cols, pack_elements(x, y)) <= kMaxWarpPacks;
-  return block_shape(pass, cols, x, y, device).packs > 0;
+  const int64_t row_packs = ceil_div(cols, pack_elements(x, y));
+  return row_packs <= kMaxWarpPacks ? warp_shape(is_backward(pass), row_packs) : SoftmaxPlan{};
 }
 
 // What no block or cluster holds is read again from the L2 cache.
 SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
                         const DeviceProperties& device) {
-  if (tier_holds(SoftmaxTier::kWarp, pass, cols, x, y, device)) return SoftmaxTier::kWarp;
-  return tier_holds(SoftmaxTier::kBlock, pass, cols, x, y, device) ? SoftmaxTier::kBlock
-                                                                   : SoftmaxTier::kUncached;
+  for (SoftmaxTier tier : {SoftmaxTier::kWarp, SoftmaxTier::kBlock}) {
+    if (softmax_tier_holds(tier, pass, cols, x, y, device)) return tier;
+  }
+  return SoftmaxTier::kUncached;
 }
 
 // The class of rows that go in tiles, or kSoftmaxFlatClasses: 16-bit ones a little longer than a
@@ -187,13 +180,12 @@ SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
 // 513: 100 -> 74 and 142 -> 122, 1025: 108 -> 78 and 154 -> 112, 1032: 82 -> 75 and 103 -> 103; 136
 // would go from 71 to 74 and from 108 to 108, 520 from 73 to 76 and from 95 to 106.)
 int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
-  int row_class = 0;
-  auto units = [&] { return kSoftmaxFlatUnits[row_class]; };
-  while (row_class < kSoftmaxFlatClasses && units() * kWarpSize < cols) ++row_class;
+  const int row_class = flat_class_of(kSoftmaxFlatUnits, cols);
   const bool has_tiles = device.max_cluster_blocks > 1 && x == y && size_of(x) == 2 &&
                          pass != SoftmaxPass::kMaskedForward;
   const int pack = pack_elements(x, y);
-  if (!has_tiles || row_class == kSoftmaxFlatClasses || cols <= (units() - 1) * kWarpSize ||
+  if (!has_tiles || row_class == kSoftmaxFlatClasses ||
+      cols <= (kSoftmaxFlatUnits[row_class] - 1) * kWarpSize ||
       (cols % pack == 0 && cols <= kMaxWarpPacks * pack))
     return kSoftmaxFlatClasses;
   return row_class;
@@ -218,15 +210,8 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
   plan.pass = pass;
   plan.tier = tier;
   plan.place = RowPlace::kFlat;
-  plan.pack = 1;
-  plan.packs = units;
-  plan.threads_per_row = kWarpSize;
-  plan.rows_per_block = rows_at_work;
-  plan.cluster_blocks = 1;
+  static_cast<KernelPlan&>(plan) = plan_of_tiles(flat, units, rows_at_work);
   plan.slice = cols;
-  plan.blocks = flat.blocks;
-  plan.shared_bytes = flat.shared_bytes;
-  plan.overlap = true;
   return plan;
 }
 
@@ -234,7 +219,7 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
 
 bool softmax_tier_holds(SoftmaxTier tier, SoftmaxPass pass, int cols, DType x, DType y,
                         const DeviceProperties& device) {
-  return tier == SoftmaxTier::kAuto || tier_holds(tier, pass, cols, x, y, device);
+  return tier == SoftmaxTier::kAuto || shape_in(tier, pass, cols, x, y, device).packs > 0;
 }
 
 SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
@@ -246,23 +231,15 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
       if (const auto plan = plan_flat(tier, pass, row_class, rows, cols, device)) return *plan;
     }
   }
-  RowShape shape = shape_in(tier, pass, cols, x, y, device);
-  if (shape.place == RowPlace::kRing) spread_ring(is_backward(pass) ? 2 : 1, rows, device, shape);
-  SoftmaxPlan plan{};
+  SoftmaxPlan plan = shape_in(tier, pass, cols, x, y, device);
+  if (plan.place == RowPlace::kRing) spread_ring(is_backward(pass) ? 2 : 1, rows, device, plan);
   plan.pass = pass;
   plan.tier = tier;
-  plan.place = shape.place;
-  plan.overlap = device.max_cluster_blocks > 1;
-  plan.pack = tier == SoftmaxTier::kUncached   ? 1
-              : shape.place == RowPlace::kRing ? ring_pack(pass, x, y)
-                                               : pack_elements(x, y);
-  plan.packs = shape.packs;
-  plan.threads_per_row = shape.threads;
-  plan.cluster_blocks = shape.cluster_blocks;
-  plan.slice = static_cast<int>(std::min<int64_t>(shape.slice_packs * plan.pack, INT_MAX));
-  plan.pieces = shape.pieces;
-  plan.slots = shape.slots;
-  plan.shared_bytes = static_cast<int>(shape.shared_bytes);
+  plan.overlaps = device.max_cluster_blocks > 1;
+  plan.pack = tier == SoftmaxTier::kUncached  ? 1
+              : plan.place == RowPlace::kRing ? ring_pack(pass, x, y)
+                                              : pack_elements(x, y);
+  plan.slice = static_cast<int>(std::min<int64_t>(int64_t{plan.slice} * plan.pack, INT_MAX));
   // Small blocks of short rows: many are resident, and hide each other's loads.
   const int threads = tier == SoftmaxTier::kWarp ? kWarpTierThreads : kBlockTierThreads;
   plan.rows_per_block = tier == SoftmaxTier::kBlock || plan.threads_per_row > kWarpSize
@@ -278,7 +255,7 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
                       std::min(resident, kMaxSpanWarps * kWarpSize / plan.threads_per_row));
   }
   plan.blocks = clamp_grid(clusters * plan.cluster_blocks);
-  if (tier == SoftmaxTier::kWarp && plan.overlap) {
+  if (tier == SoftmaxTier::kWarp && plan.overlaps) {
     constexpr int kResident = 9;  // or more
     plan.shared_bytes = fair_shared_bytes(plan.blocks, kResident, device);
   }

@@ -51,21 +51,15 @@ constexpr int span_ring_bytes(int tensors, int pieces, int slots) {
   return (bytes + 127) / 128 * 128;
 }
 
-struct SoftmaxPlan {
+// A pack is 16 bytes of the wider of the two tensors; kRing: a granule of what is read; kFlat and
+// kUncached: an element. Packs of kRing and kUncached are those that a thread has at a time.
+struct SoftmaxPlan : KernelPlan {
   SoftmaxPass pass;
   SoftmaxTier tier;
   RowPlace place;
-  int pack;             // elements; kRing: of a granule of what is read; kUncached: one
-  int packs;            // packs a thread (kRing and kUncached: at a time)
-  int threads_per_row;  // 1 to 32 lanes, or whole warps, of each block that shares the row
-  int rows_per_block;
-  int cluster_blocks;  // blocks that share a row
-  int slice;           // columns of the row for each of these; kRing: for each of their warps
-  int pieces, slots;   // kRing: of a warp's span, and of its ring
-  int blocks;
-  int shared_bytes;  // dynamic
-  bool overlap;      // programmatic dependent launch, from Hopper on
-  FlatRows flat;     // kFlat
+  int slice;          // columns of the row for each block; kRing: for each of their warps
+  int pieces, slots;  // kRing: of a warp's span, and of its ring
+  FlatRows flat;      // kFlat
 };
 
 SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,

@@ -13,7 +13,7 @@ cudaError_t run(SoftmaxPass pass, DType read, const Params& params, const Device
   if (plan.tier == SoftmaxTier::kUncached) return softmax_streaming(params, plan, stream);
   if (plan.place == RowPlace::kFlat) return softmax_in_tiles(params, plan, stream);
   return with_dtype<__half, __nv_bfloat16, float>(
-      read, [&](auto type) { return softmax_of<decltype(type)>(params, plan, stream); });
+      read, [&](auto type) { return SoftmaxOf<decltype(type)>::run(params, plan, stream); });
 }
 
 }  // namespace

@@ -4,7 +4,6 @@
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
-#include "core/common/ring_slot.cuh"
 #include "core/common/sizes.h"
 #include "core/softmax/plan.h"
 #include "core/softmax/policies.cuh"

@@ -113,11 +113,8 @@ __global__ void __launch_bounds__(kBlockTierThreads, 2)
     softmax_forward_streaming(const __grid_constant__ StreamedForward<A> in) {
   __shared__ RowSlots<ExpSum<A>> slots;
   meet_previous_kernel();
-  if (in.masked) {
-    softmax_forward_twice<true>(in, slots);
-  } else {
-    softmax_forward_twice<false>(in, slots);
-  }
+  with_flag(in.masked,
+            [&](auto masked) { softmax_forward_twice<decltype(masked)::value>(in, slots); });
 }
 
 template <typename A>
@@ -165,11 +162,7 @@ template <typename A>
 __global__ void __launch_bounds__(kBlockTierThreads, 2)
     softmax_backward_streaming(const __grid_constant__ StreamedBackward<A> in) {
   meet_previous_kernel();
-  if (in.log) {
-    softmax_backward_twice<true>(in);
-  } else {
-    softmax_backward_twice<false>(in);
-  }
+  with_flag(in.log, [&](auto log) { softmax_backward_twice<decltype(log)::value>(in); });
 }
 
 }  // namespace fused_norm
