@@ -28,13 +28,15 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3041, 2300),
-    "lines of norm": (5687, 3000),
+    "lines of norm": (5511, 3000),
     "lines of softmax": (2786, 2000),
+    "lines of gated RMSNorm": (176, 200),
     "lines of attention": (5774, 4500),
     "lines of csrc/ops": (4173, 2300),
     "lines of csrc/cpu, attention apart": (768, 600),
     "lines of fused_norm": (4241, 2300),
-    "kernels of norms and softmaxes": (224, 210),
+    "kernels of norms and softmaxes": (206, 210),
+    "kernels of gated RMSNorm": (18, 24),
     "kernels of attention": (127, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),
     f"functions of more than {MAX_FUNCTION_LINES} lines": (0, 0),
@@ -72,8 +74,10 @@ def kernel_counts(extension):
     counts = {}
     for target, names in kernels_of_each_target(listing).items():
         of_attention = sum("attention" in name for name in names)
+        gated = sum("attention" not in name and "gated" in name.lower() for name in names)
         counts[target] = {
-            "kernels of norms and softmaxes": len(names) - of_attention,
+            "kernels of norms and softmaxes": len(names) - of_attention - gated,
+            "kernels of gated RMSNorm": gated,
             "kernels of attention": of_attention,
         }
     return counts or None
@@ -98,7 +102,8 @@ def sizes():
     for path in sorted(CORE.rglob("*.[ch]*")):
         text = path.read_text()
         lines = len(text.splitlines())
-        figures[f"lines of {path.relative_to(CORE).parts[0]}"] += lines
+        part = "gated RMSNorm" if "gated" in path.name else path.relative_to(CORE).parts[0]
+        figures[f"lines of {part}"] += lines
         if lines > MAX_FILE_LINES:
             figures[f"files of more than {MAX_FILE_LINES} lines"] += 1
             long.append(f"{path.relative_to(CORE)}: {lines} lines")
