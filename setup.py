@@ -8,6 +8,7 @@ Environment variables:
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from glob import glob
@@ -85,6 +86,22 @@ def choose_arch_list(torch):
     if dropped:
         print(f"fused_norm: left out, below compute capability 8.0: {' '.join(dropped)}")
     return ";".join(archs) or DEFAULT_ARCH_LIST
+
+
+def project_urls():
+    """Where the sources are: what the clone came from, if that is a public address; what an sdist
+    was made from."""
+    if Path("PKG-INFO").exists():
+        lines = Path("PKG-INFO").read_text().splitlines()
+        urls = [
+            line.removeprefix("Project-URL: ") for line in lines if line.startswith("Project-URL: ")
+        ]
+        return dict(url.split(", ", 1) for url in urls)
+    if not Path(".git").exists() or shutil.which("git") is None:
+        return {}
+    command = ["git", "config", "remote.origin.url"]
+    url = subprocess.run(command, capture_output=True, text=True).stdout.strip()
+    return {"Source": url.removesuffix(".git")} if re.match(r"https://[^@]+$", url) else {}
 
 
 def sources(*patterns):
@@ -175,4 +192,7 @@ def extension():
 # A source distribution needs no compiler and no torch.
 BUILDS = {"bdist_wheel", "build", "build_ext", "develop", "dist_info", "editable_wheel", "install"}
 metadata_only = not {"egg_info", "sdist"}.isdisjoint(sys.argv) and BUILDS.isdisjoint(sys.argv)
-setuptools.setup(**({"install_requires": ["torch>=2.9"]} if metadata_only else extension()))
+setuptools.setup(
+    project_urls=project_urls(),
+    **({"install_requires": ["torch>=2.9"]} if metadata_only else extension()),
+)

@@ -17,6 +17,7 @@ from fused_norm import _load
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(fused_norm.__file__).parent
+ADDRESS = "https://example.org/fused_norm"
 NOT_SHIPPED = (".ci/", ".gitignore", ".git")
 
 needs_tree = pytest.mark.skipif(
@@ -44,6 +45,8 @@ def source(tmp_path_factory):
         ".git", ".venv", "build", "dist", "*.so", "*.egg-info", "__pycache__", ".*cache"
     )
     shutil.copytree(ROOT, copy, ignore=ignore)
+    run("git", "init", "-q", cwd=copy)
+    run("git", "remote", "add", "origin", f"{ADDRESS}.git", cwd=copy)
     run(sys.executable, "setup.py", "sdist", "--dist-dir", folder / "dist", cwd=copy)
     [archive] = (folder / "dist").glob("*.tar.gz")
     with tarfile.open(archive) as tar:
@@ -100,6 +103,7 @@ def test_wheel_installs_into_a_clean_environment(source, tmp_path):
         "Description-Content-Type: text/markdown",
         "License-Expression: BSD-3-Clause",
         "Classifier: Typing :: Typed",
+        f"Project-URL: Source, {ADDRESS}",
     ):
         assert line in metadata.splitlines()
     assert (ROOT / "README.md").read_text() in metadata
