@@ -48,17 +48,15 @@ def _name_of_norm(address: int) -> str | None:
     return None
 
 
-_versions = weakref.WeakKeyDictionary()  # of each optimizer's shards, after its last step
+_versions = weakref.WeakKeyDictionary()  # {optimizer: of its shards, after its last step}
 
 
 def _version_of_shards(optimizer) -> int:
-    """What vectors, as norms have them, are gathered from by fully_shard, unseen by the norms."""
+    """How often vectors were changed that fully_shard gathers parameters of norms from."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return 0
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    others = [p for p in parameters if type(p) not in _tracing.PLAIN and p.dim() == 1]
-    shards = [p for p in others if hasattr(p, "_local_tensor")]
-    return sum(p._version + p._local_tensor._version for p in shards)
+    return sum(_torch.shard_version(p) for p in parameters if p.dim() == 1)
 
 
 @_torch.untraced

@@ -87,6 +87,12 @@ def is_fake(tensor) -> bool:
     return isinstance(tensor, torch._subclasses.FakeTensor)
 
 
+def shard_version(parameter: Tensor) -> int:
+    """How often a DTensor and its shard were changed; 0 of others. No public name says it."""
+    shard = getattr(parameter, "_local_tensor", None)
+    return 0 if shard is None else parameter._version + shard._version
+
+
 def address(tensor: Tensor) -> int:
     """Of the C++ object, by which the extension names a tensor."""
     return tensor._cdata

@@ -26,6 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fused_norm
 import fused_norm.functional as fn
+from fused_norm import _autograd
 
 WORLD = 2
 TIMEOUT = 60  # seconds for a case
@@ -423,6 +424,10 @@ def fsdp2_zeroed(rank, device, kind):
             with torch.no_grad():
                 for norm in norms_of(model):
                     norm.weight.zero_()
+        # Only such a change makes a step wait; and after an error, which ended the step, the next.
+        version = _autograd._version_of_shards(optimizer)
+        changed = _autograd._versions.get(optimizer, version) != version
+        assert changed == (step in (10, 10 + len(errors)))
         optimizer.zero_grad()
         try:
             (model(x) - target).square().mean().backward()

@@ -279,8 +279,9 @@ def _masks(config_class: type) -> tuple[bool, bool]:
 
 
 def _padding_starts(shown: Tensor, needs_padding: bool = True) -> Tensor | None:
-    """Where stretches of tokens and of padding begin in rows ``(B, S)``. ``None`` if there is no
-    padding, or if it has tokens on both sides, which see each other. Waits for the GPU."""
+    """Where stretches of tokens and of padding begin in rows ``(B, S)``. ``None`` if padding has
+    tokens on both sides, which see each other; also, with ``needs_padding``, if there is none.
+    Waits for the GPU."""
     starts = shown != nn.functional.pad(shown, (1, -1))
     has_holes = ((starts & shown).sum(1) > 1).any()
     if bool(has_holes | shown.all() if needs_padding else has_holes):
@@ -290,8 +291,9 @@ def _padding_starts(shown: Tensor, needs_padding: bool = True) -> Tensor | None:
 
 
 def _places_of_tokens(shown: Tensor, q_length: int) -> Tensor | None:
-    """:func:`mask` of full attention to the tokens of rows ``(B, Sk)``. Between two rows' lies a
-    sequence of padding, without queries. ``None`` as :func:`_padding_starts`."""
+    """:func:`mask` of full attention to the tokens of rows ``(B, Sk)``: each row is a sequence, and
+    the padding between the tokens of two rows is one without queries. ``None`` where
+    :func:`_padding_starts` gives ``None``."""
     if _padding_starts(shown) is None:
         return None
     rows, begin = torch.arange(len(shown), device=shown.device), shown.int().argmax(1)
