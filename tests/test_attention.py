@@ -346,6 +346,52 @@ def test_masks_of_several_tiles(tier, mask, dim, seed):
                 assert same_bits(value, results[name]), name
 
 
+def masks_of_keys(generator, batch, heads, keys):
+    """{name: (batch, 1 or heads, 1, keys), True where a key takes part}."""
+    at = torch.arange(keys, device=generator.device)
+    length = (at.new_tensor([keys - 5, 130, keys])[:, None] * 9 // 10).view(batch, 1, 1, 1)
+    one = torch.ones(batch, 1, 1, keys, dtype=torch.bool, device=generator.device)
+    one[1] = False
+    return {
+        "behind": at < length,
+        "before": at >= length - 100,
+        "a gap of tiles": ((at < 60) | (at > 400)).expand(batch, 1, 1, keys),
+        "holes": randn(generator, batch, 1, 1, keys) > 0,
+        "of heads": (randn(generator, batch, heads, 1, keys) > 0) & (at > 200),
+        "a whole sequence": one,
+    }
+
+
+@pytest.mark.parametrize("band", ["full", "causal", "both"])
+@pytest.mark.parametrize("dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("dtype", [torch.bool, BF16, FP32], ids=str)
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
+def test_masks_of_keys(tier, dtype, dim, band, seed):
+    """Values, twice the same bits, whatever a hidden key holds."""
+    generator = rand_generator("cuda", seed)
+    for heads in (4, 2):
+        case = Case(BF16, (300, 700), (dim, dim), (3, 4, heads), band, "bool keys")
+        tensors = tensors_of(case, generator)
+        for name, seen in masks_of_keys(generator, 3, 4, 700).items():
+            if dtype == torch.bool:
+                mask = seen
+            else:
+                lowest = -torch.inf if name == "before" else torch.finfo(dtype).min
+                mask = randn(generator, *seen.shape, dtype=dtype) * (name in ("holes", "of heads"))
+                mask = mask.masked_fill(~seen, lowest)
+            given = tensors | {"attn_mask": mask}
+            verdict = Verdict()
+            with forced(tier), unwritten_is_nan("cuda", tensors["query"].numel() * 2):
+                results = run(attend(case), case, given)
+                verdict.add(f"{case} {name}", check(case, given, results))
+                verdict.check()
+                hidden = ~seen.any(1, keepdim=True).mT
+                for poisoned in ("key", "value"):
+                    given[poisoned] = given[poisoned].masked_fill(hidden, float("nan"))
+                for what, value in run(attend(case), case, given).items():
+                    assert same_bits(value, results[what]), (name, what)
+
+
 def unpacked(tensor, offsets, b):
     return tensor[offsets[b] : offsets[b + 1]].transpose(0, 1)[None]
 

@@ -140,13 +140,14 @@ void set_options(const AttentionCall& call, Launch* launch) {
   if (has(call.attn_mask)) {
     const Tensor mask = of_four_dims(*call.attn_mask).expand({p.batch, p.heads, p.queries, p.keys});
     const bool boolean = mask.scalar_type() == at::kBool;
+    const auto stride = [&](int64_t d) { return mask.size(d) == 1 ? 0 : mask.stride(d); };
     p.mask = {const_cast<void*>(mask.const_data_ptr()),
               boolean,
               boolean ? p.dtype : to_dtype(mask.scalar_type()),
-              mask.stride(0),
-              mask.stride(1),
-              mask.stride(2),
-              mask.stride(3)};
+              stride(0),
+              stride(1),
+              stride(2),
+              stride(3)};
   }
   if (has(call.alibi_slopes)) {
     p.alibi_slopes = static_cast<const float*>(launch->contiguous(*call.alibi_slopes));

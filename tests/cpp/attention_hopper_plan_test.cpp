@@ -210,6 +210,7 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   EXPECT_TRUE(hopper_plan(params).general);
   params.mask.data = &params;
   EXPECT_TRUE(hopper_takes_forward(params, chip));
+  params.mask.row_stride = 512;
   params.mask.dtype = DType::kFloat32;
   EXPECT_FALSE(hopper_takes_backward(params, chip));
   params.mask.dtype = params.dtype;
@@ -225,6 +226,29 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   EXPECT_FALSE(hopper_takes_forward(params, chip));
 }
 #endif
+
+// Padding costs no other kernels than plain scores: a mask that is the same for every query, and for
+// all query heads of a head of keys.
+TEST(AttentionHopperPlan, MasksOfKeysAreLikePlainScores) {
+  AttentionParams params = call(128, 512, 1000);
+  EXPECT_FALSE(attention_masks_keys(params));
+  params.mask = {.data = &params, .dtype = DType::kFloat32, .batch_stride = 1000, .key_stride = 1};
+  EXPECT_TRUE(attention_masks_keys(params));
+  EXPECT_TRUE(hopper_fuses(params));
+  EXPECT_FALSE(hopper_plan(params).general);
+  const HopperScratch scratch = hopper_scratch(params, false);
+  EXPECT_GE(scratch.all - scratch.key_bits, 2 * 2 * 4u * ((1000 + 511) / 512));
+  params.softcap = 30;
+  EXPECT_FALSE(hopper_fuses(params));
+  params.softcap = 0;
+  params.mask.head_stride = 1000;  // each query head its own: keys with one alone can follow it
+  EXPECT_FALSE(attention_masks_keys(params));
+  params.kv_heads = params.heads;
+  EXPECT_TRUE(attention_masks_keys(params));
+  params.mask.row_stride = 1000;
+  EXPECT_FALSE(attention_masks_keys(params));
+  EXPECT_TRUE(hopper_plan(params).general);
+}
 
 // One mask for all sequences: those of a head come together, and all in one section.
 TEST(AttentionHopperPlan, SequencesThatShareAMaskFollowEachOther) {

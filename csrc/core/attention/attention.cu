@@ -1,4 +1,5 @@
 // Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
+#include "core/attention/hopper_key_mask.cuh"
 #include "core/attention/plan.h"
 #include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
@@ -60,6 +61,41 @@ size_t statistics_bytes(const AttentionParams& params) {
   return (2 * lse_bytes(params) + 127) / 128 * 128;
 }
 
+// Sets the bits: a warp one word of both arrays.
+__global__ void __launch_bounds__(kThreads)
+    attention_key_mask_bits(hopper::KeyMask to, int heads, int keys, int rows) {
+  const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row = index / to.words, word = index % to.words;
+  if (row >= rows) return;
+  const int sequence = row / heads, head = row % heads;
+  uint32_t seen = 0, changed = 0;
+#pragma unroll
+  for (int i = 0; i < kKeysOfBit; ++i) {
+    const int key = (word * kKeysOfBit + i) * 32 + lane;
+    const float value = key < keys ? hopper::key_mask_value(to.mask, sequence, head, key) : 0;
+    const uint32_t see = __ballot_sync(~0u, key < keys && value != -INFINITY);
+    const uint32_t change = __ballot_sync(~0u, value != 0);
+    seen |= ((see & 0xFFFF ? 1 : 0) | (see >> 16 ? 2 : 0)) << 2 * i;
+    changed |= ((change & 0xFFFF ? 1 : 0) | (change >> 16 ? 2 : 0)) << 2 * i;
+  }
+  if (lane != 0) return;
+  uint32_t* of_row = to.seen(sequence, head, heads);
+  of_row[word] = seen;
+  of_row[to.words + word] = changed;
+}
+
+// Those of a call, if it has a mask of keys.
+cudaError_t set_key_mask_bits(const AttentionParams& params, bool backward, void* scratch,
+                              cudaStream_t stream) {
+  const hopper::KeyMask mask = hopper::key_mask_of(params, backward, scratch);
+  const int64_t rows = key_mask_rows(params), warps = kThreads / kWarpSize;
+  if (mask.bits == nullptr || rows == 0) return cudaSuccess;
+  const int heads = mask.mask.head_stride == 0 ? 1 : params.heads;
+  return detail::launch(attention_key_mask_bits, dim3(ceil_div(rows * mask.words, warps)),
+                        dim3(kThreads), {}, stream, mask, heads, params.keys,
+                        static_cast<int>(rows));
+}
+
 // run(HopperLaunch) for the columns of the call's tiles, after the scratch memory's zeros were set.
 template <int kIndex = 0, typename Run>
 cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scratch,
@@ -72,7 +108,8 @@ cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scra
     }
   }
   const size_t zeros = hopper_scratch(params, backward).zeros;
-  const cudaError_t error = zeros > 0 ? cudaMemsetAsync(scratch, 0, zeros, stream) : cudaSuccess;
+  cudaError_t error = zeros > 0 ? cudaMemsetAsync(scratch, 0, zeros, stream) : cudaSuccess;
+  if (error == cudaSuccess) error = set_key_mask_bits(params, backward, scratch, stream);
   return error == cudaSuccess ? run(HopperLaunch<kDim>()) : error;
 #else
   return cudaErrorNotSupported;

@@ -320,10 +320,12 @@ class BackwardConsumer {
       }
     }
   }
-  __device__ __forceinline__ void exponentiate() {
+  // `first`, `second`: what is added to the exponents of the thread's rows.
+  __device__ __forceinline__ void exponentiate(float first = 0, float second = 0) {
     with_statistics(exponents_, memory_.statistics[first_place_.slot][1],
                     [&](int i, float exponent) {
-                      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -exponent));
+                      const float added = i / 2 % 2 == 0 ? first : second;
+                      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -(exponent - added)));
                     });
   }
   __device__ __forceinline__ void differentiate(bool hides) {

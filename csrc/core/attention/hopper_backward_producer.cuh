@@ -102,6 +102,7 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   alignas(1024) char second[Form::kSecondStages][Form::OtherTile::kBytes];
   // Where the others are queries: their delta and exponents, beside `first`.
   alignas(128) float statistics[Form::kFirstStages][2][Form::kOfKeys ? Form::kOthers : 2];
+  float key_mask[Form::kAll ? Form::kOwn : 1];  // what a mask adds to the own keys' exponents
   alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
@@ -184,7 +185,8 @@ class BackwardProducer {
       : args_(args), memory_(memory), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
-    WorkList<Form::kOwn, kOthers> list(args_, &memory_.place);
+    constexpr auto kMasked = Form::kAll ? MaskedSide::kOwn : MaskedSide::kNone;
+    WorkList<Form::kOwn, kOthers, kMasked> list(args_, &memory_.place);
     uint32_t index = blockIdx.x, next = 0;
     if constexpr (Form::kAll) index = take_ticket();
     for (uint32_t count = 0;; ++count) {

@@ -123,7 +123,11 @@ class Consumer {
   // The warpgroup's tiles of keys.
   __device__ __forceinline__ KeyTiles tiles_of(const WorkTile& work, const Band& band) const {
     if constexpr (!kPasses) return {work.first_tile, work.end_tile};
-    return key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
+    const KeyTiles own = key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
+    if constexpr (!Form::kMasksKeys) return own;
+    // Of those that are there: the mask leaves some out.
+    const int first = max(own.first, work.first_tile), end = min(own.end, work.end_tile);
+    return first < end ? KeyTiles{first, end} : KeyTiles{};
   }
 
   // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
@@ -138,7 +142,6 @@ class Consumer {
       start_scores();
       end_scores();
     }
-    leave_scores(tiles_.end - 1);
     hide(work, tiles_.end - 1);
     softmax_step(scores_, rows_, args_.exponent, rescale_);
     round<T>(weights, scores_);
@@ -173,7 +176,6 @@ class Consumer {
     multiply_values(weights, [&] { end_turn(); });
     wait_products<1>();
     hold(scores_);
-    leave_scores(tile);
     hide(work, tile);
     softmax_step(scores_, rows_, args_.exponent, rescale_);
     // The compiler would wait before it takes the exponentials, as nothing orders the two: so here
@@ -194,7 +196,6 @@ class Consumer {
       wait(memory_.key_full[key_place_.slot], key_place_.parity);
       multiply_keys();
       end_scores();
-      leave_key();
       hide(work, tile);
       wait(memory_.value_full[value_place_.slot], value_place_.parity);
       memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
@@ -225,6 +226,9 @@ class Consumer {
   }
 
   __device__ __forceinline__ void multiply_keys() {
+    if constexpr (Form::kMasksKeys) {
+      next_changes_ = args_.key_mask.bits != nullptr && memory_.key_changes[key_place_.slot];
+    }
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
     // Hides the operand, or the compiler keeps each of its steps in a register.
     if constexpr (Form::kMasked || kWide) asm volatile("" : "+l"(queries));
@@ -238,10 +242,13 @@ class Consumer {
     start_sum<T, KeyTile>(values_, weights, from, then);
   }
 
+  // The scores of `tile` are made: its slot is given back, and options, mask and band are applied.
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
+    changes_ = Form::kMasksKeys && next_changes_;
+    if (!changes_) leave_scores(tile);
     const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
     float factor = 1;
-    if (Form::kMasked || args_.general)
+    if (Form::kMasked || (Form::kGeneral && args_.general))
       factor = general_scores<true>(args_, work, work.head, scores_, row, column, [] {});
     if constexpr (Form::kMasked) {
       wait(memory_.mask_full, mask_parity_);
@@ -250,22 +257,37 @@ class Consumer {
                                          factor, scores_);
       named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
     }
+    if (changes_) {
+      add_key_mask();
+      leave_scores(tile);
+    }
     if (tile >= hides_from_) hide_after(scores_, band_of(args_, work), work.keys, row, column);
     if (tile < hides_below_) hide_before(scores_, band_of(args_, work), row, column);
   }
   // Makes values zero that no query of the sequence sees, unless the copy did: of such keys the
   // warpgroup's own queries see none.
   __device__ __forceinline__ void clear(const WorkTile& work, int tile) {
-    if (tile < hides_from_ && tile >= hides_below_) return;
+    const bool masked = Form::kMasksKeys && changes_;
+    if (tile < hides_from_ && tile >= hides_below_ && !masked) return;
     const Band band = band_of(args_, work);
     const int seen_first = max(0, -band.left) - tile * kKeys;
     const int seen_end = min(work.keys, work.queries + band.right) - tile * kKeys;
     const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
-    if (seen_first > 0 || (behind && seen_end < kKeys)) {
-      clear_rows<KeyTile>(memory_.value[value_place_.slot],
-                          [&](int key) { return key < seen_first || key >= seen_end; });
-      named_sync(kOfGroup + group_, 128);
-    }
+    if (seen_first <= 0 && !(behind && seen_end < kKeys) && !masked) return;
+    if (masked) named_sync(kOfGroup + group_, 128);  // add_key_mask() has written
+    clear_rows<KeyTile>(memory_.value[value_place_.slot], [&](int key) {
+      return key < seen_first || key >= seen_end || (masked && memory_.key_hidden[group_][key]);
+    });
+    named_sync(kOfGroup + group_, 128);
+  }
+  // Adds what a mask of keys does; whatever the score of a hidden one is, it becomes -inf.
+  __device__ __forceinline__ void add_key_mask() {
+    if constexpr (!Form::kMasksKeys) return;
+    const float* added = memory_.key_added[key_place_.slot];
+    add_to_columns(scores_, added + lane_ % 4 * 2);
+    const int key = threadIdx.x % 128;
+    if (key < kKeys) memory_.key_hidden[group_][key] = added[key] == -INFINITY;
+    __syncwarp();  // all lanes have read the slot
   }
   // Most tiles leave the largest scores of all rows as they were.
   __device__ __forceinline__ void rescale_values() {
@@ -334,6 +356,8 @@ class Consumer {
   // Tiles of keys from `hides_from_` on or below `hides_below_` have keys that one of the
   // warpgroup's queries does not see.
   int hides_from_, hides_below_;
+  // A mask of keys changes scores of the last tile; of that whose product is under way.
+  bool changes_ = false, next_changes_ = false;
 
   Scores scores_;
   float rescale_[2];
@@ -363,7 +387,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   if (group == 0) {
     shrink_registers<Form::kProducerRegisters>();
     if (threadIdx.x < 32) {
-      produce(args, memory);
+      ForwardProducer<Form>(args, memory).run();
     } else if (Form::kMasked) {
       copy_masks(args, memory);
     }

@@ -51,8 +51,10 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     for (int steps = steps_of<Form>(args, work); steps > 0; --steps) {
       chunk = next;
       // The tiles of keys before this one, from the first on that sees the queries: all between see
-      // them too. Mostly they have all added to the chunk for long.
-      const uint32_t before = own_tile - max(0, tile * Form::kOthers - right) / Form::kOwn;
+      // them too, but for those that a mask hides. Mostly they have all added to the chunk for
+      // long.
+      const uint32_t before =
+          own_tile - max(0, tile * Form::kOthers - right) / Form::kOwn - work.hidden_before;
       if (++head == args.group) {
         head = 0;
         --tile;
@@ -154,8 +156,13 @@ class FusedConsumer : public BackwardConsumer<Form> {
   __device__ __forceinline__ bool weigh(const WorkTile& work, int tile) {
     wait_products<1>();
     hold(scores_);
-    const bool hides = this->is_cut(work, tile);
-    this->exponentiate();
+    const bool hides = this->is_cut(work, tile), masks = hides && args_.mask.data != nullptr;
+    if (masks) {
+      const float* mask = memory_.key_mask + this->row_in_tile();
+      this->exponentiate(mask[0], mask[8]);
+    } else {
+      this->exponentiate(0, 0);
+    }
     if (hides) this->hide(work, tile);
     round<T>(second_weights_, scores_);
     this->make_now(second_weights_);
@@ -220,10 +227,28 @@ class FusedConsumer : public BackwardConsumer<Form> {
     const Band band = band_of(args_, work);
     const int first = -band.right - work.first;
     const int end = min(work.queries, work.keys + band.left) - work.first;
-    if (first <= 0 && end >= Form::kOwn) return;
-    clear_rows<OwnTile>(memory_.own_first[own_slot_],
-                        [&](int row) { return row < first || row >= end; });
+    const bool masks = args_.mask.data != nullptr && read_mask(work);
+    if (first <= 0 && end >= Form::kOwn && !masks) return;
     named_sync(Base::kOfGroup + group_, 128);
+    clear_rows<OwnTile>(memory_.own_first[own_slot_], [&](int row) {
+      return row < first || row >= end ||
+             (masks && row / 64 == group_ && memory_.key_mask[row] == -INFINITY);
+    });
+    named_sync(Base::kOfGroup + group_, 128);
+  }
+  // Reads what a mask adds to the exponents of the warpgroup's keys; whether it is not 0 for all.
+  __device__ __forceinline__ bool read_mask(const WorkTile& work) {
+    bool masks = false;
+    for (int row = 64 * group_ + lane_; row < 64 * (group_ + 1); row += 32) {
+      const int key = work.first + row, head = own_head<Form>(args_, work);
+      const float value =
+          key < work.queries ? key_mask_value(args_.mask, work.sequence, head, key) : 0;
+      if (row % 64 / 16 == threadIdx.x % 128 / 32) memory_.key_mask[row] = value * kLog2E;
+      masks |= value != 0;
+    }
+    masks = __any_sync(~0u, masks);
+    if (masks) this->whole_ = {INT32_MAX, 0};
+    return masks;
   }
 
   // Rounded weights, to where both groups read them.
@@ -300,53 +325,6 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     } else {
       FusedConsumer<Form, Form::chunk_elements(1)>(args, memory, 1).run();
     }
-  }
-}
-
-// dquery from the chunks: of tiles of queries, whose columns or rows lie in two chunks.
-struct ChunkArgs : WorkArgs {
-  ChunkSums sums;
-  AttentionTensor dquery;
-  float scale;
-  int32_t head_dim;
-};
-template <typename Form>
-__global__ void __launch_bounds__(256)
-    attention_query_gradient_hopper(const __grid_constant__ ChunkArgs args) {
-  __shared__ WorkTile work;
-  __shared__ ListPlace place;
-  const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
-  constexpr bool kByQueries = Form::kByQueries;
-  if (threadIdx.x == 0) place = {};
-  __syncthreads();
-  WorkList<Form::kOthers, Form::kOwn> list(args, &place);
-  for (uint32_t index = blockIdx.x;; index += gridDim.x) {
-    if (threadIdx.x < 32) list.tile(index, &work);
-    __syncthreads();
-    if (work.sequence < 0) return;
-    const int64_t chunk = first_chunk<Form::kOthers>(args.sums.tiles, work.sequence, work.head,
-                                                     work.query_begin, half) +
-                          2 * (work.first / Form::kOthers);
-    const auto* from =
-        reinterpret_cast<const float4*>(args.sums.chunks + chunk * kChunkElements) + thread;
-    const int end = sees_keys(work) ? Form::chunk_elements(half) / 512 : 0;
-    float values[kChunkElements / 128];
-#pragma unroll
-    for (int i = 0; i < kChunkElements / 512; ++i) {
-      const float4 four = i < end ? from[128 * i] : make_float4(0, 0, 0, 0);
-      values[4 * i] = four.x, values[4 * i + 1] = four.y;
-      values[4 * i + 2] = four.z, values[4 * i + 3] = four.w;
-    }
-    const int row = work.first + (kByQueries ? 64 * half : 0) + thread / 32 * 16 + thread % 32 / 4;
-    const int column = kByQueries ? 0 : 64 * half;
-    using T = typename Form::T;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const bool stores = row + 8 * r < work.queries;
-      T* out = stores ? row_of<T>(args.dquery, work, work.head, row + 8 * r) + column : nullptr;
-      store_row<T>(values, r, args.scale, out, args.head_dim - column);
-    }
-    __syncthreads();
   }
 }
 

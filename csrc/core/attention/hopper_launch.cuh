@@ -40,15 +40,16 @@ cudaError_t make_map(CUtensorMapDataType type, const void* data, const cuuint64_
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-inline void set_scores(const AttentionParams& params, ScoreArgs* args) {
+// `adds_mask`: a mask is added to scores as they are; else they are left without a factor.
+inline void set_scores(const AttentionParams& params, bool adds_mask, ScoreArgs* args) {
   const bool capped = params.softcap > 0;
-  const bool added = params.mask.data != nullptr || params.alibi_slopes != nullptr;
-  args->general = !attention_scores_are_plain(params);
+  const bool added = adds_mask || params.alibi_slopes != nullptr;
   const double factor = capped ? params.softcap : params.scale;
   const bool folded = !added && factor >= kSmallestPlainScale;
   args->scale =
       static_cast<float>(capped ? params.scale / params.softcap * kTanhUnit : params.scale);
   args->multiplies = !added && !folded;
+  args->general = args->multiplies || capped || params.alibi_slopes != nullptr;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);
   args->mask = params.mask;
@@ -146,7 +147,9 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   map(params.key, true, params.head_dim, Form::kKeys, &args.key);
   map(params.value, true, params.value_dim, Form::kKeys, &args.value);
   if (map.error != cudaSuccess) return map.error;
-  set_scores(params, &args);
+  set_scores(params, Form::kMasked, &args);
+  args.mask_factor = kLog2E / args.exponent;
+  args.key_mask = key_mask_of(params, /*backward=*/false, ticket);
   args.out = params.out;
   args.value_dim = params.value_dim;
   args.lse = static_cast<float*>(params.lse);
@@ -176,6 +179,8 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
     const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
     args.sums = dquery_sums(layout, scratch);
     args.own_sums = key_sums(layout, scratch);
+    // With a window, not all tiles of keys before one see its queries: none is left out.
+    if (params.window_left < 0) args.key_mask = key_mask_of(params, /*backward=*/true, scratch);
   }
   args.statistics = gradient.statistics;
   args.of_statistics = gradient.of_statistics;
@@ -196,7 +201,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
                             CU_TENSOR_MAP_SWIZZLE_NONE, &args.statistics_map);
   }
   if (map.error != cudaSuccess) return map.error;
-  set_scores(params, &args);
+  set_scores(params, Form::kGeneral && params.mask.data != nullptr, &args);
   const HopperPlan plan = hopper_plan(params);
   args.kv_heads = params.kv_heads;
   args.parts = plan.key_parts;
@@ -212,28 +217,6 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
       plan.in_order || Form::kAll ? ticket : nullptr, stream, &args);
 }
 
-// All gradients by one kernel, and dquery from its sums.
-template <typename Form>
-cudaError_t launch_fused(const AttentionGradient& gradient, const DeviceProperties& device,
-                         uint32_t* ticket, cudaStream_t stream) {
-  const AttentionParams& params = gradient.params.forward;
-  const AttentionBackwardParams& of = gradient.params;
-  if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return cudaSuccess;
-  char* scratch = reinterpret_cast<char*>(ticket);
-  const cudaError_t error = launch_backward_form<Form>(gradient, device, ticket, scratch, stream);
-  if (error != cudaSuccess || of.dquery.data == nullptr) return error;
-  ChunkArgs args{};
-  args.sums = dquery_sums(hopper_scratch(params, /*backward=*/true), scratch);
-  args.dquery = of.dquery;
-  args.scale = static_cast<float>(params.scale);
-  args.head_dim = params.head_dim;
-  const int64_t tiles = set_work<Form::kOthers>(params, false, 1, false, nullptr, &args);
-  if (tiles == 0) return cudaSuccess;
-  const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
-  return detail::launch(attention_query_gradient_hopper<Form>, static_cast<unsigned>(blocks), 256,
-                        {}, stream, args);
-}
-
 }  // namespace hopper
 
 template <int kDim>
@@ -242,15 +225,18 @@ cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
                                         cudaStream_t stream) {
   using namespace hopper;
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    const auto launch = [&](auto masked, auto groups) {
-      return launch_forward_form<ForwardForm<decltype(zero), kDim, masked.value, groups.value>>(
+    const auto launch = [&](auto options, auto groups) {
+      return launch_forward_form<ForwardForm<decltype(zero), kDim, options.value, groups.value>>(
           params, device, static_cast<uint32_t*>(scratch), stream);
     };
-    constexpr auto kTwo = std::integral_constant<int, 2>();
-    constexpr auto kMost = std::integral_constant<int, hopper_most_groups(kDim)>();
-    if (params.mask.data != nullptr) return launch(std::true_type(), kTwo);
-    if (hopper_forward_groups(params, device) == 2) return launch(std::false_type(), kTwo);
-    return launch(std::false_type(), kMost);
+    constexpr std::integral_constant<Options, Options::kNone> kNone;
+    constexpr std::integral_constant<Options, Options::kSome> kSome;
+    constexpr std::integral_constant<Options, Options::kMask> kMask;
+    constexpr std::integral_constant<int, 2> kTwo;
+    constexpr std::integral_constant<int, hopper_most_groups(kDim)> kMost;
+    if (params.mask.data != nullptr && !attention_masks_keys(params)) return launch(kMask, kTwo);
+    if (!attention_scores_are_plain(params)) return launch(kSome, kMost);
+    return hopper_forward_groups(params, device) == 2 ? launch(kNone, kTwo) : launch(kNone, kMost);
   });
 }
 
@@ -264,7 +250,12 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
     cudaError_t error = cudaSuccess;
     if constexpr (hopper_has_fused(kDim) && !general.value) {
       using Form = BackwardForm<decltype(zero), kDim, false, true, true, true, true>;
-      return launch_fused<Form>(gradient, device, ticket, stream);
+      const AttentionBackwardParams& of = gradient.params;
+      if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return error;
+      error =
+          launch_backward_form<Form>(gradient, device, ticket, static_cast<char*>(scratch), stream);
+      if (error != cudaSuccess || of.dquery.data == nullptr) return error;
+      return hopper_query_gradient(gradient, device, scratch, stream);
     } else {
       const auto launch = [&](auto of_keys, auto first, auto second) {
         using Form = BackwardForm<decltype(zero), kDim, general.value, of_keys.value, first.value,
@@ -286,8 +277,8 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
   };
   const AttentionParams& params = gradient.params.forward;
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    return attention_scores_are_plain(params) ? launch_all(zero, std::false_type())
-                                              : launch_all(zero, std::true_type());
+    return hopper_plan(params).general ? launch_all(zero, std::true_type())
+                                       : launch_all(zero, std::false_type());
   });
 }
 

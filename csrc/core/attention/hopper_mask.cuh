@@ -149,7 +149,7 @@ struct MaskTile {
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const float added = value(bits[j]);
-        scores[i + j] = added == -INFINITY ? -INFINITY : fmaf(scores[i + j], factor, added);
+        scores[i + j] = added <= kHidingMask ? -INFINITY : fmaf(scores[i + j], factor, added);
       }
       // A few loads at a time: registers.
       asm volatile("" : "+f"(scores[i]), "+f"(scores[i + 1]));

@@ -21,12 +21,18 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
   float* lse;
 };
 
-// A form of the kernel. kMasked: there is a mask. kGroups: multiplying warpgroups.
-template <typename T_, int kDim_, bool kMasked_, int kGroups_>
+// What a form of the kernel takes beside plain scores: nothing, so that its loop is short; softcap,
+// slopes and masks of keys; these and other masks.
+enum class Options { kNone, kSome, kMask };
+
+// A form of the kernel. kGroups: multiplying warpgroups.
+template <typename T_, int kDim_, Options kOptions, int kGroups_>
 struct ForwardForm {
   using T = T_;
   static constexpr int kDim = kDim_;
-  static constexpr bool kMasked = kMasked_;
+  static constexpr bool kGeneral = kOptions != Options::kNone;
+  static constexpr bool kMasked = kOptions == Options::kMask;
+  static constexpr bool kMasksKeys = kOptions == Options::kSome;
   static constexpr HopperForwardTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];
   static constexpr int kKeys = kTiles.keys, kGroups = kGroups_;
   static constexpr int kQueryStages = kTiles.query_stages;
@@ -60,91 +66,126 @@ struct ForwardMemory {
   static constexpr int kWorks = Form::kQueryStages + 2;
   WorkTile work[kWorks];
   ListPlace place;
+  // Of tiles of keys: what a mask of keys adds to their scores, and whether that is not 0 for all.
+  static constexpr int kMaskedKeys = Form::kMasksKeys ? Form::kKeys : 2;
+  alignas(8) float key_added[Form::kKeyStages][kMaskedKeys];
+  bool key_changes[Form::kKeyStages];
+  bool key_hidden[Form::kGroups][kMaskedKeys];  // of a warpgroup's last tile of keys
   MaskVerdict<Form::kKeys> verdict;
 };
 
 // One warp: copies the tiles of queries, keys and values in the order in which they are used.
 template <typename Form>
-__device__ __forceinline__ void produce(const ForwardArgs& args, ForwardMemory<Form>& memory) {
+class ForwardProducer {
   using KeyTile = typename Form::KeyTile;
-  const bool leader = threadIdx.x % 32 == 0;
-  WorkList<Form::kRows, Form::kKeys> list(args, &memory.place);
-  RingPlace<Form::kKeyStages> key_place;
-  RingPlace<Form::kValueStages> value_place;
-  RingPlace<Form::kQueryStages> query_place;
-  RingPlace<ForwardMemory<Form>::kWorks> work_place;
-  uint32_t verdict_turn = 0;
+  static constexpr auto kMasked = Form::kMasksKeys ? MaskedSide::kOther : MaskedSide::kNone;
 
-  const auto load = [&](const CUtensorMap* map, auto& to, auto& full, auto& empty, auto& place,
-                        const WorkTile& work, int tile) {
-    wait(empty[place.slot], place.parity ^ 1);
-    full[place.slot].expect(KeyTile::kBytes);
-    load_tile<KeyTile>(shared_address(to[place.slot]), map, full[place.slot],
-                       work.key_begin + tile * Form::kKeys, work.kv_head, work.batch);
-    place.advance();
-  };
-  const auto load_key = [&](const WorkTile& work, int tile) {
-    load(&args.key, memory.key, memory.key_full, memory.key_empty, key_place, work, tile);
-  };
-  const auto load_value = [&](const WorkTile& work, int tile) {
-    load(&args.value, memory.value, memory.value_full, memory.value_empty, value_place, work, tile);
-  };
+ public:
+  __device__ __forceinline__ ForwardProducer(const ForwardArgs& args, ForwardMemory<Form>& memory)
+      : args_(args), memory_(memory), leader_(threadIdx.x == 0), list_(args, &memory.place) {}
 
-  // All but the first keys and the last values.
-  const auto load_rest = [&](const WorkTile& work) {
-#pragma unroll 1
-    for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
-      load_key(work, tile);
-      load_value(work, tile + 1);
-    }
-  };
-  const auto load_query = [&](const WorkTile& work) {
-    const int slot = query_place.slot;
-    CopyBarrier& full = memory.query_full[slot];
-    wait(memory.query_empty[slot], query_place.parity ^ 1);
-    query_place.advance();
-    if (!sees_keys(work)) return arrive(full);
-    full.expect(Form::QueryTile::kBytes);
-    load_tile<typename Form::QueryTile>(shared_address(memory.query[slot]), &args.query, full,
-                                        work.query_begin + work.first, work.head, work.batch);
-  };
-  // By the warp: finds a tile of queries, and starts the copy of its first keys.
-  bool found;
-  const auto begin = [&](uint32_t index) {
-    WorkTile& work = memory.work[work_place.slot];
-    work_place.advance();
-    found = list.tile(index, &work);
-    if (leader && sees_keys(work)) load_key(work, work.end_tile - 1);
-    return &work;
-  };
-
-  uint32_t index = blockIdx.x;
-  const WorkTile* work = begin(index);
-  if (leader) load_query(*work);
-  while (found) {
-    if (leader) {
-      index = args.ticket == nullptr ? index + gridDim.x : gridDim.x + atomicAdd(args.ticket, 1);
+  __device__ __forceinline__ void run() {
+    uint32_t index = blockIdx.x, verdict_turn = 0;
+    const WorkTile* work = begin(index);
+    load_query(*work);
+    while (found_) {
+      if (args_.ticket == nullptr) {
+        index += gridDim.x;
+      } else if (leader_) {
+        index = gridDim.x + atomicAdd(args_.ticket, 1);
+      }
       load_rest(*work);
       if (Form::kMasked && sees_keys(*work)) {
         load_value(*work, work->first_tile);
-        if (memory.verdict.read(verdict_turn)) {
+        if (memory_.verdict.read(verdict_turn)) {
           load_key(*work, work->end_tile - 1);
           load_rest(*work);
           load_value(*work, work->first_tile);
         }
       }
-    }
-    index = __shfl_sync(~0u, index, 0);
-    // The next tile's first copies go before the last one of this: they take the longest.
-    const WorkTile* next = begin(index);
-    if (leader) {
+      index = __shfl_sync(~0u, index, 0);
+      // The next tile's first copies go before the last one of this: they take the longest.
+      const WorkTile* next = begin(index);
       if (Form::kQueryStages > 1) load_query(*next);
       if (!Form::kMasked && sees_keys(*work)) load_value(*work, work->first_tile);
       if (Form::kQueryStages == 1) load_query(*next);
+      work = next;
     }
-    work = next;
   }
-}
+
+ private:
+  // Finds a tile of queries, and starts the copy of its first keys.
+  __device__ __forceinline__ const WorkTile* begin(uint32_t index) {
+    WorkTile* work = &memory_.work[work_place_.slot];
+    work_place_.advance();
+    found_ = list_.tile(index, work);
+    __syncwarp();
+    if (sees_keys(*work)) load_key(*work, work->end_tile - 1);
+    return work;
+  }
+  __device__ __forceinline__ void load_query(const WorkTile& work) {
+    const int slot = query_place_.slot;
+    CopyBarrier& full = memory_.query_full[slot];
+    wait(memory_.query_empty[slot], query_place_.parity ^ 1);
+    query_place_.advance();
+    if (!leader_) return;
+    if (!sees_keys(work)) return arrive(full);
+    full.expect(Form::QueryTile::kBytes);
+    load_tile<typename Form::QueryTile>(shared_address(memory_.query[slot]), &args_.query, full,
+                                        work.query_begin + work.first, work.head, work.batch);
+  }
+  // All but the first keys and the last values.
+  __device__ __forceinline__ void load_rest(const WorkTile& work) {
+#pragma unroll 1
+    for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
+      load_key(work, tile);
+      load_value(work, tile + 1);
+    }
+  }
+  __device__ __forceinline__ void load_key(const WorkTile& work, int tile) {
+    const int slot = key_place_.slot;
+    wait(memory_.key_empty[slot], key_place_.parity ^ 1);
+    if (Form::kMasksKeys && args_.key_mask.bits != nullptr) set_key_mask(work, tile, slot);
+    if (leader_) load(&args_.key, memory_.key[slot], memory_.key_full[slot], work, tile);
+    key_place_.advance();
+  }
+  __device__ __forceinline__ void load_value(const WorkTile& work, int tile) {
+    const int slot = value_place_.slot;
+    wait(memory_.value_empty[slot], value_place_.parity ^ 1);
+    if (leader_) load(&args_.value, memory_.value[slot], memory_.value_full[slot], work, tile);
+    value_place_.advance();
+  }
+  __device__ __forceinline__ void load(const CUtensorMap* map, char* to, CopyBarrier& full,
+                                       const WorkTile& work, int tile) const {
+    full.expect(KeyTile::kBytes);
+    load_tile<KeyTile>(shared_address(to), map, full, work.key_begin + tile * Form::kKeys,
+                       work.kv_head, work.batch);
+  }
+  // What a mask of keys adds to the scores of a tile.
+  __device__ __forceinline__ void set_key_mask(const WorkTile& work, int tile, int slot) {
+    const uint32_t* seen = args_.key_mask.seen(work.sequence, work.head, args_.heads);
+    const uint32_t* changed = seen + args_.key_mask.words;
+    const bool changes = KeyMask::any<Form::kKeys>(changed, tile * Form::kKeys);
+    memory_.key_changes[slot] = changes;
+    for (int i = threadIdx.x; changes && i < Form::kKeys; i += 32) {
+      const int key = tile * Form::kKeys + i;
+      const float added =
+          key < work.keys ? key_mask_value(args_.mask, work.sequence, work.head, key) : 0;
+      memory_.key_added[slot][i] = added * args_.mask_factor;
+    }
+    __syncwarp();
+  }
+
+  const ForwardArgs& args_;
+  ForwardMemory<Form>& memory_;
+  const bool leader_;
+  bool found_;
+  WorkList<Form::kRows, Form::kKeys, kMasked> list_;
+  RingPlace<Form::kKeyStages> key_place_;
+  RingPlace<Form::kValueStages> value_place_;
+  RingPlace<Form::kQueryStages> query_place_;
+  RingPlace<ForwardMemory<Form>::kWorks> work_place_;
+};
 
 // The other warps of the producer's warpgroup copy tiles of the mask.
 template <typename Form>

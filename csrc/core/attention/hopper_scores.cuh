@@ -11,7 +11,7 @@ namespace fused_norm::hopper {
 
 // What becomes of query . key.
 struct ScoreArgs {
-  bool general;  // scores need more than a positive scale and a band
+  bool general;  // scores need more than a positive scale, a band and a mask
   // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
   // positive.
   float scale;
@@ -19,6 +19,7 @@ struct ScoreArgs {
   float exponent;   // of scores in the softmax: exp2(exponent * score); positive
   float softcap;
   AttentionMask mask;
+  float mask_factor;  // of a mask of keys, before it is added to scores without their factor
   const float* alibi_slopes;
   int64_t alibi_batch_stride;
   const void* sink;
@@ -82,6 +83,21 @@ __device__ __forceinline__ void hide_before(float (&scores)[kCount], const Band&
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) scores[i] = hidden;
+  }
+}
+
+// Adds a number for each column, from a thread's first on; -inf takes the place of any score.
+template <int kCount>
+__device__ __forceinline__ void add_to_columns(float (&scores)[kCount], const float* added) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float2 two = *reinterpret_cast<const float2*>(added + 2 * i);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float value = j % 2 ? two.y : two.x;
+      scores[i + j] = value == -INFINITY ? value : scores[i + j] + value;
+      asm volatile("" : "+f"(scores[i + j]));  // registers
+    }
   }
 }
 

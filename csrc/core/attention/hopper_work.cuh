@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "core/attention/hopper_key_mask.cuh"
 #include "core/attention/params.h"
 
 namespace fused_norm::hopper {
@@ -20,6 +21,7 @@ struct WorkArgs {
   uint32_t* ticket;  // 0 at first: tiles are handed out as blocks come; null: in turn
   int32_t window_left, window_right;  // at most kNoLimit
   bool top_left;
+  KeyMask key_mask;
 };
 
 // A tile of queries, and the tiles of keys that one of them sees.
@@ -30,6 +32,7 @@ struct WorkTile {
   int32_t query_begin, queries;  // the sequence's rows in the tensor
   int32_t key_begin, keys;
   int32_t first_tile, end_tile;  // alike where there is no tile left
+  int32_t hidden_before;  // of the own side's tiles before this one: hidden by a mask of keys
 };
 __device__ __forceinline__ bool sees_keys(const WorkTile& work) {
   return work.first_tile < work.end_tile;
@@ -40,6 +43,9 @@ struct ListPlace {
   int32_t sequence;
   uint32_t tiles_before;
 };
+
+// Which side of a list's tiles a mask of keys may be of.
+enum class MaskedSide { kNone, kOwn, kOther };
 
 // Where a ring of kStages slots stands.
 template <int kStages>
@@ -83,7 +89,7 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Ban
 }
 
 // The tiles of kRows queries, against tiles of kKeys keys.
-template <int kRows, int kKeys>
+template <int kRows, int kKeys, MaskedSide kMasked>
 class WorkList {
  public:
   // `place` lies in shared memory, zeros at first.
@@ -103,10 +109,32 @@ class WorkList {
     const KeyTiles tiles = key_tiles_of<kKeys>(*work, band_of(args_, *work), work->first, kRows);
     work->first_tile = tiles.first;
     work->end_tile = tiles.end;
+    work->hidden_before = 0;
+    if constexpr (kMasked != MaskedSide::kNone) {
+      if (args_.key_mask.bits != nullptr) leave_out_hidden(work);
+    }
     return true;
   }
 
  private:
+  // Leaves out the tiles of keys before the first and behind the last that the mask does not hide,
+  // or this one where the own side are the keys.
+  __device__ void leave_out_hidden(WorkTile* work) const {
+    const uint32_t* seen = args_.key_mask.seen(work->sequence, work->head, args_.heads);
+    if constexpr (kMasked == MaskedSide::kOwn) {
+      const auto hides = [&](int key) { return !KeyMask::any<kRows>(seen, key); };
+      if (hides(work->first)) work->end_tile = work->first_tile;
+      for (int key = 0; key < work->first; key += kRows) work->hidden_before += hides(key);
+    } else {
+      const auto hides = [&](int tile) { return !KeyMask::any<kKeys>(seen, tile * kKeys); };
+      int first = work->first_tile, end = work->end_tile;
+      while (first < end && hides(first)) ++first;
+      while (first < end && hides(end - 1)) --end;
+      work->first_tile = first;
+      work->end_tile = end;
+    }
+  }
+
   __device__ bool dense(uint32_t index, WorkTile* work) const {
     const uint32_t pairs = args_.heads * args_.batch, tiles = args_.query_tiles;
     if (index >= pairs * tiles) return false;

@@ -57,6 +57,12 @@ bool attention_scores_are_plain(const AttentionParams& params) {
          params.mask.data == nullptr && params.alibi_slopes == nullptr && params.dropout_p == 0;
 }
 
+bool attention_masks_keys(const AttentionParams& params) {
+  const AttentionMask& mask = params.mask;
+  return mask.data != nullptr && params.query_offsets == nullptr && mask.row_stride == 0 &&
+         (mask.head_stride == 0 || params.heads == params.kv_heads);
+}
+
 AttentionTier attention_tier(const AttentionParams& params, const DeviceProperties& device,
                              AttentionTier wanted) {
   const auto takes = [&](AttentionTier tier) {
@@ -75,13 +81,15 @@ AttentionTier attention_tier(const AttentionParams& params, const DeviceProperti
 }
 
 bool hopper_fuses(const AttentionParams& params) {
-  return hopper_has_fused(dim_of(params)) && attention_scores_are_plain(params);
+  AttentionParams without = params;
+  if (attention_masks_keys(params)) without.mask.data = nullptr;
+  return hopper_has_fused(dim_of(params)) && attention_scores_are_plain(without);
 }
 
 HopperPlan hopper_plan(const AttentionParams& params) {
   HopperPlan plan{};
   plan.dim = dim_of(params);
-  plan.general = !attention_scores_are_plain(params);
+  plan.general = !attention_scores_are_plain(params) && !hopper_fuses(params);
   plan.in_order = is_uneven(params);
   const int group = params.heads / params.kv_heads;
   plan.query_section = (plan.in_order ? cached_heads(params, params.keys) : 1) * group;
@@ -144,7 +152,7 @@ bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties
   const AttentionMask& mask = params.mask;
   return hopper_takes_forward(params, device) &&
          query_parts(params, kStatisticRows).all <= INT32_MAX / kStatisticRows &&
-         (mask.data == nullptr ||
+         (mask.data == nullptr || hopper_fuses(params) ||
           (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));
 }
 
@@ -153,6 +161,10 @@ QueryParts query_parts(const AttentionParams& params, int rows) {
   const int64_t of_head =
       packed ? params.total_queries / rows + params.batch : (params.queries + rows - 1) / rows;
   return {of_head, of_head * params.heads * (packed ? 1 : params.batch), params.heads, packed};
+}
+
+int64_t key_mask_rows(const AttentionParams& params) {
+  return int64_t{params.batch} * (params.mask.head_stride == 0 ? 1 : params.heads);
 }
 
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
@@ -175,6 +187,10 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     }
   }
   take(scratch.zeros);
+  if (attention_masks_keys(params)) {
+    scratch.key_bits =
+        take(key_mask_rows(params) * 2 * key_mask_words(params.keys) * sizeof(uint32_t));
+  }
   if (backward) {
     scratch.of_statistics = query_parts(params, kStatisticRows);
     scratch.statistics = take(2 * scratch.of_statistics.all * kStatisticRows * sizeof(float));

@@ -26,6 +26,9 @@ constexpr float kSmallestPlainScale = 1e-30f;
 // Whether all that a score needs is its scale, which is positive, and the band of visible keys.
 // Sinks come after the scores.
 bool attention_scores_are_plain(const AttentionParams& params);
+// Whether there is a mask of dense keys alone, as of padding: the same for every query, and for all
+// query heads that share keys.
+bool attention_masks_keys(const AttentionParams& params);
 
 // Tiles of a kernel of the portable tier: a block has 16 `fragments` rows for each of its warps and
 // walks the other side, `others` rows at a time, in `stages` tiles of shared memory.
@@ -128,7 +131,7 @@ constexpr HopperBackwardTiles kHopperValueGradientTiles[] = {
 // of the call's options alone; the rest is the order of the work.
 struct HopperPlan {
   int dim;           // columns of a tile: both head dimensions, rounded up
-  bool general;      // scores need more than a positive scale and a band
+  bool general;      // backward: scores need more than a positive scale, a band, a mask of keys
   bool in_order;     // tiles take unlike times: longest first, to the next block that is free
   bool batch_first;  // forward: (batch, head) pairs of a head follow each other, else of a sequence
   int key_parts;     // a head of keys' query heads come in so many parts, each to a block
@@ -138,7 +141,8 @@ struct HopperPlan {
 };
 HopperPlan hopper_plan(const AttentionParams& params);
 
-// Whether one kernel makes all gradients of the call. It takes a group of more query heads than
+// Whether one kernel makes all gradients of the call: of plain scores, or of those plus a mask of
+// keys. It takes a group of more query heads than
 // these in parts: one block for each tile of keys and all of them leaves many without work.
 bool hopper_fuses(const AttentionParams& params);
 constexpr int kMostHeadsOfPart = 2;
@@ -173,6 +177,13 @@ struct QueryParts {
 QueryParts query_parts(const AttentionParams& params, int rows);
 constexpr int kStatisticRows = 4;  // of a part of statistics
 
+// A mask of keys as two arrays of bits, one for so many keys, of so many words; the last is read,
+// but of no key.
+constexpr int kKeysOfBit = 16;
+constexpr int64_t key_mask_words(int64_t keys) { return keys / (32 * kKeysOfBit) + 2; }
+// Rows of such a mask.
+int64_t key_mask_rows(const AttentionParams& params);
+
 // Scratch memory of a pass: bytes of it all, of which `zeros` at the beginning are to be zero, and
 // where things begin. First is a ticket for each kernel by which tiles are handed out as blocks
 // come. Backward passes have delta of all queries, then their exponents (tiers.h), in parts that
@@ -181,7 +192,7 @@ constexpr int kStatisticRows = 4;  // of a part of statistics
 // Where a head of keys has parts, the two warpgroups of each tile of keys have a chunk of dkey and
 // dvalue too, whose counters follow.
 struct HopperScratch {
-  size_t zeros, statistics, chunks, key_counters, key_chunks, all;
+  size_t zeros, key_bits, statistics, chunks, key_counters, key_chunks, all;
   QueryParts of_statistics, tiles, key_tiles;
 };
 constexpr size_t kHopperTicketBytes = 16;

@@ -53,7 +53,7 @@ __device__ __forceinline__ void cap(float (&scores)[kM][kN][4], float (*gradient
 }
 
 __device__ __forceinline__ void add_to_score(float& score, float factor, float added) {
-  score = added == -INFINITY ? -INFINITY : fmaf(score, factor, added);
+  score = added <= kHidingMask ? -INFINITY : fmaf(score, factor, added);
 }
 
 // Adds a tile that lies within the mask, of 16 bits or booleans with neighbouring keys next to each

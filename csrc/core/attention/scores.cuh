@@ -173,7 +173,7 @@ struct ScoreRules {
     return params.mask.dtype == DType::kFloat64 ? 8 : params.mask.dtype == DType::kFloat32 ? 4 : 2;
   }
 
-  // What the mask adds; -inf hides.
+  // What the mask adds.
   __device__ __forceinline__ A mask_at(int query, int key) const {
     const int64_t at = query * params.mask.row_stride + key * params.mask.key_stride;
     if (params.mask.boolean) return mask[at] ? A(0) : -static_cast<A>(INFINITY);
@@ -192,7 +192,7 @@ struct ScoreRules {
     }
     if (mask != nullptr) {
       const A added = mask_at(query, key);
-      s.value = added == -static_cast<A>(INFINITY) ? added : s.value + added;
+      s.value = added <= A(kHidingMask) ? -static_cast<A>(INFINITY) : s.value + added;
     }
     return s;
   }

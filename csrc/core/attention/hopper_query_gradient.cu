@@ -1,0 +1,92 @@
+// dquery from the sums of the kernel of all gradients (hopper_fused.cuh).
+#include <type_traits>
+
+#include "core/attention/hopper_launch.cuh"
+
+namespace fused_norm {
+namespace hopper {
+
+struct QueryGradientArgs : WorkArgs {
+  ChunkSums sums;
+  AttentionTensor dquery;
+  float scale;
+  int32_t head_dim, dim;  // of dquery, and of the tiles
+};
+
+// Of tiles of kRows queries; a tile has two chunks, of 64 queries each, or of 64 columns and the
+// rest.
+template <int kRows>
+__global__ void __launch_bounds__(256)
+    attention_query_gradient_hopper(const __grid_constant__ QueryGradientArgs args, bool is_half) {
+  __shared__ WorkTile work;
+  __shared__ ListPlace place;
+  constexpr bool kByQueries = kRows == 128;
+  const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
+  const int columns = kByQueries || half == 0 ? 64 : args.dim - 64;
+  if (threadIdx.x == 0) place = {};
+  __syncthreads();
+  WorkList<kRows, kHopperOwnRows, MaskedSide::kOther> list(args, &place);
+  for (uint32_t index = blockIdx.x;; index += gridDim.x) {
+    if (threadIdx.x < 32) list.tile(index, &work);
+    __syncthreads();
+    if (work.sequence < 0) return;
+    const int64_t chunk =
+        first_chunk<kRows>(args.sums.tiles, work.sequence, work.head, work.query_begin, half) +
+        2 * (work.first / kRows);
+    const auto* from =
+        reinterpret_cast<const float4*>(args.sums.chunks + chunk * kChunkElements) + thread;
+    const int end = sees_keys(work) ? columns / 8 : 0;
+    float values[kChunkElements / 128];
+#pragma unroll
+    for (int i = 0; i < kChunkElements / 512; ++i) {
+      const float4 four = i < end ? from[128 * i] : make_float4(0, 0, 0, 0);
+      values[4 * i] = four.x, values[4 * i + 1] = four.y;
+      values[4 * i + 2] = four.z, values[4 * i + 3] = four.w;
+    }
+    const int row = work.first + (kByQueries ? 64 * half : 0) + thread / 32 * 16 + thread % 32 / 4;
+    const int column = kByQueries ? 0 : 64 * half;
+    const auto store = [&](auto zero) {
+      using T = decltype(zero);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const bool stores = row + 8 * r < work.queries;
+        T* out = stores ? row_of<T>(args.dquery, work, work.head, row + 8 * r) + column : nullptr;
+        store_row<T>(values, r, args.scale, out, args.head_dim - column);
+      }
+    };
+    if (is_half) {
+      store(__half());
+    } else {
+      store(__nv_bfloat16());
+    }
+    __syncthreads();
+  }
+}
+
+}  // namespace hopper
+
+cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
+                                  void* scratch, cudaStream_t stream) {
+  using namespace hopper;
+  const AttentionParams& params = gradient.params.forward;
+  QueryGradientArgs args{};
+  args.sums = dquery_sums(hopper_scratch(params, /*backward=*/true), static_cast<char*>(scratch));
+  args.dquery = gradient.params.dquery;
+  args.scale = static_cast<float>(params.scale);
+  args.head_dim = params.head_dim;
+  args.dim = hopper_plan(params).dim;
+  args.key_mask = key_mask_of(params, /*backward=*/true, scratch);
+  const auto launch = [&](auto rows) {
+    const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, &args);
+    if (tiles == 0) return cudaSuccess;
+    const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
+    return detail::launch(attention_query_gradient_hopper<rows.value>,
+                          static_cast<unsigned>(blocks), 256, {}, stream, args,
+                          params.dtype == DType::kFloat16);
+  };
+  return kHopperFusedTiles[hopper_dim_index(args.dim)].others == 128
+             ? launch(std::integral_constant<int, 128>())
+             : launch(std::integral_constant<int, 64>());
+}
+
+}  // namespace fused_norm
