@@ -30,7 +30,7 @@ def _limits(causal, window) -> tuple:
             f"{window!r:.80}"
         )
     left, right = limits
-    if (left is not None and left < 0) or (right is not None and right < 0):
+    if any(limit is not None and limit < 0 for limit in limits):
         raise ValueError(
             f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
         )
@@ -38,13 +38,7 @@ def _limits(causal, window) -> tuple:
 
 
 def attention(
-    tensors,
-    max_seqlens=(0, 0),
-    scale=None,
-    softcap=0.0,
-    window=(None, None),
-    top_left=False,
-    dropout_p=0.0,
+    tensors, max_seqlens=(0, 0), *, scale, softcap=0.0, window, top_left=False, dropout_p
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator, whose arguments these are: its tensors, from query to
     cu_seqlens_k, and the options. ``scale=None`` is 1 / sqrt(D)."""
@@ -87,17 +81,22 @@ def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
     return (heads, k, v) if k == v else (heads, heads, heads)  # one key head may serve all
 
 
+def _with_ndim(tensor: Tensor, ndim: int) -> Tensor:
+    """With dimensions of one element before those that it has."""
+    missing = ndim - tensor.dim()
+    return tensor[(None,) * missing] if missing else tensor
+
+
 def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     """The arguments as (batch, heads, rows, columns) with batch sizes and heads that go together,
     and the shape of torch's result."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    for name, tensor in zip(_TENSORS, (query, key, value), strict=False):
         if tensor.dim() < 2:
             raise RuntimeError(
                 f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
             )
     dims = max(query.dim(), key.dim(), value.dim())
-    if dims < 4 or not query.dim() == key.dim() == value.dim():
-        query, key, value = (t[(None,) * (max(dims, 4) - t.dim())] for t in (query, key, value))
+    query, key, value = (_with_ndim(t, max(dims, 4)) for t in (query, key, value))
     heads = (query.size(-3), key.size(-3), value.size(-3))
     common_heads = _heads(*heads, enable_gqa)
     sizes = [t.shape[:-3] for t in (query, key, value)]
@@ -110,7 +109,7 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
     shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
-        mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
+        mask = _with_ndim(mask, len(batch) + 3)
         if mask.shape[:-3].numel() != 1:
             mask = mask.expand(*batch, -1, -1, -1)
         mask = mask.flatten(0, -4)
@@ -124,9 +123,6 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
 
     tensors = map(of_four, (query, key, value), sizes, heads, common_heads)
     return *tensors, mask, shape[len(shape) - dims :]
-
-
-_UNLIMITED, _TOP_LEFT = (None, None), (None, 0)  # windows
 
 
 @_torch.overridable
@@ -191,7 +187,7 @@ def scaled_dot_product_attention(
     out, _ = attention(
         (query, key, value, attn_mask, None, None, None, None),
         scale=scale,
-        window=_TOP_LEFT if is_causal else _UNLIMITED,
+        window=(None, 0 if is_causal else None),
         top_left=True,
         dropout_p=dropout_p,
     )
