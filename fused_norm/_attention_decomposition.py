@@ -12,10 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_norm import _ops
 from fused_norm._decompositions import accumulate_dtype
-
-_Call = _ops.call_type(_ops.attention_forward)
+from fused_norm._ops import AttentionCall
 
 
 class _Rows(NamedTuple):
@@ -67,7 +65,7 @@ def _draws(rng: Tensor, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
 
 
-def _dropped(call: _Call, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
+def _dropped(call: AttentionCall, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
     """What dropout multiplies probabilities by."""
     batch, heads = scores.shape[:2]
     device = scores.device
@@ -82,7 +80,7 @@ def _dropped(call: _Call, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
     return (draws >= threshold).to(scores.dtype) / (1 - call.dropout_p)
 
 
-def _alibi(call: _Call, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
+def _alibi(call: AttentionCall, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
     slopes = call.alibi_slopes.to(scores.dtype)
     if slopes.dim() == 1:
         return slopes.view(-1, 1, 1) * distance
@@ -93,7 +91,7 @@ def _alibi(call: _Call, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
     return slopes[q.sequence.clamp_min(0)].t().unsqueeze(-1) * distance
 
 
-def _apart(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+def _apart(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, each by itself."""
     if call.key is None:
         return call.query.unbind(0)
@@ -125,7 +123,7 @@ class _Probabilities:
     all: Tensor  # (B, Hq, Sq, Sk)
     lse: Tensor  # (B, Hq, Sq)
     capped: Tensor | None  # tanh of the scores, with softcap
-    of_sink: Tensor | None  # (B, Hq, Sq)
+    of_sink: Tensor  # (B, Hq, Sq), 0 without a sink
     kept: Tensor | None  # what dropout multiplies `all` by
 
     @property
@@ -137,7 +135,7 @@ class _Probabilities:
         return (_grouped(self.kept_part, self.key.shape[1]) @ self.value).flatten(1, 2)
 
 
-def _probabilities(call: _Call) -> _Probabilities:
+def _probabilities(call: AttentionCall) -> _Probabilities:
     packed = call.cu_seqlens_q is not None
     dtype, device = accumulate_dtype(call.query.dtype), call.query.device
     query, key, value = (_as_dense(tensor, packed).to(dtype) for tensor in _apart(call))
@@ -171,31 +169,26 @@ def _probabilities(call: _Call) -> _Probabilities:
 
     # The shift of the exponent is a constant: no result depends on it.
     largest = s.new_full(s.shape[:3], -torch.inf) if keys == 0 else s.detach().amax(-1)
-    sink = None
-    if call.sink is not None:
-        sink = call.sink.to(dtype).unsqueeze(-1)
-        largest = torch.maximum(largest, sink.detach())
+    sink = s.new_full([1], -torch.inf) if call.sink is None else call.sink.to(dtype)
+    sink = sink.unsqueeze(-1)
+    largest = torch.maximum(largest, sink.detach())
     base = largest.masked_fill(largest == -torch.inf, 0)
-    e = (s - base.unsqueeze(-1)).exp()
-    total = e.sum(-1)
-    if sink is not None:
-        total = total + (sink - base).exp()
+    e, e_sink = (s - base.unsqueeze(-1)).exp(), (sink - base).exp()
+    total = e.sum(-1) + e_sink
     empty = total == 0
     divisor = total.masked_fill(empty, 1)
-    all_, of_sink = e / divisor.unsqueeze(-1), None
-    if sink is not None:
-        of_sink = (sink - base).exp() / divisor
+    all_, of_sink = e / divisor.unsqueeze(-1), e_sink / divisor
     lse = (base + divisor.log()).masked_fill(empty, -torch.inf)
     if packed:  # rows of no sequence have no sink either
         outside = q.sequence < 0
         lse = lse.masked_fill(outside, -torch.inf)
-        of_sink = None if of_sink is None else of_sink.masked_fill(outside, 0)
+        of_sink = of_sink.masked_fill(outside, 0)
     kept = _dropped(call, all_, q, k) if call.dropout_p > 0 else None
     return _Probabilities(query, key, value, all_, lse, capped, of_sink, kept)
 
 
 def attention_forward(*args) -> tuple[Tensor, Tensor]:
-    call = _Call(*args)
+    call = AttentionCall(*args)
     packed = call.cu_seqlens_q is not None
     p = _probabilities(call)
     out = _from_dense(p.output, packed).to(call.query.dtype)
@@ -205,7 +198,7 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
 def attention_backward(dout, dlse, out, lse, *args) -> tuple[Tensor | None, ...]:
     """Makes out and lse again: their own gradients are parts of those of the call's tensors."""
     *args, wanted = args
-    call = _Call(*args)
+    call = AttentionCall(*args)
     packed = call.cu_seqlens_q is not None
     p = _probabilities(call)
     kv_heads = p.key.shape[1]
