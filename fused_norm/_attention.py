@@ -299,15 +299,12 @@ def flash_attention_varlen(
             values are not looked at on the host; outside ``[0, T]`` they are clamped.
         max_seqlen_q, max_seqlen_k: the longest sequence. A hint: no result depends on it.
 
-        The other arguments are those of :func:`flash_attention`; ``alibi_slopes`` is ``(Hq,)`` or
-        ``(B, Hq)``.
+        The other arguments, and errors, are those of :func:`flash_attention`; ``alibi_slopes`` is
+        ``(Hq,)`` or ``(B, Hq)``.
 
     Returns:
         ``(Tq, Hq, Dv)`` of query's dtype; rows outside every sequence are zeros. With
         ``return_lse`` also the log-sum-exp ``(Hq, Tq)``.
-
-    Raises:
-        As :func:`flash_attention`.
     """
     tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
     _check_tensors(*tensors)
