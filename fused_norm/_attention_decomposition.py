@@ -173,11 +173,11 @@ def _probabilities(call: AttentionCall) -> _Probabilities:
     sink = sink.unsqueeze(-1)
     largest = torch.maximum(largest, sink.detach())
     base = largest.masked_fill(largest == -torch.inf, 0)
-    e, e_sink = (s - base.unsqueeze(-1)).exp(), (sink - base).exp()
-    total = e.sum(-1) + e_sink
+    e = (s - base.unsqueeze(-1)).exp()
+    total = e.sum(-1) + (sink - base).exp()
     empty = total == 0
     divisor = total.masked_fill(empty, 1)
-    all_, of_sink = e / divisor.unsqueeze(-1), e_sink / divisor
+    all_, of_sink = e / divisor.unsqueeze(-1), (sink - base).exp() / divisor
     lse = (base + divisor.log()).masked_fill(empty, -torch.inf)
     if packed:  # rows of no sequence have no sink either
         outside = q.sequence < 0
