@@ -106,6 +106,7 @@ def fused_layer_norm_affine(
 
     Arguments, result and errors are otherwise those of :func:`fused_norm.functional.layer_norm`.
     ``weight`` and ``bias`` are each in input's dtype, fp32, fp16 or bf16; ``bias`` may be ``None``.
+    Anything else in the place of a tensor raises a TypeError.
     """
     return _norm(input, weight, bias, normalized_shape, eps, memory_efficient)
 
