@@ -129,6 +129,24 @@ def test_expanded_tensors(tier, dtype, seed):
                 assert same_bits(strided, copied)
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_tier
+def test_rows_that_overlap(tier, dtype, seed):
+    """Windows over a signal, of fewer rows than columns: results have their columns in order."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    signal = randn(rand_generator("cpu" if tier == "cpu" else "cuda", seed), 84, dtype=dtype)
+    case, results = Case(dtype, (21, 21), (64, 64), (1, 1, 1)), []
+    for x in (signal.unfold(0, 64, 1), signal.unfold(0, 64, 1).contiguous()):
+        tensors = dict.fromkeys(("query", "key", "value", "dout"), x[None, None])
+        tensors["dlse"] = x.new_zeros(1, 1, 21, dtype=FP32)
+        with forced("auto" if tier == "cpu" else tier):
+            results.append(run(attend(case), case, tensors))
+    for name, value in results[0].items():
+        assert same_bits(value, results[1][name]), name
+        assert value.stride() == results[1][name].stride(), name
+
+
 @each_tier
 def test_batch_invariance(tier, seed):
     """A sequence alone, in a batch, beside other heads, and packed: the same bits. Repeats too."""
