@@ -166,6 +166,8 @@ def scaled_dot_product_attention(
             names it.
     """
     _check_tensors(query, key, value, attn_mask, nested=True)  # for torch
+    if attn_mask is not None:
+        attn_mask = _torch.dense_mask(attn_mask, query)
     dropout_p = _arguments.number("dropout_p", dropout_p)
     scale = _arguments.optional_number("scale", scale)
     is_causal = _arguments.flag("is_causal", is_causal)
@@ -252,6 +254,8 @@ def flash_attention(
             names it.
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
+    if attn_mask is not None:
+        attn_mask = _torch.dense_mask(attn_mask, query)
     tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
     _check_tensors(*tensors)
     return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.attention.bias
 import torch.nn.functional as F
 from attention_reference import (
     BF16,
@@ -552,6 +553,18 @@ class TestTorchsFunction:
             fn.scaled_dot_product_attention(q, k, v, enable_gqa=True),
             F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         )
+
+    @pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+    @pytest.mark.parametrize("bias", ["causal_upper_left", "causal_lower_right"])
+    def test_causal_bias(self, bias, compiles, device, generator):
+        torch._dynamo.reset()
+        q, k, v = (randn(generator, 2, 4, n, 8) for n in (5, 7, 7))
+        mask = getattr(torch.nn.attention.bias, bias)(5, 7)
+        wanted = F.scaled_dot_product_attention(q, k, v, mask)
+        for function in (fn.scaled_dot_product_attention, fn.flash_attention):
+            if compiles:
+                function = torch.compile(function, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(function(q, k, v, attn_mask=mask), wanted)
 
     def test_jagged_tensors_are_passed_on(self):
         rows = [torch.randn(n, 2, 8) for n in (3, 5)]
