@@ -454,6 +454,22 @@ def test_a_query_that_sees_nothing_has_any_gradient(tier, dim, seed):
             assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("sink", ["none", "same"])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_a_query_that_sees_nothing_may_hold_anything_on_the_cpu(sink, softcap, seed):
+    """And with softcap keys that are hidden from all."""
+    case = Case(FP32, (70, 90), (64, 64), (2, 4, 2), "causal", "bool", softcap, sink)
+    tensors = tensors_of(case, rand_generator("cpu", seed))
+    tensors["attn_mask"][:, :, 30], tensors["attn_mask"][..., 60:] = False, False
+    expected = run(attend(case), case, tensors)
+    for name in ("query", "dout"):
+        tensors[name][:, :, 30] = torch.nan
+    for name in ("key", "value"):
+        tensors[name][:, :, 60:] = torch.nan
+    for name, value in run(attend(case), case, tensors).items():
+        assert same_bits(value, expected[name]), name
+
+
 @each_tier
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=["plain", "softcap"])
