@@ -135,36 +135,55 @@ class _Probabilities:
         return (_grouped(self.kept_part, self.key.shape[1]) @ self.value).flatten(1, 2)
 
 
-def _probabilities(call: AttentionCall) -> _Probabilities:
-    packed = call.cu_seqlens_q is not None
-    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
-    query, key, value = (_as_dense(tensor, packed).to(dtype) for tensor in _apart(call))
-    key, value = key.unsqueeze(2), value.unsqueeze(2)
-    queries, keys = query.shape[2], key.shape[3]
-    q = _rows(queries, call.cu_seqlens_q, device)
-    k = _rows(keys, call.cu_seqlens_k, device)
-    s = (_grouped(query, key.shape[1]) @ key.transpose(-1, -2)).flatten(1, 2) * call.scale
-    capped = None
-    if call.softcap > 0:
-        capped = (s / call.softcap).tanh()
-        s = capped * call.softcap
-    # Keys less queries, of each query's sequence.
-    shift = q.lengths(k) - q.lengths(q) if packed else torch.full_like(q.place, keys - queries)
-    shift = shift.unsqueeze(1)
-    ahead = k.place - q.place.unsqueeze(1)  # j - i
-    if call.alibi_slopes is not None:
-        s = s - _alibi(call, s, q, (ahead - shift).abs())
+def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor) -> Tensor:
+    """Of each query and key, whether the query does not see the key."""
     hidden = (q.sequence.unsqueeze(1) != k.sequence) | (q.sequence.unsqueeze(1) < 0)
-    offset = ahead if call.top_left else ahead - shift
     if call.window_left is not None:
         hidden = hidden | (offset < -call.window_left)
     if call.window_right is not None:
         hidden = hidden | (offset > call.window_right)
     if call.attn_mask is not None:
-        if call.attn_mask.dtype is torch.bool:
-            hidden = hidden | ~call.attn_mask
-        else:
-            s = s + call.attn_mask.to(dtype)
+        is_boolean = call.attn_mask.dtype is torch.bool
+        hidden = hidden | (~call.attn_mask if is_boolean else call.attn_mask == -torch.inf)
+    return hidden
+
+
+def _without_unseen(hidden: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple:
+    """With zeros in queries that see no key, and in keys and values that no query sees: they may
+    hold a NaN, and 0 * NaN is NaN."""
+    hidden = hidden[(None,) * (4 - hidden.dim())]
+    of_keys = hidden.all(2)  # (B, Hq, Sk), where B and Hq may be 1
+    if of_keys.shape[1] != 1:
+        of_keys = _grouped(of_keys, key.shape[1]).all(2)
+    of_keys = of_keys.unsqueeze(-1)
+    query = query.masked_fill(hidden.all(3, keepdim=True), 0)
+    return query, key.masked_fill(of_keys, 0), value.masked_fill(of_keys, 0)
+
+
+def _probabilities(call: AttentionCall) -> _Probabilities:
+    packed = call.cu_seqlens_q is not None
+    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
+    query, key, value = (_as_dense(tensor, packed).to(dtype) for tensor in _apart(call))
+    queries, keys = query.shape[2], key.shape[2]
+    q = _rows(queries, call.cu_seqlens_q, device)
+    k = _rows(keys, call.cu_seqlens_k, device)
+    # Keys less queries, of each query's sequence.
+    shift = q.lengths(k) - q.lengths(q) if packed else torch.full_like(q.place, keys - queries)
+    shift = shift.unsqueeze(1)
+    ahead = k.place - q.place.unsqueeze(1)  # j - i
+    hidden = _hidden(call, q, k, ahead if call.top_left else ahead - shift)
+    if packed or not (call.attn_mask is call.window_left is call.window_right is None):
+        query, key, value = _without_unseen(hidden, query, key, value)
+    key, value = key.unsqueeze(2), value.unsqueeze(2)
+    s = (_grouped(query, key.shape[1]) @ key.transpose(-1, -2)).flatten(1, 2) * call.scale
+    capped = None
+    if call.softcap > 0:
+        capped = (s / call.softcap).tanh()
+        s = capped * call.softcap
+    if call.alibi_slopes is not None:
+        s = s - _alibi(call, s, q, (ahead - shift).abs())
+    if call.attn_mask is not None and call.attn_mask.dtype is not torch.bool:
+        s = s + call.attn_mask.to(dtype)
     s = s.masked_fill(hidden, -torch.inf)
 
     # The shift of the exponent is a constant: no result depends on it.

@@ -107,6 +107,48 @@ def test_transforms_agree(call, device, generator):
     torch.testing.assert_close(along, expected)
 
 
+@pytest.mark.parametrize("call", ["bool", "float", "window", "packed"])
+def test_what_is_hidden_may_hold_anything(call, device, generator):
+    """In second derivatives and torch.func too: keys and values that no query sees, queries that
+    see no key, and rows of no sequence."""
+    cu = offsets(device, 1, 3, 5)
+    mask = torch.ones(7, 7, dtype=torch.bool, device=device)
+    mask[:, 5:], mask[0] = False, False
+    given = {
+        "bool": {"attn_mask": mask},
+        "float": {"attn_mask": torch.zeros(7, 7, device=device).masked_fill(~mask, -torch.inf)},
+    }
+    if call == "packed":
+        sizes, rows = [(7, 4, 8), (7, 2, 8), (7, 2, 8)], 0
+    else:
+        sizes, rows = [(2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, 8)], 2
+
+    def total(*qkv):
+        if call == "packed":
+            return fn.flash_attention_varlen(*qkv, cu, cu, 2, 2).sin().sum()
+        if call == "window":
+            q, k, v = qkv
+            out = fn.scaled_dot_product_attention(
+                q[:, :, 1:6], k, v, is_causal=True, enable_gqa=True
+            )
+            return out.sin().sum()
+        return fn.flash_attention(*qkv, **given[call]).sin().sum()
+
+    def derivatives(*qkv):
+        first = grad(total, argnums=(0, 1, 2))(*qkv)
+        qkv = [t.clone().requires_grad_() for t in qkv]
+        again = torch.autograd.grad(total(*qkv), qkv, create_graph=True)
+        return *first, *torch.autograd.grad(sum(g.sin().sum() for g in again), qkv)
+
+    tensors = [randn(generator, *size) for size in sizes]
+    wanted = derivatives(*tensors)
+    for t, unseen in zip(tensors, ([0], [5, 6], [5, 6]), strict=True):
+        if t is not tensors[0] or call in ("window", "packed") or device == "cpu":
+            t.index_fill_(rows, torch.tensor(unseen, device=device), torch.nan)
+    for a, b in zip(derivatives(*tensors), wanted, strict=True):
+        assert same_bits(a, b)
+
+
 def opcheck_arguments(call, device, generator, dtype):
     def tensors(*shapes):
         return [randn(generator, *shape, dtype=dtype) for shape in shapes]
