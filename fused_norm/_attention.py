@@ -53,9 +53,12 @@ def attention(
     if scale is None:
         head_dim = query.size(-1)
         scale = head_dim**-0.5 if head_dim else 1.0
-    rng = _ops.attention_rng(query) if dropout_p > 0 else None
     (max_q, max_k), (left, right) = max_seqlens, window
-    args = tensors + (rng, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
+    args = tensors + (None, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
+    if dropout_p > 0:
+        if not torch.compiler.is_compiling():
+            _C.check_attention(*args)  # a call that is refused draws no seed
+        args = (*tensors, _ops.attention_rng(query), *args[9:])
     if not torch.compiler.is_compiling():
         results = _C.attention(*args)
         if results is not None:

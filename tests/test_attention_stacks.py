@@ -605,6 +605,15 @@ class TestErrors:
         refuse("alibi_slopes requires grad", attention, q, k, v,
                alibi_slopes=tensor(4, device=device).requires_grad_())  # fmt: skip
 
+    def test_a_refused_call_draws_no_seed(self, device):
+        q, k, v = self.make(device)
+        torch.manual_seed(0)
+        wanted = torch.rand(3, device=device)
+        torch.manual_seed(0)
+        for options in {"dropout_p": 1.5}, {"softcap": -1.0}, {"attn_mask": q}:
+            refuse(next(iter(options)), fn.flash_attention, q, k, v, **{"dropout_p": 0.5} | options)
+        assert same_bits(torch.rand(3, device=device), wanted)
+
     def test_offsets(self, device):
         q = torch.zeros(5, 4, 8, device=device)
         cu = offsets(device, 0, 5)
