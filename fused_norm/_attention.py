@@ -265,6 +265,7 @@ def flash_attention(
 
 
 def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse):
+    return_lse = _arguments.flag("return_lse", return_lse)
     out, lse = attention(
         tensors,
         max_seqlens,
@@ -273,7 +274,7 @@ def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, retu
         window=_limits(causal, window),
         dropout_p=_arguments.number("dropout_p", dropout_p),
     )
-    return (out, lse) if _arguments.flag("return_lse", return_lse) else out
+    return (out, lse) if return_lse else out
 
 
 @_torch.overridable

@@ -610,7 +610,8 @@ class TestErrors:
         torch.manual_seed(0)
         wanted = torch.rand(3, device=device)
         torch.manual_seed(0)
-        for options in {"dropout_p": 1.5}, {"softcap": -1.0}, {"attn_mask": q}:
+        wrong = {"dropout_p": 1.5, "softcap": -1.0, "attn_mask": q, "return_lse": "yes"}
+        for options in ({name: value} for name, value in wrong.items()):
             refuse(next(iter(options)), fn.flash_attention, q, k, v, **{"dropout_p": 0.5} | options)
         assert same_bits(torch.rand(3, device=device), wanted)
 
