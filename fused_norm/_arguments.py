@@ -64,8 +64,8 @@ def number(name: str, value) -> float:
                 f"shape {list(value.shape)} with requires_grad={value.requires_grad}"
             )
         return float(value)
-    if isinstance(value, (torch.SymInt, torch.SymFloat)) and torch.compiler.is_compiling():
-        return value  # a tracer's
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):  # a tracer's
+        return value if torch.compiler.is_compiling() else float(value)
     if isinstance(value, numbers.Real):
         return float(value)
     return _refuse(name, "a number", value)

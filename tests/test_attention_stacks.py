@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attention_reference import BF16, FP16, FP32, FP64
 from harness import randn, same_bits
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm.functional as fn
@@ -326,6 +327,14 @@ class TestCompile:
         for strict in (False, True):
             exported = torch.export.export(Model(), (q,), dynamic_shapes=rows, strict=strict)
             assert same_bits(exported.module()(q), Model()(q))
+
+    def test_make_fx_of_a_scale_that_depends_on_a_shape(self):
+        def attention(q):
+            return fn.scaled_dot_product_attention(q, q, q, scale=q.size(-1) ** -0.25)
+
+        q = torch.randn(2, 4, 5, 8)
+        traced = make_fx(attention, tracing_mode="symbolic")(q)
+        assert same_bits(traced(q[:, :, :3]), attention(q[:, :, :3]))
 
     def test_fx(self):
         class Model(torch.nn.Module):
