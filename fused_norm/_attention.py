@@ -29,11 +29,14 @@ def _limits(causal, window) -> tuple:
             "window must be None or (left, right), each an int or None for no limit, but is "
             f"{window!r:.80}"
         )
+    for limit in limits:
+        if limit is not None and limit < 0:
+            raise ValueError(
+                f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
+            )
+        if type(limit) is int:
+            _arguments.int64("window", limit)
     left, right = limits
-    if any(limit is not None and limit < 0 for limit in limits):
-        raise ValueError(
-            f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
-        )
     return left, 0 if _arguments.flag("causal", causal) else right
 
 
@@ -319,7 +322,7 @@ def flash_attention_varlen(
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
     max_seqlens = (
-        _arguments.integer("max_seqlen_q", max_seqlen_q),
-        _arguments.integer("max_seqlen_k", max_seqlen_k),
+        _arguments.int64("max_seqlen_q", max_seqlen_q),
+        _arguments.int64("max_seqlen_k", max_seqlen_k),
     )
     return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

@@ -601,11 +601,13 @@ class TestErrors:
         refuse("window's limits must not be negative.*-1", attention, q, k, v, window=(-1, 2))
         refuse("window must be None or", attention, q, k, v, window=3)
         refuse("window must be None or", attention, q, k, v, window=(1.5, 2))
+        refuse(f"window must be.* 64 bits.*{2**70}", attention, q, k, v, window=(2**70, 0))
         refuse("softcap must be finite.*-1", attention, q, k, v, softcap=-1.0)
         refuse("softcap must be finite.*inf", attention, q, k, v, softcap=float("inf"))
         refuse("scale must be finite.*nan", attention, q, k, v, scale=float("nan"))
         refuse("dropout_p must be.*1.5", attention, q, k, v, dropout_p=1.5)
         refuse("dropout_p must be.*-0.5", attention, q, k, v, dropout_p=-0.5)
+        refuse("softcap must fit into.*1000", attention, q, k, v, softcap=10**400)
         refuse("scale must be a number", attention, q, k, v, scale=torch.ones(2))
         refuse(r"sink must be \(heads,\) = \(4,\).*\[3\]", attention, q, k, v,
                sink=tensor(3, device=device))  # fmt: skip
@@ -636,6 +638,7 @@ class TestErrors:
         refuse("cu_seqlens_q must hold", attention, cu[:0], cu[:0])
         refuse("cu_seqlens_k has 1 elements, but cu_seqlens_q has 2", attention, cu, cu[:1])
         refuse("max_seqlen_q must not be negative.*-1", attention, cu, cu, -1, 5)
+        refuse(f"max_seqlen_k must be.*{2**70}", attention, cu, cu, 5, 2**70)
         refuse("cu_seqlens_k must be a tensor, but is None", attention, cu, None)
         refuse(r"query must be \(rows, heads, head dim\)", fn.flash_attention_varlen, q[None], q, q,
                cu, cu, 5, 5)  # fmt: skip
@@ -664,6 +667,8 @@ class TestErrors:
         refuse("k must be a tensor.*NoneType", flash_attn.flash_attn_func, q, None, q)
         refuse(r"window_size must be \(left, right\).*is 3", flash_attn.flash_attn_func, q, q, q,
                window_size=3)  # fmt: skip
+        refuse(f"window_size must be.* 64 bits.*{2**70}", flash_attn.flash_attn_func, q, q, q,
+               window_size=(2**70, 0))  # fmt: skip
         refuse("softcap must be a number.*'a'", flash_attn.flash_attn_func, q, q, q, softcap="a")
         refuse(r"flash_attn_func\(\) got an unexpected.*'dropout'", flash_attn.flash_attn_func,
                q, q, q, dropout=0.0)  # fmt: skip
