@@ -153,8 +153,9 @@ def scaled_dot_product_attention(
         key: ``(..., Hk, Sk, D)``. Batch dimensions broadcast.
         value: ``(..., Hk, Sk, Dv)``.
         attn_mask: broadcasts to ``(..., Hq, Sq, Sk)``. Boolean: ``True`` takes part. Of query's
-            dtype or fp32: added to the scores; differentiable. It is read as it is, never expanded
-            (but for one that broadcasts over some of several batch dimensions).
+            dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
+            does. It is read as it is, never expanded (but for one that broadcasts over some of
+            several batch dimensions).
         dropout_p: the probability with which an attention probability is dropped. The function does
             not know whether a module trains: pass 0.0 for evaluation.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
@@ -242,7 +243,8 @@ def flash_attention(
         sink: ``(Hq,)`` in query's dtype or fp32: a logit a head that takes part in the softmax and
             has no value. Differentiable.
         attn_mask: broadcasts to ``(B, Hq, Sq, Sk)``, never expanded in memory. Boolean: ``True``
-            takes part. Of query's dtype or fp32: added; differentiable.
+            takes part. Of query's dtype or fp32: added; differentiable; at most -1e38 hides the
+            key, as -inf does.
         alibi_slopes: fp32 ``(Hq,)`` or ``(B, Hq)`` (Press et al., *Train Short, Test Long*, 2022).
         dropout_p: the probability with which an attention probability is dropped; the rest is
             scaled by ``1 / (1 - dropout_p)``. At least 0 and below 1.

@@ -44,6 +44,7 @@ def _rows(count, offsets: Tensor | None, device: torch.device) -> _Rows:
 
 
 _WORD = 0xFFFFFFFF
+_HIDING_MASK = -1e38  # kHidingMask (csrc/core/attention/params.h)
 
 
 def _high(t: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ class _Probabilities:
         return (_grouped(self.kept_part, self.key.shape[1]) @ self.value).flatten(1, 2)
 
 
-def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor) -> Tensor:
+def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor, dtype) -> Tensor:
     """Of each query and key, whether the query does not see the key."""
     hidden = (q.sequence.unsqueeze(1) != k.sequence) | (q.sequence.unsqueeze(1) < 0)
     if call.window_left is not None:
@@ -143,8 +144,8 @@ def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor) -> Tensor:
     if call.window_right is not None:
         hidden = hidden | (offset > call.window_right)
     if call.attn_mask is not None:
-        is_boolean = call.attn_mask.dtype is torch.bool
-        hidden = hidden | (~call.attn_mask if is_boolean else call.attn_mask == -torch.inf)
+        is_boolean, mask = call.attn_mask.dtype is torch.bool, call.attn_mask
+        hidden = hidden | (~mask if is_boolean else mask.to(dtype) <= _HIDING_MASK)
     return hidden
 
 
@@ -171,7 +172,7 @@ def _probabilities(call: AttentionCall) -> _Probabilities:
     shift = q.lengths(k) - q.lengths(q) if packed else torch.full_like(q.place, keys - queries)
     shift = shift.unsqueeze(1)
     ahead = k.place - q.place.unsqueeze(1)  # j - i
-    hidden = _hidden(call, q, k, ahead if call.top_left else ahead - shift)
+    hidden = _hidden(call, q, k, ahead if call.top_left else ahead - shift, dtype)
     if packed or not (call.attn_mask is call.window_left is call.window_right is None):
         query, key, value = _without_unseen(hidden, query, key, value)
     key, value = key.unsqueeze(2), value.unsqueeze(2)

@@ -339,6 +339,40 @@ def test_hidden_keys_may_hold_anything(tier, poison, seed):
                 assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("hides", ["tiles", "rows", "all"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("mask", ["float", "fp32"])
+@each_tier
+def test_the_lowest_number_hides_as_minus_infinity(tier, mask, dtype, hides, seed):
+    """Whole tiles of keys from some rows, some rows whole, and all rows; keys hidden from all rows
+    hold a NaN."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    case = Case(dtype, (200, 330), (64, 64), (2, 4, 2), "causal", "float", lse=True)
+    tensors = tensors_of(case, rand_generator("cpu" if tier == "cpu" else "cuda", seed))
+    given = tensors["attn_mask"] = tensors["attn_mask"].to(FP32 if mask == "fp32" else dtype)
+    hidden = torch.zeros_like(given, dtype=torch.bool)
+    hidden[:, :, 20:90, 64:256] = True
+    hidden[:, :, :, 128:192] = True
+    hidden[:, :, 100:170] |= hides == "rows"
+    hidden |= hides == "all"
+    with forced("auto" if tier == "cpu" else tier):
+        given[hidden] = -torch.inf
+        expected = run(attend(case), case, tensors)
+        given[hidden] = torch.finfo(given.dtype).min
+        results = run(attend(case), case, tensors)
+        ratios = check(case, tensors, results)
+        assert all(ratio <= 1 for ratio in ratios.values()), ratios
+        for name in ("key", "value"):
+            tensors[name][:, :, 128:192] = torch.nan
+        poisoned = run(attend(case), case, tensors)
+    for name, value in results.items():
+        assert same_bits(value, expected[name]), name
+        assert same_bits(value, poisoned[name]), name
+        if hides == "all":
+            assert value.eq(-torch.inf if name == "lse" else 0).all(), name
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["bool", "float", "float keys", "fp32"])
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])

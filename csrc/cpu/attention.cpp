@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "core/attention/dropout.h"
+#include "core/attention/params.h"
 #include "cpu/exponential.h"
 #include "cpu/rows.h"
 
@@ -266,9 +267,8 @@ class Block {
     if (p.mask.scalar_type() == at::kBool) {
       each(width(), [=](int64_t j) { s[j] = mask[j] == 0 ? -kInfinity<Acc> : s[j]; });
     } else {
-      each(width(), [=](int64_t j) {
-        s[j] = mask[j] == -kInfinity<Acc> ? -kInfinity<Acc> : s[j] + mask[j];
-      });
+      each(width(),
+           [=](int64_t j) { s[j] = mask[j] <= kHidingMask ? -kInfinity<Acc> : s[j] + mask[j]; });
     }
   }
 
