@@ -99,6 +99,9 @@ def attention(
     """The operator attention_forward, recorded for autograd, by a shorter way than ``torch.ops``;
     None for arguments of other types."""
 
+def check_attention(*args: Tensor | float | None) -> None:
+    """The checks of a call of :func:`attention`, but for its rng."""
+
 def force_attention_tier(name: Literal["auto", "plain", "portable", "hopper"]) -> None:
     """Which kernels run attention on CUDA, for tests and measurements; an error at the next call
     that they do not take."""

@@ -64,10 +64,13 @@ def number(name: str, value) -> float:
                 f"shape {list(value.shape)} with requires_grad={value.requires_grad}"
             )
         return float(value)
-    if isinstance(value, (torch.SymInt, torch.SymFloat)) and torch.compiler.is_compiling():
-        return value  # a tracer's
-    if isinstance(value, numbers.Real):
-        return float(value)
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):  # a tracer's
+        return value if torch.compiler.is_compiling() else float(value)
+    try:
+        if isinstance(value, numbers.Real):
+            return float(value)
+    except OverflowError:
+        raise RuntimeError(f"{name} must fit into a double, but is {value!r:.80}") from None
     return _refuse(name, "a number", value)
 
 
@@ -103,6 +106,14 @@ def integer(name: str, value) -> int:
         return operator.index(value)
     except TypeError:
         return _refuse(name, "an int", value)
+
+
+def int64(name: str, value) -> int:
+    """As :func:`integer`, but of no more than 64 bits."""
+    value = integer(name, value)
+    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
+        raise RuntimeError(f"{name} must be an int of 64 bits, but is {value}")
+    return value
 
 
 _FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

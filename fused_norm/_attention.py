@@ -29,22 +29,19 @@ def _limits(causal, window) -> tuple:
             "window must be None or (left, right), each an int or None for no limit, but is "
             f"{window!r:.80}"
         )
+    for limit in limits:
+        if limit is not None and limit < 0:
+            raise ValueError(
+                f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
+            )
+        if type(limit) is int:
+            _arguments.int64("window", limit)
     left, right = limits
-    if (left is not None and left < 0) or (right is not None and right < 0):
-        raise ValueError(
-            f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
-        )
     return left, 0 if _arguments.flag("causal", causal) else right
 
 
 def attention(
-    tensors,
-    max_seqlens=(0, 0),
-    scale=None,
-    softcap=0.0,
-    window=(None, None),
-    top_left=False,
-    dropout_p=0.0,
+    tensors, max_seqlens=(0, 0), *, scale, softcap=0.0, window, top_left=False, dropout_p
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator, whose arguments these are: its tensors, from query to
     cu_seqlens_k, and the options. ``scale=None`` is 1 / sqrt(D)."""
@@ -59,9 +56,12 @@ def attention(
     if scale is None:
         head_dim = query.size(-1)
         scale = head_dim**-0.5 if head_dim else 1.0
-    rng = _ops.attention_rng(query) if dropout_p > 0 else None
     (max_q, max_k), (left, right) = max_seqlens, window
-    args = tensors + (rng, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
+    args = tensors + (None, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
+    if dropout_p > 0:
+        if not torch.compiler.is_compiling():
+            _C.check_attention(*args)  # a call that is refused draws no seed
+        args = (*tensors, _ops.attention_rng(query), *args[9:])
     if not torch.compiler.is_compiling():
         results = _C.attention(*args)
         if results is not None:
@@ -87,17 +87,22 @@ def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
     return (heads, k, v) if k == v else (heads, heads, heads)  # one key head may serve all
 
 
+def _with_ndim(tensor: Tensor, ndim: int) -> Tensor:
+    """With dimensions of one element before those that it has."""
+    missing = ndim - tensor.dim()
+    return tensor[(None,) * missing] if missing else tensor
+
+
 def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     """The arguments as (batch, heads, rows, columns) with batch sizes and heads that go together,
     and the shape of torch's result."""
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
+    for name, tensor in zip(_TENSORS, (query, key, value), strict=False):
         if tensor.dim() < 2:
             raise RuntimeError(
                 f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
             )
     dims = max(query.dim(), key.dim(), value.dim())
-    if dims < 4 or not query.dim() == key.dim() == value.dim():
-        query, key, value = (t[(None,) * (max(dims, 4) - t.dim())] for t in (query, key, value))
+    query, key, value = (_with_ndim(t, max(dims, 4)) for t in (query, key, value))
     heads = (query.size(-3), key.size(-3), value.size(-3))
     common_heads = _heads(*heads, enable_gqa)
     sizes = [t.shape[:-3] for t in (query, key, value)]
@@ -110,7 +115,7 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
     shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
-        mask = mask[(None,) * (len(batch) + 3 - mask.dim())]
+        mask = _with_ndim(mask, len(batch) + 3)
         if mask.shape[:-3].numel() != 1:
             mask = mask.expand(*batch, -1, -1, -1)
         mask = mask.flatten(0, -4)
@@ -124,9 +129,6 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
 
     tensors = map(of_four, (query, key, value), sizes, heads, common_heads)
     return *tensors, mask, shape[len(shape) - dims :]
-
-
-_UNLIMITED, _TOP_LEFT = (None, None), (None, 0)  # windows
 
 
 @_torch.overridable
@@ -151,8 +153,9 @@ def scaled_dot_product_attention(
         key: ``(..., Hk, Sk, D)``. Batch dimensions broadcast.
         value: ``(..., Hk, Sk, Dv)``.
         attn_mask: broadcasts to ``(..., Hq, Sq, Sk)``. Boolean: ``True`` takes part. Of query's
-            dtype or fp32: added to the scores; differentiable. It is read as it is, never expanded
-            (but for one that broadcasts over some of several batch dimensions).
+            dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
+            does. It is read as it is, never expanded (but for one that broadcasts over some of
+            several batch dimensions).
         dropout_p: the probability with which an attention probability is dropped. The function does
             not know whether a module trains: pass 0.0 for evaluation.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
@@ -170,6 +173,8 @@ def scaled_dot_product_attention(
             names it.
     """
     _check_tensors(query, key, value, attn_mask, nested=True)  # for torch
+    if attn_mask is not None:
+        attn_mask = _torch.dense_mask(attn_mask, query)
     dropout_p = _arguments.number("dropout_p", dropout_p)
     scale = _arguments.optional_number("scale", scale)
     is_causal = _arguments.flag("is_causal", is_causal)
@@ -191,7 +196,7 @@ def scaled_dot_product_attention(
     out, _ = attention(
         (query, key, value, attn_mask, None, None, None, None),
         scale=scale,
-        window=_TOP_LEFT if is_causal else _UNLIMITED,
+        window=(None, 0 if is_causal else None),
         top_left=True,
         dropout_p=dropout_p,
     )
@@ -238,7 +243,8 @@ def flash_attention(
         sink: ``(Hq,)`` in query's dtype or fp32: a logit a head that takes part in the softmax and
             has no value. Differentiable.
         attn_mask: broadcasts to ``(B, Hq, Sq, Sk)``, never expanded in memory. Boolean: ``True``
-            takes part. Of query's dtype or fp32: added; differentiable.
+            takes part. Of query's dtype or fp32: added; differentiable; at most -1e38 hides the
+            key, as -inf does.
         alibi_slopes: fp32 ``(Hq,)`` or ``(B, Hq)`` (Press et al., *Train Short, Test Long*, 2022).
         dropout_p: the probability with which an attention probability is dropped; the rest is
             scaled by ``1 / (1 - dropout_p)``. At least 0 and below 1.
@@ -256,12 +262,15 @@ def flash_attention(
             names it.
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
+    if attn_mask is not None:
+        attn_mask = _torch.dense_mask(attn_mask, query)
     tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
     _check_tensors(*tensors)
     return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)
 
 
 def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse):
+    return_lse = _arguments.flag("return_lse", return_lse)
     out, lse = attention(
         tensors,
         max_seqlens,
@@ -270,7 +279,7 @@ def _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, retu
         window=_limits(causal, window),
         dropout_p=_arguments.number("dropout_p", dropout_p),
     )
-    return (out, lse) if _arguments.flag("return_lse", return_lse) else out
+    return (out, lse) if return_lse else out
 
 
 @_torch.overridable
@@ -303,22 +312,19 @@ def flash_attention_varlen(
             values are not looked at on the host; outside ``[0, T]`` they are clamped.
         max_seqlen_q, max_seqlen_k: the longest sequence. A hint: no result depends on it.
 
-        The other arguments are those of :func:`flash_attention`; ``alibi_slopes`` is ``(Hq,)`` or
-        ``(B, Hq)``.
+        The other arguments, and errors, are those of :func:`flash_attention`; ``alibi_slopes`` is
+        ``(Hq,)`` or ``(B, Hq)``.
 
     Returns:
         ``(Tq, Hq, Dv)`` of query's dtype; rows outside every sequence are zeros. With
         ``return_lse`` also the log-sum-exp ``(Hq, Tq)``.
-
-    Raises:
-        As :func:`flash_attention`.
     """
     tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
     _check_tensors(*tensors)
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
     max_seqlens = (
-        _arguments.integer("max_seqlen_q", max_seqlen_q),
-        _arguments.integer("max_seqlen_k", max_seqlen_k),
+        _arguments.int64("max_seqlen_q", max_seqlen_q),
+        _arguments.int64("max_seqlen_k", max_seqlen_k),
     )
     return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

@@ -12,10 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fused_norm import _ops
 from fused_norm._decompositions import accumulate_dtype
-
-_Call = _ops.call_type(_ops.attention_forward)
+from fused_norm._ops import AttentionCall
 
 
 class _Rows(NamedTuple):
@@ -46,6 +44,7 @@ def _rows(count, offsets: Tensor | None, device: torch.device) -> _Rows:
 
 
 _WORD = 0xFFFFFFFF
+_HIDING_MASK = -1e38  # kHidingMask (csrc/core/attention/params.h)
 
 
 def _high(t: Tensor) -> Tensor:
@@ -67,7 +66,7 @@ def _draws(rng: Tensor, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
 
 
-def _dropped(call: _Call, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
+def _dropped(call: AttentionCall, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
     """What dropout multiplies probabilities by."""
     batch, heads = scores.shape[:2]
     device = scores.device
@@ -82,7 +81,7 @@ def _dropped(call: _Call, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
     return (draws >= threshold).to(scores.dtype) / (1 - call.dropout_p)
 
 
-def _alibi(call: _Call, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
+def _alibi(call: AttentionCall, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
     slopes = call.alibi_slopes.to(scores.dtype)
     if slopes.dim() == 1:
         return slopes.view(-1, 1, 1) * distance
@@ -93,7 +92,7 @@ def _alibi(call: _Call, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
     return slopes[q.sequence.clamp_min(0)].t().unsqueeze(-1) * distance
 
 
-def _apart(call: _Call) -> tuple[Tensor, Tensor, Tensor]:
+def _apart(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value, each by itself."""
     if call.key is None:
         return call.query.unbind(0)
@@ -125,7 +124,7 @@ class _Probabilities:
     all: Tensor  # (B, Hq, Sq, Sk)
     lse: Tensor  # (B, Hq, Sq)
     capped: Tensor | None  # tanh of the scores, with softcap
-    of_sink: Tensor | None  # (B, Hq, Sq)
+    of_sink: Tensor  # (B, Hq, Sq), 0 without a sink
     kept: Tensor | None  # what dropout multiplies `all` by
 
     @property
@@ -137,65 +136,79 @@ class _Probabilities:
         return (_grouped(self.kept_part, self.key.shape[1]) @ self.value).flatten(1, 2)
 
 
-def _probabilities(call: _Call) -> _Probabilities:
-    packed = call.cu_seqlens_q is not None
-    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
-    query, key, value = (_as_dense(tensor, packed).to(dtype) for tensor in _apart(call))
-    key, value = key.unsqueeze(2), value.unsqueeze(2)
-    queries, keys = query.shape[2], key.shape[3]
-    q = _rows(queries, call.cu_seqlens_q, device)
-    k = _rows(keys, call.cu_seqlens_k, device)
-    s = (_grouped(query, key.shape[1]) @ key.transpose(-1, -2)).flatten(1, 2) * call.scale
-    capped = None
-    if call.softcap > 0:
-        capped = (s / call.softcap).tanh()
-        s = capped * call.softcap
-    # Keys less queries, of each query's sequence.
-    shift = q.lengths(k) - q.lengths(q) if packed else torch.full_like(q.place, keys - queries)
-    shift = shift.unsqueeze(1)
-    ahead = k.place - q.place.unsqueeze(1)  # j - i
-    if call.alibi_slopes is not None:
-        s = s - _alibi(call, s, q, (ahead - shift).abs())
+def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor, dtype) -> Tensor:
+    """Of each query and key, whether the query does not see the key."""
     hidden = (q.sequence.unsqueeze(1) != k.sequence) | (q.sequence.unsqueeze(1) < 0)
-    offset = ahead if call.top_left else ahead - shift
     if call.window_left is not None:
         hidden = hidden | (offset < -call.window_left)
     if call.window_right is not None:
         hidden = hidden | (offset > call.window_right)
     if call.attn_mask is not None:
-        if call.attn_mask.dtype is torch.bool:
-            hidden = hidden | ~call.attn_mask
-        else:
-            s = s + call.attn_mask.to(dtype)
+        is_boolean, mask = call.attn_mask.dtype is torch.bool, call.attn_mask
+        hidden = hidden | (~mask if is_boolean else mask.to(dtype) <= _HIDING_MASK)
+    return hidden
+
+
+def _without_unseen(hidden: Tensor, query: Tensor, key: Tensor, value: Tensor) -> tuple:
+    """With zeros in queries that see no key, and in keys and values that no query sees: they may
+    hold a NaN, and 0 * NaN is NaN."""
+    hidden = hidden[(None,) * (4 - hidden.dim())]
+    of_keys = hidden.all(2)  # (B, Hq, Sk), where B and Hq may be 1
+    if of_keys.shape[1] != 1:
+        of_keys = _grouped(of_keys, key.shape[1]).all(2)
+    of_keys = of_keys.unsqueeze(-1)
+    query = query.masked_fill(hidden.all(3, keepdim=True), 0)
+    return query, key.masked_fill(of_keys, 0), value.masked_fill(of_keys, 0)
+
+
+def _probabilities(call: AttentionCall) -> _Probabilities:
+    packed = call.cu_seqlens_q is not None
+    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
+    query, key, value = (_as_dense(tensor, packed).to(dtype) for tensor in _apart(call))
+    queries, keys = query.shape[2], key.shape[2]
+    q = _rows(queries, call.cu_seqlens_q, device)
+    k = _rows(keys, call.cu_seqlens_k, device)
+    # Keys less queries, of each query's sequence.
+    shift = q.lengths(k) - q.lengths(q) if packed else torch.full_like(q.place, keys - queries)
+    shift = shift.unsqueeze(1)
+    ahead = k.place - q.place.unsqueeze(1)  # j - i
+    hidden = _hidden(call, q, k, ahead if call.top_left else ahead - shift, dtype)
+    if packed or not (call.attn_mask is call.window_left is call.window_right is None):
+        query, key, value = _without_unseen(hidden, query, key, value)
+    key, value = key.unsqueeze(2), value.unsqueeze(2)
+    s = (_grouped(query, key.shape[1]) @ key.transpose(-1, -2)).flatten(1, 2) * call.scale
+    capped = None
+    if call.softcap > 0:
+        capped = (s / call.softcap).tanh()
+        s = capped * call.softcap
+    if call.alibi_slopes is not None:
+        s = s - _alibi(call, s, q, (ahead - shift).abs())
+    if call.attn_mask is not None and call.attn_mask.dtype is not torch.bool:
+        s = s + call.attn_mask.to(dtype)
     s = s.masked_fill(hidden, -torch.inf)
 
     # The shift of the exponent is a constant: no result depends on it.
     largest = s.new_full(s.shape[:3], -torch.inf) if keys == 0 else s.detach().amax(-1)
-    sink = None
-    if call.sink is not None:
-        sink = call.sink.to(dtype).unsqueeze(-1)
-        largest = torch.maximum(largest, sink.detach())
+    sink = s.new_full([1], -torch.inf) if call.sink is None else call.sink.to(dtype)
+    sink = sink.unsqueeze(-1)
+    largest = torch.maximum(largest, sink.detach())
     base = largest.masked_fill(largest == -torch.inf, 0)
     e = (s - base.unsqueeze(-1)).exp()
-    total = e.sum(-1)
-    if sink is not None:
-        total = total + (sink - base).exp()
+    total = e.sum(-1) + (sink - base).exp()
     empty = total == 0
     divisor = total.masked_fill(empty, 1)
-    all_, of_sink = e / divisor.unsqueeze(-1), None
-    if sink is not None:
-        of_sink = (sink - base).exp() / divisor
+    all_, of_sink = e / divisor.unsqueeze(-1), (sink - base).exp() / divisor
     lse = (base + divisor.log()).masked_fill(empty, -torch.inf)
     if packed:  # rows of no sequence have no sink either
         outside = q.sequence < 0
         lse = lse.masked_fill(outside, -torch.inf)
-        of_sink = None if of_sink is None else of_sink.masked_fill(outside, 0)
+        of_sink = of_sink.masked_fill(outside, 0)
     kept = _dropped(call, all_, q, k) if call.dropout_p > 0 else None
     return _Probabilities(query, key, value, all_, lse, capped, of_sink, kept)
 
 
 def attention_forward(*args) -> tuple[Tensor, Tensor]:
-    call = _Call(*args)
+    call = AttentionCall(*args)
     packed = call.cu_seqlens_q is not None
     p = _probabilities(call)
     out = _from_dense(p.output, packed).to(call.query.dtype)
@@ -205,7 +218,7 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
 def attention_backward(dout, dlse, out, lse, *args) -> tuple[Tensor | None, ...]:
     """Makes out and lse again: their own gradients are parts of those of the call's tensors."""
     *args, wanted = args
-    call = _Call(*args)
+    call = AttentionCall(*args)
     packed = call.cu_seqlens_q is not None
     p = _probabilities(call)
     kv_heads = p.key.shape[1]

@@ -267,22 +267,20 @@ def revert(model: nn.Module) -> int:
     return count
 
 
-class _Forms(dict):
-    """Forms of modules; like modules are probed once."""
-
-    def of(self, module: nn.Module) -> _probe.Form | str:
-        attributes = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
-        shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
-        key = (type(module), tuple(shapes), tuple(attributes.items()))
-        try:
-            if key not in self:
-                self[key] = _probe.form_of(module)
-            return self[key]
-        except TypeError:  # an attribute that cannot be hashed
-            return _probe.form_of(module)
-
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def _form_of(module: nn.Module, known: dict) -> _probe.Form | str:
+    """The module's form, or why it has none. Like modules are probed once."""
+    attributes = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+    shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
+    key = (type(module), tuple(shapes), tuple(attributes.items()))
+    try:
+        if key not in known:
+            known[key] = _probe.form_of(module)
+        return known[key]
+    except TypeError:  # an attribute that cannot be hashed
+        return _probe.form_of(module)
 
 
 def _qualified(cls: type) -> str:
@@ -366,7 +364,7 @@ def convert(
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"classes must hold subclasses of torch.nn.Module, but has {cls!r:.80}")
     in_place = _followed_by_in_place(model) if memory_efficient else {}
-    report, forms = ConvertReport([], []), _Forms()
+    report, forms = ConvertReport([], []), {}
     for name, module in list(model.named_modules()):
         cls = type(module)
         if isinstance(module, torch.jit.ScriptModule):
@@ -386,7 +384,7 @@ def convert(
             reason = reason or _set_flag(module)
         elif reason is None:
             form = _form_of_torchs(module) or (None if named else _why_not_foreign(module, cls))
-            form = form or forms.of(module)
+            form = form or _form_of(module, forms)
             reason = form if isinstance(form, str) else _to_form(module, form, flag)
         if reason is not None:
             if named or _looks_like_a_norm(cls):

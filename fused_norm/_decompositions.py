@@ -192,57 +192,59 @@ def statistics_backward(*args) -> Tensor:
     return dx.to(call.input_dtype)
 
 
+_GatedCall = _ops.call_type(_ops.rms_norm_gated_forward)
+
+
 class _Gated:
     """What both directions of gated RMSNorm need, in the precision of sums and of shape
     (..., groups, columns of a group)."""
 
-    def __init__(
-        self, input, gate, weight, shape, eps, weight_offset, norm_before_gate, silu, group_size
-    ):
+    def __init__(self, call: _GatedCall):
+        input, group = call.input, call.group_size
         dtype = accumulate_dtype(input.dtype)
-        lead = input.shape[: input.dim() - len(shape)]
+        lead = input.shape[: input.dim() - len(call.normalized_shape)]
         cols = input.shape[len(lead) :].numel()
-        groups = [1, cols] if group_size is None else [cols // group_size, group_size]
+        groups = [1, cols] if group is None else [cols // group, group]
         self.shape = [*lead, *groups]
-        self.x, self.z = (t.to(dtype).reshape(self.shape) for t in (input, gate))
+        self.x, self.z = (t.to(dtype).reshape(self.shape) for t in (input, call.gate))
         self.sigmoid = torch.sigmoid(self.z)
-        self.act = self.z * self.sigmoid if silu else self.sigmoid
-        v = self.x if norm_before_gate else self.x * self.act
-        self.rstd = torch.rsqrt((v * v).mean(-1, keepdim=True) + eps)
+        self.act = self.z * self.sigmoid if call.silu else self.sigmoid
+        v = self.x if call.norm_before_gate else self.x * self.act
+        self.rstd = torch.rsqrt((v * v).mean(-1, keepdim=True) + call.eps)
         self.xhat = v * self.rstd
-        self.weight = None
-        if weight is not None:
-            self.weight = (weight.to(dtype) + weight_offset).reshape(groups)
+        weight, _ = _affine(call.weight, None, call.weight_offset, dtype)
+        self.weight = None if weight is None else weight.reshape(groups)
 
     def scaled(self, tensor):
         return tensor if self.weight is None else tensor * self.weight
 
 
 def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
-    input, norm_before_gate, gated = args[0], args[6], _Gated(*args)
+    call = _GatedCall(*args)
+    gated = _Gated(call)
     y = gated.scaled(gated.xhat)
-    y = y * gated.act if norm_before_gate else y
-    return y.reshape(input.shape).to(input.dtype), gated.rstd.squeeze(-1)
+    y = y * gated.act if call.norm_before_gate else y
+    return y.reshape(call.input.shape).to(call.input.dtype), gated.rstd.squeeze(-1)
 
 
 def rms_norm_gated_backward(dy, rstd, *args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Makes rstd again: its own gradient is a part of the input's."""
     *args, wanted = args
-    input, gate, weight, _, _, _, norm_before_gate, silu, _ = args
-    gated = _Gated(*args)
+    call = _GatedCall(*args)
+    input, weight, gated = call.input, call.weight, _Gated(call)
     xhat, act, s = gated.xhat, gated.act, gated.sigmoid
     dy = dy.to(xhat.dtype).reshape(gated.shape)
-    of_norm = dy * act if norm_before_gate else dy
+    of_norm = dy * act if call.norm_before_gate else dy
     dinput = dgate = dweight = None
     if wanted[2] and weight is not None:
         dweight = (of_norm * xhat).reshape(input.shape)
         dweight = dweight.sum_to_size(weight.shape).to(weight.dtype)
     dv = _project(gated.scaled(of_norm), xhat, gated.rstd, [-1], rms=True)
     if wanted[0]:
-        dinput = dv if norm_before_gate else dv * act
+        dinput = dv if call.norm_before_gate else dv * act
         dinput = dinput.reshape(input.shape).to(input.dtype)
     if wanted[1]:
-        dact = dy * gated.scaled(xhat) if norm_before_gate else dv * gated.x
-        dgate = dact * (s * (gated.z * (1 - s) + 1) if silu else s * (1 - s))
-        dgate = dgate.reshape(input.shape).to(gate.dtype)
+        dact = dy * gated.scaled(xhat) if call.norm_before_gate else dv * gated.x
+        dgate = dact * (s * (gated.z * (1 - s) + 1) if call.silu else s * (1 - s))
+        dgate = dgate.reshape(input.shape).to(call.gate.dtype)
     return dinput, dgate, dweight

@@ -111,9 +111,8 @@ def _addends(total) -> list[fx.Node]:
     operands = [operand.args[0] if _is_copy(operand) else operand for operand in total.args]
     sum_, *values = (node.meta.get("val") for node in (total, *operands))
     for value in values:
-        if not isinstance(value, torch.Tensor) or value.device != sum_.device:
-            return []
-        if not _same(value.shape, sum_.shape):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.device != sum_.device or not _same(value.shape, sum_.shape):
             return []
     return operands
 
@@ -160,10 +159,9 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     if arguments["residual"] is not None:
         return
     addends = _input_and_residual(total, output.dtype)
-    if addends is None or any(user.target is not operator.getitem for user in norm.users):
+    if addends is None or not _is_contiguous(total):
         return
-    sum_ = total.meta["val"]
-    if not _is_contiguous(total):
+    if any(user.target is not operator.getitem for user in norm.users):
         return
     # The new node takes the place of the sum.
     if any(order[node] > order[total] for node in norm.all_input_nodes):
@@ -173,7 +171,7 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     with graph.inserting_before(total):
         both = graph.call_function(norm.target, tuple(arguments.values()))
         residual_out = graph.call_function(operator.getitem, (both, 1))
-    both.meta = {**norm.meta, "val": [output, sum_, *statistics]}
+    both.meta = {**norm.meta, "val": [output, total.meta["val"], *statistics]}
     both.meta.pop("eager_input_vals", None)  # the strides of other inputs
     residual_out.meta = dict(total.meta)
     order[both] = order[residual_out] = order[total]

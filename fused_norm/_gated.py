@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fused_norm import _arguments, _decompositions, _jagged, _ops, _torch, _tracing
+from fused_norm import _arguments, _autocast, _decompositions, _jagged, _ops, _torch, _tracing
 
 ACTIVATIONS = ("silu", "sigmoid")
 
@@ -37,28 +37,22 @@ def rms_norm_gated(
     The norm before the gate is that of gated delta nets (Yang et al., *Gated Delta Networks*, 2024)
     and Qwen3-Next; the gate before the norm that of Mamba 2 (Dao and Gu, *Transformers are SSMs*,
     2024). All is computed in fp32 (fp64 for fp64 input) and rounded once. Input, gate and weight
-    are differentiated, from input and gate.
+    are differentiated, from input and gate. Errors, and arguments that are not named here, are
+    those of :func:`rms_norm`.
 
     Args:
         input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64; rows may be strided.
         gate: of input's shape, in input's dtype or fp32; rows may be strided. Under autocast any
             other dtype is converted to input's.
-        normalized_shape: the dimensions to normalize over.
-        weight: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit ones.
-        eps: finite and not negative. ``None`` is fp32's machine epsilon, fp64's for fp64 input.
         norm_before_gate: the norm comes first; ``False``: the gate does.
         activation: ``"silu"``, ``gate * sigmoid(gate)``, or ``"sigmoid"``.
         group_size: each so many elements that follow each other in a row are normalized by
             themselves; divides the number of elements of ``normalized_shape``. ``None``: all.
-        weight_offset: added to the weight in fp32 inside the kernel; 1.0 for zero-centred weights.
-            Without a weight it must be 0.
 
     Returns:
         A contiguous tensor of input's shape and dtype.
 
     Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it.
         ValueError: ``activation`` is no activation.
     """
     _arguments.tensor("input", input)
@@ -72,9 +66,7 @@ def rms_norm_gated(
         activation_of(activation) == "silu",
         group_size if group_size is None else _arguments.integer("group_size", group_size),
     )
-    if gate.dtype not in (input.dtype, torch.float32) and torch.is_autocast_enabled(
-        input.device.type
-    ):
+    if gate.dtype not in (input.dtype, torch.float32) and _autocast.dtype_for(input) is not None:
         gate = gate.to(input.dtype)
     if input.is_nested:
         [output] = _jagged.of_rows(

@@ -30,7 +30,7 @@ def _check_norm_options(*options) -> bool:
     return True
 
 
-def _dtype_of(tensor) -> torch.dtype | None:
+def dtype_of(tensor) -> torch.dtype | None:
     return None if tensor is None else tensor.dtype
 
 
@@ -42,16 +42,16 @@ def call_type(op):
 
 
 NormCall = call_type(norm_forward)
+AttentionCall = call_type(attention_forward)
 
 
 def check_norm_arguments(*args) -> None:
     """The operator's own checks, for where it does not run."""
     call = NormCall(*args)
-    input, bias = call.input, call.bias
-    dtypes = (input.dtype, _dtype_of(call.weight), _dtype_of(bias), call.out_dtype or input.dtype)
-    residuals = (_dtype_of(call.residual), call.residual_dtype)
+    input, bias, shape = call.input, call.bias, list(call.normalized_shape)
+    dtypes = (input.dtype, dtype_of(call.weight), dtype_of(bias), call.out_dtype or input.dtype)
+    residuals = (dtype_of(call.residual), call.residual_dtype)
     _check_norm_options(*dtypes, call.eps, call.weight_offset, *residuals)
-    shape = list(call.normalized_shape)
     if not shape:
         raise RuntimeError("normalized_shape must have at least one dimension, but is []")
     if input.dim() < len(shape) or list(input.shape[input.dim() - len(shape) :]) != shape:
@@ -65,12 +65,14 @@ def check_norm_arguments(*args) -> None:
     tensors = {"residual": of_input, "weight": of_norm, "bias": of_norm}
     for name, (other, expected) in tensors.items():
         tensor = getattr(call, name)
-        if tensor is not None and list(tensor.shape) != expected:
+        if tensor is None:
+            continue
+        if list(tensor.shape) != expected:
             raise RuntimeError(
                 f"{name} must have the shape of {other} {expected}, but has shape "
                 f"{list(tensor.shape)}"
             )
-        if tensor is not None and tensor.device != input.device:
+        if tensor.device != input.device:
             raise RuntimeError(f"{name} is on {tensor.device}, but input is on {input.device}")
 
 

@@ -126,13 +126,13 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     weight, bias = module.weight, getattr(module, "bias", None)
     if weight is None and bias is None:
         return 0, 0
-    offset = getattr(module, "weight_offset", 0.0)
     with torch.no_grad():
-        lost = _ops.unrecoverable_columns(weight, bias, offset, out_dtype)
+        lost = _ops.unrecoverable_columns(weight, bias, module.weight_offset, out_dtype)
         if weight is None:
             near = _ops.unrecoverable_columns(None, 2 * bias.double(), 0.0, out_dtype)
         else:
-            g = weight.to(torch.promote_types(weight.dtype, torch.float32)) + offset
+            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
+            g = wide + module.weight_offset
             near = _ops.unrecoverable_columns(g / 2, bias, 0.0, out_dtype)
             large = _ops.unrecoverable_columns(g, None, 0.0, out_dtype)
             near = torch.maximum(near, torch.maximum(lost, large))

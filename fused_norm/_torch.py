@@ -4,6 +4,7 @@ that part's own: _fusion.py Inductor's, _sharding.py DTensor's."""
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -53,9 +54,23 @@ def overridden(function: Callable, *args, **kwargs):
     bound = signature.bind(*args, **kwargs)
     bound.apply_defaults()
     values = bound.arguments
+    mask = values.get("attn_mask")
+    dense = dense_mask(mask, values.get("query"))
+    if dense is not mask:  # its __torch_function__ knows torch's own function alone
+        values["attn_mask"] = dense
+        return function(*bound.args, **bound.kwargs)
     relevant, parameters = tuple(values.values()), signature.parameters.values()
     first = [values.pop(p.name) for p in parameters if p.default is p.empty]
     return handle_torch_function(function, relevant, *first, **values)
+
+
+def dense_mask(mask, query):
+    """What a CausalBias of torch.nn.attention.bias, whose own data is never set, stands for; others
+    as they are. The module is not loaded from here."""
+    bias = sys.modules.get("torch.nn.attention.bias")
+    if bias is None or not isinstance(mask, bias.CausalBias):
+        return mask
+    return mask._materialize(getattr(query, "device", None))
 
 
 def constant(function):

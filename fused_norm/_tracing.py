@@ -46,14 +46,13 @@ def compile_options(fuse_residuals: bool = True) -> dict:
     return {"post_grad_custom_pre_pass": FuseResiduals()}
 
 
-def _fixed_room(cols: int) -> int:
-    """The room for listed columns of an exported call, whose parameters nobody can look at."""
-    return min(cols, -(-max(16, cols // 256) // 4) * 4)
-
-
-def _can_list_exported(input, normalized_shape) -> bool:
+def _exported_room(input, normalized_shape) -> int | None:
+    """As :func:`_room`, of an exported call, whose parameters nobody can look at."""
+    cols = math.prod(normalized_shape)
     is_plain = type(input) in PLAIN or _torch.is_fake(input)
-    return torch.is_grad_enabled() and math.prod(normalized_shape) > 0 and is_plain
+    if not torch.is_grad_enabled() or cols == 0 or not is_plain:
+        return None
+    return min(cols, -(-max(16, cols // 256) // 4) * 4)
 
 
 class _Rooms:
@@ -93,20 +92,21 @@ def _is_parameter(tensor) -> bool:
     )
 
 
-def _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, y_dtype) -> int:
-    """The room for listed columns of a memory_efficient call; 0 or less: it has no list."""
+def _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, y_dtype) -> int | None:
+    """The room for listed columns of a memory_efficient call; None if it has no list."""
     # A DTensor saves its input, traced or not.
     if not torch.is_grad_enabled() or type(input) not in PLAIN or 0 in normalized_shape:
-        return -1
+        return None
     if weight is None and bias is None:
         return 1  # without parameters no column is lost
     if not (_is_parameter(weight) and _is_parameter(bias)):
-        return -1
+        return None
     (weight_offset,) = _numbers(weight_offset)
     args = (weight, bias, weight_offset, x_dtype, y_dtype)
     if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
-        return -1
-    return _look(*args, _rooms.generation)
+        return None
+    room = _look(*args, _rooms.generation)
+    return room if room > 0 else None
 
 
 def _numbers(*values) -> list:
@@ -120,10 +120,11 @@ def _outputs(results, residual) -> tuple:
     return results[0], None if residual is None else results[1]
 
 
-def norm_forward(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
+def norm_forward(
+    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, residual,
+    residual_dtype, memory_efficient,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(output, residual_out); the arguments are the operator's, with memory_efficient for room."""
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, *others = args
-    out_dtype, residual, residual_dtype, memory_efficient = others
     if decomposes():
         eps, weight_offset = _numbers(eps, weight_offset)
     options = (normalized_shape, eps, weight_offset, rms)
@@ -134,12 +135,11 @@ def norm_forward(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
         _ops.check_norm_arguments(*args)
         return _outputs(_decompositions.norm_forward(*args), residual)
     if not _torch.is_exporting():
+        room = None
         if memory_efficient:
             x_dtype = input.dtype if residual is None else residual_dtype
             room = _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, out_dtype)
-            if room > 0:
-                return _outputs(_ops.norm_forward(*args, room), residual)
-        return _outputs(_ops.norm_forward(*args), residual)
+        return _outputs(_ops.norm_forward(*args, room), residual)
     # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
     # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
     # conversion before or after it gives the same numbers.
@@ -152,9 +152,7 @@ def norm_forward(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
         residual = residual.to(residual_dtype)
     elif out_dtype is torch.float32:
         input = input.to(out_dtype)
-    room = None
-    if memory_efficient and _can_list_exported(input, normalized_shape):
-        room = _fixed_room(math.prod(normalized_shape))
+    room = _exported_room(input, normalized_shape) if memory_efficient else None
     results = _ops.norm_forward(input, weight, bias, *options, None, residual, None, room)
     if residual is not None:
         residual_out = results[1]

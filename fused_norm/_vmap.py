@@ -6,7 +6,7 @@ it too."""
 import torch
 from torch import Tensor
 
-from fused_norm import _decompositions, _ops
+from fused_norm import _C, _decompositions, _ops
 
 
 def _shape_of_one(tensor: Tensor, dim: int | None) -> torch.Size:
@@ -14,21 +14,18 @@ def _shape_of_one(tensor: Tensor, dim: int | None) -> torch.Size:
     return tensor.shape if dim is None else tensor.shape[:dim] + tensor.shape[dim + 1 :]
 
 
-def _batch_first(tensor: Tensor | None, dim: int | None) -> Tensor | None:
-    return tensor if tensor is None or dim is None else tensor.movedim(dim, 0)
-
-
 def _with_batch(tensor: Tensor | None, dim: int | None, batch_size: int) -> Tensor | None:
-    if tensor is None or dim is not None:
-        return _batch_first(tensor, dim)
-    return tensor.expand(batch_size, *tensor.shape)
+    """The tensor with its batch dimension first, whether or not it has one."""
+    if tensor is None:
+        return None
+    return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
 def _parameter(tensor: Tensor | None, dim: int | None, input_dims: int) -> Tensor | None:
     """A parameter that broadcasts against an input of ``input_dims`` dimensions, batch first."""
-    tensor = _batch_first(tensor, dim)
     if tensor is None or dim is None:
         return tensor
+    tensor = tensor.movedim(dim, 0)
     between = input_dims - tensor.dim()
     return tensor.reshape(tensor.shape[0], *[1] * between, *tensor.shape[1:])
 
@@ -76,7 +73,7 @@ def _rows(tensor: Tensor) -> Tensor:
 def _softmax_forward(info, in_dims, input, dim, log=False, out_dtype=None):
     x = _with_batch(input, in_dims[0], info.batch_size)
     ndim = x.dim() - 1
-    _ops._C.check_softmax_options(input.dtype, out_dtype or input.dtype, ndim, dim)
+    _C.check_softmax_options(input.dtype, out_dtype or input.dtype, ndim, dim)
     output = _ops.softmax_forward(_rows(x), _softmax_dim(dim, ndim), log, out_dtype)
     return output.view(x.shape), 0
 
@@ -85,9 +82,8 @@ def _softmax_forward(info, in_dims, input, dim, log=False, out_dtype=None):
 def _scaled_masked_softmax(info, in_dims, input, mask, scale=1.0, causal=False, out_dtype=None):
     x = _with_batch(input, in_dims[0], info.batch_size)
     ndim = x.dim() - 1
-    mask_dtype = None if mask is None else mask.dtype
-    dtypes = (input.dtype, mask_dtype, out_dtype or input.dtype)
-    _ops._C.check_masked_softmax_options(*dtypes, ndim, scale, causal)
+    dtypes = (input.dtype, _ops.dtype_of(mask), out_dtype or input.dtype)
+    _C.check_masked_softmax_options(*dtypes, ndim, scale, causal)
     mask_ndim = 0 if mask is None else len(_shape_of_one(mask, in_dims[1]))
     if mask_ndim > ndim:
         raise RuntimeError(
@@ -104,10 +100,12 @@ def _softmax_backward(info, in_dims, dy, output, dim, log, input_dtype, scale=1.
     dy = _with_batch(dy, in_dims[0], info.batch_size)
     output = _with_batch(output, in_dims[1], info.batch_size)
     ndim = dy.dim() - 1
-    _ops._C.check_softmax_options(input_dtype, dy.dtype, ndim, dim)
+    _C.check_softmax_options(input_dtype, dy.dtype, ndim, dim)
     tensors, dim = (_rows(dy), _rows(output)), _softmax_dim(dim, ndim)
     return _ops.softmax_backward(*tensors, dim, log, input_dtype, scale).view(dy.shape), 0
 
+
+_Backward = _ops.call_type(_ops.attention_backward)
 
 # Where the heads are, from the end: of log-sum-exps; of slopes and sinks.
 _ROWS, _HEADS = 2, 1
@@ -144,37 +142,34 @@ def _mask_with_heads(mask, dim, batch_size, heads, for_gradient) -> Tensor | Non
     return _into_heads(mask.expand(-1, -1, heads, -1, -1), 0, batch_size, 3)
 
 
-class _AttentionHeads:
-    """The arguments of an attention operator, from query on, with the batch within their heads."""
+def _heads_at(call) -> int:
+    """Where the heads of queries, keys and values are, from the end: of dense and packed ones."""
+    return 3 if call.cu_seqlens_q is None else 2
 
-    def __init__(self, info, in_dims, args, for_gradient=False):
-        query, key, value, mask, slopes, sink, *whole = args
-        for name, tensor, dim in zip(
-            ("cu_seqlens_q", "cu_seqlens_k", "rng"), whole, in_dims[6:], strict=False
-        ):
-            if tensor is not None and dim is not None:
-                raise RuntimeError(f"{name} must not have a dimension of vmap: it is of all calls")
-        size = info.batch_size
-        self.heads_at = 3 if whole[0] is None else 2  # of dense and of packed tensors
-        heads = _shape_of_one(query, in_dims[0])[-self.heads_at]
-        self.mask_shape = None if mask is None else _shape_of_one(mask, in_dims[3])
-        self.args = (
-            *(
-                _into_heads(tensor, dim, size, self.heads_at)
-                for tensor, dim in zip((query, key, value), in_dims, strict=False)
-            ),
-            _mask_with_heads(mask, in_dims[3], size, heads, for_gradient),
-            _into_heads(slopes, in_dims[4], size, _HEADS),
-            _into_heads(sink, in_dims[5], size, _HEADS),
-            *whole,
-        )
+
+def _with_heads(call, dims, batch_size, mask_for_gradient=False):
+    """A call of an attention operator with the batch within the heads of its tensors."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "rng"):
+        if getattr(call, name) is not None and getattr(dims, name) is not None:
+            raise RuntimeError(f"{name} must not have a dimension of vmap: it is of all calls")
+    places = dict.fromkeys(("query", "key", "value", "dout", "out"), _heads_at(call))
+    places |= {"dlse": _ROWS, "lse": _ROWS, "alibi_slopes": _HEADS, "sink": _HEADS}
+    tensors = {
+        name: _into_heads(getattr(call, name), getattr(dims, name), batch_size, heads_at)
+        for name, heads_at in places.items()
+        if name in call._fields
+    }
+    heads = _shape_of_one(call.query, dims.query)[-_heads_at(call)]
+    mask = _mask_with_heads(call.attn_mask, dims.attn_mask, batch_size, heads, mask_for_gradient)
+    return call._replace(attn_mask=mask, **tensors)
 
 
 @torch.library.register_vmap("fused_norm::attention_forward")
 def _attention_forward(info, in_dims, *args):
-    call = _AttentionHeads(info, in_dims, args)
-    out, lse = _ops.attention_forward(*call.args)
-    out = _out_of_heads(out, info.batch_size, call.heads_at)
+    call = _ops.AttentionCall(*args)
+    both = _with_heads(call, _ops.AttentionCall(*in_dims), info.batch_size)
+    out, lse = _ops.attention_forward(*both)
+    out = _out_of_heads(out, info.batch_size, _heads_at(call))
     return (out, _out_of_heads(lse, info.batch_size, _ROWS)), (0, 0)
 
 
@@ -193,32 +188,23 @@ def _each_backward(info, in_dims, args) -> tuple:
 
 @torch.library.register_vmap("fused_norm::attention_backward")
 def _attention_backward(info, in_dims, *args):
-    dout, dlse, out, lse, *of_forward, wanted = args
-    if of_forward[-1] > 0:
+    call, dims, size = _Backward(*args), _Backward(*in_dims), info.batch_size
+    if call.dropout_p > 0:
         return _each_backward(info, in_dims, args)
-    size = info.batch_size
-    call = _AttentionHeads(info, in_dims[4:], of_forward, for_gradient=wanted[3])
-    gradients = _ops.attention_backward(
-        _into_heads(dout, in_dims[0], size, call.heads_at),
-        _into_heads(dlse, in_dims[1], size, _ROWS),
-        _into_heads(out, in_dims[2], size, call.heads_at),
-        _into_heads(lse, in_dims[3], size, _ROWS),
-        *call.args,
-        wanted,
-    )
+    gradients = _ops.attention_backward(*_with_heads(call, dims, size, call.output_mask[3]))
     *of_qkv, dmask, dsink = gradients
-    results = [_out_of_heads(gradient, size, call.heads_at) for gradient in of_qkv]
-    dmask = _out_of_heads(dmask, size, 3)
-    results.append(None if dmask is None else _sum_to(dmask, call.mask_shape))
-    return _all_batch_first((*results, _out_of_heads(dsink, size, _HEADS)))
+    results = [_out_of_heads(gradient, size, _heads_at(call)) for gradient in of_qkv]
+    if dmask is not None:
+        mask_shape = _shape_of_one(call.attn_mask, dims.attn_mask)
+        dmask = _sum_to(_out_of_heads(dmask, size, 3), mask_shape)
+    return _all_batch_first((*results, dmask, _out_of_heads(dsink, size, _HEADS)))
 
 
 def _sum_to(gradient: Tensor, shape) -> Tensor:
     """Of each mask of the batch, summed over the heads that it was expanded to."""
     if len(shape) < 3 or shape[-3] == 1:
-        dtype = gradient.dtype
-        wide = torch.float64 if dtype is torch.float64 else torch.float32
-        gradient = gradient.sum(2, keepdim=True, dtype=wide).to(dtype)
+        wide = _decompositions.accumulate_dtype(gradient.dtype)
+        gradient = gradient.sum(2, keepdim=True, dtype=wide).to(gradient.dtype)
     return gradient.reshape(gradient.shape[0], *shape)
 
 
@@ -229,4 +215,4 @@ def _attention_rng(info, in_dims, query):
             f"vmap's randomness is '{info.randomness}', but dropout in attention drops other "
             "probabilities for each element: use randomness='different', or dropout_p=0"
         )
-    return _ops.attention_rng(_batch_first(query, in_dims[0])), None
+    return _ops.attention_rng(query.movedim(in_dims[0], 0)), None

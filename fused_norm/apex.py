@@ -101,25 +101,12 @@ def fused_layer_norm_affine(
     input: Tensor, weight: Tensor, bias: Tensor, normalized_shape: _Shape, eps: float = 1e-6,
     memory_efficient: bool = False,
 ) -> Tensor:  # fmt: skip
-    """LayerNorm with weight and bias; the output has the input's dtype.
+    """LayerNorm with weight and bias; the output has the input's dtype, and under autocast the
+    autocast dtype, but for fp64.
 
-    Args:
-        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64; rows may be strided.
-        weight, bias: ``normalized_shape``, each in input's dtype, fp32, fp16 or bf16; ``bias``
-            may be ``None``.
-        normalized_shape: the dimensions to normalize over.
-        eps: added to the variance; finite and not negative.
-        memory_efficient: save the output, not the input, for backward (docs/memory_efficient.md).
-
-    Returns:
-        A contiguous tensor of input's shape, computed as by
-        :func:`fused_norm.functional.layer_norm`. Its dtype is input's, and under autocast the
-        autocast dtype, but for fp64.
-
-    Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it.
-        TypeError: an argument that has to be a tensor is none.
+    Arguments, result and errors are otherwise those of :func:`fused_norm.functional.layer_norm`.
+    ``weight`` and ``bias`` are each in input's dtype, fp32, fp16 or bf16; ``bias`` may be ``None``.
+    Anything else in the place of a tensor raises a TypeError.
     """
     return _norm(input, weight, bias, normalized_shape, eps, memory_efficient)
 

@@ -50,16 +50,13 @@ def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype
     with ``memory_efficient``, because a saved fp32 copy would undo the saving."""
     dtype = input.dtype
-    if dtype is torch.float64:
-        return dtype
     autocast = _autocast.dtype_for(input)
-    if autocast is None:
+    if autocast is None or dtype is torch.float64:
         return dtype
-    if memory_efficient:
-        return dtype if dtype in _autocast.SIXTEEN_BIT else autocast
-    if input.is_cuda and not rms and dtype in _autocast.SIXTEEN_BIT:
-        return torch.float32
-    return dtype
+    if dtype in _autocast.SIXTEEN_BIT:
+        to_fp32 = input.is_cuda and not rms and not memory_efficient
+        return torch.float32 if to_fp32 else dtype
+    return autocast if memory_efficient else dtype
 
 
 def _norm(
@@ -165,9 +162,8 @@ def rms_norm(
 
 
 def _add_norm(input, residual, weight, bias, residual_dtype, *options) -> tuple[Tensor, Tensor]:
-    if type(residual) is not Tensor:
-        _arguments.tensor("input", input)
-        _arguments.tensor("residual", residual)
+    _arguments.tensor("input", input)
+    _arguments.tensor("residual", residual)
     _arguments.optional_dtype("residual_dtype", residual_dtype)
     return _norm(input, weight, bias, *options, None, residual, residual_dtype)
 
@@ -189,19 +185,16 @@ def add_layer_norm(
 
     What a transformer does between two layers: the sum goes on as the residual of the next
     addition, and its norm into the next layer. The gradient that comes back for ``residual_out`` is
-    added inside the backward kernel.
+    added inside the backward kernel. Errors, and arguments that are not named here, are those of
+    :func:`layer_norm`.
 
     Args:
         input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64: the output of the layer
             before. Rows may be strided, those of ``residual`` too.
         residual: of input's shape; its dtype is input's or ``residual_dtype``.
-        normalized_shape: the dimensions to normalize over.
         weight, bias: ``normalized_shape``, in fp32 or the dtype of ``residual_out``; an fp32
             ``residual_out`` also takes 16-bit ones.
-        eps: added to the variance; finite and not negative.
-        memory_efficient: save the output, not ``residual_out``, for backward
-            (docs/memory_efficient.md).
-        weight_offset: as of :func:`layer_norm`.
+        memory_efficient: save the output, not ``residual_out``, for backward.
         residual_dtype: of ``residual_out``: input's, or fp32 with 16-bit input, for a residual
             stream in fp32. ``None``: that of ``residual``.
 
@@ -213,10 +206,6 @@ def add_layer_norm(
 
         Without ``memory_efficient`` backward needs ``residual_out``, with it ``output``: changing
         that one in place is an error.
-
-    Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it.
     """
     options = (normalized_shape, eps, weight_offset, False, memory_efficient)
     return _add_norm(input, residual, weight, bias, residual_dtype, *options)
@@ -236,9 +225,7 @@ def add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """``residual_out = input + residual; output = rms_norm(residual_out)`` in one kernel.
 
-    As :func:`add_layer_norm`, for :func:`rms_norm`: ``eps=None`` is fp32's machine epsilon, fp64's
-    for fp64 input, and ``weight_offset`` is added to the weight in fp32 inside the kernel. Under
-    autocast the output has input's dtype, and with ``memory_efficient`` the autocast dtype.
+    As :func:`add_layer_norm`, with ``eps`` and the output's dtype those of :func:`rms_norm`.
     """
     options = (normalized_shape, eps, weight_offset, True, memory_efficient)
     return _add_norm(input, residual, weight, None, residual_dtype, *options)

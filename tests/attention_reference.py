@@ -57,6 +57,7 @@ def scores_of(
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         hidden = hidden | ~attn_mask
     elif attn_mask is not None:
+        hidden = hidden | (attn_mask <= -1e38)
         scores = scores + attn_mask.to(dtype)
     return scores.masked_fill(hidden, -torch.inf)
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 import torch
+import torch.nn.attention.bias
 import torch.nn.functional as F
 from attention_reference import (
     BF16,
@@ -127,6 +128,24 @@ def test_expanded_tensors(tier, dtype, seed):
                 gradients.append(torch.autograd.grad(result, leaves, of_out))
             for strided, copied in zip(*gradients, strict=True):
                 assert same_bits(strided, copied)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_tier
+def test_rows_that_overlap(tier, dtype, seed):
+    """Windows over a signal, of fewer rows than columns: results have their columns in order."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    signal = randn(rand_generator("cpu" if tier == "cpu" else "cuda", seed), 84, dtype=dtype)
+    case, results = Case(dtype, (21, 21), (64, 64), (1, 1, 1)), []
+    for x in (signal.unfold(0, 64, 1), signal.unfold(0, 64, 1).contiguous()):
+        tensors = dict.fromkeys(("query", "key", "value", "dout"), x[None, None])
+        tensors["dlse"] = x.new_zeros(1, 1, 21, dtype=FP32)
+        with forced("auto" if tier == "cpu" else tier):
+            results.append(run(attend(case), case, tensors))
+    for name, value in results[0].items():
+        assert same_bits(value, results[1][name]), name
+        assert value.stride() == results[1][name].stride(), name
 
 
 @each_tier
@@ -320,6 +339,40 @@ def test_hidden_keys_may_hold_anything(tier, poison, seed):
                 assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("hides", ["tiles", "rows", "all"])
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@pytest.mark.parametrize("mask", ["float", "fp32"])
+@each_tier
+def test_the_lowest_number_hides_as_minus_infinity(tier, mask, dtype, hides, seed):
+    """Whole tiles of keys from some rows, some rows whole, and all rows; keys hidden from all rows
+    hold a NaN."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    case = Case(dtype, (200, 330), (64, 64), (2, 4, 2), "causal", "float", lse=True)
+    tensors = tensors_of(case, rand_generator("cpu" if tier == "cpu" else "cuda", seed))
+    given = tensors["attn_mask"] = tensors["attn_mask"].to(FP32 if mask == "fp32" else dtype)
+    hidden = torch.zeros_like(given, dtype=torch.bool)
+    hidden[:, :, 20:90, 64:256] = True
+    hidden[:, :, :, 128:192] = True
+    hidden[:, :, 100:170] |= hides == "rows"
+    hidden |= hides == "all"
+    with forced("auto" if tier == "cpu" else tier):
+        given[hidden] = -torch.inf
+        expected = run(attend(case), case, tensors)
+        given[hidden] = torch.finfo(given.dtype).min
+        results = run(attend(case), case, tensors)
+        ratios = check(case, tensors, results)
+        assert all(ratio <= 1 for ratio in ratios.values()), ratios
+        for name in ("key", "value"):
+            tensors[name][:, :, 128:192] = torch.nan
+        poisoned = run(attend(case), case, tensors)
+    for name, value in results.items():
+        assert same_bits(value, expected[name]), name
+        assert same_bits(value, poisoned[name]), name
+        if hides == "all":
+            assert value.eq(-torch.inf if name == "lse" else 0).all(), name
+
+
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["bool", "float", "float keys", "fp32"])
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
@@ -481,6 +534,22 @@ def test_a_query_that_sees_nothing_has_any_gradient(tier, dim, seed):
             assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("sink", ["none", "same"])
+@pytest.mark.parametrize("softcap", [0.0, 4.0])
+def test_a_query_that_sees_nothing_may_hold_anything_on_the_cpu(sink, softcap, seed):
+    """And with softcap keys that are hidden from all."""
+    case = Case(FP32, (70, 90), (64, 64), (2, 4, 2), "causal", "bool", softcap, sink)
+    tensors = tensors_of(case, rand_generator("cpu", seed))
+    tensors["attn_mask"][:, :, 30], tensors["attn_mask"][..., 60:] = False, False
+    expected = run(attend(case), case, tensors)
+    for name in ("query", "dout"):
+        tensors[name][:, :, 30] = torch.nan
+    for name in ("key", "value"):
+        tensors[name][:, :, 60:] = torch.nan
+    for name, value in run(attend(case), case, tensors).items():
+        assert same_bits(value, expected[name]), name
+
+
 @each_tier
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=["plain", "softcap"])
@@ -580,6 +649,18 @@ class TestTorchsFunction:
             fn.scaled_dot_product_attention(q, k, v, enable_gqa=True),
             F.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         )
+
+    @pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
+    @pytest.mark.parametrize("bias", ["causal_upper_left", "causal_lower_right"])
+    def test_causal_bias(self, bias, compiles, device, generator):
+        torch._dynamo.reset()
+        q, k, v = (randn(generator, 2, 4, n, 8) for n in (5, 7, 7))
+        mask = getattr(torch.nn.attention.bias, bias)(5, 7)
+        wanted = F.scaled_dot_product_attention(q, k, v, mask)
+        for function in (fn.scaled_dot_product_attention, fn.flash_attention):
+            if compiles:
+                function = torch.compile(function, fullgraph=True, backend="aot_eager")
+            torch.testing.assert_close(function(q, k, v, attn_mask=mask), wanted)
 
     def test_jagged_tensors_are_passed_on(self):
         rows = [torch.randn(n, 2, 8) for n in (3, 5)]

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from attention_reference import BF16, FP16, FP32, FP64
 from harness import randn, same_bits
 from torch.func import grad, jvp, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fused_norm.functional as fn
@@ -105,6 +106,49 @@ def test_transforms_agree(call, device, generator):
     _, along = jvp(total, tuple(plain), tuple(tangents))
     expected = sum((g * t).sum() for g, t in zip(wanted, tangents, strict=True))
     torch.testing.assert_close(along, expected)
+
+
+@pytest.mark.parametrize("call", ["bool", "float", "lowest", "window", "packed"])
+def test_what_is_hidden_may_hold_anything(call, device, generator):
+    """In second derivatives and torch.func too: keys and values that no query sees, queries that
+    see no key, and rows of no sequence."""
+    cu = offsets(device, 1, 3, 5)
+    mask = torch.ones(7, 7, dtype=torch.bool, device=device)
+    mask[:, 5:], mask[0] = False, False
+    given = {
+        "bool": {"attn_mask": mask},
+        "float": {"attn_mask": mask.float().log()},
+        "lowest": {"attn_mask": mask.float().log().nan_to_num()},
+    }
+    if call == "packed":
+        sizes, rows = [(7, 4, 8), (7, 2, 8), (7, 2, 8)], 0
+    else:
+        sizes, rows = [(2, 4, 7, 8), (2, 2, 7, 8), (2, 2, 7, 8)], 2
+
+    def total(*qkv):
+        if call == "packed":
+            return fn.flash_attention_varlen(*qkv, cu, cu, 2, 2).sin().sum()
+        if call == "window":
+            q, k, v = qkv
+            out = fn.scaled_dot_product_attention(
+                q[:, :, 1:6], k, v, is_causal=True, enable_gqa=True
+            )
+            return out.sin().sum()
+        return fn.flash_attention(*qkv, **given[call]).sin().sum()
+
+    def derivatives(*qkv):
+        first = grad(total, argnums=(0, 1, 2))(*qkv)
+        qkv = [t.clone().requires_grad_() for t in qkv]
+        again = torch.autograd.grad(total(*qkv), qkv, create_graph=True)
+        return *first, *torch.autograd.grad(sum(g.sin().sum() for g in again), qkv)
+
+    tensors = [randn(generator, *size) for size in sizes]
+    wanted = derivatives(*tensors)
+    for t, unseen in zip(tensors, ([0], [5, 6], [5, 6]), strict=True):
+        if t is not tensors[0] or call in ("window", "packed") or device == "cpu":
+            t.index_fill_(rows, torch.tensor(unseen, device=device), torch.nan)
+    for a, b in zip(derivatives(*tensors), wanted, strict=True):
+        assert same_bits(a, b)
 
 
 def opcheck_arguments(call, device, generator, dtype):
@@ -284,6 +328,14 @@ class TestCompile:
         for strict in (False, True):
             exported = torch.export.export(Model(), (q,), dynamic_shapes=rows, strict=strict)
             assert same_bits(exported.module()(q), Model()(q))
+
+    def test_make_fx_of_a_scale_that_depends_on_a_shape(self):
+        def attention(q):
+            return fn.scaled_dot_product_attention(q, q, q, scale=q.size(-1) ** -0.25)
+
+        q = torch.randn(2, 4, 5, 8)
+        traced = make_fx(attention, tracing_mode="symbolic")(q)
+        assert same_bits(traced(q[:, :, :3]), attention(q[:, :, :3]))
 
     def test_fx(self):
         class Model(torch.nn.Module):
@@ -550,11 +602,13 @@ class TestErrors:
         refuse("window's limits must not be negative.*-1", attention, q, k, v, window=(-1, 2))
         refuse("window must be None or", attention, q, k, v, window=3)
         refuse("window must be None or", attention, q, k, v, window=(1.5, 2))
+        refuse(f"window must be.* 64 bits.*{2**70}", attention, q, k, v, window=(2**70, 0))
         refuse("softcap must be finite.*-1", attention, q, k, v, softcap=-1.0)
         refuse("softcap must be finite.*inf", attention, q, k, v, softcap=float("inf"))
         refuse("scale must be finite.*nan", attention, q, k, v, scale=float("nan"))
         refuse("dropout_p must be.*1.5", attention, q, k, v, dropout_p=1.5)
         refuse("dropout_p must be.*-0.5", attention, q, k, v, dropout_p=-0.5)
+        refuse("softcap must fit into.*1000", attention, q, k, v, softcap=10**400)
         refuse("scale must be a number", attention, q, k, v, scale=torch.ones(2))
         refuse(r"sink must be \(heads,\) = \(4,\).*\[3\]", attention, q, k, v,
                sink=tensor(3, device=device))  # fmt: skip
@@ -562,6 +616,16 @@ class TestErrors:
                alibi_slopes=tensor(3, 4, device=device))  # fmt: skip
         refuse("alibi_slopes requires grad", attention, q, k, v,
                alibi_slopes=tensor(4, device=device).requires_grad_())  # fmt: skip
+
+    def test_a_refused_call_draws_no_seed(self, device):
+        q, k, v = self.make(device)
+        torch.manual_seed(0)
+        wanted = torch.rand(3, device=device)
+        torch.manual_seed(0)
+        wrong = {"dropout_p": 1.5, "softcap": -1.0, "attn_mask": q, "return_lse": "yes"}
+        for options in ({name: value} for name, value in wrong.items()):
+            refuse(next(iter(options)), fn.flash_attention, q, k, v, **{"dropout_p": 0.5} | options)
+        assert same_bits(torch.rand(3, device=device), wanted)
 
     def test_offsets(self, device):
         q = torch.zeros(5, 4, 8, device=device)
@@ -575,6 +639,7 @@ class TestErrors:
         refuse("cu_seqlens_q must hold", attention, cu[:0], cu[:0])
         refuse("cu_seqlens_k has 1 elements, but cu_seqlens_q has 2", attention, cu, cu[:1])
         refuse("max_seqlen_q must not be negative.*-1", attention, cu, cu, -1, 5)
+        refuse(f"max_seqlen_k must be.*{2**70}", attention, cu, cu, 5, 2**70)
         refuse("cu_seqlens_k must be a tensor, but is None", attention, cu, None)
         refuse(r"query must be \(rows, heads, head dim\)", fn.flash_attention_varlen, q[None], q, q,
                cu, cu, 5, 5)  # fmt: skip
@@ -603,6 +668,8 @@ class TestErrors:
         refuse("k must be a tensor.*NoneType", flash_attn.flash_attn_func, q, None, q)
         refuse(r"window_size must be \(left, right\).*is 3", flash_attn.flash_attn_func, q, q, q,
                window_size=3)  # fmt: skip
+        refuse(f"window_size must be.* 64 bits.*{2**70}", flash_attn.flash_attn_func, q, q, q,
+               window_size=(2**70, 0))  # fmt: skip
         refuse("softcap must be a number.*'a'", flash_attn.flash_attn_func, q, q, q, softcap="a")
         refuse(r"flash_attn_func\(\) got an unexpected.*'dropout'", flash_attn.flash_attn_func,
                q, q, q, dropout=0.0)  # fmt: skip

@@ -44,7 +44,7 @@ WRONG = {
     **dict.fromkeys(("attn_mask", "alibi_slopes", "sink", "block_table"), NOT_OPTIONAL),
     **dict.fromkeys(("max_seqlen_q", "max_seqlen_k"), [None, 3.0, "3", [3], -1]),
     "max_seqlen": [None, 3.0, "3", [3]],
-    **dict.fromkeys(("is_causal", "enable_gqa", "return_lse"), NOT_A_FLAG),
+    **dict.fromkeys(("is_causal", "enable_gqa", "return_lse", "return_attn_probs"), NOT_A_FLAG),
     **dict.fromkeys(("dropout_p", "softcap"), [None, *NOT_A_NUMBER]),
     "softmax_scale": NOT_A_NUMBER,
     "window": [3, "left", (1,), (1.5, 0), ("1", 0), (1, 2, 3)],
@@ -91,6 +91,7 @@ OF_FUNCTIONS = {
 ATTENTION = {"causal": True, "dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
 FLASH = {**ATTENTION, "window": None, "sink": None, "return_lse": False}
 FLASH_ATTN = {**ATTENTION, "softmax_scale": 1.0, "window_size": (-1, -1)}
+FLASH_ATTN["return_attn_probs"] = False
 OF_QUERIES, OF_KEYS = ({f"cu_seqlens_{x}": OFFSETS, f"max_seqlen_{x}": 2} for x in ("q", "k"))
 OF_FUNCTIONS |= {
     fn.scaled_dot_product_attention: {

@@ -15,6 +15,7 @@
 #include <cmath>
 
 #include "core/attention/dropout.h"
+#include "core/attention/params.h"
 #include "cpu/exponential.h"
 #include "cpu/rows.h"
 
@@ -266,9 +267,8 @@ class Block {
     if (p.mask.scalar_type() == at::kBool) {
       each(width(), [=](int64_t j) { s[j] = mask[j] == 0 ? -kInfinity<Acc> : s[j]; });
     } else {
-      each(width(), [=](int64_t j) {
-        s[j] = mask[j] == -kInfinity<Acc> ? -kInfinity<Acc> : s[j] + mask[j];
-      });
+      each(width(),
+           [=](int64_t j) { s[j] = mask[j] <= kHidingMask ? -kInfinity<Acc> : s[j] + mask[j]; });
     }
   }
 
@@ -399,10 +399,13 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     const double sink = sink_of(p, head);
     const Acc shift = std::max(largest_of(p_row, width), static_cast<Acc>(sink));
     const bool empty = lse[at] == -kInfinity<Acc>;
+    if (std::all_of(p_row, p_row + width, [](Acc x) { return x == -kInfinity<Acc>; })) {
+      std::fill_n(d_out + r * dv, dv, Acc(0));  // a NaN there would survive
+      std::fill_n(q + r * block.head_dim, block.head_dim, Acc(0));
+    }
     double of_sink = 0;
     if (empty) {
       std::fill_n(p_row, width, Acc(0));
-      std::fill_n(d_out + r * dv, dv, Acc(0));  // a NaN there would survive
     } else {
       of_sink = p.sink.defined() ? std::exp(sink - shift) : 0;
       const double sum = exp_row(p_row, shift, p_row, width) + of_sink;
@@ -432,7 +435,7 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   if (gradients.value.defined() && total > 0) add_product(block, dropped, d_out, dv, dvalue);
   if (p.softcap > 0) {
     const Acc* slopes = buffers.slopes.at_least(total);
-    for (int64_t i = 0; i < total; ++i) ds[i] *= slopes[i];
+    for (int64_t i = 0; i < total; ++i) ds[i] = ds[i] == 0 ? Acc(0) : ds[i] * slopes[i];
   }
   multiply_row(static_cast<Acc>(p.scale), ds, total);
   if (gradients.query.defined()) {

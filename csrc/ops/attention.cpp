@@ -27,15 +27,19 @@ Tensor of_four_dims(Tensor mask) {
 
 namespace {
 
-Tensor new_gradient(const Tensor& of) { return at::empty_like(with_dense_rows(of)); }
+// In the order of strides of `like`. Where it overlaps itself, empty_like() may put columns before
+// rows.
+Tensor empty_rows_like(const Tensor& like) { return with_dense_rows(at::empty_like(like)); }
+
+Tensor new_gradient(const Tensor& of) { return empty_rows_like(with_dense_rows(of)); }
 
 // In query's own order of strides.
 Tensor new_out(const Tensor& query, const SymInt& value_dim) {
   const Tensor like = with_dense_rows(query);
-  if (like.sym_size(-1) == value_dim) return at::empty_like(like);
+  if (like.sym_size(-1) == value_dim) return empty_rows_like(like);
   c10::SymDimVector sizes(like.sym_sizes());
   sizes.back() = value_dim;
-  return at::empty_like(like.narrow(-1, 0, 1).expand_symint(sizes));
+  return empty_rows_like(like.narrow(-1, 0, 1).expand_symint(sizes));
 }
 
 Tensor new_lse(const AttentionCall& call, const Tensor& query) {

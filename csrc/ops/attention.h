@@ -77,6 +77,7 @@ at::Tensor attention_rng(const at::Tensor& query);
 
 // The checks that every call passes, for decompositions too (attention_checks.cpp).
 void check_attention(const AttentionCall& call);
+void check_attention_without_rng(const AttentionCall& call);
 void check_attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
                               const at::Tensor& out, const at::Tensor& lse,
                               const AttentionCall& call);

@@ -120,7 +120,7 @@ QueryKeyValue AttentionCall::apart() const {
   return {query, key->select(0, 0), key->select(0, 1)};
 }
 
-void check_attention(const AttentionCall& call) {
+void check_attention_without_rng(const AttentionCall& call) {
   check_layout(call.query, "query");
   TORCH_CHECK(has(call.cu_seqlens_q) == has(call.cu_seqlens_k),
               "cu_seqlens_q and cu_seqlens_k must both be given, but cu_seqlens_",
@@ -158,10 +158,14 @@ void check_attention(const AttentionCall& call) {
                 "sink must be (heads,) = (", heads, ",), but has shape ", call.sink->sym_sizes());
   }
   check_options(call);
+}
+
+void check_attention(const AttentionCall& call) {
+  check_attention_without_rng(call);
   if (call.dropout_p > 0) {
     TORCH_CHECK(has(call.rng), "rng must hold a seed and an offset with dropout_p ", call.dropout_p,
                 ", but is None");
-    check_beside(*call.rng, "rng", query);
+    check_beside(*call.rng, "rng", call.query);
     TORCH_CHECK(
         call.rng->scalar_type() == at::kLong && call.rng->dim() == 1 && call.rng->sym_size(0) == 2,
         "rng must be int64 of shape (2,), but is ", call.rng->scalar_type(), " of shape ",

@@ -90,6 +90,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("attention", &AttentionKernels::forward<attention>,
         py::call_guard<py::gil_scoped_release>());
   m.def("attention", [](const py::args&) { return py::none(); });
+  m.def("check_attention", &AttentionKernels::forward<check_attention_without_rng>);
+  m.def("check_attention", [](const py::args&) {});
   m.def("force_attention_tier", &force_attention_tier);
   m.def("force_softmax_tier", &force_softmax_tier);
   m.def("build_info", &build_info);
