@@ -162,14 +162,15 @@ def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
         return "it has buffers"
     if not _probe.takes_one_input(cls):
         return "its forward takes more than the input"
-    for name in _OF_STATE:
+    for name in _LOST:
         if getattr(cls, name) is not getattr(nn.Module, name):
             return f"its class overrides {name}, which would be lost"
     return None
 
 
-_OF_STATE = "get_extra_state set_extra_state _load_from_state_dict _save_to_state_dict".split()
-_OF_STATE += "load_state_dict state_dict _apply".split()
+_LOST = "get_extra_state set_extra_state _load_from_state_dict _save_to_state_dict".split()
+_LOST += "load_state_dict state_dict __call__ _call_impl __getattr__ __setattr__ train eval".split()
+_LOST += "_apply to to_empty type cpu cuda float double half bfloat16 requires_grad_".split()
 
 
 _ADDED = "autocast_rule bias_name elementwise_affine eps memory_efficient".split()

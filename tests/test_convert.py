@@ -334,12 +334,22 @@ class KeepsFp32(ByHand):
         return self
 
 
+class HalfInFp32(ByHand):
+    def half(self):
+        return self.float()
+
+
+class CallsTwice(ByHand):
+    def __call__(self, x):
+        return super().__call__(super().__call__(x))
+
+
 class WithSlots(ByHand):
     __slots__ = ("cache",)
 
 
 NOT_NORMS = [Times, EpsOutside, OfChannels, Unbiased, InTraining, Detached, WithoutEpsilonNorm]
-NOT_NORMS += [Clamped, OfMatrices, WithExtraState, KeepsFp32, WithSlots]
+NOT_NORMS += [Clamped, OfMatrices, WithExtraState, KeepsFp32, HalfInFp32, CallsTwice, WithSlots]
 
 
 @pytest.mark.parametrize("cls", [*NOT_NORMS, Gated, WithBuffer], ids=lambda cls: cls.__name__)
