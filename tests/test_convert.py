@@ -132,6 +132,13 @@ class OwnLayerNorm(nn.LayerNorm):
     pass
 
 
+class CastsInput(nn.LayerNorm):
+    """OpenAI CLIP's, whose weights stay in fp32."""
+
+    def forward(self, x):
+        return super().forward(x.float()).type(x.dtype)
+
+
 class InFP32(nn.LayerNorm):
     """Its output keeps the input's dtype, also under autocast on CUDA."""
 
@@ -213,6 +220,14 @@ def test_dtypes_of_foreign_norms_under_autocast(name, device):
             dtypes.append([norm(x.to(dtype)).dtype for dtype in (torch.float32, torch.bfloat16)])
         convert(norm)
     assert dtypes[0] == dtypes[1]
+
+
+def test_input_cast_to_the_dtype_of_the_weights():
+    norm = CastsInput(16)
+    x = torch.randn(4, 16).bfloat16()
+    expected = norm(x)
+    assert len(convert(norm)) == 1
+    torch.testing.assert_close(norm(x), expected)
 
 
 def test_attributes_named_as_torchs_parameters():
