@@ -230,6 +230,29 @@ def test_input_cast_to_the_dtype_of_the_weights():
     torch.testing.assert_close(norm(x), expected)
 
 
+class ZeroAtReset(ByHand):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+class HalfAtReset(nn.LayerNorm):
+    def reset_parameters(self):
+        super().reset_parameters()
+        nn.init.constant_(self.weight, 0.5)
+
+
+@pytest.mark.parametrize(
+    "make, value", [(ZeroAtReset, 0), (HalfAtReset, 0.5), (OwnLayerNorm, 1), (ByHand, 1)]
+)
+def test_reset_parameters_is_that_of_the_class(make, value):
+    norm = make(16)
+    assert len(convert(norm)) == 1
+    converted = type(norm)
+    nn.init.normal_(norm.weight)
+    norm.reset_parameters()
+    assert torch.equal(norm.weight, torch.full((16,), float(value))) and type(norm) is converted
+
+
 def test_attributes_named_as_torchs_parameters():
     """Such as the flag whether there is a bias."""
 
