@@ -77,6 +77,17 @@ class _Converted:
             self.autocast_rule,
         )  # fmt: skip
 
+    def reset_parameters(self) -> None:
+        """What the other class does, if it can."""
+        converted, former = type(self), vars(self).get("_before_convert", (object,))[0]
+        if not hasattr(former, "reset_parameters") or "parametrizations" in self._modules:
+            return super().reset_parameters()
+        self.__class__ = former
+        try:
+            self.reset_parameters()
+        finally:
+            self.__class__ = converted
+
 
 class ConvertedRMSNorm(_Converted, modules.RMSNorm):
     """An RMSNorm that was converted from another class."""
@@ -162,14 +173,15 @@ def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
         return "it has buffers"
     if not _probe.takes_one_input(cls):
         return "its forward takes more than the input"
-    for name in _OF_STATE:
+    for name in _LOST:
         if getattr(cls, name) is not getattr(nn.Module, name):
             return f"its class overrides {name}, which would be lost"
     return None
 
 
-_OF_STATE = "get_extra_state set_extra_state _load_from_state_dict _save_to_state_dict".split()
-_OF_STATE += "load_state_dict state_dict _apply".split()
+_LOST = "get_extra_state set_extra_state _load_from_state_dict _save_to_state_dict".split()
+_LOST += "load_state_dict state_dict __call__ _call_impl __getattr__ __setattr__ train eval".split()
+_LOST += "_apply to to_empty type cpu cuda float double half bfloat16 requires_grad_".split()
 
 
 _ADDED = "autocast_rule bias_name elementwise_affine eps memory_efficient".split()
@@ -207,7 +219,10 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> st
     names = {"weight": form.weight_name, "bias": form.bias_name}
     # Named otherwise, or an attribute that is no parameter has the name.
     renames = any(own != name and (own or name in vars(module)) for name, own in names.items())
-    is_plain = rules == ("input", "input" if form.rms else "float")
+    resets = getattr(type(module), "reset_parameters", None)
+    is_plain = rules == ("input", "input" if form.rms else "float") and (
+        resets in (None, nn.LayerNorm.reset_parameters, nn.RMSNorm.reset_parameters)
+    )
     _remember(module)
     try:
         module.__class__ = renamed if renames else plain if is_plain else converted

@@ -192,14 +192,11 @@ def statistics_backward(*args) -> Tensor:
     return dx.to(call.input_dtype)
 
 
-_GatedCall = _ops.call_type(_ops.rms_norm_gated_forward)
-
-
 class _Gated:
     """What both directions of gated RMSNorm need, in the precision of sums and of shape
     (..., groups, columns of a group)."""
 
-    def __init__(self, call: _GatedCall):
+    def __init__(self, call: _ops.GatedCall):
         input, group = call.input, call.group_size
         dtype = accumulate_dtype(input.dtype)
         lead = input.shape[: input.dim() - len(call.normalized_shape)]
@@ -220,7 +217,8 @@ class _Gated:
 
 
 def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
-    call = _GatedCall(*args)
+    _ops.check_gated_arguments(*args)
+    call = _ops.GatedCall(*args)
     gated = _Gated(call)
     y = gated.scaled(gated.xhat)
     y = y * gated.act if call.norm_before_gate else y
@@ -230,7 +228,7 @@ def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
 def rms_norm_gated_backward(dy, rstd, *args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Makes rstd again: its own gradient is a part of the input's."""
     *args, wanted = args
-    call = _GatedCall(*args)
+    call = _ops.GatedCall(*args)
     input, weight, gated = call.input, call.weight, _Gated(call)
     xhat, act, s = gated.xhat, gated.act, gated.sigmoid
     dy = dy.to(xhat.dtype).reshape(gated.shape)

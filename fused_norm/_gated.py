@@ -76,5 +76,7 @@ def rms_norm_gated(
             gate=gate,
         )
         return output
-    op = _decompositions if _tracing.decomposes() else _ops
+    op = _ops
+    if _tracing.decomposes():
+        op, options = _decompositions, (*_tracing.numbers(*options[:2]), *options[2:])
     return op.rms_norm_gated_forward(input, gate, weight, shape, *options)[0]

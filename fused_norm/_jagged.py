@@ -38,10 +38,24 @@ def of_rows(norm: Callable, normalized_shape, **tensors: Tensor):
             f"normalized_shape is {list(normalized_shape)}, but {first} is nested of shape "
             f"{list(input.shape)}: only its last {within} dimension(s) can be normalized"
         )
-    results = norm(*(tensor.values() for tensor in tensors.values()))
+    results = norm(*(_without_holes(tensor) for tensor in tensors.values()))
     return tuple(
         values if values is None else _torch.nested_as(input, values) for values in results
     )
+
+
+def _without_holes(nested: Tensor) -> Tensor:
+    """The rows of all tensors, with zeros in rows that belong to none of them: NaN there, times a
+    gradient of zero, would reach the gradients of the parameters."""
+    rows, lengths = nested.values(), nested.lengths()
+    if lengths is None:
+        return rows
+    dim = _torch.ragged_dim(nested) - 1
+    edges = torch.zeros(rows.shape[dim] + 1, dtype=torch.int32, device=rows.device)
+    starts, one = nested.offsets()[: lengths.numel()], torch.ones_like(lengths, dtype=torch.int32)
+    edges = edges.index_add(0, starts, one).index_add(0, starts + lengths, -one)
+    is_hole = edges.cumsum(0)[:-1] == 0
+    return rows.masked_fill(is_hole.view(-1, *[1] * (rows.dim() - dim - 1)), 0)
 
 
 def of_dim(softmax: Callable, input: Tensor, dim: int) -> Tensor:

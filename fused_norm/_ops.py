@@ -6,6 +6,7 @@ _load.py begins.
 """
 
 import collections
+import math
 
 import torch
 
@@ -42,16 +43,13 @@ def call_type(op):
 
 
 NormCall = call_type(norm_forward)
+GatedCall = call_type(rms_norm_gated_forward)
 AttentionCall = call_type(attention_forward)
 
 
-def check_norm_arguments(*args) -> None:
-    """The operator's own checks, for where it does not run."""
-    call = NormCall(*args)
-    input, bias, shape = call.input, call.bias, list(call.normalized_shape)
-    dtypes = (input.dtype, dtype_of(call.weight), dtype_of(bias), call.out_dtype or input.dtype)
-    residuals = (dtype_of(call.residual), call.residual_dtype)
-    _check_norm_options(*dtypes, call.eps, call.weight_offset, *residuals)
+def _check_shapes(call, like_input: str) -> None:
+    """Of a call's tensors, one of which is to have the shape of the input."""
+    input, shape = call.input, list(call.normalized_shape)
     if not shape:
         raise RuntimeError("normalized_shape must have at least one dimension, but is []")
     if input.dim() < len(shape) or list(input.shape[input.dim() - len(shape) :]) != shape:
@@ -59,12 +57,10 @@ def check_norm_arguments(*args) -> None:
             f"normalized_shape is {shape}, but input has shape {list(input.shape)}, whose last "
             "dimensions differ from it"
         )
-    if call.rms and bias is not None:
-        raise RuntimeError(f"bias must be None with rms=True, but has shape {list(bias.shape)}")
     of_input, of_norm = ("input", list(input.shape)), ("normalized_shape", shape)
-    tensors = {"residual": of_input, "weight": of_norm, "bias": of_norm}
+    tensors = {like_input: of_input, "weight": of_norm, "bias": of_norm}
     for name, (other, expected) in tensors.items():
-        tensor = getattr(call, name)
+        tensor = getattr(call, name, None)
         if tensor is None:
             continue
         if list(tensor.shape) != expected:
@@ -74,6 +70,41 @@ def check_norm_arguments(*args) -> None:
             )
         if tensor.device != input.device:
             raise RuntimeError(f"{name} is on {tensor.device}, but input is on {input.device}")
+
+
+def check_norm_arguments(*args) -> None:
+    """The operator's own checks, for where it does not run."""
+    call = NormCall(*args)
+    dtype, bias = call.input.dtype, call.bias
+    dtypes = (dtype, dtype_of(call.weight), dtype_of(bias), call.out_dtype or dtype)
+    residuals = (dtype_of(call.residual), call.residual_dtype)
+    _check_norm_options(*dtypes, call.eps, call.weight_offset, *residuals)
+    _check_shapes(call, "residual")
+    if call.rms and bias is not None:
+        raise RuntimeError(f"bias must be None with rms=True, but has shape {list(bias.shape)}")
+
+
+def check_gated_arguments(*args) -> None:
+    """As ``check_norm_arguments``, of gated RMSNorm."""
+    call = GatedCall(*args)
+    dtype, gate, group = call.input.dtype, call.gate.dtype, call.group_size
+    options = (call.eps, call.weight_offset, None, None)
+    _check_norm_options(dtype, dtype_of(call.weight), None, dtype, *options)
+    if gate not in (dtype, torch.float32):
+        raise RuntimeError(
+            f"gate is {gate}, which does not go with {dtype} input: it must have the input's "
+            "dtype, or be float32"
+        )
+    _check_shapes(call, "gate")
+    shape = list(call.normalized_shape)
+    cols = math.prod(shape)
+    if group is not None and group < 1:
+        raise RuntimeError(f"group_size must be at least 1, but is {group}")
+    if group is not None and cols % group != 0:
+        raise RuntimeError(
+            f"group_size is {group}, which does not divide the {cols} elements of "
+            f"normalized_shape {shape}"
+        )
 
 
 _sharding.register_where_loaded()

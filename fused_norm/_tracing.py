@@ -101,7 +101,7 @@ def _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, y_dtype
         return 1  # without parameters no column is lost
     if not (_is_parameter(weight) and _is_parameter(bias)):
         return None
-    (weight_offset,) = _numbers(weight_offset)
+    (weight_offset,) = numbers(weight_offset)
     args = (weight, bias, weight_offset, x_dtype, y_dtype)
     if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
         return None
@@ -109,7 +109,7 @@ def _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, y_dtype
     return room if room > 0 else None
 
 
-def _numbers(*values) -> list:
+def numbers(*values) -> list:
     """For checks that need numbers: Dynamo makes a symbol of a float that changed between calls."""
     from torch.fx.experimental.symbolic_shapes import guard_scalar  # slow to load, but loaded then
 
@@ -126,7 +126,7 @@ def norm_forward(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """(output, residual_out); the arguments are the operator's, with memory_efficient for room."""
     if decomposes():
-        eps, weight_offset = _numbers(eps, weight_offset)
+        eps, weight_offset = numbers(eps, weight_offset)
     options = (normalized_shape, eps, weight_offset, rms)
     if residual is not None:
         residual_dtype = residual_dtype or residual.dtype

@@ -6,7 +6,7 @@ What callers of apex rely on is kept:
 
 - ``eps`` defaults to 1e-5 in the modules and to 1e-6 in the functions; ``memory_efficient`` comes
   last.
-- The modules create fp32 parameters named ``weight`` and ``bias``.
+- The modules create parameters of torch's default dtype, named ``weight`` and ``bias``.
 - The output has the input's dtype; in the *Mixed* forms, the weight's.
 - Under autocast input and parameters are rounded to the autocast dtype, which the output then has.
   fp64 tensors are left as they are.
@@ -204,12 +204,13 @@ class _Fused:
         self, normalized_shape: _Shape, eps: float = 1e-5, elementwise_affine: bool = True,
         memory_efficient: bool = False,
     ) -> None:  # fmt: skip
-        options = {"dtype": torch.float32, "memory_efficient": memory_efficient}
-        super().__init__(normalized_shape, eps, elementwise_affine, **options)
+        super().__init__(
+            normalized_shape, eps, elementwise_affine, memory_efficient=memory_efficient
+        )
 
 
 class FusedLayerNorm(_Fused, modules.LayerNorm):
-    """LayerNorm over the last dimensions, with fp32 parameters unless ``elementwise_affine=False``.
+    """LayerNorm over the last dimensions, with parameters unless ``elementwise_affine=False``.
     The output has the input's dtype, under autocast the autocast dtype."""
 
     _affine = staticmethod(fused_layer_norm_affine)
@@ -222,7 +223,7 @@ class FusedLayerNorm(_Fused, modules.LayerNorm):
 
 
 class FusedRMSNorm(_Fused, modules.RMSNorm):
-    """RMSNorm over the last dimensions, with an fp32 weight unless ``elementwise_affine=False``.
+    """RMSNorm over the last dimensions, with a weight unless ``elementwise_affine=False``.
     The output has the input's dtype, under autocast the autocast dtype."""
 
     _affine = staticmethod(fused_rms_norm_affine)

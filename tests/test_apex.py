@@ -85,7 +85,7 @@ def test_module_signatures():
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_modules_hold_fp32_parameters(name):
+def test_modules_hold_parameters_of_the_default_dtype(name):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -94,8 +94,8 @@ def test_modules_hold_fp32_parameters(name):
         torch.set_default_dtype(before)
     state = module.state_dict()
     assert list(state) == (["weight"] if "RMS" in name else ["weight", "bias"])
-    assert all(t.dtype == FP32 and t.shape == (3, 16) for t in state.values())
-    assert torch.equal(state["weight"], torch.ones(3, 16))
+    assert all(t.dtype == BF16 and t.shape == (3, 16) for t in state.values())
+    assert torch.equal(state["weight"], torch.ones(3, 16, dtype=BF16))
     assert module.normalized_shape == (3, 16) and module.eps == 1e-5
     base = fused_norm.RMSNorm if "RMS" in name else fused_norm.LayerNorm
     assert isinstance(module, base)

@@ -456,6 +456,20 @@ class TestVmap:
         for a, b in zip(ours, zip(*theirs, strict=True), strict=True):
             torch.testing.assert_close(a, torch.stack(b))
 
+    def test_gradients_within_vmap(self, device, generator):
+        """Unlike is_grads_batched it takes the backward operator's own rule."""
+        inputs = leaves(generator, (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (5, 1), (4,))
+        q, k, v, mask, sink = inputs
+        output = fn.flash_attention(q, k, v, attn_mask=mask, sink=sink)
+
+        def gradients(dout):
+            return torch.autograd.grad(output, inputs, dout, retain_graph=True)
+
+        douts = randn(generator, 3, *output.shape, dtype=FP64)
+        ours, theirs = vmap(gradients)(douts), over(gradients, (0,), (douts,))
+        for a, b in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(a, b)
+
     def test_packed_and_stacked(self, device, generator):
         cu = offsets(device, 0, 2, 5)
         q, k = randn(generator, 3, 5, 4, 8), randn(generator, 3, 5, 2, 8)

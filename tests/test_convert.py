@@ -132,6 +132,13 @@ class OwnLayerNorm(nn.LayerNorm):
     pass
 
 
+class CastsInput(nn.LayerNorm):
+    """OpenAI CLIP's, whose weights stay in fp32."""
+
+    def forward(self, x):
+        return super().forward(x.float()).type(x.dtype)
+
+
 class InFP32(nn.LayerNorm):
     """Its output keeps the input's dtype, also under autocast on CUDA."""
 
@@ -213,6 +220,37 @@ def test_dtypes_of_foreign_norms_under_autocast(name, device):
             dtypes.append([norm(x.to(dtype)).dtype for dtype in (torch.float32, torch.bfloat16)])
         convert(norm)
     assert dtypes[0] == dtypes[1]
+
+
+def test_input_cast_to_the_dtype_of_the_weights():
+    norm = CastsInput(16)
+    x = torch.randn(4, 16).bfloat16()
+    expected = norm(x)
+    assert len(convert(norm)) == 1
+    torch.testing.assert_close(norm(x), expected)
+
+
+class ZeroAtReset(ByHand):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+class HalfAtReset(nn.LayerNorm):
+    def reset_parameters(self):
+        super().reset_parameters()
+        nn.init.constant_(self.weight, 0.5)
+
+
+@pytest.mark.parametrize(
+    "make, value", [(ZeroAtReset, 0), (HalfAtReset, 0.5), (OwnLayerNorm, 1), (ByHand, 1)]
+)
+def test_reset_parameters_is_that_of_the_class(make, value):
+    norm = make(16)
+    assert len(convert(norm)) == 1
+    converted = type(norm)
+    nn.init.normal_(norm.weight)
+    norm.reset_parameters()
+    assert torch.equal(norm.weight, torch.full((16,), float(value))) and type(norm) is converted
 
 
 def test_attributes_named_as_torchs_parameters():
@@ -334,12 +372,22 @@ class KeepsFp32(ByHand):
         return self
 
 
+class HalfInFp32(ByHand):
+    def half(self):
+        return self.float()
+
+
+class CallsTwice(ByHand):
+    def __call__(self, x):
+        return super().__call__(super().__call__(x))
+
+
 class WithSlots(ByHand):
     __slots__ = ("cache",)
 
 
 NOT_NORMS = [Times, EpsOutside, OfChannels, Unbiased, InTraining, Detached, WithoutEpsilonNorm]
-NOT_NORMS += [Clamped, OfMatrices, WithExtraState, KeepsFp32, WithSlots]
+NOT_NORMS += [Clamped, OfMatrices, WithExtraState, KeepsFp32, HalfInFp32, CallsTwice, WithSlots]
 
 
 @pytest.mark.parametrize("cls", [*NOT_NORMS, Gated, WithBuffer], ids=lambda cls: cls.__name__)

@@ -363,6 +363,35 @@ def test_decompose(generator, monkeypatch):
     assert "fused_norm" not in "".join(graphs)
 
 
+@pytest.mark.parametrize("way", ["decompose", "vmap"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"gate": torch.ones(8, 4)}, r"gate must have the shape of input \[4, 8\]"),
+        ({"gate": torch.ones(4, 8).half()}, "gate is torch.float16, which does not go with"),
+        ({"weight": torch.ones(4, 2)}, r"weight must have the shape of normalized_shape \[8\]"),
+        ({"group_size": 3}, "group_size is 3, which does not divide the 8 elements"),
+        ({"eps": -1.0}, "eps must be finite and not negative"),
+    ],
+)
+def test_errors_where_the_operator_does_not_run(change, message, way, monkeypatch):
+    arguments = {"input": torch.ones(4, 8), "gate": torch.ones(4, 8), "weight": torch.ones(8)}
+    arguments |= {"group_size": None, "eps": 1e-5} | change
+
+    def call(input):
+        return fn.rms_norm_gated(**{**arguments, "input": input}, normalized_shape=8)
+
+    x = arguments["input"]
+    if way == "decompose":
+        monkeypatch.setattr(fused_norm.config, "decompose", True)
+        torch._dynamo.reset()
+        call = torch.compile(call, backend="eager")
+    else:
+        call, x = torch.vmap(call), x.expand(2, 4, 8)
+    with pytest.raises(RuntimeError, match=message):
+        call(x)
+
+
 def test_autocast(device, generator):
     """The output has input's dtype, as rms_norm's; a gate of another dtype is converted."""
     x, z, weight, _ = draw(generator, 4, 16, FP32)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import same_bits
 from torch import func
 from torch.autograd import forward_ad
@@ -251,6 +252,12 @@ def test_vmap(kind, affine, device, generator, recwarn):
             ours = func.vmap(call, in_dims)(*arguments)
             torch.testing.assert_close(ours, func.vmap(exact, in_dims)(*arguments))
     assert not recwarn.list  # such as of a slow fallback
+
+
+def test_vmap_of_channels_last(device, generator):
+    x = torch.randn(3, 2, 5, 8, 6, generator=generator, device=device).permute(0, 1, 4, 2, 3)
+    ours, theirs = (func.vmap(lambda t, f=f: f(t, (8,)))(x) for f in (fn.rms_norm, F.rms_norm))
+    torch.testing.assert_close(ours, theirs)
 
 
 @each_flag

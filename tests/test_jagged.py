@@ -109,6 +109,19 @@ def test_holes_stay(device, generator):
         torch.testing.assert_close(mine, other)
 
 
+def test_holes_reach_no_gradient(device, generator):
+    x = with_holes(generator)
+    values = torch.full_like(x.values(), float("nan"))
+    for row, start, length in zip(x.unbind(), x.offsets(), x.lengths(), strict=False):
+        values[start : start + length] = row
+    x = torch.nested.nested_tensor_from_jagged(values, x.offsets(), lengths=x.lengths())
+    weight, bias = (torch.ones(8, device=device, requires_grad=True) for _ in range(2))
+    total = sum(y.square().sum() for y in fn.layer_norm(x, 8, weight, bias).unbind())
+    expected = sum(F.layer_norm(row, [8], weight, bias).square().sum() for row in x.unbind())
+    grads, expected = (torch.autograd.grad(t, [weight, bias]) for t in (total, expected))
+    torch.testing.assert_close(grads, expected)
+
+
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 def test_errors(memory_efficient, device, generator):
     x = nested(generator, 4, 8)

@@ -23,10 +23,10 @@ def make(kind, cols=COLS, memory_efficient=True, dtype=FP64, **options):
 
 
 class Block(torch.nn.Module):
-    def __init__(self, kind, memory_efficient):
+    def __init__(self, kind, memory_efficient, cols=COLS):
         super().__init__()
-        self.norm = make(kind, memory_efficient=memory_efficient)
-        self.linear = torch.nn.Linear(COLS, COLS, dtype=FP64)
+        self.norm = make(kind, cols, memory_efficient)
+        self.linear = torch.nn.Linear(cols, cols, dtype=FP64)
 
     def forward(self, x):
         return x + self.linear(self.norm(x)).sin()
@@ -167,6 +167,37 @@ def test_room_follows_the_weights(kind, device, generator):
 
     assert train(call, model, generator, 60, between) == []
     assert 1 < len(traces) <= 6
+
+
+@pytest.mark.parametrize("zeros", [LEAST - 2, 100])
+@each_kind
+def test_code_that_norms_share(kind, zeros, device, generator):
+    """Blocks that are compiled one by one run in code for which the first was traced."""
+    cols = 300 + zeros + (kind == "rms")  # of no other test: later norms have room for these
+    model = torch.nn.Sequential(*[Block(kind, True, cols) for _ in range(3)]).to(device)
+    with torch.no_grad():
+        model[2].norm.weight[:zeros] = 0
+    traces, errors = [], []
+
+    def backend(graph, inputs):
+        traces.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    call = torch.nn.Sequential(*[torch.compile(block, backend=backend) for block in model])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0)
+    x = randn(generator, 12, cols, dtype=FP64).requires_grad_()
+    for _ in range(8):
+        optimizer.zero_grad()
+        try:
+            call(x).square().mean().backward()
+            optimizer.step()
+        except RuntimeError as error:
+            errors.append(str(error))
+    assert len(errors) <= (zeros > LEAST) and 1 < len(traces) <= 3
+    expected = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    for parameter, grad in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, grad)
 
 
 @each_kind

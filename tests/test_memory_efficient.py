@@ -7,6 +7,7 @@ propagates, and by no more: reference.py works that out from the output that was
 
 import dataclasses
 import math
+import weakref
 
 import pytest
 import torch
@@ -300,6 +301,36 @@ def test_flag_off_saves_the_input(kind, device, generator):
     assert address(x) in saved and address(y) not in saved
     y.add_(1)
     y.sum().backward()
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["", "residual"])
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+@each_kind
+def test_hooks_that_keep_what_is_saved(kind, memory_efficient, adds, device, generator):
+    """They keep no graph alive, and second derivatives are right with them."""
+    weight = torch.ones(16, device=device)
+    weight[:3] = 0  # listed
+    tensors = [randn(generator, 4, 16).requires_grad_() for _ in range(1 + adds)]
+    function = getattr(functional, f"add_{kind}_norm" if adds else f"{kind}_norm")
+
+    def call():
+        results = function(*tensors, (16,), weight, memory_efficient=memory_efficient)
+        return results if adds else [results]
+
+    def derivatives(results):
+        grads = torch.autograd.grad([t.sin().sum() for t in results], tensors, create_graph=True)
+        return grads + torch.autograd.grad(sum(g.sin().sum() for g in grads), tensors)
+
+    expected = derivatives(call())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        results, others = call(), call()
+    for ours, theirs in zip(derivatives(results), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    mark = torch.nn.Module()
+    others[0].grad_fn.metadata["mark"] = mark
+    mark = weakref.ref(mark)
+    del others
+    assert mark() is None
 
 
 @each_kind

@@ -37,8 +37,10 @@ std::optional<std::tuple<at::Tensor, OptionalTensor>> norm_outputs(
                        residual, residual_dtype, std::nullopt},
                       memory_efficient);
   if (residual.has_value()) return std::tuple{std::move(results[0]), std::move(results[1])};
-  // As torch's, whose RMSNorm alone keeps channels_last.
-  if (rms) results[0] = results[0].contiguous(input.suggest_memory_format());
+  // As torch's, whose RMSNorm alone keeps channels_last. Within vmap no tensor says if it has it.
+  if (rms && !results[0].key_set().has(c10::DispatchKey::FuncTorchBatched)) {
+    results[0] = results[0].contiguous(input.suggest_memory_format());
+  }
   return std::tuple{std::move(results[0]), std::nullopt};
 }
 

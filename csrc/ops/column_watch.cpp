@@ -2,7 +2,9 @@
 
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <algorithm>
 #include <atomic>
+#include <map>
 #include <mutex>
 
 #include "cpu/norm.h"
@@ -18,7 +20,6 @@
 #include <c10/cuda/CUDAGuard.h>
 
 #include <cstring>
-#include <map>
 #include <set>
 #include <unordered_set>
 
@@ -36,6 +37,25 @@ std::atomic<bool> compile_anew = false;
 // Guards what follows. Under it nothing waits and nothing allocates: another thread may have to
 // launch what a stream waits for, and allocators may run Python.
 std::mutex mutex;
+
+// {columns of a norm: the most at risk} of norms that came near the room in code for which another
+// norm was traced, as blocks that are compiled one by one do. Later traces have room for theirs.
+std::map<int64_t, int64_t>& most_untraced = *new std::map<int64_t, int64_t>;
+int newest_generation = -1;  // of the code that was traced last
+
+// A norm that was traced last in `generation` came near the room. Whether it has more in code that
+// is compiled anew.
+bool gains_room(int64_t cols, int64_t at_risk, int generation) {
+  if (generation == newest_generation) return true;  // its own trace looks again
+  int64_t& most = most_untraced[cols];
+  return std::exchange(most, std::max(most, at_risk)) < at_risk;
+}
+
+// Of a call with so many columns at risk. A trace has room for the norms above too.
+int64_t room_of(const NormColumns& norm, int64_t at_risk, bool traced, bool fixed) {
+  if (traced) at_risk = std::max(at_risk, most_untraced[norm.cols]);
+  return room_for(at_risk, norm.cols, c10::elementSize(norm.x_dtype), fixed);
+}
 
 #ifdef FUSED_NORM_WITH_CUDA
 // What a weight's norms differ in: the bias, by the number of its Norms, offsets of both in what
@@ -79,7 +99,7 @@ Watches& watches = *new Watches;  // outlives the tensors that it knows
 // torch.utils.swap_tensors(). Other tensors on the same memory, detach() and .data, have their own.
 struct Norms : c10::BackendMeta {
   int64_t number = 0;
-  int first_generation = -1;  // of compiled code that knows the weight
+  int first_generation = -1, generation = -1;  // of compiled code that was traced with the weight
 #ifdef FUSED_NORM_WITH_CUDA
   std::map<Form, Watch> forms;
 
@@ -270,7 +290,7 @@ int64_t room_on_gpu(const NormColumns& norm, int generation) {
   const Report report = newest_report(*watch);
   // Where nothing is known all columns may be lost.
   const int64_t at_risk = watch->history.covers(report, false) ? report.at_risk : norm.cols;
-  const int64_t room = room_for(at_risk, norm.cols, c10::elementSize(norm.x_dtype), fixed);
+  const int64_t room = room_of(norm, at_risk, traced, fixed);
   if (!fixed) watch->room = room;
   // Code of an earlier generation, which had less, is not called again.
   if (traced) {
@@ -315,7 +335,9 @@ std::vector<Overflow> take_overflows() {
   };
   take(watches.unnamed, {0, "a norm whose weight is another at each call", 0});
   for (Watch* watch : watches.all) {
-    if (take(watch->report, watch->overflow)) watch->history.doubt();
+    if (!take(watch->report, watch->overflow)) continue;
+    watch->history.doubt();
+    gains_room(watch->cols, newest_report(*watch).at_risk, watch->generation);
   }
   return overflows;
 }
@@ -339,7 +361,11 @@ void settle(bool changed_unseen) {
   }
   for (Watch* watch : watches.all) {
     if (waits) watch->history.waited();
-    if (watch->rooms.end_step(newest_report(*watch), watch->cols)) compile_anew = true;
+    const Report report = newest_report(*watch);
+    if (watch->rooms.end_step(report, watch->cols) &&
+        gains_room(watch->cols, report.at_risk, watch->generation)) {
+      compile_anew = true;
+    }
   }
 }
 
@@ -362,7 +388,8 @@ int64_t find_room(const NormColumns& norm, int generation) {
   const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
   const Tensor lost = cpu::lost_columns(flat(norm.weight), flat(norm.bias), norm.weight_offset,
                                         norm.cols, norm.x_dtype, norm.y_dtype, /*precise=*/true);
-  return room_for(lost.numel(), norm.cols, c10::elementSize(norm.x_dtype), generation >= 0);
+  const std::lock_guard lock(mutex);
+  return room_of(norm, lost.numel(), generation >= 0, generation >= 0);
 }
 
 }  // namespace
@@ -377,14 +404,19 @@ int64_t traced_room(const NormColumns& norm, int generation, bool looks) {
     const std::lock_guard lock(mutex);
     Norms* const norms = norms_of(norm.first(), true);
     if (norms == nullptr) return kSaveInput;
+    newest_generation = norms->generation = generation;
     if (norms->first_generation < 0) norms->first_generation = generation;
     if (generation - norms->first_generation >= kLastGeneration) return kSaveInput;
   }
   return looks ? find_room(norm, generation) : 0;
 }
 
-void note_listing(int64_t listed, int64_t room, int64_t cols) {
-  if (is_near(listed, room, cols)) compile_anew = true;
+void note_listing(const NormColumns& norm, int64_t listed, int64_t room) {
+  if (!is_near(listed, room, norm.cols)) return;
+  const std::lock_guard lock(mutex);
+  const Norms* const norms = norms_of(norm.first(), false);
+  const int generation = norms == nullptr ? -1 : norms->generation;
+  if (gains_room(norm.cols, listed, generation)) compile_anew = true;
 }
 
 bool before_optimizer_step([[maybe_unused]] bool changed_unseen) {

@@ -37,7 +37,7 @@ int64_t choose_room(const NormColumns& norm);
 int64_t traced_room(const NormColumns& norm, int generation, bool looks);
 
 // A call on a CPU lists so many columns: code that was compiled with this room may need more.
-void note_listing(int64_t listed, int64_t room, int64_t cols);
+void note_listing(const NormColumns& norm, int64_t listed, int64_t room);
 
 // Before and after a step of any optimizer. The first waits for the reports of this step's backward
 // calls where those that are known do not cover the parameters or come near the room, and throws

@@ -1,6 +1,7 @@
 // The norms as autograd records them: which of a call's tensors are saved, and the gradients from
 // those. In C++: with a Python autograd.Function a call took the host twice as long.
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/add.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -73,14 +74,17 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const Tensor& x = adds ? results[1] : input;
     const auto statistics = results.begin() + (adds ? 2 : 1);  // (mean, rstd), or (rstd, ...)
 
+    // A hook of saved tensors that kept a result itself would keep this node, and it the hook's.
+    const bool hooked = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+    const auto of_result = [&](const Tensor& result) { return hooked ? result.detach() : result; };
     variable_list saved(kSavedTensors);
-    saved[kSaved] = from_output ? results[0] : x;
-    if (!from_output && !how.rms) saved[kMean] = statistics[0];
-    saved[kRstd] = statistics[lists ? 0 : 1];
+    saved[kSaved] = from_output ? of_result(results[0]) : adds ? of_result(x) : x;
+    if (!from_output && !how.rms) saved[kMean] = of_result(statistics[0]);
+    saved[kRstd] = of_result(statistics[lists ? 0 : 1]);
     if (weight.has_value()) saved[kWeight] = *weight;
     if (bias.has_value()) saved[kBias] = *bias;
     if (lists) {
-      saved[kSide] = statistics[1];
+      saved[kSide] = of_result(statistics[1]);
       saved[kColumns] = statistics[2];
     }
     ctx->save_for_backward(std::move(saved));
@@ -97,7 +101,21 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const double weight_offset = ctx->saved_data["weight_offset"].toDouble();
     const Call call = unpacked<Call>(ctx->saved_data["call"].toInt());
     const bool rms = call.rms, adds = call.adds;
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
+    const bool lists = saved[kColumns].defined();
+    const uint32_t first = adds ? 2 : 1;
+    if (at::GradMode::is_enabled()) {  // the derivatives of this pass need the results
+      const auto as_result = [](Tensor& tensor, uint32_t number) {
+        if (!tensor.defined() || tensor.grad_fn() != nullptr) return;
+        tensor = tensor.detach();
+        torch::autograd::impl::set_gradient_edge(tensor,
+                                                 {torch::autograd::get_current_node(), number});
+      };
+      if (call.from_output || adds) as_result(saved[kSaved], call.from_output ? 0 : 1);
+      as_result(saved[kMean], first);
+      as_result(saved[kRstd], lists ? first : first + 1);
+      as_result(saved[kSide], first + 1);
+    }
     const OptionalTensor mean = optional(saved[kMean]), weight = optional(saved[kWeight]),
                          bias = optional(saved[kBias]), side = optional(saved[kSide]),
                          columns = optional(saved[kColumns]);
@@ -120,8 +138,6 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
           dy, saved[kSaved], mean, saved[kRstd], weight, bias, shape, weight_offset, rms,
           call.from_output, call.x_dtype, needs, side, columns, optional(dx));
     }
-    const size_t first = adds ? 2 : 1;
-    const bool lists = columns.has_value();
     const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[first]);
     const OptionalTensor drstd = optional(grads[lists ? first : first + 1]);
     const OptionalTensor dside = lists ? optional(grads[first + 1]) : std::nullopt;

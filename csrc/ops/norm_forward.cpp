@@ -119,7 +119,7 @@ Results forward_on_cpu(const Call& call) {
   if (lost.numel() > room) {
     lost = cpu::lost_columns(g, b, weight_offset, cols, x_dtype, y_dtype, /*precise=*/false);
   }
-  note_listing(lost.numel(), room, cols);
+  note_listing(call.norm, lost.numel(), room);
   const Tensor listed = lost.slice(0, 0, room);
   out.columns = at::zeros({1 + room}, options.dtype(at::kInt));
   out.columns.select(0, 0).fill_(lost.numel());
