@@ -32,9 +32,9 @@ class Block(torch.nn.Module):
         return x + self.linear(self.norm(x)).sin()
 
 
-def model_of(kind, memory_efficient, device):
+def model_of(kind, memory_efficient, device, cols=COLS):
     torch.manual_seed(0)
-    blocks = [Block(kind, memory_efficient) for _ in range(2)]
+    blocks = [Block(kind, memory_efficient, cols) for _ in range(2)]
     return torch.nn.Sequential(*blocks).to(device)
 
 
@@ -49,7 +49,7 @@ def train(call, model, generator, steps, between=lambda step: None):
     errors = []
     for step in range(steps):
         between(step)
-        x = randn(generator, 12, COLS, dtype=FP64)
+        x = randn(generator, 12, model[0].norm.weight.numel(), dtype=FP64)
         optimizer.zero_grad()
         try:
             call(x).square().mean().backward()
@@ -110,7 +110,9 @@ CHANGES = {
 @each_kind
 def test_weights_zeroed_in_mid_training(kind, compiles, change, device, generator):
     """No parameter becomes NaN. Compiled code may say once that it lacked room; then it has it."""
-    model = model_of(kind, True, device)
+    # A weight with new data is not known to have been traced: later norms have room for it.
+    cols = COLS + (change == "new data") * (8 if kind == "layer" else 16)
+    model = model_of(kind, True, device, cols)
     call = compiled(model) if compiles else model
 
     def between(step):
