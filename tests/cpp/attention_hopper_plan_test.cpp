@@ -227,8 +227,8 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
 }
 #endif
 
-// Padding costs no other kernels than plain scores: a mask that is the same for every query, and for
-// all query heads of a head of keys.
+// Padding costs no other kernels than plain scores: a mask that is the same for every query, and
+// for all query heads of a head of keys.
 TEST(AttentionHopperPlan, MasksOfKeysAreLikePlainScores) {
   AttentionParams params = call(128, 512, 1000);
   EXPECT_FALSE(attention_masks_keys(params));
