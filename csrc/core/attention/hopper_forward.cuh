@@ -287,7 +287,6 @@ class Consumer {
     add_to_columns(scores_, added + lane_ % 4 * 2);
     const int key = threadIdx.x % 128;
     if (key < kKeys) memory_.key_hidden[group_][key] = added[key] == -INFINITY;
-    __syncwarp();  // all lanes have read the slot
   }
   // Most tiles leave the largest scores of all rows as they were.
   __device__ __forceinline__ void rescale_values() {
@@ -308,6 +307,7 @@ class Consumer {
     if (lane_ == 0) arrive(barrier);
   }
   __device__ __forceinline__ void leave_key() {
+    if (Form::kMasksKeys) __syncwarp();  // all lanes have read the slot
     release(memory_.key_empty[key_place_.slot]);
     key_place_.advance();
   }
@@ -379,7 +379,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     memory.verdict.init(kWarps);
     memory.mask_full.init(kMaskThreads);
     memory.place = {};
-    init_ring(memory.key_full, memory.key_empty, 1, kWarps);
+    init_ring(memory.key_full, memory.key_empty, Form::kKeyFillers, kWarps);
     init_ring(memory.value_full, memory.value_empty, 1, kWarps);
     CopyBarrier::order_inits();
   }

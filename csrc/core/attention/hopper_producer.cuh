@@ -33,6 +33,8 @@ struct ForwardForm {
   static constexpr bool kGeneral = kOptions != Options::kNone;
   static constexpr bool kMasked = kOptions == Options::kMask;
   static constexpr bool kMasksKeys = kOptions == Options::kSome;
+  // Who fills the slot of a tile of keys: who starts its copy, and who writes what masks it.
+  static constexpr int kKeyFillers = kMasksKeys ? 33 : 1;
   static constexpr HopperForwardTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];
   static constexpr int kKeys = kTiles.keys, kGroups = kGroups_;
   static constexpr int kQueryStages = kTiles.query_stages;
@@ -145,7 +147,10 @@ class ForwardProducer {
   __device__ __forceinline__ void load_key(const WorkTile& work, int tile) {
     const int slot = key_place_.slot;
     wait(memory_.key_empty[slot], key_place_.parity ^ 1);
-    if (Form::kMasksKeys && args_.key_mask.bits != nullptr) set_key_mask(work, tile, slot);
+    if constexpr (Form::kMasksKeys) {
+      if (args_.key_mask.bits != nullptr) set_key_mask(work, tile, slot);
+      arrive(memory_.key_full[slot]);
+    }
     if (leader_) load(&args_.key, memory_.key[slot], memory_.key_full[slot], work, tile);
     key_place_.advance();
   }
@@ -166,14 +171,13 @@ class ForwardProducer {
     const uint32_t* seen = args_.key_mask.seen(work.sequence, work.head, args_.heads);
     const uint32_t* changed = seen + args_.key_mask.words;
     const bool changes = KeyMask::any<Form::kKeys>(changed, tile * Form::kKeys);
-    memory_.key_changes[slot] = changes;
+    if (leader_) memory_.key_changes[slot] = changes;
     for (int i = threadIdx.x; changes && i < Form::kKeys; i += 32) {
       const int key = tile * Form::kKeys + i;
       const float added =
           key < work.keys ? key_mask_value(args_.mask, work.sequence, work.head, key) : 0;
       memory_.key_added[slot][i] = added * args_.mask_factor;
     }
-    __syncwarp();
   }
 
   const ForwardArgs& args_;
