@@ -43,15 +43,15 @@ std::mutex mutex;
 std::map<int64_t, int64_t>& most_untraced = *new std::map<int64_t, int64_t>;
 int newest_generation = -1;  // of the code that was traced last
 
-// A norm that was traced last in `generation` came near the room. Whether it has more in code that
-// is compiled anew.
+// Whether code that is compiled anew has more room for a norm that came near its room. The norm was
+// last traced in `generation`.
 bool gains_room(int64_t cols, int64_t at_risk, int generation) {
   if (generation == newest_generation) return true;  // its own trace looks again
   int64_t& most = most_untraced[cols];
   return std::exchange(most, std::max(most, at_risk)) < at_risk;
 }
 
-// Of a call with so many columns at risk. A trace has room for the norms above too.
+// The room of a call with so many columns at risk. A trace has that of most_untraced at least.
 int64_t room_of(const NormColumns& norm, int64_t at_risk, bool traced, bool fixed) {
   if (traced) at_risk = std::max(at_risk, most_untraced[norm.cols]);
   return room_for(at_risk, norm.cols, c10::elementSize(norm.x_dtype), fixed);

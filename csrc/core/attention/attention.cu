@@ -61,7 +61,7 @@ size_t statistics_bytes(const AttentionParams& params) {
   return (2 * lse_bytes(params) + 127) / 128 * 128;
 }
 
-// Sets the bits: a warp one word of both arrays.
+// Sets the bits of a mask of keys (KeyMask). A warp makes a word of each array.
 __global__ void __launch_bounds__(kThreads)
     attention_key_mask_bits(hopper::KeyMask to, int heads, int keys, int rows) {
   const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads)
   of_row[to.words + word] = changed;
 }
 
-// Those of a call, if it has a mask of keys.
+// Sets them for a call that has such a mask.
 cudaError_t set_key_mask_bits(const AttentionParams& params, bool backward, void* scratch,
                               cudaStream_t stream) {
   const hopper::KeyMask mask = hopper::key_mask_of(params, backward, scratch);

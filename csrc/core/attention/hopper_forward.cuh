@@ -280,7 +280,7 @@ class Consumer {
     });
     named_sync(kOfGroup + group_, 128);
   }
-  // Adds what a mask of keys does; whatever the score of a hidden one is, it becomes -inf.
+  // Adds the mask of keys to a tile's scores. That of a hidden key becomes -inf, whatever it was.
   __device__ __forceinline__ void add_key_mask() {
     if constexpr (!Form::kMasksKeys) return;
     const float* added = memory_.key_added[key_place_.slot];
@@ -356,7 +356,7 @@ class Consumer {
   // Tiles of keys from `hides_from_` on or below `hides_below_` have keys that one of the
   // warpgroup's queries does not see.
   int hides_from_, hides_below_;
-  // A mask of keys changes scores of the last tile; of that whose product is under way.
+  // Whether a mask of keys changes scores of the last tile; of the tile whose product is under way.
   bool changes_ = false, next_changes_ = false;
 
   Scores scores_;

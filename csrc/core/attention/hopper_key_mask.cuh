@@ -1,5 +1,5 @@
 // Masks of keys alone, as of padding, on Hopper: tiles whose keys are all hidden are left out, and
-// only tiles of which a score changes are masked. Which these are, a kernel of its own finds first.
+// only tiles of which a score changes are masked. A kernel before notes which tiles these are.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -30,7 +30,7 @@ __device__ __forceinline__ float key_mask_value(const AttentionMask& mask, int s
 }
 
 // A mask of keys. For every kKeysOfBit of them a bit says whether one is seen, and one of another
-// array whether one changes a score. Null data: there is none.
+// array whether one changes a score. Null bits: there is no mask.
 struct KeyMask {
   AttentionMask mask;
   uint32_t* bits;
@@ -40,7 +40,7 @@ struct KeyMask {
     const int64_t row = mask.head_stride == 0 ? sequence : int64_t{sequence} * heads + head;
     return bits + row * 2 * words;
   }
-  // Of the first key on, kKeys keys.
+  // Whether a bit of kKeys keys, from `first` on, is set.
   template <int kKeys>
   static __device__ __forceinline__ bool any(const uint32_t* array, int first) {
     static_assert(kKeys % kKeysOfBit == 0 && kKeys / kKeysOfBit < 32);

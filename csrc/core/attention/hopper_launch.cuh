@@ -40,7 +40,7 @@ cudaError_t make_map(CUtensorMapDataType type, const void* data, const cuuint64_
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// `adds_mask`: a mask is added to scores as they are; else they are left without a factor.
+// `adds_mask`: the kernel multiplies scores by their factor and adds a mask to them.
 inline void set_scores(const AttentionParams& params, bool adds_mask, ScoreArgs* args) {
   const bool capped = params.softcap > 0;
   const bool added = adds_mask || params.alibi_slopes != nullptr;

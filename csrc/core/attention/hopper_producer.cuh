@@ -21,8 +21,8 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
   float* lse;
 };
 
-// What a form of the kernel takes beside plain scores: nothing, so that its loop is short; softcap,
-// slopes and masks of keys; these and other masks.
+// What a form of the kernel takes beside plain scores. kNone: nothing, so its loop is short. kSome:
+// softcap, slopes, masks of keys. kMask: softcap, slopes, other masks.
 enum class Options { kNone, kSome, kMask };
 
 // A form of the kernel. kGroups: multiplying warpgroups.

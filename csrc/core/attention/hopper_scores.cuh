@@ -19,7 +19,7 @@ struct ScoreArgs {
   float exponent;   // of scores in the softmax: exp2(exponent * score); positive
   float softcap;
   AttentionMask mask;
-  float mask_factor;  // of a mask of keys, before it is added to scores without their factor
+  float mask_factor;  // a mask of keys times this is added to scores; log2(e) / exponent
   const float* alibi_slopes;
   int64_t alibi_batch_stride;
   const void* sink;

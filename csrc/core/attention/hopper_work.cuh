@@ -32,7 +32,7 @@ struct WorkTile {
   int32_t query_begin, queries;  // the sequence's rows in the tensor
   int32_t key_begin, keys;
   int32_t first_tile, end_tile;  // alike where there is no tile left
-  int32_t hidden_before;  // of the own side's tiles before this one: hidden by a mask of keys
+  int32_t hidden_before;  // how many of the own side's tiles before this one a mask of keys hides
 };
 __device__ __forceinline__ bool sees_keys(const WorkTile& work) {
   return work.first_tile < work.end_tile;

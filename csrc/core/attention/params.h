@@ -20,8 +20,8 @@ struct AttentionTensor {
   int64_t batch_stride, head_stride, row_stride;
 };
 
-// A number of an additive mask hides the key from this on, -inf and the lowest numbers of fp32 and
-// bf16 alike: those times log2(e) are no numbers.
+// A number of an additive mask that is at most this hides the key, as -inf does. The lowest numbers
+// of fp32 and bf16 are such: times log2(e) they are infinite.
 constexpr float kHidingMask = -1e38f;
 
 // An additive or boolean mask over (batch, query head, query, key); a stride is 0 where the mask

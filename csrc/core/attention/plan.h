@@ -177,8 +177,8 @@ struct QueryParts {
 QueryParts query_parts(const AttentionParams& params, int rows);
 constexpr int kStatisticRows = 4;  // of a part of statistics
 
-// A mask of keys as two arrays of bits, one for so many keys, of so many words; the last is read,
-// but of no key.
+// A mask of keys becomes two arrays of bits, each bit for so many keys. Two neighbouring words are
+// read at once, so an array has a word more than it has bits for.
 constexpr int kKeysOfBit = 16;
 constexpr int64_t key_mask_words(int64_t keys) { return keys / (32 * kKeysOfBit) + 2; }
 // Rows of such a mask.

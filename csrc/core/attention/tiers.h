@@ -43,7 +43,7 @@ struct HopperLaunch {
                               void* scratch, cudaStream_t stream);
 };
 
-// dquery from the sums that one kernel of all gradients made.
+// dquery from the sums that the kernel of all gradients made.
 cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
                                   void* scratch, cudaStream_t stream);
 
