@@ -74,7 +74,7 @@ class Cell:
 
     def flops(self, direction):
         pairs = sum(n * n for n in self.sequences)
-        if self.causal:
+        if self.causal or self.option == "causal mask":
             pairs = sum(min(i, self.reach) + 1 for n in self.sequences for i in range(n))
         return 4 * pairs * self.heads * self.head_dim * (1 if direction == "forward" else 2.5)
 
@@ -102,6 +102,9 @@ OPTIONS = {
     "alibi": lambda c: {"alibi_slopes": torch.rand(c.heads) / 64},
     "padding": lambda c: {
         "attn_mask": torch.arange(c.length) < torch.full((len(c.sequences), 1, 1, 1), c.length - 5)
+    },
+    "causal mask": lambda c: {
+        "attn_mask": OPTIONS["padding"](c)["attn_mask"] & torch.ones(c.length, c.length).tril().bool()
     },
     "boolean": lambda c: {"attn_mask": torch.rand(1, 1, c.length, c.length) > 0.25},
     "bias": lambda c: {"attn_mask": torch.randn(1, c.heads, c.length, c.length).bfloat16()},

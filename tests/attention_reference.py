@@ -194,6 +194,7 @@ def tensors_of(case: Case, generator) -> dict:
     shapes = {
         "none": None,
         "bool": (batch, 1, queries, keys),
+        "bool causal": (batch, 1, queries, keys),
         "bool keys": (batch, 1, 1, keys),
         "float": (batch, heads, queries, keys),
         "float heads": (1, heads, queries, keys),
@@ -214,6 +215,8 @@ def tensors_of(case: Case, generator) -> dict:
         made["attn_mask"] = randn(generator, *shape, dtype=dtype)
         if case.mask.startswith("bool"):
             made["attn_mask"] = made["attn_mask"] > -0.5
+        if case.mask == "bool causal":
+            made["attn_mask"] = made["attn_mask"].tril(keys - queries)
     if case.sink != "none":
         dtype = FP32 if case.sink == "fp32" else case.dtype
         made["sink"] = randn(generator, heads, dtype=dtype)

@@ -445,6 +445,55 @@ def test_masks_of_keys(tier, dtype, dim, band, seed):
                     assert same_bits(value, results[what]), (name, what)
 
 
+def masks_of_pairs(generator, batch, queries, keys):
+    """{name: (1 or batch, 1, queries, keys), True where a query sees a key}."""
+    i = torch.arange(queries, device=generator.device)[:, None]
+    j = torch.arange(keys, device=generator.device)
+    length = j.new_tensor([keys - 5, 130, keys]).view(batch, 1, 1, 1)
+    causal = (j <= i + keys - queries)[None, None]
+    documents = (i + keys - queries) // 190 == j // 190
+    return {
+        "causal": causal,
+        "causal, padded behind": causal & (j < length),
+        "causal, padded before": causal & (j >= keys - length),
+        "documents": documents & causal,
+        "a window": (causal & (j > i + keys - queries - 70)).expand(batch, 1, queries, keys),
+        "a prefix": (causal | (j < 200)) & (j < length),
+        "a gap of queries": causal & ((i < 100) | (i > 230)),
+        "holes": (randn(generator, batch, 1, queries, keys) > 0) & (j > 140),
+    }
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bool, BF16, FP32], ids=str)
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
+def test_masks_that_heads_share(tier, dtype, dim, seed):
+    """Values, and the same bits as with the mask repeated for each head, whatever a key holds that
+    no query sees."""
+    generator = rand_generator("cuda", seed)
+    for size, heads in (((700, 700), 4), ((300, 701), 2)):
+        case = Case(BF16, size, (dim, dim), (3, 4, heads), "full", "bool", softcap=9.0 * (heads > 2))
+        tensors = tensors_of(case, generator)
+        for name, seen in masks_of_pairs(generator, 3, *size).items():
+            mask = seen
+            if dtype != torch.bool:
+                mask = randn(generator, *seen.shape, dtype=dtype) * (name in ("holes", "documents"))
+                mask = mask.masked_fill(~seen, torch.finfo(dtype).min)
+            given = tensors | {"attn_mask": mask}
+            verdict = Verdict()
+            with forced(tier), unwritten_is_nan("cuda", tensors["query"].numel() * 2):
+                results = run(attend(case), case, given)
+                verdict.add(f"{case} {name}", check(case, given, results))
+                verdict.check()
+                hidden = ~seen.any(2, keepdim=True).mT
+                for poisoned in ("key", "value"):
+                    given[poisoned] = given[poisoned].masked_fill(hidden, float("nan"))
+                given["attn_mask"] = mask.expand(-1, 4, -1, -1).contiguous()
+                for what, value in run(attend(case), case, given).items():
+                    if what != "dattn_mask":
+                        assert same_bits(value, results[what]), (name, what)
+
+
 def unpacked(tensor, offsets, b):
     return tensor[offsets[b] : offsets[b + 1]].transpose(0, 1)[None]
 

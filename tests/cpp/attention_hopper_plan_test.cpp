@@ -237,7 +237,7 @@ TEST(AttentionHopperPlan, MasksOfKeysAreLikePlainScores) {
   EXPECT_TRUE(hopper_fuses(params));
   EXPECT_FALSE(hopper_plan(params).general);
   const HopperScratch scratch = hopper_scratch(params, false);
-  EXPECT_GE(scratch.all - scratch.key_bits, 2 * 2 * 4u * ((1000 + 511) / 512));
+  EXPECT_GE(scratch.all - scratch.mask_map, 2 * 2 * 4u * ((1000 + 511) / 512));
   params.softcap = 30;
   EXPECT_FALSE(hopper_fuses(params));
   params.softcap = 0;
@@ -250,10 +250,33 @@ TEST(AttentionHopperPlan, MasksOfKeysAreLikePlainScores) {
   EXPECT_TRUE(hopper_plan(params).general);
 }
 
+// Of a mask that all heads share the kernels know which tiles it hides, and so take the longest
+// first; one for all sequences has one map.
+TEST(AttentionHopperPlan, MasksThatHeadsShareHaveAMap) {
+  AttentionParams params = call(128, 512, 1000);
+  EXPECT_FALSE(attention_maps_mask(params));
+  params.mask = {.data = &params, .boolean = true, .row_stride = 1000, .key_stride = 1};
+  EXPECT_TRUE(attention_maps_mask(params));
+  EXPECT_FALSE(attention_masks_keys(params));
+  EXPECT_TRUE(hopper_plan(params).in_order);
+  EXPECT_EQ(mask_map_size(params).sequences, 1);
+  EXPECT_EQ(mask_map_size(params).blocks, 512 / kQueriesOfBit);
+  EXPECT_GE(32 * kKeysOfBit * (mask_map_size(params).words - 1), 1000);
+  params.mask.batch_stride = 512000;
+  EXPECT_EQ(mask_map_size(params).sequences, params.batch);
+  params.mask.head_stride = 512000;
+  EXPECT_FALSE(attention_maps_mask(params));
+  params.mask.row_stride = 0;  // of keys, and of each head
+  params.kv_heads = params.heads;
+  EXPECT_EQ(mask_map_size(params).blocks, 1);
+  EXPECT_EQ(mask_map_size(params).heads, params.heads);
+}
+
 // One mask for all sequences: those of a head come together, and all in one section.
 TEST(AttentionHopperPlan, SequencesThatShareAMaskFollowEachOther) {
   AttentionParams params = call(128, 512, 512);
   params.mask.data = &params;
+  params.mask.head_stride = 512 * 512;
   params.mask.row_stride = 512;
   EXPECT_TRUE(hopper_plan(params).batch_first);
   params.batch = 7;

@@ -1,5 +1,5 @@
 // Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
-#include "core/attention/hopper_key_mask.cuh"
+#include "core/attention/hopper_mask_map.cuh"
 #include "core/attention/plan.h"
 #include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
@@ -61,39 +61,65 @@ size_t statistics_bytes(const AttentionParams& params) {
   return (2 * lse_bytes(params) + 127) / 128 * 128;
 }
 
-// Sets the bits of a mask of keys (KeyMask). A warp makes a word of each array.
+// Makes a mask's map (MaskMap). A block makes a word of both of a block of queries' arrays, of
+// which its warps take the queries by turns.
 __global__ void __launch_bounds__(kThreads)
-    attention_key_mask_bits(hopper::KeyMask to, int heads, int keys, int rows) {
-  const int index = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row = index / to.words, word = index % to.words;
-  if (row >= rows) return;
-  const int sequence = row / heads, head = row % heads;
+    attention_mask_map(hopper::MaskMap map, int queries, int keys) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  __shared__ uint32_t words[2][kWarps];
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int word = blockIdx.x % map.words, row = blockIdx.x / map.words;
+  const int block = row % map.blocks, of_mask = row / map.blocks;
+  const int sequence = of_mask / map.heads, head = of_mask % map.heads;
+  const int end = map.mask.row_stride == 0 ? 1 : min(queries, (block + 1) * kQueriesOfBit);
+  const int first_key = word * kKeysOfBit * 32 + lane;
+  const int64_t corner = sequence * map.mask.batch_stride + head * map.mask.head_stride;
+  uint32_t sees = 0, changes = 0;  // bit i: of key first_key + 32 i
+  hopper::with_mask_reader(map.mask, [&](auto read) {
+    for (int query = block * kQueriesOfBit + warp; query < end; query += kWarps) {
+      const int64_t row_begin = corner + query * map.mask.row_stride;
+      float values[kKeysOfBit];  // all are under way at once: no branch between loads
+#pragma unroll
+      for (int i = 0; i < kKeysOfBit; ++i) {
+        values[i] = read(row_begin + min(first_key + 32 * i, keys - 1) * map.mask.key_stride);
+      }
+#pragma unroll
+      for (int i = 0; i < kKeysOfBit; ++i) {
+        sees |= (values[i] != -INFINITY) << i;
+        changes |= (values[i] != 0) << i;
+      }
+    }
+  });
+  const int left = keys - first_key;  // beyond them nothing is seen
+  const uint32_t inside = left <= 0 ? 0 : (2u << min((left - 1) / 32, kKeysOfBit - 1)) - 1;
+  sees &= inside;
+  changes &= inside;
   uint32_t seen = 0, changed = 0;
 #pragma unroll
   for (int i = 0; i < kKeysOfBit; ++i) {
-    const int key = (word * kKeysOfBit + i) * 32 + lane;
-    const float value = key < keys ? hopper::key_mask_value(to.mask, sequence, head, key) : 0;
-    const uint32_t see = __ballot_sync(~0u, key < keys && value != -INFINITY);
-    const uint32_t change = __ballot_sync(~0u, value != 0);
+    const uint32_t see = __ballot_sync(~0u, sees >> i & 1);
+    const uint32_t change = __ballot_sync(~0u, changes >> i & 1);
     seen |= ((see & 0xFFFF ? 1 : 0) | (see >> 16 ? 2 : 0)) << 2 * i;
     changed |= ((change & 0xFFFF ? 1 : 0) | (change >> 16 ? 2 : 0)) << 2 * i;
   }
-  if (lane != 0) return;
-  uint32_t* of_row = to.seen(sequence, head, heads);
-  of_row[word] = seen;
-  of_row[to.words + word] = changed;
+  if (lane == 0) words[0][warp] = seen, words[1][warp] = changed;
+  __syncthreads();
+  if (threadIdx.x >= 2) return;
+  uint32_t all = 0;
+  for (int i = 0; i < kWarps; ++i) all |= words[threadIdx.x][i];
+  map.bits[map.begin(sequence, head) + (2 * block + threadIdx.x) * map.words + word] = all;
 }
 
-// Sets them for a call that has such a mask.
-cudaError_t set_key_mask_bits(const AttentionParams& params, bool backward, void* scratch,
-                              cudaStream_t stream) {
-  const hopper::KeyMask mask = hopper::key_mask_of(params, backward, scratch);
-  const int64_t rows = key_mask_rows(params), warps = kThreads / kWarpSize;
-  if (mask.bits == nullptr || rows == 0) return cudaSuccess;
-  const int heads = mask.mask.head_stride == 0 ? 1 : params.heads;
-  return detail::launch(attention_key_mask_bits, dim3(ceil_div(rows * mask.words, warps)),
-                        dim3(kThreads), {}, stream, mask, heads, params.keys,
-                        static_cast<int>(rows));
+// Makes the map of a call that has one.
+cudaError_t make_mask_map(const AttentionParams& params, bool backward, void* scratch,
+                          cudaStream_t stream) {
+  if (!attention_maps_mask(params)) return cudaSuccess;
+  const MaskMapSize size = mask_map_size(params);
+  const int64_t blocks = size.arrays() / 2 * size.words;
+  if (blocks == 0 || params.keys == 0) return cudaSuccess;
+  return detail::launch(attention_mask_map, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), {},
+                        stream, hopper::mask_map_of(params, backward, scratch), params.queries,
+                        params.keys);
 }
 
 // run(HopperLaunch) for the columns of the call's tiles, after the scratch memory's zeros were set.
@@ -109,7 +135,7 @@ cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scra
   }
   const size_t zeros = hopper_scratch(params, backward).zeros;
   cudaError_t error = zeros > 0 ? cudaMemsetAsync(scratch, 0, zeros, stream) : cudaSuccess;
-  if (error == cudaSuccess) error = set_key_mask_bits(params, backward, scratch, stream);
+  if (error == cudaSuccess) error = make_mask_map(params, backward, scratch, stream);
   return error == cudaSuccess ? run(HopperLaunch<kDim>()) : error;
 #else
   return cudaErrorNotSupported;

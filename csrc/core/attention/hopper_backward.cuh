@@ -195,7 +195,11 @@ class BackwardConsumer {
   __device__ __forceinline__ void end_tile(int slot) {
     if constexpr (kFirst) hold(first_sums_);
     if constexpr (kSecond) hold(second_sums_);
-    release(memory_.first_empty[slot]);
+    if constexpr (Form::kMasks) {
+      arrive(memory_.first_empty[slot]);  // each lane has read the slot
+    } else {
+      release(memory_.first_empty[slot]);
+    }
     if constexpr (kSecond) release(memory_.second_empty[slot]);
   }
   // Where the second sum reads them, tiles of both are used for as long, but in the kernel of all.
@@ -287,7 +291,14 @@ class BackwardConsumer {
                                         tile * kOthers + lane_ % 4 * 2, capped);
     if constexpr (Form::kMasks) {
       if (!has_mask<Form>(args_)) return;
-      wait(memory_.mask_full, first_place_.is_odd());
+      if (!memory_.mask_changes[first_place_.slot]) {
+        if (!args_.adds_mask) return;
+#pragma unroll
+        for (int i = 0; i < kOthers / 2; ++i) scores_[i] *= factor;
+        return;
+      }
+      wait(memory_.mask_full, mask_parity_);
+      mask_parity_ ^= 1;
       Form::Mask::template add<T, Form::kOfKeys>(args_.mask, memory_.mask_tile(), row_in_tile(),
                                                  lane_ % 4 * 2, factor, scores_);
       named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
@@ -374,7 +385,7 @@ class BackwardConsumer {
   const int group_, lane_;
   const uint64_t own_first_, own_second_;
   int own_slot_;
-  uint32_t verdict_turn_ = 0;
+  uint32_t mask_parity_ = 0, verdict_turn_ = 0;
   bool again_ = false;  // the tile's sums were spoiled (MaskVerdict)
   const uint32_t first_, second_;
   RingPlace<Form::kFirstStages> first_place_;

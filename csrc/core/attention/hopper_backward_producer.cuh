@@ -81,6 +81,10 @@ struct BackwardForm {
   static constexpr bool kMasks = kGeneral && kDim <= kMaxMaskedBackwardDim;
   static constexpr bool kMaskInOwn = kMasks && kDim == 128 && kOwnStages == 2;
   static constexpr bool kMends = kMasks && !kOfKeys;
+  static constexpr Hidden kHidden = kAll      ? Hidden::kOwnKeys
+                                    : !kMasks ? Hidden::kNone
+                                    : kOfKeys ? Hidden::kQueries
+                                              : Hidden::kKeys;
   using Mask = MaskTile<kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2>;
   static_assert(!kMaskInOwn || Mask::kBytes <= OwnTile::kBytes);
 };
@@ -104,6 +108,7 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   alignas(128) float statistics[Form::kFirstStages][2][Form::kOfKeys ? Form::kOthers : 2];
   float key_mask[Form::kAll ? Form::kOwn : 1];  // what a mask adds to the own keys' exponents
   alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
+  bool mask_changes[Form::kFirstStages];  // whether the mask changes scores of a tile of others
   CopyBarrier mask_full;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
@@ -123,6 +128,21 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
 template <typename Form>
 __device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
   return Form::kMasks && args.mask.data != nullptr;
+}
+// Whether a mask changes scores of a tile of others, as far as is known.
+template <typename Form>
+__device__ __forceinline__ bool mask_changes(const BackwardArgs& args, const WorkTile& work,
+                                             int tile) {
+  if (!has_mask<Form>(args)) return false;
+  if (args.mask_map.bits == nullptr) return true;
+  const int others = tile * Form::kOthers;
+  if constexpr (Form::kOfKeys) {
+    return args.mask_map.template changes<Form::kOwn>(work.of_mask, others, Form::kOthers,
+                                                      work.first);
+  } else {
+    return args.mask_map.template changes<Form::kOthers>(work.of_mask, work.first, Form::kOwn,
+                                                         others);
+  }
 }
 // Where tiles of the own side lie: of one after the other.
 template <typename Form>
@@ -185,8 +205,7 @@ class BackwardProducer {
       : args_(args), memory_(memory), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
-    constexpr auto kMasked = Form::kAll ? MaskedSide::kOwn : MaskedSide::kNone;
-    WorkList<Form::kOwn, kOthers, kMasked> list(args_, &memory_.place);
+    WorkList<Form::kOwn, kOthers, Form::kHidden> list(args_, &memory_.place);
     uint32_t index = blockIdx.x, next = 0;
     if constexpr (Form::kAll) index = take_ticket();
     for (uint32_t count = 0;; ++count) {
@@ -262,7 +281,9 @@ class BackwardProducer {
             ? first_statistic(args_, work.sequence, head, work.key_begin) + tile_ * kOthers
             : 0;
     CopyBarrier& full = memory_.first_full[slot];
+    const bool changes = mask_changes<Form>(args_, work, tile_);
     wait(memory_.first_empty[slot], first_place_.parity ^ 1);
+    if constexpr (Form::kMasks) memory_.mask_changes[slot] = changes;
     full.expect(OtherTile::kBytes + (Form::kOfKeys ? sizeof(memory_.statistics[0]) : 0));
     load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first, full, row, head,
                          work.batch);
@@ -300,17 +321,23 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
     const int heads = heads_of_others<Form>(args);
     const bool any = work.first_tile < work.end_tile;
     for (bool again = any, first = true; again; first = false) {
-      for (int tile = work.first_tile; tile < work.end_tile; ++tile) {
-        const int others = tile * Form::kOthers;
-        for (int head = work.head * heads; head < (work.head + 1) * heads; ++head) {
+      int tile = work.first_tile - 1;
+      const auto next = [&] {
+        while (++tile < work.end_tile && !mask_changes<Form>(args, work, tile)) continue;
+      };
+      for (next(); tile < work.end_tile;) {
+        for (int left = heads; left > 0; --left) {
+          const int head = (work.head + 1) * heads - left, others = tile * Form::kOthers;
           wait_for_readers<128 * Form::kGroups>(has_copied);
           if constexpr (Form::kOfKeys) {
-            Form::Mask::copy(args.mask, memory.mask_tile(), memory.mask_full, work.sequence, head,
-                             others, work.keys, work.first, work.queries);
+            Form::Mask::start_copy(args.mask, memory.mask_tile(), work.sequence, head, others,
+                                   work.keys, work.first, work.queries);
           } else {
-            Form::Mask::copy(args.mask, memory.mask_tile(), memory.mask_full, work.sequence, head,
-                             work.first, work.queries, others, work.keys);
+            Form::Mask::start_copy(args.mask, memory.mask_tile(), work.sequence, head, work.first,
+                                   work.queries, others, work.keys);
           }
+          if (left == 1) next();
+          Form::Mask::end_copy(memory.mask_full);
         }
       }
       again = Form::kMends && first && memory.verdict.read(verdict_turn);

@@ -40,16 +40,17 @@ cudaError_t make_map(CUtensorMapDataType type, const void* data, const cuuint64_
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-// `adds_mask`: the kernel multiplies scores by their factor and adds a mask to them.
-inline void set_scores(const AttentionParams& params, bool adds_mask, ScoreArgs* args) {
+// `masks_pairs`: the kernel takes a mask of pairs of queries and keys.
+inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArgs* args) {
   const bool capped = params.softcap > 0;
-  const bool added = adds_mask || params.alibi_slopes != nullptr;
+  args->adds_mask = masks_pairs && params.mask.data != nullptr && !params.mask.boolean;
+  const bool added = args->adds_mask || params.alibi_slopes != nullptr;
   const double factor = capped ? params.softcap : params.scale;
   const bool folded = !added && factor >= kSmallestPlainScale;
   args->scale =
       static_cast<float>(capped ? params.scale / params.softcap * kTanhUnit : params.scale);
   args->multiplies = !added && !folded;
-  args->general = args->multiplies || capped || params.alibi_slopes != nullptr;
+  args->general = args->multiplies || capped || added;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);
   args->mask = params.mask;
@@ -149,7 +150,7 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   if (map.error != cudaSuccess) return map.error;
   set_scores(params, Form::kMasked, &args);
   args.mask_factor = kLog2E / args.exponent;
-  args.key_mask = key_mask_of(params, /*backward=*/false, ticket);
+  args.mask_map = mask_map_of(params, /*backward=*/false, ticket);
   args.out = params.out;
   args.value_dim = params.value_dim;
   args.lse = static_cast<float*>(params.lse);
@@ -168,7 +169,7 @@ inline ChunkSums key_sums(const HopperScratch& layout, char* scratch) {
           reinterpret_cast<uint32_t*>(scratch + layout.key_counters), layout.key_tiles};
 }
 
-// `scratch`: where HopperScratch's memory begins, for the kernel of all.
+// `scratch`: where HopperScratch's memory begins.
 template <typename Form>
 cudaError_t launch_backward_form(const AttentionGradient& gradient, const DeviceProperties& device,
                                  uint32_t* ticket, char* scratch, cudaStream_t stream) {
@@ -179,8 +180,11 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
     const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
     args.sums = dquery_sums(layout, scratch);
     args.own_sums = key_sums(layout, scratch);
-    // With a window, not all tiles of keys before one see its queries: none is left out.
-    if (params.window_left < 0) args.key_mask = key_mask_of(params, /*backward=*/true, scratch);
+  }
+  // With a window, not all tiles of keys before one see its queries: the kernel of all leaves none
+  // out.
+  if (!Form::kAll || params.window_left < 0) {
+    args.mask_map = mask_map_of(params, /*backward=*/true, scratch);
   }
   args.statistics = gradient.statistics;
   args.of_statistics = gradient.of_statistics;
@@ -201,7 +205,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
                             CU_TENSOR_MAP_SWIZZLE_NONE, &args.statistics_map);
   }
   if (map.error != cudaSuccess) return map.error;
-  set_scores(params, Form::kGeneral && params.mask.data != nullptr, &args);
+  set_scores(params, Form::kGeneral, &args);
   const HopperPlan plan = hopper_plan(params);
   args.kv_heads = params.kv_heads;
   args.parts = plan.key_parts;
@@ -261,7 +265,8 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
         using Form = BackwardForm<decltype(zero), kDim, general.value, of_keys.value, first.value,
                                   second.value>;
         if (error != cudaSuccess) return;
-        error = launch_backward_form<Form>(gradient, device, ticket++, nullptr, stream);
+        error = launch_backward_form<Form>(gradient, device, ticket++, static_cast<char*>(scratch),
+                                           stream);
       };
       constexpr std::true_type kYes;
       constexpr std::false_type kNo;

@@ -30,11 +30,11 @@ template <int kRows, int kKeys, int kMaxBytes>
 struct MaskTile {
   static constexpr int kBytes = kRows * mask_pitch(kKeys, kMaxBytes);
 
-  // By the copying threads, to `to`. Rows beyond the sequence are its last one, keys beyond it
-  // zeros.
-  static __device__ __forceinline__ void copy(const AttentionMask& mask, char* to,
-                                              CopyBarrier& full, int sequence, int head, int query,
-                                              int queries, int key, int keys) {
+  // Starts a copy to `to`, by the copying threads. Rows beyond the sequence are its last one, keys
+  // beyond it zeros.
+  static __device__ __forceinline__ void start_copy(const AttentionMask& mask, char* to,
+                                                    int sequence, int head, int query, int queries,
+                                                    int key, int keys) {
     const auto copy_as = [&](auto element) {
       copy_elements<decltype(element)>(mask, to,
                                        sequence * mask.batch_stride + head * mask.head_stride,
@@ -48,6 +48,8 @@ struct MaskTile {
       copy_as(uint16_t());
     }
     detail::commit_copies();
+  }
+  static __device__ __forceinline__ void end_copy(CopyBarrier& full) {
     detail::wait_for_copies<0>();
     __syncwarp();  // copies diverge
     arrive(full);

@@ -68,19 +68,29 @@ struct ForwardMemory {
   static constexpr int kWorks = Form::kQueryStages + 2;
   WorkTile work[kWorks];
   ListPlace place;
-  // Of tiles of keys: what a mask of keys adds to their scores, and whether that is not 0 for all.
+  // Of tiles of keys: whether a mask changes their scores, and what one of keys adds to them.
   static constexpr int kMaskedKeys = Form::kMasksKeys ? Form::kKeys : 2;
-  alignas(8) float key_added[Form::kKeyStages][kMaskedKeys];
   bool key_changes[Form::kKeyStages];
+  alignas(8) float key_added[Form::kKeyStages][kMaskedKeys];
   bool key_hidden[Form::kGroups][kMaskedKeys];  // of a warpgroup's last tile of keys
   MaskVerdict<Form::kKeys> verdict;
 };
+
+// Whether a mask changes scores of a tile, as far as is known.
+template <typename Form>
+__device__ __forceinline__ bool mask_changes(const ForwardArgs& args, const WorkTile& work,
+                                             int tile) {
+  if (args.mask_map.bits == nullptr) return Form::kMasked;
+  return args.mask_map.template changes<Form::kKeys>(work.of_mask, Form::kMasked ? work.first : 0,
+                                                     Form::kMasked ? Form::kRows : 1,
+                                                     tile * Form::kKeys);
+}
 
 // One warp: copies the tiles of queries, keys and values in the order in which they are used.
 template <typename Form>
 class ForwardProducer {
   using KeyTile = typename Form::KeyTile;
-  static constexpr auto kMasked = Form::kMasksKeys ? MaskedSide::kOther : MaskedSide::kNone;
+  static constexpr auto kHidden = Form::kGeneral ? Hidden::kKeys : Hidden::kNone;
 
  public:
   __device__ __forceinline__ ForwardProducer(const ForwardArgs& args, ForwardMemory<Form>& memory)
@@ -90,7 +100,7 @@ class ForwardProducer {
     uint32_t index = blockIdx.x, verdict_turn = 0;
     const WorkTile* work = begin(index);
     load_query(*work);
-    while (found_) {
+    while (work->sequence >= 0) {
       if (args_.ticket == nullptr) {
         index += gridDim.x;
       } else if (leader_) {
@@ -120,7 +130,7 @@ class ForwardProducer {
   __device__ __forceinline__ const WorkTile* begin(uint32_t index) {
     WorkTile* work = &memory_.work[work_place_.slot];
     work_place_.advance();
-    found_ = list_.tile(index, work);
+    list_.tile(index, work);
     __syncwarp();
     if (sees_keys(*work)) load_key(*work, work->end_tile - 1);
     return work;
@@ -146,11 +156,13 @@ class ForwardProducer {
   }
   __device__ __forceinline__ void load_key(const WorkTile& work, int tile) {
     const int slot = key_place_.slot;
+    const bool changes = Form::kGeneral && mask_changes<Form>(args_, work, tile);
     wait(memory_.key_empty[slot], key_place_.parity ^ 1);
-    if constexpr (Form::kMasksKeys) {
-      if (args_.key_mask.bits != nullptr) set_key_mask(work, tile, slot);
-      arrive(memory_.key_full[slot]);
+    if constexpr (Form::kGeneral) {
+      if (leader_) memory_.key_changes[slot] = changes;
+      if (Form::kMasksKeys && changes) set_key_mask(work, tile, slot);
     }
+    if constexpr (Form::kMasksKeys) arrive(memory_.key_full[slot]);
     if (leader_) load(&args_.key, memory_.key[slot], memory_.key_full[slot], work, tile);
     key_place_.advance();
   }
@@ -168,11 +180,7 @@ class ForwardProducer {
   }
   // What a mask of keys adds to the scores of a tile.
   __device__ __forceinline__ void set_key_mask(const WorkTile& work, int tile, int slot) {
-    const uint32_t* seen = args_.key_mask.seen(work.sequence, work.head, args_.heads);
-    const uint32_t* changed = seen + args_.key_mask.words;
-    const bool changes = KeyMask::any<Form::kKeys>(changed, tile * Form::kKeys);
-    if (leader_) memory_.key_changes[slot] = changes;
-    for (int i = threadIdx.x; changes && i < Form::kKeys; i += 32) {
+    for (int i = threadIdx.x; i < Form::kKeys; i += 32) {
       const int key = tile * Form::kKeys + i;
       const float added =
           key < work.keys ? key_mask_value(args_.mask, work.sequence, work.head, key) : 0;
@@ -183,8 +191,7 @@ class ForwardProducer {
   const ForwardArgs& args_;
   ForwardMemory<Form>& memory_;
   const bool leader_;
-  bool found_;
-  WorkList<Form::kRows, Form::kKeys, kMasked> list_;
+  WorkList<Form::kRows, Form::kKeys, kHidden> list_;
   RingPlace<Form::kKeyStages> key_place_;
   RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;
@@ -204,10 +211,16 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
     work_place.advance();
     if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
     for (bool again = sees_keys(work), first = true; again; first = false) {
-      for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
+      int tile = work.end_tile;
+      const auto next = [&] {
+        while (--tile >= work.first_tile && !mask_changes<Form>(args, work, tile)) continue;
+      };
+      for (next(); tile >= work.first_tile;) {
         wait_for_readers<128 * Form::kGroups>(has_copied);
-        Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, work.head,
-                         work.first, work.queries, tile * Form::kKeys, work.keys);
+        Form::Mask::start_copy(args.mask, memory.mask, work.sequence, work.head, work.first,
+                               work.queries, tile * Form::kKeys, work.keys);
+        next();
+        Form::Mask::end_copy(memory.mask_full);
       }
       again = first && memory.verdict.read(verdict_turn);
     }

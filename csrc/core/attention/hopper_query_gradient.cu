@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(256)
   const int columns = kByQueries || half == 0 ? 64 : args.dim - 64;
   if (threadIdx.x == 0) place = {};
   __syncthreads();
-  WorkList<kRows, kHopperOwnRows, MaskedSide::kOther> list(args, &place);
+  WorkList<kRows, kHopperOwnRows, Hidden::kKeys> list(args, &place);
   for (uint32_t index = blockIdx.x;; index += gridDim.x) {
     if (threadIdx.x < 32) list.tile(index, &work);
     __syncthreads();
@@ -75,7 +75,7 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
   args.dim = hopper_plan(params).dim;
-  args.key_mask = key_mask_of(params, /*backward=*/true, scratch);
+  args.mask_map = mask_map_of(params, /*backward=*/true, scratch);
   const auto launch = [&](auto rows) {
     const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, &args);
     if (tiles == 0) return cudaSuccess;

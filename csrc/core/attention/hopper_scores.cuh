@@ -11,11 +11,12 @@ namespace fused_norm::hopper {
 
 // What becomes of query . key.
 struct ScoreArgs {
-  bool general;  // scores need more than a positive scale, a band and a mask
+  bool general;  // scores need more than a positive scale, a band and what hides keys
   // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
   // positive.
   float scale;
-  bool multiplies;  // no option and no exponent takes the last factor
+  bool multiplies;  // no option, no mask and no exponent takes the last factor
+  bool adds_mask;   // a mask of numbers, of pairs: takes it
   float exponent;   // of scores in the softmax: exp2(exponent * score); positive
   float softcap;
   AttentionMask mask;
@@ -126,7 +127,8 @@ __device__ __forceinline__ void cap(float (&scores)[kCount], float scale) {
   }
 }
 
-// softcap and slopes: query . key become scores but for a factor, which it returns, and the mask.
+// softcap and slopes: query . key become scores but for a mask, and for a factor where one of
+// numbers is added, which it returns.
 // `row`: the thread's first query, `column`: its first key, or the other way round. capped() is
 // called when scores are tanh(s / softcap). kNear: by cap(), which takes more registers.
 template <bool kNear = false, int kCount, typename Capped>
@@ -159,7 +161,7 @@ __device__ __forceinline__ float general_scores(const ScoreArgs& args, const Wor
 #pragma unroll
     for (int i = 0; i < kCount; ++i) scores[i] *= factor;
   }
-  return factor;
+  return args.adds_mask ? factor : 1;
 }
 
 template <typename T>

@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "core/attention/hopper_key_mask.cuh"
+#include "core/attention/hopper_mask_map.cuh"
 #include "core/attention/params.h"
 
 namespace fused_norm::hopper {
@@ -21,7 +21,7 @@ struct WorkArgs {
   uint32_t* ticket;  // 0 at first: tiles are handed out as blocks come; null: in turn
   int32_t window_left, window_right;  // at most kNoLimit
   bool top_left;
-  KeyMask key_mask;
+  MaskMap mask_map;
 };
 
 // A tile of queries, and the tiles of keys that one of them sees.
@@ -32,6 +32,7 @@ struct WorkTile {
   int32_t query_begin, queries;  // the sequence's rows in the tensor
   int32_t key_begin, keys;
   int32_t first_tile, end_tile;  // alike where there is no tile left
+  uint32_t of_mask;              // where the arrays of a mask's map begin
   int32_t hidden_before;  // how many of the own side's tiles before this one a mask of keys hides
 };
 __device__ __forceinline__ bool sees_keys(const WorkTile& work) {
@@ -44,8 +45,10 @@ struct ListPlace {
   uint32_t tiles_before;
 };
 
-// Which side of a list's tiles a mask of keys may be of.
-enum class MaskedSide { kNone, kOwn, kOther };
+// What a list leaves out for a mask's map: nothing, where it has none; tiles of keys, or of
+// queries, before the first and behind the last that the own side sees; or, with a mask of keys,
+// those of the own side.
+enum class Hidden { kNone, kKeys, kQueries, kOwnKeys };
 
 // Where a ring of kStages slots stands.
 template <int kStages>
@@ -57,10 +60,6 @@ struct RingPlace {
       slot = 0;
       parity ^= 1;
     }
-  }
-  // Whether it stood at an odd number of slots before this one.
-  __device__ __forceinline__ uint32_t is_odd() const {
-    return (slot ^ (kStages % 2 ? parity : 0)) & 1;
   }
 };
 
@@ -89,7 +88,7 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Ban
 }
 
 // The tiles of kRows queries, against tiles of kKeys keys.
-template <int kRows, int kKeys, MaskedSide kMasked>
+template <int kRows, int kKeys, Hidden kHidden>
 class WorkList {
  public:
   // `place` lies in shared memory, zeros at first.
@@ -99,39 +98,58 @@ class WorkList {
   // none. By all threads of a warp, of which the first writes.
   __device__ bool tile(uint32_t index, WorkTile* work) {
     const bool found = args_.query_offsets == nullptr ? dense(index, work) : packed(index, work);
-    if (threadIdx.x % 32 != 0) return found;
+    if (threadIdx.x % 32 == 0) begin(found, work);
+    if constexpr (kHidden != Hidden::kNone) {
+      if (found && args_.mask_map.bits != nullptr) leave_out_hidden(work);
+    }
+    return found;
+  }
+
+ private:
+  // What follows from a tile's place, before a mask is looked at.
+  __device__ void begin(bool found, WorkTile* work) const {
     if (!found) {
       work->sequence = -1;
       work->first_tile = work->end_tile = 0;
-      return false;
+      return;
     }
     work->kv_head = work->head / args_.heads_per_kv;
     const KeyTiles tiles = key_tiles_of<kKeys>(*work, band_of(args_, *work), work->first, kRows);
     work->first_tile = tiles.first;
     work->end_tile = tiles.end;
     work->hidden_before = 0;
-    if constexpr (kMasked != MaskedSide::kNone) {
-      if (args_.key_mask.bits != nullptr) leave_out_hidden(work);
-    }
-    return true;
   }
 
- private:
-  // Leaves out the tiles of keys before the first and behind the last that the mask does not hide,
-  // or this one where the own side are the keys.
+  // By all threads of a warp.
   __device__ void leave_out_hidden(WorkTile* work) const {
-    const uint32_t* seen = args_.key_mask.seen(work->sequence, work->head, args_.heads);
-    if constexpr (kMasked == MaskedSide::kOwn) {
-      const auto hides = [&](int key) { return !KeyMask::any<kRows>(seen, key); };
-      if (hides(work->first)) work->end_tile = work->first_tile;
-      for (int key = 0; key < work->first; key += kRows) work->hidden_before += hides(key);
+    const int lane = threadIdx.x % 32;
+    constexpr int kSeen = kHidden == Hidden::kKeys ? kKeys : kRows;  // keys of a tile
+    const auto sees = [&](int query, int queries, int key) {
+      return args_.mask_map.template sees<kSeen>(work->of_mask, query, queries, key);
+    };
+    __syncwarp();  // the first has written
+    const int first = work->first_tile, end = work->end_tile;
+    if constexpr (kHidden == Hidden::kOwnKeys) {
+      int before = 0;
+#pragma unroll 1
+      for (int key = lane * kRows; key < work->first; key += 32 * kRows) before += !sees(0, 1, key);
+      before = __reduce_add_sync(~0u, before);
+      if (lane == 0) work->hidden_before = before;
+      if (lane == 0 && !sees(0, 1, work->first)) work->end_tile = first;
     } else {
-      const auto hides = [&](int tile) { return !KeyMask::any<kKeys>(seen, tile * kKeys); };
-      int first = work->first_tile, end = work->end_tile;
-      while (first < end && hides(first)) ++first;
-      while (first < end && hides(end - 1)) --end;
-      work->first_tile = first;
-      work->end_tile = end;
+      __syncwarp();  // all have read
+      if (lane == 0) work->end_tile = first;
+#pragma unroll 1  // registers are few
+      for (int from = first; from < end; from += 32) {
+        const int tile = from + lane;
+        const bool sees_it =
+            tile < end && (kHidden == Hidden::kKeys ? sees(work->first, kRows, tile * kKeys)
+                                                    : sees(tile * kKeys, kKeys, work->first));
+        const uint32_t seen = __ballot_sync(~0u, sees_it);
+        if (lane != 0 || seen == 0) continue;
+        if (work->end_tile == first) work->first_tile = from + __ffs(seen) - 1;
+        work->end_tile = from + 32 - __clz(seen);
+      }
     }
   }
 
@@ -149,6 +167,7 @@ class WorkList {
     work->query_begin = work->key_begin = 0;
     work->queries = args_.queries;
     work->keys = args_.keys;
+    work->of_mask = args_.mask_map.begin(work->sequence, work->head);
     return true;
   }
 

@@ -19,7 +19,8 @@ int dim_of(const AttentionParams& params) {
 
 // Whether tiles take unlike times.
 bool is_uneven(const AttentionParams& params) {
-  return params.query_offsets != nullptr || params.window_left >= 0 || params.window_right >= 0;
+  return params.query_offsets != nullptr || params.window_left >= 0 || params.window_right >= 0 ||
+         (attention_maps_mask(params) && !attention_masks_keys(params));
 }
 
 // Heads of `rows` rows of two tensors that the cache holds.
@@ -61,6 +62,12 @@ bool attention_masks_keys(const AttentionParams& params) {
   const AttentionMask& mask = params.mask;
   return mask.data != nullptr && params.query_offsets == nullptr && mask.row_stride == 0 &&
          (mask.head_stride == 0 || params.heads == params.kv_heads);
+}
+
+bool attention_maps_mask(const AttentionParams& params) {
+  return attention_masks_keys(params) ||
+         (params.mask.data != nullptr && params.query_offsets == nullptr &&
+          params.mask.head_stride == 0);
 }
 
 AttentionTier attention_tier(const AttentionParams& params, const DeviceProperties& device,
@@ -163,8 +170,11 @@ QueryParts query_parts(const AttentionParams& params, int rows) {
   return {of_head, of_head * params.heads * (packed ? 1 : params.batch), params.heads, packed};
 }
 
-int64_t key_mask_rows(const AttentionParams& params) {
-  return int64_t{params.batch} * (params.mask.head_stride == 0 ? 1 : params.heads);
+MaskMapSize mask_map_size(const AttentionParams& params) {
+  const AttentionMask& mask = params.mask;
+  return {mask.batch_stride == 0 ? 1 : params.batch, mask.head_stride == 0 ? 1 : params.heads,
+          attention_masks_keys(params) ? 1 : (params.queries + kQueriesOfBit - 1) / kQueriesOfBit,
+          params.keys / (32 * kKeysOfBit) + 2};
 }
 
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
@@ -187,9 +197,9 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     }
   }
   take(scratch.zeros);
-  if (attention_masks_keys(params)) {
-    scratch.key_bits =
-        take(key_mask_rows(params) * 2 * key_mask_words(params.keys) * sizeof(uint32_t));
+  if (attention_maps_mask(params)) {
+    const MaskMapSize size = mask_map_size(params);
+    scratch.mask_map = take(size.arrays() * size.words * sizeof(uint32_t));
   }
   if (backward) {
     scratch.of_statistics = query_parts(params, kStatisticRows);

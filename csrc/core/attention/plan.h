@@ -29,6 +29,9 @@ bool attention_scores_are_plain(const AttentionParams& params);
 // Whether there is a mask of dense keys alone, as of padding: the same for every query, and for all
 // query heads that share keys.
 bool attention_masks_keys(const AttentionParams& params);
+// Whether Hopper's kernels have a map of the mask, by which they leave out tiles that it hides: of
+// masks of keys, and of those that all heads share, as causal ones with padding are.
+bool attention_maps_mask(const AttentionParams& params);
 
 // Tiles of a kernel of the portable tier: a block has 16 `fragments` rows for each of its warps and
 // walks the other side, `others` rows at a time, in `stages` tiles of shared memory.
@@ -177,12 +180,16 @@ struct QueryParts {
 QueryParts query_parts(const AttentionParams& params, int rows);
 constexpr int kStatisticRows = 4;  // of a part of statistics
 
-// A mask of keys becomes two arrays of bits, each bit for so many keys. Two neighbouring words are
-// read at once, so an array has a word more than it has bits for.
-constexpr int kKeysOfBit = 16;
-constexpr int64_t key_mask_words(int64_t keys) { return keys / (32 * kKeysOfBit) + 2; }
-// Rows of such a mask.
-int64_t key_mask_rows(const AttentionParams& params);
+// A mask's map has for each block of kQueriesOfBit queries of a head of the mask two arrays of
+// bits, each bit for kKeysOfBit keys. Masks of keys have one block. Two neighbouring words are read
+// at once, so an array has a word more than it has bits for.
+constexpr int kKeysOfBit = 16, kQueriesOfBit = 64;
+struct MaskMapSize {
+  int32_t sequences, heads, blocks, words;
+
+  constexpr int64_t arrays() const { return int64_t{2} * sequences * heads * blocks; }
+};
+MaskMapSize mask_map_size(const AttentionParams& params);
 
 // Scratch memory of a pass: bytes of it all, of which `zeros` at the beginning are to be zero, and
 // where things begin. First is a ticket for each kernel by which tiles are handed out as blocks
@@ -192,7 +199,7 @@ int64_t key_mask_rows(const AttentionParams& params);
 // Where a head of keys has parts, the two warpgroups of each tile of keys have a chunk of dkey and
 // dvalue too, whose counters follow.
 struct HopperScratch {
-  size_t zeros, key_bits, statistics, chunks, key_counters, key_chunks, all;
+  size_t zeros, mask_map, statistics, chunks, key_counters, key_chunks, all;
   QueryParts of_statistics, tiles, key_tiles;
 };
 constexpr size_t kHopperTicketBytes = 16;
