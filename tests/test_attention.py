@@ -308,8 +308,8 @@ def test_empty(sizes, batch, device):
 def test_hidden_keys_may_hold_anything(tier, poison, seed):
     """Padding, keys that no row sees, and a neighbour in a packed tensor."""
     device = "cpu" if tier == "cpu" else "cuda"
-    for dtype in (FP32, BF16, FP16):
-        case = Case(dtype, (70, 90), (64, 64), (2, 4, 2), "both", "bool keys")
+    for dtype, softcap in itertools.product((FP32, BF16, FP16), (0.0, 4.0)):
+        case = Case(dtype, (70, 90), (64, 64), (2, 4, 2), "both", "bool keys", softcap=softcap)
         if not takes(tier, case):
             continue
         tensors = tensors_of(case, rand_generator(device, seed))

@@ -195,11 +195,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void end_tile(int slot) {
     if constexpr (kFirst) hold(first_sums_);
     if constexpr (kSecond) hold(second_sums_);
-    if constexpr (Form::kMasks) {
-      arrive(memory_.first_empty[slot]);  // each lane has read the slot
-    } else {
-      release(memory_.first_empty[slot]);
-    }
+    release(memory_.first_empty[slot]);
     if constexpr (kSecond) release(memory_.second_empty[slot]);
   }
   // Where the second sum reads them, tiles of both are used for as long, but in the kernel of all.
@@ -291,7 +287,7 @@ class BackwardConsumer {
                                         tile * kOthers + lane_ % 4 * 2, capped);
     if constexpr (Form::kMasks) {
       if (!has_mask<Form>(args_)) return;
-      if (!memory_.mask_changes[first_place_.slot]) {
+      if (!mask_changes(args_, work, tile)) {
         if (!args_.adds_mask) return;
 #pragma unroll
         for (int i = 0; i < kOthers / 2; ++i) scores_[i] *= factor;

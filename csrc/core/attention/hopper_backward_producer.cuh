@@ -108,7 +108,6 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   alignas(128) float statistics[Form::kFirstStages][2][Form::kOfKeys ? Form::kOthers : 2];
   float key_mask[Form::kAll ? Form::kOwn : 1];  // what a mask adds to the own keys' exponents
   alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
-  bool mask_changes[Form::kFirstStages];  // whether the mask changes scores of a tile of others
   CopyBarrier mask_full;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
@@ -128,21 +127,6 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
 template <typename Form>
 __device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
   return Form::kMasks && args.mask.data != nullptr;
-}
-// Whether a mask changes scores of a tile of others, as far as is known.
-template <typename Form>
-__device__ __forceinline__ bool mask_changes(const BackwardArgs& args, const WorkTile& work,
-                                             int tile) {
-  if (!has_mask<Form>(args)) return false;
-  if (args.mask_map.bits == nullptr) return true;
-  const int others = tile * Form::kOthers;
-  if constexpr (Form::kOfKeys) {
-    return args.mask_map.template changes<Form::kOwn>(work.of_mask, others, Form::kOthers,
-                                                      work.first);
-  } else {
-    return args.mask_map.template changes<Form::kOthers>(work.of_mask, work.first, Form::kOwn,
-                                                         others);
-  }
 }
 // Where tiles of the own side lie: of one after the other.
 template <typename Form>
@@ -281,9 +265,7 @@ class BackwardProducer {
             ? first_statistic(args_, work.sequence, head, work.key_begin) + tile_ * kOthers
             : 0;
     CopyBarrier& full = memory_.first_full[slot];
-    const bool changes = mask_changes<Form>(args_, work, tile_);
     wait(memory_.first_empty[slot], first_place_.parity ^ 1);
-    if constexpr (Form::kMasks) memory_.mask_changes[slot] = changes;
     full.expect(OtherTile::kBytes + (Form::kOfKeys ? sizeof(memory_.statistics[0]) : 0));
     load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first, full, row, head,
                          work.batch);
@@ -323,7 +305,7 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
     for (bool again = any, first = true; again; first = false) {
       int tile = work.first_tile - 1;
       const auto next = [&] {
-        while (++tile < work.end_tile && !mask_changes<Form>(args, work, tile)) continue;
+        while (++tile < work.end_tile && !mask_changes(args, work, tile)) continue;
       };
       for (next(); tile < work.end_tile;) {
         for (int left = heads; left > 0; --left) {

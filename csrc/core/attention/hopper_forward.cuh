@@ -226,7 +226,6 @@ class Consumer {
   }
 
   __device__ __forceinline__ void multiply_keys() {
-    if constexpr (Form::kGeneral) next_changes_ = memory_.key_changes[key_place_.slot];
     uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
     // Hides the operand, or the compiler keeps each of its steps in a register.
     if constexpr (Form::kMasked || kWide) asm volatile("" : "+l"(queries));
@@ -242,13 +241,13 @@ class Consumer {
 
   // The scores of `tile` are made: its slot is given back, and options, mask and band are applied.
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
-    changes_ = Form::kGeneral && next_changes_;
-    if (!Form::kMasksKeys || !changes_) leave_scores(tile);
+    changes_ = Form::kMasksKeys && masks_keys(args_, work, tile);
+    if (!changes_) leave_scores(tile);
     const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
     float factor = 1;
     if (Form::kGeneral && args_.general)
       factor = general_scores<true>(args_, work, work.head, scores_, row, column, [] {});
-    if (Form::kMasked && changes_) {
+    if (Form::kMasked && mask_changes(args_, work, tile)) {
       wait(memory_.mask_full, mask_parity_);
       mask_parity_ ^= 1;
       Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
@@ -258,7 +257,7 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores_[i] *= factor;
     }
-    if (Form::kMasksKeys && changes_) {
+    if (changes_) {
       add_key_mask();
       leave_scores(tile);
     }
@@ -308,7 +307,7 @@ class Consumer {
     if (lane_ == 0) arrive(barrier);
   }
   __device__ __forceinline__ void leave_key() {
-    if constexpr (Form::kGeneral) {
+    if constexpr (Form::kMasksKeys) {
       arrive(memory_.key_empty[key_place_.slot]);  // each lane has read the slot
     } else {
       release(memory_.key_empty[key_place_.slot]);
@@ -360,8 +359,7 @@ class Consumer {
   // Tiles of keys from `hides_from_` on or below `hides_below_` have keys that one of the
   // warpgroup's queries does not see.
   int hides_from_, hides_below_;
-  // Whether a mask changes scores of the last tile; of the tile whose product is under way.
-  bool changes_ = false, next_changes_ = false;
+  bool changes_ = false;  // whether a mask of keys changes scores of the last tile
 
   Scores scores_;
   float rescale_[2];
@@ -384,7 +382,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     memory.mask_full.init(kMaskThreads);
     memory.place = {};
     init_ring(memory.key_full, memory.key_empty, Form::kKeyFillers,
-              Form::kGeneral ? 32 * kWarps : kWarps);
+              Form::kMasksKeys ? 32 * kWarps : kWarps);
     init_ring(memory.value_full, memory.value_empty, 1, kWarps);
     CopyBarrier::order_inits();
   }

@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     memory.mask_full.init(kMaskThreads);
     memory.verdict.init(kWarps);
     memory.place = {};
-    init_ring(memory.first_full, memory.first_empty, 1, Form::kMasks ? 32 * kWarps : kWarps);
+    init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
     CopyBarrier::order_inits();
   }

@@ -55,31 +55,25 @@ struct MaskMap {
     return static_cast<uint32_t>(row) * blocks * 2 * words;
   }
   // Whether one of kKeys keys from `key` on is seen by one of `queries` from `query` on, of those
-  // whose arrays begin there.
+  // whose arrays begin there, and whether one of their scores is changed.
+  struct Tile {
+    bool seen, changed;
+  };
   template <int kKeys>
-  __device__ __forceinline__ bool sees(uint32_t begin, int query, int queries, int key) const {
-    return any<kKeys>(begin, query, queries, key);
-  }
-  // Whether one of their scores is changed.
-  template <int kKeys>
-  __device__ __forceinline__ bool changes(uint32_t begin, int query, int queries, int key) const {
-    return any<kKeys>(begin + words, query, queries, key);
-  }
-
- private:
-  template <int kKeys>
-  __device__ __forceinline__ bool any(uint32_t at, int query, int queries, int key) const {
+  __device__ __forceinline__ Tile tile(uint32_t begin, int query, int queries, int key) const {
     static_assert(kKeys % kKeysOfBit == 0 && kKeys / kKeysOfBit < 32);
     const int bit = key / kKeysOfBit, first = min(query / kQueriesOfBit, blocks - 1);
     int more = min((query + queries - 1) / kQueriesOfBit, blocks - 1) - first;
-    at += first * 2 * words + bit / 32;
-    uint32_t found = 0;
+    const uint32_t* at = bits + (begin + first * 2 * words + bit / 32);
+    uint32_t seen = 0, changed = 0;
 #pragma unroll 1  // registers are few
     do {
-      found |= __funnelshift_r(bits[at], bits[at + 1], bit % 32);
+      seen |= __funnelshift_r(at[0], at[1], bit % 32);
+      changed |= __funnelshift_r(at[words], at[words + 1], bit % 32);
       at += 2 * words;
     } while (--more >= 0);
-    return found & ((1u << kKeys / kKeysOfBit) - 1);
+    constexpr uint32_t kBits = (1u << kKeys / kKeysOfBit) - 1;
+    return {(seen & kBits) != 0, (changed & kBits) != 0};
   }
 };
 

@@ -68,22 +68,16 @@ struct ForwardMemory {
   static constexpr int kWorks = Form::kQueryStages + 2;
   WorkTile work[kWorks];
   ListPlace place;
-  // Of tiles of keys: whether a mask changes their scores, and what one of keys adds to them.
+  // What a mask of keys adds to the scores of a tile of them.
   static constexpr int kMaskedKeys = Form::kMasksKeys ? Form::kKeys : 2;
-  bool key_changes[Form::kKeyStages];
   alignas(8) float key_added[Form::kKeyStages][kMaskedKeys];
   bool key_hidden[Form::kGroups][kMaskedKeys];  // of a warpgroup's last tile of keys
   MaskVerdict<Form::kKeys> verdict;
 };
 
-// Whether a mask changes scores of a tile, as far as is known.
-template <typename Form>
-__device__ __forceinline__ bool mask_changes(const ForwardArgs& args, const WorkTile& work,
-                                             int tile) {
-  if (args.mask_map.bits == nullptr) return Form::kMasked;
-  return args.mask_map.template changes<Form::kKeys>(work.of_mask, Form::kMasked ? work.first : 0,
-                                                     Form::kMasked ? Form::kRows : 1,
-                                                     tile * Form::kKeys);
+// Whether a mask of keys, if there is one, changes scores of a tile.
+__device__ __forceinline__ bool masks_keys(const WorkArgs& args, const WorkTile& work, int tile) {
+  return args.mask_map.bits != nullptr && mask_changes(args, work, tile);
 }
 
 // One warp: copies the tiles of queries, keys and values in the order in which they are used.
@@ -128,7 +122,7 @@ class ForwardProducer {
  private:
   // Finds a tile of queries, and starts the copy of its first keys.
   __device__ __forceinline__ const WorkTile* begin(uint32_t index) {
-    WorkTile* work = &memory_.work[work_place_.slot];
+    WorkTile* work = &memory_.work[work_place_.slot()];
     work_place_.advance();
     list_.tile(index, work);
     __syncwarp();
@@ -136,9 +130,9 @@ class ForwardProducer {
     return work;
   }
   __device__ __forceinline__ void load_query(const WorkTile& work) {
-    const int slot = query_place_.slot;
+    const int slot = query_place_.slot();
     CopyBarrier& full = memory_.query_full[slot];
-    wait(memory_.query_empty[slot], query_place_.parity ^ 1);
+    wait(memory_.query_empty[slot], query_place_.parity() ^ 1);
     query_place_.advance();
     if (!leader_) return;
     if (!sees_keys(work)) return arrive(full);
@@ -155,20 +149,18 @@ class ForwardProducer {
     }
   }
   __device__ __forceinline__ void load_key(const WorkTile& work, int tile) {
-    const int slot = key_place_.slot;
-    const bool changes = Form::kGeneral && mask_changes<Form>(args_, work, tile);
-    wait(memory_.key_empty[slot], key_place_.parity ^ 1);
-    if constexpr (Form::kGeneral) {
-      if (leader_) memory_.key_changes[slot] = changes;
-      if (Form::kMasksKeys && changes) set_key_mask(work, tile, slot);
+    const int slot = key_place_.slot();
+    wait(memory_.key_empty[slot], key_place_.parity() ^ 1);
+    if constexpr (Form::kMasksKeys) {
+      if (masks_keys(args_, work, tile)) set_key_mask(work, tile, slot);
+      arrive(memory_.key_full[slot]);
     }
-    if constexpr (Form::kMasksKeys) arrive(memory_.key_full[slot]);
     if (leader_) load(&args_.key, memory_.key[slot], memory_.key_full[slot], work, tile);
     key_place_.advance();
   }
   __device__ __forceinline__ void load_value(const WorkTile& work, int tile) {
-    const int slot = value_place_.slot;
-    wait(memory_.value_empty[slot], value_place_.parity ^ 1);
+    const int slot = value_place_.slot();
+    wait(memory_.value_empty[slot], value_place_.parity() ^ 1);
     if (leader_) load(&args_.value, memory_.value[slot], memory_.value_full[slot], work, tile);
     value_place_.advance();
   }
@@ -192,10 +184,10 @@ class ForwardProducer {
   ForwardMemory<Form>& memory_;
   const bool leader_;
   WorkList<Form::kRows, Form::kKeys, kHidden> list_;
-  RingPlace<Form::kKeyStages> key_place_;
-  RingPlace<Form::kValueStages> value_place_;
-  RingPlace<Form::kQueryStages> query_place_;
-  RingPlace<ForwardMemory<Form>::kWorks> work_place_;
+  RingCount<Form::kKeyStages> key_place_;
+  RingCount<Form::kValueStages> value_place_;
+  RingCount<Form::kQueryStages> query_place_;
+  RingCount<ForwardMemory<Form>::kWorks> work_place_;
 };
 
 // The other warps of the producer's warpgroup copy tiles of the mask.
@@ -213,7 +205,7 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
     for (bool again = sees_keys(work), first = true; again; first = false) {
       int tile = work.end_tile;
       const auto next = [&] {
-        while (--tile >= work.first_tile && !mask_changes<Form>(args, work, tile)) continue;
+        while (--tile >= work.first_tile && !mask_changes(args, work, tile)) continue;
       };
       for (next(); tile >= work.first_tile;) {
         wait_for_readers<128 * Form::kGroups>(has_copied);

@@ -24,6 +24,9 @@ struct WorkArgs {
   MaskMap mask_map;
 };
 
+// Of so many tiles of keys a block keeps in mind which a mask changes.
+constexpr int kKnownTiles = 256;
+
 // A tile of queries, and the tiles of keys that one of them sees.
 struct WorkTile {
   int32_t sequence;  // -1: there is none left
@@ -32,11 +35,16 @@ struct WorkTile {
   int32_t query_begin, queries;  // the sequence's rows in the tensor
   int32_t key_begin, keys;
   int32_t first_tile, end_tile;  // alike where there is no tile left
-  uint32_t of_mask;              // where the arrays of a mask's map begin
   int32_t hidden_before;  // how many of the own side's tiles before this one a mask of keys hides
+  uint32_t changed[kKnownTiles / 32];  // a bit for each tile of keys: a mask changes its scores
 };
 __device__ __forceinline__ bool sees_keys(const WorkTile& work) {
   return work.first_tile < work.end_tile;
+}
+// Whether a mask changes scores of a tile of keys, as far as is known.
+__device__ __forceinline__ bool mask_changes(const WorkArgs& args, const WorkTile& work, int tile) {
+  return args.mask_map.bits == nullptr || tile >= kKnownTiles ||
+         (work.changed[tile / 32] >> tile % 32 & 1) != 0;
 }
 
 // The first of the 32 packed sequences that were looked at last, and the tiles before it.
@@ -61,6 +69,15 @@ struct RingPlace {
       parity ^= 1;
     }
   }
+};
+
+// The same in one register, for a copying warp, whose registers are few.
+template <int kStages>
+struct RingCount {
+  uint32_t count = 0;  // of slots before this one
+  __device__ __forceinline__ int slot() const { return count % kStages; }
+  __device__ __forceinline__ uint32_t parity() const { return count / kStages % 2; }
+  __device__ __forceinline__ void advance() { ++count; }
 };
 
 // j - i of the keys j that query i of the tile's sequence sees: [-left, right], without the ends of
@@ -123,30 +140,38 @@ class WorkList {
   // By all threads of a warp.
   __device__ void leave_out_hidden(WorkTile* work) const {
     const int lane = threadIdx.x % 32;
-    constexpr int kSeen = kHidden == Hidden::kKeys ? kKeys : kRows;  // keys of a tile
-    const auto sees = [&](int query, int queries, int key) {
-      return args_.mask_map.template sees<kSeen>(work->of_mask, query, queries, key);
+    constexpr int kMapped = kHidden == Hidden::kKeys ? kKeys : kRows;  // keys of a tile
+    const auto of_map = [&](int query, int queries, int key) {
+      const uint32_t begin = args_.mask_map.begin(work->sequence, work->head);
+      return args_.mask_map.template tile<kMapped>(begin, query, queries, key);
     };
     __syncwarp();  // the first has written
     const int first = work->first_tile, end = work->end_tile;
     if constexpr (kHidden == Hidden::kOwnKeys) {
       int before = 0;
 #pragma unroll 1
-      for (int key = lane * kRows; key < work->first; key += 32 * kRows) before += !sees(0, 1, key);
+      for (int key = lane * kRows; key < work->first; key += 32 * kRows) {
+        before += !of_map(0, 1, key).seen;
+      }
       before = __reduce_add_sync(~0u, before);
       if (lane == 0) work->hidden_before = before;
-      if (lane == 0 && !sees(0, 1, work->first)) work->end_tile = first;
+      if (lane == 0 && !of_map(0, 1, work->first).seen) work->end_tile = first;
     } else {
       __syncwarp();  // all have read
       if (lane == 0) work->end_tile = first;
 #pragma unroll 1  // registers are few
-      for (int from = first; from < end; from += 32) {
+      for (int from = first / 32 * 32; from < end; from += 32) {
         const int tile = from + lane;
-        const bool sees_it =
-            tile < end && (kHidden == Hidden::kKeys ? sees(work->first, kRows, tile * kKeys)
-                                                    : sees(tile * kKeys, kKeys, work->first));
-        const uint32_t seen = __ballot_sync(~0u, sees_it);
-        if (lane != 0 || seen == 0) continue;
+        MaskMap::Tile found{};
+        if (tile >= first && tile < end) {
+          found = kHidden == Hidden::kKeys ? of_map(work->first, kRows, tile * kKeys)
+                                           : of_map(tile * kKeys, kKeys, work->first);
+        }
+        const uint32_t seen = __ballot_sync(~0u, found.seen);
+        const uint32_t changed = __ballot_sync(~0u, found.changed);
+        if (lane != 0) continue;
+        if (from < kKnownTiles) work->changed[from / 32] = changed;
+        if (seen == 0) continue;
         if (work->end_tile == first) work->first_tile = from + __ffs(seen) - 1;
         work->end_tile = from + 32 - __clz(seen);
       }
@@ -167,7 +192,6 @@ class WorkList {
     work->query_begin = work->key_begin = 0;
     work->queries = args_.queries;
     work->keys = args_.keys;
-    work->of_mask = args_.mask_map.begin(work->sequence, work->head);
     return true;
   }
 

@@ -180,7 +180,7 @@ struct ScoreRules {
     return read_option<A>(mask, params.mask.dtype, at);
   }
 
-  // Of a key that the band shows; -inf where the mask hides it, whatever the key holds.
+  // Of a key that the band shows; -inf and 0 where the mask hides it, whatever the key holds.
   __device__ __forceinline__ Score<A> score(A dot, int query, int key) const {
     Score<A> s{dot * scale, A(1)};
     if (softcap > 0) {
@@ -192,7 +192,8 @@ struct ScoreRules {
     }
     if (mask != nullptr) {
       const A added = mask_at(query, key);
-      s.value = added <= A(kHidingMask) ? -static_cast<A>(INFINITY) : s.value + added;
+      if (added <= A(kHidingMask)) return {-static_cast<A>(INFINITY), A(0)};
+      s.value += added;
     }
     return s;
   }
