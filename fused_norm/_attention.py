@@ -320,9 +320,9 @@ def flash_attention_varlen(
         ``return_lse`` also the log-sum-exp ``(Hq, Tq)``.
     """
     tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
-    _check_tensors(*tensors)
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
+    _check_tensors(*tensors)
     max_seqlens = (
         _arguments.int64("max_seqlen_q", max_seqlen_q),
         _arguments.int64("max_seqlen_k", max_seqlen_k),

@@ -655,6 +655,7 @@ class TestErrors:
         refuse("max_seqlen_q must not be negative.*-1", attention, cu, cu, -1, 5)
         refuse(f"max_seqlen_k must be.*{2**70}", attention, cu, cu, 5, 2**70)
         refuse("cu_seqlens_k must be a tensor, but is None", attention, cu, None)
+        refuse(r"cu_seqlens_q must be a tensor, but is \[0, 5\]", attention, [0, 5], cu)
         refuse(r"query must be \(rows, heads, head dim\)", fn.flash_attention_varlen, q[None], q, q,
                cu, cu, 5, 5)  # fmt: skip
         if device == "cuda":
