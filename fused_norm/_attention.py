@@ -182,6 +182,7 @@ def scaled_dot_product_attention(
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _torch.attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    _arguments.optional_tensor("attn_mask", attn_mask, nested=False)
     if is_causal and attn_mask is not None:
         raise RuntimeError(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
