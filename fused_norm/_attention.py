@@ -182,6 +182,7 @@ def scaled_dot_product_attention(
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return _torch.attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
+    _arguments.optional_tensor("attn_mask", attn_mask, nested=False)
     if is_causal and attn_mask is not None:
         raise RuntimeError(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
@@ -320,9 +321,9 @@ def flash_attention_varlen(
         ``return_lse`` also the log-sum-exp ``(Hq, Tq)``.
     """
     tensors = (query, key, value, None, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k)
-    _check_tensors(*tensors)
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
+    _check_tensors(*tensors)
     max_seqlens = (
         _arguments.int64("max_seqlen_q", max_seqlen_q),
         _arguments.int64("max_seqlen_k", max_seqlen_k),

@@ -244,6 +244,23 @@ def test_which_tier_makes_gradients(seed):
         assert tiers(dim, attn_mask=randn(generator, 70, 70)) == {"portable"}
 
 
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 512), (2, 1, 512, 1)], ids=str)
+def test_gradient_of_a_mask_that_serves_many_scores_on_the_cpu(shape, seed):
+    """Up to two million of them, most of one sign."""
+    generator = rand_generator("cpu", seed)
+    q, k, v, dout = (randn(generator, 2, 4, 512, 16) + n for n in (0, 0, 1, 0.5))
+    sink, gradients = torch.full((4,), 6.0), []
+    for function, dtype in ((fn.flash_attention, FP32), (compose, FP64)):
+        tensors = [t.to(dtype) for t in (q, k, v)]
+        mask = torch.zeros(shape, dtype=dtype, requires_grad=True)
+        options = {"attn_mask": mask, "sink": sink.to(dtype), "window": (None, 0)}
+        out = function(*tensors, **options)
+        out = out[0] if isinstance(out, tuple) else out
+        gradients += torch.autograd.grad(out, mask, dout.to(dtype))
+    error = (gradients[0].double() - gradients[1]).abs().max()
+    assert error <= 6 * 2**-24 * gradients[1].abs().max()
+
+
 @each_tier
 def test_rows_that_see_nothing(tier, seed):
     """Before the first key, behind a mask, without keys: 0, and -inf or the sink; no gradients."""

@@ -655,6 +655,7 @@ class TestErrors:
         refuse("max_seqlen_q must not be negative.*-1", attention, cu, cu, -1, 5)
         refuse(f"max_seqlen_k must be.*{2**70}", attention, cu, cu, 5, 2**70)
         refuse("cu_seqlens_k must be a tensor, but is None", attention, cu, None)
+        refuse(r"cu_seqlens_q must be a tensor, but is \[0, 5\]", attention, [0, 5], cu)
         refuse(r"query must be \(rows, heads, head dim\)", fn.flash_attention_varlen, q[None], q, q,
                cu, cu, 5, 5)  # fmt: skip
         if device == "cuda":
@@ -666,6 +667,9 @@ class TestErrors:
         refuse("attn_mask of shape.*is_causal", attention, q, q, q, tensor(5, 5, device=device),
                is_causal=True)  # fmt: skip
         refuse("query has 4 heads, key 2.*enable_gqa", attention, q, k, v)
+        nested = torch.nested.nested_tensor([q[0, 0]], layout=torch.jagged)
+        refuse("attn_mask must be a dense strided tensor, but is nested", attention, q, q, q,
+               nested)  # fmt: skip
         refuse("multiple of key's 3", attention, q, *[tensor(2, 3, 7, 8, device=device)] * 2,
                enable_gqa=True)  # fmt: skip
         refuse(r"query must have at least 2 dimensions.*\[8\]", attention, q[0, 0, 0], k, v)

@@ -355,14 +355,13 @@ struct BackwardBuffers {
   Buffer<Acc> query, dout, dquery, dscores, slopes, dropped, dkey, dvalue;
 };
 
-// Adds to the block's rows of dmask; strides are 0 where the mask broadcasts.
-template <typename Acc>
-void add_mask_gradient(const Block<Acc>& block, const Acc* ds, const Tensor& dmask) {
+// Adds to the block's rows of `sums`, which lie as dmask; strides are 0 where the mask broadcasts.
+template <typename Acc, typename Sum>
+void add_mask_gradient(const Block<Acc>& block, const Acc* ds, const Tensor& dmask, Sum* sums) {
   const int64_t stride = dmask.stride(3);
   for (int64_t r = 0; r < block.rows(); ++r) {
-    Acc* to = dmask.mutable_data_ptr<Acc>() + block.sequence.batch * dmask.stride(0) +
-              block.head_of(r) * dmask.stride(1) + block.query_of(r) * dmask.stride(2) +
-              block.low * stride;
+    Sum* to = sums + block.sequence.batch * dmask.stride(0) + block.head_of(r) * dmask.stride(1) +
+              block.query_of(r) * dmask.stride(2) + block.low * stride;
     for (int64_t j = 0; j < block.width(); ++j) to[j * stride] += ds[r * block.width() + j];
   }
 }
@@ -378,7 +377,7 @@ void add_product(const Block<Acc>& block, Acc* a, Acc* b, int64_t cols, Acc* to)
 template <typename Acc>
 void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc* lse,
                     const Tensor& dout, const Acc* dlse, Acc* dkey, Acc* dvalue,
-                    const AttentionProblemGradients& gradients, double* dsink) {
+                    const AttentionProblemGradients& gradients, double* dmask, double* dsink) {
   const AttentionProblem& p = block.p;
   const int64_t rows = block.rows(), width = block.width(), dv = block.value_dim;
   const int64_t total = rows * width;
@@ -431,7 +430,11 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     each(width,
          [=](int64_t i) { ds_row[i] = p_row[i] == 0 ? Acc(0) : p_row[i] * (ds_row[i] - of_row); });
   }
-  if (gradients.mask.defined()) add_mask_gradient(block, ds, gradients.mask);
+  if (dmask != nullptr) {
+    add_mask_gradient(block, ds, gradients.mask, dmask);
+  } else if (gradients.mask.defined()) {
+    add_mask_gradient(block, ds, gradients.mask, gradients.mask.mutable_data_ptr<Acc>());
+  }
   if (gradients.value.defined() && total > 0) add_product(block, dropped, d_out, dv, dvalue);
   if (p.softcap > 0) {
     const Acc* slopes = buffers.slopes.at_least(total);
@@ -461,6 +464,10 @@ void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, 
   const bool by_head = !gradients.mask.defined() || gradients.mask.stride(1) != 0;
   const int64_t batch_chains = by_batch ? count : std::min<int64_t>(count, 1);
   const int64_t head_chains = by_head ? kv_heads : 1;
+  // In fp64 where an element of the mask may serve millions of scores.
+  const bool is_long =
+      gradients.mask.defined() && (gradients.mask.stride(2) == 0 || gradients.mask.stride(3) == 0);
+  std::vector<double> dmask(is_long ? gradients.mask.storage().nbytes() / sizeof(Acc) : 0);
   std::vector<double> dsinks(gradients.sink.defined() ? count * heads : 0);
 
   const int64_t step = Block<Acc>::queries_of_block(p);
@@ -475,6 +482,7 @@ void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, 
       block.set_queries(i, std::min(step, sequence.queries - i));
       backward_block(block, buffers, lse.const_data_ptr<Acc>(), dout,
                      dlse.defined() ? dlse.const_data_ptr<Acc>() : nullptr, dkey, dvalue, gradients,
+                     is_long ? dmask.data() : nullptr,
                      dsinks.empty() ? nullptr : dsinks.data() + s * heads);
     }
     if (gradients.key.defined()) block.store(dkey, gradients.key);
@@ -490,6 +498,7 @@ void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, 
       }
     }
   });
+  if (is_long) std::copy(dmask.begin(), dmask.end(), gradients.mask.mutable_data_ptr<Acc>());
   if (!gradients.sink.defined()) return;
   double* dsink = gradients.sink.mutable_data_ptr<double>();
   std::fill_n(dsink, heads, 0.0);
