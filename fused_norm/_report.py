@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from fused_norm import _arguments, _ops
+from fused_norm import _arguments, _ops, _torch
 from fused_norm.modules import LayerNorm, RMSNorm
 
 
@@ -123,7 +124,8 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
 
 def _columns(module, out_dtype) -> tuple[int, int]:
     """How many columns are not recoverable, and how many are or nearly so."""
-    weight, bias = module.weight, getattr(module, "bias", None)
+    parameters = (module.weight, getattr(module, "bias", None))
+    weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters)
     if weight is None and bias is None:
         return 0, 0
     with torch.no_grad():
@@ -139,34 +141,43 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     return int(lost), int(near)
 
 
-def _storage(tensor):
-    return (tensor.values() if tensor.is_nested else tensor).untyped_storage()
+def _storages(tensor: torch.Tensor) -> dict[int, int]:
+    """{storage: bytes} of what a tensor of any kind is made of; sparse ones are left out. Not by
+    the address of its data, which fully_shard frees while the storage stays."""
+    if is_traceable_wrapper_subclass(tensor):  # a DTensor, nested, quantized, ...
+        parts = [_storages(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+        return {storage: size for part in parts for storage, size in part.items()}
+    if tensor.layout is not torch.strided or isinstance(tensor, UninitializedTensorMixin):
+        return {}
+    storage = tensor.untyped_storage()
+    return {_torch.address(storage): storage.nbytes()}
 
 
 def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     """[(name, bytes that it alone keeps, output dtype)] of the calls of norms."""
     names = {module: name for name, module in norms.items()}
-    calls = []  # [name, {storage address: bytes}, output dtype]
+    calls = []  # [name, {storage: bytes}, output dtype]
     inside = []
     cells = []  # a node that held its own output, and not by way of these, would never be freed
-    theirs = (*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
-    kept_by_others = {
-        _storage(tensor).data_ptr()
-        for tensor in theirs
-        if isinstance(tensor, torch.Tensor) and tensor.layout in (torch.strided, torch.jagged)
-        if not isinstance(tensor, UninitializedTensorMixin)
-    }
+    kept_by_others = set()
+
+    def keep(*tensors):
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                kept_by_others.update(_storages(tensor))
+
+    keep(*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
 
     def pack(tensor):
-        storage = _storage(tensor)
         if inside:
-            calls[inside[-1]][1][storage.data_ptr()] = storage.nbytes()
+            calls[inside[-1]][1].update(_storages(tensor))
         else:
-            kept_by_others.add(storage.data_ptr())
+            keep(tensor)
         cells.append([tensor])
         return cells[-1]
 
     def enter(module, _inputs):
+        keep(*module.parameters())  # as fully_shard gathered them
         inside.append(len(calls))
         calls.append([names[module], {}, None])
 
@@ -180,13 +191,14 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
             contextlib.ExitStack() as hooks,
             _as_it_was(model),
             torch.compiler.set_stance("force_eager"),  # a compiled model calls no hooks of norms
+            torch.inference_mode(False),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda cell: cell[0]),
         ):
             for module in norms.values():
                 hooks.enter_context(module.register_forward_pre_hook(enter))
                 hooks.enter_context(module.register_forward_hook(leave))
-            output = model(*inputs, **keywords)  # keeps the storages alive: no address comes twice
+            output = model(*inputs, **keywords)  # keeps the storages alive: none comes twice
     finally:
         for cell in cells:
             cell.clear()
@@ -194,7 +206,7 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     counted = set(kept_by_others)
     result = []
     for name, storages, dtype in calls:
-        result.append((name, sum(n for a, n in storages.items() if a not in counted), dtype))
+        result.append((name, sum(n for s, n in storages.items() if s not in counted), dtype))
         counted.update(storages)
     return result
 

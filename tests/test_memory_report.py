@@ -145,6 +145,25 @@ def test_what_stands_around_a_norm(device):
     assert call == dense and call.saved_bytes == 2 * 4 * (ROWS + 2)  # mean and rstd
 
 
+def test_sparse_tensors_of_other_layers(device):
+    class Graph(nn.Sequential):
+        def forward(self, x):
+            edges = torch.eye(ROWS, device=device).to_sparse()
+            return torch.sparse.mm(edges, super().forward(x))
+
+    model = Graph(fn.LayerNorm(COLS), nn.Linear(COLS, COLS, bias=False)).to(device)
+    x = torch.ones(ROWS, COLS, device=device)
+    expected = fn.memory_report(nn.Sequential(*model), x)
+    assert fn.memory_report(model, x) == expected
+
+
+def test_inference_mode(device):
+    model, x = chain(device), torch.ones(ROWS, COLS, device=device)
+    expected = fn.memory_report(model, x)
+    with torch.inference_mode():
+        assert fn.memory_report(model, x) == expected
+
+
 def test_bad_models():
     with pytest.raises(TypeError, match="model must be a torch.nn.Module, but is function"):
         fn.memory_report(lambda x: x, torch.ones(2, 4))
