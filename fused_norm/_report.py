@@ -213,10 +213,12 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
 
 @contextlib.contextmanager
 def _as_it_was(model):
-    """Puts back the buffers, also where forward put other tensors in their place, and the state of
-    the random number generators."""
-    of_modules = [(module, module._buffers.copy()) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Puts back the buffers, outside of TorchScript also where forward put other tensors in their
+    place, and the state of the random number generators."""
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    of_modules = [(module, module._buffers.copy()) for module in modules]
+    initialized = [b for b in model.buffers() if not isinstance(b, UninitializedTensorMixin)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in initialized]
     devices = {p.device.index for p in model.parameters() if p.is_cuda}
     try:
         with torch.random.fork_rng(devices=sorted(devices)):
