@@ -434,7 +434,7 @@ def fsdp2_zeroed(rank, device, kind):
                     norm.weight.zero_()
         # Only such a change makes a step wait; and after an error, which ended the step, the next.
         version = _autograd._version_of_shards(optimizer)
-        changed = _autograd._versions.get(optimizer, version) != version
+        changed = vars(optimizer).get(_autograd._SHARDS, version) != version
         assert changed == (step in (10, 10 + len(errors)))
         optimizer.zero_grad()
         try:
