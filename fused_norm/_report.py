@@ -141,16 +141,19 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     return int(lost), int(near)
 
 
-def _storages(tensor: torch.Tensor) -> dict[int, int]:
-    """{storage: bytes} of what a tensor of any kind is made of; sparse ones are left out. Not by
-    the address of its data, which fully_shard frees while the storage stays."""
-    if is_traceable_wrapper_subclass(tensor):  # a DTensor, nested, quantized, ...
-        parts = [_storages(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
-        return {storage: size for part in parts for storage, size in part.items()}
-    if tensor.layout is not torch.strided or isinstance(tensor, UninitializedTensorMixin):
-        return {}
-    storage = tensor.untyped_storage()
-    return {_torch.address(storage): storage.nbytes()}
+def _storages(*values) -> dict[int, int]:
+    """{storage: bytes} of what tensors of any kind are made of, but sparse ones. Not by the address
+    of the data, which fully_shard frees while the storage stays."""
+    found = {}
+    for value in values:
+        if not isinstance(value, torch.Tensor) or isinstance(value, UninitializedTensorMixin):
+            continue
+        if is_traceable_wrapper_subclass(value):  # a DTensor, nested, quantized, ...
+            found |= _storages(*(getattr(value, name) for name in value.__tensor_flatten__()[0]))
+        elif value.layout is torch.strided:
+            storage = value.untyped_storage()
+            found[_torch.address(storage)] = storage.nbytes()
+    return found
 
 
 def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
@@ -159,25 +162,16 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     calls = []  # [name, {storage: bytes}, output dtype]
     inside = []
     cells = []  # a node that held its own output, and not by way of these, would never be freed
-    kept_by_others = set()
-
-    def keep(*tensors):
-        for tensor in tensors:
-            if isinstance(tensor, torch.Tensor):
-                kept_by_others.update(_storages(tensor))
-
-    keep(*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
+    theirs = (*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
+    kept_by_others = set(_storages(*theirs))
 
     def pack(tensor):
-        if inside:
-            calls[inside[-1]][1].update(_storages(tensor))
-        else:
-            keep(tensor)
+        (calls[inside[-1]][1] if inside else kept_by_others).update(_storages(tensor))
         cells.append([tensor])
         return cells[-1]
 
     def enter(module, _inputs):
-        keep(*module.parameters())  # as fully_shard gathered them
+        kept_by_others.update(_storages(*module.parameters()))  # as fully_shard gathered them
         inside.append(len(calls))
         calls.append([names[module], {}, None])
 
