@@ -99,19 +99,15 @@ def flag(name: str, value) -> bool:
 
 
 def integer(name: str, value) -> int:
-    """An int, or what has its value. What a tracer passes is for the operator to check."""
-    if type(value) is int or torch.compiler.is_compiling():
+    """An int, or what has its value, of 64 bits. What a tracer passes is for the operator to
+    check."""
+    if torch.compiler.is_compiling():
         return value
     try:
-        return operator.index(value)
+        value = operator.index(value)
     except TypeError:
         return _refuse(name, "an int", value)
-
-
-def int64(name: str, value) -> int:
-    """As :func:`integer`, but of no more than 64 bits."""
-    value = integer(name, value)
-    if not torch.compiler.is_compiling() and not -(2**63) <= value < 2**63:
+    if not -(2**63) <= value < 2**63:
         raise RuntimeError(f"{name} must be an int of 64 bits, but is {value}")
     return value
 

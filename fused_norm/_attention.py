@@ -35,7 +35,7 @@ def _limits(causal, window) -> tuple:
                 f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
             )
         if type(limit) is int:
-            _arguments.int64("window", limit)
+            _arguments.integer("window", limit)
     left, right = limits
     return left, 0 if _arguments.flag("causal", causal) else right
 
@@ -325,7 +325,7 @@ def flash_attention_varlen(
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
     _check_tensors(*tensors)
     max_seqlens = (
-        _arguments.int64("max_seqlen_q", max_seqlen_q),
-        _arguments.int64("max_seqlen_k", max_seqlen_k),
+        _arguments.integer("max_seqlen_q", max_seqlen_q),
+        _arguments.integer("max_seqlen_k", max_seqlen_k),
     )
     return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

@@ -2,7 +2,6 @@
 message of norms whose gradients are NaN; and the hooks of optimizers' steps."""
 
 import gc
-import weakref
 
 import torch
 from torch.optim.optimizer import (
@@ -48,7 +47,7 @@ def _name_of_norm(address: int) -> str | None:
     return None
 
 
-_versions = weakref.WeakKeyDictionary()  # {optimizer: of its shards, after its last step}
+_SHARDS = "_fused_norm_shards"  # of an optimizer: their version after its last step
 
 
 def _version_of_shards(optimizer) -> int:
@@ -62,13 +61,13 @@ def _version_of_shards(optimizer) -> int:
 @_torch.untraced
 def _before_optimizer_step(optimizer, *_) -> None:
     version = _version_of_shards(optimizer)
-    if _C.before_optimizer_step(_versions.get(optimizer, version) != version):
+    if _C.before_optimizer_step(vars(optimizer).get(_SHARDS, version) != version):
         _tracing.compile_anew()
 
 
 @_torch.untraced
 def _after_optimizer_step(optimizer, *_) -> None:
-    _versions[optimizer] = _version_of_shards(optimizer)
+    vars(optimizer)[_SHARDS] = _version_of_shards(optimizer)
     _C.after_optimizer_step()
 
 

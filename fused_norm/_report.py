@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from fused_norm import _arguments, _ops
+from fused_norm import _arguments, _ops, _torch
 from fused_norm.modules import LayerNorm, RMSNorm
 
 
@@ -123,7 +124,8 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
 
 def _columns(module, out_dtype) -> tuple[int, int]:
     """How many columns are not recoverable, and how many are or nearly so."""
-    weight, bias = module.weight, getattr(module, "bias", None)
+    parameters = (module.weight, getattr(module, "bias", None))
+    weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters)
     if weight is None and bias is None:
         return 0, 0
     with torch.no_grad():
@@ -139,34 +141,37 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     return int(lost), int(near)
 
 
-def _storage(tensor):
-    return (tensor.values() if tensor.is_nested else tensor).untyped_storage()
+def _storages(*values) -> dict[int, int]:
+    """{storage: bytes} of what tensors of any kind are made of, but sparse ones. Not by the address
+    of the data, which fully_shard frees while the storage stays."""
+    found = {}
+    for value in values:
+        if not isinstance(value, torch.Tensor) or isinstance(value, UninitializedTensorMixin):
+            continue
+        if is_traceable_wrapper_subclass(value):  # a DTensor, nested, quantized, ...
+            found |= _storages(*(getattr(value, name) for name in value.__tensor_flatten__()[0]))
+        elif value.layout is torch.strided:
+            storage = value.untyped_storage()
+            found[_torch.address(storage)] = storage.nbytes()
+    return found
 
 
 def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     """[(name, bytes that it alone keeps, output dtype)] of the calls of norms."""
     names = {module: name for name, module in norms.items()}
-    calls = []  # [name, {storage address: bytes}, output dtype]
+    calls = []  # [name, {storage: bytes}, output dtype]
     inside = []
     cells = []  # a node that held its own output, and not by way of these, would never be freed
     theirs = (*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
-    kept_by_others = {
-        _storage(tensor).data_ptr()
-        for tensor in theirs
-        if isinstance(tensor, torch.Tensor) and tensor.layout in (torch.strided, torch.jagged)
-        if not isinstance(tensor, UninitializedTensorMixin)
-    }
+    kept_by_others = set(_storages(*theirs))
 
     def pack(tensor):
-        storage = _storage(tensor)
-        if inside:
-            calls[inside[-1]][1][storage.data_ptr()] = storage.nbytes()
-        else:
-            kept_by_others.add(storage.data_ptr())
+        (calls[inside[-1]][1] if inside else kept_by_others).update(_storages(tensor))
         cells.append([tensor])
         return cells[-1]
 
     def enter(module, _inputs):
+        kept_by_others.update(_storages(*module.parameters()))  # as fully_shard gathered them
         inside.append(len(calls))
         calls.append([names[module], {}, None])
 
@@ -180,13 +185,14 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
             contextlib.ExitStack() as hooks,
             _as_it_was(model),
             torch.compiler.set_stance("force_eager"),  # a compiled model calls no hooks of norms
+            torch.inference_mode(False),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(pack, lambda cell: cell[0]),
         ):
             for module in norms.values():
                 hooks.enter_context(module.register_forward_pre_hook(enter))
                 hooks.enter_context(module.register_forward_hook(leave))
-            output = model(*inputs, **keywords)  # keeps the storages alive: no address comes twice
+            output = model(*inputs, **keywords)  # keeps the storages alive: none comes twice
     finally:
         for cell in cells:
             cell.clear()
@@ -194,17 +200,19 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     counted = set(kept_by_others)
     result = []
     for name, storages, dtype in calls:
-        result.append((name, sum(n for a, n in storages.items() if a not in counted), dtype))
+        result.append((name, sum(n for s, n in storages.items() if s not in counted), dtype))
         counted.update(storages)
     return result
 
 
 @contextlib.contextmanager
 def _as_it_was(model):
-    """Puts back the buffers, also where forward put other tensors in their place, and the state of
-    the random number generators."""
-    of_modules = [(module, module._buffers.copy()) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    """Puts back the buffers, outside of TorchScript also where forward put other tensors in their
+    place, and the state of the random number generators."""
+    modules = [m for m in model.modules() if not isinstance(m, torch.jit.ScriptModule)]
+    of_modules = [(module, module._buffers.copy()) for module in modules]
+    initialized = [b for b in model.buffers() if not isinstance(b, UninitializedTensorMixin)]
+    buffers = [(buffer, buffer.detach().clone()) for buffer in initialized]
     devices = {p.device.index for p in model.parameters() if p.is_cuda}
     try:
         with torch.random.fork_rng(devices=sorted(devices)):

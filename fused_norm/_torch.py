@@ -108,7 +108,7 @@ def shard_version(parameter: Tensor) -> int:
     return 0 if shard is None else parameter._version + shard._version
 
 
-def address(tensor: Tensor) -> int:
+def address(tensor: Tensor | torch.UntypedStorage) -> int:
     """Of the C++ object, by which the extension names a tensor."""
     return tensor._cdata
 

@@ -35,8 +35,8 @@ def _limits(window_size, causal) -> tuple:
     """(left, right), None for no limit. Without a right limit of its own causal has 0."""
     try:
         left, right = window_size
-        left = None if left < 0 else _arguments.int64("window_size", left)
-        right = None if right < 0 else _arguments.int64("window_size", right)
+        left = None if left < 0 else _arguments.integer("window_size", left)
+        right = None if right < 0 else _arguments.integer("window_size", right)
     except (TypeError, ValueError):
         raise TypeError(
             f"window_size must be (left, right), each an int, but is {window_size!r:.80}"
@@ -69,7 +69,7 @@ def _run(
         _arguments.tensor(name, tensor, nested=False)
     _arguments.optional_tensor("alibi_slopes", alibi_slopes)
     return_attn_probs = _arguments.flag("return_attn_probs", return_attn_probs)
-    longest = [_arguments.int64(name, length) for name, length in max_seqlens.items()]
+    longest = [_arguments.integer(name, length) for name, length in max_seqlens.items()]
     # One of queries and keys, where there are not two.
     cu_seqlens = ((list(offsets.values()) or [None]) * 2)[:2]
     longest = ((longest or [0]) * 2)[:2]

@@ -1,6 +1,7 @@
 """Two processes that run the cases of test_distributed.py. Each case is a function of (rank,
 device) here, and asserts within every process."""
 
+import copy
 import datetime
 import os
 import queue
@@ -12,7 +13,14 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+)
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -426,7 +434,7 @@ def fsdp2_zeroed(rank, device, kind):
                     norm.weight.zero_()
         # Only such a change makes a step wait; and after an error, which ended the step, the next.
         version = _autograd._version_of_shards(optimizer)
-        changed = _autograd._versions.get(optimizer, version) != version
+        changed = vars(optimizer).get(_autograd._SHARDS, version) != version
         assert changed == (step in (10, 10 + len(errors)))
         optimizer.zero_grad()
         try:
@@ -478,6 +486,25 @@ def fsdp2_memory(rank, device, kind, mixed_precision):
     # Losses around 1 after three steps; in bf16 the recovered input differs by its rounding.
     tolerance = 2**-6 if mixed_precision else 1e-4
     torch.testing.assert_close(losses[1], losses[0], rtol=tolerance, atol=tolerance)
+
+
+def memory_report(rank, device, kind):
+    """Of sharded models, which report what the plain one does."""
+    mesh = init_device_mesh(device, (WORLD,))
+    x = torch.randn(6, 16, dtype=FP64, device=device)
+    model = blocks(kind, False, device)
+    expected = fused_norm.memory_report(model, x)
+    assert all(norm.lost_columns == 2 for norm in expected)  # one in the shard of each process
+    distributed = distribute_module(copy.deepcopy(model), mesh)
+    for block in model:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    assert fused_norm.memory_report(model, x) == expected
+    report = fused_norm.memory_report(distributed, distribute_tensor(x, mesh, [Replicate()]))
+    # DTensors save the input, flag or no flag.
+    assert [norm.saved_bytes for norm in report] == [norm.saved_bytes for norm in expected]
+    assert [norm.efficient_bytes for norm in report] == [norm.saved_bytes for norm in report]
+    assert [norm.lost_columns for norm in report] == [norm.lost_columns for norm in expected]
 
 
 def fsdp2_of_converted_model(rank, device):

@@ -77,6 +77,11 @@ def test_fsdp2_saves_the_output_with_memory_efficient(pair, kind, mixed_precisio
     pair.run("fsdp2_memory", kind=kind, mixed_precision=mixed_precision)
 
 
+@each_kind
+def test_memory_report(pair, kind):
+    pair.run("memory_report", kind=kind)
+
+
 def test_fsdp2_of_a_converted_model(pair):
     pair.run("fsdp2_of_converted_model")
 

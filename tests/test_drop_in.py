@@ -259,6 +259,20 @@ def test_weight_offset_of_layer_norm(generator):
     torch.testing.assert_close(module(x), F.layer_norm(x, [8]))
 
 
+def test_steps_of_an_optimizer_that_cannot_be_hashed():
+    """A class with __eq__ and no __hash__, as a dataclass is."""
+
+    class Comparable(torch.optim.SGD):
+        def __eq__(self, other):
+            return self is other
+
+    module = torch.nn.Linear(2, 2)
+    module(torch.ones(2)).sum().backward()
+    before = module.bias.detach().clone()
+    Comparable(module.parameters(), lr=0.5).step()
+    assert torch.equal(module.bias, before - 0.5)
+
+
 def test_config_refuses_names_it_does_not_know():
     with pytest.raises(AttributeError, match="no option 'decomposse'.*decompose"):
         fused_norm.config.decomposse = True

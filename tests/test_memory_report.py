@@ -132,9 +132,9 @@ def test_a_model_without_norms_of_this_library():
 
 
 def test_what_stands_around_a_norm(device):
-    """A lazy layer behind it, a hook that puts its output into a tuple, nested rows."""
+    """Lazy layers behind it, a hook that puts its output into a tuple, nested rows."""
     norm = fn.LayerNorm(COLS, device=device)
-    lazy = nn.Sequential(norm, nn.LazyLinear(4, device=device))
+    lazy = nn.Sequential(norm, nn.LazyLinear(4, device=device), nn.LazyBatchNorm1d(device=device))
     x = torch.ones(ROWS, COLS, device=device)
     assert len(fn.memory_report(lazy, x)) == 1
     handle = norm.register_forward_hook(lambda module, inputs, output: (output, None))
@@ -143,6 +143,32 @@ def test_what_stands_around_a_norm(device):
     nested = torch.nested.nested_tensor([x, x[:2]], layout=torch.jagged)
     (call,), (dense,) = (fn.memory_report(norm, rows) for rows in (nested, nested.values()))
     assert call == dense and call.saved_bytes == 2 * 4 * (ROWS + 2)  # mean and rstd
+
+
+def test_sparse_tensors_of_other_layers(device):
+    class Graph(nn.Sequential):
+        def forward(self, x):
+            edges = torch.eye(ROWS, device=device).to_sparse()
+            return torch.sparse.mm(edges, super().forward(x))
+
+    model = Graph(fn.LayerNorm(COLS), nn.Linear(COLS, COLS, bias=False)).to(device)
+    x = torch.ones(ROWS, COLS, device=device)
+    expected = fn.memory_report(nn.Sequential(*model), x)
+    assert fn.memory_report(model, x) == expected
+
+
+def test_a_part_that_is_traced_by_torchscript(device):
+    x = torch.ones(ROWS, COLS, device=device)
+    linear = torch.jit.trace(nn.Linear(COLS, COLS, device=device), x)
+    report = fn.memory_report(nn.Sequential(fn.LayerNorm(COLS, device=device), linear), x)
+    assert [norm.name for norm in report] == ["0"]
+
+
+def test_inference_mode(device):
+    model, x = chain(device), torch.ones(ROWS, COLS, device=device)
+    expected = fn.memory_report(model, x)
+    with torch.inference_mode():
+        assert fn.memory_report(model, x) == expected
 
 
 def test_bad_models():
