@@ -3,6 +3,7 @@ is hidden, what is the same to the bit, packed sequences, torch's and flash-attn
 
 import contextlib
 import dataclasses
+import itertools
 
 import pytest
 import torch
