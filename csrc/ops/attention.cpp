@@ -3,7 +3,6 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 
 #include <limits>
 
@@ -43,11 +42,10 @@ Tensor new_out(const Tensor& query, const SymInt& value_dim) {
 }
 
 Tensor new_lse(const AttentionCall& call, const Tensor& query) {
-  const auto options = query.options().dtype(accumulate_dtype(query.scalar_type()));
-  if (call.is_packed()) {
-    return at::empty_symint({query.sym_size(1), query.sym_size(0)}, options);
-  }
-  return at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)}, options);
+  c10::SymDimVector rows(query.sym_sizes());
+  rows.pop_back();
+  if (call.is_packed()) std::swap(rows[0], rows[1]);
+  return new_tensor(query, rows, accumulate_dtype(query.scalar_type()));
 }
 
 NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wanted) {
@@ -68,14 +66,11 @@ NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wan
 // sequence.
 AttentionGradients zeroed(NewGradients made, const AttentionCall& call,
                           const AttentionWanted& wanted) {
-  const auto zeros = [](const OptionalTensor& like) {
-    return has(like) ? at::zeros_symint(like->sym_sizes(), like->options()) : Tensor();
-  };
+  if (wanted[kMask] && has(call.attn_mask)) made.returned[kMask] = new_like(*call.attn_mask);
+  if (wanted[kSink] && has(call.sink)) made.returned[kSink] = new_like(*call.sink);
   for (Tensor& gradient : made.returned) {
     if (gradient.defined()) gradient.zero_();
   }
-  if (wanted[kMask]) made.returned[kMask] = zeros(call.attn_mask);
-  if (wanted[kSink]) made.returned[kSink] = zeros(call.sink);
   return made.returned;
 }
 
@@ -101,16 +96,17 @@ Forward attention_forward(const AttentionCall& call) {
   return {out, lse};
 }
 
-AttentionGradients attention_backward(const Tensor& dout, const OptionalTensor& dlse,
-                                      const Tensor& out, const Tensor& lse,
-                                      const AttentionCall& call, const AttentionWanted& wanted) {
+AttentionGradients attention_backward(const AttentionBackwardCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  check_attention_backward(dout, dlse, out, lse, call);
-  const auto qkv = call.apart();
-  NewGradients made = new_gradients(call, wanted);
-  if (out.is_meta() || is_empty(call, out)) return zeroed(std::move(made), call, wanted);
+  check_attention_backward(call);
+  const Tensor& out = call.out;
+  const auto qkv = call.forward.apart();
+  NewGradients made = new_gradients(call.forward, call.wanted);
+  if (out.is_meta() || is_empty(call.forward, out)) {
+    return zeroed(std::move(made), call.forward, call.wanted);
+  }
   const auto run = out.is_cpu() ? on_cpu::attention_backward : on_cuda::attention_backward;
-  run({dout, dlse, out, lse, wanted}, call, qkv, &made);
+  run(call, qkv, &made);
   return made.returned;
 }
 

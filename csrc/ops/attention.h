@@ -47,11 +47,20 @@ enum AttentionGradient { kQuery, kKey, kValue, kMask, kSink, kAttentionGradients
 using AttentionGradients = Gradients<kAttentionGradients>;
 using AttentionWanted = std::array<bool, kAttentionGradients>;
 
-using AttentionKernels = Kernels<AttentionCall>;
-// With dout, dlse, out and lse before the call.
-using AttentionBackward =
-    AttentionKernels::Backward<kAttentionGradients, const at::Tensor&, const OptionalTensor&,
-                               const at::Tensor&, const at::Tensor&>;
+// What the backward operator is called with.
+struct AttentionBackwardCall {
+  const at::Tensor& dout;
+  const OptionalTensor& dlse;
+  const at::Tensor &out, &lse;
+  AttentionCall forward;
+  AttentionWanted wanted;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tuple_cat(std::tie(c.dout, c.dlse, c.out, c.lse), AttentionCall::fields(c.forward),
+                          std::tie(c.wanted));
+  }
+};
 
 // The wish for a tier, for tests and benchmarks on CUDA: "auto", "plain", "portable" or "hopper".
 // An error at the next call that the tier does not take.
@@ -62,9 +71,7 @@ Forward attention_forward(const AttentionCall& call);
 
 // The gradients; undefined where `wanted` is false, where there is no such tensor, and where it is
 // stacked with the one before it.
-AttentionGradients attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
-                                      const at::Tensor& out, const at::Tensor& lse,
-                                      const AttentionCall& call, const AttentionWanted& wanted);
+AttentionGradients attention_backward(const AttentionBackwardCall& call);
 
 // attention_forward through the dispatcher, and so recorded for autograd (attention_autograd.cpp).
 Forward attention(const AttentionCall& call);
@@ -78,8 +85,6 @@ at::Tensor attention_rng(const at::Tensor& query);
 // The checks that every call passes, for decompositions too (attention_checks.cpp).
 void check_attention(const AttentionCall& call);
 void check_attention_without_rng(const AttentionCall& call);
-void check_attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
-                              const at::Tensor& out, const at::Tensor& lse,
-                              const AttentionCall& call);
+void check_attention_backward(const AttentionBackwardCall& call);
 
 }  // namespace fused_norm::ops

@@ -21,19 +21,11 @@ struct NewGradients {
   QueryKeyValue qkv;
 };
 
-// What backward is called with beside AttentionCall.
-struct BackwardInputs {
-  const at::Tensor& dout;
-  const OptionalTensor& dlse;
-  const at::Tensor &out, &lse;
-  const AttentionWanted& wanted;
-};
-
 using ForwardBackend = void(const AttentionCall& call, const QueryKeyValue& qkv,
                             const at::Tensor& out, const at::Tensor& lse);
 // Makes the gradients of the mask and of sinks, too.
-using BackwardBackend = void(const BackwardInputs& inputs, const AttentionCall& call,
-                             const QueryKeyValue& qkv, NewGradients* made);
+using BackwardBackend = void(const AttentionBackwardCall& call, const QueryKeyValue& qkv,
+                             NewGradients* made);
 namespace on_cpu {
 ForwardBackend attention_forward;
 BackwardBackend attention_backward;

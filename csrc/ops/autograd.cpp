@@ -1,7 +1,6 @@
 #include "ops/autograd.h"
 
 #include <torch/csrc/autograd/autograd.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <algorithm>
 
@@ -9,45 +8,85 @@ namespace fused_norm::ops {
 
 using at::Tensor;
 using c10::IValue;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 namespace {
 
 void call_decomposed(const std::string& name, c10::Stack* stack) {
-  const std::string decomposed = "fused_norm::decomposed_" + name.substr(name.find(':') + 2);
-  c10::Dispatcher::singleton().findSchemaOrThrow(decomposed.c_str(), "").callBoxed(stack);
+  find_operator("fused_norm::decomposed_" + name.substr(name.find(':') + 2)).callBoxed(stack);
 }
 
 bool is_tensor(const IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
+variable_list tensors_of(const c10::Stack& stack) {
+  variable_list tensors;
+  for (const IValue& value : stack) {
+    if (is_tensor(value)) tensors.push_back(value.toTensor());
+  }
+  return tensors;
+}
+
+// A call's arguments from its tensors; `places`: where these are.
+c10::Stack saved_call(AutogradContext* ctx, const variable_list& tensors,
+                      const c10::List<bool>& places) {
+  c10::Stack arguments = ctx->saved_data["others"].toListRef().vec();
+  auto tensor = tensors.begin();
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (places[i]) arguments[i] = *tensor++;
+  }
+  return arguments;
+}
+
 }  // namespace
+
+void save_call(AutogradContext* ctx, const c10::Stack& arguments, const variable_list& results) {
+  c10::List<bool> places;  // where there are tensors
+  c10::impl::GenericList others(c10::AnyType::get());
+  for (const IValue& argument : arguments) {
+    places.push_back(is_tensor(argument));
+    others.push_back(is_tensor(argument) ? IValue() : argument);
+  }
+  variable_list tensors = tensors_of(arguments);
+  tensors.insert(tensors.end(), results.begin(), results.end());
+  ctx->save_for_backward(std::move(tensors));
+  ctx->set_materialize_grads(false);
+  ctx->saved_data["places"] = places;
+  ctx->saved_data["others"] = others;
+}
+
+variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* name,
+                               at::IntArrayRef places, c10::Stack before) {
+  const auto is_given = ctx->saved_data["places"].toBoolList();
+  variable_list results(saved.size() - 1);  // of the tensors, whose edges are counted, and the call
+  c10::List<bool> wanted;
+  std::vector<size_t> edges;
+  for (const int64_t place : places) {
+    edges.push_back(std::count(is_given.begin(), is_given.begin() + place, true));
+    wanted.push_back(is_given[place] && ctx->needs_input_grad(edges.back()));
+  }
+  const InBackward guard(before[0].toTensor());
+  c10::Stack stack = std::move(before);
+  const c10::Stack arguments = saved_call(ctx, saved, is_given);
+  stack.insert(stack.end(), arguments.begin(), arguments.end());
+  stack.emplace_back(wanted);
+  find_operator(name).callBoxed(&stack);
+  for (size_t i = 0; i < stack.size(); ++i) {
+    if (wanted[i] && is_tensor(stack[i])) results[edges[i]] = stack[i].toTensor();
+  }
+  return results;
+}
 
 // A call of an operator for a backward pass where it is to be differentiated in turn. `stack` holds
 // the arguments, of which `tensors` are tensors, and then the results. Profiles show this name.
 struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, at::TensorList tensors,
-                               const c10::OperatorHandle& op, c10::Stack* stack) {
+  static variable_list forward(AutogradContext* ctx, at::TensorList, const c10::OperatorHandle& op,
+                               c10::Stack* stack) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    c10::List<bool> places;  // where there are tensors
-    c10::impl::GenericList others(c10::AnyType::get());
-    for (const IValue& argument : *stack) {
-      places.push_back(is_tensor(argument));
-      others.push_back(is_tensor(argument) ? IValue() : argument);
-    }
-    ctx->save_for_backward(tensors.vec());
-    ctx->set_materialize_grads(false);
+    save_call(ctx, *stack, {});
     ctx->saved_data["name"] = op.schema().name();
-    ctx->saved_data["places"] = places;
-    ctx->saved_data["others"] = others;
     op.callBoxed(stack);
-    variable_list made;  // a Function gives no undefined tensors
-    for (const IValue& result : *stack) {
-      if (is_tensor(result)) made.push_back(result.toTensor());
-    }
-    return made;
+    return tensors_of(*stack);  // a Function gives no undefined tensors
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
@@ -57,16 +96,11 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
     // weight, and a derivative is wanted in each alone.
     variable_list aliases = ctx->get_saved_variables();
     for (Tensor& tensor : aliases) tensor = tensor.view_as(tensor);
-    const auto places = ctx->saved_data["places"].toBoolList();
-    c10::Stack stack = ctx->saved_data["others"].toListRef().vec();
-    size_t next = 0;
-    for (size_t i = 0; i < stack.size(); ++i) {
-      if (places[i]) stack[i] = aliases[next++];
-    }
+    c10::Stack stack = saved_call(ctx, aliases, ctx->saved_data["places"].toBoolList());
     call_decomposed(ctx->saved_data["name"].toStringRef(), &stack);
 
     variable_list outputs, of_outputs, inputs, results(aliases.size() + 2);
-    next = 0;
+    size_t next = 0;
     for (const IValue& result : stack) {
       if (!is_tensor(result)) continue;
       const Tensor& of_result = grads[next++];
@@ -106,10 +140,7 @@ void differentiate_backward(const c10::OperatorHandle& op, c10::Stack* stack) {
   }
   c10::Stack call = arguments.vec();  // apart from what the caller has below
   torch::jit::drop(*stack, count);
-  variable_list tensors;
-  for (const IValue& argument : call) {
-    if (is_tensor(argument)) tensors.push_back(argument.toTensor());
-  }
+  const variable_list tensors = tensors_of(call);
   const variable_list made = BackwardFunction::apply(at::TensorList(tensors), op, &call);
   size_t next = 0;
   for (const IValue& result : call) {

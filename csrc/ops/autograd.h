@@ -11,6 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <cstring>
 #include <optional>
@@ -18,14 +19,17 @@
 #include <tuple>
 #include <type_traits>
 
+#include "ops/call.h"
 #include "ops/checks.h"
 
 namespace fused_norm::ops {
 
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
 // Through the dispatcher, so that fake tensors and tracers see the operators too.
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_operator(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
+inline c10::OperatorHandle find_operator(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
 }
 
 // A small struct as one number: each entry of AutogradContext::saved_data takes its time.
@@ -71,6 +75,17 @@ bool needs_grad(const Tensors&... tensors) {
   return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
 }
 
+// Keeps autograd off a call in a backward pass that is not differentiated in turn.
+class InBackward {
+ public:
+  explicit InBackward(const at::Tensor& dy) {
+    if (!at::GradMode::is_enabled() && !is_transformed(dy)) below_autograd_.emplace();
+  }
+
+ private:
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
+};
+
 // A struct of arguments (call.h) as its members, anything else as it is.
 template <typename T>
 auto arguments_of(const T& call, int) -> decltype(T::fields(call)) {
@@ -84,9 +99,10 @@ std::tuple<const T&> arguments_of(const T& argument, long) {
 template <typename Signature>
 class Operator {
  public:
-  explicit Operator(const std::string& name)
-      : op_(find_operator<Signature>("fused_norm::" + name)),
-        decomposed_(find_operator<Signature>("fused_norm::decomposed_" + name)) {}
+  // `kernel` gives the signature.
+  Operator(const std::string& name, Signature* /*kernel*/)
+      : op_(find_operator("fused_norm::" + name).typed<Signature>()),
+        decomposed_(find_operator("fused_norm::decomposed_" + name).typed<Signature>()) {}
 
   template <typename... Args>
   auto call(const Args&... args) const {
@@ -105,10 +121,9 @@ class Operator {
   // For a backward pass. With create_graph=True, or under a transform, the operator's own Autograd
   // kernel decides.
   template <typename... Args>
-  auto in_backward(const at::Tensor& dy, const Args&... args) const {
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-    if (!at::GradMode::is_enabled() && !is_transformed(dy)) below_autograd.emplace();
-    return apply(op_, dy, args...);
+  auto in_backward(const Args&... args) const {
+    const InBackward guard(std::get<0>(std::tuple_cat(arguments_of(args, 0)...)));
+    return apply(op_, args...);
   }
 
  private:
@@ -122,6 +137,62 @@ class Operator {
 
   Handle op_, decomposed_;
 };
+
+// What a Function of an operator of a Call (call.h) saves: its arguments, and results behind its
+// tensors.
+void save_call(AutogradContext* ctx, const c10::Stack& arguments, const variable_list& results);
+
+// Its backward pass. `before`: what the backward operator `op` takes before the arguments.
+// `places`: of the arguments that are differentiated, in the order of the gradients; behind the
+// arguments `op` takes which of them are wanted.
+variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* op,
+                               at::IntArrayRef places, c10::Stack before);
+
+// Of an operator of two results. `Self` has the operator, op(); whether the first result is saved,
+// as the second is, and whether the second is differentiable, as the first is; kBackward, kPlaces
+// and before(gradients of the results, results saved) for backward_of_call().
+template <typename Self>
+struct CallFunction : torch::autograd::Function<Self> {
+  static constexpr bool is_traceable = true;
+
+  // The tensors come by themselves too: autograd does not look into `call`.
+  template <typename Call>
+  static variable_list forward(AutogradContext* ctx, at::TensorList, const Call& call) {
+    const auto [first, second] = Self::op().below_autograd(call);
+    save_call(ctx, as_stack(call), {Self::kSavesFirst ? first : at::Tensor(), second});
+    if (!Self::kDifferentiatesSecond) ctx->mark_non_differentiable({second});
+    return {first, second};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(saved.size() - 1);
+    return backward_of_call(ctx, saved, Self::kBackward, Self::kPlaces,
+                            Self::before(grads, *(saved.end() - 2), saved.back()));
+  }
+};
+
+// The Autograd kernel of such an operator. Function asks for sizes, which not every tensor has:
+// check() says which.
+template <typename Self, typename Call>
+Forward differentiate_call(const Call& call, void (*check)(const Call&)) {
+  if (is_transformed() || any_tensor(call, [](const at::Tensor& t) { return has_tangent(t); })) {
+    check(call);
+    return Self::op().decomposed(call);
+  }
+  if (!at::GradMode::is_enabled() ||
+      !any_tensor(call, [](const at::Tensor& t) { return t.requires_grad(); })) {
+    return Self::op().below_autograd(call);
+  }
+  variable_list tensors;
+  const bool has_sizes = !any_tensor(call, [&](const at::Tensor& t) {
+    tensors.push_back(t);
+    return t.is_nested() || t.layout() != at::kStrided;
+  });
+  if (!has_sizes) check(call);
+  const variable_list results = Self::apply(at::TensorList(tensors), call);
+  return {results[0], results[1]};
+}
 
 // The Autograd kernel of every operator for a backward pass: the kernels' values, and derivatives
 // to any order.

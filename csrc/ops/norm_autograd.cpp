@@ -3,7 +3,6 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/add.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
 #include <tuple>
@@ -20,26 +19,36 @@ using at::ScalarType;
 using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 const auto& forward_op() {
-  static const Operator<decltype(NormKernels::forward<norm_forward>)> op("norm_forward");
+  static const Operator op("norm_forward", kernel<norm_forward>);
   return op;
 }
 const auto& backward_op() {
-  static const Operator<decltype(norm_backward)> op("norm_backward");
+  static const Operator op("norm_backward", kernel<norm_backward>);
   return op;
 }
+
 // The input's gradient from those of mean, rstd and side, which is a decomposition alone.
-using StatisticsBackward = Tensor(const OptionalTensor&, const OptionalTensor&,
-                                  const OptionalTensor&, const Tensor&, const OptionalTensor&,
-                                  const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                  SymIntArrayRef, double, bool, bool, ScalarType,
-                                  const OptionalTensor&, const OptionalTensor&);
-const auto& statistics_backward_op() {
-  static const auto op = find_operator<StatisticsBackward>("fused_norm::norm_statistics_backward");
-  return op;
+Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& drstd,
+                           const OptionalTensor& dside, const NormBackwardCall& pass) {
+  c10::Stack stack = {dmean,
+                      drstd,
+                      dside,
+                      pass.saved,
+                      pass.mean,
+                      pass.rstd,
+                      pass.weight,
+                      pass.bias,
+                      pass.normalized_shape,
+                      pass.weight_offset,
+                      pass.rms,
+                      pass.from_output,
+                      pass.input_dtype,
+                      pass.side,
+                      pass.columns};
+  find_operator("fused_norm::norm_statistics_backward").callBoxed(stack);
+  return stack[0].toTensor();
 }
 
 // With room for listed columns, if there is any.
@@ -130,21 +139,18 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     if (weight.has_value()) needs[1] = ctx->needs_input_grad(edge++);
     if (bias.has_value()) needs[2] = ctx->needs_input_grad(edge++);
 
-    const Tensor& dy = grads[0];
-    Tensor dx, dweight, dbias;
-    if (adds && needs[0]) dx = grads[1];
-    if (dy.defined()) {
-      std::tie(dx, dweight, dbias) = backward_op().in_backward(
-          dy, saved[kSaved], mean, saved[kRstd], weight, bias, shape, weight_offset, rms,
-          call.from_output, call.x_dtype, needs, side, columns, optional(dx));
-    }
+    Tensor dx = adds && needs[0] ? grads[1] : Tensor(), dweight, dbias;
+    const OptionalTensor dresidual = optional(dx);
+    const NormBackwardCall pass{
+        grads[0],     saved[kSaved], mean,          saved[kRstd], weight,
+        bias,         shape,         weight_offset, rms,          call.from_output,
+        call.x_dtype, needs,         side,          columns,      dresidual};
+    if (pass.dy.defined()) std::tie(dx, dweight, dbias) = backward_op().in_backward(pass);
     const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[first]);
     const OptionalTensor drstd = optional(grads[lists ? first : first + 1]);
     const OptionalTensor dside = lists ? optional(grads[first + 1]) : std::nullopt;
     if (needs[0] && (dmean.has_value() || drstd.has_value() || dside.has_value())) {
-      const Tensor more = statistics_backward_op().call(
-          dmean, drstd, dside, saved[kSaved], mean, saved[kRstd], weight, bias, shape,
-          weight_offset, rms, call.from_output, call.x_dtype, side, columns);
+      const Tensor more = statistics_backward(dmean, drstd, dside, pass);
       dx = dx.defined() ? at::add(dx, more) : more;
     }
 

@@ -1,7 +1,6 @@
 // The derivatives of the softmax operators. In C++: torch's own softmax takes the host 6 us a call
 // with a graph, and a Python autograd.Function alone as much again.
 #include <c10/util/FunctionRef.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <utility>
@@ -14,19 +13,17 @@ namespace {
 
 using at::ScalarType;
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 const auto& forward_op() {
-  static const Operator<decltype(softmax_forward)> op("softmax_forward");
+  static const Operator op("softmax_forward", softmax_forward);
   return op;
 }
 const auto& masked_op() {
-  static const Operator<decltype(scaled_masked_softmax)> op("scaled_masked_softmax");
+  static const Operator op("scaled_masked_softmax", scaled_masked_softmax);
   return op;
 }
 const auto& backward_op() {
-  static const Operator<decltype(softmax_backward)> op("softmax_backward");
+  static const Operator op("softmax_backward", softmax_backward);
   return op;
 }
 
