@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "ops/attention_backends.h"
+#include "ops/attention.h"
 #include "ops/checks.h"
 
 namespace fused_norm::ops {

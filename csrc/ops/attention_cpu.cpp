@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cpu/attention.h"
-#include "ops/attention_backends.h"
+#include "ops/attention.h"
 
 namespace fused_norm::ops::on_cpu {
 namespace {

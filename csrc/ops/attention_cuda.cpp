@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "ops/attention_backends.h"
+#include "ops/attention.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>

@@ -52,27 +52,20 @@ inline OptionalTensor optional(const at::Tensor& tensor) {
 }
 
 inline bool has_tangent(const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
-inline bool has_tangent(const OptionalTensor& tensor) {
-  return has(tensor) && has_tangent(*tensor);
-}
+inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
 
 // A torch.func transform, forward mode or torch.jit.trace is at work, which know no
 // torch::autograd::Function. What a transform asks of this level's Autograd kernels passes on to
 // the level below through a key of its own.
-template <typename... Tensors>
-bool is_transformed(const Tensors&... tensors) {
+template <typename... Args>
+bool is_transformed(const Args&... args) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
-         at::tracer::impl::is_dispatch_enabled() || (has_tangent(tensors) || ...);
+         at::tracer::impl::is_dispatch_enabled() || any_tensor(has_tangent, args...);
 }
 
-inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
-inline bool requires_grad(const OptionalTensor& tensor) {
-  return has(tensor) && tensor->requires_grad();
-}
-
-template <typename... Tensors>
-bool needs_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
+template <typename... Args>
+bool needs_grad(const Args&... args) {
+  return at::GradMode::is_enabled() && any_tensor(requires_grad, args...);
 }
 
 // Keeps autograd off a call in a backward pass that is not differentiated in turn.
@@ -86,61 +79,62 @@ class InBackward {
   std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
 };
 
-// A struct of arguments (call.h) as its members, anything else as it is.
-template <typename T>
-auto arguments_of(const T& call, int) -> decltype(T::fields(call)) {
-  return T::fields(call);
-}
-template <typename T>
-std::tuple<const T&> arguments_of(const T& argument, long) {
-  return {argument};
-}
-
 template <typename Signature>
 class Operator {
  public:
   // `kernel` gives the signature.
   Operator(const std::string& name, Signature* /*kernel*/)
-      : op_(find_operator("fused_norm::" + name).typed<Signature>()),
-        decomposed_(find_operator("fused_norm::decomposed_" + name).typed<Signature>()) {}
+      : op_{find_operator("fused_norm::" + name).typed<Signature>()},
+        decomposed_{find_operator("fused_norm::decomposed_" + name).typed<Signature>()} {}
 
   template <typename... Args>
   auto call(const Args&... args) const {
-    return apply(op_, args...);
-  }
-  template <typename... Args>
-  auto decomposed(const Args&... args) const {
-    return apply(decomposed_, args...);
+    return call_with(op_, args...);
   }
   // Where autograd is to see nothing of the call.
   template <typename... Args>
   auto below_autograd(const Args&... args) const {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return apply(op_, args...);
+    return call(args...);
   }
   // For a backward pass. With create_graph=True, or under a transform, the operator's own Autograd
   // kernel decides.
   template <typename... Args>
   auto in_backward(const Args&... args) const {
-    const InBackward guard(std::get<0>(std::tuple_cat(arguments_of(args, 0)...)));
-    return apply(op_, args...);
+    const InBackward guard(call_with([](const auto& dy, const auto&...) { return dy; }, args...));
+    return call(args...);
+  }
+  // For the operator's Autograd kernel: the results of a call that is not to be recorded. A
+  // transform has the decomposition, behind check(arguments).
+  template <typename Check, typename... Args>
+  auto unrecorded(const Check& check, const Args&... args) const {
+    std::optional<decltype(call(args...))> results;
+    if (is_transformed(args...)) {
+      check(args...);
+      results = call_with(decomposed_, args...);
+    } else if (!needs_grad(args...)) {
+      results = below_autograd(args...);
+    }
+    return results;
   }
 
  private:
-  using Handle = c10::TypedOperatorHandle<Signature>;
+  struct Handle {
+    c10::TypedOperatorHandle<Signature> op;
 
-  template <typename... Args>
-  static auto apply(const Handle& op, const Args&... args) {
-    return std::apply([&](const auto&... each) { return op.call(each...); },
-                      std::tuple_cat(arguments_of(args, 0)...));
-  }
+    template <typename... Args>
+    auto operator()(const Args&... args) const {
+      return op.call(args...);
+    }
+  };
 
   Handle op_, decomposed_;
 };
 
 // What a Function of an operator of a Call (call.h) saves: its arguments, and results behind its
 // tensors.
-void save_call(AutogradContext* ctx, const c10::Stack& arguments, const variable_list& results);
+void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
+               at::TensorList results);
 
 // Its backward pass. `before`: what the backward operator `op` takes before the arguments.
 // `places`: of the arguments that are differentiated, in the order of the gradients; behind the
@@ -157,9 +151,9 @@ struct CallFunction : torch::autograd::Function<Self> {
 
   // The tensors come by themselves too: autograd does not look into `call`.
   template <typename Call>
-  static variable_list forward(AutogradContext* ctx, at::TensorList, const Call& call) {
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call) {
     const auto [first, second] = Self::op().below_autograd(call);
-    save_call(ctx, as_stack(call), {Self::kSavesFirst ? first : at::Tensor(), second});
+    save_call(ctx, as_stack(call), tensors, {Self::kSavesFirst ? first : at::Tensor(), second});
     if (!Self::kDifferentiatesSecond) ctx->mark_non_differentiable({second});
     return {first, second};
   }
@@ -172,24 +166,26 @@ struct CallFunction : torch::autograd::Function<Self> {
   }
 };
 
-// The Autograd kernel of such an operator. Function asks for sizes, which not every tensor has:
-// check() says which.
-template <typename Self, typename Call>
-Forward differentiate_call(const Call& call, void (*check)(const Call&)) {
-  if (is_transformed() || any_tensor(call, [](const at::Tensor& t) { return has_tangent(t); })) {
-    check(call);
-    return Self::op().decomposed(call);
-  }
-  if (!at::GradMode::is_enabled() ||
-      !any_tensor(call, [](const at::Tensor& t) { return t.requires_grad(); })) {
-    return Self::op().below_autograd(call);
-  }
+// The tensors of a call, as a Function is given them: it asks for sizes, which not every tensor
+// has. check() says which.
+template <typename Check, typename Call>
+variable_list tensors_of(const Check& check, const Call& call) {
   variable_list tensors;
-  const bool has_sizes = !any_tensor(call, [&](const at::Tensor& t) {
-    tensors.push_back(t);
-    return t.is_nested() || t.layout() != at::kStrided;
-  });
-  if (!has_sizes) check(call);
+  const bool lacks_sizes = any_tensor(
+      [&](const at::Tensor& tensor) {
+        tensors.push_back(tensor);
+        return tensor.is_nested() || tensor.layout() != at::kStrided;
+      },
+      call);
+  if (lacks_sizes) check(call);
+  return tensors;
+}
+
+// The Autograd kernel of an operator that has a CallFunction.
+template <typename Self, typename Check, typename Call>
+Forward differentiate_call(const Check& check, const Call& call) {
+  if (auto results = Self::op().unrecorded(check, call)) return *results;
+  const variable_list tensors = tensors_of(check, call);
   const variable_list results = Self::apply(at::TensorList(tensors), call);
   return {results[0], results[1]};
 }

@@ -61,27 +61,44 @@ constexpr auto* kernel_of(Result (*)(const Call&)) {
 template <auto function>
 constexpr auto* kernel = kernel_of<function>(function);
 
+// A struct of arguments as its members, anything else as it is.
+template <typename T>
+auto arguments_of(const T& call, int) -> decltype(T::fields(call)) {
+  return T::fields(call);
+}
+template <typename T>
+std::tuple<const T&> arguments_of(const T& argument, long) {
+  return {argument};
+}
+
+// function(arguments...), those of structs one by one.
+template <typename Function, typename... Args>
+auto call_with(const Function& function, const Args&... args) {
+  return std::apply(function, std::tuple_cat(arguments_of(args, 0)...));
+}
+
 // As the dispatcher's stack has a call.
-template <typename Call>
-c10::Stack as_stack(const Call& call) {
+template <typename... Args>
+c10::Stack as_stack(const Args&... args) {
   c10::Stack stack;
-  stack.reserve(std::tuple_size_v<decltype(Call::fields(call))>);
-  std::apply([&](const auto&... members) { (stack.emplace_back(members), ...); },
-             Call::fields(call));
+  const auto push = [&](const auto&... each) {
+    stack.reserve(sizeof...(each));
+    (stack.emplace_back(each), ...);
+  };
+  call_with(push, args...);
   return stack;
 }
 
-// Whether is(tensor) of one that a call has.
-template <typename Call, typename Is>
-bool any_tensor(const Call& call, const Is& is) {
-  const auto holds = [&](const auto& member) {
-    using T = std::decay_t<decltype(member)>;
-    if constexpr (std::is_same_v<T, at::Tensor>) return is(member);
-    if constexpr (std::is_same_v<T, OptionalTensor>) return has(member) && is(*member);
+// Whether is(tensor) of a tensor that is given.
+template <typename Is, typename... Args>
+bool any_tensor(const Is& is, const Args&... args) {
+  const auto holds = [&](const auto& argument) {
+    using T = std::decay_t<decltype(argument)>;
+    if constexpr (std::is_same_v<T, at::Tensor>) return is(argument);
+    if constexpr (std::is_same_v<T, OptionalTensor>) return has(argument) && is(*argument);
     return false;
   };
-  return std::apply([&](const auto&... members) { return (holds(members) || ...); },
-                    Call::fields(call));
+  return call_with([&](const auto&... each) { return (holds(each) || ...); }, args...);
 }
 
 }  // namespace fused_norm::ops

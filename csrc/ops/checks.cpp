@@ -68,6 +68,8 @@ at::Tensor new_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes, at::Sca
     const at::IntArrayRef known = C10_AS_INTARRAYREF_SLOW(sizes);
     return at::Tensor(at::detail::empty_cuda(known, dtype, like.device(), std::nullopt));
   }
+#else
+  if (!like.is_cpu() && !like.is_meta()) raise_cpu_only(like);
 #endif
   return at::empty_symint(sizes, like.options().dtype(dtype));
 }

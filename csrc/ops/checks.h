@@ -44,7 +44,8 @@ void check_normalized(const at::Tensor& tensor, const char* name,
 void check_param(const OptionalTensor& param, const char* name,
                  c10::SymIntArrayRef normalized_shape, const at::Tensor& input);
 
-// A contiguous tensor on the device of another; sizes may be symbols.
+// A contiguous tensor on the device of another, as results are; sizes may be symbols. In a CPU-only
+// build an error for any other device.
 at::Tensor new_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype);
 inline at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype) {
   return new_tensor(tensor, tensor.sym_sizes(), dtype);

@@ -47,9 +47,6 @@ struct NormCall {
     return has(residual) ? residual_dtype.value_or(residual->scalar_type()) : input.scalar_type();
   }
   at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
-  NormColumns columns(int64_t cols) const {
-    return {or_undefined(weight), or_undefined(bias), weight_offset, cols, x_dtype(), y_dtype()};
-  }
 };
 
 // What a backward call has.
@@ -71,11 +68,27 @@ struct NormBackwardCall {
                     c.weight_offset, c.rms, c.from_output, c.input_dtype, c.output_mask, c.side,
                     c.columns, c.dresidual);
   }
+  at::ScalarType x_dtype() const { return input_dtype; }
+  at::ScalarType y_dtype() const { return dy.scalar_type(); }
   bool needs_mean() const { return !rms && !from_output; }
 };
 
 // The checks that every forward call passes, for decompositions too.
 void check_norm(const NormCall& call);
+
+// The parameters of a call that was checked, of tensors with data.
+template <typename Call>
+NormColumns columns_of(const Call& call) {
+  const int64_t cols = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(call.normalized_shape));
+  TORCH_CHECK(cols <= kMaxCols, "normalized_shape ", call.normalized_shape, " has ", cols,
+              " elements; at most 2^30 are supported");
+  return {or_undefined(call.weight),
+          or_undefined(call.bias),
+          call.weight_offset,
+          cols,
+          call.x_dtype(),
+          call.y_dtype()};
+}
 
 // The shape of a norm's statistics: the leading dimensions of `input`, and then ones.
 c10::SymDimVector stats_shape(const at::Tensor& input, c10::SymIntArrayRef normalized_shape);

@@ -32,22 +32,11 @@ const auto& backward_op() {
 // The input's gradient from those of mean, rstd and side, which is a decomposition alone.
 Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& drstd,
                            const OptionalTensor& dside, const NormBackwardCall& pass) {
-  c10::Stack stack = {dmean,
-                      drstd,
-                      dside,
-                      pass.saved,
-                      pass.mean,
-                      pass.rstd,
-                      pass.weight,
-                      pass.bias,
-                      pass.normalized_shape,
-                      pass.weight_offset,
-                      pass.rms,
-                      pass.from_output,
-                      pass.input_dtype,
-                      pass.side,
-                      pass.columns};
-  find_operator("fused_norm::norm_statistics_backward").callBoxed(stack);
+  const auto& p = pass;
+  c10::Stack stack =
+      as_stack(dmean, drstd, dside, p.saved, p.mean, p.rstd, p.weight, p.bias, p.normalized_shape,
+               p.weight_offset, p.rms, p.from_output, p.input_dtype, p.side, p.columns);
+  find_operator("fused_norm::norm_statistics_backward").callBoxed(&stack);
   return stack[0].toTensor();
 }
 
@@ -73,14 +62,12 @@ struct Call {
 struct NormFunction : torch::autograd::Function<NormFunction> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& input,
-                               const OptionalTensor& residual, const OptionalTensor& weight,
-                               const OptionalTensor& bias, const NormCall& how,
+  // The tensors come by themselves too: autograd does not look into `how`.
+  static variable_list forward(AutogradContext* ctx, at::TensorList, const NormCall& how,
                                const SymInt& room) {
     variable_list results = forward_op().below_autograd(with_room(how, room));
-    const bool adds = residual.has_value();
-    const bool lists = room > 0, from_output = room >= 0;
-    const Tensor& x = adds ? results[1] : input;
+    const bool adds = has(how.residual), lists = room > 0, from_output = room >= 0;
+    const Tensor& x = adds ? results[1] : how.input;
     const auto statistics = results.begin() + (adds ? 2 : 1);  // (mean, rstd), or (rstd, ...)
 
     // A hook of saved tensors that kept a result itself would keep this node, and it the hook's.
@@ -90,8 +77,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     saved[kSaved] = from_output ? of_result(results[0]) : adds ? of_result(x) : x;
     if (!from_output && !how.rms) saved[kMean] = of_result(statistics[0]);
     saved[kRstd] = of_result(statistics[lists ? 0 : 1]);
-    if (weight.has_value()) saved[kWeight] = *weight;
-    if (bias.has_value()) saved[kBias] = *bias;
+    saved[kWeight] = or_undefined(how.weight);
+    saved[kBias] = or_undefined(how.bias);
     if (lists) {
       saved[kSide] = of_result(statistics[1]);
       saved[kColumns] = statistics[2];
@@ -99,9 +86,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     ctx->saved_data["weight_offset"] = how.weight_offset;
-    ctx->saved_data["call"] = packed(
-        Call{static_cast<uint16_t>(how.normalized_shape.size()), how.rms, from_output, adds,
-             x.scalar_type(), input.scalar_type(), (adds ? *residual : input).scalar_type()});
+    ctx->saved_data["call"] =
+        packed(Call{static_cast<uint16_t>(how.normalized_shape.size()), how.rms, from_output, adds,
+                    x.scalar_type(), how.input.scalar_type(),
+                    (adds ? *how.residual : how.input).scalar_type()});
     return results;
   }
 
@@ -131,13 +119,12 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const SymIntArrayRef sizes = saved[kSaved].sym_sizes();
     const SymIntArrayRef shape = sizes.slice(sizes.size() - call.row_dims);
 
-    // Edges are counted over the tensors that the call had.
-    size_t edge = 0;
-    const bool of_input = ctx->needs_input_grad(edge++);
-    const bool of_residual = adds && ctx->needs_input_grad(edge++);
-    std::array<bool, 3> needs = {of_input || of_residual, false, false};
-    if (weight.has_value()) needs[1] = ctx->needs_input_grad(edge++);
-    if (bias.has_value()) needs[2] = ctx->needs_input_grad(edge++);
+    // Edges are counted over the tensors that the call had: input, weight, bias, residual.
+    size_t edges = 0;
+    const auto needs_next = [&](bool given) { return given && ctx->needs_input_grad(edges++); };
+    const bool of_input = needs_next(true), of_weight = needs_next(weight.has_value()),
+               of_bias = needs_next(bias.has_value()), of_residual = needs_next(adds);
+    const std::array<bool, 3> needs = {of_input || of_residual, of_weight, of_bias};
 
     Tensor dx = adds && needs[0] ? grads[1] : Tensor(), dweight, dbias;
     const OptionalTensor dresidual = optional(dx);
@@ -159,12 +146,12 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (!wanted || !dx.defined()) return Tensor();
       return dx.scalar_type() == dtype ? dx : dx.to(dtype);
     };
-    return {term(of_input, call.input_dtype),
-            term(of_residual, call.residual_dtype),
-            dweight,
-            dbias,
-            {},
-            {}};
+    variable_list gradients = {term(of_input, call.input_dtype)};
+    if (weight.has_value()) gradients.push_back(dweight);
+    if (bias.has_value()) gradients.push_back(dbias);
+    if (adds) gradients.push_back(term(of_residual, call.residual_dtype));
+    gradients.resize(gradients.size() + 2);  // of the call and the room
+    return gradients;
   }
 };
 
@@ -191,35 +178,22 @@ SymInt room_of(const NormCall& call) {
 // On record: differentiable in all that depends on the input. `room` is kSaveInput, or that for
 // listed columns of a call that saves its output; with 0 it has no list.
 variable_list record(const NormCall& call, const SymInt& room) {
-  check_layout(call.input, "input");  // Function asks for sizes, which not every tensor has
-  if (call.residual.has_value()) check_layout(*call.residual, "residual");
-  if (call.weight.has_value()) check_layout(*call.weight, "weight");
-  if (call.bias.has_value()) check_layout(*call.bias, "bias");
-  return NormFunction::apply(call.input, call.residual, call.weight, call.bias, call, room);
+  const variable_list tensors = tensors_of(check_norm, call);
+  return NormFunction::apply(at::TensorList(tensors), call, room);
 }
 
 }  // namespace
 
 variable_list differentiate_norm(const NormCall& call) {
-  if (is_transformed(call.input, call.weight, call.bias, call.residual)) {
-    check_norm(call);
-    return forward_op().decomposed(call);
-  }
-  if (!needs_grad(call.input, call.weight, call.bias, call.residual)) {
-    return forward_op().below_autograd(call);
-  }
+  if (auto results = forward_op().unrecorded(check_norm, call)) return *std::move(results);
   TORCH_CHECK(!call.room.has_value() || *call.room > 0, "room is ", *call.room,
               "; a call that is differentiated needs room");
   return record(call, call.room.value_or(kSaveInput));
 }
 
 variable_list norm(const NormCall& call, bool memory_efficient) {
-  if (is_transformed(call.input, call.residual, call.weight, call.bias)) {
-    return forward_op().call(call);
-  }
-  if (!needs_grad(call.input, call.residual, call.weight, call.bias)) {
-    return forward_op().below_autograd(call);
-  }
+  if (is_transformed(call)) return forward_op().call(call);
+  if (!needs_grad(call)) return forward_op().below_autograd(call);
   return record(call, memory_efficient ? room_of(call) : SymInt(kSaveInput));
 }
 

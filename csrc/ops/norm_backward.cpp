@@ -31,7 +31,7 @@ void check_given(const Tensor& tensor, const char* name, ScalarType dtype, SymIn
 }
 
 // Of tensors with data.
-void check_saved(const NormBackwardCall& call, const NormRows& shape) {
+void check_saved(const NormBackwardCall& call, int64_t cols) {
   const Tensor& dy = call.dy;
   const ScalarType stats_dtype = accumulate_dtype(call.input_dtype);
   const auto stats = stats_shape(dy, call.normalized_shape);
@@ -48,22 +48,14 @@ void check_saved(const NormBackwardCall& call, const NormRows& shape) {
   if (!lists) return;
   check_given(*call.columns, "columns", at::kInt, {call.columns->numel()}, dy);
   const int64_t room = call.columns->numel() - 1;
-  TORCH_CHECK(room >= 0 && room <= shape.cols, "columns must be at least 1 and at most ",
-              shape.cols + 1, ", but are ", room + 1);
-  check_given(*call.side, "side", stats_dtype, {shape.rows, room}, dy);
+  TORCH_CHECK(room >= 0 && room <= cols, "columns must be at least 1 and at most ", cols + 1,
+              ", but are ", room + 1);
+  check_given(*call.side, "side", stats_dtype, {call.rstd.numel(), room}, dy);
 }
 
-// What a pass gives to the CPU path or the kernels.
-struct Launch {
-  const NormBackwardCall& call;
-  const NormColumns& norm;
-  const NormRows& shape;
-  const Tensor& dresidual;  // contiguous; undefined when absent
-  const Gradients<3>& made;
-};
-
-void backward_on_cpu(const Launch& launch) {
-  const auto& [call, norm, shape, dresidual, made] = launch;
+// `dresidual` is contiguous, undefined when absent; `made` is written.
+void backward_on_cpu(const NormBackwardCall& call, const NormColumns& norm, const Tensor& dresidual,
+                     const Gradients<3>& made) {
   const Tensor mean = or_undefined(call.mean);
   cpu::NormBackward pass{call.dy,          call.saved, mean, call.rstd, norm, call.rms,
                          call.from_output, {},         {},   dresidual, made};
@@ -98,12 +90,13 @@ void* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
-void backward_on_cuda(const Launch& launch) {
-  const auto& [call, norm, shape, dresidual, made] = launch;
+void backward_on_cuda(const NormBackwardCall& call, const NormColumns& norm,
+                      const Tensor& dresidual, const Gradients<3>& made) {
   const c10::cuda::CUDAGuard guard(call.dy.device());
-  const Rows dy = as_rows(call.dy, shape.row_dims), saved = as_rows(call.saved, shape.row_dims);
+  const int64_t row_dims = static_cast<int64_t>(call.normalized_shape.size());
+  const Rows dy = as_rows(call.dy, row_dims), saved = as_rows(call.saved, row_dims);
   const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
-  auto params = norm_params<NormBackwardParams>(norm, shape.rows, call.rms, weight, bias);
+  auto params = norm_params<NormBackwardParams>(norm, call.rstd.numel(), call.rms, weight, bias);
   params.from_output = call.from_output;
   dy.set(&params.dy, &params.dy_layout);
   saved.set(&params.saved, &params.saved_layout);
@@ -119,7 +112,7 @@ void backward_on_cuda(const Launch& launch) {
   params.dbias = data_or_null(made[2]);
   const c10::DataPtr workspace = set_workspace(&params);
   params.watch = watch_backward(norm, call.from_output, params.list.room);
-  ops::launch(launch_norm_backward, params);
+  launch(launch_norm_backward, params);
 }
 
 #endif  // FUSED_NORM_WITH_CUDA
@@ -142,11 +135,11 @@ Gradients<3> norm_backward(const NormBackwardCall& call) {
               saved.scalar_type());
   check_params(call.weight, call.bias, call.rms, call.normalized_shape, dy);
 
-  NormRows shape{};
+  NormColumns norm;
   Tensor dresidual;
   if (!dy.is_meta()) {
-    shape = norm_rows(dy, call.normalized_shape);
-    check_saved(call, shape);
+    norm = columns_of(call);
+    check_saved(call, norm.cols);
     if (has(call.dresidual)) {
       check_layout(*call.dresidual, "dresidual");
       dresidual = call.dresidual->contiguous();
@@ -157,23 +150,15 @@ Gradients<3> norm_backward(const NormBackwardCall& call) {
   const Gradients<3> made = {wanted[0] ? new_like(dy, call.input_dtype) : Tensor(),
                              wanted[1] && has(call.weight) ? new_like(*call.weight) : Tensor(),
                              wanted[2] && has(call.bias) ? new_like(*call.bias) : Tensor()};
-  if (shape.empty()) {  // of a meta tensor too
+  if (dy.is_meta() || dy.numel() == 0) {
     for (const Tensor& gradient : made) {
       if (gradient.defined()) gradient.zero_();
     }
-    return made;
-  }
-  const NormColumns norm{or_undefined(call.weight), or_undefined(call.bias),
-                         call.weight_offset,        shape.cols,
-                         call.input_dtype,          y_dtype};
-  const Launch launch{call, norm, shape, dresidual, made};
-  if (dy.is_cpu()) {
-    backward_on_cpu(launch);
-  } else {
+  } else if (dy.is_cpu()) {
+    backward_on_cpu(call, norm, dresidual, made);
 #ifdef FUSED_NORM_WITH_CUDA
-    backward_on_cuda(launch);
-#else
-    raise_cpu_only(dy);
+  } else {
+    backward_on_cuda(call, norm, dresidual, made);
 #endif
   }
   return made;

@@ -39,6 +39,8 @@ struct Results {
     columns = new_tensor(call.input, {*call.room + 1}, at::kInt);
   }
 
+  int64_t room() const { return columns.defined() ? columns.numel() - 1 : 0; }
+
   // The operator's, which has no mean with room.
   std::vector<Tensor> list() && {
     if (side.defined()) mean.reset();
@@ -51,33 +53,15 @@ struct Results {
   }
 };
 
-// For a call that lists columns.
-int64_t checked_room(const SymInt& sym_room, int64_t cols, SymIntArrayRef normalized_shape) {
-  const int64_t room = sym_room.guard_int(__FILE__, __LINE__), most = std::min(cols, kMostRoom);
-  TORCH_CHECK(room >= 0 && room <= most, "room is ", room, "; it must lie between 0 and ", most,
-              ", for the ", cols, " columns of normalized_shape ", normalized_shape,
-              " and at most 2^24");
-  return room;
+// input + residual, added and rounded as the kernels do it.
+Tensor add_residual(const NormCall& call, const Results& out) {
+  Tensor sum = out.residual_out;
+  return at::add_out(sum, call.input, call.residual->to(sum.scalar_type()));
 }
 
-// A call that was checked, of tensors with data, and where its results go.
-struct Launch {
-  const NormCall& call;
-  const NormColumns& norm;
-  const NormRows& shape;
-  int64_t room;
-  const Results& out;
-
-  // input + residual, added and rounded as the kernels do it.
-  Tensor add_residual() const {
-    Tensor sum = out.residual_out;
-    return at::add_out(sum, call.input, call.residual->to(norm.x_dtype));
-  }
-};
-
-void forward_on_cpu(const Launch& launch) {
-  const auto& [call, norm, shape, room, out] = launch;
-  const Tensor x = has(call.residual) ? launch.add_residual() : call.input;
+void forward_on_cpu(const NormCall& call, const NormColumns& norm, const Results& out) {
+  const int64_t room = out.room();
+  const Tensor x = has(call.residual) ? add_residual(call, out) : call.input;
   cpu::norm_forward(x, norm, call.eps, call.rms, out.y, out.mean, out.rstd);
   if (room == 0) return;
   Tensor lost = cpu::lost_columns(norm, /*precise=*/true);
@@ -93,25 +77,25 @@ void forward_on_cpu(const Launch& launch) {
 
 #ifdef FUSED_NORM_WITH_CUDA
 
-void forward_on_cuda(const Launch& launch) {
-  const auto& [call, norm, shape, room, out] = launch;
+void forward_on_cuda(const NormCall& call, const NormColumns& norm, const Results& out) {
+  const int64_t row_dims = static_cast<int64_t>(call.normalized_shape.size()), room = out.room();
   const c10::cuda::CUDAGuard guard(call.input.device());
   // A kernel adds where it can. The others are few, and are added up before.
   const bool adds = has(call.residual) && call.residual->scalar_type() == norm.x_dtype &&
                     call.input.scalar_type() == norm.y_dtype &&
-                    norm_forward_adds(static_cast<int32_t>(shape.cols), to_dtype(norm.x_dtype),
+                    norm_forward_adds(static_cast<int32_t>(norm.cols), to_dtype(norm.x_dtype),
                                       to_dtype(norm.y_dtype), current_device_properties());
   const Rows x = as_rows(adds                 ? *call.residual
-                         : has(call.residual) ? launch.add_residual()
+                         : has(call.residual) ? add_residual(call, out)
                                               : call.input,
-                         shape.row_dims);
+                         row_dims);
   const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
-  auto params = norm_params<NormForwardParams>(norm, shape.rows, call.rms, weight, bias);
+  auto params = norm_params<NormForwardParams>(norm, out.rstd.numel(), call.rms, weight, bias);
   params.eps = call.eps;
   x.set(&params.x, &params.x_layout);
   std::optional<Rows> addend;
   if (adds) {
-    addend = as_rows(call.input, shape.row_dims);
+    addend = as_rows(call.input, row_dims);
     addend->set(&params.addend, &params.addend_layout);
     params.sum = out.residual_out.mutable_data_ptr();
   }
@@ -122,7 +106,7 @@ void forward_on_cuda(const Launch& launch) {
     params.list = {static_cast<int32_t>(room), out.columns.mutable_data_ptr<int32_t>(),
                    out.side.mutable_data_ptr()};
   }
-  ops::launch(launch_norm_forward, params);
+  launch(launch_norm_forward, params);
 }
 
 #endif  // FUSED_NORM_WITH_CUDA
@@ -135,26 +119,25 @@ std::vector<Tensor> norm_forward(const NormCall& call) {
   check_norm(call);
   if (call.input.is_meta()) return Results(call).list();
   check_overflow();
-  const NormRows shape = norm_rows(call.input, call.normalized_shape);
-  const int64_t room =
-      call.room.has_value() ? checked_room(*call.room, shape.cols, call.normalized_shape) : 0;
+  const NormColumns norm = columns_of(call);
+  if (call.room.has_value()) {
+    const int64_t room = call.room->guard_int(__FILE__, __LINE__);
+    const int64_t most = std::min(norm.cols, kMostRoom);
+    TORCH_CHECK(room >= 0 && room <= most, "room is ", room, "; it must lie between 0 and ", most,
+                ", for the ", norm.cols, " columns of normalized_shape ", call.normalized_shape,
+                " and at most 2^24");
+  }
   Results out(call);
-  if (room == 0 && out.columns.defined()) out.columns.zero_();
-  if (shape.empty()) {
+  if (out.room() == 0 && out.columns.defined()) out.columns.zero_();
+  if (call.input.numel() == 0) {
     for (const Tensor* of_none : {&out.mean, &out.rstd, &out.side, &out.columns}) {
       if (of_none->defined()) of_none->zero_();
     }
-    return std::move(out).list();
-  }
-  const NormColumns norm = call.columns(shape.cols);
-  const Launch launch{call, norm, shape, room, out};
-  if (call.input.is_cpu()) {
-    forward_on_cpu(launch);
-  } else {
+  } else if (call.input.is_cpu()) {
+    forward_on_cpu(call, norm, out);
 #ifdef FUSED_NORM_WITH_CUDA
-    forward_on_cuda(launch);
-#else
-    raise_cpu_only(call.input);
+  } else {
+    forward_on_cuda(call, norm, out);
 #endif
   }
   return std::move(out).list();

@@ -6,6 +6,7 @@
 
 #include <utility>
 
+#include "ops/autograd.h"
 #include "ops/norm.h"
 #include "ops/rows.h"
 
@@ -288,6 +289,25 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
 #endif
   if (!input.is_cpu()) raise_cpu_only(input);
   return backward_by_chain(call);
+}
+
+// Profiles show this name.
+struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
+  static constexpr const char* kBackward = "fused_norm::rms_norm_gated_backward";
+  static constexpr std::array<int64_t, 3> kPlaces = {kInput, kGate, kWeight};
+  static constexpr bool kSavesFirst = false, kDifferentiatesSecond = false;
+
+  static const auto& op() {
+    static const Operator op("rms_norm_gated_forward", kernel<rms_norm_gated_forward>);
+    return op;
+  }
+  static c10::Stack before(const variable_list& grads, const Tensor&, const Tensor& rstd) {
+    return {grads[0], rstd};
+  }
+};
+
+Forward differentiate_rms_norm_gated(const GatedCall& call) {
+  return differentiate_call<RMSNormGatedFunction>(check_rms_norm_gated, call);
 }
 
 }  // namespace fused_norm::ops

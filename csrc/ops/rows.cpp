@@ -53,15 +53,6 @@ Rows as_rows(const at::Tensor& tensor, int64_t row_dims) {
   return {copy, *find_layout(copy, row_dims)};
 }
 
-NormRows norm_rows(const at::Tensor& tensor, c10::SymIntArrayRef normalized_shape) {
-  const at::IntArrayRef shape = C10_AS_INTARRAYREF_SLOW(normalized_shape), sizes = tensor.sizes();
-  const int64_t row_dims = static_cast<int64_t>(shape.size());
-  const int64_t cols = c10::multiply_integers(shape);
-  TORCH_CHECK(cols <= kMaxCols, "normalized_shape ", shape, " has ", cols,
-              " elements; at most 2^30 are supported");
-  return {c10::multiply_integers(sizes.begin(), sizes.end() - row_dims), cols, row_dims};
-}
-
 DType to_dtype(at::ScalarType type) {
   switch (type) {
     case at::kHalf:

@@ -30,16 +30,6 @@ c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& t
 // The last `row_dims` dimensions of `tensor` make up a row. The tensor must not be empty.
 Rows as_rows(const at::Tensor& tensor, int64_t row_dims);
 
-// A norm's rows.
-struct NormRows {
-  int64_t rows, cols, row_dims;
-
-  bool empty() const { return rows == 0 || cols == 0; }
-};
-
-// Of a tensor whose shape was checked.
-NormRows norm_rows(const at::Tensor& tensor, c10::SymIntArrayRef normalized_shape);
-
 DType to_dtype(at::ScalarType type);
 
 // `tensor` itself, or a copy where it is not contiguous or does not start on 16 bytes, as kernels

@@ -2,10 +2,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <iterator>
 #include <limits>
-#include <utility>
 
 #include "core/softmax/tier.h"
 #include "cpu/softmax.h"
@@ -24,18 +25,10 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-constexpr std::pair<SoftmaxTier, const char*> kTiers[] = {{SoftmaxTier::kAuto, "auto"},
-                                                          {SoftmaxTier::kWarp, "warp"},
-                                                          {SoftmaxTier::kBlock, "block"},
-                                                          {SoftmaxTier::kUncached, "uncached"}};
+constexpr const char* kTierNames[] = {"auto", "warp", "block", "uncached"};  // by SoftmaxTier
 std::atomic<SoftmaxTier> wanted_tier{SoftmaxTier::kAuto};
 
-const char* wanted_name() {
-  for (const auto& [tier, name] : kTiers) {
-    if (tier == wanted_tier) return name;
-  }
-  return "unknown";
-}
+const char* wanted_name() { return kTierNames[static_cast<int>(wanted_tier.load())]; }
 
 // A tensor seen as (outer, cols, inner) around the dimension that is summed over.
 struct Geometry {
@@ -212,16 +205,14 @@ Tensor run(const Call& call) {
     const auto rows = [&](const Tensor& t) { return input.dim() == 0 ? t.reshape({1}) : t; };
     cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, scale, causal,
                                y);
-  } else {
 #ifdef FUSED_NORM_WITH_CUDA
+  } else {
     const c10::cuda::CUDAGuard guard(input.device());
     if (geometry.rows()) {
       rows_forward(call, geometry, expanded, y);
     } else {
       columns_forward(call, geometry, y);
     }
-#else
-    raise_cpu_only(input);
 #endif
   }
   return y;
@@ -285,13 +276,10 @@ ScalarType check_masked_softmax(const Tensor& input, const OptionalTensor& mask,
 }
 
 void force_softmax_tier(const std::string& wanted) {
-  for (const auto& [tier, name] : kTiers) {
-    if (wanted != name) continue;
-    wanted_tier = tier;
-    return;
-  }
-  TORCH_CHECK_VALUE(false, "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted,
-                    "'");
+  const auto* const found = std::find(std::begin(kTierNames), std::end(kTierNames), wanted);
+  TORCH_CHECK_VALUE(found != std::end(kTierNames),
+                    "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted, "'");
+  wanted_tier = static_cast<SoftmaxTier>(found - kTierNames);
 }
 
 Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
@@ -327,16 +315,14 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
   if (dy.is_cpu()) {
     const auto shape = geometry.shape();
     cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, scale, dx);
-  } else {
 #ifdef FUSED_NORM_WITH_CUDA
+  } else {
     const c10::cuda::CUDAGuard guard(dy.device());
     if (geometry.rows()) {
       rows_backward(dy, output, geometry, log, scale, dx);
     } else {
       columns_backward(dy, output, geometry, log, dx);
     }
-#else
-    raise_cpu_only(dy);
 #endif
   }
   return dx;
