@@ -79,19 +79,6 @@ DType core_dtype(at::ScalarType type) {
 }
 
 template <typename Acc>
-at::Tensor find_lost_columns(const NormColumns& norm, bool precise) {
-  const Affine<Acc> affine(norm);
-  const Acc *g = affine.g(), *b = affine.b();
-  const DType y = core_dtype(norm.y_dtype);
-  const auto limits = precise ? precise_limits<Acc>(y) : recoverable_limits<Acc>(y);
-  std::vector<int64_t> lost;
-  for (int64_t col = 0; col < norm.cols; ++col) {
-    if (!meets(limits, g[col], b[col])) lost.push_back(col);
-  }
-  return at::tensor(lost, at::kLong);
-}
-
-template <typename Acc>
 void forward(const at::Tensor& input, const NormColumns& norm, double eps, bool rms,
              const at::Tensor& output, const at::Tensor& mean, const at::Tensor& rstd) {
   const int64_t rows = rstd.numel(), cols = norm.cols;
@@ -210,21 +197,27 @@ void backward(const NormBackward& call) {
 
 void norm_forward(const at::Tensor& x, const NormColumns& norm, double eps, bool rms,
                   const at::Tensor& y, const at::Tensor& mean, const at::Tensor& rstd) {
-  const at::NoGradGuard no_grad;
-  const auto run = norm.x_dtype == at::kDouble ? forward<double> : forward<float>;
-  run(x, norm, eps, rms, y, mean, rstd);
+  in_precision_of(norm.x_dtype,
+                  [&](auto acc) { forward<decltype(acc)>(x, norm, eps, rms, y, mean, rstd); });
 }
 
 void norm_backward(const NormBackward& call) {
-  const at::NoGradGuard no_grad;
-  (call.norm.x_dtype == at::kDouble ? backward<double> : backward<float>)(call);
+  in_precision_of(call.norm.x_dtype, [&](auto acc) { backward<decltype(acc)>(call); });
 }
 
 at::Tensor lost_columns(const NormColumns& norm, bool precise) {
-  const at::NoGradGuard no_grad;
-  const auto find =
-      norm.x_dtype == at::kDouble ? find_lost_columns<double> : find_lost_columns<float>;
-  return find(norm, precise);
+  std::vector<int64_t> lost;
+  in_precision_of(norm.x_dtype, [&](auto acc) {
+    using Acc = decltype(acc);
+    const Affine<Acc> affine(norm);
+    const Acc *g = affine.g(), *b = affine.b();
+    const DType y = core_dtype(norm.y_dtype);
+    const auto limits = precise ? precise_limits<Acc>(y) : recoverable_limits<Acc>(y);
+    for (int64_t col = 0; col < norm.cols; ++col) {
+      if (!meets(limits, g[col], b[col])) lost.push_back(col);
+    }
+  });
+  return at::tensor(lost, at::kLong);
 }
 
 at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,

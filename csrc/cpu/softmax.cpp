@@ -103,21 +103,6 @@ void over_rows(const std::array<at::Tensor, inputs>& from, const at::Tensor& res
   if (!made.is_same(result)) result.copy_(made.view(result.sizes()));
 }
 
-template <typename Acc>
-void forward(const at::Tensor& x, bool log, const at::Tensor& y) {
-  over_rows<Acc, 1>({x}, y, [log, cols = x.size(1)](const auto& row, Acc* to) {
-    softmax_row(row[0], log, to, cols);
-  });
-}
-
-template <typename Acc>
-void backward(const at::Tensor& dy, const at::Tensor& y, bool log, double scale,
-              const at::Tensor& dx) {
-  over_rows<Acc, 2>({dy, y}, dx, [=, cols = dy.size(1)](const auto& row, Acc* to) {
-    gradient_row<Acc>(row[0], row[1], log, scale, to, cols);
-  });
-}
-
 // y = scale * x with one row of the mask, whose shape is that of the input by expand().
 template <typename Acc>
 void mask_row(const Acc* x, Acc scale, const at::Tensor& mask, int64_t row, Acc* y, int64_t n) {
@@ -140,12 +125,11 @@ void mask_row(const Acc* x, Acc scale, const at::Tensor& mask, int64_t row, Acc*
 }
 
 template <typename Acc>
-void masked_forward(const at::Tensor& x, const at::Tensor& mask, double scale, bool causal,
+void masked_forward(const at::Tensor& x, const at::Tensor& mask, Acc scale, bool causal,
                     const at::Tensor& y) {
   const int64_t cols = x.size(-1), rows = x.numel() / cols;
   const int64_t queries = causal ? x.size(-2) : 1;
   const at::Tensor x_rows = x.reshape({rows, cols}), y_rows = y.view({rows, cols});
-  const Acc factor = scale;
   in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
     const NewRows<Acc> made(y_rows, first, count, scratch[0]);
     const at::Tensor block = rows_of<Acc>(x_rows, first, count, scratch[1]);
@@ -156,9 +140,9 @@ void masked_forward(const at::Tensor& x, const at::Tensor& mask, double scale, b
       const int64_t last = row % queries + cols - queries;
       const int64_t seen = causal ? std::clamp<int64_t>(last + 1, 0, cols) : cols;
       if (mask.defined()) {
-        mask_row(from, factor, mask, row, to, seen);
+        mask_row(from, scale, mask, row, to, seen);
       } else {
-        each(seen, [=](int64_t i) { to[i] = from[i] * factor; });
+        each(seen, [=](int64_t i) { to[i] = from[i] * scale; });
       }
       // Nothing is left of a row: no maximum, and no NaN that a maximum does not see.
       const bool empty = (mask.defined() || causal) && std::all_of(to, to + seen, [](Acc value) {
@@ -174,21 +158,29 @@ void masked_forward(const at::Tensor& x, const at::Tensor& mask, double scale, b
 }  // namespace
 
 void softmax_forward(const at::Tensor& x, bool log, const at::Tensor& y) {
-  const at::NoGradGuard no_grad;
-  (x.scalar_type() == at::kDouble ? forward<double> : forward<float>)(x, log, y);
+  in_precision_of(x.scalar_type(), [&](auto acc) {
+    const auto row_function = [log, cols = x.size(1)](const auto& row, auto* to) {
+      softmax_row(row[0], log, to, cols);
+    };
+    over_rows<decltype(acc), 1>({x}, y, row_function);
+  });
 }
 
 void scaled_masked_softmax(const at::Tensor& x, const at::Tensor& mask, double scale, bool causal,
                            const at::Tensor& y) {
-  const at::NoGradGuard no_grad;
-  const auto run = x.scalar_type() == at::kDouble ? masked_forward<double> : masked_forward<float>;
-  run(x, mask, scale, causal, y);
+  in_precision_of(x.scalar_type(),
+                  [&](auto acc) { masked_forward<decltype(acc)>(x, mask, scale, causal, y); });
 }
 
 void softmax_backward(const at::Tensor& dy, const at::Tensor& y, bool log, double scale,
                       const at::Tensor& dx) {
-  const at::NoGradGuard no_grad;
-  (dx.scalar_type() == at::kDouble ? backward<double> : backward<float>)(dy, y, log, scale, dx);
+  in_precision_of(dx.scalar_type(), [&](auto acc) {
+    using Acc = decltype(acc);
+    const auto row_function = [=, cols = dy.size(1)](const auto& row, Acc* to) {
+      gradient_row<Acc>(row[0], row[1], log, scale, to, cols);
+    };
+    over_rows<Acc, 2>({dy, y}, dx, row_function);
+  });
 }
 
 }  // namespace fused_norm::cpu

@@ -31,19 +31,12 @@ const auto& backward_op() {
 
 // The input's gradient from those of mean, rstd and side, which is a decomposition alone.
 Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& drstd,
-                           const OptionalTensor& dside, const NormBackwardCall& pass) {
-  const auto& p = pass;
+                           const OptionalTensor& dside, const NormBackwardCall& p) {
   c10::Stack stack =
       as_stack(dmean, drstd, dside, p.saved, p.mean, p.rstd, p.weight, p.bias, p.normalized_shape,
                p.weight_offset, p.rms, p.from_output, p.input_dtype, p.side, p.columns);
   find_operator("fused_norm::norm_statistics_backward").callBoxed(&stack);
   return stack[0].toTensor();
-}
-
-// With room for listed columns, if there is any.
-NormCall with_room(NormCall call, const SymInt& room) {
-  call.room = room > 0 ? std::optional(room) : std::nullopt;
-  return call;
 }
 
 // What a call saves, in this order; undefined what it does not need.
@@ -65,7 +58,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
   // The tensors come by themselves too: autograd does not look into `how`.
   static variable_list forward(AutogradContext* ctx, at::TensorList, const NormCall& how,
                                const SymInt& room) {
-    variable_list results = forward_op().below_autograd(with_room(how, room));
+    NormCall with_room = how;
+    if (room > 0) with_room.room = room;
+    variable_list results = forward_op().below_autograd(with_room);
     const bool adds = has(how.residual), lists = room > 0, from_output = room >= 0;
     const Tensor& x = adds ? results[1] : how.input;
     const auto statistics = results.begin() + (adds ? 2 : 1);  // (mean, rstd), or (rstd, ...)

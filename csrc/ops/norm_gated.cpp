@@ -4,8 +4,6 @@
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sigmoid.h>
 
-#include <utility>
-
 #include "ops/autograd.h"
 #include "ops/norm.h"
 #include "ops/rows.h"
