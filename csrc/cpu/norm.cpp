@@ -5,7 +5,6 @@
 #include "cpu/norm.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/full.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
@@ -18,13 +17,25 @@
 namespace fused_norm::cpu {
 namespace {
 
-// A parameter as Acc. One that is absent becomes a constant, so that one loop serves all forms.
+// A norm's parameters as Acc. One that is absent becomes a constant, so that one loop serves all
+// forms.
 template <typename Acc>
-at::Tensor parameter(const at::Tensor& param, double offset, double if_absent, int64_t cols) {
-  if (!param.defined()) return at::full({cols}, if_absent, kType<Acc>);
-  const at::Tensor converted = param.to(kType<Acc>).contiguous();
-  return offset == 0 ? converted : at::add(converted, offset);
-}
+struct Affine {
+  at::Tensor weight, bias;  // (cols), weight_offset added
+
+  explicit Affine(const NormColumns& norm)
+      : weight(as_acc(norm.weight, 1, norm.cols)), bias(as_acc(norm.bias, 0, norm.cols)) {
+    if (norm.weight.defined() && norm.weight_offset != 0) weight = weight + norm.weight_offset;
+  }
+  const Acc* g() const { return weight.const_data_ptr<Acc>(); }
+  const Acc* b() const { return bias.const_data_ptr<Acc>(); }
+
+ private:
+  static at::Tensor as_acc(const at::Tensor& param, double if_absent, int64_t cols) {
+    if (!param.defined()) return at::full({cols}, if_absent, kType<Acc>);
+    return param.to(kType<Acc>).reshape({-1}).contiguous();
+  }
+};
 
 template <typename Acc>
 double row_mean(const Acc* x, int64_t n) {
@@ -68,94 +79,69 @@ DType core_dtype(at::ScalarType type) {
 }
 
 template <typename Acc>
-at::Tensor find_lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
-                             int64_t cols, at::ScalarType y_dtype, bool precise) {
-  const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
-  const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
-  const Acc* g = affine_weight.const_data_ptr<Acc>();
-  const Acc* b = affine_bias.const_data_ptr<Acc>();
-  const DType y = core_dtype(y_dtype);
-  const auto limits = precise ? precise_limits<Acc>(y) : recoverable_limits<Acc>(y);
-  std::vector<int64_t> lost;
-  for (int64_t col = 0; col < cols; ++col) {
-    if (!meets(limits, g[col], b[col])) lost.push_back(col);
-  }
-  return at::tensor(lost, at::kLong);
-}
-
-template <typename Acc>
-ForwardResult forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                      double eps, double weight_offset, bool rms, at::ScalarType out_dtype) {
-  const int64_t rows = x.size(0), cols = x.size(1);
-  ForwardResult result{at::empty({rows, cols}, out_dtype), {}, at::empty({rows}, kType<Acc>)};
-  if (!rms) result.mean = at::empty({rows}, kType<Acc>);
-  const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
-  const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
-  const Acc* g = affine_weight.const_data_ptr<Acc>();
-  const Acc* b = affine_bias.const_data_ptr<Acc>();
-  Acc* means = rms ? nullptr : result.mean.mutable_data_ptr<Acc>();
-  Acc* rstds = result.rstd.mutable_data_ptr<Acc>();
+void forward(const at::Tensor& input, const NormColumns& norm, double eps, bool rms,
+             const at::Tensor& output, const at::Tensor& mean, const at::Tensor& rstd) {
+  const int64_t rows = rstd.numel(), cols = norm.cols;
+  const at::Tensor x = input.reshape({rows, cols}), to = output.view({rows, cols});
+  const Affine<Acc> affine(norm);
+  const Acc *g = affine.g(), *b = affine.b();
+  Acc* means = rms ? nullptr : mean.mutable_data_ptr<Acc>();
+  Acc* rstds = rstd.mutable_data_ptr<Acc>();
 
   in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
     const at::Tensor block = rows_of<Acc>(x, first, count, scratch[0]);
-    const NewRows<Acc> made(result.y, first, count, scratch[1]);
+    const NewRows<Acc> made(to, first, count, scratch[1]);
     const Acc* from = block.const_data_ptr<Acc>();
     Acc* y = made.data();
     for (int64_t row = first; row < first + count; ++row, from += cols, y += cols) {
-      const double mean = rms ? 0 : row_mean(from, cols);
+      const double shift = rms ? 0 : row_mean(from, cols);
       const double squares =
-          row_sum<Acc>(cols, [=](int64_t i) { return (from[i] - mean) * (from[i] - mean); });
-      const Acc centre = mean, rstd = 1 / std::sqrt(squares / cols + eps);
+          row_sum<Acc>(cols, [=](int64_t i) { return (from[i] - shift) * (from[i] - shift); });
+      const Acc centre = shift, scale = 1 / std::sqrt(squares / cols + eps);
       if (!rms) means[row] = centre;
-      rstds[row] = rstd;
-      each(cols, [=](int64_t i) { y[i] = (from[i] - centre) * rstd * g[i] + b[i]; });
+      rstds[row] = scale;
+      each(cols, [=](int64_t i) { y[i] = (from[i] - centre) * scale * g[i] + b[i]; });
     }
     made.store();
   });
-  return result;
 }
 
 // xhat = (y - bias) / g of rows of the output from `first` on, but for the listed columns.
-at::Tensor recovered(const at::Tensor& y, const at::Tensor& g, const at::Tensor& bias,
-                     const ListedColumns& listed, int64_t first) {
-  const at::Tensor xhat = (y - bias).div_(g);
-  if (!listed.columns.defined()) return xhat;
-  const int64_t size = listed.columns.size(0);
-  if (size > 0) {
-    const at::Tensor side = listed.side.narrow(0, first, y.size(0)).narrow(1, 0, size);
-    xhat.index_copy_(1, listed.columns, side);
-  }
-  return xhat.index_fill_(1, listed.missing, NAN);
+template <typename Acc>
+at::Tensor recovered(const at::Tensor& y, const Affine<Acc>& affine, const NormBackward& call,
+                     int64_t first) {
+  const at::Tensor xhat = (y - affine.bias).div_(affine.weight);
+  if (!call.columns.defined()) return xhat;
+  return xhat.index_copy_(1, call.columns, call.side.narrow(0, first, y.size(0)));
 }
 
 template <typename Acc>
-BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
-                        const at::Tensor& rstd, const at::Tensor& weight, const at::Tensor& bias,
-                        double weight_offset, bool rms, bool from_output,
-                        const ListedColumns& listed, at::ScalarType input_dtype,
-                        std::array<bool, 3> output_mask, const at::Tensor& dresidual) {
-  const int64_t rows = dy.size(0), cols = dy.size(1);
-  const at::Tensor affine_weight = parameter<Acc>(weight, weight_offset, 1, cols);
-  const at::Tensor affine_bias = parameter<Acc>(bias, 0, 0, cols);
-  const Acc* g = affine_weight.const_data_ptr<Acc>();
-  const Acc* rstds = rstd.const_data_ptr<Acc>();
-  const Acc* means = rms || from_output ? nullptr : mean.const_data_ptr<Acc>();
-  BackwardResult result;
-  if (output_mask[0]) result.dx = at::empty({rows, cols}, input_dtype);
-  const bool wants_dweight = output_mask[1] && weight.defined();
-  const bool wants_dbias = output_mask[2] && bias.defined();
+void backward(const NormBackward& call) {
+  const int64_t rows = call.rstd.numel(), cols = call.norm.cols;
+  const bool rms = call.rms, from_output = call.from_output;
+  const auto as_rows = [&](const at::Tensor& t) {
+    return t.defined() ? t.reshape({rows, cols}) : t;
+  };
+  const at::Tensor dy = as_rows(call.dy), saved = as_rows(call.saved);
+  const at::Tensor dresidual = as_rows(call.dresidual), to = as_rows(call.gradients[0]);
+  const Affine<Acc> affine(call.norm);
+  const Acc* g = affine.g();
+  const Acc* rstds = call.rstd.const_data_ptr<Acc>();
+  const Acc* means = rms || from_output ? nullptr : call.mean.const_data_ptr<Acc>();
   const int64_t chunk_rows = rows_per_chunk(rows, cols);
   const int64_t chunks = (rows + chunk_rows - 1) / chunk_rows;
   at::Tensor sums;  // of a chunk dweight's, then dbias's
-  if (wants_dweight || wants_dbias) sums = at::zeros({chunks, 2 * cols}, at::kDouble);
+  if (call.gradients[1].defined() || call.gradients[2].defined()) {
+    sums = at::zeros({chunks, 2 * cols}, at::kDouble);
+  }
 
   const auto do_block = [&](int64_t chunk, int64_t first, int64_t count, Scratch& scratch) {
     const at::Tensor dy_block = rows_of<Acc>(dy, first, count, scratch[0]);
     at::Tensor source = rows_of<Acc>(saved, first, count, scratch[1]);
-    if (from_output) source = recovered(source, affine_weight, affine_bias, listed, first);
+    if (from_output) source = recovered(source, affine, call, first);
     const Acc* d = dy_block.const_data_ptr<Acc>();
     const Acc* from = source.const_data_ptr<Acc>();
-    const NewRows<Acc> made(result.dx, first, count, scratch[2]);
+    const NewRows<Acc> made(to, first, count, scratch[2]);
     Acc* dx = made.data();
     std::vector<Acc> few(sums.defined() ? 2 * cols : 0);  // sums over a few rows
     double* of_chunk =
@@ -166,19 +152,19 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
       const auto xhat = [=](int64_t i) { return (from[i] - centre) * factor; };
       const auto h = [=](int64_t i) { return d[i] * g[i]; };
       if (of_chunk != nullptr) {
-        Acc* to = few.data();
+        Acc* sum = few.data();
         each(cols, [=](int64_t i) {
-          to[i] += d[i] * xhat(i);
-          to[cols + i] += d[i];
+          sum[i] += d[i] * xhat(i);
+          sum[cols + i] += d[i];
         });
         if ((row + 1) % kFewRows == 0 || row + 1 == first + count) {
           each(2 * cols, [=](int64_t i) {
-            of_chunk[i] += to[i];
-            to[i] = 0;
+            of_chunk[i] += sum[i];
+            sum[i] = 0;
           });
         }
       }
-      if (!result.dx.defined()) continue;
+      if (!to.defined()) continue;
       // dx = rstd * (h - mean(h) - xhat * mean(h * xhat)); RMSNorm has no mean(h).
       const Acc mean_h =
           rms ? 0 : row_sum<Acc>(cols, [=](int64_t i) { return double{h(i)}; }) / cols;
@@ -187,7 +173,7 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
       each(cols,
            [=](int64_t i) { dx[i] = rstd_of_row * (h(i) - mean_h - xhat(i) * mean_product); });
     }
-    if (!result.dx.defined()) return;
+    if (!to.defined()) return;
     if (dresidual.defined()) made.values.add_(dresidual.narrow(0, first, count));
     made.store();
   };
@@ -199,53 +185,48 @@ BackwardResult backward(const at::Tensor& dy, const at::Tensor& saved, const at:
                 [&](int64_t first, int64_t count) { do_block(chunk, first, count, scratch); });
     }
   });
-  if (sums.defined()) {
-    const at::Tensor total = add_chunks(sums);
-    const auto gradient = [&](int64_t start, const at::Tensor& param) {
-      return total.narrow(0, start, cols)
-          .to(param.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
-    };
-    if (wants_dweight) result.dweight = gradient(0, weight);
-    if (wants_dbias) result.dbias = gradient(cols, bias);
+  if (!sums.defined()) return;
+  const at::Tensor total = add_chunks(sums);
+  for (int i = 1; i <= 2; ++i) {
+    const at::Tensor& gradient = call.gradients[i];
+    if (gradient.defined()) gradient.view({cols}).copy_(total.narrow(0, (i - 1) * cols, cols));
   }
-  return result;
 }
 
 }  // namespace
 
-ForwardResult norm_forward(const at::Tensor& x, const at::Tensor& weight, const at::Tensor& bias,
-                           double eps, double weight_offset, bool rms, at::ScalarType out_dtype) {
-  const at::NoGradGuard no_grad;
-  const auto run = x.scalar_type() == at::kDouble ? forward<double> : forward<float>;
-  return run(x, weight, bias, eps, weight_offset, rms, out_dtype);
+void norm_forward(const at::Tensor& x, const NormColumns& norm, double eps, bool rms,
+                  const at::Tensor& y, const at::Tensor& mean, const at::Tensor& rstd) {
+  in_precision_of(norm.x_dtype,
+                  [&](auto acc) { forward<decltype(acc)>(x, norm, eps, rms, y, mean, rstd); });
 }
 
-BackwardResult norm_backward(const at::Tensor& dy, const at::Tensor& saved, const at::Tensor& mean,
-                             const at::Tensor& rstd, const at::Tensor& weight,
-                             const at::Tensor& bias, double weight_offset, bool rms,
-                             bool from_output, const ListedColumns& listed,
-                             at::ScalarType input_dtype, std::array<bool, 3> output_mask,
-                             const at::Tensor& dresidual) {
-  const at::NoGradGuard no_grad;
-  const auto run = input_dtype == at::kDouble ? backward<double> : backward<float>;
-  return run(dy, saved, mean, rstd, weight, bias, weight_offset, rms, from_output, listed,
-             input_dtype, output_mask, dresidual);
+void norm_backward(const NormBackward& call) {
+  in_precision_of(call.norm.x_dtype, [&](auto acc) { backward<decltype(acc)>(call); });
 }
 
-at::Tensor lost_columns(const at::Tensor& weight, const at::Tensor& bias, double weight_offset,
-                        int64_t cols, at::ScalarType x_dtype, at::ScalarType y_dtype,
-                        bool precise) {
-  const at::NoGradGuard no_grad;
-  const auto find = x_dtype == at::kDouble ? find_lost_columns<double> : find_lost_columns<float>;
-  return find(weight, bias, weight_offset, cols, y_dtype, precise);
+at::Tensor lost_columns(const NormColumns& norm, bool precise) {
+  std::vector<int64_t> lost;
+  in_precision_of(norm.x_dtype, [&](auto acc) {
+    using Acc = decltype(acc);
+    const Affine<Acc> affine(norm);
+    const Acc *g = affine.g(), *b = affine.b();
+    const DType y = core_dtype(norm.y_dtype);
+    const auto limits = precise ? precise_limits<Acc>(y) : recoverable_limits<Acc>(y);
+    for (int64_t col = 0; col < norm.cols; ++col) {
+      if (!meets(limits, g[col], b[col])) lost.push_back(col);
+    }
+  });
+  return at::tensor(lost, at::kLong);
 }
 
 at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
                        const at::Tensor& columns) {
   const at::NoGradGuard no_grad;
-  at::Tensor xhat = x.index_select(1, columns).to(rstd.scalar_type());
-  if (mean.defined()) xhat.sub_(mean.unsqueeze(1));
-  return xhat.mul_(rstd.unsqueeze(1));
+  const at::Tensor rows = x.reshape({rstd.numel(), -1});
+  at::Tensor xhat = rows.index_select(1, columns).to(rstd.scalar_type());
+  if (mean.defined()) xhat.sub_(mean.view({-1, 1}));
+  return xhat.mul_(rstd.view({-1, 1}));
 }
 
 }  // namespace fused_norm::cpu

@@ -38,6 +38,17 @@ constexpr at::ScalarType kType = c10::CppTypeToScalarType<Acc>::value;
 template <typename Acc>
 constexpr Acc kInfinity = std::numeric_limits<Acc>::infinity();
 
+// Calls function(Acc()) with the accumulation type for tensors of this dtype.
+template <typename Function>
+void in_precision_of(at::ScalarType type, const Function& function) {
+  const at::NoGradGuard no_grad;
+  if (type == at::kDouble) {
+    function(double{});
+  } else {
+    function(float{});
+  }
+}
+
 // Calls function(i) for the n columns of a row, in any order.
 template <typename Function>
 FUSED_NORM_SIMD void each(int64_t n, Function function) {

@@ -49,17 +49,16 @@ void transpose(const Acc* from, int64_t from_pitch, Acc* to, int64_t to_pitch, i
   }
 }
 
-// The result of row_function(a row of each input, where to put the result), which may be the first
-// input's row, over dimension 1 of inputs of shape (outer, cols, inner). Columns become rows a tile
-// at a time: a row has the same bits wherever its elements lie.
+// Calls row_function(a row of each input, where to put the result), which may be the first input's
+// row, over dimension 1 of inputs of shape (outer, cols, inner). Columns become rows a tile at a
+// time: a row has the same bits wherever its elements lie.
 template <typename Acc, size_t inputs, typename RowFunction>
-at::Tensor over_rows(const std::array<at::Tensor, inputs>& from, at::ScalarType out_dtype,
-                     const RowFunction& row_function) {
+void over_rows(const std::array<at::Tensor, inputs>& from, const at::Tensor& result,
+               const RowFunction& row_function) {
   const int64_t outer = from[0].size(0), cols = from[0].size(1), inner = from[0].size(2);
   if (inner == 1) {
-    const at::Tensor result = at::empty({outer, cols, inner}, out_dtype);
     in_parallel_blocks(outer, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
-      const NewRows<Acc> made(result.squeeze(2), first, count, scratch[inputs]);
+      const NewRows<Acc> made(result.view({outer, cols}), first, count, scratch[inputs]);
       std::array<at::Tensor, inputs> blocks;
       std::array<const Acc*, inputs> data;
       for (size_t i = 0; i < inputs; ++i) {
@@ -72,14 +71,15 @@ at::Tensor over_rows(const std::array<at::Tensor, inputs>& from, at::ScalarType 
       }
       made.store();
     });
-    return result;
+    return;
   }
 
   const int64_t width = std::min<int64_t>(inner, 64), tiles = (inner + width - 1) / width;
   const int64_t pitch = cols + 16;  // not a power of two, whose lines share few sets of a cache
   std::array<at::Tensor, inputs> wide;
   for (size_t i = 0; i < inputs; ++i) wide[i] = from[i].to(kType<Acc>).contiguous();
-  const at::Tensor result = at::empty({outer, cols, inner}, kType<Acc>);
+  at::Tensor made = result;
+  if (made.scalar_type() != kType<Acc>) made = at::empty({outer, cols, inner}, kType<Acc>);
   const int64_t grain = std::max<int64_t>(kGrain / (cols * width), 1);
   at::parallel_for(0, outer * tiles, grain, [&](int64_t begin, int64_t end) {
     const at::Tensor storage = at::empty({int64_t{inputs}, width, pitch}, kType<Acc>);
@@ -97,28 +97,10 @@ at::Tensor over_rows(const std::array<at::Tensor, inputs>& from, at::ScalarType 
         row_function(data, buffer + row * pitch);
         for (const Acc*& input : data) input += pitch;
       }
-      transpose(buffer, pitch, result.mutable_data_ptr<Acc>() + start, inner, count, cols);
+      transpose(buffer, pitch, made.mutable_data_ptr<Acc>() + start, inner, count, cols);
     }
   });
-  return result.to(out_dtype);
-}
-
-template <typename Acc>
-at::Tensor forward(const at::Tensor& x, bool log, at::ScalarType out_dtype) {
-  const int64_t cols = x.size(1);
-  return over_rows<Acc, 1>({x}, out_dtype, [=](const std::array<const Acc*, 1>& row, Acc* y) {
-    softmax_row(row[0], log, y, cols);
-  });
-}
-
-template <typename Acc>
-at::Tensor backward(const at::Tensor& dy, const at::Tensor& y, bool log, at::ScalarType input_dtype,
-                    double scale) {
-  const int64_t cols = dy.size(1);
-  return over_rows<Acc, 2>({dy, y}, input_dtype,
-                           [=](const std::array<const Acc*, 2>& row, Acc* dx) {
-                             gradient_row<Acc>(row[0], row[1], log, scale, dx, cols);
-                           });
+  if (!made.is_same(result)) result.copy_(made.view(result.sizes()));
 }
 
 // y = scale * x with one row of the mask, whose shape is that of the input by expand().
@@ -143,13 +125,11 @@ void mask_row(const Acc* x, Acc scale, const at::Tensor& mask, int64_t row, Acc*
 }
 
 template <typename Acc>
-at::Tensor masked_forward(const at::Tensor& x, const at::Tensor& mask, double scale, bool causal,
-                          at::ScalarType out_dtype) {
+void masked_forward(const at::Tensor& x, const at::Tensor& mask, Acc scale, bool causal,
+                    const at::Tensor& y) {
   const int64_t cols = x.size(-1), rows = x.numel() / cols;
   const int64_t queries = causal ? x.size(-2) : 1;
-  const at::Tensor y = at::empty(x.sizes(), out_dtype);
   const at::Tensor x_rows = x.reshape({rows, cols}), y_rows = y.view({rows, cols});
-  const Acc factor = scale;
   in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
     const NewRows<Acc> made(y_rows, first, count, scratch[0]);
     const at::Tensor block = rows_of<Acc>(x_rows, first, count, scratch[1]);
@@ -160,9 +140,9 @@ at::Tensor masked_forward(const at::Tensor& x, const at::Tensor& mask, double sc
       const int64_t last = row % queries + cols - queries;
       const int64_t seen = causal ? std::clamp<int64_t>(last + 1, 0, cols) : cols;
       if (mask.defined()) {
-        mask_row(from, factor, mask, row, to, seen);
+        mask_row(from, scale, mask, row, to, seen);
       } else {
-        each(seen, [=](int64_t i) { to[i] = from[i] * factor; });
+        each(seen, [=](int64_t i) { to[i] = from[i] * scale; });
       }
       // Nothing is left of a row: no maximum, and no NaN that a maximum does not see.
       const bool empty = (mask.defined() || causal) && std::all_of(to, to + seen, [](Acc value) {
@@ -173,29 +153,34 @@ at::Tensor masked_forward(const at::Tensor& x, const at::Tensor& mask, double sc
     }
     made.store();
   });
-  return y;
 }
 
 }  // namespace
 
-at::Tensor softmax_forward(const at::Tensor& x, bool log, at::ScalarType out_dtype) {
-  const at::NoGradGuard no_grad;
-  const auto run = x.scalar_type() == at::kDouble ? forward<double> : forward<float>;
-  return run(x, log, out_dtype);
+void softmax_forward(const at::Tensor& x, bool log, const at::Tensor& y) {
+  in_precision_of(x.scalar_type(), [&](auto acc) {
+    const auto row_function = [log, cols = x.size(1)](const auto& row, auto* to) {
+      softmax_row(row[0], log, to, cols);
+    };
+    over_rows<decltype(acc), 1>({x}, y, row_function);
+  });
 }
 
-at::Tensor scaled_masked_softmax(const at::Tensor& x, const at::Tensor& mask, double scale,
-                                 bool causal, at::ScalarType out_dtype) {
-  const at::NoGradGuard no_grad;
-  const auto run = x.scalar_type() == at::kDouble ? masked_forward<double> : masked_forward<float>;
-  return run(x, mask, scale, causal, out_dtype);
+void scaled_masked_softmax(const at::Tensor& x, const at::Tensor& mask, double scale, bool causal,
+                           const at::Tensor& y) {
+  in_precision_of(x.scalar_type(),
+                  [&](auto acc) { masked_forward<decltype(acc)>(x, mask, scale, causal, y); });
 }
 
-at::Tensor softmax_backward(const at::Tensor& dy, const at::Tensor& y, bool log,
-                            at::ScalarType input_dtype, double scale) {
-  const at::NoGradGuard no_grad;
-  const auto run = input_dtype == at::kDouble ? backward<double> : backward<float>;
-  return run(dy, y, log, input_dtype, scale);
+void softmax_backward(const at::Tensor& dy, const at::Tensor& y, bool log, double scale,
+                      const at::Tensor& dx) {
+  in_precision_of(dx.scalar_type(), [&](auto acc) {
+    using Acc = decltype(acc);
+    const auto row_function = [=, cols = dy.size(1)](const auto& row, Acc* to) {
+      gradient_row<Acc>(row[0], row[1], log, scale, to, cols);
+    };
+    over_rows<Acc, 2>({dy, y}, dx, row_function);
+  });
 }
 
 }  // namespace fused_norm::cpu

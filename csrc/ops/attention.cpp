@@ -3,12 +3,11 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
 
 #include <limits>
 
-#include "ops/attention_backends.h"
-#include "ops/checks.h"
+#include "ops/autograd.h"
 
 namespace fused_norm::ops {
 
@@ -43,11 +42,10 @@ Tensor new_out(const Tensor& query, const SymInt& value_dim) {
 }
 
 Tensor new_lse(const AttentionCall& call, const Tensor& query) {
-  const auto options = query.options().dtype(accumulate_dtype(query.scalar_type()));
-  if (call.is_packed()) {
-    return at::empty_symint({query.sym_size(1), query.sym_size(0)}, options);
-  }
-  return at::empty_symint({query.sym_size(0), query.sym_size(1), query.sym_size(2)}, options);
+  c10::SymDimVector rows(query.sym_sizes());
+  rows.pop_back();
+  if (call.is_packed()) std::swap(rows[0], rows[1]);
+  return new_tensor(query, rows, accumulate_dtype(query.scalar_type()));
 }
 
 NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wanted) {
@@ -68,14 +66,11 @@ NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wan
 // sequence.
 AttentionGradients zeroed(NewGradients made, const AttentionCall& call,
                           const AttentionWanted& wanted) {
-  const auto zeros = [](const OptionalTensor& like) {
-    return has(like) ? at::zeros_symint(like->sym_sizes(), like->options()) : Tensor();
-  };
+  if (wanted[kMask] && has(call.attn_mask)) made.returned[kMask] = new_like(*call.attn_mask);
+  if (wanted[kSink] && has(call.sink)) made.returned[kSink] = new_like(*call.sink);
   for (Tensor& gradient : made.returned) {
     if (gradient.defined()) gradient.zero_();
   }
-  if (wanted[kMask]) made.returned[kMask] = zeros(call.attn_mask);
-  if (wanted[kSink]) made.returned[kSink] = zeros(call.sink);
   return made.returned;
 }
 
@@ -101,18 +96,44 @@ Forward attention_forward(const AttentionCall& call) {
   return {out, lse};
 }
 
-AttentionGradients attention_backward(const Tensor& dout, const OptionalTensor& dlse,
-                                      const Tensor& out, const Tensor& lse,
-                                      const AttentionCall& call, const AttentionWanted& wanted) {
+AttentionGradients attention_backward(const AttentionBackwardCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  check_attention_backward(dout, dlse, out, lse, call);
-  const auto qkv = call.apart();
-  NewGradients made = new_gradients(call, wanted);
-  if (out.is_meta() || is_empty(call, out)) return zeroed(std::move(made), call, wanted);
+  check_attention_backward(call);
+  const Tensor& out = call.out;
+  const auto qkv = call.forward.apart();
+  NewGradients made = new_gradients(call.forward, call.wanted);
+  if (out.is_meta() || is_empty(call.forward, out)) {
+    return zeroed(std::move(made), call.forward, call.wanted);
+  }
   const auto run = out.is_cpu() ? on_cpu::attention_backward : on_cuda::attention_backward;
-  run({dout, dlse, out, lse, wanted}, call, qkv, &made);
+  run(call, qkv, &made);
   return made.returned;
 }
+
+// Profiles show this name.
+struct AttentionFunction : CallFunction<AttentionFunction> {
+  static constexpr const char* kBackward = "fused_norm::attention_backward";
+  static constexpr std::array<int64_t, kAttentionGradients> kPlaces = {0, 1, 2, 3, 5};
+  static constexpr bool kSavesFirst = true, kDifferentiatesSecond = true;
+
+  static const auto& op() {
+    static const Operator op("attention_forward", kernel<attention_forward>);
+    return op;
+  }
+  static c10::Stack before(const variable_list& grads, const Tensor& out, const Tensor& lse) {
+    return {grads[0].defined() ? grads[0] : at::zeros_like(out), optional(grads[1]), out, lse};
+  }
+};
+
+Forward differentiate_attention(const AttentionCall& call) {
+  const OptionalTensor& slopes = call.alibi_slopes;
+  TORCH_CHECK(!needs_grad(slopes) && !any_tensor(has_tangent, slopes),
+              "alibi_slopes requires grad, but attention does not differentiate them: pass "
+              "alibi_slopes.detach(), or a float attn_mask");
+  return differentiate_call<AttentionFunction>(check_attention, call);
+}
+
+Forward attention(const AttentionCall& call) { return AttentionFunction::op().call(call); }
 
 Tensor attention_rng(const Tensor& query) {
   const Tensor rng = at::empty({2}, query.options().dtype(at::kLong));

@@ -1,6 +1,5 @@
-// The attention operators: argument checks, allocation, and the choice between the CPU path and the
-// kernels. Registered as torch.ops.fused_norm.attention_* (attention_bindings.cpp); differentiated
-// in attention_autograd.cpp.
+// The attention operators: argument checks, allocation, derivatives, and the choice between the CPU
+// path and the kernels. Registered as torch.ops.fused_norm.attention_* (operators.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +13,9 @@
 #include "ops/call.h"
 
 namespace fused_norm::ops {
+
+// Query, key and value, each by itself.
+using QueryKeyValue = std::array<at::Tensor, 3>;
 
 // What both operators are called with. Dense: query (B, Hq, Sq, D), key (B, Hk, Sk, D) and value
 // (B, Hk, Sk, Dv). Packed sequences, with cu_seqlens: (T, H, D).
@@ -38,8 +40,7 @@ struct AttentionCall {
   }
 
   bool is_packed() const { return cu_seqlens_q.has_value(); }
-  // Query, key and value, each by itself.
-  std::array<at::Tensor, 3> apart() const;
+  QueryKeyValue apart() const;
 };
 
 // What is differentiated, in this order.
@@ -47,11 +48,20 @@ enum AttentionGradient { kQuery, kKey, kValue, kMask, kSink, kAttentionGradients
 using AttentionGradients = Gradients<kAttentionGradients>;
 using AttentionWanted = std::array<bool, kAttentionGradients>;
 
-using AttentionKernels = Kernels<AttentionCall>;
-// With dout, dlse, out and lse before the call.
-using AttentionBackward =
-    AttentionKernels::Backward<kAttentionGradients, const at::Tensor&, const OptionalTensor&,
-                               const at::Tensor&, const at::Tensor&>;
+// What the backward operator is called with.
+struct AttentionBackwardCall {
+  const at::Tensor& dout;
+  const OptionalTensor& dlse;
+  const at::Tensor &out, &lse;
+  AttentionCall forward;
+  AttentionWanted wanted;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tuple_cat(std::tie(c.dout, c.dlse, c.out, c.lse), AttentionCall::fields(c.forward),
+                          std::tie(c.wanted));
+  }
+};
 
 // The wish for a tier, for tests and benchmarks on CUDA: "auto", "plain", "portable" or "hopper".
 // An error at the next call that the tier does not take.
@@ -62,11 +72,9 @@ Forward attention_forward(const AttentionCall& call);
 
 // The gradients; undefined where `wanted` is false, where there is no such tensor, and where it is
 // stacked with the one before it.
-AttentionGradients attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
-                                      const at::Tensor& out, const at::Tensor& lse,
-                                      const AttentionCall& call, const AttentionWanted& wanted);
+AttentionGradients attention_backward(const AttentionBackwardCall& call);
 
-// attention_forward through the dispatcher, and so recorded for autograd (attention_autograd.cpp).
+// attention_forward through the dispatcher, and so recorded for autograd.
 Forward attention(const AttentionCall& call);
 
 // The Autograd kernel of the forward operator.
@@ -78,8 +86,36 @@ at::Tensor attention_rng(const at::Tensor& query);
 // The checks that every call passes, for decompositions too (attention_checks.cpp).
 void check_attention(const AttentionCall& call);
 void check_attention_without_rng(const AttentionCall& call);
-void check_attention_backward(const at::Tensor& dout, const OptionalTensor& dlse,
-                              const at::Tensor& out, const at::Tensor& lse,
-                              const AttentionCall& call);
+void check_attention_backward(const AttentionBackwardCall& call);
+
+// Between attention.cpp, which has checked a call and made its results, and those who fill them:
+// the CPU path and the CUDA kernels.
+
+// Columns next to each other; one copy where they are not.
+at::Tensor with_dense_rows(const at::Tensor& tensor);
+
+// A mask of four dimensions.
+at::Tensor of_four_dims(at::Tensor mask);
+
+// Where gradients are written: those of query, key and value may be views of what is returned.
+struct NewGradients {
+  AttentionGradients returned;
+  QueryKeyValue qkv;
+};
+
+using ForwardBackend = void(const AttentionCall& call, const QueryKeyValue& qkv,
+                            const at::Tensor& out, const at::Tensor& lse);
+// Makes the gradients of the mask and of sinks, too.
+using BackwardBackend = void(const AttentionBackwardCall& call, const QueryKeyValue& qkv,
+                             NewGradients* made);
+namespace on_cpu {
+ForwardBackend attention_forward;
+BackwardBackend attention_backward;
+}  // namespace on_cpu
+// In a build without CUDA: errors.
+namespace on_cuda {
+ForwardBackend attention_forward;
+BackwardBackend attention_backward;
+}  // namespace on_cuda
 
 }  // namespace fused_norm::ops

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "ops/attention_backends.h"
+#include "ops/attention.h"
 #include "ops/checks.h"
 
 namespace fused_norm::ops {
@@ -173,10 +173,9 @@ void check_attention(const AttentionCall& call) {
   }
 }
 
-void check_attention_backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& out,
-                              const Tensor& lse, const AttentionCall& call) {
-  check_attention(call);
-  const auto [query, key, value] = call.apart();
+void check_attention_backward(const AttentionBackwardCall& call) {
+  check_attention(call.forward);
+  const auto [query, key, value] = call.forward.apart();
   const auto check = [&](const Tensor& tensor, const char* name, ScalarType type,
                          c10::SymIntArrayRef shape) {
     check_beside(tensor, name, query);
@@ -187,13 +186,13 @@ void check_attention_backward(const Tensor& dout, const OptionalTensor& dlse, co
   };
   c10::SymDimVector shape(query.sym_sizes());
   shape.back() = value.sym_size(-1);
-  check(out, "out", query.scalar_type(), shape);
-  check(dout, "dout", query.scalar_type(), shape);
+  check(call.out, "out", query.scalar_type(), shape);
+  check(call.dout, "dout", query.scalar_type(), shape);
   shape.pop_back();
-  if (call.is_packed()) std::swap(shape[0], shape[1]);
+  if (call.forward.is_packed()) std::swap(shape[0], shape[1]);
   const ScalarType wide = accumulate_dtype(query.scalar_type());
-  check(lse, "lse", wide, shape);
-  if (has(dlse)) check(*dlse, "dlse", wide, shape);
+  check(call.lse, "lse", wide, shape);
+  if (has(call.dlse)) check(*call.dlse, "dlse", wide, shape);
 }
 
 }  // namespace fused_norm::ops

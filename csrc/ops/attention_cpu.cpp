@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "cpu/attention.h"
-#include "ops/attention_backends.h"
+#include "ops/attention.h"
 
 namespace fused_norm::ops::on_cpu {
 namespace {
@@ -75,8 +75,9 @@ void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, cons
   cpu::attention_forward(cpu_problem(call, qkv), as_dense(out, call.is_packed()), lse);
 }
 
-void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
-                        const QueryKeyValue& qkv, NewGradients* made) {
+void attention_backward(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
+                        NewGradients* made) {
+  const AttentionCall& call = inputs.forward;
   const bool packed = call.is_packed();
   const auto dense = [&](const Tensor& tensor) {
     return tensor.defined() ? as_dense(with_dense_rows(tensor), packed) : tensor;

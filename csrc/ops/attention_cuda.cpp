@@ -8,7 +8,7 @@
 #include <limits>
 #include <vector>
 
-#include "ops/attention_backends.h"
+#include "ops/attention.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -56,7 +56,7 @@ struct Launch {
 
   void* workspace(size_t bytes) {
     if (bytes == 0) return nullptr;
-    const Tensor memory = empty_tensor({static_cast<int64_t>(bytes)}, at::kByte);
+    const Tensor memory = new_tensor(qkv[0], {static_cast<int64_t>(bytes)}, at::kByte);
     return owned.emplace_back(memory).mutable_data_ptr();
   }
 
@@ -73,9 +73,9 @@ struct Launch {
   // A tensor that kernels write: `t` itself, or a wider one to be copied from.
   Tensor writable(const Tensor& t) const {
     if (!t.defined() || !aligned || t.size(-1) % 8 == 0) return t;
-    at::DimVector sizes(t.sizes());
-    sizes.back() = padded(sizes.back());
-    return empty_tensor(sizes, t.scalar_type());
+    c10::SymDimVector sizes(t.sym_sizes());
+    sizes.back() = padded(t.size(-1));
+    return new_tensor(t, sizes, t.scalar_type());
   }
 };
 
@@ -215,8 +215,9 @@ void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, cons
   finish(written, out);
 }
 
-void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
-                        const QueryKeyValue& qkv, NewGradients* made) {
+void attention_backward(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
+                        NewGradients* made) {
+  const AttentionCall& call = inputs.forward;
   const c10::cuda::CUDAGuard guard(inputs.out.device());
   Launch launch = prepared(call, qkv);
   const Tensor out_rows = launch.readable(inputs.out), dout_rows = launch.readable(inputs.dout);
@@ -233,15 +234,14 @@ void attention_backward(const BackwardInputs& inputs, const AttentionCall& call,
     if (written[i].defined()) *gradients[i] = as_tensor(written[i], launch.packed);
   }
   if (inputs.wanted[kMask] && has(call.attn_mask)) {
-    made->returned[kMask] = empty_tensor(call.attn_mask->sizes(), call.attn_mask->scalar_type());
+    made->returned[kMask] = new_like(*call.attn_mask);
     params.dmask = made->returned[kMask].mutable_data_ptr();
     const Tensor mask = of_four_dims(*call.attn_mask);
     for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(mask.size(d));
   }
   if (inputs.wanted[kSink] && has(call.sink)) {
     const bool wide = params.forward.dtype == DType::kFloat64;
-    made->returned[kSink] =
-        empty_tensor(call.sink->sizes(), wide ? at::kDouble : call.sink->scalar_type());
+    made->returned[kSink] = new_like(*call.sink, wide ? at::kDouble : call.sink->scalar_type());
     params.dsink = made->returned[kSink].mutable_data_ptr();
   }
   const DeviceProperties& device = current_device_properties();
@@ -276,8 +276,7 @@ void attention_forward(const AttentionCall&, const QueryKeyValue&, const at::Ten
                        const at::Tensor&) {
   raise_cpu_only(out);
 }
-void attention_backward(const BackwardInputs& inputs, const AttentionCall&, const QueryKeyValue&,
-                        NewGradients*) {
+void attention_backward(const AttentionBackwardCall& inputs, const QueryKeyValue&, NewGradients*) {
   raise_cpu_only(inputs.out);
 }
 

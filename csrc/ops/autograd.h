@@ -11,6 +11,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/custom_function.h>
 
 #include <cstring>
 #include <optional>
@@ -18,14 +19,17 @@
 #include <tuple>
 #include <type_traits>
 
+#include "ops/call.h"
 #include "ops/checks.h"
 
 namespace fused_norm::ops {
 
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
 // Through the dispatcher, so that fake tensors and tracers see the operators too.
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_operator(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "").typed<Signature>();
+inline c10::OperatorHandle find_operator(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
 }
 
 // A small struct as one number: each entry of AutogradContext::saved_data takes its time.
@@ -48,80 +52,143 @@ inline OptionalTensor optional(const at::Tensor& tensor) {
 }
 
 inline bool has_tangent(const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); }
-inline bool has_tangent(const OptionalTensor& tensor) {
-  return has(tensor) && has_tangent(*tensor);
-}
+inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
 
 // A torch.func transform, forward mode or torch.jit.trace is at work, which know no
 // torch::autograd::Function. What a transform asks of this level's Autograd kernels passes on to
 // the level below through a key of its own.
-template <typename... Tensors>
-bool is_transformed(const Tensors&... tensors) {
+template <typename... Args>
+bool is_transformed(const Args&... args) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
-         at::tracer::impl::is_dispatch_enabled() || (has_tangent(tensors) || ...);
+         at::tracer::impl::is_dispatch_enabled() || any_tensor(has_tangent, args...);
 }
 
-inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
-inline bool requires_grad(const OptionalTensor& tensor) {
-  return has(tensor) && tensor->requires_grad();
+template <typename... Args>
+bool needs_grad(const Args&... args) {
+  return at::GradMode::is_enabled() && any_tensor(requires_grad, args...);
 }
 
-template <typename... Tensors>
-bool needs_grad(const Tensors&... tensors) {
-  return at::GradMode::is_enabled() && (requires_grad(tensors) || ...);
-}
+// Keeps autograd off a call in a backward pass that is not differentiated in turn.
+class InBackward {
+ public:
+  explicit InBackward(const at::Tensor& dy) {
+    if (!at::GradMode::is_enabled() && !is_transformed(dy)) below_autograd_.emplace();
+  }
 
-// A struct of arguments (call.h) as its members, anything else as it is.
-template <typename T>
-auto arguments_of(const T& call, int) -> decltype(T::fields(call)) {
-  return T::fields(call);
-}
-template <typename T>
-std::tuple<const T&> arguments_of(const T& argument, long) {
-  return {argument};
-}
+ private:
+  std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd_;
+};
 
 template <typename Signature>
 class Operator {
  public:
-  explicit Operator(const std::string& name)
-      : op_(find_operator<Signature>("fused_norm::" + name)),
-        decomposed_(find_operator<Signature>("fused_norm::decomposed_" + name)) {}
+  // `kernel` gives the signature.
+  Operator(const std::string& name, Signature* /*kernel*/)
+      : op_{find_operator("fused_norm::" + name).typed<Signature>()},
+        decomposed_{find_operator("fused_norm::decomposed_" + name).typed<Signature>()} {}
 
   template <typename... Args>
   auto call(const Args&... args) const {
-    return apply(op_, args...);
-  }
-  template <typename... Args>
-  auto decomposed(const Args&... args) const {
-    return apply(decomposed_, args...);
+    return call_with(op_, args...);
   }
   // Where autograd is to see nothing of the call.
   template <typename... Args>
   auto below_autograd(const Args&... args) const {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    return apply(op_, args...);
+    return call(args...);
   }
   // For a backward pass. With create_graph=True, or under a transform, the operator's own Autograd
   // kernel decides.
   template <typename... Args>
-  auto in_backward(const at::Tensor& dy, const Args&... args) const {
-    std::optional<at::AutoDispatchBelowADInplaceOrView> below_autograd;
-    if (!at::GradMode::is_enabled() && !is_transformed(dy)) below_autograd.emplace();
-    return apply(op_, dy, args...);
+  auto in_backward(const Args&... args) const {
+    const InBackward guard(call_with([](const auto& dy, const auto&...) { return dy; }, args...));
+    return call(args...);
+  }
+  // For the operator's Autograd kernel: the results of a call that is not to be recorded. A
+  // transform has the decomposition, behind check(arguments).
+  template <typename Check, typename... Args>
+  auto unrecorded(const Check& check, const Args&... args) const {
+    std::optional<decltype(call(args...))> results;
+    if (is_transformed(args...)) {
+      check(args...);
+      results = call_with(decomposed_, args...);
+    } else if (!needs_grad(args...)) {
+      results = below_autograd(args...);
+    }
+    return results;
   }
 
  private:
-  using Handle = c10::TypedOperatorHandle<Signature>;
+  struct Handle {
+    c10::TypedOperatorHandle<Signature> op;
 
-  template <typename... Args>
-  static auto apply(const Handle& op, const Args&... args) {
-    return std::apply([&](const auto&... each) { return op.call(each...); },
-                      std::tuple_cat(arguments_of(args, 0)...));
-  }
+    template <typename... Args>
+    auto operator()(const Args&... args) const {
+      return op.call(args...);
+    }
+  };
 
   Handle op_, decomposed_;
 };
+
+// What a Function of an operator of a Call (call.h) saves: its arguments, and results behind its
+// tensors.
+void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
+               at::TensorList results);
+
+// Its backward pass. `before`: what the backward operator `op` takes before the arguments.
+// `places`: of the arguments that are differentiated, in the order of the gradients; behind the
+// arguments `op` takes which of them are wanted.
+variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* op,
+                               at::IntArrayRef places, c10::Stack before);
+
+// Of an operator of two results. `Self` has the operator, op(); whether the first result is saved,
+// as the second is, and whether the second is differentiable, as the first is; kBackward, kPlaces
+// and before(gradients of the results, results saved) for backward_of_call().
+template <typename Self>
+struct CallFunction : torch::autograd::Function<Self> {
+  static constexpr bool is_traceable = true;
+
+  // The tensors come by themselves too: autograd does not look into `call`.
+  template <typename Call>
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call) {
+    const auto [first, second] = Self::op().below_autograd(call);
+    save_call(ctx, as_stack(call), tensors, {Self::kSavesFirst ? first : at::Tensor(), second});
+    if (!Self::kDifferentiatesSecond) ctx->mark_non_differentiable({second});
+    return {first, second};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    if (!grads[0].defined() && !grads[1].defined()) return variable_list(saved.size() - 1);
+    return backward_of_call(ctx, saved, Self::kBackward, Self::kPlaces,
+                            Self::before(grads, *(saved.end() - 2), saved.back()));
+  }
+};
+
+// The tensors of a call, as a Function is given them: it asks for sizes, which not every tensor
+// has. check() says which.
+template <typename Check, typename Call>
+variable_list tensors_of(const Check& check, const Call& call) {
+  variable_list tensors;
+  const bool lacks_sizes = any_tensor(
+      [&](const at::Tensor& tensor) {
+        tensors.push_back(tensor);
+        return tensor.is_nested() || tensor.layout() != at::kStrided;
+      },
+      call);
+  if (lacks_sizes) check(call);
+  return tensors;
+}
+
+// The Autograd kernel of an operator that has a CallFunction.
+template <typename Self, typename Check, typename Call>
+Forward differentiate_call(const Check& check, const Call& call) {
+  if (auto results = Self::op().unrecorded(check, call)) return *results;
+  const variable_list tensors = tensors_of(check, call);
+  const variable_list results = Self::apply(at::TensorList(tensors), call);
+  return {results[0], results[1]};
+}
 
 // The Autograd kernel of every operator for a backward pass: the kernels' values, and derivatives
 // to any order.

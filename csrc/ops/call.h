@@ -4,14 +4,13 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/custom_function.h>
+#include <ATen/core/boxing/BoxedKernel.h>
+#include <ATen/core/ivalue.h>
 
 #include <array>
-#include <initializer_list>
 #include <tuple>
 #include <type_traits>
 #include <utility>
-#include <vector>
 
 #include "ops/checks.h"
 
@@ -19,96 +18,87 @@ namespace fused_norm::ops {
 
 // How the dispatcher passes a member.
 template <typename Member, typename T = std::remove_const_t<Member>>
-using Passed = std::conditional_t<
-    std::is_same_v<T, at::Tensor> || std::is_same_v<T, OptionalTensor>, const T&,
-    std::conditional_t<std::is_same_v<T, std::vector<c10::SymInt>>, c10::SymIntArrayRef, T>>;
-
-template <typename Member, typename T>
-decltype(auto) as_member(T& passed) {
-  if constexpr (std::is_same_v<Member, std::vector<c10::SymInt>>) {
-    return passed.vec();
-  } else {
-    return (passed);
-  }
-}
+using Passed =
+    std::conditional_t<std::is_same_v<T, at::Tensor> || std::is_same_v<T, OptionalTensor>, const T&,
+                       T>;
 
 using Forward = std::tuple<at::Tensor, at::Tensor>;
 // Of n gradients; undefined what is not wanted.
 template <size_t n>
 using Gradients = std::array<at::Tensor, n>;
 
-// The kernels of operators whose arguments are a Call's, from functions of the Call; forward, and
-// backward with tensors before the call and n wanted gradients behind it.
+// What the dispatcher takes as an operator's results.
+template <typename T>
+T as_results(T results) {
+  return results;
+}
+template <size_t n>
+auto as_results(Gradients<n> gradients) {
+  return std::tuple_cat(std::move(gradients));
+}
+
+// The kernel of an operator whose arguments are a Call's, from a function of the Call. A Call may
+// be a member of another one.
 template <typename Call, typename Fields = decltype(Call::fields(std::declval<Call&>()))>
 struct Kernels;
 
 template <typename Call, typename... Members>
 struct Kernels<Call, std::tuple<Members&...>> {
   template <auto function>
-  static auto forward(Passed<Members>... members) {
-    return function(Call{as_member<Members>(members)...});
-  }
-
-  template <size_t n, typename... Before>
-  struct Backward {
-    template <Gradients<n> (*function)(Before..., const Call&, const std::array<bool, n>&)>
-    static auto kernel(Before... before, Passed<Members>... members, std::array<bool, n> wanted) {
-      return std::tuple_cat(function(before..., Call{as_member<Members>(members)...}, wanted));
-    }
-  };
-};
-
-// A node of the graph with a call, and `more` behind its tensors.
-template <typename Call>
-void save_call(torch::autograd::AutogradContext* ctx, const Call& call,
-               std::initializer_list<at::Tensor> more) {
-  constexpr size_t kMembers = std::tuple_size_v<decltype(Call::fields(call))>;
-  torch::autograd::variable_list tensors;
-  tensors.reserve(kMembers);
-  c10::impl::GenericList others(c10::AnyType::get());
-  others.reserve(kMembers);
-  const auto save = [&](const auto& member) {
-    using T = std::decay_t<decltype(member)>;
-    if constexpr (std::is_same_v<T, at::Tensor>) {
-      tensors.push_back(member);
-    } else if constexpr (std::is_same_v<T, OptionalTensor>) {
-      tensors.push_back(or_undefined(member));
-    } else if constexpr (std::is_same_v<T, std::vector<c10::SymInt>>) {
-      others.push_back(c10::SymIntArrayRef(member));
+  static auto kernel(Passed<Members>... members) {
+    const Call call{members...};
+    if constexpr (std::is_void_v<decltype(function(call))>) {
+      function(call);
     } else {
-      others.push_back(member);
+      return as_results(function(call));
     }
-  };
-  std::apply([&](const auto&... members) { (save(members), ...); }, Call::fields(call));
-  tensors.insert(tensors.end(), more.begin(), more.end());
-  ctx->save_for_backward(std::move(tensors));
-  ctx->set_materialize_grads(false);
-  ctx->saved_data["others"] = std::move(others);
+  }
+};
+template <auto function, typename Result, typename Call>
+constexpr auto* kernel_of(Result (*)(const Call&)) {
+  return &Kernels<Call>::template kernel<function>;
+}
+template <auto function>
+constexpr auto* kernel = kernel_of<function>(function);
+
+// A struct of arguments as its members, anything else as it is.
+template <typename T>
+auto arguments_of(const T& call, int) -> decltype(T::fields(call)) {
+  return T::fields(call);
+}
+template <typename T>
+std::tuple<const T&> arguments_of(const T& argument, long) {
+  return {argument};
 }
 
-// `tensors` are the node's saved ones.
-template <typename Call>
-Call saved_call(torch::autograd::AutogradContext* ctx,
-                const torch::autograd::variable_list& tensors) {
-  Call call{};
-  auto tensor = tensors.begin();
-  const auto others = ctx->saved_data["others"].toListRef();
-  auto other = others.begin();
-  const auto restore = [&](auto& member) {
-    using T = std::decay_t<decltype(member)>;
-    if constexpr (std::is_same_v<T, at::Tensor>) {
-      member = *tensor++;
-    } else if constexpr (std::is_same_v<T, OptionalTensor>) {
-      if (tensor->defined()) member = *tensor;
-      ++tensor;
-    } else if constexpr (std::is_same_v<T, std::vector<c10::SymInt>>) {
-      member = (other++)->toSymIntVector();
-    } else {
-      member = (other++)->template to<T>();
-    }
+// function(arguments...), those of structs one by one.
+template <typename Function, typename... Args>
+auto call_with(const Function& function, const Args&... args) {
+  return std::apply(function, std::tuple_cat(arguments_of(args, 0)...));
+}
+
+// As the dispatcher's stack has a call.
+template <typename... Args>
+c10::Stack as_stack(const Args&... args) {
+  c10::Stack stack;
+  const auto push = [&](const auto&... each) {
+    stack.reserve(sizeof...(each));
+    (stack.emplace_back(each), ...);
   };
-  std::apply([&](auto&... members) { (restore(members), ...); }, Call::fields(call));
-  return call;
+  call_with(push, args...);
+  return stack;
+}
+
+// Whether is(tensor) of a tensor that is given.
+template <typename Is, typename... Args>
+bool any_tensor(const Is& is, const Args&... args) {
+  const auto holds = [&](const auto& argument) {
+    using T = std::decay_t<decltype(argument)>;
+    if constexpr (std::is_same_v<T, at::Tensor>) return is(argument);
+    if constexpr (std::is_same_v<T, OptionalTensor>) return has(argument) && is(*argument);
+    return false;
+  };
+  return call_with([&](const auto&... each) { return (holds(each) || ...); }, args...);
 }
 
 }  // namespace fused_norm::ops

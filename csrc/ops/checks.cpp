@@ -2,6 +2,10 @@
 
 #include <ATen/ops/empty.h>
 
+#ifdef FUSED_NORM_WITH_CUDA
+#include <ATen/cuda/EmptyTensor.h>
+#endif
+
 namespace fused_norm::ops {
 
 std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor) {
@@ -58,8 +62,16 @@ void check_param(const OptionalTensor& param, const char* name,
   check_device(*param, name, input, "input");
 }
 
-at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype) {
-  return at::empty_symint(tensor.sym_sizes(), tensor.options().dtype(dtype));
+at::Tensor new_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
+#ifdef FUSED_NORM_WITH_CUDA
+  if (like.is_cuda()) {  // past the dispatcher, which takes the host as long again
+    const at::IntArrayRef known = C10_AS_INTARRAYREF_SLOW(sizes);
+    return at::Tensor(at::detail::empty_cuda(known, dtype, like.device(), std::nullopt));
+  }
+#else
+  if (!like.is_cpu() && !like.is_meta()) raise_cpu_only(like);
+#endif
+  return at::empty_symint(sizes, like.options().dtype(dtype));
 }
 
 void raise_cpu_only(const at::Tensor& tensor) {

@@ -44,8 +44,15 @@ void check_normalized(const at::Tensor& tensor, const char* name,
 void check_param(const OptionalTensor& param, const char* name,
                  c10::SymIntArrayRef normalized_shape, const at::Tensor& input);
 
-// A contiguous tensor of another's shape and device, also where these are symbols.
-at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype);
+// A contiguous tensor on the device of another, as results are; sizes may be symbols. In a CPU-only
+// build an error for any other device.
+at::Tensor new_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype);
+inline at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype) {
+  return new_tensor(tensor, tensor.sym_sizes(), dtype);
+}
+inline at::Tensor new_like(const at::Tensor& tensor) {
+  return new_like(tensor, tensor.scalar_type());
+}
 
 // Of a CPU-only build, given a tensor of another device.
 [[noreturn]] void raise_cpu_only(const at::Tensor& tensor);

@@ -7,7 +7,6 @@
 #include <map>
 #include <mutex>
 
-#include "cpu/norm.h"
 #include "ops/checks.h"
 #include "ops/rows.h"
 
@@ -385,11 +384,9 @@ int64_t find_room(const NormColumns& norm, int generation) {
 #endif
   if (!param.is_cpu()) return kSaveInput;
   // A call on a CPU looks at its parameters. On a GPU that would be a wait.
-  const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
-  const Tensor lost = cpu::lost_columns(flat(norm.weight), flat(norm.bias), norm.weight_offset,
-                                        norm.cols, norm.x_dtype, norm.y_dtype, /*precise=*/true);
+  const int64_t lost = cpu::lost_columns(norm, /*precise=*/true).numel();
   const std::lock_guard lock(mutex);
-  return room_of(norm, lost.numel(), generation >= 0, generation >= 0);
+  return room_of(norm, lost, generation >= 0, generation >= 0);
 }
 
 }  // namespace

@@ -10,22 +10,13 @@
 #include <vector>
 
 #include "core/norm/room.h"
+#include "cpu/norm.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include "core/norm/columns.h"
 #endif
 
 namespace fused_norm::ops {
-
-// The parameters of a norm and what decides which of its columns are recoverable.
-struct NormColumns {
-  at::Tensor weight, bias;  // undefined when absent
-  double weight_offset;
-  int64_t cols;
-  at::ScalarType x_dtype, y_dtype;
-
-  const at::Tensor& first() const { return weight.defined() ? weight : bias; }
-};
 
 // The room for listed columns of an eager call: 0 when no column is at risk, kSaveInput when the
 // input is to be saved. Looks at the parameters, and waits for the answer, where no report covers

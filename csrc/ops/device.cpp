@@ -2,12 +2,8 @@
 
 #include "ops/device.h"
 
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/cuda/EmptyTensor.h>
-
 #include <array>
 #include <mutex>
-#include <optional>
 
 #include "core/common/device.h"
 
@@ -22,11 +18,6 @@ const DeviceProperties& current_device_properties() {
               " devices are supported");
   std::call_once(asked[device], [&] { check_launch(query_device(device, &properties[device])); });
   return properties[device];
-}
-
-at::Tensor empty_tensor(at::IntArrayRef sizes, at::ScalarType dtype) {
-  const at::Device device(at::kCUDA, c10::cuda::current_device());
-  return at::Tensor(at::detail::empty_cuda(sizes, dtype, device, std::nullopt));
 }
 
 void check_launch(cudaError_t error) {

@@ -2,7 +2,7 @@
 // on.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <cuda_runtime_api.h>
 
 #include "core/common/types.h"
@@ -12,12 +12,15 @@ namespace fused_norm::ops {
 // Of the current device; asked for once.
 const DeviceProperties& current_device_properties();
 
-// at::empty past the dispatcher, which takes the host as long again, for outputs on the current
-// device.
-at::Tensor empty_tensor(at::IntArrayRef sizes, at::ScalarType dtype);
-
 // Throws for anything but cudaSuccess; a chip that this build has no kernels for is named, with
 // what to do.
 void check_launch(cudaError_t error);
+
+// Calls a launcher of core's on the current device and stream.
+template <typename Params>
+void launch(cudaError_t (*launcher)(const Params&, const DeviceProperties&, cudaStream_t),
+            const Params& params) {
+  check_launch(launcher(params, current_device_properties(), at::cuda::getCurrentCUDAStream()));
+}
 
 }  // namespace fused_norm::ops

@@ -2,11 +2,12 @@
 // not give back.
 #include "ops/norm.h"
 
-#include <ATen/Dispatch.h>
 #include <ATen/ops/ones_like.h>
 
 #include <cmath>
-#include <limits>
+
+#include "core/norm/recoverable.h"
+#include "ops/rows.h"
 
 namespace fused_norm::ops {
 namespace {
@@ -24,12 +25,6 @@ void check_param_dtype(ScalarType x, const char* x_name, std::optional<ScalarTyp
               " is ", *param, ", which does not go with ", x, " ", x_name,
               ": it must have the dtype of ", x_name, " or be float32 (float32 ", x_name,
               " also takes 16-bit parameters)");
-}
-
-// weight + weight_offset, added in the precision in which the kernels add it.
-Tensor effective_weight(const Tensor& weight, double weight_offset) {
-  return weight.to(weight.scalar_type() == at::kDouble ? at::kDouble : at::kFloat)
-      .add(weight_offset);
 }
 
 }  // namespace
@@ -76,6 +71,13 @@ void check_params(const OptionalTensor& weight, const OptionalTensor& bias, bool
               bias->sym_sizes());
 }
 
+c10::SymDimVector stats_shape(const Tensor& input, SymIntArrayRef normalized_shape) {
+  const SymIntArrayRef sizes = input.sym_sizes();
+  c10::SymDimVector shape(sizes.begin(), sizes.end() - normalized_shape.size());
+  shape.resize(sizes.size(), 1);
+  return shape;
+}
+
 void check_norm(const NormCall& call) {
   const Tensor& input = call.input;
   check_layout(input, "input");
@@ -90,19 +92,16 @@ void check_norm(const NormCall& call) {
 
 Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
                              double weight_offset, ScalarType out_dtype) {
-  double roundoff, smallest, largest;
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, out_dtype, "unrecoverable_columns",
-                                  [&] {
-                                    using Limits = std::numeric_limits<scalar_t>;
-                                    roundoff = static_cast<double>(Limits::epsilon()) / 2;
-                                    smallest = static_cast<double>(Limits::min());
-                                    largest = static_cast<double>(Limits::max());
-                                  });
-  // In fp64, so that no comparison over- or underflows whatever the parameters' dtype.
-  const Tensor g = has(weight) ? effective_weight(*weight, weight_offset).to(at::kDouble).abs()
+  const auto limits = recoverable_limits<double>(to_dtype(out_dtype));
+  // In fp64, so that no comparison over- or underflows whatever the parameters' dtype; but the
+  // offset is added in the precision in which the kernels add it.
+  const Tensor g = has(weight) ? weight->to(accumulate_dtype(weight->scalar_type()))
+                                     .add(weight_offset)
+                                     .to(at::kDouble)
+                                     .abs()
                                : at::ones_like(*bias, bias->options().dtype(at::kDouble));
-  Tensor recoverable = g.ge(smallest).logical_and_(g.le(largest));
-  if (has(bias)) recoverable.logical_and_(bias->to(at::kDouble).abs().mul_(roundoff * 64).le(g));
+  Tensor recoverable = g.ge(limits.smallest).logical_and_(g.le(limits.largest));
+  if (has(bias)) recoverable.logical_and_(bias->to(at::kDouble).abs().mul_(limits.ratio).le(g));
   return recoverable.logical_not_().sum();
 }
 

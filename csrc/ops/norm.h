@@ -12,11 +12,10 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/norm.h"
 #include "ops/call.h"
 
 namespace fused_norm::ops {
-
-using TensorTriple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // The checks that need no tensor, for decompositions too: dtypes that go together, and numbers in
 // range.
@@ -49,10 +48,50 @@ struct NormCall {
   }
   at::ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
 };
-using NormKernels = Kernels<NormCall>;
+
+// What a backward call has.
+struct NormBackwardCall {
+  const at::Tensor &dy, &saved;
+  const OptionalTensor& mean;
+  const at::Tensor& rstd;
+  const OptionalTensor &weight, &bias;
+  c10::SymIntArrayRef normalized_shape;
+  double weight_offset;
+  bool rms, from_output;
+  at::ScalarType input_dtype;
+  std::array<bool, 3> output_mask;
+  const OptionalTensor &side, &columns, &dresidual;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tie(c.dy, c.saved, c.mean, c.rstd, c.weight, c.bias, c.normalized_shape,
+                    c.weight_offset, c.rms, c.from_output, c.input_dtype, c.output_mask, c.side,
+                    c.columns, c.dresidual);
+  }
+  at::ScalarType x_dtype() const { return input_dtype; }
+  at::ScalarType y_dtype() const { return dy.scalar_type(); }
+  bool needs_mean() const { return !rms && !from_output; }
+};
 
 // The checks that every forward call passes, for decompositions too.
 void check_norm(const NormCall& call);
+
+// The parameters of a call that was checked, of tensors with data.
+template <typename Call>
+NormColumns columns_of(const Call& call) {
+  const int64_t cols = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(call.normalized_shape));
+  TORCH_CHECK(cols <= kMaxCols, "normalized_shape ", call.normalized_shape, " has ", cols,
+              " elements; at most 2^30 are supported");
+  return {or_undefined(call.weight),
+          or_undefined(call.bias),
+          call.weight_offset,
+          cols,
+          call.x_dtype(),
+          call.y_dtype()};
+}
+
+// The shape of a norm's statistics: the leading dimensions of `input`, and then ones.
+c10::SymDimVector stats_shape(const at::Tensor& input, c10::SymIntArrayRef normalized_shape);
 
 // A norm's parameters, layout and shape, and a bias only without rms. `input` is what they go with.
 void check_params(const OptionalTensor& weight, const OptionalTensor& bias, bool rms,
@@ -76,13 +115,7 @@ std::vector<at::Tensor> norm_forward(const NormCall& call);
 // output when from_output; `mean` is needed only for a LayerNorm's input. from_output may come with
 // side and columns; a column that is not recoverable and not listed makes the gradients NaN.
 // dresidual, the gradient of residual_out, is added to dx before it is rounded.
-TensorTriple norm_backward(const at::Tensor& dy, const at::Tensor& saved,
-                           const OptionalTensor& mean, const at::Tensor& rstd,
-                           const OptionalTensor& weight, const OptionalTensor& bias,
-                           c10::SymIntArrayRef normalized_shape, double weight_offset, bool rms,
-                           bool from_output, at::ScalarType input_dtype,
-                           std::array<bool, 3> output_mask, const OptionalTensor& side,
-                           const OptionalTensor& columns, const OptionalTensor& dresidual);
+Gradients<3> norm_backward(const NormBackwardCall& call);
 
 // What functional norms give: the same results, recorded if autograd is to, with what is saved and
 // the room for it chosen here; or, under a transform, those of the operator's own Autograd kernel.

@@ -3,7 +3,6 @@
 
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/add.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
 #include <tuple>
@@ -20,32 +19,24 @@ using at::ScalarType;
 using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 const auto& forward_op() {
-  static const Operator<decltype(NormKernels::forward<norm_forward>)> op("norm_forward");
+  static const Operator op("norm_forward", kernel<norm_forward>);
   return op;
 }
 const auto& backward_op() {
-  static const Operator<decltype(norm_backward)> op("norm_backward");
-  return op;
-}
-// The input's gradient from those of mean, rstd and side, which is a decomposition alone.
-using StatisticsBackward = Tensor(const OptionalTensor&, const OptionalTensor&,
-                                  const OptionalTensor&, const Tensor&, const OptionalTensor&,
-                                  const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                  SymIntArrayRef, double, bool, bool, ScalarType,
-                                  const OptionalTensor&, const OptionalTensor&);
-const auto& statistics_backward_op() {
-  static const auto op = find_operator<StatisticsBackward>("fused_norm::norm_statistics_backward");
+  static const Operator op("norm_backward", kernel<norm_backward>);
   return op;
 }
 
-// With room for listed columns, if there is any.
-NormCall with_room(NormCall call, const SymInt& room) {
-  call.room = room > 0 ? std::optional(room) : std::nullopt;
-  return call;
+// The input's gradient from those of mean, rstd and side, which is a decomposition alone.
+Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& drstd,
+                           const OptionalTensor& dside, const NormBackwardCall& p) {
+  c10::Stack stack =
+      as_stack(dmean, drstd, dside, p.saved, p.mean, p.rstd, p.weight, p.bias, p.normalized_shape,
+               p.weight_offset, p.rms, p.from_output, p.input_dtype, p.side, p.columns);
+  find_operator("fused_norm::norm_statistics_backward").callBoxed(&stack);
+  return stack[0].toTensor();
 }
 
 // What a call saves, in this order; undefined what it does not need.
@@ -64,14 +55,14 @@ struct Call {
 struct NormFunction : torch::autograd::Function<NormFunction> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, const Tensor& input,
-                               const OptionalTensor& residual, const OptionalTensor& weight,
-                               const OptionalTensor& bias, const NormCall& how,
+  // The tensors come by themselves too: autograd does not look into `how`.
+  static variable_list forward(AutogradContext* ctx, at::TensorList, const NormCall& how,
                                const SymInt& room) {
-    variable_list results = forward_op().below_autograd(with_room(how, room));
-    const bool adds = residual.has_value();
-    const bool lists = room > 0, from_output = room >= 0;
-    const Tensor& x = adds ? results[1] : input;
+    NormCall with_room = how;
+    if (room > 0) with_room.room = room;
+    variable_list results = forward_op().below_autograd(with_room);
+    const bool adds = has(how.residual), lists = room > 0, from_output = room >= 0;
+    const Tensor& x = adds ? results[1] : how.input;
     const auto statistics = results.begin() + (adds ? 2 : 1);  // (mean, rstd), or (rstd, ...)
 
     // A hook of saved tensors that kept a result itself would keep this node, and it the hook's.
@@ -81,8 +72,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     saved[kSaved] = from_output ? of_result(results[0]) : adds ? of_result(x) : x;
     if (!from_output && !how.rms) saved[kMean] = of_result(statistics[0]);
     saved[kRstd] = of_result(statistics[lists ? 0 : 1]);
-    if (weight.has_value()) saved[kWeight] = *weight;
-    if (bias.has_value()) saved[kBias] = *bias;
+    saved[kWeight] = or_undefined(how.weight);
+    saved[kBias] = or_undefined(how.bias);
     if (lists) {
       saved[kSide] = of_result(statistics[1]);
       saved[kColumns] = statistics[2];
@@ -90,9 +81,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     ctx->saved_data["weight_offset"] = how.weight_offset;
-    ctx->saved_data["call"] = packed(
-        Call{static_cast<uint16_t>(how.normalized_shape.size()), how.rms, from_output, adds,
-             x.scalar_type(), input.scalar_type(), (adds ? *residual : input).scalar_type()});
+    ctx->saved_data["call"] =
+        packed(Call{static_cast<uint16_t>(how.normalized_shape.size()), how.rms, from_output, adds,
+                    x.scalar_type(), how.input.scalar_type(),
+                    (adds ? *how.residual : how.input).scalar_type()});
     return results;
   }
 
@@ -122,29 +114,25 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const SymIntArrayRef sizes = saved[kSaved].sym_sizes();
     const SymIntArrayRef shape = sizes.slice(sizes.size() - call.row_dims);
 
-    // Edges are counted over the tensors that the call had.
-    size_t edge = 0;
-    const bool of_input = ctx->needs_input_grad(edge++);
-    const bool of_residual = adds && ctx->needs_input_grad(edge++);
-    std::array<bool, 3> needs = {of_input || of_residual, false, false};
-    if (weight.has_value()) needs[1] = ctx->needs_input_grad(edge++);
-    if (bias.has_value()) needs[2] = ctx->needs_input_grad(edge++);
+    // Edges are counted over the tensors that the call had: input, weight, bias, residual.
+    size_t edges = 0;
+    const auto needs_next = [&](bool given) { return given && ctx->needs_input_grad(edges++); };
+    const bool of_input = needs_next(true), of_weight = needs_next(weight.has_value()),
+               of_bias = needs_next(bias.has_value()), of_residual = needs_next(adds);
+    const std::array<bool, 3> needs = {of_input || of_residual, of_weight, of_bias};
 
-    const Tensor& dy = grads[0];
-    Tensor dx, dweight, dbias;
-    if (adds && needs[0]) dx = grads[1];
-    if (dy.defined()) {
-      std::tie(dx, dweight, dbias) = backward_op().in_backward(
-          dy, saved[kSaved], mean, saved[kRstd], weight, bias, shape, weight_offset, rms,
-          call.from_output, call.x_dtype, needs, side, columns, optional(dx));
-    }
+    Tensor dx = adds && needs[0] ? grads[1] : Tensor(), dweight, dbias;
+    const OptionalTensor dresidual = optional(dx);
+    const NormBackwardCall pass{
+        grads[0],     saved[kSaved], mean,          saved[kRstd], weight,
+        bias,         shape,         weight_offset, rms,          call.from_output,
+        call.x_dtype, needs,         side,          columns,      dresidual};
+    if (pass.dy.defined()) std::tie(dx, dweight, dbias) = backward_op().in_backward(pass);
     const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[first]);
     const OptionalTensor drstd = optional(grads[lists ? first : first + 1]);
     const OptionalTensor dside = lists ? optional(grads[first + 1]) : std::nullopt;
     if (needs[0] && (dmean.has_value() || drstd.has_value() || dside.has_value())) {
-      const Tensor more = statistics_backward_op().call(
-          dmean, drstd, dside, saved[kSaved], mean, saved[kRstd], weight, bias, shape,
-          weight_offset, rms, call.from_output, call.x_dtype, side, columns);
+      const Tensor more = statistics_backward(dmean, drstd, dside, pass);
       dx = dx.defined() ? at::add(dx, more) : more;
     }
 
@@ -153,12 +141,12 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (!wanted || !dx.defined()) return Tensor();
       return dx.scalar_type() == dtype ? dx : dx.to(dtype);
     };
-    return {term(of_input, call.input_dtype),
-            term(of_residual, call.residual_dtype),
-            dweight,
-            dbias,
-            {},
-            {}};
+    variable_list gradients = {term(of_input, call.input_dtype)};
+    if (weight.has_value()) gradients.push_back(dweight);
+    if (bias.has_value()) gradients.push_back(dbias);
+    if (adds) gradients.push_back(term(of_residual, call.residual_dtype));
+    gradients.resize(gradients.size() + 2);  // of the call and the room
+    return gradients;
   }
 };
 
@@ -185,35 +173,22 @@ SymInt room_of(const NormCall& call) {
 // On record: differentiable in all that depends on the input. `room` is kSaveInput, or that for
 // listed columns of a call that saves its output; with 0 it has no list.
 variable_list record(const NormCall& call, const SymInt& room) {
-  check_layout(call.input, "input");  // Function asks for sizes, which not every tensor has
-  if (call.residual.has_value()) check_layout(*call.residual, "residual");
-  if (call.weight.has_value()) check_layout(*call.weight, "weight");
-  if (call.bias.has_value()) check_layout(*call.bias, "bias");
-  return NormFunction::apply(call.input, call.residual, call.weight, call.bias, call, room);
+  const variable_list tensors = tensors_of(check_norm, call);
+  return NormFunction::apply(at::TensorList(tensors), call, room);
 }
 
 }  // namespace
 
 variable_list differentiate_norm(const NormCall& call) {
-  if (is_transformed(call.input, call.weight, call.bias, call.residual)) {
-    check_norm(call);
-    return forward_op().decomposed(call);
-  }
-  if (!needs_grad(call.input, call.weight, call.bias, call.residual)) {
-    return forward_op().below_autograd(call);
-  }
+  if (auto results = forward_op().unrecorded(check_norm, call)) return *std::move(results);
   TORCH_CHECK(!call.room.has_value() || *call.room > 0, "room is ", *call.room,
               "; a call that is differentiated needs room");
   return record(call, call.room.value_or(kSaveInput));
 }
 
 variable_list norm(const NormCall& call, bool memory_efficient) {
-  if (is_transformed(call.input, call.residual, call.weight, call.bias)) {
-    return forward_op().call(call);
-  }
-  if (!needs_grad(call.input, call.residual, call.weight, call.bias)) {
-    return forward_op().below_autograd(call);
-  }
+  if (is_transformed(call)) return forward_op().call(call);
+  if (!needs_grad(call)) return forward_op().below_autograd(call);
   return record(call, memory_efficient ? room_of(call) : SymInt(kSaveInput));
 }
 

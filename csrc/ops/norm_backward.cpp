@@ -3,19 +3,15 @@
 #include <ATen/ops/isin.h>
 
 #include <algorithm>
-#include <cmath>
 
-#include "cpu/norm.h"
 #include "ops/column_watch.h"
 #include "ops/norm.h"
 #include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
-#include <c10/cuda/CUDACachingAllocator.h>
 #include <c10/cuda/CUDAGuard.h>
 
-#include "core/norm/norm.h"
-#include "ops/device.h"
+#include "ops/norm_params.h"
 #endif
 
 namespace fused_norm::ops {
@@ -25,84 +21,67 @@ using at::ScalarType;
 using at::Tensor;
 using c10::SymIntArrayRef;
 
-// A call that was checked, of tensors with data; undefined what is not given or not needed.
-struct Call {
-  const Tensor &dy, &saved, &rstd;
-  Tensor mean, side, columns, dresidual;
-  NormColumns norm;
-  const NormRows& shape;
-  at::IntArrayRef normalized_shape;
-  bool rms, from_output;
-  std::array<bool, 3> wanted;
-
-  ScalarType stats_dtype() const { return accumulate_dtype(norm.x_dtype); }
-};
-
-void check_given(const Call& call, const Tensor& tensor, const char* name, ScalarType dtype,
-                 at::IntArrayRef sizes) {
-  const at::Device device = call.dy.device();
-  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sizes() == sizes &&
-                  tensor.device() == device && tensor.is_contiguous(),
-              name, " must be contiguous, of shape ", sizes, " and dtype ", dtype, " on ", device,
-              ", but has shape ", tensor.sizes(), ", strides ", tensor.strides(), " and dtype ",
-              tensor.scalar_type(), " on ", tensor.device());
+void check_given(const Tensor& tensor, const char* name, ScalarType dtype, SymIntArrayRef sizes,
+                 const Tensor& dy) {
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sym_sizes() == sizes &&
+                  tensor.device() == dy.device() && tensor.is_contiguous(),
+              name, " must be contiguous, of shape ", sizes, " and dtype ", dtype, " on ",
+              dy.device(), ", but has shape ", tensor.sizes(), ", strides ", tensor.strides(),
+              " and dtype ", tensor.scalar_type(), " on ", tensor.device());
 }
 
-void check_list(const Call& call) {
-  const Tensor &side = call.side, &columns = call.columns;
-  TORCH_CHECK(columns.defined() == side.defined() && (!columns.defined() || call.from_output),
+// Of tensors with data.
+void check_saved(const NormBackwardCall& call, int64_t cols) {
+  const Tensor& dy = call.dy;
+  const ScalarType stats_dtype = accumulate_dtype(call.input_dtype);
+  const auto stats = stats_shape(dy, call.normalized_shape);
+  check_given(call.rstd, "rstd", stats_dtype, stats, dy);
+  if (call.needs_mean()) {
+    TORCH_CHECK(has(call.mean), "mean must be given, but is None");
+    check_given(*call.mean, "mean", stats_dtype, stats, dy);
+  }
+  const bool lists = has(call.columns);
+  TORCH_CHECK(lists == has(call.side) && (!lists || call.from_output),
               "side and columns come together, and only with from_output: side is ",
-              side.defined() ? "given" : "None", ", columns is ",
-              columns.defined() ? "given" : "None", ", from_output is ",
-              call.from_output ? "True" : "False");
-  if (!columns.defined()) return;
-  check_given(call, columns, "columns", at::kInt, columns.numel());
-  const int64_t room = columns.numel() - 1;
-  TORCH_CHECK(room >= 0 && room <= call.shape.cols, "columns must be at least 1 and at most ",
-              call.shape.cols + 1, ", but are ", columns.numel());
-  check_given(call, side, "side", call.stats_dtype(), {call.shape.rows, room});
+              has(call.side) ? "given" : "None", ", columns is ", lists ? "given" : "None",
+              ", from_output is ", call.from_output ? "True" : "False");
+  if (!lists) return;
+  check_given(*call.columns, "columns", at::kInt, {call.columns->numel()}, dy);
+  const int64_t room = call.columns->numel() - 1;
+  TORCH_CHECK(room >= 0 && room <= cols, "columns must be at least 1 and at most ", cols + 1,
+              ", but are ", room + 1);
+  check_given(*call.side, "side", stats_dtype, {call.rstd.numel(), room}, dy);
 }
 
-// What the CPU path needs to know of the columns that are not recoverable.
-cpu::ListedColumns recover_on_cpu(const NormColumns& norm, const Tensor& weight, const Tensor& bias,
-                                  const Tensor& columns, const Tensor& side) {
-  const Tensor lost = cpu::lost_columns(weight, bias, norm.weight_offset, norm.cols, norm.x_dtype,
-                                        norm.y_dtype, /*precise=*/false);
-  int64_t count = 0;
-  if (columns.defined() && columns.numel() > 1)
-    count = std::min<int64_t>(*columns.const_data_ptr<int32_t>(), columns.numel() - 1);
+// `dresidual` is contiguous, undefined when absent; `made` is written.
+void backward_on_cpu(const NormBackwardCall& call, const NormColumns& norm, const Tensor& dresidual,
+                     const Gradients<3>& made) {
+  const Tensor mean = or_undefined(call.mean);
+  cpu::NormBackward pass{call.dy,          call.saved, mean, call.rstd, norm, call.rms,
+                         call.from_output, {},         {},   dresidual, made};
+  if (!call.from_output) return cpu::norm_backward(pass);
+  const int64_t count = has(call.columns)
+                            ? std::clamp<int64_t>(*call.columns->const_data_ptr<int32_t>(), 0,
+                                                  call.columns->numel() - 1)
+                            : 0;
   const Tensor listed =
-      count > 0 ? columns.slice(0, 1, 1 + count).to(at::kLong) : at::empty({0}, at::kLong);
-  for (int64_t i = 0; i < listed.numel(); ++i) {
+      count > 0 ? call.columns->slice(0, 1, 1 + count).to(at::kLong) : at::empty({0}, at::kLong);
+  for (int64_t i = 0; i < count; ++i) {
     const int64_t col = listed.const_data_ptr<int64_t>()[i];
     TORCH_CHECK(col >= 0 && col < norm.cols, "columns must be those of normalized_shape, 0 to ",
                 norm.cols - 1, ", but holds ", col);
   }
-  if (lost.numel() == 0 && count == 0) return {};
-  const Tensor missing = lost.index({at::isin(lost, listed).logical_not_()});
-  if (missing.numel() > 0) raise_overflow({overflow_of(norm, missing.numel())});
-  return {listed, count > 0 ? side : at::empty({side.defined() ? side.size(0) : 0, 0}), missing};
-}
-
-TensorTriple backward_on_cpu(const Call& call) {
-  const NormColumns& norm = call.norm;
-  const auto rows = [&](const Tensor& t) {
-    return t.defined() ? t.reshape({call.shape.rows, call.shape.cols}) : t;
-  };
-  const auto flat = [](const Tensor& t) { return t.defined() ? t.reshape({-1}) : t; };
-  const Tensor weight = flat(norm.weight), bias = flat(norm.bias);
-  cpu::ListedColumns list;
-  if (call.from_output) list = recover_on_cpu(norm, weight, bias, call.columns, call.side);
-  auto [dx, dweight, dbias] =
-      cpu::norm_backward(rows(call.dy), rows(call.saved), flat(call.mean), call.rstd.view({-1}),
-                         weight, bias, norm.weight_offset, call.rms, call.from_output, list,
-                         norm.x_dtype, call.wanted, rows(call.dresidual));
-  if (list.missing.defined() && dbias.defined()) dbias.index_fill_(0, list.missing, NAN);
-  const auto shaped = [](const Tensor& t, at::IntArrayRef sizes) {
-    return t.defined() ? t.view(sizes) : t;
-  };
-  return {shaped(dx, call.dy.sizes()), shaped(dweight, call.normalized_shape),
-          shaped(dbias, call.normalized_shape)};
+  const Tensor lost = cpu::lost_columns(norm, /*precise=*/false);
+  if (lost.numel() > 0) {
+    const Tensor unlisted = at::isin(lost, listed, /*assume_unique=*/false, /*invert=*/true);
+    const int64_t missing = unlisted.sum().item<int64_t>();
+    if (missing > 0) raise_overflow({overflow_of(norm, missing)});
+  }
+  if (count > 0) {
+    pass.columns = listed;
+    pass.side = call.side->narrow(1, 0, count);
+  }
+  cpu::norm_backward(pass);
 }
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -111,116 +90,78 @@ void* data_or_null(const Tensor& tensor) {
   return tensor.defined() ? tensor.mutable_data_ptr() : nullptr;
 }
 
-TensorTriple backward_on_cuda(const Call& call) {
-  const auto& [dy, saved, rstd, mean, side, columns, dresidual, norm, shape, normalized_shape, rms,
-               from_output, wanted] = call;
-  const c10::cuda::CUDAGuard guard(dy.device());
-  const Rows dy_rows = as_rows(dy, shape.row_dims);
-  const Rows saved_rows = as_rows(saved, shape.row_dims);
+void backward_on_cuda(const NormBackwardCall& call, const NormColumns& norm,
+                      const Tensor& dresidual, const Gradients<3>& made) {
+  const c10::cuda::CUDAGuard guard(call.dy.device());
+  const int64_t row_dims = static_cast<int64_t>(call.normalized_shape.size());
+  const Rows dy = as_rows(call.dy, row_dims), saved = as_rows(call.saved, row_dims);
   const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
-  const Tensor dx = wanted[0] ? empty_tensor(dy.sizes(), norm.x_dtype) : Tensor();
-  const Tensor dweight =
-      wanted[1] ? empty_tensor(normalized_shape, norm.weight.scalar_type()) : Tensor();
-  const Tensor dbias =
-      wanted[2] ? empty_tensor(normalized_shape, norm.bias.scalar_type()) : Tensor();
-
-  NormBackwardParams params{};
-  params.rows = shape.rows;
-  params.cols = static_cast<int32_t>(shape.cols);
-  params.x_dtype = to_dtype(norm.x_dtype);
-  params.y_dtype = to_dtype(norm.y_dtype);
-  params.rms = rms;
-  params.from_output = from_output;
-  params.weight_offset = norm.weight_offset;
-  params.dy = dy_rows.tensor.const_data_ptr();
-  params.dy_layout = dy_rows.layout;
-  params.saved = saved_rows.tensor.const_data_ptr();
-  params.saved_layout = saved_rows.layout;
-  params.mean = mean.defined() ? mean.const_data_ptr() : nullptr;
-  params.rstd = rstd.const_data_ptr();
-  params.weight = to_param(weight);
-  params.bias = to_param(bias);
-  if (columns.defined() && columns.numel() > 1) {
-    params.list = {static_cast<int32_t>(columns.numel() - 1), columns.mutable_data_ptr<int32_t>(),
-                   side.mutable_data_ptr()};
+  auto params = norm_params<NormBackwardParams>(norm, call.rstd.numel(), call.rms, weight, bias);
+  params.from_output = call.from_output;
+  dy.set(&params.dy, &params.dy_layout);
+  saved.set(&params.saved, &params.saved_layout);
+  params.mean = call.needs_mean() ? call.mean->const_data_ptr() : nullptr;
+  params.rstd = call.rstd.const_data_ptr();
+  if (has(call.columns) && call.columns->numel() > 1) {
+    params.list = {static_cast<int32_t>(call.columns->numel() - 1),
+                   call.columns->mutable_data_ptr<int32_t>(), call.side->mutable_data_ptr()};
   }
-  if (dresidual.defined() && dx.defined()) params.dresidual = dresidual.const_data_ptr();
-  params.dx = data_or_null(dx);
-  params.dweight = data_or_null(dweight);
-  params.dbias = data_or_null(dbias);
-  const DeviceProperties& device = current_device_properties();
-  const c10::DataPtr workspace =
-      c10::cuda::CUDACachingAllocator::get()->allocate(norm_backward_workspace(params, device));
-  params.workspace = workspace.get();
-  params.watch = watch_backward(norm, from_output, params.list.room);
-  check_launch(launch_norm_backward(params, device, at::cuda::getCurrentCUDAStream()));
-  return {dx, dweight, dbias};
+  params.dx = data_or_null(made[0]);
+  if (params.dx != nullptr && dresidual.defined()) params.dresidual = dresidual.const_data_ptr();
+  params.dweight = data_or_null(made[1]);
+  params.dbias = data_or_null(made[2]);
+  const c10::DataPtr workspace = set_workspace(&params);
+  params.watch = watch_backward(norm, call.from_output, params.list.room);
+  launch(launch_norm_backward, params);
 }
 
 #endif  // FUSED_NORM_WITH_CUDA
 
 }  // namespace
 
-TensorTriple norm_backward(const Tensor& dy, const Tensor& saved, const OptionalTensor& mean,
-                           const Tensor& rstd, const OptionalTensor& weight,
-                           const OptionalTensor& bias, SymIntArrayRef sym_shape,
-                           double weight_offset, bool rms, bool from_output, ScalarType input_dtype,
-                           std::array<bool, 3> output_mask, const OptionalTensor& side,
-                           const OptionalTensor& columns, const OptionalTensor& dresidual) {
+Gradients<3> norm_backward(const NormBackwardCall& call) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
+  const Tensor &dy = call.dy, &saved = call.saved;
   check_layout(dy, "dy");
   check_layout(saved, "saved");
-  check_normalized(dy, "dy", sym_shape);
+  check_normalized(dy, "dy", call.normalized_shape);
   check_like(saved, "saved", dy, "dy");
   const ScalarType y_dtype = dy.scalar_type();
   check_floating(y_dtype, "dy");
-  check_norm_options(input_dtype, dtype_of(weight), dtype_of(bias), y_dtype, 0, weight_offset);
-  const ScalarType saved_dtype = from_output ? y_dtype : input_dtype;
+  check_norm_options(call.input_dtype, dtype_of(call.weight), dtype_of(call.bias), y_dtype, 0,
+                     call.weight_offset);
+  const ScalarType saved_dtype = call.from_output ? y_dtype : call.input_dtype;
   TORCH_CHECK(saved.scalar_type() == saved_dtype, "saved must be ", saved_dtype, ", but is ",
               saved.scalar_type());
-  check_params(weight, bias, rms, sym_shape, dy);
-  output_mask[1] = output_mask[1] && has(weight);
-  output_mask[2] = output_mask[2] && has(bias);
-  const auto nothing = [&]() -> TensorTriple {
-    const auto zeros = [](const Tensor& of) { return new_like(of, of.scalar_type()).zero_(); };
-    return {output_mask[0] ? new_like(dy, input_dtype) : Tensor(),
-            output_mask[1] ? zeros(*weight) : Tensor(), output_mask[2] ? zeros(*bias) : Tensor()};
-  };
-  if (dy.is_meta()) return nothing();
+  check_params(call.weight, call.bias, call.rms, call.normalized_shape, dy);
 
-  const bool needs_mean = !rms && !from_output;
-  const at::IntArrayRef normalized_shape = C10_AS_INTARRAYREF_SLOW(sym_shape);
-  const NormRows shape = norm_rows(dy, normalized_shape);
-  Call call{
-      dy,
-      saved,
-      rstd,
-      needs_mean ? or_undefined(mean) : Tensor(),
-      or_undefined(side),
-      or_undefined(columns),
-      {},
-      {or_undefined(weight), or_undefined(bias), weight_offset, shape.cols, input_dtype, y_dtype},
-      shape,
-      normalized_shape,
-      rms,
-      from_output,
-      output_mask};
-  check_given(call, rstd, "rstd", call.stats_dtype(), shape.stats_shape);
-  TORCH_CHECK(!needs_mean || has(mean), "mean must be given, but is None");
-  if (needs_mean) check_given(call, call.mean, "mean", call.stats_dtype(), shape.stats_shape);
-  check_list(call);
-  if (has(dresidual)) {
-    check_layout(*dresidual, "dresidual");
-    call.dresidual = dresidual->contiguous();
-    check_given(call, call.dresidual, "dresidual", input_dtype, dy.sizes());
+  NormColumns norm;
+  Tensor dresidual;
+  if (!dy.is_meta()) {
+    norm = columns_of(call);
+    check_saved(call, norm.cols);
+    if (has(call.dresidual)) {
+      check_layout(*call.dresidual, "dresidual");
+      dresidual = call.dresidual->contiguous();
+      check_given(dresidual, "dresidual", call.input_dtype, dy.sym_sizes(), dy);
+    }
   }
-  if (shape.empty()) return nothing();
-  if (dy.is_cpu()) return backward_on_cpu(call);
+  const auto& wanted = call.output_mask;
+  const Gradients<3> made = {wanted[0] ? new_like(dy, call.input_dtype) : Tensor(),
+                             wanted[1] && has(call.weight) ? new_like(*call.weight) : Tensor(),
+                             wanted[2] && has(call.bias) ? new_like(*call.bias) : Tensor()};
+  if (dy.is_meta() || dy.numel() == 0) {
+    for (const Tensor& gradient : made) {
+      if (gradient.defined()) gradient.zero_();
+    }
+  } else if (dy.is_cpu()) {
+    backward_on_cpu(call, norm, dresidual, made);
 #ifdef FUSED_NORM_WITH_CUDA
-  return backward_on_cuda(call);
-#else
-  raise_cpu_only(dy);
+  } else {
+    backward_on_cuda(call, norm, dresidual, made);
 #endif
+  }
+  return made;
 }
 
 }  // namespace fused_norm::ops

@@ -16,7 +16,7 @@ namespace fused_norm::ops {
 struct GatedCall {
   at::Tensor input, gate;
   OptionalTensor weight;
-  std::vector<c10::SymInt> normalized_shape;
+  c10::SymIntArrayRef normalized_shape;
   double eps, weight_offset;
   bool norm_before_gate, silu;
   std::optional<c10::SymInt> group_size;  // elements of a row that are normalized together
@@ -31,15 +31,22 @@ struct GatedCall {
 // What is differentiated, in this order.
 enum GatedGradient { kInput, kGate, kWeight };
 
-using GatedKernels = Kernels<GatedCall>;
-// With dy and rstd before the call.
-using GatedBackward = GatedKernels::Backward<3, const at::Tensor&, const at::Tensor&>;
+// What the backward operator is called with.
+struct GatedBackwardCall {
+  const at::Tensor &dy, &rstd;
+  GatedCall forward;
+  std::array<bool, 3> wanted;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tuple_cat(std::tie(c.dy, c.rstd), GatedCall::fields(c.forward), std::tie(c.wanted));
+  }
+};
 
 // (output, rstd): rstd has the leading dimensions of input and one for the groups, and is not
 // differentiated. Of a meta tensor their shapes alone.
 Forward rms_norm_gated_forward(const GatedCall& call);
-Gradients<3> rms_norm_gated_backward(const at::Tensor& dy, const at::Tensor& rstd,
-                                     const GatedCall& call, const std::array<bool, 3>& wanted);
+Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call);
 
 // The checks that every call passes, for decompositions too.
 void check_rms_norm_gated(const GatedCall& call);

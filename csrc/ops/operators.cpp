@@ -27,17 +27,17 @@ constexpr c10::DispatchKey kBackends[] = {c10::DispatchKey::CPU,
 
 template <typename Kernel>
 void define(torch::Library& m, const std::string& name, const std::string& signature,
-            Kernel* kernel, const std::vector<at::Tag>& tags = {}) {
+            Kernel* function, const std::vector<at::Tag>& tags = {}) {
   m.def((name + signature).c_str(), tags);
-  for (const c10::DispatchKey key : kBackends) m.impl(name.c_str(), torch::dispatch(key, kernel));
+  for (const c10::DispatchKey key : kBackends) m.impl(name.c_str(), torch::dispatch(key, function));
 }
 
 // An operator that is differentiated by `autograd`, with its decomposition, to which
 // fused_norm/_decompositions.py gives a kernel.
 template <typename Kernel, typename Autograd>
 void define_differentiable(torch::Library& m, const std::string& name, const std::string& signature,
-                           Kernel* kernel, Autograd&& autograd) {
-  define(m, name, signature, kernel);
+                           Kernel* function, Autograd&& autograd) {
+  define(m, name, signature, function);
   m.def(("decomposed_" + name + signature).c_str());
   m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, std::move(autograd)));
 }
@@ -52,14 +52,14 @@ TORCH_LIBRARY(fused_norm, m) {
       "(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float eps, float "
       "weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None, Tensor? residual=None, "
       "ScalarType? residual_dtype=None, SymInt? room=None) -> Tensor[]",
-      &NormKernels::forward<norm_forward>, &NormKernels::forward<differentiate_norm>);
+      kernel<norm_forward>, kernel<differentiate_norm>);
   define_differentiable(
       m, "norm_backward",
       "(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] "
       "normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType input_dtype, "
       "bool[3] output_mask, Tensor? side=None, Tensor? columns=None, Tensor? dresidual=None) -> "
       "(Tensor dx, Tensor dweight, Tensor dbias)",
-      &norm_backward, of_backward());
+      kernel<norm_backward>, of_backward());
   // The input's gradient from those of mean, rstd and side: a decomposition alone.
   m.def(
       "norm_statistics_backward(Tensor? dmean, Tensor? drstd, Tensor? dside, Tensor saved, Tensor? "
@@ -75,13 +75,12 @@ TORCH_LIBRARY(fused_norm, m) {
       "weight_offset, bool norm_before_gate, bool silu, SymInt? group_size";
   define_differentiable(m, "rms_norm_gated_forward",
                         "(" + gated + ") -> (Tensor output, Tensor rstd)",
-                        &GatedKernels::forward<rms_norm_gated_forward>,
-                        &GatedKernels::forward<differentiate_rms_norm_gated>);
+                        kernel<rms_norm_gated_forward>, kernel<differentiate_rms_norm_gated>);
   define_differentiable(m, "rms_norm_gated_backward",
                         "(Tensor dy, Tensor rstd, " + gated +
                             ", bool[3] output_mask) -> (Tensor dinput, Tensor dgate, Tensor "
                             "dweight)",
-                        &GatedBackward::kernel<rms_norm_gated_backward>, of_backward());
+                        kernel<rms_norm_gated_backward>, of_backward());
 
   define_differentiable(
       m, "softmax_forward",
@@ -102,13 +101,12 @@ TORCH_LIBRARY(fused_norm, m) {
       "max_seqlen_k, float scale, float softcap, SymInt? window_left, SymInt? window_right, bool "
       "top_left, float dropout_p";
   define_differentiable(m, "attention_forward", "(" + attention + ") -> (Tensor out, Tensor lse)",
-                        &AttentionKernels::forward<attention_forward>,
-                        &AttentionKernels::forward<differentiate_attention>);
+                        kernel<attention_forward>, kernel<differentiate_attention>);
   define_differentiable(m, "attention_backward",
                         "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " + attention +
                             ", bool[5] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
                             "Tensor dmask, Tensor dsink)",
-                        &AttentionBackward::kernel<attention_backward>, of_backward());
+                        kernel<attention_backward>, of_backward());
   // Beside the others, so that those are functions of their arguments alone: they may be made again
   // or merged where this one may not.
   define(m, "attention_rng", "(Tensor query) -> Tensor", &attention_rng,

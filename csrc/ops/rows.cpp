@@ -53,18 +53,6 @@ Rows as_rows(const at::Tensor& tensor, int64_t row_dims) {
   return {copy, *find_layout(copy, row_dims)};
 }
 
-NormRows norm_rows(const at::Tensor& tensor, at::IntArrayRef normalized_shape) {
-  const int64_t row_dims = static_cast<int64_t>(normalized_shape.size());
-  const auto sizes = tensor.sizes();
-  NormRows shape{1, c10::multiply_integers(normalized_shape), row_dims,
-                 at::DimVector(sizes.begin(), sizes.end() - row_dims)};
-  shape.rows = c10::multiply_integers(shape.stats_shape);
-  shape.stats_shape.resize(tensor.dim(), 1);
-  TORCH_CHECK(shape.cols <= kMaxCols, "normalized_shape ", normalized_shape, " has ", shape.cols,
-              " elements; at most 2^30 are supported");
-  return shape;
-}
-
 DType to_dtype(at::ScalarType type) {
   switch (type) {
     case at::kHalf:

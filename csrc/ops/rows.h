@@ -2,7 +2,6 @@
 // it.
 #pragma once
 
-#include <ATen/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <c10/util/SmallVector.h>
 
@@ -17,6 +16,12 @@ namespace fused_norm::ops {
 struct Rows {
   at::Tensor tensor;
   RowLayout layout;
+
+  // To fields of a launcher's params.
+  void set(const void** data, RowLayout* fields) const {
+    *data = tensor.const_data_ptr();
+    *fields = layout;
+  }
 };
 
 // The dimensions before `end`, inner to outer, as the fewest (size, stride) that say the same.
@@ -24,17 +29,6 @@ c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& t
 
 // The last `row_dims` dimensions of `tensor` make up a row. The tensor must not be empty.
 Rows as_rows(const at::Tensor& tensor, int64_t row_dims);
-
-// A norm's call: its rows, and the shape of their statistics, the leading dimensions and then ones.
-struct NormRows {
-  int64_t rows, cols, row_dims;
-  at::DimVector stats_shape;
-
-  bool empty() const { return rows == 0 || cols == 0; }
-};
-
-// Of a tensor whose shape was checked.
-NormRows norm_rows(const at::Tensor& tensor, at::IntArrayRef normalized_shape);
 
 DType to_dtype(at::ScalarType type);
 

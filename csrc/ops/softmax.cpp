@@ -2,10 +2,11 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <iterator>
 #include <limits>
-#include <utility>
 
 #include "core/softmax/tier.h"
 #include "cpu/softmax.h"
@@ -24,18 +25,10 @@ namespace {
 using at::ScalarType;
 using at::Tensor;
 
-constexpr std::pair<SoftmaxTier, const char*> kTiers[] = {{SoftmaxTier::kAuto, "auto"},
-                                                          {SoftmaxTier::kWarp, "warp"},
-                                                          {SoftmaxTier::kBlock, "block"},
-                                                          {SoftmaxTier::kUncached, "uncached"}};
+constexpr const char* kTierNames[] = {"auto", "warp", "block", "uncached"};  // by SoftmaxTier
 std::atomic<SoftmaxTier> wanted_tier{SoftmaxTier::kAuto};
 
-const char* wanted_name() {
-  for (const auto& [tier, name] : kTiers) {
-    if (tier == wanted_tier) return name;
-  }
-  return "unknown";
-}
+const char* wanted_name() { return kTierNames[static_cast<int>(wanted_tier.load())]; }
 
 // A tensor seen as (outer, cols, inner) around the dimension that is summed over.
 struct Geometry {
@@ -64,6 +57,18 @@ void check_tier(const Tensor& tensor, const Geometry& geometry) {
   TORCH_CHECK(geometry.rows(), "tier is '", wanted_name(), "', but dim is ", geometry.dim,
               " of an input of shape ", tensor.sizes(), ": only the last dimension has tiers");
 }
+
+// A call that was checked: of softmax_forward, which is `plain`, or of scaled_masked_softmax.
+struct Call {
+  bool plain;
+  const Tensor& input;
+  const OptionalTensor& mask;
+  int64_t dim;
+  bool log;
+  double scale;
+  bool causal;
+  ScalarType y_dtype;
+};
 
 #ifdef FUSED_NORM_WITH_CUDA
 
@@ -124,91 +129,62 @@ Params params_of(const Geometry& geometry, bool log, ScalarType x_dtype, ScalarT
   return params;
 }
 
-Tensor rows_forward(const Tensor& input, const Geometry& geometry, const Tensor& mask, bool log,
-                    double scale, bool causal, ScalarType out_dtype) {
-  const ScalarType x_dtype = input.scalar_type();
-  check_tier_holds(forward_pass(scale, mask.defined(), causal), geometry, x_dtype, out_dtype);
-  const Rows x = as_softmax_rows(input, geometry);
-  const Tensor y = empty_tensor(input.sizes(), out_dtype);
-  auto params = params_of<SoftmaxForwardParams>(geometry, log, x_dtype, out_dtype);
+void rows_forward(const Call& call, const Geometry& geometry, const Tensor& mask, const Tensor& y) {
+  const ScalarType x_dtype = call.input.scalar_type();
+  check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
+                   y.scalar_type());
+  const Rows x = as_softmax_rows(call.input, geometry);
+  auto params = params_of<SoftmaxForwardParams>(geometry, call.log, x_dtype, y.scalar_type());
   params.rows = geometry.outer;
-  params.x = x.tensor.const_data_ptr();
-  params.x_layout = x.layout;
+  x.set(&params.x, &params.x_layout);
   params.y = y.mutable_data_ptr();
-  params.scale = scale;
+  params.scale = call.scale;
   const Tensor mask_data = mask.defined() ? set_mask(mask, x_dtype, &params.mask) : mask;
-  params.causal = causal;
-  params.queries = causal ? static_cast<uint32_t>(input.size(-2)) : 1;
+  params.causal = call.causal;
+  params.queries = call.causal ? static_cast<uint32_t>(y.size(-2)) : 1;
   params.tier = wanted_tier;
-  check_launch(launch_softmax_forward(params, current_device_properties(),
-                                      at::cuda::getCurrentCUDAStream()));
-  return y;
+  launch(launch_softmax_forward, params);
 }
 
-Tensor columns_forward(const Tensor& input, const Geometry& geometry, bool log,
-                       ScalarType out_dtype) {
-  const Tensor x = input.contiguous();
-  const Tensor y = empty_tensor(input.sizes(), out_dtype);
+void columns_forward(const Call& call, const Geometry& geometry, const Tensor& y) {
+  const Tensor x = call.input.contiguous();
   auto params =
-      params_of<SoftmaxColumnsForwardParams>(geometry, log, input.scalar_type(), out_dtype);
+      params_of<SoftmaxColumnsForwardParams>(geometry, call.log, x.scalar_type(), y.scalar_type());
   params.outer = geometry.outer;
   params.inner = geometry.inner;
   params.x = x.const_data_ptr();
   params.y = y.mutable_data_ptr();
-  check_launch(launch_softmax_columns_forward(params, current_device_properties(),
-                                              at::cuda::getCurrentCUDAStream()));
-  return y;
+  launch(launch_softmax_columns_forward, params);
 }
 
-Tensor rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
-                     ScalarType input_dtype, double scale) {
-  check_tier_holds(backward_pass(log), geometry, input_dtype, dy.scalar_type());
-  const Rows dy_rows = as_softmax_rows(dy, geometry);
-  const Rows y_rows = as_softmax_rows(output, geometry);
-  const Tensor dx = empty_tensor(dy.sizes(), input_dtype);
-  auto params = params_of<SoftmaxBackwardParams>(geometry, log, input_dtype, dy.scalar_type());
+void rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
+                   double scale, const Tensor& dx) {
+  check_tier_holds(backward_pass(log), geometry, dx.scalar_type(), dy.scalar_type());
+  const Rows dy_rows = as_softmax_rows(dy, geometry), y_rows = as_softmax_rows(output, geometry);
+  auto params = params_of<SoftmaxBackwardParams>(geometry, log, dx.scalar_type(), dy.scalar_type());
   params.rows = geometry.outer;
   params.scale = scale;
-  params.dy = dy_rows.tensor.const_data_ptr();
-  params.dy_layout = dy_rows.layout;
-  params.y = y_rows.tensor.const_data_ptr();
-  params.y_layout = y_rows.layout;
+  dy_rows.set(&params.dy, &params.dy_layout);
+  y_rows.set(&params.y, &params.y_layout);
   params.dx = dx.mutable_data_ptr();
   params.tier = wanted_tier;
-  check_launch(launch_softmax_backward(params, current_device_properties(),
-                                       at::cuda::getCurrentCUDAStream()));
-  return dx;
+  launch(launch_softmax_backward, params);
 }
 
-Tensor columns_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
-                        ScalarType input_dtype) {
+void columns_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
+                      const Tensor& dx) {
   const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
-  const Tensor dx = empty_tensor(dy.sizes(), input_dtype);
   auto params =
-      params_of<SoftmaxColumnsBackwardParams>(geometry, log, input_dtype, dy.scalar_type());
+      params_of<SoftmaxColumnsBackwardParams>(geometry, log, dx.scalar_type(), dy.scalar_type());
   params.outer = geometry.outer;
   params.inner = geometry.inner;
   params.dy = dy_data.const_data_ptr();
   params.y = y_data.const_data_ptr();
   params.dx = dx.mutable_data_ptr();
-  check_launch(launch_softmax_columns_backward(params, current_device_properties(),
-                                               at::cuda::getCurrentCUDAStream()));
-  return dx;
+  launch(launch_softmax_columns_backward, params);
 }
 
 #endif  // FUSED_NORM_WITH_CUDA
-
-// A call that was checked: of softmax_forward, which is `plain`, or of scaled_masked_softmax.
-struct Call {
-  bool plain;
-  const Tensor& input;
-  const OptionalTensor& mask;
-  int64_t dim;
-  bool log;
-  double scale;
-  bool causal;
-  ScalarType y_dtype;
-};
 
 Tensor run(const Call& call) {
   const auto& [plain, input, mask, dim, log, scale, causal, y_dtype] = call;
@@ -217,27 +193,29 @@ Tensor run(const Call& call) {
   if (input.is_meta()) return new_like(input, y_dtype);
   const Geometry geometry = geometry_of(input, dim);
   check_tier(input, geometry);
-  if (input.numel() == 0) return new_like(input, y_dtype);
+  const Tensor y = new_like(input, y_dtype);
+  if (input.numel() == 0) return y;
   TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has(mask) || causal),
               "input of shape ", input.sizes(), " has ", geometry.outer,
               " rows; with a mask or causal at most 2^31 - 1 are supported");
-  if (input.is_cpu() && plain) {
-    return cpu::softmax_forward(input.reshape(geometry.shape()), log, y_dtype).view(input.sizes());
-  }
   const Tensor expanded = has(mask) ? mask->expand(input.sizes()) : Tensor();
-  if (input.is_cpu()) {
+  if (input.is_cpu() && plain) {
+    cpu::softmax_forward(input.reshape(geometry.shape()), log, y);
+  } else if (input.is_cpu()) {
     const auto rows = [&](const Tensor& t) { return input.dim() == 0 ? t.reshape({1}) : t; };
-    return cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, scale,
-                                      causal, y_dtype)
-        .view(input.sizes());
-  }
+    cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, scale, causal,
+                               y);
 #ifdef FUSED_NORM_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(input.device());
-  if (!geometry.rows()) return columns_forward(input, geometry, log, y_dtype);
-  return rows_forward(input, geometry, expanded, log, scale, causal, y_dtype);
-#else
-  raise_cpu_only(input);
+  } else {
+    const c10::cuda::CUDAGuard guard(input.device());
+    if (geometry.rows()) {
+      rows_forward(call, geometry, expanded, y);
+    } else {
+      columns_forward(call, geometry, y);
+    }
 #endif
+  }
+  return y;
 }
 
 }  // namespace
@@ -298,13 +276,10 @@ ScalarType check_masked_softmax(const Tensor& input, const OptionalTensor& mask,
 }
 
 void force_softmax_tier(const std::string& wanted) {
-  for (const auto& [tier, name] : kTiers) {
-    if (wanted != name) continue;
-    wanted_tier = tier;
-    return;
-  }
-  TORCH_CHECK_VALUE(false, "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted,
-                    "'");
+  const auto* const found = std::find(std::begin(kTierNames), std::end(kTierNames), wanted);
+  TORCH_CHECK_VALUE(found != std::end(kTierNames),
+                    "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted, "'");
+  wanted_tier = static_cast<SoftmaxTier>(found - kTierNames);
 }
 
 Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
@@ -335,19 +310,22 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
   TORCH_CHECK(scale == 1 || geometry.rows(), "scale is ", scale, ", but dim is ", dim, " of shape ",
               dy.sizes(), ": only softmax over the last dimension is scaled");
   check_tier(dy, geometry);
-  if (dy.numel() == 0) return new_like(dy, input_dtype);
+  const Tensor dx = new_like(dy, input_dtype);
+  if (dy.numel() == 0) return dx;
   if (dy.is_cpu()) {
     const auto shape = geometry.shape();
-    return cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, input_dtype, scale)
-        .view(dy.sizes());
-  }
+    cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, scale, dx);
 #ifdef FUSED_NORM_WITH_CUDA
-  const c10::cuda::CUDAGuard guard(dy.device());
-  if (!geometry.rows()) return columns_backward(dy, output, geometry, log, input_dtype);
-  return rows_backward(dy, output, geometry, log, input_dtype, scale);
-#else
-  raise_cpu_only(dy);
+  } else {
+    const c10::cuda::CUDAGuard guard(dy.device());
+    if (geometry.rows()) {
+      rows_backward(dy, output, geometry, log, scale, dx);
+    } else {
+      columns_backward(dy, output, geometry, log, dx);
+    }
 #endif
+  }
+  return dx;
 }
 
 }  // namespace fused_norm::ops

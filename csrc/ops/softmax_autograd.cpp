@@ -1,7 +1,6 @@
 // The derivatives of the softmax operators. In C++: torch's own softmax takes the host 6 us a call
 // with a graph, and a Python autograd.Function alone as much again.
 #include <c10/util/FunctionRef.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <optional>
 #include <utility>
@@ -14,19 +13,17 @@ namespace {
 
 using at::ScalarType;
 using at::Tensor;
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
 
 const auto& forward_op() {
-  static const Operator<decltype(softmax_forward)> op("softmax_forward");
+  static const Operator op("softmax_forward", softmax_forward);
   return op;
 }
 const auto& masked_op() {
-  static const Operator<decltype(scaled_masked_softmax)> op("scaled_masked_softmax");
+  static const Operator op("scaled_masked_softmax", scaled_masked_softmax);
   return op;
 }
 const auto& backward_op() {
-  static const Operator<decltype(softmax_backward)> op("softmax_backward");
+  static const Operator op("softmax_backward", softmax_backward);
   return op;
 }
 
@@ -72,30 +69,26 @@ struct ScaledMaskedSoftmaxFunction : RecordedSoftmax<ScaledMaskedSoftmaxFunction
 
 Tensor differentiate_softmax(const Tensor& input, int64_t dim, bool log,
                              std::optional<ScalarType> out_dtype) {
-  if (is_transformed(input)) {
-    check_softmax(input, dim, out_dtype);
-    return forward_op().decomposed(input, dim, log, out_dtype);
-  }
-  const auto run = [&] { return forward_op().below_autograd(input, dim, log, out_dtype); };
-  if (!needs_grad(input)) return run();
+  const auto check = [&](const auto&...) { check_softmax(input, dim, out_dtype); };
+  const auto result = forward_op().unrecorded(check, input, dim, log, out_dtype);
+  if (result.has_value()) return *result;
   check_layout(input, "input");  // Function asks for sizes, which not every tensor has
+  const auto run = [&] { return forward_op().below_autograd(input, dim, log, out_dtype); };
   return SoftmaxFunction::apply(input, dim, log, 1.0, run);
 }
 
 Tensor differentiate_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
                                     bool causal, std::optional<ScalarType> out_dtype) {
-  TORCH_CHECK(!needs_grad(mask) && !has_tangent(mask),
+  TORCH_CHECK(!needs_grad(mask) && !any_tensor(has_tangent, mask),
               "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
               "mask.detach(), or add it to the input before softmax");
-  if (is_transformed(input)) {
-    check_masked_softmax(input, mask, scale, causal, out_dtype);
-    return masked_op().decomposed(input, mask, scale, causal, out_dtype);
-  }
+  const auto result =
+      masked_op().unrecorded(check_masked_softmax, input, mask, scale, causal, out_dtype);
+  if (result.has_value()) return *result;
+  check_layout(input, "input");
   const auto run = [&] {
     return masked_op().below_autograd(input, mask, scale, causal, out_dtype);
   };
-  if (!needs_grad(input)) return run();
-  check_layout(input, "input");
   return ScaledMaskedSoftmaxFunction::apply(input, int64_t{-1}, false, scale, run);
 }
 
