@@ -61,27 +61,27 @@ size_t statistics_bytes(const AttentionParams& params) {
   return (2 * lse_bytes(params) + 127) / 128 * 128;
 }
 
-// Makes a mask's map (MaskMap). A block makes a word of both of a block of queries' arrays, of
+// Makes a mask's map (MappedMask). A block makes a word of both of a block of queries' arrays, of
 // which its warps take the queries by turns.
 __global__ void __launch_bounds__(kThreads)
-    attention_mask_map(hopper::MaskMap map, int queries, int keys) {
+    attention_mask_map(hopper::MappedMask map, int queries, int keys) {
   constexpr int kWarps = kThreads / kWarpSize;
   __shared__ uint32_t words[2][kWarps];
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   const int word = blockIdx.x % map.words, row = blockIdx.x / map.words;
   const int block = row % map.blocks, of_mask = row / map.blocks;
   const int sequence = of_mask / map.heads, head = of_mask % map.heads;
-  const int end = map.mask.row_stride == 0 ? 1 : min(queries, (block + 1) * kQueriesOfBit);
+  const int end = map.row_stride == 0 ? 1 : min(queries, (block + 1) * kQueriesOfBit);
   const int first_key = word * kKeysOfBit * 32 + lane;
-  const int64_t corner = sequence * map.mask.batch_stride + head * map.mask.head_stride;
+  const int64_t corner = sequence * map.batch_stride + head * map.head_stride;
   uint32_t sees = 0, changes = 0;  // bit i: of key first_key + 32 i
-  hopper::with_mask_reader(map.mask, [&](auto read) {
+  hopper::with_mask_reader(map, [&](auto read) {
     for (int query = block * kQueriesOfBit + warp; query < end; query += kWarps) {
-      const int64_t row_begin = corner + query * map.mask.row_stride;
+      const int64_t row_begin = corner + query * map.row_stride;
       float values[kKeysOfBit];  // all are under way at once: no branch between loads
 #pragma unroll
       for (int i = 0; i < kKeysOfBit; ++i) {
-        values[i] = read(row_begin + min(first_key + 32 * i, keys - 1) * map.mask.key_stride);
+        values[i] = read(row_begin + min(first_key + 32 * i, keys - 1) * map.key_stride);
       }
 #pragma unroll
       for (int i = 0; i < kKeysOfBit; ++i) {
@@ -118,7 +118,7 @@ cudaError_t make_mask_map(const AttentionParams& params, bool backward, void* sc
   const int64_t blocks = size.arrays() / 2 * size.words;
   if (blocks == 0 || params.keys == 0) return cudaSuccess;
   return detail::launch(attention_mask_map, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), {},
-                        stream, hopper::mask_map_of(params, backward, scratch), params.queries,
+                        stream, hopper::mapped_mask(params, backward, scratch), params.queries,
                         params.keys);
 }
 

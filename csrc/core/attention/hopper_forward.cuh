@@ -241,7 +241,7 @@ class Consumer {
 
   // The scores of `tile` are made: its slot is given back, and options, mask and band are applied.
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
-    changes_ = Form::kMasksKeys && masks_keys(args_, work, tile);
+    changes_ = Form::kMasksKeys && mask_changes(args_, work, tile);
     if (!changes_) leave_scores(tile);
     const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
     float factor = 1;
@@ -307,11 +307,8 @@ class Consumer {
     if (lane_ == 0) arrive(barrier);
   }
   __device__ __forceinline__ void leave_key() {
-    if constexpr (Form::kMasksKeys) {
-      arrive(memory_.key_empty[key_place_.slot]);  // each lane has read the slot
-    } else {
-      release(memory_.key_empty[key_place_.slot]);
-    }
+    // With a mask of keys each lane reads the slot, and so gives it back for itself.
+    if (Form::kMasksKeys || lane_ == 0) arrive(memory_.key_empty[key_place_.slot]);
     key_place_.advance();
   }
   // The scores of `tile` are made; after the last ones the next queries may come, unless a mask may

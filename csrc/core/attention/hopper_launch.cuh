@@ -53,7 +53,6 @@ inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArg
   args->general = args->multiplies || capped || added;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);
-  args->mask = params.mask;
   args->alibi_slopes = params.alibi_slopes;
   args->alibi_batch_stride = params.alibi_batch_stride;
   args->sink = params.sink;
@@ -150,7 +149,7 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   if (map.error != cudaSuccess) return map.error;
   set_scores(params, Form::kMasked, &args);
   args.mask_factor = kLog2E / args.exponent;
-  args.mask_map = mask_map_of(params, /*backward=*/false, ticket);
+  args.mask = mapped_mask(params, /*backward=*/false, ticket);
   args.out = params.out;
   args.value_dim = params.value_dim;
   args.lse = static_cast<float*>(params.lse);
@@ -181,11 +180,10 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
     args.sums = dquery_sums(layout, scratch);
     args.own_sums = key_sums(layout, scratch);
   }
+  args.mask = mapped_mask(params, /*backward=*/true, scratch);
   // With a window, not all tiles of keys before one see its queries: the kernel of all leaves none
   // out.
-  if (!Form::kAll || params.window_left < 0) {
-    args.mask_map = mask_map_of(params, /*backward=*/true, scratch);
-  }
+  if (Form::kAll && params.window_left >= 0) args.mask.bits = nullptr;
   args.statistics = gradient.statistics;
   args.of_statistics = gradient.of_statistics;
   if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;

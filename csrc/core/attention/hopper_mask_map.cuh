@@ -41,17 +41,16 @@ __device__ __forceinline__ float key_mask_value(const AttentionMask& mask, int s
   return value;
 }
 
-// For every kQueriesOfBit queries by kKeysOfBit keys a bit says whether one of the scores is seen,
-// and one of another array whether one is changed. Null bits: there is no map.
-struct MaskMap {
-  AttentionMask mask;
+// A mask, if there is one, and its map: for every kQueriesOfBit queries by kKeysOfBit keys a bit
+// says whether one of the scores is seen, and one of another array whether one is changed. Null
+// bits: there is no map.
+struct MappedMask : AttentionMask {
   uint32_t* bits;
   int32_t heads, blocks, words;  // of a sequence; of queries of a head; of a block's arrays
 
   // Where the arrays of a head's queries begin: for each block who is seen, then who is changed.
   __device__ __forceinline__ uint32_t begin(int sequence, int head) const {
-    const int row =
-        (mask.batch_stride == 0 ? 0 : sequence) * heads + (mask.head_stride == 0 ? 0 : head);
+    const int row = (batch_stride == 0 ? 0 : sequence) * heads + (head_stride == 0 ? 0 : head);
     return static_cast<uint32_t>(row) * blocks * 2 * words;
   }
   // Whether one of kKeys keys from `key` on is seen by one of `queries` from `query` on, of those
@@ -77,9 +76,9 @@ struct MaskMap {
   }
 };
 
-// The map of a call's mask, which lies in the call's scratch memory; none where there is none.
-inline MaskMap mask_map_of(const AttentionParams& params, bool backward, void* scratch) {
-  if (!attention_maps_mask(params)) return {};
+// A call's mask. Its map, if it has one, lies in the call's scratch memory.
+inline MappedMask mapped_mask(const AttentionParams& params, bool backward, void* scratch) {
+  if (!attention_maps_mask(params)) return {params.mask};
   const MaskMapSize size = mask_map_size(params);
   char* bits = static_cast<char*>(scratch) + hopper_scratch(params, backward).mask_map;
   return {params.mask, reinterpret_cast<uint32_t*>(bits), size.heads, size.blocks, size.words};

@@ -75,11 +75,6 @@ struct ForwardMemory {
   MaskVerdict<Form::kKeys> verdict;
 };
 
-// Whether a mask of keys, if there is one, changes scores of a tile.
-__device__ __forceinline__ bool masks_keys(const WorkArgs& args, const WorkTile& work, int tile) {
-  return args.mask_map.bits != nullptr && mask_changes(args, work, tile);
-}
-
 // One warp: copies the tiles of queries, keys and values in the order in which they are used.
 template <typename Form>
 class ForwardProducer {
@@ -152,7 +147,7 @@ class ForwardProducer {
     const int slot = key_place_.slot();
     wait(memory_.key_empty[slot], key_place_.parity() ^ 1);
     if constexpr (Form::kMasksKeys) {
-      if (masks_keys(args_, work, tile)) set_key_mask(work, tile, slot);
+      if (mask_changes(args_, work, tile)) set_key_mask(work, tile, slot);
       arrive(memory_.key_full[slot]);
     }
     if (leader_) load(&args_.key, memory_.key[slot], memory_.key_full[slot], work, tile);

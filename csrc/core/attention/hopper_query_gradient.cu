@@ -75,7 +75,7 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
   args.dim = hopper_plan(params).dim;
-  args.mask_map = mask_map_of(params, /*backward=*/true, scratch);
+  args.mask = mapped_mask(params, /*backward=*/true, scratch);
   const auto launch = [&](auto rows) {
     const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, &args);
     if (tiles == 0) return cudaSuccess;

@@ -19,7 +19,6 @@ struct ScoreArgs {
   bool adds_mask;   // a mask of numbers, of pairs: takes it
   float exponent;   // of scores in the softmax: exp2(exponent * score); positive
   float softcap;
-  AttentionMask mask;
   float mask_factor;  // a mask of keys times this is added to scores; log2(e) / exponent
   const float* alibi_slopes;
   int64_t alibi_batch_stride;

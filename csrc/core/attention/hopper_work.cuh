@@ -21,7 +21,7 @@ struct WorkArgs {
   uint32_t* ticket;  // 0 at first: tiles are handed out as blocks come; null: in turn
   int32_t window_left, window_right;  // at most kNoLimit
   bool top_left;
-  MaskMap mask_map;
+  MappedMask mask;
 };
 
 // Of so many tiles of keys a block keeps in mind which a mask changes.
@@ -43,7 +43,8 @@ __device__ __forceinline__ bool sees_keys(const WorkTile& work) {
 }
 // Whether a mask changes scores of a tile of keys, as far as is known.
 __device__ __forceinline__ bool mask_changes(const WorkArgs& args, const WorkTile& work, int tile) {
-  return args.mask_map.bits == nullptr || tile >= kKnownTiles ||
+  if (args.mask.data == nullptr) return false;
+  return args.mask.bits == nullptr || tile >= kKnownTiles ||
          (work.changed[tile / 32] >> tile % 32 & 1) != 0;
 }
 
@@ -117,7 +118,7 @@ class WorkList {
     const bool found = args_.query_offsets == nullptr ? dense(index, work) : packed(index, work);
     if (threadIdx.x % 32 == 0) begin(found, work);
     if constexpr (kHidden != Hidden::kNone) {
-      if (found && args_.mask_map.bits != nullptr) leave_out_hidden(work);
+      if (found && args_.mask.bits != nullptr) leave_out_hidden(work);
     }
     return found;
   }
@@ -142,8 +143,8 @@ class WorkList {
     const int lane = threadIdx.x % 32;
     constexpr int kMapped = kHidden == Hidden::kKeys ? kKeys : kRows;  // keys of a tile
     const auto of_map = [&](int query, int queries, int key) {
-      const uint32_t begin = args_.mask_map.begin(work->sequence, work->head);
-      return args_.mask_map.template tile<kMapped>(begin, query, queries, key);
+      const uint32_t begin = args_.mask.begin(work->sequence, work->head);
+      return args_.mask.template tile<kMapped>(begin, query, queries, key);
     };
     __syncwarp();  // the first has written
     const int first = work->first_tile, end = work->end_tile;
@@ -162,7 +163,7 @@ class WorkList {
 #pragma unroll 1  // registers are few
       for (int from = first / 32 * 32; from < end; from += 32) {
         const int tile = from + lane;
-        MaskMap::Tile found{};
+        MappedMask::Tile found{};
         if (tile >= first && tile < end) {
           found = kHidden == Hidden::kKeys ? of_map(work->first, kRows, tile * kKeys)
                                            : of_map(tile * kKeys, kKeys, work->first);
