@@ -104,7 +104,8 @@ OPTIONS = {
         "attn_mask": torch.arange(c.length) < torch.full((len(c.sequences), 1, 1, 1), c.length - 5)
     },
     "causal mask": lambda c: {
-        "attn_mask": OPTIONS["padding"](c)["attn_mask"] & torch.ones(c.length, c.length).tril().bool()
+        "attn_mask": OPTIONS["padding"](c)["attn_mask"]
+        & torch.ones(c.length, c.length).tril().bool()
     },
     "boolean": lambda c: {"attn_mask": torch.rand(1, 1, c.length, c.length) > 0.25},
     "bias": lambda c: {"attn_mask": torch.randn(1, c.heads, c.length, c.length).bfloat16()},

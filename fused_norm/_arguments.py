@@ -99,8 +99,7 @@ def flag(name: str, value) -> bool:
 
 
 def integer(name: str, value) -> int:
-    """An int, or what has its value, of 64 bits. What a tracer passes is for the operator to
-    check."""
+    """An int of 64 bits, or what has its value. The operator checks what a tracer passes."""
     if torch.compiler.is_compiling():
         return value
     try:

@@ -490,7 +490,9 @@ def test_masks_that_heads_share(tier, dtype, dim, seed):
     no query sees."""
     generator = rand_generator("cuda", seed)
     for size, heads in (((700, 700), 4), ((300, 701), 2)):
-        case = Case(BF16, size, (dim, dim), (3, 4, heads), "full", "bool", softcap=9.0 * (heads > 2))
+        case = Case(
+            BF16, size, (dim, dim), (3, 4, heads), "full", "bool", softcap=9.0 * (heads > 2)
+        )
         tensors = tensors_of(case, generator)
         for name, seen in masks_of_pairs(generator, 3, *size).items():
             mask = seen

@@ -636,7 +636,9 @@ class TestErrors:
         torch.manual_seed(0)
         wanted = torch.rand(3, device=device)
         torch.manual_seed(0)
-        wrong = {"dropout_p": 1.5, "softcap": -1.0, "attn_mask": q, "return_lse": "yes"}
+        slopes = torch.zeros(4, device=device, requires_grad=True)
+        wrong = {"dropout_p": 1.5, "softcap": -1.0, "attn_mask": q, "return_lse": "yes",
+                 "alibi_slopes": slopes}  # fmt: skip
         for options in ({name: value} for name, value in wrong.items()):
             refuse(next(iter(options)), fn.flash_attention, q, k, v, **{"dropout_p": 0.5} | options)
         assert same_bits(torch.rand(3, device=device), wanted)

@@ -125,12 +125,20 @@ struct AttentionFunction : CallFunction<AttentionFunction> {
   }
 };
 
-Forward differentiate_attention(const AttentionCall& call) {
-  const OptionalTensor& slopes = call.alibi_slopes;
+static void check_slopes(const OptionalTensor& slopes) {
   TORCH_CHECK(!needs_grad(slopes) && !any_tensor(has_tangent, slopes),
               "alibi_slopes requires grad, but attention does not differentiate them: pass "
               "alibi_slopes.detach(), or a float attn_mask");
+}
+
+Forward differentiate_attention(const AttentionCall& call) {
+  check_slopes(call.alibi_slopes);
   return differentiate_call<AttentionFunction>(check_attention, call);
+}
+
+void check_before_drawing(const AttentionCall& call) {
+  check_slopes(call.alibi_slopes);
+  check_attention_without_rng(call);
 }
 
 Forward attention(const AttentionCall& call) { return AttentionFunction::op().call(call); }

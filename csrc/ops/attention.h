@@ -86,6 +86,8 @@ at::Tensor attention_rng(const at::Tensor& query);
 // The checks that every call passes, for decompositions too (attention_checks.cpp).
 void check_attention(const AttentionCall& call);
 void check_attention_without_rng(const AttentionCall& call);
+// All that a call is refused for, before its seed is drawn.
+void check_before_drawing(const AttentionCall& call);
 void check_attention_backward(const AttentionBackwardCall& call);
 
 // Between attention.cpp, which has checked a call and made its results, and those who fill them:

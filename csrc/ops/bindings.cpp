@@ -91,7 +91,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("check_masked_softmax_options", &check_masked_softmax_options);
   m.def("attention", kernel<attention>, py::call_guard<py::gil_scoped_release>());
   m.def("attention", [](const py::args&) { return py::none(); });
-  m.def("check_attention", kernel<check_attention_without_rng>);
+  m.def("check_attention", kernel<check_before_drawing>);
   m.def("check_attention", [](const py::args&) {});
   m.def("force_attention_tier", &force_attention_tier);
   m.def("force_softmax_tier", &force_softmax_tier);

@@ -286,6 +286,7 @@ class BackwardConsumer {
     const float factor = general_scores(args_, work, head, scores_, work.first + row_in_tile(),
                                         tile * kOthers + lane_ % 4 * 2, capped);
     if constexpr (Form::kMasks) {
+      if (!has_mask<Form>(args_)) return;
       if (!mask_changes(args_, work, tile)) {
         if (!args_.adds_mask) return;
 #pragma unroll
