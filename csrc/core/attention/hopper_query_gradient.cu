@@ -16,7 +16,7 @@ struct QueryGradientArgs : WorkArgs {
 // Of tiles of kRows queries; a tile has two chunks, of 64 queries each, or of 64 columns and the
 // rest.
 template <int kRows>
-__global__ void __launch_bounds__(256)
+__global__ void __launch_bounds__(256, 4)  // without the 4 the compiler spills
     attention_query_gradient_hopper(const __grid_constant__ QueryGradientArgs args, bool is_half) {
   __shared__ WorkTile work;
   __shared__ ListPlace place;
