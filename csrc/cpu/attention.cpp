@@ -4,6 +4,7 @@
 // strides.
 #include "cpu/attention.h"
 
+#include <ATen/Dispatch.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -13,6 +14,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <tuple>
 
 #include "core/attention/dropout.h"
 #include "core/attention/params.h"
@@ -77,15 +79,64 @@ Tensor matrix(Acc* data, int64_t rows, int64_t cols) {
   return at::from_blob(data, {rows, cols}, at::TensorOptions().dtype(kType<Acc>));
 }
 
-// to = a b
+// to = a b or to += a b, of (rows, inner) and (inner, cols), where a factor may lie transposed. The
+// tensors of a call serve the next one if addresses and sizes are the same: to make them takes
+// longer than the product of a short sequence.
 template <typename Acc>
-void product(const Tensor& a, const Tensor& b, Acc* to) {
-  Tensor result = matrix(to, a.size(0), b.size(1));
-  at::mm_out(result, a, b);
+class Product {
+ public:
+  enum Form { kPlain, kTransposedB, kAddTransposedA };
+  explicit Product(Form form) : form_(form) {}
+
+  void operator()(Acc* a, Acc* b, Acc* to, int64_t rows, int64_t cols, int64_t inner) {
+    const auto made_for = std::make_tuple(a, b, to, rows, cols, inner);
+    const bool adds = form_ == kAddTransposedA;
+    if (made_for != made_for_) {
+      a_ = adds ? matrix(a, inner, rows).t() : matrix(a, rows, inner);
+      b_ = form_ == kTransposedB ? matrix(b, cols, inner).t() : matrix(b, inner, cols);
+      to_ = matrix(to, rows, cols);
+      made_for_ = made_for;
+    }
+    adds ? to_.addmm_(a_, b_) : at::mm_out(to_, a_, b_);
+  }
+
+ private:
+  Form form_;
+  std::tuple<Acc*, Acc*, Acc*, int64_t, int64_t, int64_t> made_for_{};
+  Tensor a_, b_, to_;
+};
+
+// Rows of a tensor (batch, heads, rows, columns).
+struct Part {
+  int64_t batch, head, heads, row, rows;
+};
+
+// Calls function(elements, values, columns) for the rows of a part, whose values lie one after the
+// other. Views and copies of ATen take longer than the products of a short sequence.
+template <typename Acc, typename Function>
+void each_row(const Tensor& t, const Part& part, Acc* values, const Function& function) {
+  const int64_t cols = t.size(3), of_head = t.stride(1), of_row = t.stride(2);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, t.scalar_type(), "attention", [&] {
+    auto* first = const_cast<scalar_t*>(t.const_data_ptr<scalar_t>()) + part.batch * t.stride(0) +
+                  part.head * of_head + part.row * of_row;
+    for (int64_t i = 0; i < part.heads * part.rows; ++i) {
+      function(first + i / part.rows * of_head + i % part.rows * of_row, values + i * cols, cols);
+    }
+  });
 }
 
 template <typename Acc>
-bool is_finite(const Acc* x, int64_t n) {
+void load(const Tensor& from, const Part& part, Acc* to) {
+  each_row(from, part, to, [](const auto* row, Acc* x, int64_t n) { convert(row, x, n); });
+}
+
+template <typename Acc>
+void store(Acc* from, const Part& part, const Tensor& to) {
+  each_row(to, part, from, [](auto* row, const Acc* x, int64_t n) { convert(x, row, n); });
+}
+
+template <typename Acc>
+FUSED_NORM_SIMD bool is_finite(const Acc* x, int64_t n) {
   Acc sum = 0;
 #pragma omp simd reduction(+ : sum)
   for (int64_t i = 0; i < n; ++i) sum += x[i] * 0;
@@ -130,8 +181,10 @@ class Block {
   void set_head(const Sequence& of, int64_t head) {
     sequence = of;
     kv_head = head;
-    keys = load(p.key, &key_buffer_);
-    values = load(p.value, &value_buffer_);
+    keys = key_buffer_.at_least(of.keys * head_dim);
+    values = value_buffer_.at_least(of.keys * value_dim);
+    load(p.key, key_part(), keys);
+    load(p.value, key_part(), values);
   }
 
   void set_queries(int64_t first, int64_t count) {
@@ -155,44 +208,22 @@ class Block {
   // Where a row is in tensors of (batch, heads, rows).
   int64_t place_of(int64_t row) const { return sequence.first_query + query_of(row); }
 
-  // The block's rows of a tensor that is shaped as query is, (heads, queries, columns).
-  Tensor part_of(const Tensor& t) const {
-    return t.select(0, sequence.batch)
-        .narrow(0, kv_head * group, group)
-        .narrow(1, place_of(0), queries);
-  }
+  // The block's rows in tensors that are shaped as query is, and as key is.
+  Part query_part() const { return {sequence.batch, kv_head * group, group, place_of(0), queries}; }
+  Part key_part() const { return {sequence.batch, kv_head, 1, sequence.first_key, sequence.keys}; }
 
   Acc* gather(const Tensor& from, Buffer<Acc>* buffer) const {
-    const Tensor part = part_of(from);
-    Acc* to = buffer->at_least(part.numel());
-    matrix(to, rows(), from.size(3)).view(part.sizes()).copy_(part);
+    Acc* to = buffer->at_least(rows() * from.size(3));
+    load(from, query_part(), to);
     return to;
-  }
-
-  void scatter(Acc* from, const Tensor& to) const {
-    const Tensor part = part_of(to);
-    part.copy_(matrix(from, rows(), to.size(3)).view(part.sizes()));
-  }
-
-  // The rows of the block's sequence and head in a tensor that is shaped as key is.
-  Tensor keys_of(const Tensor& t) const {
-    return t.select(0, sequence.batch)
-        .select(0, kv_head)
-        .narrow(0, sequence.first_key, sequence.keys);
-  }
-
-  void store(Acc* from, const Tensor& to) const {
-    keys_of(to).copy_(matrix(from, sequence.keys, to.size(3)));
   }
 
   // rows() x width(). Hidden keys have -inf, whatever they hold. With `slopes`, also the derivative
   // of softcap there.
-  Acc* scores(const Acc* q, Buffer<Acc>* slopes = nullptr) {
+  Acc* scores(Acc* q, Buffer<Acc>* slopes = nullptr) {
     const int64_t n = rows() * width();
     Acc* s = score_buffer_.at_least(n);
-    if (n == 0) return s;
-    product(matrix(const_cast<Acc*>(q), rows(), head_dim),
-            matrix(keys + low * head_dim, width(), head_dim).t(), s);
+    score_product_(q, keys + low * head_dim, s, rows(), width(), head_dim);
     if (p.softcap > 0) {
       Tensor all = matrix(s, rows(), width());
       all.mul_(p.scale / p.softcap).tanh_();
@@ -204,8 +235,7 @@ class Block {
     } else {
       multiply_row(static_cast<Acc>(p.scale), s, n);
     }
-    const Acc* mask =
-        p.mask.defined() ? gather(p.mask.narrow(3, low, width()), &mask_buffer_) : nullptr;
+    const Acc* mask = p.mask.defined() ? gather_mask() : nullptr;
     for (int64_t r = 0; r < rows(); ++r) finish_row(r, mask, s + r * width());
     return s;
   }
@@ -213,8 +243,7 @@ class Block {
   // weights (rows() x width()) times keys or values (their column count is `cols`). Keys that no
   // row of the block sees may hold NaN or Inf; they then count as zeros.
   void weighted_sum(Acc* weights, Acc* of, int64_t cols, Acc* to) {
-    const Tensor all = matrix(weights, rows(), width());
-    product(all, matrix(of + low * cols, width(), cols), to);
+    sum_product_(weights, of + low * cols, to, rows(), cols, width());
     if (is_finite(to, rows() * cols)) return;
     Acc* clean = clean_buffer_.at_least(width() * cols);
     std::copy_n(of + low * cols, width() * cols, clean);
@@ -223,7 +252,7 @@ class Block {
       for (int64_t r = 0; r < rows(); ++r) hidden = hidden && weights[r * width() + j] == 0;
       if (hidden) std::fill_n(clean + j * cols, cols, Acc(0));
     }
-    product(all, matrix(clean, width(), cols), to);
+    sum_product_(weights, clean, to, rows(), cols, width());
   }
 
   const AttentionProblem& p;
@@ -234,9 +263,13 @@ class Block {
   Acc *keys = nullptr, *values = nullptr;
 
  private:
-  Acc* load(const Tensor& from, Buffer<Acc>* buffer) const {
-    Acc* to = buffer->at_least(sequence.keys * from.size(3));
-    matrix(to, sequence.keys, from.size(3)).copy_(keys_of(from));
+  Acc* gather_mask() {
+    const Tensor part = p.mask.select(0, sequence.batch)
+                            .narrow(0, kv_head * group, group)
+                            .narrow(1, first_query, queries)
+                            .narrow(2, low, width());
+    Acc* to = mask_buffer_.at_least(part.numel());
+    matrix(to, rows(), width()).view(part.sizes()).copy_(part);
     return to;
   }
 
@@ -273,6 +306,7 @@ class Block {
   }
 
   Buffer<Acc> key_buffer_, value_buffer_, score_buffer_, mask_buffer_, clean_buffer_;
+  Product<Acc> score_product_{Product<Acc>::kTransposedB}, sum_product_{Product<Acc>::kPlain};
 };
 
 double sink_of(const AttentionProblem& p, int64_t head) {
@@ -308,15 +342,11 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
            width);
     }
   }
-  if (width == 0) {
-    std::fill_n(result, block.rows() * dv, Acc(0));
-  } else {
-    block.weighted_sum(s, block.values, dv, result);
-  }
+  block.weighted_sum(s, block.values, dv, result);
   for (int64_t r = 0; r < block.rows(); ++r) {
     multiply_row(static_cast<Acc>(1 / sums[r]), result + r * dv, dv);
   }
-  block.scatter(result, out);
+  store(result, block.query_part(), out);
 }
 
 template <typename Acc>
@@ -353,6 +383,8 @@ void forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
 template <typename Acc>
 struct BackwardBuffers {
   Buffer<Acc> query, dout, dquery, dscores, slopes, dropped, dkey, dvalue;
+  Product<Acc> to_dscores{Product<Acc>::kTransposedB};
+  Product<Acc> to_dkey{Product<Acc>::kAddTransposedA}, to_dvalue = to_dkey;
 };
 
 // Adds to the block's rows of `sums`, which lie as dmask; strides are 0 where the mask broadcasts.
@@ -364,13 +396,6 @@ void add_mask_gradient(const Block<Acc>& block, const Acc* ds, const Tensor& dma
               block.query_of(r) * dmask.stride(2) + block.low * stride;
     for (int64_t j = 0; j < block.width(); ++j) to[j * stride] += ds[r * block.width() + j];
   }
-}
-
-// a^T b, added to the rows of `to` that belong to the block's keys.
-template <typename Acc>
-void add_product(const Block<Acc>& block, Acc* a, Acc* b, int64_t cols, Acc* to) {
-  Tensor sum = matrix(to + block.low * cols, block.width(), cols);
-  sum.addmm_(matrix(a, block.rows(), block.width()).t(), matrix(b, block.rows(), cols));
 }
 
 // The gradients of a block's queries, and its share of those of keys, values, mask and sinks.
@@ -385,9 +410,7 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   Acc* d_out = block.gather(dout, &buffers.dout);
   Acc* s = block.scores(q, &buffers.slopes);
   Acc* ds = buffers.dscores.at_least(total);
-  if (total > 0) {
-    product(matrix(d_out, rows, dv), matrix(block.values + block.low * dv, width, dv).t(), ds);
-  }
+  buffers.to_dscores(d_out, block.values + block.low * dv, ds, rows, width, dv);
   Acc* dropped = p.dropout_p > 0 ? buffers.dropped.at_least(total) : s;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = block.head_of(r);
@@ -435,7 +458,9 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   } else if (gradients.mask.defined()) {
     add_mask_gradient(block, ds, gradients.mask, gradients.mask.mutable_data_ptr<Acc>());
   }
-  if (gradients.value.defined() && total > 0) add_product(block, dropped, d_out, dv, dvalue);
+  if (gradients.value.defined()) {
+    buffers.to_dvalue(dropped, d_out, dvalue + block.low * dv, width, dv, rows);
+  }
   if (p.softcap > 0) {
     const Acc* slopes = buffers.slopes.at_least(total);
     for (int64_t i = 0; i < total; ++i) ds[i] = ds[i] == 0 ? Acc(0) : ds[i] * slopes[i];
@@ -443,14 +468,12 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   multiply_row(static_cast<Acc>(p.scale), ds, total);
   if (gradients.query.defined()) {
     Acc* dq = buffers.dquery.at_least(rows * block.head_dim);
-    if (width == 0) {
-      std::fill_n(dq, rows * block.head_dim, Acc(0));
-    } else {
-      block.weighted_sum(ds, block.keys, block.head_dim, dq);
-    }
-    block.scatter(dq, gradients.query);
+    block.weighted_sum(ds, block.keys, block.head_dim, dq);
+    store(dq, block.query_part(), gradients.query);
   }
-  if (gradients.key.defined() && total > 0) add_product(block, ds, q, block.head_dim, dkey);
+  if (gradients.key.defined()) {
+    buffers.to_dkey(ds, q, dkey + block.low * block.head_dim, width, block.head_dim, rows);
+  }
 }
 
 template <typename Acc>
@@ -485,8 +508,8 @@ void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, 
                      is_long ? dmask.data() : nullptr,
                      dsinks.empty() ? nullptr : dsinks.data() + s * heads);
     }
-    if (gradients.key.defined()) block.store(dkey, gradients.key);
-    if (gradients.value.defined()) block.store(dvalue, gradients.value);
+    if (gradients.key.defined()) store(dkey, block.key_part(), gradients.key);
+    if (gradients.value.defined()) store(dvalue, block.key_part(), gradients.value);
   };
   in_parallel(batch_chains * head_chains, [&](int64_t first, int64_t last) {
     Block<Acc> block(p);

@@ -56,6 +56,19 @@ FUSED_NORM_SIMD void each(int64_t n, Function function) {
   for (int64_t i = 0; i < n; ++i) function(i);
 }
 
+// The columns of a row in another type. ATen's conversion of bf16 takes longer than the work on the
+// row.
+template <typename From, typename To>
+void convert(const From* from, To* to, int64_t n) {
+  each(n, [=](int64_t i) {
+    if constexpr (std::is_arithmetic_v<To>) {
+      to[i] = from[i];
+    } else {  // a store to To itself calls its constructor, and gcc then gives up vectorising
+      to[i].x = To(static_cast<float>(from[i])).x;
+    }
+  });
+}
+
 // The sum of term(i) over the n columns of a row: of sums over blocks of columns in term's type,
 // few enough for fp32 to lose little, with what their addition rounds off (Neumaier). A double sum
 // of many doubles would lose digits that fp64 rows show, all the more where they are alike and
@@ -125,11 +138,10 @@ at::Tensor rows_of(const at::Tensor& from, int64_t first, int64_t count, at::Ten
   if (rows.scalar_type() == kType<Acc> && rows.is_contiguous()) return rows;
   const at::Tensor values = in_scratch<Acc>(memory, rows.sizes());
   if (rows.scalar_type() != at::kBFloat16 || rows.stride(1) != 1) return values.copy_(rows);
-  // ATen's conversion of bf16 takes longer than the work on the row.
   const auto* row = rows.const_data_ptr<at::BFloat16>();
   Acc* to = values.mutable_data_ptr<Acc>();
   for (int64_t i = 0, cols = rows.size(1); i < count; ++i, row += rows.stride(0), to += cols) {
-    each(cols, [=](int64_t col) { to[col] = row[col]; });
+    convert(row, to, cols);
   }
   return values;
 }
@@ -148,15 +160,11 @@ struct NewRows {
   Acc* data() const { return values.defined() ? values.template mutable_data_ptr<Acc>() : nullptr; }
   void store() const {
     if (values.is_same(to)) return;
-    if (to.scalar_type() != at::kBFloat16) {
+    if (to.scalar_type() == at::kBFloat16) {
+      convert(data(), to.mutable_data_ptr<at::BFloat16>(), to.numel());
+    } else {
       to.copy_(values);
-      return;
     }
-    // A store to BFloat16 itself calls its constructor, and gcc then gives up vectorising.
-    const Acc* from = values.template const_data_ptr<Acc>();
-    auto* rounded = to.mutable_data_ptr<at::BFloat16>();
-    each(to.numel(),
-         [=](int64_t i) { rounded[i].x = at::BFloat16(static_cast<float>(from[i])).x; });
   }
 };
 
