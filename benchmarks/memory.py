@@ -40,6 +40,7 @@ class Preset:
     context: int
     batch: int
     dtype: torch.dtype
+    padded: bool = False  # padding comes before a sequence's tokens, and attention has a mask
 
     @property
     def norms(self):
@@ -54,6 +55,7 @@ PRESETS = {
     "llama-7b": Preset(True, 32, 4096, 11008, 32, 32000, 4096, 1, torch.bfloat16),
     "llama-7b-4-layers": Preset(True, 4, 4096, 11008, 32, 32000, 4096, 1, torch.bfloat16),
     "gpt2-xl": Preset(False, 48, 1600, 6400, 25, 50257, 1024, 8, torch.bfloat16),
+    "llama-padded": Preset(True, 12, 2048, 5504, 16, 32000, 4096, 4, torch.bfloat16, padded=True),
     "llama-tiny": Preset(True, 4, 256, 704, 4, 512, 128, 2, torch.float32),
     "gpt2-tiny": Preset(False, 4, 256, 1024, 4, 512, 128, 2, torch.float32),
 }
@@ -75,11 +77,24 @@ class Attention(nn.Module):
 class AttentionCore(nn.Module):
     ours = False
 
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", None)  # None: causal
+
     def forward(self, q, k, v, rotation):
         if rotation is not None:
             q, k = (rotate(t, *rotation) for t in (q, k))
         attention = fn.functional if self.ours else F
-        return attention.scaled_dot_product_attention(q, k, v, is_causal=True)
+        causal = self.mask is None
+        return attention.scaled_dot_product_attention(q, k, v, self.mask, is_causal=causal)
+
+
+def padded_causal(preset):
+    """A mask of sequences of 5/8 to all of the context. Padding before them sees itself alone."""
+    at = torch.arange(preset.context)
+    length = torch.linspace(5 / 8, 1, preset.batch).view(-1, 1, 1, 1) * preset.context
+    is_token = at >= preset.context - length.long()
+    return (at <= at[:, None]) & (is_token | (at == at[:, None]))
 
 
 def rotate(x, cos, sin):
@@ -133,6 +148,10 @@ class Transformer(nn.Module):
         head_dim = preset.hidden // preset.heads
         frequency = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
         angle = torch.outer(torch.arange(preset.context), frequency)
+        if preset.padded:
+            mask = padded_causal(preset)
+            for block in self.blocks:
+                block.attention.core.mask = mask
         self.register_buffer("cos", angle.cos())
         self.register_buffer("sin", angle.sin())
 

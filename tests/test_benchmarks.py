@@ -1,6 +1,7 @@
 """The benchmarks without a GPU: targets, checks against fp64, tables, and the command line."""
 
 import csv
+import dataclasses
 import itertools
 import os
 import re
@@ -327,6 +328,23 @@ def test_memory_of_so_many_layers(tmp_path):
     assert {line["preset"] for line in lines} == {"llama-tiny, 1 layer"}
     sizes = memory.PRESETS["llama-tiny"]
     assert int(lines[2]["norms"]) == 3 * sizes.rows * 4
+
+
+def test_padded_sequences_in_a_transformer():
+    """Padding sees itself alone, a token no padding; our attention gives torch's loss."""
+    torch.manual_seed(0)
+    preset = dataclasses.replace(memory.PRESETS["llama-tiny"], padded=True)
+    mask = memory.padded_causal(preset)
+    padding = preset.context * 3 // 8  # of the first sequence
+    seen = mask.sum(-1)[:, 0]
+    assert seen[0].tolist() == [1] * padding + list(range(1, preset.context - padding + 1))
+    assert seen[1].tolist() == list(range(1, preset.context + 1))
+    model = memory.Transformer(preset, torch.nn.RMSNorm)
+    tokens = torch.randint(preset.vocabulary, (2, preset.batch, preset.context))
+    losses = [
+        memory.variant_of(model, v)(*tokens) for v in (memory.VARIANTS[0], memory.VARIANTS[3])
+    ]
+    torch.testing.assert_close(*losses)
 
 
 def test_norms_on_a_cpu_beside_torchs(tmp_path):
