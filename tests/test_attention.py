@@ -514,6 +514,26 @@ def test_masks_that_heads_share(tier, dtype, dim, seed):
                         assert same_bits(value, results[what]), (name, what)
 
 
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("mask", ["shows all", "holes", "added"])
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
+def test_a_nan_of_dout_stays_in_its_row(tier, mask, dim, seed):
+    """In calls of many tiles for each multiprocessor, of which each is done a second time."""
+    generator = rand_generator("cuda", seed)
+    q, k, v, dout = (randn(generator, 64, 16, 128, dim, dtype=BF16) for _ in range(4))
+    seen = randn(generator, 64, 1, 128, 128) > (-9 if mask == "shows all" else 0)
+    given = randn(generator, 64, 1, 128, 128, dtype=BF16) if mask == "added" else seen
+    q.requires_grad_()
+    found = []
+    for spoiled in (0.0, float("nan")):
+        dout[:, :, 5] = spoiled
+        with forced(tier):
+            out = fn.flash_attention(q, k, v, attn_mask=given)
+            (dq,) = torch.autograd.grad(out, q, dout)
+        found.append(torch.cat((dq[:, :, :5], dq[:, :, 6:]), 2))
+    assert same_bits(*found)
+
+
 def unpacked(tensor, offsets, b):
     return tensor[offsets[b] : offsets[b + 1]].transpose(0, 1)[None]
 

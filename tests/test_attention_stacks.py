@@ -3,6 +3,7 @@ autocast, vmap and torch.func, Hugging Face models, and every error."""
 
 import copy
 import re
+import weakref
 
 import pytest
 import torch
@@ -630,6 +631,18 @@ class TestErrors:
                alibi_slopes=tensor(3, 4, device=device))  # fmt: skip
         refuse("alibi_slopes requires grad", attention, q, k, v,
                alibi_slopes=tensor(4, device=device).requires_grad_())  # fmt: skip
+
+    def test_hooks_that_keep_what_is_saved(self, device):
+        """They keep no graph alive."""
+        q, k, v = (t.requires_grad_() for t in self.make(device))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            results = fn.flash_attention(q, k, v), fn.softmax(q, -1)
+        for at in (0, 1):
+            mark = torch.nn.Module()
+            results[at].grad_fn.metadata["mark"] = mark
+            mark = weakref.ref(mark)
+            results = (None, results[1]) if at == 0 else None
+            assert mark() is None
 
     def test_a_refused_call_draws_no_seed(self, device):
         q, k, v = self.make(device)

@@ -5,6 +5,7 @@
 // (fused_norm/_decompositions.py).
 #pragma once
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/TracerMode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
@@ -131,6 +132,12 @@ class Operator {
   Handle op_, decomposed_;
 };
 
+// A result as a Function saves it. A hook of saved tensors that kept the result itself would keep
+// the node, and the node the hook's.
+inline at::Tensor saved_result(const at::Tensor& result) {
+  return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() ? result : result.detach();
+}
+
 // What a Function of an operator of a Call (call.h) saves: its arguments, and results behind its
 // tensors.
 void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
@@ -153,7 +160,8 @@ struct CallFunction : torch::autograd::Function<Self> {
   template <typename Call>
   static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call) {
     const auto [first, second] = Self::op().below_autograd(call);
-    save_call(ctx, as_stack(call), tensors, {Self::kSavesFirst ? first : at::Tensor(), second});
+    save_call(ctx, as_stack(call), tensors,
+              {Self::kSavesFirst ? saved_result(first) : at::Tensor(), saved_result(second)});
     if (!Self::kDifferentiatesSecond) ctx->mark_non_differentiable({second});
     return {first, second};
   }

@@ -1,7 +1,6 @@
 // The norms as autograd records them: which of a call's tensors are saved, and the gradients from
 // those. In C++: with a Python autograd.Function a call took the host twice as long.
 
-#include <ATen/SavedTensorHooks.h>
 #include <ATen/ops/add.h>
 
 #include <array>
@@ -65,17 +64,14 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const Tensor& x = adds ? results[1] : how.input;
     const auto statistics = results.begin() + (adds ? 2 : 1);  // (mean, rstd), or (rstd, ...)
 
-    // A hook of saved tensors that kept a result itself would keep this node, and it the hook's.
-    const bool hooked = !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
-    const auto of_result = [&](const Tensor& result) { return hooked ? result.detach() : result; };
     variable_list saved(kSavedTensors);
-    saved[kSaved] = from_output ? of_result(results[0]) : adds ? of_result(x) : x;
-    if (!from_output && !how.rms) saved[kMean] = of_result(statistics[0]);
-    saved[kRstd] = of_result(statistics[lists ? 0 : 1]);
+    saved[kSaved] = from_output ? saved_result(results[0]) : adds ? saved_result(x) : x;
+    if (!from_output && !how.rms) saved[kMean] = saved_result(statistics[0]);
+    saved[kRstd] = saved_result(statistics[lists ? 0 : 1]);
     saved[kWeight] = or_undefined(how.weight);
     saved[kBias] = or_undefined(how.bias);
     if (lists) {
-      saved[kSide] = of_result(statistics[1]);
+      saved[kSide] = saved_result(statistics[1]);
       saved[kColumns] = statistics[2];
     }
     ctx->save_for_backward(std::move(saved));

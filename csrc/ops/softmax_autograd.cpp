@@ -44,7 +44,7 @@ struct RecordedSoftmax : torch::autograd::Function<Self> {
   static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t dim, bool log,
                         double scale, c10::function_ref<Tensor()> run) {
     const Tensor output = run();
-    ctx->save_for_backward({output});
+    ctx->save_for_backward({saved_result(output)});
     ctx->set_materialize_grads(false);
     const Call call{static_cast<int16_t>(dim), log, input.scalar_type()};
     ctx->saved_data["call"] = packed(call);

@@ -66,6 +66,8 @@ class BackwardConsumer {
           clear_sums();
           walk(work);
         } while (is_spoiled());
+        // A walk that may come again needs the own tile until here.
+        if (Form::kMends && has_mask<Form>(args_)) release(memory_.own_empty[own_slot_]);
       } else {
         clear_sums();
         release(memory_.own_empty[own_slot_]);
@@ -133,7 +135,7 @@ class BackwardConsumer {
       start_products(work, tile);
       hides = weigh(work, tile, heads);
     }
-    if (!again_) release(memory_.own_empty[own_slot_]);
+    if (!Form::kMends || !has_mask<Form>(args_)) release(memory_.own_empty[own_slot_]);
     add_tile(hides);
     wait_products<0>();
     end_tile(first_place_.slot);

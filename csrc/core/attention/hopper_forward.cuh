@@ -198,8 +198,10 @@ class Consumer {
       end_scores();
       hide(work, tile);
       wait(memory_.value_full[value_place_.slot], value_place_.parity);
+      const int rows = work.queries - work.first - thread_row_;  // of the sequence
       memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
-          memory_.value[value_place_.slot], [&](int i) { return scores_[i] != -INFINITY; });
+          memory_.value[value_place_.slot],
+          [&](int i) { return scores_[i] != -INFINITY && 8 * (i / 2 % 2) < rows; });
       softmax_step(scores_, rows_, args_.exponent, rescale_);
       round<T>(weights, scores_);
       rescale_values();
@@ -346,8 +348,7 @@ class Consumer {
   RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;
   RingPlace<ForwardMemory<Form>::kWorks> work_place_;
-  uint32_t mask_parity_ = 0;
-  uint32_t verdict_turn_ = 0;
+  uint32_t mask_parity_ = 0, verdict_turn_ = 0;
 
   // Of a tile of queries: the warpgroup's tiles of keys, and the thread's sums.
   KeyTiles tiles_;
@@ -372,8 +373,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.query);
     prefetch_map(&args.key);
     prefetch_map(&args.value);
-    // A warp of a consumer arrives once.
-    constexpr int kWarps = 4 * Form::kGroups;
+    constexpr int kWarps = 4 * Form::kGroups;  // of consumers: each arrives once
     init_ring(memory.query_full, memory.query_empty, 1, kWarps + (Form::kMasked ? kMaskWarps : 0));
     memory.verdict.init(kWarps);
     memory.mask_full.init(kMaskThreads);

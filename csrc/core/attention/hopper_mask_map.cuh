@@ -20,7 +20,7 @@ __device__ __forceinline__ void with_mask_reader(const AttentionMask& mask, With
   const auto added = [](float value) { return value <= kHidingMask ? -INFINITY : value; };
   const void* data = mask.data;
   if (mask.boolean) {
-    with([=](int64_t at) { return static_cast<const bool*>(data)[at] ? 0.f : -INFINITY; });
+    with([=](int64_t at) { return static_cast<const uint8_t*>(data)[at] ? 0.f : -INFINITY; });
   } else if (mask.dtype == DType::kFloat32) {
     with([=](int64_t at) { return added(static_cast<const float*>(data)[at]); });
   } else if (mask.dtype == DType::kFloat16) {
