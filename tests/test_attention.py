@@ -417,6 +417,15 @@ def test_masks_of_several_tiles(tier, mask, dim, seed):
                 assert same_bits(value, results[name]), name
 
 
+def mask_of(generator, seen, dtype, has_numbers, infinite=False):
+    """`seen` as a mask of the dtype: of numbers, or 0 without them, and the lowest one, or -inf,
+    where it is False."""
+    if dtype == torch.bool:
+        return seen
+    numbers = randn(generator, *seen.shape, dtype=dtype) * has_numbers
+    return numbers.masked_fill(~seen, -torch.inf if infinite else torch.finfo(dtype).min)
+
+
 def masks_of_keys(generator, batch, heads, keys):
     """{name: (batch, 1 or heads, 1, keys), True where a key takes part}."""
     at = torch.arange(keys, device=generator.device)
@@ -444,12 +453,8 @@ def test_masks_of_keys(tier, dtype, dim, band, seed):
         case = Case(BF16, (300, 700), (dim, dim), (3, 4, heads), band, "bool keys")
         tensors = tensors_of(case, generator)
         for name, seen in masks_of_keys(generator, 3, 4, 700).items():
-            if dtype == torch.bool:
-                mask = seen
-            else:
-                lowest = -torch.inf if name == "before" else torch.finfo(dtype).min
-                mask = randn(generator, *seen.shape, dtype=dtype) * (name in ("holes", "of heads"))
-                mask = mask.masked_fill(~seen, lowest)
+            has_numbers = name in ("holes", "of heads")
+            mask = mask_of(generator, seen, dtype, has_numbers, infinite=name == "before")
             given = tensors | {"attn_mask": mask}
             verdict = Verdict()
             with forced(tier), unwritten_is_nan("cuda", tensors["query"].numel() * 2):
@@ -495,10 +500,7 @@ def test_masks_that_heads_share(tier, dtype, dim, seed):
         )
         tensors = tensors_of(case, generator)
         for name, seen in masks_of_pairs(generator, 3, *size).items():
-            mask = seen
-            if dtype != torch.bool:
-                mask = randn(generator, *seen.shape, dtype=dtype) * (name in ("holes", "documents"))
-                mask = mask.masked_fill(~seen, torch.finfo(dtype).min)
+            mask = mask_of(generator, seen, dtype, name in ("holes", "documents"))
             given = tensors | {"attn_mask": mask}
             verdict = Verdict()
             with forced(tier), unwritten_is_nan("cuda", tensors["query"].numel() * 2):
