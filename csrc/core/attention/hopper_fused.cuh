@@ -117,8 +117,12 @@ class FusedConsumer : public BackwardConsumer<Form> {
   }
 
   __device__ __forceinline__ void run() {
+    // What no query sees has zeros in every part. Rows outside every sequence are among that, and
+    // have no chunk of their own.
     Base::run([&](const WorkTile& work) { walk(work); },
-              [&](const WorkTile& work) { return args_.parts == 1 || join_parts(work); });
+              [&](const WorkTile& work) {
+                return args_.parts == 1 || !sees_keys(work) || join_parts(work);
+              });
   }
 
  private:
