@@ -165,13 +165,14 @@ struct MaskTile {
 // sees.
 template <int kKeys>
 struct MaskVerdict {
-  CopyBarrier full;  // of the producer's warps: the verdict is there
-  int spoiled[2];    // by turns
+  // By turns, as the producer's warps may be a verdict behind: it is there, and what it is.
+  CopyBarrier full[2];
+  int spoiled[2];
   bool seen[kKeys];
 
   // By one thread.
   __device__ __forceinline__ void init(int consumer_warps) {
-    full.init(consumer_warps);
+    for (CopyBarrier& barrier : full) barrier.init(consumer_warps);
     spoiled[0] = spoiled[1] = 0;
   }
   // Whether a consumer's sums are spoiled; by all kThreads consumers.
@@ -180,20 +181,22 @@ struct MaskVerdict {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum = fmaf(sums[i], 0.f, sum);
-    if (threadIdx.x == 128) spoiled[turn ^ 1] = 0;  // all have read it
-    if (sum != 0) spoiled[turn] = 1;
+    const uint32_t at = turn % 2;
+    // All to whom it matters have read it: if it was true, the second time waited for them.
+    if (threadIdx.x == 128) spoiled[at ^ 1] = 0;
+    if (sum != 0) spoiled[at] = 1;
     named_sync(kOfConsumers, kThreads);
-    const bool result = spoiled[turn];
+    const bool result = spoiled[at];
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(full);
-    turn ^= 1;
+    if (threadIdx.x % 32 == 0) arrive(full[at]);
+    ++turn;
     return result;
   }
   // By the producer's threads.
   __device__ __forceinline__ bool read(uint32_t& turn) {
-    wait(full, turn);
-    const bool result = spoiled[turn];
-    turn ^= 1;
+    wait(full[turn % 2], turn / 2 % 2);
+    const bool result = spoiled[turn % 2];
+    ++turn;
     return result;
   }
   // Makes the rows of a tile zero for which no consumer's sees(i), of its element i of a row, is
