@@ -84,9 +84,9 @@ void finish(const Tensor& written, const Tensor& t) {
   if (t.defined() && !written.is_same(t)) t.copy_(written.narrow(-1, 0, t.size(-1)));
 }
 
-int32_t narrowed(int64_t size, const char* what) {
-  TORCH_CHECK(size <= std::numeric_limits<int32_t>::max(), what, " is ", size,
-              "; at most 2^31 - 1 is supported");
+int32_t narrowed(int64_t size, const char* what,
+                 int32_t most = std::numeric_limits<int32_t>::max()) {
+  TORCH_CHECK(size <= most, what, " is ", size, "; on CUDA at most ", most, " is supported");
   return static_cast<int32_t>(size);
 }
 
@@ -114,14 +114,14 @@ void set_shape(const AttentionCall& call, Launch* launch) {
     p.query_offsets = static_cast<const int32_t*>(launch->contiguous(*call.cu_seqlens_q));
     p.key_offsets = static_cast<const int32_t*>(launch->contiguous(*call.cu_seqlens_k));
     p.batch = narrowed(call.cu_seqlens_q->size(0) - 1, "the number of sequences");
-    p.total_queries = narrowed(query.size(0), "the number of queries");
-    p.total_keys = narrowed(key.size(0), "the number of keys");
+    p.total_queries = narrowed(query.size(0), "the number of queries", kMaxAttentionRows);
+    p.total_keys = narrowed(key.size(0), "the number of keys", kMaxAttentionRows);
     p.queries = longest(call.max_seqlen_q, p.total_queries);
     p.keys = longest(call.max_seqlen_k, p.total_keys);
   } else {
     p.batch = narrowed(query.size(0), "the batch size");
-    p.queries = narrowed(query.size(2), "the number of queries");
-    p.keys = narrowed(key.size(2), "the number of keys");
+    p.queries = narrowed(query.size(2), "the number of queries", kMaxAttentionRows);
+    p.keys = narrowed(key.size(2), "the number of keys", kMaxAttentionRows);
   }
   p.query = as_tensor(query, packed);
   p.key = as_tensor(key, packed);

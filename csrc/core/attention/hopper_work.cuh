@@ -8,7 +8,7 @@
 
 namespace fused_norm::hopper {
 
-constexpr int32_t kNoLimit = 1 << 29;
+constexpr int32_t kNoLimit = kMaxAttentionRows;
 
 // What sets the tiles, and what each sees.
 struct WorkArgs {

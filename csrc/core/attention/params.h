@@ -33,6 +33,10 @@ struct AttentionMask {
   int64_t batch_stride, head_stride, row_stride, key_stride;
 };
 
+// The most queries or keys of a dense sequence, or of all packed ones: sums and differences of a
+// few such numbers fit in 32 bits.
+constexpr int32_t kMaxAttentionRows = 1 << 29;
+
 // What forward and backward share. Key and value have `kv_heads` heads; query head h reads head
 // h / (heads / kv_heads) of them.
 //

@@ -99,8 +99,8 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   plan.general = !attention_scores_are_plain(params) && !hopper_fuses(params);
   plan.in_order = is_uneven(params);
   const int group = params.heads / params.kv_heads;
-  const int64_t query_heads = int64_t{plan.in_order ? cached_heads(params, params.keys) : 1} * group;
-  plan.query_section = static_cast<int>(std::min<int64_t>(query_heads, 1 << 30));
+  const int64_t cached = plan.in_order ? cached_heads(params, params.keys) : 1;
+  plan.query_section = static_cast<int>(std::min<int64_t>(cached * group, 1 << 30));
   plan.key_parts = 1;
   if (hopper_fuses(params)) {
     while (group % plan.key_parts != 0 || group / plan.key_parts > kMostHeadsOfPart) {
