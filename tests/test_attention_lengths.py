@@ -63,13 +63,13 @@ def test_long_lengths(length, seed):
     "dim, heads, kv_heads", [(64, 4, 2), (96, 9, 1), (128, 4, 2), (128, 16, 2)]
 )
 def test_unlike_lengths(dim, heads, kv_heads, causal, seed):
-    """Sequences of 1 to 300 tokens and one of 3000 in one call: each has the bits that it has
-    alone. Of 9 and 8 heads for a head of keys, blocks take parts."""
+    """Sequences of 1 to 300 tokens and one of 3000 in one call, with rows before and behind them:
+    each has the bits that it has alone. Of 9 and 8 heads for a head of keys, blocks take parts."""
     generator = rand_generator("cuda", seed)
     lengths = [*range(1, 301, 7), 3000, *range(300, 0, -7)]
-    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    offsets = torch.tensor([100, *lengths]).cumsum(0)
     cu = offsets.to("cuda", torch.int32)
-    rows = int(offsets[-1])
+    rows = int(offsets[-1]) + 200
     q, dout = (randn(generator, rows, heads, dim, dtype=BF16) for _ in range(2))
     k, v = (randn(generator, rows, kv_heads, dim, dtype=BF16) for _ in range(2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -82,6 +82,8 @@ def test_unlike_lengths(dim, heads, kv_heads, causal, seed):
         results = [one, *torch.autograd.grad(one, alone, dout[part].transpose(0, 1)[None])]
         for name, a, b in zip(("out", "dq", "dk", "dv"), results, whole, strict=True):
             assert same_bits(a[0].transpose(0, 1), b[part]), (length, name)
+    for result in whole:
+        assert result[:100].eq(0).all() and result[-200:].eq(0).all()
 
 
 @pytest.mark.parametrize("dim", [64, 128])
