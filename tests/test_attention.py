@@ -417,6 +417,38 @@ def test_masks_of_several_tiles(tier, mask, dim, seed):
                 assert same_bits(value, results[name]), name
 
 
+@pytest.mark.parametrize("dim", [40, 96, 128])
+@pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
+def test_gradients_of_masks(tier, dim, seed):
+    """Of several tiles, each of which sums over the sequences and heads that it serves."""
+    generator = rand_generator("cuda", seed)
+    for dtype, size, band, of_mask in (
+        (BF16, (300, 331), "full", (1, 4)),
+        (FP16, (150, 400), "causal", (3, 1)),
+        (BF16, (400, 150), "left 17", (1, 1)),
+        (BF16, (257, 264), "both", (3, 4)),
+    ):
+        options = {"softcap": 5.0, "alibi": "batch"} if band == "both" else {"lse": True}
+        case = Case(dtype, size, (dim, dim - 8), (3, 4, 2), band, "float", **options)
+        tensors = tensors_of(case, generator)
+        tensors["attn_mask"] = mask = randn(generator, *of_mask, *size, dtype=dtype)
+        mask[..., 20:35] = -torch.inf
+        with forced(tier), unwritten_is_nan("cuda", mask.numel() * 2):
+            results = run(attend(case), case, tensors)
+            verdict = Verdict()
+            verdict.add(str(case), check(case, tensors, results))
+            verdict.check()
+            for name in ("key", "value"):
+                tensors[name][:, :, 20:35] = float("nan")
+            spoiled = run(attend(case), case, tensors)["dattn_mask"]
+        assert same_bits(spoiled, results["dattn_mask"])
+    mask = randn(generator, 1, 1, 70, 70, dtype=BF16).requires_grad_()
+    none = torch.ones(0, 2, 70, 64, device="cuda", dtype=BF16, requires_grad=True)
+    with forced(tier):
+        out = fn.flash_attention(none, none, none, attn_mask=mask)
+        assert torch.autograd.grad(out, mask, torch.ones_like(out))[0].eq(0).all()
+
+
 def mask_of(generator, seen, dtype, has_numbers, infinite=False):
     """`seen` as a mask of the dtype: of numbers, or 0 without them, and the lowest one, or -inf,
     where it is False."""

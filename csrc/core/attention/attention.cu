@@ -200,11 +200,14 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
     error = attention_sink_gradient(gradient, stream);
   }
   if (error == cudaSuccess && on_hopper) {
-    error = with_hopper(forward, /*backward=*/true, scratch, stream, [&](auto hopper) {
-      return hopper.backward(gradient, device, scratch, stream);
-    });
-    // Left is the mask's gradient.
     AttentionBackwardParams& left = gradient.params;
+    const bool of_mask = hopper_makes_mask_gradient(left, device);
+    error = with_hopper(forward, /*backward=*/true, scratch, stream, [&](auto hopper) {
+      const cudaError_t error = hopper.backward(gradient, device, scratch, stream);
+      if (error != cudaSuccess || !of_mask) return error;
+      return hopper_mask_gradient(gradient, device, scratch, stream);
+    });
+    if (of_mask) left.dmask = nullptr;
     left.dquery.data = left.dkey.data = left.dvalue.data = nullptr;
   }
   if (error != cudaSuccess) return error;

@@ -40,19 +40,24 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
   ChunkSums sums, own_sums;  // of kAll: of dquery; of dkey and dvalue, where there are parts
+  void* dmask;  // of kOfMask: (mask_batch, mask_heads, queries, keys), of sequences and heads one
+                // or all
+  int32_t mask_batch, mask_heads;
 };
 
 // A form of the kernel. kGeneral: scores pass through softcap, slopes and mask. kOfKeys: the own
 // side are keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue. kAll: dkey, dvalue
-// and the sums of dquery (hopper_fused.cuh).
+// and the sums of dquery (hopper_fused.cuh). kOfMask: the gradient of the mask alone
+// (hopper_mask_gradient.cuh).
 template <typename T_, int kDim_, bool kGeneral_, bool kOfKeys_, bool kFirst_, bool kSecond_,
-          bool kAll_ = false>
+          bool kAll_ = false, bool kOfMask_ = false>
 struct BackwardForm {
   using T = T_;
   static constexpr bool kGeneral = kGeneral_, kOfKeys = kOfKeys_, kFirst = kFirst_,
-                        kSecond = kSecond_, kAll = kAll_;
+                        kSecond = kSecond_, kAll = kAll_, kOfMask = kOfMask_;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
   static constexpr HopperBackwardTiles kTiles = kAll       ? kHopperFusedTiles[kIndex]
+                                                : kOfMask  ? kHopperMaskGradientTiles[kIndex]
                                                 : !kOfKeys ? kHopperQueryGradientTiles[kIndex]
                                                 : kFirst ? kHopperKeyGradientTiles[kGeneral][kIndex]
                                                          : kHopperValueGradientTiles[kIndex];
@@ -79,12 +84,12 @@ struct BackwardForm {
   // Where there is room for a tile of a mask, beside the others or in place of a tile of the own
   // side. Queries' tiles may be done twice for it.
   static constexpr bool kMasks = kGeneral && kDim <= kMaxMaskedBackwardDim;
-  static constexpr bool kMaskInOwn = kMasks && kDim == 128 && kOwnStages == 2;
-  static constexpr bool kMends = kMasks && !kOfKeys;
-  static constexpr Hidden kHidden = kAll      ? Hidden::kOwnKeys
-                                    : !kMasks ? Hidden::kNone
-                                    : kOfKeys ? Hidden::kQueries
-                                              : Hidden::kKeys;
+  static constexpr bool kMaskInOwn = kMasks && !kOfMask && kDim == 128 && kOwnStages == 2;
+  static constexpr bool kMends = kMasks && !kOfMask && !kOfKeys;
+  static constexpr Hidden kHidden = kAll                 ? Hidden::kOwnKeys
+                                    : !kMasks || kOfMask ? Hidden::kNone
+                                    : kOfKeys            ? Hidden::kQueries
+                                                         : Hidden::kKeys;
   using Mask = MaskTile<kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2>;
   static_assert(!kMaskInOwn || Mask::kBytes <= OwnTile::kBytes);
 };
@@ -104,8 +109,11 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   alignas(1024) char own_second[Form::kOwnStages][Form::kFirst ? Form::OwnTile::kBytes : 1024];
   alignas(1024) char first[Form::kFirstStages][Form::OtherTile::kBytes];
   alignas(1024) char second[Form::kSecondStages][Form::OtherTile::kBytes];
-  // Where the others are queries: their delta and exponents, beside `first`.
-  alignas(128) float statistics[Form::kFirstStages][2][Form::kOfKeys ? Form::kOthers : 2];
+  // Delta and exponents of queries that come with a stage.
+  static constexpr int kStageQueries = Form::kOfKeys   ? Form::kOthers
+                                       : Form::kOfMask ? Form::kOwn
+                                                       : 2;  // none
+  alignas(128) float statistics[Form::kFirstStages][2][kStageQueries];
   float key_mask[Form::kAll ? Form::kOwn : 1];  // what a mask adds to the own keys' exponents
   alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;

@@ -10,7 +10,7 @@
 // tiles of queries in step, and at each through the heads that share the keys.
 #pragma once
 
-#include "core/attention/hopper_backward.cuh"
+#include "core/attention/hopper_mask_gradient.cuh"
 
 namespace fused_norm::hopper {
 
@@ -312,7 +312,10 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   __syncthreads();
   if (group == 0) {
     shrink_registers<Form::kProducerRegisters>();
-    if (threadIdx.x < 32) {
+    if constexpr (Form::kOfMask) {
+      if (threadIdx.x == 0) copy_sides(args, memory);
+      if (threadIdx.x >= 32) copy_served_masks(args, memory);
+    } else if (threadIdx.x < 32) {
       BackwardProducer<Form>(args, memory).run();
     } else if constexpr (Form::kAll) {
       const int half = threadIdx.x / 32 - 1;
@@ -322,7 +325,9 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     }
   } else {
     grow_registers<Form::kConsumerRegisters>();
-    if constexpr (!Form::kAll) {
+    if constexpr (Form::kOfMask) {
+      MaskGradientConsumer<Form>(args, memory, group - 1).run();
+    } else if constexpr (!Form::kAll) {
       BackwardConsumer<Form>(args, memory, group - 1).run();
     } else if (Form::chunk_elements(1) == kChunkElements || group == 1) {
       FusedConsumer<Form, kChunkElements>(args, memory, group - 1).run();

@@ -188,7 +188,8 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   args.of_statistics = gradient.of_statistics;
   if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
   if (Form::kSecond) args.second = gradient.params.dvalue;
-  if (!Form::kAll && args.first.data == nullptr && args.second.data == nullptr) return cudaSuccess;
+  if (!Form::kAll && !Form::kOfMask && args.first.data == nullptr && args.second.data == nullptr)
+    return cudaSuccess;
   MapMaker<Form::OwnTile::kPanelColumns> map{params};
   const auto maps_of = [&](bool of_keys, int rows, CUtensorMap* first, CUtensorMap* second) {
     map(of_keys ? params.key : params.query, of_keys, params.head_dim, rows, first);
@@ -197,9 +198,9 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   maps_of(kOfKeys, Form::kOwn, &args.own_first, &args.own_second);
   maps_of(!kOfKeys, Form::kOthers, &args.other_first, &args.other_second);
   const auto queries = static_cast<cuuint64_t>(gradient.of_statistics.all * kStatisticRows);
-  if (map.error == cudaSuccess && kOfKeys && queries > 0) {
+  if (map.error == cudaSuccess && (kOfKeys || Form::kOfMask) && queries > 0) {
     map.error = make_map<2>(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, gradient.statistics, {queries, 2},
-                            {queries * sizeof(float)}, {Form::kOthers, 2},
+                            {queries * sizeof(float)}, {BackwardMemory<Form>::kStageQueries, 2},
                             CU_TENSOR_MAP_SWIZZLE_NONE, &args.statistics_map);
   }
   if (map.error != cudaSuccess) return map.error;
@@ -211,6 +212,15 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   args.gradient_scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
   args.value_dim = params.value_dim;
+  if constexpr (Form::kOfMask) {
+    args.mask.bits = nullptr;
+    args.dmask = gradient.params.dmask;
+    args.mask_batch = gradient.params.mask_shape[0];
+    args.mask_heads = gradient.params.mask_shape[1];
+    set_work<Form::kOwn>(params, false, 1, false, nullptr, &args);
+    return detail::launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
+                          {sizeof(BackwardMemory<Form>)}, stream, args);
+  }
   // Of queries, causal, the last see most; of keys, the first are seen most.
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
       attention_backward_hopper<Form>,

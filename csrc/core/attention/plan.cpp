@@ -164,6 +164,16 @@ bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties
           (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));
 }
 
+bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
+                                const DeviceProperties& device) {
+  const AttentionParams& forward = params.forward;
+  return params.dmask != nullptr && attention_rows(forward) > 0 &&
+         hopper_takes_backward(forward, device) &&
+         dim_of(forward) <= 128 && forward.query_offsets == nullptr &&
+         size_of(forward.mask.dtype) == 2 && params.mask_shape[2] == forward.queries &&
+         params.mask_shape[3] == forward.keys;
+}
+
 QueryParts query_parts(const AttentionParams& params, int rows) {
   const bool packed = params.query_offsets != nullptr;
   const int64_t of_head =

@@ -130,6 +130,11 @@ constexpr bool hopper_makes_both(int dim) { return dim <= 128; }
 constexpr HopperBackwardTiles kHopperValueGradientTiles[] = {
     {}, {}, {}, {96, 1, 2, 2}, {64, 1, 2, 2}};
 
+// Of the kernel of an additive mask's gradient, of up to 64 columns and of 128: tiles of both sides
+// change together.
+constexpr HopperBackwardTiles kHopperMaskGradientTiles[] = {
+    {128, 2, 2, 2}, {}, {64, 2, 2, 2}, {}, {}};
+
 // How a call runs on Hopper. Everything that a row's bits depend on, dim and general, is a function
 // of the call's options alone; the rest is the order of the work.
 struct HopperPlan {
@@ -162,6 +167,9 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 // for others.
 constexpr int kMaxMaskedBackwardDim = 192;
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
+// Of these the mask's gradient: of dense masks of 16 bit that have all queries and keys.
+bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
+                                const DeviceProperties& device);
 
 // A layout in which every sequence of a head begins with a part of so many rows. Packed, sequence s
 // does with part offset / rows + s: no two share one, as n queries have at most

@@ -43,6 +43,10 @@ struct HopperLaunch {
                               void* scratch, cudaStream_t stream);
 };
 
+// The mask's gradient, where hopper_makes_mask_gradient().
+cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
+                                 void* scratch, cudaStream_t stream);
+
 // dquery from the sums that the kernel of all gradients made.
 cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
                                   void* scratch, cudaStream_t stream);

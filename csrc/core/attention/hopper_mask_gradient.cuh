@@ -1,0 +1,179 @@
+// The gradient of an additive mask on Hopper: a block has a tile of the mask, queries by keys, and
+// adds up W (hopper_backward.cuh) of all heads and sequences that the tile serves, in their order.
+// Tiles of both sides change with each. The mask's tile stays in shared memory.
+#pragma once
+
+#include "core/attention/hopper_backward.cuh"
+
+namespace fused_norm::hopper {
+
+// Calls use(work, tile, seen) for the block's tiles of the mask: `work` has the queries, and the
+// sequence and head that are the mask's; `tile` are the keys. Not seen: the band hides it all.
+template <typename Form, typename Use>
+__device__ __forceinline__ void for_mask_tiles(const BackwardArgs& args, Use use) {
+  const uint32_t key_tiles = (args.keys + Form::kOthers - 1) / Form::kOthers;
+  const uint32_t tiles = args.mask_batch * args.mask_heads * args.query_tiles * key_tiles;
+#pragma unroll 1
+  for (uint32_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    const uint32_t row = index / key_tiles, pair = row / args.query_tiles;
+    const int tile = index % key_tiles;
+    WorkTile work;
+    work.first = row % args.query_tiles * Form::kOwn;
+    work.sequence = pair / args.mask_heads;
+    work.head = pair % args.mask_heads;
+    work.query_begin = work.key_begin = 0;
+    work.queries = args.queries;
+    work.keys = args.keys;
+    const KeyTiles tiles_seen =
+        key_tiles_of<Form::kOthers>(work, band_of(args, work), work.first, Form::kOwn);
+    use(work, tile, tile >= tiles_seen.first && tile < tiles_seen.end);
+  }
+}
+
+// Calls use(sequence, head, is_last) for all that a tile of the mask serves.
+template <typename Use>
+__device__ __forceinline__ void for_served(const BackwardArgs& args, const WorkTile& work,
+                                           Use use) {
+  const bool all_sequences = args.mask_batch == 1, all_heads = args.mask_heads == 1;
+  const int end = all_sequences ? args.batch : work.sequence + 1;
+  const int head_end = all_heads ? args.heads : work.head + 1;
+#pragma unroll 1
+  for (int sequence = all_sequences ? 0 : work.sequence; sequence < end; ++sequence) {
+#pragma unroll 1
+    for (int head = all_heads ? 0 : work.head; head < head_end; ++head) {
+      use(sequence, head, sequence == end - 1 && head == head_end - 1);
+    }
+  }
+}
+
+// One thread: copies the tiles of both sides of all that is served, and the queries' statistics.
+template <typename Form>
+__device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMemory<Form>& memory) {
+  using OwnTile = typename Form::OwnTile;
+  using OtherTile = typename Form::OtherTile;
+  RingPlace<Form::kFirstStages> place;
+  for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen) {
+    if (!seen) return;
+    for_served(args, work, [&](int sequence, int head, bool) {
+      const int slot = place.slot, key = tile * Form::kOthers, kv_head = head / args.heads_per_kv;
+      CopyBarrier& full = memory.first_full[slot];
+      wait(memory.first_empty[slot], place.parity ^ 1);
+      full.expect(2 * OwnTile::kBytes + 2 * OtherTile::kBytes + sizeof(memory.statistics[0]));
+      const auto load = [&](auto tile_of, char* to, const CUtensorMap& map, int row, int of_head) {
+        load_tile<decltype(tile_of)>(shared_address(to), &map, full, row, of_head, sequence);
+      };
+      load(OwnTile(), memory.own_first[slot], args.own_first, work.first, head);
+      load(OtherTile(), memory.first[slot], args.other_first, key, kv_head);
+      load(OwnTile(), memory.own_second[slot], args.own_second, work.first, head);
+      load(OtherTile(), memory.second[slot], args.other_second, key, kv_head);
+      load_floats(memory.statistics[slot], &args.statistics_map, full,
+                  first_statistic(args, sequence, head, 0) + work.first, 0);
+      place.advance();
+    });
+  });
+}
+
+// The warps that copy tiles of the mask.
+template <typename Form>
+__device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
+                                                  BackwardMemory<Form>& memory) {
+  bool has_copied = false;
+  for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen) {
+    if (!seen) return;
+    wait_for_readers<128 * Form::kGroups>(has_copied);
+    Form::Mask::start_copy(args.mask, memory.mask_tile(), work.sequence, work.head, work.first,
+                           work.queries, tile * Form::kOthers, work.keys);
+    Form::Mask::end_copy(memory.mask_full);
+  });
+  wait_for_readers<128 * Form::kGroups>(has_copied);
+}
+
+// A multiplying warpgroup.
+template <typename Form>
+class MaskGradientConsumer : public BackwardConsumer<Form> {
+  using Base = BackwardConsumer<Form>;
+  using T = typename Form::T;
+  using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
+  using Base::first_place_, Base::first_, Base::second_, Base::own_first_, Base::own_second_;
+  using Base::scores_, Base::products_, Base::exponents_, Base::delta_;
+  static constexpr int kOthers = Form::kOthers;
+
+ public:
+  using Base::Base;
+
+  __device__ __forceinline__ void run() {
+    uint32_t mask_parity = 0;
+    for_mask_tiles<Form>(args_, [&](WorkTile& work, int tile, bool seen) {
+      const int of_mask = work.sequence * args_.mask_heads + work.head;
+      float sums[kOthers / 2] = {};
+      if (seen) {
+        wait(memory_.mask_full, mask_parity);
+        mask_parity ^= 1;
+        for_served(args_, work, [&](int sequence, int head, bool is_last) {
+          work.sequence = sequence;
+          add_weights(work, tile, head, is_last, sums);
+        });
+      }
+      store_sums(work, tile, of_mask, sums);
+    });
+  }
+
+ private:
+  __device__ __forceinline__ void add_weights(const WorkTile& work, int tile, int head,
+                                              bool is_last, float (&sums)[kOthers / 2]) {
+    // One product at a time, as registers are few: the other warpgroup multiplies meanwhile.
+    own_slot_ = first_place_.slot;
+    wait(memory_.first_full[own_slot_], first_place_.parity);
+    this->multiply(scores_, own_first_, first_, own_slot_);
+    const int row = this->row_in_tile(), column = lane_ % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      delta_[r] = memory_.statistics[own_slot_][0][row + 8 * r];
+      exponents_[r] = memory_.statistics[own_slot_][1][row + 8 * r];
+    }
+    wait_products<0>();
+    hold(scores_);
+    const float factor = general_scores(args_, work, head, scores_, work.first + row,
+                                        tile * kOthers + column, [] {});
+    Form::Mask::template add<T, false>(args_.mask, memory_.mask_tile(), row, column, factor,
+                                       scores_);
+    if (is_last) named_arrive(kMaskIsRead, Base::kConsumers + kMaskThreads);
+    this->exponentiate();
+    if (this->is_cut(work, tile)) this->hide(work, tile);
+    this->multiply(products_, own_second_, second_, own_slot_);
+    wait_products<0>();
+    hold(products_);
+    this->release(memory_.first_empty[own_slot_]);
+    first_place_.advance();
+    this->subtract_delta();
+    // The product of a hidden pair may be a NaN.
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; ++i) {
+      if (scores_[i] != 0) sums[i] = fmaf(scores_[i], products_[i], sums[i]);
+    }
+  }
+
+  __device__ __forceinline__ void store_sums(const WorkTile& work, int tile, int of_mask,
+                                             const float (&sums)[kOthers / 2]) {
+    const int columns = work.keys - tile * kOthers;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = work.first + this->row_in_tile() + 8 * r;
+      T* out = row < work.queries
+                   ? static_cast<T*>(args_.dmask) +
+                         (int64_t{of_mask} * work.queries + row) * work.keys + tile * kOthers
+                   : nullptr;
+      if (work.keys % 8 == 0) {
+        store_row<T>(sums, r, 1, out, columns);
+        continue;
+      }
+#pragma unroll
+      for (int i = 0; i < kOthers / 2; ++i) {
+        const int column = 8 * (i / 4) + lane_ % 4 * 2 + i % 2;
+        if (i / 2 % 2 == r && out != nullptr && column < columns) out[column] = T(sums[i]);
+      }
+    }
+  }
+};
+
+}  // namespace fused_norm::hopper
