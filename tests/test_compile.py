@@ -413,6 +413,34 @@ def test_reduce_overhead(kind, memory_efficient, seed):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, r, w: fn.layer_norm(x, (16,), w, w, memory_efficient=True),
+        lambda x, r, w: sum(fn.add_rms_norm(x, r, 16, w)),
+        lambda x, r, w: fn.rms_norm_gated(x, r, 16, w),
+        lambda x, r, w: fn.log_softmax(x * w, -1),
+        lambda x, r, w: fn.scaled_dot_product_attention(x, r, x * w),
+    ],
+    ids=["norm", "add and norm", "gated", "softmax", "attention"],
+)
+def test_compiled_autograd(call, device, generator):
+    """The compiler traces the backward pass of eager calls."""
+    x, r, w = (randn(generator, *shape) for shape in [(1, 2, 6, 16), (1, 2, 6, 16), (16,)])
+    w[:2] = 0
+    gradients = []
+    for traced in (False, True):
+        leaves = [t.clone().requires_grad_() for t in (x, r, w)]
+        loss = call(*leaves).sin().sum()
+        if traced:
+            with torch._dynamo.config.patch(compiled_autograd=True):
+                torch.compile(lambda: loss.backward(), backend="aot_eager")()  # noqa: B023
+        else:
+            loss.backward()
+        gradients.append([leaf.grad for leaf in leaves if leaf.grad is not None])
+    torch.testing.assert_close(*gradients)
+
+
 def test_compiled_optimizer_step(device, generator, recwarn):
     """As without this library, which is told of optimizers' steps: the compiler has no complaint,
     and steps are those of eager code."""

@@ -66,7 +66,7 @@ void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList
 variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* name,
                                at::IntArrayRef places, c10::Stack before) {
   const std::bitset<64> given = tensor_places(ctx);
-  variable_list results(saved.size() - 1);  // of the tensors, whose edges are counted, and the call
+  variable_list results(saved.size());  // of the tensors, whose edges are counted, and two more
   c10::List<bool> wanted;
   c10::SmallVector<size_t, 8> edges;
   for (const int64_t place : places) {

@@ -151,24 +151,27 @@ variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved,
 
 // Of an operator of two results. `Self` has the operator, op(); whether the first result is saved,
 // as the second is, and whether the second is differentiable, as the first is; kBackward, kPlaces
-// and before(gradients of the results, results saved) for backward_of_call().
+// and before(gradients of those that are, results saved) for backward_of_call().
 template <typename Self>
 struct CallFunction : torch::autograd::Function<Self> {
   static constexpr bool is_traceable = true;
 
-  // The tensors come by themselves too: autograd does not look into `call`.
+  // The tensors come by themselves too: autograd does not look into `call`. A second result that is
+  // not differentiable goes to `constant`: compiled autograd takes none that is marked so.
   template <typename Call>
-  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call) {
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call,
+                               at::Tensor* constant) {
     const auto [first, second] = Self::op().below_autograd(call);
     save_call(ctx, as_stack(call), tensors,
               {Self::kSavesFirst ? saved_result(first) : at::Tensor(), saved_result(second)});
-    if (!Self::kDifferentiatesSecond) ctx->mark_non_differentiable({second});
-    return {first, second};
+    if (Self::kDifferentiatesSecond) return {first, second};
+    *constant = second;
+    return {first};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    if (!grads[0].defined() && !grads[1].defined()) return variable_list(saved.size() - 1);
+    if (!grads[0].defined() && !grads.back().defined()) return variable_list(saved.size());
     return backward_of_call(ctx, saved, Self::kBackward, Self::kPlaces,
                             Self::before(grads, *(saved.end() - 2), saved.back()));
   }
@@ -194,8 +197,9 @@ template <typename Self, typename Check, typename Call>
 Forward differentiate_call(const Check& check, const Call& call) {
   if (auto results = Self::op().unrecorded(check, call)) return *results;
   const variable_list tensors = tensors_of(check, call);
-  const variable_list results = Self::apply(at::TensorList(tensors), call);
-  return {results[0], results[1]};
+  at::Tensor constant;
+  const variable_list results = Self::apply(at::TensorList(tensors), call, &constant);
+  return {results[0], Self::kDifferentiatesSecond ? results[1] : constant};
 }
 
 // The Autograd kernel of every operator for a backward pass: the kernels' values, and derivatives
