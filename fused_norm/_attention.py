@@ -59,9 +59,12 @@ def attention(
     (max_q, max_k), (left, right) = max_seqlens, window
     args = tensors + (None, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
     if dropout_p > 0:
+        drawn_for = query
         if not torch.compiler.is_compiling():
             _C.check_attention(*args)  # a call that is refused draws no seed
-        args = (*tensors, _ops.attention_rng(query), *args[9:])
+            if _torch.in_functorch():  # so that vmap knows of it, whichever tensor has a batch
+                drawn_for = torch.stack([t.detach().sum() for t in tensors if t is not None])
+        args = (*tensors, _ops.attention_rng(drawn_for), *args[9:])
     if not torch.compiler.is_compiling():
         results = _C.attention(*args)
         if results is not None:

@@ -149,9 +149,11 @@ def _heads_at(call) -> int:
 
 def _with_heads(call, dims, batch_size, mask_for_gradient=False):
     """A call of an attention operator with the batch within the heads of its tensors."""
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "rng"):
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if getattr(call, name) is not None and getattr(dims, name) is not None:
             raise RuntimeError(f"{name} must not have a dimension of vmap: it is of all calls")
+    if dims.rng is not None:  # one seed is enough where heads differ in number
+        call = call._replace(rng=call.rng.select(dims.rng, 0))
     places = dict.fromkeys(("query", "key", "value", "dout", "out"), _heads_at(call))
     places |= {"dlse": _ROWS, "lse": _ROWS, "alibi_slopes": _HEADS, "sink": _HEADS}
     tensors = {
@@ -215,4 +217,6 @@ def _attention_rng(info, in_dims, query):
             f"vmap's randomness is '{info.randomness}', but dropout in attention drops other "
             "probabilities for each element: use randomness='different', or dropout_p=0"
         )
-    return _ops.attention_rng(query.movedim(in_dims[0], 0)), None
+    rng = _ops.attention_rng(query.movedim(in_dims[0], 0))
+    # A decomposition within vmap counts the heads of one element: each has a seed of its own.
+    return rng + torch.arange(2 * info.batch_size, device=rng.device).view(-1, 2), 0

@@ -494,11 +494,29 @@ class TestVmap:
         def attention(q):
             return fn.flash_attention(q, q, v, dropout_p=0.5)
 
-        out = vmap(attention, randomness="different")(q)
-        assert not torch.equal(out[0], out[1])
-        for randomness in ("error", "same"):
-            with pytest.raises(RuntimeError, match=f"randomness is '{randomness}'"):
-                vmap(attention, randomness=randomness)(q)
+        def of_keys(k):  # which alone have a batch
+            return fn.flash_attention(q[0], k, v, dropout_p=0.5)
+
+        for function in (attention, of_keys):
+            out = vmap(function, randomness="different")(q)
+            assert not torch.equal(out[0], out[1])
+            for randomness in ("error", "same"):
+                with pytest.raises(RuntimeError, match=f"randomness is '{randomness}'"):
+                    vmap(function, randomness=randomness)(q)
+
+    @pytest.mark.parametrize("is_shared", [False, True], ids=["", "query without a batch"])
+    def test_dropout_in_gradients_of_each(self, is_shared, device, generator):
+        """Each has a mask of its own, the same in both directions."""
+        q, v = (randn(generator, 1, 2, 16, 8, dtype=FP64) for _ in range(2))
+
+        def energy(v, k):
+            out = fn.flash_attention(q if is_shared else k, k, v, dropout_p=0.5)
+            return out.square().sum() / 2, out
+
+        k, v = (t.expand(3, *t.shape) for t in (q, v))
+        dv, out = vmap(grad(energy, has_aux=True), randomness="different")(v, k)
+        assert not torch.equal(out[0], out[1]) and not torch.equal(out[1], out[2])
+        torch.testing.assert_close((dv * v).flatten(1).sum(1), out.square().flatten(1).sum(1))
 
 
 class TestHuggingFace:
