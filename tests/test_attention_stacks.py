@@ -5,6 +5,7 @@ import copy
 import re
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -278,6 +279,22 @@ class TestCompile:
         (dv,) = torch.autograd.grad(out, v, torch.eye(16, device=device).expand_as(out))
         torch.testing.assert_close(dv, out.transpose(-1, -2))
         assert not torch.equal(out, compiled(q, v))
+
+    @pytest.mark.parametrize(
+        "scale", [lambda q: 1 / np.sqrt(q.size(-1)), lambda q: np.float64(0.3)]
+    )
+    def test_scale_of_numpy(self, scale, device, generator):
+        torch._dynamo.reset()
+
+        def attention(q):
+            first = fn.scaled_dot_product_attention(q, q, q, scale=scale(q))
+            return flash_attn.flash_attn_func(first, q, q, softmax_scale=scale(q))
+
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+        for head_dim in (8, 16):
+            q = leaves(generator, (1, 2, 5, head_dim), dtype=FP32)
+            for a, b in zip(*run_both(compiled, attention, q), strict=True):
+                assert same_bits(a, b)
 
     def test_varlen(self, device, generator):
         torch._dynamo.reset()
