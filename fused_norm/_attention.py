@@ -179,6 +179,8 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         attn_mask = _torch.dense_mask(attn_mask, query)
     dropout_p = _arguments.number("dropout_p", dropout_p)
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"dropout_p must be at least 0 and at most 1, but is {dropout_p}")
     scale = _arguments.optional_number("scale", scale)
     is_causal = _arguments.flag("is_causal", is_causal)
     enable_gqa = _arguments.flag("enable_gqa", enable_gqa)
@@ -327,8 +329,7 @@ def flash_attention_varlen(
     _arguments.tensor("cu_seqlens_q", cu_seqlens_q)
     _arguments.tensor("cu_seqlens_k", cu_seqlens_k)
     _check_tensors(*tensors)
-    max_seqlens = (
-        _arguments.integer("max_seqlen_q", max_seqlen_q),
-        _arguments.integer("max_seqlen_k", max_seqlen_k),
-    )
+    max_seqlen_q = _arguments.integer("max_seqlen_q", max_seqlen_q)
+    max_seqlen_k = _arguments.integer("max_seqlen_k", max_seqlen_k)
+    max_seqlens = (max_seqlen_q, max_seqlen_k)
     return _flash(tensors, max_seqlens, causal, window, softcap, dropout_p, scale, return_lse)

@@ -716,6 +716,9 @@ class TestErrors:
         attention = fn.scaled_dot_product_attention
         refuse("attn_mask of shape.*is_causal", attention, q, q, q, tensor(5, 5, device=device),
                is_causal=True)  # fmt: skip
+        for wrong in (1.5, -0.5, float("nan")):
+            refuse(f"^dropout_p must be at least 0 and at most 1, but is {wrong}$", attention, q, q,
+                   q, dropout_p=wrong)  # fmt: skip
         refuse("query has 4 heads, key 2.*enable_gqa", attention, q, k, v)
         nested = torch.nested.nested_tensor([q[0, 0]], layout=torch.jagged)
         refuse("attn_mask must be a dense strided tensor, but is nested", attention, q, q, q,
