@@ -745,6 +745,10 @@ class TestErrors:
         refuse(r"flash_attn_func\(\) got an unexpected.*'dropout'", flash_attn.flash_attn_func,
                q, q, q, dropout=0.0)  # fmt: skip
         cu = offsets(device, 0, 5)
+        packed = torch.zeros(5, 3, 4, 8, device=device)
+        of_packed = flash_attn.flash_attn_varlen_qkvpacked_func
+        refuse("^cu_seqlens must be int32, but is Long", of_packed, packed, cu.long(), 5)
+        refuse("^max_seqlen must not be negative, but is -1", of_packed, packed, cu, -1)
         refuse("block_table must be None", flash_attn.flash_attn_varlen_func, q[0], q[0], q[0], cu,
                cu, 5, 5, block_table=cu[None])  # fmt: skip
 

@@ -129,12 +129,12 @@ void check_attention_without_rng(const AttentionCall& call) {
   const Tensor& query = qkv[0];
   check_tensors(call, qkv);
   if (call.is_packed()) {
-    check_offsets(*call.cu_seqlens_q, "cu_seqlens_q", query);
+    check_offsets(*call.cu_seqlens_q, has(call.key) ? "cu_seqlens_q" : "cu_seqlens", query);
     check_offsets(*call.cu_seqlens_k, "cu_seqlens_k", query);
     TORCH_SYM_CHECK(call.cu_seqlens_k->sym_size(0).sym_eq(call.cu_seqlens_q->sym_size(0)),
                     "cu_seqlens_k has ", call.cu_seqlens_k->sym_size(0),
                     " elements, but cu_seqlens_q has ", call.cu_seqlens_q->sym_size(0));
-    check_not_negative(call.max_seqlen_q, "max_seqlen_q");
+    check_not_negative(call.max_seqlen_q, has(call.key) ? "max_seqlen_q" : "max_seqlen");
     check_not_negative(call.max_seqlen_k, "max_seqlen_k");
   }
   const SymInt heads = query.sym_size(1);
