@@ -76,7 +76,7 @@ def number(name: str, value) -> float:
 
 def optional_number(name: str, value) -> float | None:
     """As :func:`number`, or None. Dynamo has 1 / np.sqrt(64) as an array without dimensions."""
-    if torch.compiler.is_compiling() and _kind(value) == "ndarray" and value.ndim == 0:
+    if _kind(value) == "ndarray" and torch.compiler.is_compiling() and value.ndim == 0:
         return float(value)
     return None if value is None else number(name, value)
 
