@@ -136,7 +136,7 @@ void set_options(const AttentionCall& call, Launch* launch) {
   p.window_right = limit_of(call.window_right);
   p.top_left = call.top_left;
   p.dropout_p = static_cast<float>(call.dropout_p);
-  p.dropout_scale = call.dropout_p < 1 ? 1 / (1 - call.dropout_p) : 0;
+  p.dropout_scale = 1 / (1 - call.dropout_p);
   if (has(call.attn_mask)) {
     const Tensor mask = of_four_dims(*call.attn_mask).expand({p.batch, p.heads, p.queries, p.keys});
     const bool boolean = mask.scalar_type() == at::kBool;

@@ -54,20 +54,19 @@ class BackwardConsumer {
   __device__ __forceinline__ void run(Walk walk, Join join) {
 #pragma unroll 1
     for (uint32_t count = 0;; ++count) {
-      const uint32_t stages = own_stages<Form>(args_);
-      own_slot_ = count % stages;
-      wait(memory_.own_full[own_slot_], count / stages % 2);
+      own_slot_ = count % Form::kOwnStages;
+      wait(memory_.own_full[own_slot_], count / Form::kOwnStages % 2);
       const WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       if (work.sequence < 0) return;
       open(work);
-      if (work.first_tile < work.end_tile) {
+      if (sees_keys(work)) {
 #pragma unroll 1
         do {
           clear_sums();
           walk(work);
         } while (is_spoiled());
         // A walk that may come again needs the own tile until here.
-        if (Form::kMends && has_mask<Form>(args_)) release(memory_.own_empty[own_slot_]);
+        if (may_come_again()) release(memory_.own_empty[own_slot_]);
       } else {
         clear_sums();
         release(memory_.own_empty[own_slot_]);
@@ -101,10 +100,13 @@ class BackwardConsumer {
       }
     }
   }
-  // Whether a tile's sums have to be made again.
+  // Whether a tile's sums may have to be made again, and whether they have to.
+  __device__ __forceinline__ bool may_come_again() const {
+    return Form::kMends && has_mask<Form>(args_);
+  }
   __device__ __forceinline__ bool is_spoiled() {
     if constexpr (Form::kMends) {
-      again_ = !again_ && has_mask<Form>(args_) &&
+      again_ = !again_ && may_come_again() &&
                memory_.verdict.template give<kConsumers>(first_sums_, verdict_turn_);
     }
     return again_;
@@ -135,7 +137,7 @@ class BackwardConsumer {
       start_products(work, tile);
       hides = weigh(work, tile, heads);
     }
-    if (!Form::kMends || !has_mask<Form>(args_)) release(memory_.own_empty[own_slot_]);
+    if (!may_come_again()) release(memory_.own_empty[own_slot_]);
     add_tile(hides);
     wait_products<0>();
     end_tile(first_place_.slot);
@@ -297,7 +299,7 @@ class BackwardConsumer {
       }
       wait(memory_.mask_full, mask_parity_);
       mask_parity_ ^= 1;
-      Form::Mask::template add<T, Form::kOfKeys>(args_.mask, memory_.mask_tile(), row_in_tile(),
+      Form::Mask::template add<T, Form::kOfKeys>(args_.mask, memory_.mask, row_in_tile(),
                                                  lane_ % 4 * 2, factor, scores_);
       named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
     }

@@ -81,17 +81,14 @@ struct BackwardForm {
   }
   using OwnTile = SharedTile<kOwn, kDim>;
   using OtherTile = SharedTile<kOthers, kDim>;
-  // Where there is room for a tile of a mask, beside the others or in place of a tile of the own
-  // side. Queries' tiles may be done twice for it.
+  // Where there is room for a tile of a mask. Queries' tiles may be done twice for it.
   static constexpr bool kMasks = kGeneral && kDim <= kMaxMaskedBackwardDim;
-  static constexpr bool kMaskInOwn = kMasks && !kOfMask && kDim == 128 && kOwnStages == 2;
   static constexpr bool kMends = kMasks && !kOfMask && !kOfKeys;
   static constexpr Hidden kHidden = kAll                 ? Hidden::kOwnKeys
                                     : !kMasks || kOfMask ? Hidden::kNone
                                     : kOfKeys            ? Hidden::kQueries
                                                          : Hidden::kKeys;
   using Mask = MaskTile<kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2>;
-  static_assert(!kMaskInOwn || Mask::kBytes <= OwnTile::kBytes);
 };
 
 // Of kAll: W of a tile of others, in turn, and the chunks of dquery that the groups make of it.
@@ -115,7 +112,7 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
                                                        : 2;  // none
   alignas(128) float statistics[Form::kFirstStages][2][kStageQueries];
   float key_mask[Form::kAll ? Form::kOwn : 1];  // what a mask adds to the own keys' exponents
-  alignas(16) char mask[Form::kMasks && !Form::kMaskInOwn ? Form::Mask::kBytes : 16];
+  alignas(16) char mask[Form::kMasks ? Form::Mask::kBytes : 16];
   CopyBarrier mask_full;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
@@ -125,23 +122,12 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   static constexpr int kWorks = 4;
   WorkTile work[kWorks];
   ListPlace place;
-
-  __device__ __forceinline__ char* mask_tile() {
-    if constexpr (Form::kMaskInOwn) return own_first[1];
-    return mask;
-  }
 };
 
 template <typename Form>
 __device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
   return Form::kMasks && args.mask.data != nullptr;
 }
-// Where tiles of the own side lie: of one after the other.
-template <typename Form>
-__device__ __forceinline__ uint32_t own_stages(const BackwardArgs& args) {
-  return Form::kMaskInOwn && has_mask<Form>(args) ? 1 : Form::kOwnStages;
-}
-
 // Where delta of a sequence's queries begins, the first of which is row `begin` of all.
 __device__ __forceinline__ int first_statistic(const BackwardArgs& args, int sequence, int head,
                                                int begin) {
@@ -209,10 +195,10 @@ class BackwardProducer {
       }
       __syncwarp();
       const int steps = found ? steps_of<Form>(args_, work) : 0;
-      const uint32_t stages = own_stages<Form>(args_), own_slot = count % stages;
+      const uint32_t own_slot = count % Form::kOwnStages;
       begin_others(work);
       if (steps > 0) load_others(work);
-      wait(memory_.own_empty[own_slot], count / stages % 2 ^ 1);
+      wait(memory_.own_empty[own_slot], count / Form::kOwnStages % 2 ^ 1);
       if (lane_ == 0) {
         if (steps > 0) {
           load_own(work, own_slot);
@@ -300,17 +286,15 @@ class BackwardProducer {
 // The other warps of the producer's warpgroup copy tiles of the mask.
 template <typename Form>
 __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMemory<Form>& memory) {
-  const uint32_t stages = own_stages<Form>(args);
   uint32_t verdict_turn = 0;
   bool has_copied = false;
   for (uint32_t count = 0;; ++count) {
-    const uint32_t slot = count % stages;
-    wait(memory.own_full[slot], count / stages % 2);
+    const uint32_t slot = count % Form::kOwnStages;
+    wait(memory.own_full[slot], count / Form::kOwnStages % 2);
     const WorkTile& work = memory.work[count % BackwardMemory<Form>::kWorks];
     if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
     const int heads = heads_of_others<Form>(args);
-    const bool any = work.first_tile < work.end_tile;
-    for (bool again = any, first = true; again; first = false) {
+    for (bool again = sees_keys(work), first = true; again; first = false) {
       int tile = work.first_tile - 1;
       const auto next = [&] {
         while (++tile < work.end_tile && !mask_changes(args, work, tile)) continue;
@@ -320,10 +304,10 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
           const int head = (work.head + 1) * heads - left, others = tile * Form::kOthers;
           wait_for_readers<128 * Form::kGroups>(has_copied);
           if constexpr (Form::kOfKeys) {
-            Form::Mask::start_copy(args.mask, memory.mask_tile(), work.sequence, head, others,
-                                   work.keys, work.first, work.queries);
+            Form::Mask::start_copy(args.mask, memory.mask, work.sequence, head, others, work.keys,
+                                   work.first, work.queries);
           } else {
-            Form::Mask::start_copy(args.mask, memory.mask_tile(), work.sequence, head, work.first,
+            Form::Mask::start_copy(args.mask, memory.mask, work.sequence, head, work.first,
                                    work.queries, others, work.keys);
           }
           if (left == 1) next();

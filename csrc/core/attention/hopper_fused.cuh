@@ -67,8 +67,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
         if (before > 0) {
           add_bulk(sum, memory.chunk[half], bytes);
         } else {
-          store_bulk(reinterpret_cast<char*>(sum),
-                     reinterpret_cast<const char*>(memory.chunk[half]), bytes);
+          store_bulk(sum, memory.chunk[half], bytes);
         }
         commit_bulk_stores();
         known = steps > 1 ? read_count(args.sums.counters + next) : 0;

@@ -81,7 +81,7 @@ __device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
   for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen) {
     if (!seen) return;
     wait_for_readers<128 * Form::kGroups>(has_copied);
-    Form::Mask::start_copy(args.mask, memory.mask_tile(), work.sequence, work.head, work.first,
+    Form::Mask::start_copy(args.mask, memory.mask, work.sequence, work.head, work.first,
                            work.queries, tile * Form::kOthers, work.keys);
     Form::Mask::end_copy(memory.mask_full);
   });
@@ -135,8 +135,7 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
     hold(scores_);
     const float factor = general_scores(args_, work, head, scores_, work.first + row,
                                         tile * kOthers + column, [] {});
-    Form::Mask::template add<T, false>(args_.mask, memory_.mask_tile(), row, column, factor,
-                                       scores_);
+    Form::Mask::template add<T, false>(args_.mask, memory_.mask, row, column, factor, scores_);
     if (is_last) named_arrive(kMaskIsRead, Base::kConsumers + kMaskThreads);
     this->exponentiate();
     if (this->is_cut(work, tile)) this->hide(work, tile);

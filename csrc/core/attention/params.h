@@ -73,7 +73,7 @@ struct AttentionParams {
   const void* sink;      // (heads), contiguous; null: none
   DType sink_dtype;      // the query's, or fp32 (fp64 for fp64)
   float dropout_p;       // 0: none
-  double dropout_scale;  // 1 / (1 - dropout_p), or 0
+  double dropout_scale;  // 1 / (1 - dropout_p)
   const int64_t* rng;    // with dropout: seed and offset, on the device (dropout.h)
 
   AttentionTensor query, key, value, out;

@@ -168,10 +168,9 @@ bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
                                 const DeviceProperties& device) {
   const AttentionParams& forward = params.forward;
   return params.dmask != nullptr && attention_rows(forward) > 0 &&
-         hopper_takes_backward(forward, device) &&
-         dim_of(forward) <= 128 && forward.query_offsets == nullptr &&
-         size_of(forward.mask.dtype) == 2 && params.mask_shape[2] == forward.queries &&
-         params.mask_shape[3] == forward.keys;
+         hopper_takes_backward(forward, device) && dim_of(forward) <= 128 &&
+         forward.query_offsets == nullptr && size_of(forward.mask.dtype) == 2 &&
+         params.mask_shape[2] == forward.queries && params.mask_shape[3] == forward.keys;
 }
 
 QueryParts query_parts(const AttentionParams& params, int rows) {

@@ -116,7 +116,7 @@ constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
     {128, 2, 3, 3}, {128, 2, 2, 2}, {128, 1, 2, 2}, {64, 1, 2, 2}, {64, 1, 2, 1}};
 constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
     {{}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}},  // of fewer columns: kHopperFusedTiles
-    {{112, 2, 3, 3}, {96, 2, 2, 2}, {64, 2, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
+    {{112, 2, 3, 3}, {96, 2, 2, 2}, {64, 1, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
 };
 // Of the kernel that makes all three gradients of plain scores, where there is one: `others` are
 // queries, in chunks of 64.
@@ -150,8 +150,8 @@ struct HopperPlan {
 HopperPlan hopper_plan(const AttentionParams& params);
 
 // Whether one kernel makes all gradients of the call: of plain scores, or of those plus a mask of
-// keys. It takes a group of more query heads than
-// these in parts: one block for each tile of keys and all of them leaves many without work.
+// keys. A group of more query heads than kMostHeadsOfPart comes in parts, as one block for all of
+// them leaves many without work.
 bool hopper_fuses(const AttentionParams& params);
 constexpr int kMostHeadsOfPart = 2;
 
@@ -162,9 +162,9 @@ AttentionParams with_sides_changed(AttentionParams params, int parts);
 // whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
 // compiled.
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
-// What the forward pass takes, but for so many queries that a row's index does not fit in 32 bits,
-// and of masks those of 16 bit and booleans up to this head dimension: shared memory has no room
-// for others.
+// What the forward pass takes, if the queries' statistics have indices of 32 bits. Of masks that
+// are not the fused kernel's: those of 16 bit and booleans up to this head dimension, as shared
+// memory has no room for others.
 constexpr int kMaxMaskedBackwardDim = 192;
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
 // Of these the mask's gradient: of dense masks of 16 bit that have all queries and keys.

@@ -152,7 +152,7 @@ __device__ __forceinline__ void copy_rest(char* to, const char* from, int begin,
 
 // Starts a copy of a multiple of 16 bytes from shared memory, between multiples of 16. What it
 // copies was written there before order_writes() and a barrier.
-__device__ __forceinline__ void store_bulk(char* to, const char* from, int bytes) {
+__device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(bytes)
