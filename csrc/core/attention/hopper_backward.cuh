@@ -342,8 +342,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void differentiate(bool hides) {
     if constexpr (!kGeneral) subtract_delta();
     if (hides) {
-      // The product of a hidden pair may be a NaN, and so may the delta of a query that sees
-      // nothing.
+      // A hidden pair's product may be a NaN, and so may the delta of a query that sees nothing.
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
     }
