@@ -279,8 +279,10 @@ STAGES = [
     # Of a mask that heads share, as by causality, whole tiles are left out.
     Case(BF16, (520, 520), (64, 64), (2, 2, 1), "full", "bool causal"),
     Case(BF16, (330, 520), (128, 128), (1, 2, 1), "full", "bool causal"),
-    # racecheck reports this one, on Hopper: docs/measurements.md.
     Case(BF16, (70, 520), (64, 64), (1, 1, 1), "causal", "bool keys"),
+    # A mask's gradient on Hopper: more tiles of the mask than multiprocessors.
+    Case(BF16, (150, 330), (64, 64), (3, 24, 24), "causal", "float heads"),
+    Case(BF16, (150, 330), (128, 128), (3, 12, 12), "full", "float heads"),
 ]
 
 
