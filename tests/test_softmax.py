@@ -400,10 +400,12 @@ def test_fully_masked_rows_are_zero(pair, kind, device, generator):
 
 @each_dtype
 def test_without_a_mask_it_is_softmax(dtype, device, generator):
-    """NaN included, as no row is masked."""
-    for cols in (3, 37, 256, 5000, 40000):
+    """NaN included, as no row is masked: nor is one that is only scaled."""
+    for cols in (3, 37, 256, 5000, 40000, 300_000):
         x = special_rows(generator, dtype, cols)
-        assert torch.equal(fn.scaled_masked_softmax(x).isnan(), fn.softmax(x, -1).isnan())
+        for scale in (1.0, 0.5):
+            y = fn.scaled_masked_softmax(x, scale=scale)
+            assert torch.equal(y.isnan(), fn.softmax(x * scale, -1).isnan()), f"{cols}, {scale}"
         x = logits(generator, 5, cols, dtype=dtype)
         torch.testing.assert_close(fn.scaled_masked_softmax(x), fn.softmax(x, -1))
 

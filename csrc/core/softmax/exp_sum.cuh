@@ -95,14 +95,17 @@ struct Finish {
   __device__ explicit Finish(A by) : by(by) {}
   __device__ static A of_sum(A sum) { return kLog ? A(0) - log_of(sum) : reciprocal(sum); }
   // `part_max`: the maximum that the shift came from. A sum of zero, a row of nothing but -inf,
-  // gives NaN or zeros.
-  __device__ Finish(const ExpSum<A>& row, A part_max, bool zero_if_empty) {
+  // gives NaN.
+  __device__ Finish(const ExpSum<A>& row, A part_max) {
     if constexpr (kLog) {
       by = (shift_of(part_max) - shift_of(row.max)) - log_of(row.sum);
     } else {
       by = exp_of(part_max - shift_of(row.max)) * reciprocal(row.sum);
-      if (zero_if_empty && row.sum == A(0)) by = 0;
     }
+  }
+  // Of softmax: what such a row gives instead.
+  __device__ __forceinline__ void of_empty(const ExpSum<A>& row, float result) {
+    if (row.sum == A(0)) by = result;
   }
   __device__ A operator()(A difference, A exponential) const {
     return kLog ? difference + by : exponential * by;

@@ -70,12 +70,12 @@ __device__ __forceinline__ void outputs_of(const Kept& kept, A shift, const Fini
 
 // A row that lies in the packs of the threads that share it, kPacks each, from its scores to the
 // last store. `cols` are all that the row may have.
-template <bool kLog, bool kMayShare, int kPacks, int N, bool kRegular, bool kZeroIfEmpty,
-          typename A, typename Kept, typename Group, typename Out>
+template <bool kLog, bool kMayShare, int kPacks, int N, bool kRegular, typename A, typename Kept,
+          typename Group, typename Load, typename Out>
 __device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& group,
                                                RowCluster& cluster, bool spread,
                                                const RunPlace<N, kRegular>& place, int col,
-                                               int cols, const Out& out) {
+                                               int cols, const Load& load, const Out& out) {
   // Exponentials are kept where registers allow, else made twice.
   constexpr bool kKeep = !kLog && kPacks * N <= 32;
   const A top = group.reduce_lanes(max_of_packs<A>(kept), LargerOf());
@@ -104,7 +104,8 @@ __device__ __forceinline__ void softmax_of_row(Kept (&kept)[kPacks], Group& grou
     sum = reduce_row(group, cluster, spread, sum, ExpSum<A>::empty(), slots, ExpSum<A>::merge);
   }
 
-  const Finish<kLog, A> finish(sum, top, kZeroIfEmpty);
+  Finish<kLog, A> finish(sum, top);
+  if constexpr (Load::kMasked) finish.of_empty(sum, load.masking.of_empty);
   if constexpr (kPacks * N > 32) forget_elements(kept);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -140,8 +141,8 @@ __device__ __forceinline__ void softmax_forward_once(const Load& load, const Sto
     in.prepare(packs, kept, col);
   }
   if (at.spread) cluster.wait();
-  softmax_of_row<kLog, kMayShare, kPacks, N, kRegular, Load::kMasked, Accumulator<X>>(
-      kept, group, cluster, at.spread, place, col, store.cols, store.open(at.row, place));
+  softmax_of_row<kLog, kMayShare, kPacks, N, kRegular, Accumulator<X>>(
+      kept, group, cluster, at.spread, place, col, store.cols, load, store.open(at.row, place));
 }
 
 // For rows whose packs a thread are any of kPacks: it takes the registers of the most.

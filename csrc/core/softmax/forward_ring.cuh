@@ -48,7 +48,7 @@ struct ExponentialSpans {
     }
   };
   __device__ Results results_of(const Sum& row) const {
-    return {shift_of(row.max), Finish<kLog, float>(row, row.max, false)};
+    return {shift_of(row.max), Finish<kLog, float>(row, row.max)};
   }
 };
 

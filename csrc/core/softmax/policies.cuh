@@ -5,6 +5,8 @@
 // packs of results; it also says where its lanes' packs lie in the runs of a row (RunPlace).
 #pragma once
 
+#include <limits>
+
 #include "core/common/row_run.cuh"
 #include "core/softmax/exp_sum.cuh"
 #include "core/softmax/softmax.h"
@@ -88,6 +90,7 @@ struct ScoreMask {
   SoftmaxMask mask;
   bool causal;
   Divider queries;
+  float of_empty;  // what a row of nothing but -inf gives: 0, or NaN where there is a scale alone
 
   // How many of the row's first columns `causal` does not mask out.
   __device__ int visible(int64_t row, int cols) const {
@@ -121,7 +124,9 @@ struct ScoreMask {
 };
 
 inline ScoreMask score_mask_of(const SoftmaxForwardParams& params) {
-  return {params.mask, params.causal, make_divider(params.causal ? params.queries : 1)};
+  const bool masks = params.causal || params.mask.data != nullptr;
+  return {params.mask, params.causal, make_divider(params.causal ? params.queries : 1),
+          masks ? 0.0f : std::numeric_limits<float>::quiet_NaN()};
 }
 
 // Rows of scale * x + mask, causal or not.

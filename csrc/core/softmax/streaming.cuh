@@ -102,9 +102,11 @@ __device__ __forceinline__ void softmax_forward_twice(const StreamedForward<A>& 
     });
   };
   if (in.log) {
-    write(Finish<true, A>(sum, sum.max, false), std::true_type());
+    write(Finish<true, A>(sum, sum.max), std::true_type());
   } else {
-    write(Finish<false, A>(sum, sum.max, kMasked), std::false_type());
+    Finish<false, A> finish(sum, sum.max);
+    if constexpr (kMasked) finish.of_empty(sum, in.mask.of_empty);
+    write(finish, std::false_type());
   }
 }
 
