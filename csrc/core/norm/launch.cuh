@@ -16,7 +16,6 @@ namespace fused_norm {
 template <typename Y>
 AffineStore<Y> affine_store(const NormForwardParams& params) {
   return {static_cast<Y*>(params.y),
-          params.rows,
           params.cols,
           params.weight,
           params.bias,

@@ -132,7 +132,6 @@ template <typename T>
 struct AffineStore {
   using Output = T;
   T* y;
-  int64_t rows;
   int cols;
   ParamVector weight, bias;
   Accumulator<T> weight_offset;
