@@ -51,6 +51,6 @@ def test_products_run_in_batches():
     for name, body in kernels.items():
         products = len(re.findall(r"\bHGMMA\b", body))
         waits = len(re.findall(r"\bWARPGROUP\.DEPBAR\b", body))
-        assert products >= 16, name
+        assert products >= 8, name  # two products of 64 columns
         assert waits <= products / 4, name
         assert len(re.findall(r"\bUSETMAXREG\b", body)) == 2, name
