@@ -28,8 +28,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (3041, 2300),
-    "lines of norm": (5511, 3000),
-    "lines of softmax": (2786, 2000),
+    "lines of norm": (5509, 3000),
+    "lines of softmax": (2797, 2000),
     "lines of gated RMSNorm": (176, 200),
     "lines of attention": (6467, 4500),
     "lines of csrc/ops": (4063, 2300),
