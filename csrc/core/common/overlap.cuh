@@ -7,7 +7,7 @@
 namespace fused_norm {
 
 // From here on the next kernel may be launched. It sees what this one writes only when it waits.
-// Called once this kernel has waited, or its predecessor: so the next kernel begins after the end of
+// Called once this kernel or its predecessor has waited: so the next kernel begins after the end of
 // the one before this, and finds nothing that is older in its caches.
 __device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900

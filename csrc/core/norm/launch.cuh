@@ -15,10 +15,7 @@ namespace fused_norm {
 
 template <typename Y>
 AffineStore<Y> affine_store(const NormForwardParams& params) {
-  return {static_cast<Y*>(params.y),
-          params.cols,
-          params.weight,
-          params.bias,
+  return {static_cast<Y*>(params.y), params.cols, params.weight, params.bias,
           static_cast<Accumulator<Y>>(params.weight_offset)};
 }
 
