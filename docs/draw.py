@@ -240,9 +240,9 @@ def headlines(found):
 - **{freed / 1e9:.1f} GB less memory** for a training step of a 7B LLaMA over 4096 tokens, by one
   flag ([memory.md](benchmarks/results/memory.md)).
 - **Attention {flash} as fast as torch's FlashAttention**, forward and backward,
-  {cudnn} as fast as cuDNN's and {flash_4} as fast as flash-attn 4's, with the same
-  bits on every run ([attention.md](benchmarks/results/attention.md)).
-- **A step on padded sequences {100 * (1 - step / torchs_step):.0f} % faster**: a LLaMA whose
+  {cudnn} as fast as cuDNN's and {flash_4} as fast as flash-attn 4's (2048 and 16384
+  tokens), with the same bits on every run ([attention.md](benchmarks/results/attention.md)).
+- **{100 * (1 - step / torchs_step):.0f} % less time for a step on padded sequences**: a LLaMA whose
   attention has a causal mask with padding takes {step:.0f} milliseconds in place of
   {torchs_step:.0f} with torch's norms and attention, compiled
   ([memory.md](benchmarks/results/memory.md))."""
