@@ -63,7 +63,7 @@ def attention(
         if not torch.compiler.is_compiling():
             _C.check_attention(*args)  # a call that is refused draws no seed
             if _torch.in_functorch():  # so that vmap knows of it, whichever tensor has a batch
-                drawn_for = torch.stack([t.detach().sum() for t in tensors if t is not None])
+                drawn_for = sum(t.detach()[..., :0].sum() for t in tensors if t is not None)
         args = (*tensors, _ops.attention_rng(drawn_for), *args[9:])
     if not torch.compiler.is_compiling():
         results = _C.attention(*args)

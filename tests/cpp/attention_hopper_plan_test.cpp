@@ -1,6 +1,8 @@
 // Which calls the Hopper kernels of attention take, and in what form.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+
 #include "core/attention/plan.h"
 #include "tests/cpp/chips.h"
 
@@ -196,7 +198,43 @@ TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {
   EXPECT_FALSE(hopper_takes_forward(call(128, 512, 512), kRtx));
 }
 
+TEST(AttentionHopperPlan, ASectionOfManyHeadsFitsInItsType) {
+  AttentionParams params = call(8, 512, 1);
+  params.heads = 2048;
+  params.kv_heads = 1;
+  params.window_right = 0;
+  EXPECT_GT(hopper_plan(params).query_section, 0);
+}
+
 #ifdef FUSED_NORM_WITH_HOPPER
+TEST(AttentionHopperPlan, MakesGradientsOfWholeMasks) {
+  DeviceProperties chip = kH200;
+  chip.capability = 90;
+  const auto makes = [&](int dim, auto change) {
+    float place = 0;
+    AttentionBackwardParams params{};
+    params.forward = call(dim, 300, 331);
+    AttentionMask& mask = params.forward.mask;
+    mask = {&place, false, DType::kBFloat16, 0, 300 * 331, 331, 1};
+    params.dmask = &place;
+    const int shape[] = {1, 16, 300, 331};
+    std::copy(shape, shape + 4, params.mask_shape);
+    change(params);
+    return hopper_makes_mask_gradient(params, chip);
+  };
+  const auto nothing = [](AttentionBackwardParams&) {};
+  for (int dim : {8, 64, 72, 96, 128}) EXPECT_TRUE(makes(dim, nothing)) << dim;
+  for (int dim : {136, 192, 256}) EXPECT_FALSE(makes(dim, nothing)) << dim;
+  using Params = AttentionBackwardParams;
+  EXPECT_TRUE(makes(64, [](Params& p) { p.mask_shape[0] = 2, p.mask_shape[1] = 1; }));
+  EXPECT_FALSE(makes(64, [](Params& p) { p.mask_shape[2] = 1; }));
+  EXPECT_FALSE(makes(64, [](Params& p) { p.mask_shape[3] = 1; }));
+  EXPECT_FALSE(makes(64, [](Params& p) { p.dmask = nullptr; }));
+  EXPECT_FALSE(makes(64, [](Params& p) { p.forward.batch = 0; }));
+  EXPECT_FALSE(makes(64, [](Params& p) { p.forward.mask.dtype = DType::kFloat32; }));
+  EXPECT_FALSE(makes(64, [](Params& p) { p.forward.dropout_p = 0.5f; }));
+}
+
 TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   DeviceProperties chip = kH200;
   chip.capability = 90;

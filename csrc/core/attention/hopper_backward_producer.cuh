@@ -39,22 +39,26 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   float gradient_scale;            // what dquery and dkey are multiplied by at last
   AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
-  ChunkSums sums, own_sums;  // of kAll: of dquery; of dkey and dvalue, where there are parts
-  void* dmask;  // of kOfMask: (mask_batch, mask_heads, queries, keys), of sequences and heads one
-                // or all
-  int32_t mask_batch, mask_heads;
+  ChunkSums sums, own_sums;        // of kAll: of dquery; of dkey and dvalue, where there are parts
+  void* dmask;                     // of kOfMask: (mask_batch, mask_heads, queries, keys)
+  int32_t mask_batch, mask_heads;  // all sequences or one for all, and so all heads
 };
 
-// A form of the kernel. kGeneral: scores pass through softcap, slopes and mask. kOfKeys: the own
-// side are keys, else queries. kFirst: makes dquery or dkey; kSecond: dvalue. kAll: dkey, dvalue
-// and the sums of dquery (hopper_fused.cuh). kOfMask: the gradient of the mask alone
-// (hopper_mask_gradient.cuh).
-template <typename T_, int kDim_, bool kGeneral_, bool kOfKeys_, bool kFirst_, bool kSecond_,
-          bool kAll_ = false, bool kOfMask_ = false>
+// The gradients that a kernel makes. kAll: dkey, dvalue and the sums of dquery (hopper_fused.cuh).
+// kMask: that of an additive mask (hopper_mask_gradient.cuh).
+enum class Makes { kQuery, kKeyAndValue, kKey, kValue, kAll, kMask };
+
+// A form of the kernel. kGeneral: scores pass through softcap, slopes and mask.
+template <typename T_, int kDim_, Makes kMakes, bool kGeneral_>
 struct BackwardForm {
   using T = T_;
-  static constexpr bool kGeneral = kGeneral_, kOfKeys = kOfKeys_, kFirst = kFirst_,
-                        kSecond = kSecond_, kAll = kAll_, kOfMask = kOfMask_;
+  static constexpr bool kGeneral = kGeneral_, kAll = kMakes == Makes::kAll;
+  static constexpr bool kOfMask = kMakes == Makes::kMask;
+  // The own side are keys, else queries.
+  static constexpr bool kOfKeys = kMakes != Makes::kQuery && !kOfMask;
+  // Whether there is a first sum, dquery or dkey, or its W, and a second, dvalue.
+  static constexpr bool kFirst = kMakes != Makes::kValue;
+  static constexpr bool kSecond = kOfKeys && kMakes != Makes::kKey;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
   static constexpr HopperBackwardTiles kTiles = kAll       ? kHopperFusedTiles[kIndex]
                                                 : kOfMask  ? kHopperMaskGradientTiles[kIndex]
@@ -69,10 +73,8 @@ struct BackwardForm {
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (kFirst || kSecondStages >= 2));
-  static_assert(kFirst || kSecond);
   static_assert(kAll || !kSecond || kFirstStages == kSecondStages);
-  static_assert(kOfKeys || !kSecond);
-  static_assert(!kAll || (kOfKeys && kFirst && kSecond && !kGeneral));
+  static_assert(!kAll || !kGeneral);
   // Of kAll: the groups share dquery of a tile by its queries, or by the columns of 64 queries.
   static constexpr bool kByQueries = kOthers == 128;
   static_assert(!kAll || (kByQueries ? kDim == 64 : kOthers == 64 && kDim > 64 && kDim <= 128));
@@ -128,6 +130,7 @@ template <typename Form>
 __device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
   return Form::kMasks && args.mask.data != nullptr;
 }
+
 // Where delta of a sequence's queries begins, the first of which is row `begin` of all.
 __device__ __forceinline__ int first_statistic(const BackwardArgs& args, int sequence, int head,
                                                int begin) {

@@ -261,7 +261,7 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
     auto* ticket = static_cast<uint32_t*>(scratch);
     cudaError_t error = cudaSuccess;
     if constexpr (hopper_has_fused(kDim) && !general.value) {
-      using Form = BackwardForm<decltype(zero), kDim, false, true, true, true, true>;
+      using Form = BackwardForm<decltype(zero), kDim, Makes::kAll, false>;
       const AttentionBackwardParams& of = gradient.params;
       if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return error;
       error =
@@ -269,21 +269,18 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
       if (error != cudaSuccess || of.dquery.data == nullptr) return error;
       return hopper_query_gradient(gradient, device, scratch, stream);
     } else {
-      const auto launch = [&](auto of_keys, auto first, auto second) {
-        using Form = BackwardForm<decltype(zero), kDim, general.value, of_keys.value, first.value,
-                                  second.value>;
+      const auto launch = [&](auto makes) {
+        using Form = BackwardForm<decltype(zero), kDim, makes.value, general.value>;
         if (error != cudaSuccess) return;
         error = launch_backward_form<Form>(gradient, device, ticket++, static_cast<char*>(scratch),
                                            stream);
       };
-      constexpr std::true_type kYes;
-      constexpr std::false_type kNo;
-      launch(kNo, kYes, kNo);
+      launch(std::integral_constant<Makes, Makes::kQuery>());
       if constexpr (hopper_makes_both(kDim)) {
-        launch(kYes, kYes, kYes);
+        launch(std::integral_constant<Makes, Makes::kKeyAndValue>());
       } else {
-        launch(kYes, kYes, kNo);
-        launch(kYes, kNo, kYes);
+        launch(std::integral_constant<Makes, Makes::kKey>());
+        launch(std::integral_constant<Makes, Makes::kValue>());
       }
       return error;
     }

@@ -8,7 +8,7 @@ cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const Device
   const AttentionParams& params = gradient.params.forward;
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
     const auto launch = [&](auto dim) {
-      using Form = BackwardForm<decltype(zero), dim.value, true, false, true, false, false, true>;
+      using Form = BackwardForm<decltype(zero), dim.value, Makes::kMask, true>;
       return launch_backward_form<Form>(gradient, device, nullptr, static_cast<char*>(scratch),
                                         stream);
     };
