@@ -25,7 +25,7 @@ def _kind(value) -> str:
 def tensor(name: str, value, nested: bool = True) -> None:
     """Checks that ``value`` is a tensor, ``nested`` or not. One of a subclass may be the first
     DTensor."""
-    if type(value) is not Tensor:
+    if type(value) is not Tensor or value.is_nested:
         if not isinstance(value, Tensor):
             _refuse(name, "a tensor", value)
         optional_tensor(name, value, nested)

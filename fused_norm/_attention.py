@@ -54,7 +54,7 @@ def attention(
         attn_mask, sink = (_autocast.cast(t, dtype, torch.float32) for t in (attn_mask, sink))
         tensors = (query, key, value, attn_mask, alibi_slopes, sink, *offsets)
     if scale is None:
-        head_dim = query.size(-1)
+        head_dim = query.size(-1) if query.dim() else 0  # an error below
         scale = head_dim**-0.5 if head_dim else 1.0
     (max_q, max_k), (left, right) = max_seqlens, window
     args = tensors + (None, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)

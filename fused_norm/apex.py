@@ -65,9 +65,9 @@ def _store_converts(input: torch.dtype, output: torch.dtype) -> bool:
 def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
     """The parameter in a dtype that the operators take beside this input. Only 16-bit ones are
     converted, to fp32, which holds them all."""
-    if parameter is None or parameter.dtype in (input.dtype, torch.float32, torch.float64):
+    if parameter is None or input.dtype in (parameter.dtype, torch.float32):
         return parameter
-    return parameter if input.dtype is torch.float32 else parameter.to(torch.float32)
+    return parameter.to(torch.float32) if parameter.dtype in _autocast.SIXTEEN_BIT else parameter
 
 
 def _norm(
@@ -84,7 +84,7 @@ def _norm(
         input = _autocast.cast(input, autocast)
         if not memory_efficient:
             weight, bias = (_autocast.cast(t, autocast) for t in (weight, bias))
-    out_dtype = weight.dtype if mixed else input.dtype
+    out_dtype = weight.dtype if mixed and weight.is_floating_point() else input.dtype
     if autocast is not None and out_dtype is not torch.float64:
         out_dtype = autocast
     # The kernel's store converts; where it cannot, a wider input or a second rounding does.

@@ -67,7 +67,7 @@ def _run(
     operands += [None] * (3 - len(operands))
     for name, tensor in offsets.items():
         _arguments.tensor(name, tensor, nested=False)
-    _arguments.optional_tensor("alibi_slopes", alibi_slopes)
+    _arguments.optional_tensor("alibi_slopes", alibi_slopes, nested=False)
     return_attn_probs = _arguments.flag("return_attn_probs", return_attn_probs)
     longest = [_arguments.integer(name, length) for name, length in max_seqlens.items()]
     # One of queries and keys, where there are not two.

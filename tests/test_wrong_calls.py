@@ -180,6 +180,21 @@ def test_apex_knows_no_default_of_eps():
         check(lambda function=function: function(X, 8, None), "eps")
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_of_other_kinds():
+    nested = [torch.nested.nested_tensor([X], layout=at) for at in (torch.strided, torch.jagged)]
+    flash, varlen, func = fn.flash_attention, fn.flash_attention_varlen, flash_attn.flash_attn_func
+    check(lambda: flash(X.sum(), Q, Q), "query")
+    check(lambda: varlen(X.sum(), Q, Q, OFFSETS, OFFSETS, 2, 2), "query")
+    for tensor in nested:
+        check(lambda t=tensor: func(t, Q, Q), "q")
+        check(lambda t=tensor: flash_attn.flash_attn_qkvpacked_func(t), "qkv")
+        check(lambda t=tensor: func(Q, Q, Q, alibi_slopes=t), "alibi_slopes")
+    for function in (apex.fused_rms_norm_affine, apex.mixed_dtype_fused_rms_norm_affine):
+        for x, dtype in ((X, torch.int64), (X.bfloat16(), torch.int64), (X.half(), torch.cfloat)):
+            check(lambda f=function, x=x, d=dtype: f(x, WEIGHT.to(d), 8), "weight")
+
+
 def test_residual_that_does_not_go_with_the_input():
     """The residual is to blame where no residual_dtype was passed."""
     error = check(lambda: fn.add_layer_norm(X, X.bfloat16(), 8), "residual")
