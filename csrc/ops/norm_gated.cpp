@@ -2,7 +2,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
-#include <ATen/ops/sigmoid.h>
+#include <c10/util/ParallelGuard.h>
 
 #include "ops/autograd.h"
 #include "ops/norm.h"
@@ -45,6 +45,12 @@ SymIntArrayRef lead_of(const c10::SymDimVector& shape) {
 
 // Chains of ATen's operators, for the CPU and what the kernels do not do.
 
+// The mean of each row. Threads would share a row that is alone, and add it up in another order.
+Tensor mean_of_rows(const Tensor& rows) {
+  const c10::ParallelGuard guard(true);
+  return rows.mean(-1, /*keepdim=*/true);
+}
+
 // The tensors of a call in the precision of sums, as (..., groups, cols).
 struct Wide {
   Tensor x, z, act, sigmoid, weight, v, rstd, xhat;
@@ -54,14 +60,15 @@ struct Wide {
     const ScalarType dtype = accumulate_dtype(call.input.scalar_type());
     x = call.input.to(dtype).reshape_symint(shape);
     z = call.gate.to(dtype).reshape_symint(shape);
-    sigmoid = at::sigmoid(z);
+    // at::sigmoid() rounds the last elements of a tensor in another way.
+    sigmoid = ((-z).exp() + 1).reciprocal();
     act = call.silu ? z * sigmoid : sigmoid;
     if (has(call.weight)) {
       weight = (call.weight->to(dtype) + call.weight_offset)
                    .reshape_symint(SymIntArrayRef(shape).slice(shape.size() - 2));
     }
     v = call.norm_before_gate ? x : x * act;
-    rstd = at::rsqrt((v * v).mean(-1, /*keepdim=*/true) + call.eps);
+    rstd = at::rsqrt(mean_of_rows(v * v) + call.eps);
     xhat = v * rstd;
   }
 };
@@ -95,7 +102,7 @@ Gradients<3> backward_by_chain(const GatedBackwardCall& pass) {
   }
   if (!wanted[kInput] && !wanted[kGate]) return made;
   const Tensor w = weight.defined() ? of_norm * weight : of_norm;
-  const Tensor dv = wide.rstd * (w - wide.xhat * (w * wide.xhat).mean(-1, /*keepdim=*/true));
+  const Tensor dv = wide.rstd * (w - wide.xhat * mean_of_rows(w * wide.xhat));
   if (wanted[kInput]) {
     made[kInput] = as_given(call.norm_before_gate ? dv : dv * wide.act, call.input);
   }

@@ -133,6 +133,9 @@ TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
     EXPECT_EQ(scratch.statistics % 128 + scratch.chunks % 128, 0u);
     EXPECT_EQ(scratch.all, scratch.chunks + 2 * heads * ((1000 + rows - 1) / rows) * 64 * 64 * 4);
     EXPECT_EQ(hopper_scratch(fused, false).all, 0u);
+    fused.softcap = 30;
+    EXPECT_TRUE(hopper_plan(fused).general);
+    EXPECT_EQ(hopper_scratch(fused, true).all, scratch.all);
   }
 }
 
@@ -156,7 +159,7 @@ TEST(AttentionHopperPlan, LargeGroupsComeInParts) {
     const size_t counters = 2 * sizeof(uint32_t) * (scratch.tiles.all + (sums > 0 ? tiles : 0));
     EXPECT_EQ(scratch.zeros, kHopperTicketBytes + counters);
     params.softcap = 30;
-    EXPECT_EQ(hopper_plan(params).key_parts, 1);
+    EXPECT_EQ(hopper_plan(params).key_parts, parts);
   }
 }
 
@@ -277,7 +280,7 @@ TEST(AttentionHopperPlan, MasksOfKeysAreLikePlainScores) {
   const HopperScratch scratch = hopper_scratch(params, false);
   EXPECT_GE(scratch.all - scratch.mask_map, 2 * 2 * 4u * ((1000 + 511) / 512));
   params.softcap = 30;
-  EXPECT_FALSE(hopper_fuses(params));
+  EXPECT_TRUE(hopper_plan(params).general);
   params.softcap = 0;
   params.mask.head_stride = 1000;  // each query head its own: keys with one alone can follow it
   EXPECT_FALSE(attention_masks_keys(params));

@@ -40,7 +40,6 @@ class BackwardConsumer {
         group_(group),
         lane_(threadIdx.x % 32),
         own_first_(OwnTile::along_rows(shared_address(memory.own_first[0]), 64 * group)),
-        own_second_(OwnTile::along_rows(shared_address(memory.own_second[0]), 64 * group)),
         first_(shared_address(memory.first[0])),
         second_(shared_address(memory.second[0])) {}
 
@@ -125,20 +124,20 @@ class BackwardConsumer {
     int tile = begin_tile<Form>(work), heads = heads_of_others<Form>(args_);
     start_scores(work, tile);
     start_products(work, tile);
-    bool hides = weigh(work, tile, heads);
+    weigh(work, tile, heads);
 #pragma unroll 1
     while (advance(work, tile, heads)) {
-      add_tile(hides);
+      add_tile();
       const int slot = first_place_.slot;
       first_place_.advance();
       start_scores(work, tile);
       wait_products<1>();
       end_tile(slot);
       start_products(work, tile);
-      hides = weigh(work, tile, heads);
+      weigh(work, tile, heads);
     }
     if (!may_come_again()) release(memory_.own_empty[own_slot_]);
-    add_tile(hides);
+    add_tile();
     wait_products<0>();
     end_tile(first_place_.slot);
     first_place_.advance();
@@ -153,39 +152,27 @@ class BackwardConsumer {
     return tile >= work.first_tile && tile < work.end_tile;
   }
 
-  // Waits for a tile's products, and turns S into P meanwhile. Whether pairs of it are hidden.
-  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile, int heads) {
-    wait_products<kFirst && !kGeneral ? 1 : 0>();
+  // Waits for a tile's products, and turns S into P meanwhile, and D into W.
+  __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads) {
+    wait_products<kFirst ? 1 : 0>();
     hold(scores_);
     if constexpr (kGeneral) apply_options(work, tile, heads);
-    const bool is_cut_off = is_cut(work, tile), hides = is_cut_off || has_mask<Form>(args_);
+    const bool is_cut_off = is_cut(work, tile);
     exponentiate();
     if (is_cut_off) hide(work, tile);
     if constexpr (kSecond) {
       round<T>(second_weights_, scores_);
-      if constexpr (kFirst) make_now(second_weights_);
-    }
-    if constexpr (kFirst) {
+    } else {
       wait_products<0>();
       hold(products_);
-      if constexpr (!kSecond) {
-        leave_second();
-        differentiate(hides);
-        round<T>(first_weights_, products_);
-      }
-    }
-    return hides;
-  }
-  // Starts a tile's sums, the second while D is turned into W.
-  __device__ __forceinline__ void add_tile(bool hides) {
-    if constexpr (kSecond) add(second_sums_, second_weights_, second_, first_place_.slot);
-    if constexpr (kFirst && kSecond) {
-      differentiate(hides);
+      leave_second();
+      differentiate(is_cut_off || has_mask<Form>(args_));
       round<T>(first_weights_, products_);
-      make_now(first_weights_);
-      wait_products<0>();
-      hold(second_sums_);
     }
+  }
+  // Starts a tile's sums.
+  __device__ __forceinline__ void add_tile() {
+    if constexpr (kSecond) add(second_sums_, second_weights_, second_, first_place_.slot);
     if constexpr (Form::kMends) {
       if (again_) {
         memory_.verdict.template clear_unseen<OtherTile, kConsumers>(
@@ -225,7 +212,7 @@ class BackwardConsumer {
     const auto& place = second_place();
     wait(memory_.second_full[place.slot], place.parity);
     if (is_cut(work, tile)) clear(work, tile, memory_.second[place.slot]);
-    if constexpr (kFirst) multiply(products_, own_second_, second_, place.slot);
+    if constexpr (kFirst) multiply(products_, own_second(), second_, place.slot);
   }
 
   // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
@@ -256,6 +243,11 @@ class BackwardConsumer {
     start_sum<T, OtherTile>(sums, weights, others, [] {});
   }
 
+  // own_second's operand; the tiles follow those of own_first. (A member would spill.)
+  __device__ __forceinline__ uint64_t own_second() const {
+    return own_first_ + Form::kOwnStages * (OwnTile::kBytes / 16);
+  }
+
   // The compiler would wait for products before it makes weights, as nothing orders the two: so
   // here is something that hardly ever happens and needs them all.
   __device__ __forceinline__ void make_now(const Weights& weights) {
@@ -278,12 +270,14 @@ class BackwardConsumer {
   }
   // S becomes scores, D - delta what P is multiplied by; the last `heads` of the group are left.
   __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads) {
-    if constexpr (kFirst) {
-      hold(products_);
-      subtract_delta();
-    }
-    const int head = Form::kOfKeys ? (work.head + 1) * args_.group - heads : work.head;
+    const int head =
+        Form::kOfKeys ? first_head<Form>(args_, work) + args_.group - heads : work.head;
     const auto capped = [&] {
+      if constexpr (kFirst) {
+        wait_products<0>();
+        hold(products_);
+        subtract_delta();
+      }
 #pragma unroll
       for (int i = 0; kFirst && i < kOthers / 2; ++i) products_[i] *= 1 - scores_[i] * scores_[i];
     };
@@ -299,9 +293,9 @@ class BackwardConsumer {
       }
       wait(memory_.mask_full, mask_parity_);
       mask_parity_ ^= 1;
-      Form::Mask::template add<T, Form::kOfKeys>(args_.mask, memory_.mask, row_in_tile(),
-                                                 lane_ % 4 * 2, factor, scores_);
-      named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
+      Form::Mask::template add<Form::kOfKeys, !Form::kAll>(args_.mask, memory_.mask, row_in_tile(),
+                                                           lane_ % 4 * 2, factor, scores_);
+      arrive(memory_.mask_empty);
     }
   }
   // Makes the rows of a tile zero that no own row of the sequence sees: they may hold a NaN. The
@@ -340,7 +334,7 @@ class BackwardConsumer {
                     });
   }
   __device__ __forceinline__ void differentiate(bool hides) {
-    if constexpr (!kGeneral) subtract_delta();
+    if (!kGeneral || !(args_.softcap > 0)) subtract_delta();
     if (hides) {
       // A hidden pair's product may be a NaN, and so may the delta of a query that sees nothing.
 #pragma unroll
@@ -382,7 +376,7 @@ class BackwardConsumer {
   const BackwardArgs& args_;
   BackwardMemory<Form>& memory_;
   const int group_, lane_;
-  const uint64_t own_first_, own_second_;
+  const uint64_t own_first_;
   int own_slot_;
   uint32_t mask_parity_ = 0, verdict_turn_ = 0;
   bool again_ = false;  // the tile's sums were spoiled (MaskVerdict)

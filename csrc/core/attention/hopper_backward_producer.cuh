@@ -35,6 +35,7 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap statistics_map;             // of these two rows, where the others are queries:
   const float* statistics;                // delta and exponents of all queries (HopperScratch)
   QueryParts of_statistics;
+  bool masks_keys;                 // of kAll: the mask is one of keys, which needs no tiles
   int32_t kv_heads, parts, group;  // parts of a head of keys, and query heads of a part
   float gradient_scale;            // what dquery and dkey are multiplied by at last
   AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
@@ -46,7 +47,7 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
 
 // The gradients that a kernel makes. kAll: dkey, dvalue and the sums of dquery (hopper_fused.cuh).
 // kMask: that of an additive mask (hopper_mask_gradient.cuh).
-enum class Makes { kQuery, kKeyAndValue, kKey, kValue, kAll, kMask };
+enum class Makes { kQuery, kKey, kValue, kAll, kMask };
 
 // A form of the kernel. kGeneral: scores pass through softcap, slopes and mask.
 template <typename T_, int kDim_, Makes kMakes, bool kGeneral_>
@@ -60,11 +61,11 @@ struct BackwardForm {
   static constexpr bool kFirst = kMakes != Makes::kValue;
   static constexpr bool kSecond = kOfKeys && kMakes != Makes::kKey;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
-  static constexpr HopperBackwardTiles kTiles = kAll       ? kHopperFusedTiles[kIndex]
+  static constexpr HopperBackwardTiles kTiles = kAll       ? kHopperFusedTiles[kGeneral][kIndex]
                                                 : kOfMask  ? kHopperMaskGradientTiles[kIndex]
                                                 : !kOfKeys ? kHopperQueryGradientTiles[kIndex]
-                                                : kFirst ? kHopperKeyGradientTiles[kGeneral][kIndex]
-                                                         : kHopperValueGradientTiles[kIndex];
+                                                : kFirst   ? kHopperKeyGradientTiles[kIndex]
+                                                           : kHopperValueGradientTiles[kIndex];
   static constexpr int kOthers = kTiles.others, kGroups = 2;
   static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
   static constexpr int kSecondStages = kTiles.second_stages;
@@ -74,30 +75,32 @@ struct BackwardForm {
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (kFirst || kSecondStages >= 2));
   static_assert(kAll || !kSecond || kFirstStages == kSecondStages);
-  static_assert(!kAll || !kGeneral);
   // Of kAll: the groups share dquery of a tile by its queries, or by the columns of 64 queries.
   static constexpr bool kByQueries = kOthers == 128;
   static_assert(!kAll || (kByQueries ? kDim == 64 : kOthers == 64 && kDim > 64 && kDim <= 128));
   static __host__ __device__ constexpr int chunk_elements(int group) {
     return kByQueries || group == 0 ? kChunkElements : 64 * (kDim - 64);
   }
+  static constexpr int kWeightTiles = kGeneral ? 1 : 2;  // a mask takes the room of the second
   using OwnTile = SharedTile<kOwn, kDim>;
   using OtherTile = SharedTile<kOthers, kDim>;
   // Where there is room for a tile of a mask. Queries' tiles may be done twice for it.
   static constexpr bool kMasks = kGeneral && kDim <= kMaxMaskedBackwardDim;
   static constexpr bool kMends = kMasks && !kOfMask && !kOfKeys;
-  static constexpr Hidden kHidden = kAll                 ? Hidden::kOwnKeys
-                                    : !kMasks || kOfMask ? Hidden::kNone
-                                    : kOfKeys            ? Hidden::kQueries
-                                                         : Hidden::kKeys;
-  using Mask = MaskTile<kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2>;
+  static constexpr Hidden kHidden = kOfMask || !(kMasks || kAll) ? Hidden::kNone
+                                    : kOfKeys                    ? Hidden::kQueries
+                                                                 : Hidden::kKeys;
+  // The warps that copy tiles of a mask are the last of the producer's warpgroup.
+  static constexpr int kMaskWarps = kAll ? 3 - kChunkWarps : 3;
+  using Mask = MaskTile<T, kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2, kMaskWarps>;
 };
 
-// Of kAll: W of a tile of others, in turn, and the chunks of dquery that the groups make of it.
+// Of kAll: W of a tile of others, by turns where there are two, and the chunks of dquery that the
+// groups make of it.
 template <typename Form>
 struct FusedMemory {
   using WeightTile = SharedTile<Form::kOwn, Form::kOthers>;
-  alignas(1024) char weights[2][WeightTile::kBytes];
+  alignas(1024) char weights[Form::kWeightTiles][WeightTile::kBytes];
   alignas(1024) float4 chunk[Form::kGroups][kChunkElements / 4];
 };
 struct NoMemory {};
@@ -115,7 +118,7 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   alignas(128) float statistics[Form::kFirstStages][2][kStageQueries];
   float key_mask[Form::kAll ? Form::kOwn : 1];  // what a mask adds to the own keys' exponents
   alignas(16) char mask[Form::kMasks ? Form::Mask::kBytes : 16];
-  CopyBarrier mask_full;
+  CopyBarrier mask_full, mask_empty;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
@@ -126,9 +129,10 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   ListPlace place;
 };
 
+// Whether scores pass through tiles of a mask.
 template <typename Form>
 __device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
-  return Form::kMasks && args.mask.data != nullptr;
+  return Form::kMasks && args.mask.data != nullptr && !args.masks_keys;
 }
 
 // Where delta of a sequence's queries begins, the first of which is row `begin` of all.
@@ -286,26 +290,28 @@ class BackwardProducer {
   RingPlace<Form::kSecondStages> second_place_;
 };
 
-// The other warps of the producer's warpgroup copy tiles of the mask.
+// The warps that copy tiles of the mask.
 template <typename Form>
 __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMemory<Form>& memory) {
-  uint32_t verdict_turn = 0;
-  bool has_copied = false;
+  uint32_t verdict_turn = 0, turn = 0;
   for (uint32_t count = 0;; ++count) {
     const uint32_t slot = count % Form::kOwnStages;
     wait(memory.own_full[slot], count / Form::kOwnStages % 2);
     const WorkTile& work = memory.work[count % BackwardMemory<Form>::kWorks];
-    if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
+    if (work.sequence < 0) return;
     const int heads = heads_of_others<Form>(args);
     for (bool again = sees_keys(work), first = true; again; first = false) {
-      int tile = work.first_tile - 1;
-      const auto next = [&] {
-        while (++tile < work.end_tile && !mask_changes(args, work, tile)) continue;
+      int tile = begin_tile<Form>(work);
+      const auto is_in = [&] { return tile >= work.first_tile && tile < work.end_tile; };
+      const auto find = [&] {
+        while (is_in() && !mask_changes(args, work, tile)) tile = next_tile<Form>(tile);
       };
-      for (next(); tile < work.end_tile;) {
+      for (find(); is_in();) {
         for (int left = heads; left > 0; --left) {
-          const int head = (work.head + 1) * heads - left, others = tile * Form::kOthers;
-          wait_for_readers<128 * Form::kGroups>(has_copied);
+          const int head = Form::kOfKeys ? first_head<Form>(args, work) + heads - left : work.head;
+          const int others = tile * Form::kOthers;
+          __syncwarp();  // copies diverge
+          wait(memory.mask_empty, turn++ % 2 ^ 1);
           if constexpr (Form::kOfKeys) {
             Form::Mask::start_copy(args.mask, memory.mask, work.sequence, head, others, work.keys,
                                    work.first, work.queries);
@@ -313,7 +319,10 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
             Form::Mask::start_copy(args.mask, memory.mask, work.sequence, head, work.first,
                                    work.queries, others, work.keys);
           }
-          if (left == 1) next();
+          if (left == 1) {
+            tile = next_tile<Form>(tile);
+            find();
+          }
           Form::Mask::end_copy(memory.mask_full);
         }
       }

@@ -248,13 +248,13 @@ class Consumer {
     const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
     float factor = 1;
     if (Form::kGeneral && args_.general)
-      factor = general_scores<true>(args_, work, work.head, scores_, row, column, [] {});
+      factor = general_scores(args_, work, work.head, scores_, row, column, [] {});
     if (Form::kMasked && mask_changes(args_, work, tile)) {
       wait(memory_.mask_full, mask_parity_);
       mask_parity_ ^= 1;
-      Form::Mask::template add<T, false>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
-                                         factor, scores_);
-      named_arrive(kMaskIsRead, kConsumers + kMaskThreads);
+      Form::Mask::template add<false, true>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
+                                            factor, scores_);
+      arrive(memory_.mask_empty);
     } else if (Form::kMasked && args_.adds_mask) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores_[i] *= factor;
@@ -374,9 +374,11 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.key);
     prefetch_map(&args.value);
     constexpr int kWarps = 4 * Form::kGroups;  // of consumers: each arrives once
-    init_ring(memory.query_full, memory.query_empty, 1, kWarps + (Form::kMasked ? kMaskWarps : 0));
+    init_ring(memory.query_full, memory.query_empty, 1,
+              kWarps + (Form::kMasked ? Form::Mask::kWarps : 0));
     memory.verdict.init(kWarps);
-    memory.mask_full.init(kMaskThreads);
+    memory.mask_full.init(Form::Mask::kThreads);
+    memory.mask_empty.init(128 * Form::kGroups);
     memory.place = {};
     init_ring(memory.key_full, memory.key_empty, Form::kKeyFillers,
               Form::kMasksKeys ? 32 * kWarps : kWarps);

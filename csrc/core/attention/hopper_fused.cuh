@@ -1,6 +1,6 @@
-// All gradients of plain scores in one kernel: the backward kernel of a tile of keys (see
-// hopper_backward.cuh), whose W also gives the tile's part of dquery, W^T times the keys. W goes
-// through shared memory, as the sum runs over the keys of both warpgroups.
+// All gradients in one kernel: the backward kernel of a tile of keys (see hopper_backward.cuh),
+// whose W also gives the tile's part of dquery, W^T times the keys. W goes through shared memory,
+// as the sum runs over the keys of both warpgroups.
 //
 // Tiles of keys add to dquery in the order of the keys, so that its bits are always the same. A
 // tile of queries has fp32 sums in two chunks, each of 64 queries and at most 64 columns as the
@@ -11,13 +11,15 @@
 #pragma once
 
 #include "core/attention/hopper_mask_gradient.cuh"
+#include "core/attention/hopper_own_keys.cuh"
 
 namespace fused_norm::hopper {
 
 // Named barriers beside those of the other backward kernels. The 256 threads of both groups wait
 // until all of W is in shared memory. Of each group, which adds its index: the 32 threads of its
-// chunk warp say that the group's 128, which wait, may write the chunk; and these that it is there.
-constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8;
+// chunk warp say that the group's 128, which wait, may write the chunk; these that it is there; and
+// these, to the other group, that they have read W, where it has one place.
+constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8, kWeightsAreRead = 11;
 
 // The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
 template <int kRows>
@@ -53,16 +55,24 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
       // The tiles of keys before this one, from the first on that sees the queries: all between see
       // them too, but for those that a mask hides. Mostly they have all added to the chunk for
       // long.
-      const uint32_t before =
-          own_tile - max(0, tile * Form::kOthers - right) / Form::kOwn - work.hidden_before;
+      const int first_own = max(0, tile * Form::kOthers - right) / Form::kOwn;
+      uint32_t before = own_tile - first_own;
+      bool adds = true;
+      if (args.mask.bits != nullptr) {
+        const uint32_t map = args.mask.begin(work.sequence, work.head);
+        const int query = tile * Form::kOthers;
+        before = args.mask.template count_seen<Form::kOwn>(map, query, Form::kOthers, first_own,
+                                                           own_tile);
+        adds = args.mask.template tile<Form::kOwn>(map, query, Form::kOthers, work.first).seen;
+      }
       if (++head == args.group) {
         head = 0;
         --tile;
       }
       next = first + 2 * (head * args.sums.tiles.of_head + tile);
-      if (leader && known < before) wait_for_count(args.sums.counters + chunk, before);
+      if (leader && adds && known < before) wait_for_count(args.sums.counters + chunk, before);
       named_sync(kChunkIsThere + half, kThreads);
-      if (leader) {
+      if (leader && adds) {
         float* sum = args.sums.chunks + chunk * kChunkElements;
         if (before > 0) {
           add_bulk(sum, memory.chunk[half], bytes);
@@ -75,7 +85,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
       }
       __syncwarp();
       named_arrive(kChunkIsFree + half, kThreads);
-      if (leader) {
+      if (leader && adds) {
         wait_for_bulk_stores();
         count_up(args.sums.counters + chunk);
       }
@@ -85,37 +95,24 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
 
 // A multiplying warpgroup, whose chunks have kElements elements.
 template <typename Form, int kElements>
-class FusedConsumer : public BackwardConsumer<Form> {
-  using Base = BackwardConsumer<Form>;
+class FusedConsumer : public KeysConsumer<Form> {
+  using Base = KeysConsumer<Form>;
   using T = typename Form::T;
   using OwnTile = typename Form::OwnTile;
   using WeightTile = typename BackwardMemory<Form>::WeightTile;
-  static constexpr int kConsumers = Base::kConsumers;
-  static constexpr bool kByQueries = Form::kByQueries;
+  static constexpr int kConsumers = Base::kConsumers, kTurns = Form::kWeightTiles;
+  static constexpr bool kByQueries = Form::kByQueries, kGeneral = Form::kGeneral;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::first_place_, Base::second_place_, Base::first_, Base::second_;
   using Base::first_sums_, Base::second_sums_;
-  using Base::scores_, Base::products_, Base::first_weights_, Base::second_weights_;
+  using Base::masks_, Base::scores_, Base::products_, Base::first_weights_, Base::second_weights_;
   using Chunk = float[kElements / 128];
 
  public:
-  __device__ __forceinline__ FusedConsumer(const BackwardArgs& args, BackwardMemory<Form>& memory,
-                                           int group)
-      : Base(args, memory, group) {
-    const uint32_t weights = shared_address(memory.weights[0]);
-    const uint32_t own = shared_address(memory.own_first[0]);
-    weights_operand_ =
-        WeightTile::down_columns(weights + (kByQueries ? group * WeightTile::kPanelBytes : 0));
-    constexpr int kPanels = 64 / OwnTile::kPanelColumns;  // of the first group
-    own_operand_ =
-        OwnTile::down_columns(own + (kByQueries ? 0 : group * kPanels * OwnTile::kPanelBytes));
-    // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
-    const int row = 64 * group + threadIdx.x % 128 / 32 * 16 + lane_ % 16;
-    weights_row_ = weights + row * WeightTile::kRowBytes;
-    weights_part_ = lane_ / 16;
-  }
+  using Base::Base;
 
   __device__ __forceinline__ void run() {
+    if constexpr (kTurns == 1) named_arrive(kWeightsAreRead + group_, kConsumers);
     // What no query sees has zeros in every part. Rows outside every sequence are among that, and
     // have no chunk of their own.
     Base::run([&](const WorkTile& work) { walk(work); },
@@ -130,11 +127,11 @@ class FusedConsumer : public BackwardConsumer<Form> {
   // W is made under the first, the chunk is stored under S, and P is made under D. None is under
   // way from one turn to the next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
-    clear_own(work);
+    this->clear_own(work);
     int tile = begin_tile<Form>(work), heads = args_.group;
     this->start_scores(work, tile);
     this->start_products(work, tile);
-    bool hides = weigh(work, tile);
+    bool hides = weigh(work, tile, heads);
 #pragma unroll 1
     while (this->advance(work, tile, heads)) {
       Chunk chunk;
@@ -145,7 +142,7 @@ class FusedConsumer : public BackwardConsumer<Form> {
       store_chunk(chunk);
       this->start_products(work, tile);
       hand_over_chunk();
-      hides = weigh(work, tile);
+      hides = weigh(work, tile, heads);
     }
     Chunk chunk;
     add_tile(chunk, hides);
@@ -156,22 +153,23 @@ class FusedConsumer : public BackwardConsumer<Form> {
     this->release(memory_.own_empty[own_slot_]);
   }
   // Turns S into P while D is made. Whether pairs of it are hidden.
-  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile) {
+  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile, int heads) {
     wait_products<1>();
     hold(scores_);
-    const bool hides = this->is_cut(work, tile), masks = hides && args_.mask.data != nullptr;
-    if (masks) {
+    if constexpr (kGeneral) this->apply_options(work, tile, heads);
+    const bool is_cut_off = this->is_cut(work, tile);
+    if (masks_) {
       const float* mask = memory_.key_mask + this->row_in_tile();
       this->exponentiate(mask[0], mask[8]);
     } else {
       this->exponentiate(0, 0);
     }
-    if (hides) this->hide(work, tile);
+    if (is_cut_off) this->hide(work, tile);
     round<T>(second_weights_, scores_);
     this->make_now(second_weights_);
     wait_products<0>();
     hold(products_);
-    return hides;
+    return is_cut_off;
   }
   // Starts a tile's sums, and gives back what the first two have read.
   __device__ __forceinline__ void add_tile(Chunk& chunk, bool hides) {
@@ -225,54 +223,37 @@ class FusedConsumer : public BackwardConsumer<Form> {
     return false;
   }
 
-  // Makes the keys zero that no query sees: they may hold a NaN, which would spoil dquery.
-  __device__ __forceinline__ void clear_own(const WorkTile& work) {
-    const Band band = band_of(args_, work);
-    const int first = -band.right - work.first;
-    const int end = min(work.queries, work.keys + band.left) - work.first;
-    const bool masks = args_.mask.data != nullptr && read_mask(work);
-    if (first <= 0 && end >= Form::kOwn && !masks) return;
-    named_sync(Base::kOfGroup + group_, 128);
-    clear_rows<OwnTile>(memory_.own_first[own_slot_], [&](int row) {
-      return row < first || row >= end ||
-             (masks && row / 64 == group_ && memory_.key_mask[row] == -INFINITY);
-    });
-    named_sync(Base::kOfGroup + group_, 128);
-  }
-  // Reads what a mask adds to the exponents of the warpgroup's keys; whether it is not 0 for all.
-  __device__ __forceinline__ bool read_mask(const WorkTile& work) {
-    bool masks = false;
-    for (int row = 64 * group_ + lane_; row < 64 * (group_ + 1); row += 32) {
-      const int key = work.first + row, head = own_head<Form>(args_, work);
-      const float value =
-          key < work.queries ? key_mask_value(args_.mask, work.sequence, head, key) : 0;
-      if (row % 64 / 16 == threadIdx.x % 128 / 32) memory_.key_mask[row] = value * kLog2E;
-      masks |= value != 0;
-    }
-    masks = __any_sync(~0u, masks);
-    if (masks) this->whole_ = {INT32_MAX, 0};
-    return masks;
-  }
-
   // Rounded weights, to where both groups read them.
   __device__ __forceinline__ void store_weights() {
-    turn_ ^= 1;
-    const uint32_t row = weights_row_ + turn_ * WeightTile::kBytes;
+    if constexpr (kTurns == 2) {
+      turn_ ^= 1;
+    } else {
+      named_sync(kWeightsAreRead + (group_ ^ 1), kConsumers);
+    }
+    // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
+    const uint32_t row = shared_address(memory_.weights[turn_]) +
+                         (this->row_in_tile() - lane_ / 4 + lane_ % 16) * WeightTile::kRowBytes;
 #pragma unroll
     for (int block = 0; block < Form::kOthers / 16; ++block) {
-      const uint32_t part = (2 * block % 8 + weights_part_) ^ (lane_ % 8);
+      const uint32_t part = (2 * block % 8 + lane_ / 16) ^ (lane_ % 8);
       store_matrices(row + block / 4 * WeightTile::kPanelBytes + 16 * part,
                      first_weights_ + 4 * block);
     }
     CopyBarrier::order_writes();
   }
   __device__ __forceinline__ void start_chunk(Chunk& chunk) {
-    start_product_down<T, WeightTile, OwnTile>(chunk,
-                                               weights_operand_ + turn_ * (WeightTile::kBytes / 16),
-                                               own_operand_ + own_slot_ * (OwnTile::kBytes / 16));
+    constexpr int kPanels = 64 / OwnTile::kPanelColumns;  // of the first group
+    const int panel = kByQueries ? group_ : 0, own_panel = kByQueries ? 0 : group_ * kPanels;
+    start_product_down<T, WeightTile, OwnTile>(
+        chunk,
+        WeightTile::down_columns(shared_address(memory_.weights[turn_]) +
+                                 panel * WeightTile::kPanelBytes),
+        OwnTile::down_columns(shared_address(memory_.own_first[own_slot_]) +
+                              own_panel * OwnTile::kPanelBytes));
   }
   __device__ __forceinline__ void store_chunk(Chunk& chunk) {
     hold(chunk);
+    if constexpr (kTurns == 1) named_arrive(kWeightsAreRead + group_, kConsumers);
     named_sync(kChunkIsFree + group_, 128 + 32);
     float4* to = memory_.chunk[group_] + threadIdx.x % 128;
 #pragma unroll
@@ -285,8 +266,7 @@ class FusedConsumer : public BackwardConsumer<Form> {
     named_arrive(kChunkIsThere + group_, 128 + 32);
   }
 
-  uint64_t weights_operand_, own_operand_;
-  uint32_t weights_row_, weights_part_, turn_ = 0;
+  uint32_t turn_ = 0;
 };
 
 template <typename Form>
@@ -297,11 +277,11 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
-    init_ring(memory.own_full, memory.own_empty, 1,
-              kWarps + (Form::kAll             ? kChunkWarps
-                        : has_mask<Form>(args) ? kMaskWarps
-                                               : 0));
-    memory.mask_full.init(kMaskThreads);
+    init_ring(
+        memory.own_full, memory.own_empty, 1,
+        kWarps + (Form::kAll ? kChunkWarps : 0) + (has_mask<Form>(args) ? Form::kMaskWarps : 0));
+    memory.mask_full.init(Form::Mask::kThreads);
+    memory.mask_empty.init(128 * Form::kGroups);
     memory.verdict.init(kWarps);
     memory.place = {};
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
@@ -318,7 +298,11 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       BackwardProducer<Form>(args, memory).run();
     } else if constexpr (Form::kAll) {
       const int half = threadIdx.x / 32 - 1;
-      if (half < kChunkWarps) add_chunks(args, memory, half);
+      if (half < kChunkWarps) {
+        add_chunks(args, memory, half);
+      } else if (has_mask<Form>(args)) {
+        copy_masks(args, memory);
+      }
     } else if (has_mask<Form>(args)) {
       copy_masks(args, memory);
     }

@@ -181,9 +181,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
     args.own_sums = key_sums(layout, scratch);
   }
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
-  // With a window, not all tiles of keys before one see its queries: the kernel of all leaves none
-  // out.
-  if (Form::kAll && params.window_left >= 0) args.mask.bits = nullptr;
+  args.masks_keys = Form::kAll && attention_masks_keys(params);
   args.statistics = gradient.statistics;
   args.of_statistics = gradient.of_statistics;
   if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
@@ -204,7 +202,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
                             CU_TENSOR_MAP_SWIZZLE_NONE, &args.statistics_map);
   }
   if (map.error != cudaSuccess) return map.error;
-  set_scores(params, Form::kGeneral, &args);
+  set_scores(params, Form::kGeneral && !args.masks_keys, &args);
   const HopperPlan plan = hopper_plan(params);
   args.kv_heads = params.kv_heads;
   args.parts = plan.key_parts;
@@ -225,7 +223,8 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
       attention_backward_hopper<Form>,
       kOfKeys ? with_sides_changed(params, plan.key_parts) : params, plan.in_order && !kOfKeys,
-      kOfKeys ? plan.key_section : plan.query_section, plan.key_parts > 1, device,
+      kOfKeys ? plan.key_section : plan.query_section,
+      plan.key_parts > 1 || (Form::kAll && plan.batch_first), device,
       plan.in_order || Form::kAll ? ticket : nullptr, stream, &args);
 }
 
@@ -260,8 +259,8 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
   const auto launch_all = [&](auto zero, auto general) {
     auto* ticket = static_cast<uint32_t*>(scratch);
     cudaError_t error = cudaSuccess;
-    if constexpr (hopper_has_fused(kDim) && !general.value) {
-      using Form = BackwardForm<decltype(zero), kDim, Makes::kAll, false>;
+    if constexpr (hopper_has_fused(kDim)) {
+      using Form = BackwardForm<decltype(zero), kDim, Makes::kAll, general.value>;
       const AttentionBackwardParams& of = gradient.params;
       if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return error;
       error =
@@ -276,12 +275,8 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
                                            stream);
       };
       launch(std::integral_constant<Makes, Makes::kQuery>());
-      if constexpr (hopper_makes_both(kDim)) {
-        launch(std::integral_constant<Makes, Makes::kKeyAndValue>());
-      } else {
-        launch(std::integral_constant<Makes, Makes::kKey>());
-        launch(std::integral_constant<Makes, Makes::kValue>());
-      }
+      launch(std::integral_constant<Makes, Makes::kKey>());
+      launch(std::integral_constant<Makes, Makes::kValue>());
       return error;
     }
   };

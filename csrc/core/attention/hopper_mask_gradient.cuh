@@ -77,15 +77,15 @@ __device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMem
 template <typename Form>
 __device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
                                                   BackwardMemory<Form>& memory) {
-  bool has_copied = false;
+  uint32_t turn = 0;
   for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen) {
     if (!seen) return;
-    wait_for_readers<128 * Form::kGroups>(has_copied);
+    __syncwarp();  // copies diverge
+    wait(memory.mask_empty, turn++ % 2 ^ 1);
     Form::Mask::start_copy(args.mask, memory.mask, work.sequence, work.head, work.first,
                            work.queries, tile * Form::kOthers, work.keys);
     Form::Mask::end_copy(memory.mask_full);
   });
-  wait_for_readers<128 * Form::kGroups>(has_copied);
 }
 
 // A multiplying warpgroup.
@@ -94,7 +94,7 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
   using Base = BackwardConsumer<Form>;
   using T = typename Form::T;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
-  using Base::first_place_, Base::first_, Base::second_, Base::own_first_, Base::own_second_;
+  using Base::first_place_, Base::first_, Base::second_, Base::own_first_;
   using Base::scores_, Base::products_, Base::exponents_, Base::delta_;
   static constexpr int kOthers = Form::kOthers;
 
@@ -135,11 +135,11 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
     hold(scores_);
     const float factor = general_scores(args_, work, head, scores_, work.first + row,
                                         tile * kOthers + column, [] {});
-    Form::Mask::template add<T, false>(args_.mask, memory_.mask, row, column, factor, scores_);
-    if (is_last) named_arrive(kMaskIsRead, Base::kConsumers + kMaskThreads);
+    Form::Mask::template add<false, true>(args_.mask, memory_.mask, row, column, factor, scores_);
+    if (is_last) arrive(memory_.mask_empty);
     this->exponentiate();
     if (this->is_cut(work, tile)) this->hide(work, tile);
-    this->multiply(products_, own_second_, second_, own_slot_);
+    this->multiply(products_, this->own_second(), second_, own_slot_);
     wait_products<0>();
     hold(products_);
     this->release(memory_.first_empty[own_slot_]);

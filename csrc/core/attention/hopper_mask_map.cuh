@@ -74,6 +74,25 @@ struct MappedMask : AttentionMask {
     constexpr uint32_t kBits = (1u << kKeys / kKeysOfBit) - 1;
     return {(seen & kBits) != 0, (changed & kBits) != 0};
   }
+  // How many of the tiles of kKeys keys in [first, end) one of these queries sees. By a warp.
+  template <int kKeys>
+  __device__ __forceinline__ int count_seen(uint32_t begin, int query, int queries, int first,
+                                            int end) const {
+    static_assert(kKeys == 8 * kKeysOfBit);  // a byte of the array
+    const int block = min(query / kQueriesOfBit, blocks - 1);
+    const int last = min((query + queries - 1) / kQueriesOfBit, blocks - 1);
+    int count = 0;
+#pragma unroll 1
+    for (int word = first / 4 + threadIdx.x % 32; 4 * word < end; word += 32) {
+      const uint32_t* at = bits + (begin + block * 2 * words + word);
+      uint32_t seen = at[0];
+      if (last > block) seen |= at[2 * words];
+      if (4 * word < first) seen &= ~0u << 8 * (first - 4 * word);
+      if (4 * word + 4 > end) seen &= ~0u >> 8 * (4 * word + 4 - end);
+      count += __popc(__vcmpne4(seen, 0)) / 8;
+    }
+    return __reduce_add_sync(~0u, count);
+  }
 };
 
 // A call's mask. Its map, if it has one, lies in the call's scratch memory.

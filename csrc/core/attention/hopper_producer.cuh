@@ -49,7 +49,7 @@ struct ForwardForm {
                 (kGroups + 1) * kLaunchRegisters);
   using QueryTile = SharedTile<kRows, kDim>;
   using KeyTile = SharedTile<kKeys, kDim>;
-  using Mask = MaskTile<kRows, kKeys, 4>;
+  using Mask = MaskTile<T, kRows, kKeys, 4>;
   static_assert(!kMasked || kQueryStages == 1);  // a tile with a mask may be done twice
 };
 
@@ -59,7 +59,7 @@ struct ForwardMemory {
   alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];
   alignas(16) char mask[Form::kMasked ? Form::Mask::kBytes : 16];
-  CopyBarrier mask_full;
+  CopyBarrier mask_full, mask_empty;
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kKeyStages], key_empty[Form::kKeyStages];
   CopyBarrier value_full[Form::kValueStages], value_empty[Form::kValueStages];
@@ -188,22 +188,22 @@ class ForwardProducer {
 // The other warps of the producer's warpgroup copy tiles of the mask.
 template <typename Form>
 __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemory<Form>& memory) {
-  RingPlace<Form::kQueryStages> query_place;
-  RingPlace<ForwardMemory<Form>::kWorks> work_place;
-  uint32_t verdict_turn = 0;
-  bool has_copied = false;
+  RingCount<Form::kQueryStages> query_place;
+  RingCount<ForwardMemory<Form>::kWorks> work_place;
+  uint32_t verdict_turn = 0, turn = 0;
   while (true) {
-    wait(memory.query_full[query_place.slot], query_place.parity);
-    const WorkTile& work = memory.work[work_place.slot];
+    wait(memory.query_full[query_place.slot()], query_place.parity());
+    const WorkTile& work = memory.work[work_place.slot()];
     work_place.advance();
-    if (work.sequence < 0) return wait_for_readers<128 * Form::kGroups>(has_copied);
+    if (work.sequence < 0) return;
     for (bool again = sees_keys(work), first = true; again; first = false) {
       int tile = work.end_tile;
       const auto next = [&] {
         while (--tile >= work.first_tile && !mask_changes(args, work, tile)) continue;
       };
       for (next(); tile >= work.first_tile;) {
-        wait_for_readers<128 * Form::kGroups>(has_copied);
+        __syncwarp();  // copies diverge
+        wait(memory.mask_empty, turn++ % 2 ^ 1);
         Form::Mask::start_copy(args.mask, memory.mask, work.sequence, work.head, work.first,
                                work.queries, tile * Form::kKeys, work.keys);
         next();
@@ -212,7 +212,7 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
       again = first && memory.verdict.read(verdict_turn);
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot]);  // done with `work`
+    if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot()]);  // done with `work`
     query_place.advance();
   }
 }

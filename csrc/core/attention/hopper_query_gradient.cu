@@ -74,7 +74,8 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   args.dquery = gradient.params.dquery;
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
-  args.dim = hopper_plan(params).dim;
+  const HopperPlan plan = hopper_plan(params);
+  args.dim = plan.dim;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
   const auto launch = [&](auto rows) {
     const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, &args);
@@ -84,7 +85,7 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
                           static_cast<unsigned>(blocks), 256, {}, stream, args,
                           params.dtype == DType::kFloat16);
   };
-  return kHopperFusedTiles[hopper_dim_index(args.dim)].others == 128
+  return kHopperFusedTiles[plan.general][hopper_dim_index(args.dim)].others == 128
              ? launch(std::integral_constant<int, 128>())
              : launch(std::integral_constant<int, 64>());
 }

@@ -129,19 +129,14 @@ __device__ __forceinline__ void cap(float (&scores)[kCount], float scale) {
 // softcap and slopes: query . key become scores but for a mask, and for a factor where one of
 // numbers is added, which it returns.
 // `row`: the thread's first query, `column`: its first key, or the other way round. capped() is
-// called when scores are tanh(s / softcap). kNear: by cap(), which takes more registers.
-template <bool kNear = false, int kCount, typename Capped>
+// called when scores are tanh(s / softcap).
+template <int kCount, typename Capped>
 __device__ __forceinline__ float general_scores(const ScoreArgs& args, const WorkTile& work,
                                                 int head, float (&scores)[kCount], int row,
                                                 int column, Capped capped) {
   float factor = args.scale;
   if (args.softcap > 0) {
-    if constexpr (kNear) {
-      cap(scores, args.scale);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) scores[i] = tanh_fast(scores[i] * args.scale);
-    }
+    cap(scores, args.scale);
     capped();
     factor = args.softcap;
   }

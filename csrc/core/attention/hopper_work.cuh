@@ -34,8 +34,7 @@ struct WorkTile {
   int32_t first;                 // query of the tile, counted in its sequence
   int32_t query_begin, queries;  // the sequence's rows in the tensor
   int32_t key_begin, keys;
-  int32_t first_tile, end_tile;  // alike where there is no tile left
-  int32_t hidden_before;  // how many of the own side's tiles before this one a mask of keys hides
+  int32_t first_tile, end_tile;        // alike where there is no tile left
   uint32_t changed[kKnownTiles / 32];  // a bit for each tile of keys: a mask changes its scores
 };
 __device__ __forceinline__ bool sees_keys(const WorkTile& work) {
@@ -54,10 +53,9 @@ struct ListPlace {
   uint32_t tiles_before;
 };
 
-// What a list leaves out for a mask's map: nothing, where it has none; tiles of keys, or of
-// queries, before the first and behind the last that the own side sees; or, with a mask of keys,
-// those of the own side.
-enum class Hidden { kNone, kKeys, kQueries, kOwnKeys };
+// What a list leaves out for a mask's map: nothing, where it has none; or tiles of keys, or of
+// queries, before the first and behind the last that the own side sees.
+enum class Hidden { kNone, kKeys, kQueries };
 
 // Where a ring of kStages slots stands.
 template <int kStages>
@@ -135,7 +133,6 @@ class WorkList {
     const KeyTiles tiles = key_tiles_of<kKeys>(*work, band_of(args_, *work), work->first, kRows);
     work->first_tile = tiles.first;
     work->end_tile = tiles.end;
-    work->hidden_before = 0;
   }
 
   // By all threads of a warp.
@@ -148,34 +145,23 @@ class WorkList {
     };
     __syncwarp();  // the first has written
     const int first = work->first_tile, end = work->end_tile;
-    if constexpr (kHidden == Hidden::kOwnKeys) {
-      int before = 0;
-#pragma unroll 1
-      for (int key = lane * kRows; key < work->first; key += 32 * kRows) {
-        before += !of_map(0, 1, key).seen;
-      }
-      before = __reduce_add_sync(~0u, before);
-      if (lane == 0) work->hidden_before = before;
-      if (lane == 0 && !of_map(0, 1, work->first).seen) work->end_tile = first;
-    } else {
-      __syncwarp();  // all have read
-      if (lane == 0) work->end_tile = first;
+    __syncwarp();  // all have read
+    if (lane == 0) work->end_tile = first;
 #pragma unroll 1  // registers are few
-      for (int from = first / 32 * 32; from < end; from += 32) {
-        const int tile = from + lane;
-        MappedMask::Tile found{};
-        if (tile >= first && tile < end) {
-          found = kHidden == Hidden::kKeys ? of_map(work->first, kRows, tile * kKeys)
-                                           : of_map(tile * kKeys, kKeys, work->first);
-        }
-        const uint32_t seen = __ballot_sync(~0u, found.seen);
-        const uint32_t changed = __ballot_sync(~0u, found.changed);
-        if (lane != 0) continue;
-        if (from < kKnownTiles) work->changed[from / 32] = changed;
-        if (seen == 0) continue;
-        if (work->end_tile == first) work->first_tile = from + __ffs(seen) - 1;
-        work->end_tile = from + 32 - __clz(seen);
+    for (int from = first / 32 * 32; from < end; from += 32) {
+      const int tile = from + lane;
+      MappedMask::Tile found{};
+      if (tile >= first && tile < end) {
+        found = kHidden == Hidden::kKeys ? of_map(work->first, kRows, tile * kKeys)
+                                         : of_map(tile * kKeys, kKeys, work->first);
       }
+      const uint32_t seen = __ballot_sync(~0u, found.seen);
+      const uint32_t changed = __ballot_sync(~0u, found.changed);
+      if (lane != 0) continue;
+      if (from < kKnownTiles) work->changed[from / 32] = changed;
+      if (seen == 0) continue;
+      if (work->end_tile == first) work->first_tile = from + __ffs(seen) - 1;
+      work->end_tile = from + 32 - __clz(seen);
     }
   }
 

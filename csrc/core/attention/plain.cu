@@ -159,7 +159,9 @@ __global__ void __launch_bounds__(kThreads)
       if (lane != 0 || row >= s.queries) continue;
       if (dlse != nullptr) sum -= dlse[first + row];
       const A lse = static_cast<const A*>(params.lse)[first + row];
-      const A exponent = lse == kLowest<A> ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
+      const bool sees_nothing = lse == kLowest<A>;
+      const A exponent = sees_nothing ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
+      if (sees_nothing) sum = 0;  // not the NaN that dlse may have here
       static_cast<A*>(g.delta)[first + row] = sum;
       static_cast<A*>(g.exponents)[first + row] = exponent;
       if (g.statistics == nullptr) continue;

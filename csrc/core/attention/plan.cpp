@@ -87,16 +87,14 @@ AttentionTier attention_tier(const AttentionParams& params, const DeviceProperti
   return AttentionTier::kPlain;
 }
 
-bool hopper_fuses(const AttentionParams& params) {
-  AttentionParams without = params;
-  if (attention_masks_keys(params)) without.mask.data = nullptr;
-  return hopper_has_fused(dim_of(params)) && attention_scores_are_plain(without);
-}
+bool hopper_fuses(const AttentionParams& params) { return hopper_has_fused(dim_of(params)); }
 
 HopperPlan hopper_plan(const AttentionParams& params) {
   HopperPlan plan{};
   plan.dim = dim_of(params);
-  plan.general = !attention_scores_are_plain(params) && !hopper_fuses(params);
+  AttentionParams without = params;
+  if (hopper_fuses(params) && attention_masks_keys(params)) without.mask.data = nullptr;
+  plan.general = !attention_scores_are_plain(without);
   plan.in_order = is_uneven(params);
   const int group = params.heads / params.kv_heads;
   const int64_t cached = plan.in_order ? cached_heads(params, params.keys) : 1;
@@ -160,7 +158,7 @@ bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties
   const AttentionMask& mask = params.mask;
   return hopper_takes_forward(params, device) &&
          query_parts(params, kStatisticRows).all <= INT32_MAX / kStatisticRows &&
-         (mask.data == nullptr || hopper_fuses(params) ||
+         (mask.data == nullptr || (hopper_fuses(params) && attention_masks_keys(params)) ||
           (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));
 }
 
@@ -197,7 +195,8 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
   };
   if (fuses || is_uneven(params)) scratch.zeros = kHopperTicketBytes;
   if (fuses) {
-    const int rows = kHopperFusedTiles[hopper_dim_index(dim_of(params))].others;
+    const HopperPlan plan = hopper_plan(params);
+    const int rows = kHopperFusedTiles[plan.general][hopper_dim_index(plan.dim)].others;
     scratch.tiles = query_parts(params, rows);
     scratch.zeros += 2 * scratch.tiles.all * sizeof(uint32_t);
     if (hopper_plan(params).key_parts > 1) {

@@ -105,28 +105,26 @@ constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
 // slowly, of three, unless two leave fewer rows empty. No sum depends on how many there are.
 constexpr int hopper_most_groups(int dim) { return dim <= 96 ? 3 : 2; }
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
-// Backward: for plain scores, and for others. 128 rows of one side, its own, against tiles of
-// `others`; how many tiles of the own side shared memory has, of query or key, and of dout or
-// value.
+// Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
+// side shared memory has, of query or key, and of dout or value.
 struct HopperBackwardTiles {
   int others, own_stages, first_stages, second_stages;
 };
 constexpr int kHopperOwnRows = 128;
-constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
-    {128, 2, 3, 3}, {128, 2, 2, 2}, {128, 1, 2, 2}, {64, 1, 2, 2}, {64, 1, 2, 1}};
-constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
-    {{}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}},  // of fewer columns: kHopperFusedTiles
-    {{112, 2, 3, 3}, {96, 2, 2, 2}, {64, 1, 3, 3}, {64, 1, 2, 2}, {64, 1, 2, 1}},
+// Of the kernel that makes all three gradients, where there is one: for plain scores, and for
+// others. `others` are queries, in chunks of 64.
+constexpr HopperBackwardTiles kHopperFusedTiles[2][5] = {
+    {{128, 2, 2, 2}, {64, 2, 3, 2}, {64, 1, 3, 2}, {}, {}},
+    {{128, 2, 2, 1}, {64, 1, 3, 2}, {64, 1, 2, 2}, {}, {}},
 };
-// Of the kernel that makes all three gradients of plain scores, where there is one: `others` are
-// queries, in chunks of 64.
-constexpr HopperBackwardTiles kHopperFusedTiles[] = {
-    {128, 2, 2, 2}, {64, 2, 3, 2}, {64, 1, 3, 2}, {}, {}};
 constexpr bool hopper_has_fused(int dim) {
-  return kHopperFusedTiles[hopper_dim_index(dim)].others > 0;
+  return kHopperFusedTiles[0][hopper_dim_index(dim)].others > 0;
 }
-// dkey and dvalue are made together where a warpgroup's registers hold both, else the latter with:
-constexpr bool hopper_makes_both(int dim) { return dim <= 128; }
+// Of those that make dquery, dkey and dvalue elsewhere: a warpgroup's registers hold one of them.
+constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
+    {}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}};
+constexpr HopperBackwardTiles kHopperKeyGradientTiles[] = {
+    {}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}};
 constexpr HopperBackwardTiles kHopperValueGradientTiles[] = {
     {}, {}, {}, {96, 1, 2, 2}, {64, 1, 2, 2}};
 
@@ -149,9 +147,8 @@ struct HopperPlan {
 };
 HopperPlan hopper_plan(const AttentionParams& params);
 
-// Whether one kernel makes all gradients of the call: of plain scores, or of those plus a mask of
-// keys. A group of more query heads than kMostHeadsOfPart comes in parts, as one block for all of
-// them leaves many without work.
+// Whether one kernel makes all gradients of the call. A group of more query heads than
+// kMostHeadsOfPart then comes in parts, as one block for all of them leaves many without work.
 bool hopper_fuses(const AttentionParams& params);
 constexpr int kMostHeadsOfPart = 2;
 
