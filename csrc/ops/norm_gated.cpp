@@ -1,11 +1,16 @@
-#include "ops/norm_gated.h"
-
+// Gated RMSNorm: y = norm(x) * act(gate) or norm(x * act(gate)), with norm(x) = x * rstd * (weight
+// + weight_offset) and act silu or sigmoid; core/norm/gated.cuh. Its operators are in torch.ops
+// alone.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sigmoid.h>
+#include <ATen/ops/sigmoid_backward.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
 
 #include "ops/autograd.h"
 #include "ops/norm.h"
+#include "ops/operators.h"
 #include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -21,6 +26,36 @@ using at::ScalarType;
 using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
+
+struct GatedCall {
+  at::Tensor input, gate;
+  OptionalTensor weight;
+  c10::SymIntArrayRef normalized_shape;
+  double eps, weight_offset;
+  bool norm_before_gate, silu;
+  std::optional<c10::SymInt> group_size;  // elements of a row that are normalized together
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tie(c.input, c.gate, c.weight, c.normalized_shape, c.eps, c.weight_offset,
+                    c.norm_before_gate, c.silu, c.group_size);
+  }
+};
+
+// What is differentiated, in this order.
+enum GatedGradient { kInput, kGate, kWeight };
+
+// What the backward operator is called with.
+struct GatedBackwardCall {
+  const at::Tensor &dy, &rstd;
+  GatedCall forward;
+  std::array<bool, 3> wanted;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tuple_cat(std::tie(c.dy, c.rstd), GatedCall::fields(c.forward), std::tie(c.wanted));
+  }
+};
 
 SymInt cols_of(const GatedCall& call) {
   SymInt cols = 1;
@@ -47,15 +82,14 @@ SymIntArrayRef lead_of(const c10::SymDimVector& shape) {
 
 // The tensors of a call in the precision of sums, as (..., groups, cols).
 struct Wide {
-  Tensor x, z, act, sigmoid, weight, v, rstd, xhat;
+  Tensor x, z, act, weight, v, rstd, xhat;
 
   explicit Wide(const GatedCall& call) {
     const auto shape = shape_of(call);
     const ScalarType dtype = accumulate_dtype(call.input.scalar_type());
     x = call.input.to(dtype).reshape_symint(shape);
     z = call.gate.to(dtype).reshape_symint(shape);
-    sigmoid = at::sigmoid(z);
-    act = call.silu ? z * sigmoid : sigmoid;
+    act = call.silu ? at::silu(z) : at::sigmoid(z);
     if (has(call.weight)) {
       weight = (call.weight->to(dtype) + call.weight_offset)
                    .reshape_symint(SymIntArrayRef(shape).slice(shape.size() - 2));
@@ -102,9 +136,9 @@ Gradients<3> backward_by_chain(const GatedBackwardCall& pass) {
   if (wanted[kGate]) {
     const Tensor normalized = weight.defined() ? wide.xhat * weight : wide.xhat;
     const Tensor of_act = call.norm_before_gate ? d * normalized : dv * wide.x;
-    const Tensor& s = wide.sigmoid;
-    const Tensor slope = call.silu ? s * (wide.z * (1 - s) + 1) : s * (1 - s);
-    made[kGate] = as_given(of_act * slope, call.gate);
+    made[kGate] = as_given(call.silu ? at::silu_backward(of_act, wide.z)
+                                     : at::sigmoid_backward(of_act, wide.act),
+                           call.gate);
   }
   return made;
 }
@@ -215,8 +249,7 @@ Gradients<3> backward_cuda(const GatedBackwardCall& pass) {
 
 #endif  // FUSED_NORM_WITH_CUDA
 
-}  // namespace
-
+// The checks that every call passes, also where the decomposition runs.
 void check_rms_norm_gated(const GatedCall& call) {
   const Tensor &input = call.input, &gate = call.gate;
   check_layout(input, "input");
@@ -242,6 +275,8 @@ void check_rms_norm_gated(const GatedCall& call) {
   check_param(call.weight, "weight", shape, input);
 }
 
+// (output, rstd): rstd has the leading dimensions of input and one for the groups, and is not
+// differentiated. Of a meta tensor their shapes alone.
 Forward rms_norm_gated_forward(const GatedCall& call) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_rms_norm_gated(call);
@@ -289,6 +324,8 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
   return backward_by_chain(call);
 }
 
+}  // namespace
+
 // Profiles show this name.
 struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
   static constexpr const char* kBackward = "fused_norm::rms_norm_gated_backward";
@@ -304,8 +341,25 @@ struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
   }
 };
 
+namespace {
+
 Forward differentiate_rms_norm_gated(const GatedCall& call) {
   return differentiate_call<RMSNormGatedFunction>(check_rms_norm_gated, call);
 }
 
+TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
+  const std::string call =
+      "Tensor input, Tensor gate, Tensor? weight, SymInt[] normalized_shape, float eps, float "
+      "weight_offset, bool norm_before_gate, bool silu, SymInt? group_size";
+  define_differentiable(m, "rms_norm_gated_forward",
+                        "(" + call + ") -> (Tensor output, Tensor rstd)",
+                        kernel<rms_norm_gated_forward>, kernel<differentiate_rms_norm_gated>);
+  define_backward(m, "rms_norm_gated_backward",
+                  "(Tensor dy, Tensor rstd, " + call +
+                      ", bool[3] output_mask) -> (Tensor dinput, Tensor dgate, Tensor "
+                      "dweight)",
+                  kernel<rms_norm_gated_backward>);
+}
+
+}  // namespace
 }  // namespace fused_norm::ops

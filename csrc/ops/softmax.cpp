@@ -1,6 +1,10 @@
+// The softmax operators: argument checks, allocation, the choice between the CPU path and the
+// kernels, and derivatives. Those are in C++: torch's own softmax takes the host 6 us a call with a
+// graph, and a Python autograd.Function alone as much again.
 #include "ops/softmax.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/util/FunctionRef.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +14,8 @@
 
 #include "core/softmax/tier.h"
 #include "cpu/softmax.h"
+#include "ops/autograd.h"
+#include "ops/operators.h"
 #include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -20,10 +26,69 @@
 #endif
 
 namespace fused_norm::ops {
-namespace {
 
 using at::ScalarType;
 using at::Tensor;
+
+void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
+  check_floating(input, "input");
+  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat), "out_dtype is ", out,
+              ", which does not go with ", input,
+              " input: it must be the input's dtype, or float32 for 16-bit input");
+  const int64_t dims = std::max<int64_t>(ndim, 1);
+  TORCH_CHECK_INDEX(-dims <= dim && dim < dims, "dim is ", dim, ", but input has ", ndim,
+                    " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
+}
+
+void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> mask, ScalarType out,
+                                  int64_t ndim, double scale, bool causal) {
+  check_softmax_options(input, out, ndim, -1);
+  if (mask.has_value() && *mask != at::kBool) {
+    TORCH_CHECK(is_16_bit(*mask) || *mask == at::kFloat || *mask == at::kDouble,
+                "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 "
+                "or float64, but is ",
+                *mask);
+  }
+  TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
+  TORCH_CHECK(!causal || ndim >= 2,
+              "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
+              ndim);
+}
+
+namespace {
+
+// The checks that every call passes, also where the decomposition runs. Each gives the output's
+// dtype.
+ScalarType check_softmax(const Tensor& input, int64_t dim, bool /*log*/,
+                         std::optional<ScalarType> out_dtype) {
+  check_layout(input, "input");
+  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
+  check_softmax_options(input.scalar_type(), y_dtype, input.dim(), dim);
+  return y_dtype;
+}
+
+ScalarType check_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
+                                bool causal, std::optional<ScalarType> out_dtype) {
+  check_layout(input, "input");
+  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
+  check_masked_softmax_options(input.scalar_type(), dtype_of(mask), y_dtype, input.dim(), scale,
+                               causal);
+  if (!has(mask)) return y_dtype;
+  check_layout(*mask, "mask");
+  check_device(*mask, "mask", input, "input");
+  const int64_t missing = input.dim() - mask->dim();
+  bool broadcasts = missing >= 0;
+  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
+    const c10::SymInt size = mask->sym_size(d);
+    // Of a size that depends on data it is known that it is the input's, not that it is not 1.
+    broadcasts = size.maybe_as_int() == 1 || size.sym_eq(input.sym_size(d + missing))
+                                                 .sym_or(size.sym_eq(1))
+                                                 .expect_true(__FILE__, __LINE__);
+  }
+  TORCH_CHECK(broadcasts, "mask has shape ", mask->sym_sizes(),
+              ", which does not broadcast to input's shape ", input.sym_sizes());
+  return y_dtype;
+}
 
 constexpr const char* kTierNames[] = {"auto", "warp", "block", "uncached"};  // by SoftmaxTier
 std::atomic<SoftmaxTier> wanted_tier{SoftmaxTier::kAuto};
@@ -218,82 +283,25 @@ Tensor run(const Call& call) {
   return y;
 }
 
-}  // namespace
-
-void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
-  check_floating(input, "input");
-  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat), "out_dtype is ", out,
-              ", which does not go with ", input,
-              " input: it must be the input's dtype, or float32 for 16-bit input");
-  const int64_t dims = std::max<int64_t>(ndim, 1);
-  TORCH_CHECK_INDEX(-dims <= dim && dim < dims, "dim is ", dim, ", but input has ", ndim,
-                    " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
-}
-
-void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> mask, ScalarType out,
-                                  int64_t ndim, double scale, bool causal) {
-  check_softmax_options(input, out, ndim, -1);
-  if (mask.has_value() && *mask != at::kBool) {
-    TORCH_CHECK(is_16_bit(*mask) || *mask == at::kFloat || *mask == at::kDouble,
-                "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 "
-                "or float64, but is ",
-                *mask);
-  }
-  TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
-  TORCH_CHECK(!causal || ndim >= 2,
-              "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
-              ndim);
-}
-
-ScalarType check_softmax(const Tensor& input, int64_t dim, std::optional<ScalarType> out_dtype) {
-  check_layout(input, "input");
-  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
-  check_softmax_options(input.scalar_type(), y_dtype, input.dim(), dim);
-  return y_dtype;
-}
-
-ScalarType check_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
-                                bool causal, std::optional<ScalarType> out_dtype) {
-  check_layout(input, "input");
-  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
-  check_masked_softmax_options(input.scalar_type(), dtype_of(mask), y_dtype, input.dim(), scale,
-                               causal);
-  if (!has(mask)) return y_dtype;
-  check_layout(*mask, "mask");
-  check_device(*mask, "mask", input, "input");
-  const int64_t missing = input.dim() - mask->dim();
-  bool broadcasts = missing >= 0;
-  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
-    const c10::SymInt size = mask->sym_size(d);
-    // Of a size that depends on data it is known that it is the input's, not that it is not 1.
-    broadcasts = size.maybe_as_int() == 1 || size.sym_eq(input.sym_size(d + missing))
-                                                 .sym_or(size.sym_eq(1))
-                                                 .expect_true(__FILE__, __LINE__);
-  }
-  TORCH_CHECK(broadcasts, "mask has shape ", mask->sym_sizes(),
-              ", which does not broadcast to input's shape ", input.sym_sizes());
-  return y_dtype;
-}
-
-void force_softmax_tier(const std::string& wanted) {
-  const auto* const found = std::find(std::begin(kTierNames), std::end(kTierNames), wanted);
-  TORCH_CHECK_VALUE(found != std::end(kTierNames),
-                    "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted, "'");
-  wanted_tier = static_cast<SoftmaxTier>(found - kTierNames);
-}
-
+// softmax of `input` over `dim`, or its logarithm: contiguous, in out_dtype (input's if none).
 Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
                        std::optional<ScalarType> out_dtype) {
-  const ScalarType y_dtype = check_softmax(input, dim, out_dtype);
+  const ScalarType y_dtype = check_softmax(input, dim, log, out_dtype);
   return run({true, input, std::nullopt, dim, log, 1, false, y_dtype});
 }
 
+// softmax of scale * input over the last dimension, without the elements where a boolean mask is
+// true, or with a floating mask added. The mask broadcasts against the input. causal: the last two
+// dimensions are (queries, keys), and key j is masked for query i where j > i + keys - queries. A
+// row whose every element is masked gives zeros.
 Tensor scaled_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
                              bool causal, std::optional<ScalarType> out_dtype) {
   const ScalarType y_dtype = check_masked_softmax(input, mask, scale, causal, out_dtype);
   return run({false, input, mask, -1, false, scale, causal, y_dtype});
 }
 
+// The gradient of the input from `output`, in input_dtype; of both operators above, as where an
+// element was masked the output is zero.
 Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
                         ScalarType input_dtype, double scale) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
@@ -326,6 +334,103 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
 #endif
   }
   return dx;
+}
+
+const auto& forward_op() {
+  static const Operator op("softmax_forward", softmax_forward);
+  return op;
+}
+const auto& masked_op() {
+  static const Operator op("scaled_masked_softmax", scaled_masked_softmax);
+  return op;
+}
+const auto& backward_op() {
+  static const Operator op("softmax_backward", softmax_backward);
+  return op;
+}
+
+}  // namespace
+
+// `run` calls the operator, below autograd.
+template <typename Self>
+struct RecordedSoftmax : torch::autograd::Function<Self> {
+  static constexpr bool is_traceable = true;
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, int64_t dim, bool log,
+                        double scale, c10::function_ref<Tensor()> run) {
+    const Tensor output = run();
+    ctx->save_for_backward({saved_result(output)});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["call"] = std::make_tuple(dim, log, input.scalar_type(), scale);
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    variable_list results(5);
+    if (!grads[0].defined()) return results;
+    const Tensor output = ctx->get_saved_variables()[0];
+    const auto [dim, log, input_dtype, scale] =
+        ctx->saved_data["call"].to<std::tuple<int64_t, bool, ScalarType, double>>();
+    results[0] = backward_op().in_backward(grads[0], output, dim, log, input_dtype, scale);
+    return results;
+  }
+};
+// Profiles show these names, which are to be the same in every build.
+struct SoftmaxFunction : RecordedSoftmax<SoftmaxFunction> {};
+struct ScaledMaskedSoftmaxFunction : RecordedSoftmax<ScaledMaskedSoftmaxFunction> {};
+
+namespace {
+
+Tensor differentiate_softmax(const Tensor& input, int64_t dim, bool log,
+                             std::optional<ScalarType> out_dtype) {
+  const auto result = forward_op().unrecorded(check_softmax, input, dim, log, out_dtype);
+  if (result.has_value()) return *result;
+  check_layout(input, "input");  // Function asks for sizes, which not every tensor has
+  const auto run = [&] { return forward_op().below_autograd(input, dim, log, out_dtype); };
+  return SoftmaxFunction::apply(input, dim, log, 1.0, run);
+}
+
+Tensor differentiate_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
+                                    bool causal, std::optional<ScalarType> out_dtype) {
+  TORCH_CHECK(!needs_grad(mask) && !any_tensor(has_tangent, mask),
+              "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
+              "mask.detach(), or add it to the input before softmax");
+  const auto result =
+      masked_op().unrecorded(check_masked_softmax, input, mask, scale, causal, out_dtype);
+  if (result.has_value()) return *result;
+  check_layout(input, "input");
+  const auto run = [&] {
+    return masked_op().below_autograd(input, mask, scale, causal, out_dtype);
+  };
+  return ScaledMaskedSoftmaxFunction::apply(input, int64_t{-1}, false, scale, run);
+}
+
+TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
+  define_differentiable(
+      m, "softmax_forward",
+      "(Tensor input, int dim, bool log=False, ScalarType? out_dtype=None) -> Tensor",
+      &softmax_forward, &differentiate_softmax);
+  define_differentiable(m, "scaled_masked_softmax",
+                        "(Tensor input, Tensor? mask, float scale=1.0, bool causal=False, "
+                        "ScalarType? out_dtype=None) -> Tensor",
+                        &scaled_masked_softmax, &differentiate_masked_softmax);
+  define_backward(m, "softmax_backward",
+                  "(Tensor dy, Tensor output, int dim, bool log, ScalarType input_dtype, float "
+                  "scale=1.0) -> Tensor",
+                  &softmax_backward);
+}
+
+}  // namespace
+
+void force_softmax_tier(const std::string& wanted) {
+  const auto* const found = std::find(std::begin(kTierNames), std::end(kTierNames), wanted);
+  TORCH_CHECK_VALUE(found != std::end(kTierNames),
+                    "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted, "'");
+  wanted_tier = static_cast<SoftmaxTier>(found - kTierNames);
+}
+
+Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype) {
+  return forward_op().call(input, dim, log, out_dtype);
 }
 
 }  // namespace fused_norm::ops
