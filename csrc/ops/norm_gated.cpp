@@ -2,6 +2,7 @@
 // + weight_offset) and act silu or sigmoid; core/norm/gated.cuh. Its operators are in torch.ops
 // alone.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 #include <ATen/ops/sigmoid.h>
 #include <ATen/ops/sigmoid_backward.h>
@@ -9,14 +10,11 @@
 #include <ATen/ops/silu_backward.h>
 
 #include "ops/autograd.h"
+#include "ops/launch.h"
 #include "ops/norm.h"
-#include "ops/operators.h"
-#include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
-
-#include "ops/norm_params.h"
 #endif
 
 namespace fused_norm::ops {
@@ -90,10 +88,9 @@ struct Wide {
     x = call.input.to(dtype).reshape_symint(shape);
     z = call.gate.to(dtype).reshape_symint(shape);
     act = call.silu ? at::silu(z) : at::sigmoid(z);
-    if (has(call.weight)) {
-      weight = (call.weight->to(dtype) + call.weight_offset)
-                   .reshape_symint(SymIntArrayRef(shape).slice(shape.size() - 2));
-    }
+    weight = has(call.weight) ? (call.weight->to(dtype) + call.weight_offset)
+                                    .reshape_symint(SymIntArrayRef(shape).slice(shape.size() - 2))
+                              : at::ones({}, x.options());
     v = call.norm_before_gate ? x : x * act;
     rstd = at::rsqrt((v * v).mean(-1, /*keepdim=*/true) + call.eps);
     xhat = v * rstd;
@@ -102,8 +99,7 @@ struct Wide {
 
 Forward forward_by_chain(const GatedCall& call) {
   const Wide wide(call);
-  Tensor y = wide.xhat;
-  if (wide.weight.defined()) y = y * wide.weight;
+  Tensor y = wide.xhat * wide.weight;
   if (call.norm_before_gate) y = y * wide.act;
   y = y.reshape_symint(call.input.sym_sizes()).to(call.input.scalar_type());
   return {y.contiguous(), wide.rstd.squeeze(-1).contiguous()};
@@ -113,32 +109,27 @@ Gradients<3> backward_by_chain(const GatedBackwardCall& pass) {
   const GatedCall& call = pass.forward;
   const auto& wanted = pass.wanted;
   const Wide wide(call);
-  const Tensor& weight = wide.weight;
   const Tensor d = pass.dy.to(wide.x.scalar_type()).reshape_symint(wide.x.sym_sizes());
   const Tensor of_norm = call.norm_before_gate ? d * wide.act : d;
   const auto as_given = [](const Tensor& gradient, const Tensor& of) {
     return gradient.reshape_symint(of.sym_sizes()).to(of.scalar_type()).contiguous();
   };
   Gradients<3> made;
-  if (wanted[kWeight] && weight.defined()) {
-    // Rows by themselves: sum() takes an empty list of dimensions for all.
-    Tensor sum = of_norm * wide.xhat;
-    const int64_t lead = sum.dim() - 2;
-    if (lead > 0) sum = sum.flatten(0, lead - 1).sum(0);
+  if (wanted[kWeight] && has(call.weight)) {
+    const Tensor sum = (of_norm * wide.xhat).sum_to_size_symint(wide.weight.sym_sizes());
     made[kWeight] = as_given(sum, *call.weight);
   }
   if (!wanted[kInput] && !wanted[kGate]) return made;
-  const Tensor w = weight.defined() ? of_norm * weight : of_norm;
+  const Tensor w = of_norm * wide.weight;
   const Tensor dv = wide.rstd * (w - wide.xhat * (w * wide.xhat).mean(-1, /*keepdim=*/true));
   if (wanted[kInput]) {
     made[kInput] = as_given(call.norm_before_gate ? dv : dv * wide.act, call.input);
   }
   if (wanted[kGate]) {
-    const Tensor normalized = weight.defined() ? wide.xhat * weight : wide.xhat;
-    const Tensor of_act = call.norm_before_gate ? d * normalized : dv * wide.x;
-    made[kGate] = as_given(call.silu ? at::silu_backward(of_act, wide.z)
-                                     : at::sigmoid_backward(of_act, wide.act),
-                           call.gate);
+    const Tensor of_act = call.norm_before_gate ? d * wide.xhat * wide.weight : dv * wide.x;
+    made[kGate] = as_given(
+        call.silu ? at::silu_backward(of_act, wide.z) : at::sigmoid_backward(of_act, wide.act),
+        call.gate);
   }
   return made;
 }
@@ -289,7 +280,7 @@ Forward rms_norm_gated_forward(const GatedCall& call) {
 #ifdef FUSED_NORM_WITH_CUDA
   if (input.is_cuda()) return forward_cuda(call);
 #endif
-  if (!input.is_cpu()) raise_cpu_only(input);
+  check_built_for(input);
   return forward_by_chain(call);
 }
 
@@ -311,16 +302,13 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
               "rstd must be that of rms_norm_gated_forward, contiguous and of shape ",
               lead_of(shape), ", but has shape ", rstd.sym_sizes());
   if (input.is_meta() || input.sym_numel() == 0) {
-    const auto zeros = [](bool is_wanted, const OptionalTensor& of) {
-      return is_wanted && has(of) ? new_like(*of).zero_() : Tensor();
-    };
-    return {zeros(wanted[kInput], input), zeros(wanted[kGate], forward.gate),
-            zeros(wanted[kWeight], forward.weight)};
+    return zeroed<3>({new_like_if(wanted[kInput], input), new_like_if(wanted[kGate], forward.gate),
+                      new_like_if(wanted[kWeight], forward.weight)});
   }
 #ifdef FUSED_NORM_WITH_CUDA
   if (input.is_cuda()) return backward_cuda(call);
 #endif
-  if (!input.is_cpu()) raise_cpu_only(input);
+  check_built_for(input);
   return backward_by_chain(call);
 }
 

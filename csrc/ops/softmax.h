@@ -20,7 +20,8 @@ void check_masked_softmax_options(at::ScalarType input, std::optional<at::Scalar
 // "warp", "block" or "uncached". An error at the next call that the tier does not take.
 void force_softmax_tier(const std::string& name);
 
-// The operator softmax_forward through the dispatcher, and so recorded for autograd.
+// What functional softmaxes call: the operator softmax_forward, recorded for autograd. Undefined,
+// or None, where the caller is to see to it that torch.jit.trace records an operator.
 at::Tensor softmax(const at::Tensor& input, int64_t dim, bool log,
                    std::optional<at::ScalarType> out_dtype);
 
