@@ -1,8 +1,8 @@
 """The operators of ``torch.ops.fused_norm`` as Python sees them: handles, and the checks of a
 norm's arguments for where the operator does not run.
 
-Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops/operators.cpp), with which
-_load.py begins.
+Schemas and kernels are registered in C++ when ``_C`` loads (csrc/ops), with which _load.py
+begins.
 """
 
 import collections

@@ -3,10 +3,13 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
 #include <limits>
 
+#include "cpu/attention.h"
 #include "ops/autograd.h"
 
 namespace fused_norm::ops {
@@ -59,27 +62,101 @@ NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wan
   make(kQuery, call.query, has(call.key) ? 1 : 3);
   make(kKey, call.key, has(call.value) ? 1 : 2);
   make(kValue, call.value, 1);
+  made.returned[kMask] = new_like_if(wanted[kMask], call.attn_mask);
+  made.returned[kSink] = new_like_if(wanted[kSink], call.sink);
   return made;
-}
-
-// Of meta tensors, and what the kernels would write of no queries, or of packed tensors without a
-// sequence.
-AttentionGradients zeroed(NewGradients made, const AttentionCall& call,
-                          const AttentionWanted& wanted) {
-  if (wanted[kMask] && has(call.attn_mask)) made.returned[kMask] = new_like(*call.attn_mask);
-  if (wanted[kSink] && has(call.sink)) made.returned[kSink] = new_like(*call.sink);
-  for (Tensor& gradient : made.returned) {
-    if (gradient.defined()) gradient.zero_();
-  }
-  return made.returned;
 }
 
 bool is_empty(const AttentionCall& call, const Tensor& out) {
   return out.numel() == 0 || (call.is_packed() && call.cu_seqlens_q->size(0) == 1);
 }
 
-}  // namespace
+// The CPU path.
 
+// (batch, heads, rows, columns) of either form.
+Tensor as_dense(const Tensor& tensor, bool packed) {
+  return packed ? tensor.transpose(0, 1).unsqueeze(0) : tensor;
+}
+
+// Offsets as kernels read them: within the tensor, in ascending order.
+std::vector<int64_t> clamped_offsets(const Tensor& offsets, int64_t total) {
+  const Tensor dense = offsets.contiguous();
+  const int32_t* data = dense.const_data_ptr<int32_t>();
+  std::vector<int64_t> result(data, data + dense.numel());
+  int64_t last = 0;
+  for (int64_t& offset : result) last = offset = std::clamp<int64_t>(offset, last, total);
+  return result;
+}
+
+cpu::AttentionProblem cpu_problem(const AttentionCall& call, const QueryKeyValue& qkv) {
+  const bool packed = call.is_packed();
+  const auto dense = [&](const Tensor& tensor) {
+    return as_dense(with_dense_rows(tensor), packed);
+  };
+  const auto limit = [](const std::optional<SymInt>& window) {
+    constexpr int64_t kNoLimit = cpu::AttentionProblem::kNoLimit;
+    return window.has_value() ? std::min(window->expect_int(), kNoLimit) : kNoLimit;
+  };
+  cpu::AttentionProblem problem{};
+  problem.query = dense(qkv[0]);
+  problem.key = dense(qkv[1]);
+  problem.value = dense(qkv[2]);
+  const int64_t heads = problem.query.size(1), queries = problem.query.size(2);
+  int64_t batch = problem.query.size(0);
+  if (packed) {
+    batch = call.cu_seqlens_q->size(0) - 1;
+    problem.query_offsets = clamped_offsets(*call.cu_seqlens_q, queries);
+    problem.key_offsets = clamped_offsets(*call.cu_seqlens_k, problem.key.size(2));
+  }
+  if (has(call.attn_mask)) {
+    problem.mask =
+        of_four_dims(*call.attn_mask).expand({batch, heads, queries, problem.key.size(2)});
+  }
+  if (has(call.alibi_slopes)) problem.alibi_slopes = call.alibi_slopes->expand({batch, heads});
+  if (has(call.sink)) problem.sink = call.sink->to(at::kDouble).contiguous();
+  problem.scale = call.scale;
+  problem.softcap = call.softcap;
+  problem.window_left = limit(call.window_left);
+  problem.window_right = limit(call.window_right);
+  problem.top_left = call.top_left;
+  problem.dropout_p = call.dropout_p;
+  if (call.dropout_p > 0) {
+    const Tensor rng = call.rng->contiguous();
+    problem.seed = static_cast<uint64_t>(rng.const_data_ptr<int64_t>()[0]);
+    problem.offset = static_cast<uint64_t>(rng.const_data_ptr<int64_t>()[1]);
+  }
+  return problem;
+}
+
+void forward_on_cpu(const AttentionCall& call, const QueryKeyValue& qkv, const Tensor& out,
+                    const Tensor& lse) {
+  cpu::attention_forward(cpu_problem(call, qkv), as_dense(out, call.is_packed()), lse);
+}
+
+void backward_on_cpu(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
+                     const NewGradients& made) {
+  const AttentionCall& call = inputs.forward;
+  const bool packed = call.is_packed();
+  const auto dense = [&](const Tensor& tensor) {
+    return tensor.defined() ? as_dense(with_dense_rows(tensor), packed) : tensor;
+  };
+  const cpu::AttentionProblem problem = cpu_problem(call, qkv);
+  cpu::AttentionProblemGradients gradients{
+      dense(made.qkv[0]), dense(made.qkv[1]), dense(made.qkv[2]), {}, {}};
+  const Tensor &mask = made.returned[kMask], &sink = made.returned[kSink];
+  Tensor dmask;
+  if (mask.defined()) {
+    dmask = at::zeros(of_four_dims(mask).sizes(), inputs.lse.options());
+    gradients.mask = dmask.expand(problem.mask.sizes());
+  }
+  if (sink.defined()) gradients.sink = at::empty_like(sink, at::kDouble);
+  cpu::attention_backward(problem, inputs.lse.contiguous(), dense(inputs.dout),
+                          has(inputs.dlse) ? inputs.dlse->contiguous() : Tensor(), gradients);
+  if (mask.defined()) mask.copy_(dmask.view(mask.sizes()));
+  if (sink.defined()) sink.copy_(gradients.sink);
+}
+
+// (out, lse). Of a meta tensor their shapes and strides alone.
 Forward attention_forward(const AttentionCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_attention(call);
@@ -91,24 +168,32 @@ Forward attention_forward(const AttentionCall& call) {
     lse.fill_(-std::numeric_limits<double>::infinity());
     return {out, lse};
   }
-  const auto run = out.is_cpu() ? on_cpu::attention_forward : on_cuda::attention_forward;
-  run(call, qkv, out, lse);
+  if (out.is_cpu()) forward_on_cpu(call, qkv, out, lse);
+#ifdef FUSED_NORM_WITH_CUDA
+  if (out.is_cuda()) attention_forward_on_cuda(call, qkv, out, lse);
+#endif
   return {out, lse};
 }
 
+// The gradients; undefined where `wanted` is false, where there is no such tensor, and where it is
+// stacked with the one before it.
 AttentionGradients attention_backward(const AttentionBackwardCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_attention_backward(call);
   const Tensor& out = call.out;
+  check_built_for(out);
   const auto qkv = call.forward.apart();
-  NewGradients made = new_gradients(call.forward, call.wanted);
-  if (out.is_meta() || is_empty(call.forward, out)) {
-    return zeroed(std::move(made), call.forward, call.wanted);
-  }
-  const auto run = out.is_cpu() ? on_cpu::attention_backward : on_cuda::attention_backward;
-  run(call, qkv, &made);
+  const NewGradients made = new_gradients(call.forward, call.wanted);
+  // What the kernels would write of no queries, or of packed tensors without a sequence.
+  if (out.is_meta() || is_empty(call.forward, out)) return zeroed(made.returned);
+  if (out.is_cpu()) backward_on_cpu(call, qkv, made);
+#ifdef FUSED_NORM_WITH_CUDA
+  if (out.is_cuda()) attention_backward_on_cuda(call, qkv, made);
+#endif
   return made.returned;
 }
+
+}  // namespace
 
 // Profiles show this name.
 struct AttentionFunction : CallFunction<AttentionFunction> {
@@ -125,7 +210,9 @@ struct AttentionFunction : CallFunction<AttentionFunction> {
   }
 };
 
-static void check_slopes(const OptionalTensor& slopes) {
+namespace {
+
+void check_slopes(const OptionalTensor& slopes) {
   TORCH_CHECK(!needs_grad(slopes) && !any_tensor(has_tangent, slopes),
               "alibi_slopes requires grad, but attention does not differentiate them: pass "
               "alibi_slopes.detach(), or a float attn_mask");
@@ -136,16 +223,40 @@ Forward differentiate_attention(const AttentionCall& call) {
   return differentiate_call<AttentionFunction>(check_attention, call);
 }
 
+// Seed and offset of a call's dropout: int64 (2,) on query's device, from its default generator.
+Tensor attention_rng(const Tensor& query) {
+  const Tensor rng = at::empty({2}, query.options().dtype(at::kLong));
+  return rng.is_meta() ? rng : rng.random_();
+}
+
+TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
+  const std::string call =
+      "Tensor query, Tensor? key, Tensor? value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? "
+      "sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, SymInt max_seqlen_q, SymInt "
+      "max_seqlen_k, float scale, float softcap, SymInt? window_left, SymInt? window_right, bool "
+      "top_left, float dropout_p";
+  define_differentiable(m, "attention_forward", "(" + call + ") -> (Tensor out, Tensor lse)",
+                        kernel<attention_forward>, kernel<differentiate_attention>);
+  define_backward(m, "attention_backward",
+                  "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, " + call +
+                      ", bool[5] output_mask) -> (Tensor dquery, Tensor dkey, Tensor dvalue, "
+                      "Tensor dmask, Tensor dsink)",
+                  kernel<attention_backward>);
+  // Beside the others, so that those are functions of their arguments alone: they may be made again
+  // or merged where this one may not.
+  define(m, "attention_rng", "(Tensor query) -> Tensor", &attention_rng,
+         {at::Tag::nondeterministic_seeded});
+  m.impl("attention_rng",
+         torch::dispatch(c10::DispatchKey::Autograd, torch::CppFunction::makeFallthrough()));
+}
+
+}  // namespace
+
 void check_before_drawing(const AttentionCall& call) {
   check_slopes(call.alibi_slopes);
   check_attention_without_rng(call);
 }
 
 Forward attention(const AttentionCall& call) { return AttentionFunction::op().call(call); }
-
-Tensor attention_rng(const Tensor& query) {
-  const Tensor rng = at::empty({2}, query.options().dtype(at::kLong));
-  return rng.is_meta() ? rng : rng.random_();
-}
 
 }  // namespace fused_norm::ops

@@ -1,5 +1,6 @@
-// The attention operators: argument checks, allocation, derivatives, and the choice between the CPU
-// path and the kernels. Registered as torch.ops.fused_norm.attention_* (operators.cpp).
+// The attention operators, torch.ops.fused_norm.attention_*: argument checks
+// (attention_checks.cpp), allocation, derivatives, and the choice between the CPU path and the
+// kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -67,31 +68,18 @@ struct AttentionBackwardCall {
 // An error at the next call that the tier does not take.
 void force_attention_tier(const std::string& name);
 
-// (out, lse). Of a meta tensor their shapes and strides alone.
-Forward attention_forward(const AttentionCall& call);
-
-// The gradients; undefined where `wanted` is false, where there is no such tensor, and where it is
-// stacked with the one before it.
-AttentionGradients attention_backward(const AttentionBackwardCall& call);
-
 // attention_forward through the dispatcher, and so recorded for autograd.
 Forward attention(const AttentionCall& call);
 
-// The Autograd kernel of the forward operator.
-Forward differentiate_attention(const AttentionCall& call);
-
-// Seed and offset of a call's dropout: int64 (2,) on query's device, from its default generator.
-at::Tensor attention_rng(const at::Tensor& query);
-
-// The checks that every call passes, for decompositions too (attention_checks.cpp).
+// The checks that every call passes, also where the decomposition runs.
 void check_attention(const AttentionCall& call);
 void check_attention_without_rng(const AttentionCall& call);
 // All that a call is refused for, before its seed is drawn.
 void check_before_drawing(const AttentionCall& call);
 void check_attention_backward(const AttentionBackwardCall& call);
 
-// Between attention.cpp, which has checked a call and made its results, and those who fill them:
-// the CPU path and the CUDA kernels.
+// Between attention.cpp, which has checked a call and made its results, and the CUDA kernels, which
+// fill them.
 
 // Columns next to each other; one copy where they are not.
 at::Tensor with_dense_rows(const at::Tensor& tensor);
@@ -99,25 +87,16 @@ at::Tensor with_dense_rows(const at::Tensor& tensor);
 // A mask of four dimensions.
 at::Tensor of_four_dims(at::Tensor mask);
 
-// Where gradients are written: those of query, key and value may be views of what is returned.
+// Where gradients are written, undefined where they are not wanted: those of query, key and value
+// may be views of what is returned.
 struct NewGradients {
   AttentionGradients returned;
   QueryKeyValue qkv;
 };
 
-using ForwardBackend = void(const AttentionCall& call, const QueryKeyValue& qkv,
-                            const at::Tensor& out, const at::Tensor& lse);
-// Makes the gradients of the mask and of sinks, too.
-using BackwardBackend = void(const AttentionBackwardCall& call, const QueryKeyValue& qkv,
-                             NewGradients* made);
-namespace on_cpu {
-ForwardBackend attention_forward;
-BackwardBackend attention_backward;
-}  // namespace on_cpu
-// In a build without CUDA: errors.
-namespace on_cuda {
-ForwardBackend attention_forward;
-BackwardBackend attention_backward;
-}  // namespace on_cuda
+void attention_forward_on_cuda(const AttentionCall& call, const QueryKeyValue& qkv,
+                               const at::Tensor& out, const at::Tensor& lse);
+void attention_backward_on_cuda(const AttentionBackwardCall& call, const QueryKeyValue& qkv,
+                                const NewGradients& made);
 
 }  // namespace fused_norm::ops

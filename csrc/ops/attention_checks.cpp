@@ -80,12 +80,7 @@ void check_mask(const Tensor& mask, const AttentionCall& call, const Tensor& que
   TORCH_CHECK(!call.is_packed(), "attn_mask of shape ", mask.sym_sizes(),
               " cannot be combined with cu_seqlens");
   const SymInt full[] = {query.sym_size(0), query.sym_size(1), query.sym_size(2), key.sym_size(2)};
-  const int64_t missing = 4 - mask.dim();
-  bool broadcasts = missing >= 0;
-  for (int64_t d = 0; broadcasts && d < mask.dim(); ++d) {
-    broadcasts = mask.sym_size(d) == full[d + missing] || mask.sym_size(d) == 1;
-  }
-  TORCH_CHECK(broadcasts, "attn_mask has shape ", mask.sym_sizes(),
+  TORCH_CHECK(broadcasts_to(mask.sym_sizes(), full), "attn_mask has shape ", mask.sym_sizes(),
               ", which does not broadcast to (batch, heads, queries, keys) = (", full[0], ", ",
               full[1], ", ", full[2], ", ", full[3], ")");
 }

@@ -4,11 +4,23 @@
 
 #include <algorithm>
 #include <atomic>
-#include <iterator>
 #include <limits>
 #include <vector>
 
+#include "core/attention/params.h"
 #include "ops/attention.h"
+
+namespace fused_norm::ops {
+
+static constexpr const char* kTierNames[] = {"auto", "plain", "portable",
+                                             "hopper"};  // by AttentionTier
+static std::atomic<AttentionTier> wanted_tier{AttentionTier::kAuto};
+
+void force_attention_tier(const std::string& name) {
+  wanted_tier = static_cast<AttentionTier>(tier_number(kTierNames, name));
+}
+
+}  // namespace fused_norm::ops
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/cuda/CUDAContext.h>
@@ -17,18 +29,13 @@
 
 #include "core/attention/attention.h"
 #include "core/attention/plan.h"
-#include "ops/device.h"
-#include "ops/rows.h"
+#include "ops/launch.h"
 
 namespace fused_norm::ops {
 namespace {
 
 using at::Tensor;
 using c10::SymInt;
-
-std::atomic<AttentionTier> wanted_tier{AttentionTier::kAuto};
-
-constexpr const char* kTierNames[] = {"auto", "plain", "portable", "hopper"};  // by AttentionTier
 
 AttentionTensor as_tensor(const Tensor& t, bool packed) {
   // A dimension of size 1 may have any stride.
@@ -197,10 +204,8 @@ AttentionTier tier_of(const AttentionParams& params) {
 
 }  // namespace
 
-namespace on_cuda {
-
-void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, const Tensor& out,
-                       const Tensor& lse) {
+void attention_forward_on_cuda(const AttentionCall& call, const QueryKeyValue& qkv,
+                               const Tensor& out, const Tensor& lse) {
   const c10::cuda::CUDAGuard guard(out.device());
   Launch launch = prepared(call, qkv);
   AttentionParams& params = launch.params;
@@ -215,8 +220,8 @@ void attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, cons
   finish(written, out);
 }
 
-void attention_backward(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
-                        NewGradients* made) {
+void attention_backward_on_cuda(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
+                                const NewGradients& made) {
   const AttentionCall& call = inputs.forward;
   const c10::cuda::CUDAGuard guard(inputs.out.device());
   Launch launch = prepared(call, qkv);
@@ -230,61 +235,28 @@ void attention_backward(const AttentionBackwardCall& inputs, const QueryKeyValue
   QueryKeyValue written;
   AttentionTensor* const gradients[] = {&params.dquery, &params.dkey, &params.dvalue};
   for (int i = 0; i < 3; ++i) {
-    written[i] = launch.writable(made->qkv[i]);
+    written[i] = launch.writable(made.qkv[i]);
     if (written[i].defined()) *gradients[i] = as_tensor(written[i], launch.packed);
   }
-  if (inputs.wanted[kMask] && has(call.attn_mask)) {
-    made->returned[kMask] = new_like(*call.attn_mask);
-    params.dmask = made->returned[kMask].mutable_data_ptr();
-    const Tensor mask = of_four_dims(*call.attn_mask);
-    for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(mask.size(d));
+  if (const Tensor& mask = made.returned[kMask]; mask.defined()) {
+    params.dmask = mask.mutable_data_ptr();
+    const Tensor shaped = of_four_dims(mask);
+    for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(shaped.size(d));
   }
-  if (inputs.wanted[kSink] && has(call.sink)) {
+  const Tensor& sink = made.returned[kSink];
+  Tensor written_sink;  // in the dtype of the launch's sink
+  if (sink.defined()) {
     const bool wide = params.forward.dtype == DType::kFloat64;
-    made->returned[kSink] = new_like(*call.sink, wide ? at::kDouble : call.sink->scalar_type());
-    params.dsink = made->returned[kSink].mutable_data_ptr();
+    written_sink = wide ? sink.to(at::kDouble) : sink;
+    params.dsink = written_sink.mutable_data_ptr();
   }
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params.forward);
   check_launch(launch_attention_backward(
       params, device, tier, launch.workspace(attention_backward_workspace(params, tier)),
       at::cuda::getCurrentCUDAStream()));
-  for (int i = 0; i < 3; ++i) finish(written[i], made->qkv[i]);
-  if (made->returned[kSink].defined()) {
-    made->returned[kSink] = made->returned[kSink].to(call.sink->scalar_type());
-  }
-}
-
-}  // namespace on_cuda
-
-void force_attention_tier(const std::string& name) {
-  const auto* const found = std::find(std::begin(kTierNames), std::end(kTierNames), name);
-  TORCH_CHECK_VALUE(found != std::end(kTierNames),
-                    "tier must be 'auto', 'plain', 'portable' or 'hopper', but is '", name, "'");
-  wanted_tier = static_cast<AttentionTier>(found - kTierNames);
-}
-
-}  // namespace fused_norm::ops
-
-#else
-
-namespace fused_norm::ops {
-
-namespace on_cuda {
-
-void attention_forward(const AttentionCall&, const QueryKeyValue&, const at::Tensor& out,
-                       const at::Tensor&) {
-  raise_cpu_only(out);
-}
-void attention_backward(const AttentionBackwardCall& inputs, const QueryKeyValue&, NewGradients*) {
-  raise_cpu_only(inputs.out);
-}
-
-}  // namespace on_cuda
-
-void force_attention_tier(const std::string& name) {
-  TORCH_CHECK_VALUE(name == "auto", "tier must be 'auto' in a build without CUDA, but is '", name,
-                    "'");
+  for (int i = 0; i < 3; ++i) finish(written[i], made.qkv[i]);
+  if (!written_sink.is_same(sink)) sink.copy_(written_sink);
 }
 
 }  // namespace fused_norm::ops

@@ -1,8 +1,8 @@
-// What the operators' kernels of the dispatcher's Autograd key have in common: who differentiates a
-// call. The first derivative is the kernels', recorded by a torch::autograd::Function of each
-// operator. Derivatives above the first, forward mode, torch.func transforms and torch.jit.trace
-// have the operator's decomposition, decomposed_* of the same arguments
-// (fused_norm/_decompositions.py).
+// What the operators have in common at the dispatcher: how they are registered, and, for their
+// kernels of its Autograd key, who differentiates a call. The first derivative is the kernels',
+// recorded by a torch::autograd::Function of each operator. Derivatives above the first, forward
+// mode, torch.func transforms and torch.jit.trace have the operator's decomposition, decomposed_*
+// of the same arguments (fused_norm/_decompositions.py).
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -13,12 +13,13 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
 
-#include <cstring>
 #include <optional>
 #include <string>
 #include <tuple>
-#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "ops/call.h"
 #include "ops/checks.h"
@@ -31,21 +32,6 @@ using torch::autograd::variable_list;
 // Through the dispatcher, so that fake tensors and tracers see the operators too.
 inline c10::OperatorHandle find_operator(const std::string& name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
-}
-
-// A small struct as one number: each entry of AutogradContext::saved_data takes its time.
-template <typename T>
-int64_t packed(const T& fields) {
-  static_assert(sizeof(T) <= sizeof(int64_t) && std::is_trivially_copyable_v<T>);
-  int64_t number = 0;
-  std::memcpy(&number, &fields, sizeof(T));
-  return number;
-}
-template <typename T>
-T unpacked(int64_t number) {
-  T fields;
-  std::memcpy(&fields, &number, sizeof(T));
-  return fields;
 }
 
 inline OptionalTensor optional(const at::Tensor& tensor) {
@@ -90,7 +76,7 @@ class Operator {
 
   template <typename... Args>
   auto call(const Args&... args) const {
-    return call_with(op_, args...);
+    return call_by(op_, args...);
   }
   // Where autograd is to see nothing of the call.
   template <typename... Args>
@@ -112,7 +98,7 @@ class Operator {
     std::optional<decltype(call(args...))> results;
     if (is_transformed(args...)) {
       check(args...);
-      results = call_with(decomposed_, args...);
+      results = call_by(decomposed_, args...);
     } else if (!needs_grad(args...)) {
       results = below_autograd(args...);
     }
@@ -120,16 +106,12 @@ class Operator {
   }
 
  private:
-  struct Handle {
-    c10::TypedOperatorHandle<Signature> op;
+  template <typename... Args>
+  static auto call_by(const c10::TypedOperatorHandle<Signature>& op, const Args&... args) {
+    return call_with([&](const auto&... each) { return op.call(each...); }, args...);
+  }
 
-    template <typename... Args>
-    auto operator()(const Args&... args) const {
-      return op.call(args...);
-    }
-  };
-
-  Handle op_, decomposed_;
+  c10::TypedOperatorHandle<Signature> op_, decomposed_;
 };
 
 // A result as a Function saves it. A hook of saved tensors that kept the result itself would keep
@@ -205,5 +187,39 @@ Forward differentiate_call(const Check& check, const Call& call) {
 // The Autograd kernel of every operator for a backward pass: the kernels' values, and derivatives
 // to any order.
 void differentiate_backward(const c10::OperatorHandle& op, c10::Stack* stack);
+
+// Registration, by each family of its own operators, torch.ops.fused_norm.*.
+
+// The functions look at device and layout themselves, so that a CPU-only build can say what is
+// missing and a sparse argument is named. Of meta tensors they give shapes and dtypes.
+template <typename Kernel>
+void define(torch::Library& m, const std::string& name, const std::string& signature,
+            Kernel* function, const std::vector<at::Tag>& tags = {}) {
+  using Key = c10::DispatchKey;
+  m.def((name + signature).c_str(), tags);
+  for (const Key key : {Key::CPU, Key::CUDA, Key::Meta, Key::SparseCPU, Key::SparseCUDA,
+                        Key::SparseCsrCPU, Key::SparseCsrCUDA, Key::MkldnnCPU, Key::QuantizedCPU,
+                        Key::QuantizedCUDA, Key::NestedTensorCPU, Key::NestedTensorCUDA}) {
+    m.impl(name.c_str(), torch::dispatch(key, function));
+  }
+}
+
+// An operator that is differentiated by `autograd`, with its decomposition, to which
+// fused_norm/_decompositions.py gives a kernel.
+template <typename Kernel, typename Autograd>
+void define_differentiable(torch::Library& m, const std::string& name, const std::string& signature,
+                           Kernel* function, Autograd&& autograd) {
+  define(m, name, signature, function);
+  m.def(("decomposed_" + name + signature).c_str());
+  m.impl(name.c_str(), torch::dispatch(c10::DispatchKey::Autograd, std::move(autograd)));
+}
+
+// An operator for a backward pass.
+template <typename Kernel>
+void define_backward(torch::Library& m, const std::string& name, const std::string& signature,
+                     Kernel* function) {
+  define_differentiable(m, name, signature, function,
+                        torch::CppFunction::makeFromBoxedFunction<&differentiate_backward>());
+}
 
 }  // namespace fused_norm::ops

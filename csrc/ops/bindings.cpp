@@ -18,13 +18,6 @@
 namespace fused_norm::ops {
 namespace {
 
-// What functional softmaxes call.
-at::Tensor softmax_output(const at::Tensor& input, int64_t dim, bool log,
-                          std::optional<at::ScalarType> out_dtype) {
-  if (at::tracer::impl::is_dispatch_enabled()) return {};  // None, as below
-  return softmax(input, dim, log, out_dtype);
-}
-
 // What functional norms call: (output, residual_out). None: the caller is to say what is wrong, or
 // to see to it that torch.jit.trace records an operator.
 std::optional<std::tuple<at::Tensor, OptionalTensor>> norm_outputs(
@@ -86,7 +79,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("after_optimizer_step", &after_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("set_overflow_message", &set_overflow_message);
   m.def("check_norm_options", &check_norm_options);
-  m.def("softmax", &softmax_output, py::call_guard<py::gil_scoped_release>());
+  m.def("softmax", &softmax, py::call_guard<py::gil_scoped_release>());
   m.def("check_softmax_options", &check_softmax_options);
   m.def("check_masked_softmax_options", &check_masked_softmax_options);
   m.def("attention", kernel<attention>, py::call_guard<py::gil_scoped_release>());

@@ -27,6 +27,14 @@ using Forward = std::tuple<at::Tensor, at::Tensor>;
 template <size_t n>
 using Gradients = std::array<at::Tensor, n>;
 
+template <size_t n>
+Gradients<n> zeroed(const Gradients<n>& gradients) {
+  for (const at::Tensor& gradient : gradients) {
+    if (gradient.defined()) gradient.zero_();
+  }
+  return gradients;
+}
+
 // What the dispatcher takes as an operator's results.
 template <typename T>
 T as_results(T results) {

@@ -1,6 +1,9 @@
 #include "ops/checks.h"
 
 #include <ATen/ops/empty.h>
+#include <c10/util/StringUtil.h>
+
+#include <algorithm>
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/cuda/EmptyTensor.h>
@@ -62,22 +65,45 @@ void check_param(const OptionalTensor& param, const char* name,
   check_device(*param, name, input, "input");
 }
 
+bool broadcasts_to(c10::SymIntArrayRef sizes, c10::SymIntArrayRef full) {
+  if (sizes.size() > full.size()) return false;
+  full = full.slice(full.size() - sizes.size());
+  for (size_t d = 0; d < sizes.size(); ++d) {
+    // Of a size that depends on data it is known that it is the other one, not that it is not 1.
+    const bool fits =
+        sizes[d].maybe_as_int() == 1 ||
+        sizes[d].sym_eq(full[d]).sym_or(sizes[d].sym_eq(1)).expect_true(__FILE__, __LINE__);
+    if (!fits) return false;
+  }
+  return true;
+}
+
 at::Tensor new_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {
 #ifdef FUSED_NORM_WITH_CUDA
   if (like.is_cuda()) {  // past the dispatcher, which takes the host as long again
     const at::IntArrayRef known = C10_AS_INTARRAYREF_SLOW(sizes);
     return at::Tensor(at::detail::empty_cuda(known, dtype, like.device(), std::nullopt));
   }
-#else
-  if (!like.is_cpu() && !like.is_meta()) raise_cpu_only(like);
 #endif
+  check_built_for(like);
   return at::empty_symint(sizes, like.options().dtype(dtype));
 }
 
-void raise_cpu_only(const at::Tensor& tensor) {
-  TORCH_CHECK(false, "this fused_norm was built without CUDA, but input is on ", tensor.device(),
+void check_built_for([[maybe_unused]] const at::Tensor& tensor) {
+#ifndef FUSED_NORM_WITH_CUDA
+  TORCH_CHECK(tensor.is_cpu() || tensor.is_meta(),
+              "this fused_norm was built without CUDA, but input is on ", tensor.device(),
               "; rebuild with FUSED_NORM_CUDA=1 pip install --no-build-isolation --force-reinstall "
               "--no-deps .");
+#endif
+}
+
+int tier_number(c10::ArrayRef<const char*> names, const std::string& wanted) {
+  const auto found = std::find(names.begin(), names.end(), wanted);
+  TORCH_CHECK_VALUE(found != names.end(), "tier must be '",
+                    c10::Join("', '", names.slice(0, names.size() - 1)), "' or '", names.back(),
+                    "', but is '", wanted, "'");
+  return static_cast<int>(found - names.begin());
 }
 
 }  // namespace fused_norm::ops

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 namespace fused_norm::ops {
 
@@ -40,12 +41,14 @@ void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& ot
 void check_normalized(const at::Tensor& tensor, const char* name,
                       c10::SymIntArrayRef normalized_shape);
 
+// Whether a mask of these sizes broadcasts to others.
+bool broadcasts_to(c10::SymIntArrayRef sizes, c10::SymIntArrayRef full);
+
 // A norm's parameter: layout, shape and device. `input` is what it goes with.
 void check_param(const OptionalTensor& param, const char* name,
                  c10::SymIntArrayRef normalized_shape, const at::Tensor& input);
 
-// A contiguous tensor on the device of another, as results are; sizes may be symbols. In a CPU-only
-// build an error for any other device.
+// A contiguous tensor on the device of another, as results are; sizes may be symbols.
 at::Tensor new_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype);
 inline at::Tensor new_like(const at::Tensor& tensor, at::ScalarType dtype) {
   return new_tensor(tensor, tensor.sym_sizes(), dtype);
@@ -54,7 +57,15 @@ inline at::Tensor new_like(const at::Tensor& tensor) {
   return new_like(tensor, tensor.scalar_type());
 }
 
-// Of a CPU-only build, given a tensor of another device.
-[[noreturn]] void raise_cpu_only(const at::Tensor& tensor);
+// The gradient of a parameter, or undefined if it is not wanted or there is no parameter.
+inline at::Tensor new_like_if(bool wanted, const OptionalTensor& tensor) {
+  return wanted && has(tensor) ? new_like(*tensor) : at::Tensor();
+}
+
+// In a CPU-only build an error for any tensor with data on another device.
+void check_built_for(const at::Tensor& tensor);
+
+// The number of a tier, for tests and benchmarks, from the names of all.
+int tier_number(c10::ArrayRef<const char*> names, const std::string& wanted);
 
 }  // namespace fused_norm::ops

@@ -5,10 +5,11 @@
 #include <algorithm>
 #include <atomic>
 #include <map>
+#include <memory>
 #include <mutex>
 
 #include "ops/checks.h"
-#include "ops/rows.h"
+#include "ops/launch.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -21,8 +22,6 @@
 #include <cstring>
 #include <set>
 #include <unordered_set>
-
-#include "ops/device.h"
 #endif
 
 namespace fused_norm::ops {
@@ -100,16 +99,19 @@ struct Norms : c10::BackendMeta {
   int64_t number = 0;
   int first_generation = -1, generation = -1;  // of compiled code that was traced with the weight
 #ifdef FUSED_NORM_WITH_CUDA
-  std::map<Form, Watch> forms;
+  std::map<Form, std::unique_ptr<Watch>> forms;
 
   ~Norms() override {
     const std::lock_guard lock(mutex);
     for (auto& [form, watch] : forms) {
-      watches.all.erase(&watch);
-      std::get<0>(watch.overflow) = 0;  // soon another tensor's address
-      if (!watch.captured) continue;
-      watch.rooms = {};                                 // no step waits for it,
-      watches.all.insert(new Watch(std::move(watch)));  // but its graph may be replayed
+      if (!watch->captured) {
+        watches.all.erase(watch.get());
+        continue;
+      }
+      // No step waits for it, but its graph may be replayed.
+      std::get<0>(watch->overflow) = 0;  // soon another tensor's address
+      watch->rooms = {};
+      watch.release();
     }
   }
 #endif
@@ -155,15 +157,12 @@ Report newest_report(const Watch& watch) {
 }
 
 // At a use of the parameters, or, without a norm, at an optimizer's step, where they may be gone.
-const ParamsSeen& see_params(Watch& watch, const NormColumns* norm = nullptr) {
+const ParamsSeen& see_params(Watch& watch, const NormColumns& norm = {}) {
   watch.seen.version = 0;
   for (size_t i = 0; i < 2; ++i) {
-    if (const Tensor* t = norm == nullptr ? nullptr
-                          : i == 0        ? &norm->weight
-                                          : &norm->bias;
-        t != nullptr && t->defined()) {
-      watch.seen.memory[i] = t->storage().data();
-      watch.versions[i] = t->unsafeGetTensorImpl()->version_counter();
+    if (const Tensor& param = i == 0 ? norm.weight : norm.bias; param.defined()) {
+      watch.seen.memory[i] = param.storage().data();
+      watch.versions[i] = param.unsafeGetTensorImpl()->version_counter();
     }
     const c10::VariableVersion& version = watch.versions[i];
     if (version.enabled()) watch.seen.version += version.current_version();
@@ -188,12 +187,12 @@ Watch* find_watch(const NormColumns& norm, Watch* fresh = nullptr) {
                   norm.y_dtype,
                   norm.first().device().index()};
   const auto known = norms->forms.find(form);
-  if (known != norms->forms.end()) return &known->second;
+  if (known != norms->forms.end()) return known->second.get();
   if (fresh == nullptr || norms->forms.size() >= kMostForms) return nullptr;
   if (watches.next == watches.end) return nullptr;  // other threads took them
-  Watch& watch = norms->forms.emplace(form, std::move(*fresh)).first->second;
+  Watch& watch = *(norms->forms[form] = std::make_unique<Watch>(std::move(*fresh)));
   watch.report = watches.next++;
-  watch.history = ParamsHistory(see_params(watch, &norm));
+  watch.history = ParamsHistory(see_params(watch, norm));
   watches.all.insert(&watch);
   return &watch;
 }
@@ -271,7 +270,7 @@ int64_t room_on_gpu(const NormColumns& norm, int generation) {
   std::unique_lock lock(mutex);
   Watch* watch = find_or_make_watch(norm, captured, lock);
   if (watch == nullptr) return kSaveInput;
-  const ParamsSeen& params = see_params(*watch, &norm);
+  const ParamsSeen& params = see_params(*watch, norm);
   if (fixed) {
     watch->history.see(params, in_backward);
   } else if (!watch->history.chooses(params, newest_report(*watch), in_backward)) {
@@ -311,34 +310,6 @@ void wait_for_reports() {
     const c10::cuda::CUDAGuard guard(device);
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device));
   }
-}
-
-// What kernels signalled. Waits, where there is anything, so that all is known.
-std::vector<Overflow> take_overflows() {
-  std::unique_lock lock(mutex);
-  if (watches.unnamed == nullptr) return {};
-  volatile uint32_t& signal = watches.unnamed->overflow_signal;
-  if (signal == 0) return {};
-  lock.unlock();
-  if (may_wait()) wait_for_reports();
-  lock.lock();
-  signal = 0;
-  std::vector<Overflow> overflows;
-  const auto take = [&](ColumnReport* report, const Overflow& overflow) {
-    volatile uint32_t& columns = report->overflow;
-    if (columns == 0) return false;
-    overflows.push_back(overflow);
-    std::get<int64_t>(overflows.back()) = columns;
-    columns = 0;
-    return true;
-  };
-  take(watches.unnamed, {0, "a norm whose weight is another at each call", 0});
-  for (Watch* watch : watches.all) {
-    if (!take(watch->report, watch->overflow)) continue;
-    watch->history.doubt();
-    gains_room(watch->cols, newest_report(*watch).at_risk, watch->generation);
-  }
-  return overflows;
 }
 
 // Before an optimizer's step. One that is captured does not happen yet.
@@ -451,7 +422,31 @@ void raise_overflow(const std::vector<Overflow>& overflows) {
 
 void check_overflow() {
 #ifdef FUSED_NORM_WITH_CUDA
-  if (const auto overflows = take_overflows(); !overflows.empty()) raise_overflow(overflows);
+  std::unique_lock lock(mutex);
+  if (watches.unnamed == nullptr) return;
+  volatile uint32_t& signal = watches.unnamed->overflow_signal;
+  if (signal == 0) return;
+  lock.unlock();
+  if (may_wait()) wait_for_reports();  // so that all is known
+  lock.lock();
+  signal = 0;
+  std::vector<Overflow> overflows;
+  const auto take = [&](ColumnReport* report, const Overflow& overflow) {
+    volatile uint32_t& columns = report->overflow;
+    if (columns == 0) return false;
+    overflows.push_back(overflow);
+    std::get<int64_t>(overflows.back()) = columns;
+    columns = 0;
+    return true;
+  };
+  take(watches.unnamed, {0, "a norm whose weight is another at each call", 0});
+  for (Watch* watch : watches.all) {
+    if (!take(watch->report, watch->overflow)) continue;
+    watch->history.doubt();
+    gains_room(watch->cols, newest_report(*watch).at_risk, watch->generation);
+  }
+  lock.unlock();
+  if (!overflows.empty()) raise_overflow(overflows);
 #endif
 }
 
@@ -465,7 +460,7 @@ ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t ro
   if (watch == nullptr) watch = find_or_make_watch(norm, captured, lock);
   if (watch == nullptr)
     return {nullptr, nullptr, watches.unnamed, &watches.unnamed->overflow_signal, 0};
-  watch->history.backward(see_params(*watch, &norm));
+  watch->history.backward(see_params(*watch, norm));
   watch->captured |= captured;
   if (from_output) watch->rooms.add(room, captured, room > 0 && room != watch->room);
   return for_kernel(*watch, captured);

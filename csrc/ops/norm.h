@@ -1,6 +1,4 @@
-// The norm operators: argument checks, allocation, and the choice between the CPU path and the
-// kernels. Registered as torch.ops.fused_norm.* (operators.cpp). Of meta tensors the operators
-// check what they can, and give shapes and dtypes.
+// The norm operators (norm.cpp), and how they are recorded and registered (norm_autograd.cpp).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,6 +12,13 @@
 
 #include "cpu/norm.h"
 #include "ops/call.h"
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include <c10/cuda/CUDACachingAllocator.h>
+
+#include "core/norm/norm.h"
+#include "ops/launch.h"
+#endif
 
 namespace fused_norm::ops {
 
@@ -76,27 +81,6 @@ struct NormBackwardCall {
 // The checks that every forward call passes, for decompositions too.
 void check_norm(const NormCall& call);
 
-// The parameters of a call that was checked, of tensors with data.
-template <typename Call>
-NormColumns columns_of(const Call& call) {
-  const int64_t cols = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(call.normalized_shape));
-  TORCH_CHECK(cols <= kMaxCols, "normalized_shape ", call.normalized_shape, " has ", cols,
-              " elements; at most 2^30 are supported");
-  return {or_undefined(call.weight),
-          or_undefined(call.bias),
-          call.weight_offset,
-          cols,
-          call.x_dtype(),
-          call.y_dtype()};
-}
-
-// The shape of a norm's statistics: the leading dimensions of `input`, and then ones.
-c10::SymDimVector stats_shape(const at::Tensor& input, c10::SymIntArrayRef normalized_shape);
-
-// A norm's parameters, layout and shape, and a bias only without rms. `input` is what they go with.
-void check_params(const OptionalTensor& weight, const OptionalTensor& bias, bool rms,
-                  c10::SymIntArrayRef normalized_shape, const at::Tensor& input);
-
 // -> {output, residual_out, mean, rstd}, or with room {output, residual_out, rstd, side, columns}.
 // Without a residual there is no residual_out. mean and rstd have the shape of input with the
 // normalized dimensions as ones, in fp32 (fp64 for fp64 input); mean is empty when rms.
@@ -121,12 +105,38 @@ Gradients<3> norm_backward(const NormBackwardCall& call);
 // the room for it chosen here; or, under a transform, those of the operator's own Autograd kernel.
 std::vector<at::Tensor> norm(const NormCall& call, bool memory_efficient);
 
-// The Autograd kernel of the operator norm_forward.
-std::vector<at::Tensor> differentiate_norm(const NormCall& call);
-
 // How many columns of a norm with these parameters cannot be taken back from an output of out_dtype
 // (0-d int64).
 at::Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
                                  double weight_offset, at::ScalarType out_dtype);
+
+#ifdef FUSED_NORM_WITH_CUDA
+
+// What the launches of norms and gated norms have in common. `weight` and `bias` are
+// aligned_param()s.
+template <typename Params>
+Params norm_params(const NormColumns& norm, int64_t rows, bool rms, const at::Tensor& weight,
+                   const at::Tensor& bias) {
+  Params params{};
+  params.rows = rows;
+  params.cols = static_cast<int32_t>(norm.cols);
+  params.x_dtype = to_dtype(norm.x_dtype);
+  params.y_dtype = to_dtype(norm.y_dtype);
+  params.rms = rms;
+  params.weight_offset = norm.weight_offset;
+  params.weight = to_param(weight);
+  params.bias = to_param(bias);
+  return params;
+}
+
+// Owns what params->workspace points to.
+inline c10::DataPtr set_workspace(NormBackwardParams* params) {
+  c10::DataPtr memory = c10::cuda::CUDACachingAllocator::get()->allocate(
+      norm_backward_workspace(*params, current_device_properties()));
+  params->workspace = memory.get();
+  return memory;
+}
+
+#endif  // FUSED_NORM_WITH_CUDA
 
 }  // namespace fused_norm::ops

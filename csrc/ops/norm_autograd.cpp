@@ -41,12 +41,10 @@ Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& dr
 // What a call saves, in this order; undefined what it does not need.
 enum Saved { kSaved, kMean, kRstd, kWeight, kBias, kSide, kColumns, kSavedTensors };
 
-// The rest of it but weight_offset.
-struct Call {
-  uint16_t row_dims;  // how many dimensions are normalized
-  bool rms, from_output, adds;
-  ScalarType x_dtype, input_dtype, residual_dtype;  // x: what is normalized
-};
+// And beside them: how many dimensions are normalized, rms, from_output, and whether there is a
+// residual; weight_offset, and the dtypes of what is normalized, of the input and of the residual.
+using Form = std::tuple<int64_t, bool, bool, bool>;
+using Numbers = std::tuple<double, ScalarType, ScalarType, ScalarType>;
 
 }  // namespace
 
@@ -76,19 +74,18 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
-    ctx->saved_data["weight_offset"] = how.weight_offset;
-    ctx->saved_data["call"] =
-        packed(Call{static_cast<uint16_t>(how.normalized_shape.size()), how.rms, from_output, adds,
-                    x.scalar_type(), how.input.scalar_type(),
-                    (adds ? *how.residual : how.input).scalar_type()});
+    ctx->saved_data["form"] = Form(how.normalized_shape.size(), how.rms, from_output, adds);
+    ctx->saved_data["numbers"] =
+        Numbers(how.weight_offset, x.scalar_type(), how.input.scalar_type(),
+                (adds ? *how.residual : how.input).scalar_type());
     return results;
   }
 
   // `grads` are those of the results of the operator.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const double weight_offset = ctx->saved_data["weight_offset"].toDouble();
-    const Call call = unpacked<Call>(ctx->saved_data["call"].toInt());
-    const bool rms = call.rms, adds = call.adds;
+    const auto [row_dims, rms, from_output, adds] = ctx->saved_data["form"].to<Form>();
+    const auto [weight_offset, x_dtype, input_dtype, residual_dtype] =
+        ctx->saved_data["numbers"].to<Numbers>();
     variable_list saved = ctx->get_saved_variables();
     const bool lists = saved[kColumns].defined();
     const uint32_t first = adds ? 2 : 1;
@@ -99,7 +96,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         torch::autograd::impl::set_gradient_edge(tensor,
                                                  {torch::autograd::get_current_node(), number});
       };
-      if (call.from_output || adds) as_result(saved[kSaved], call.from_output ? 0 : 1);
+      if (from_output || adds) as_result(saved[kSaved], from_output ? 0 : 1);
       as_result(saved[kMean], first);
       as_result(saved[kRstd], lists ? first : first + 1);
       as_result(saved[kSide], first + 1);
@@ -108,7 +105,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                          bias = optional(saved[kBias]), side = optional(saved[kSide]),
                          columns = optional(saved[kColumns]);
     const SymIntArrayRef sizes = saved[kSaved].sym_sizes();
-    const SymIntArrayRef shape = sizes.slice(sizes.size() - call.row_dims);
+    const SymIntArrayRef shape = sizes.slice(sizes.size() - row_dims);
 
     // Edges are counted over the tensors that the call had: input, weight, bias, residual.
     size_t edges = 0;
@@ -119,10 +116,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
 
     Tensor dx = adds && needs[0] ? grads[1] : Tensor(), dweight, dbias;
     const OptionalTensor dresidual = optional(dx);
-    const NormBackwardCall pass{
-        grads[0],     saved[kSaved], mean,          saved[kRstd], weight,
-        bias,         shape,         weight_offset, rms,          call.from_output,
-        call.x_dtype, needs,         side,          columns,      dresidual};
+    const NormBackwardCall pass{grads[0], saved[kSaved], mean,          saved[kRstd], weight,
+                                bias,     shape,         weight_offset, rms,          from_output,
+                                x_dtype,  needs,         side,          columns,      dresidual};
     if (pass.dy.defined()) std::tie(dx, dweight, dbias) = backward_op().in_backward(pass);
     const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[first]);
     const OptionalTensor drstd = optional(grads[lists ? first : first + 1]);
@@ -137,10 +133,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (!wanted || !dx.defined()) return Tensor();
       return dx.scalar_type() == dtype ? dx : dx.to(dtype);
     };
-    variable_list gradients = {term(of_input, call.input_dtype)};
+    variable_list gradients = {term(of_input, input_dtype)};
     if (weight.has_value()) gradients.push_back(dweight);
     if (bias.has_value()) gradients.push_back(dbias);
-    if (adds) gradients.push_back(term(of_residual, call.residual_dtype));
+    if (adds) gradients.push_back(term(of_residual, residual_dtype));
     gradients.resize(gradients.size() + 2);  // of the call and the room
     return gradients;
   }
@@ -173,14 +169,39 @@ variable_list record(const NormCall& call, const SymInt& room) {
   return NormFunction::apply(at::TensorList(tensors), call, room);
 }
 
-}  // namespace
-
 variable_list differentiate_norm(const NormCall& call) {
   if (auto results = forward_op().unrecorded(check_norm, call)) return *std::move(results);
   TORCH_CHECK(!call.room.has_value() || *call.room > 0, "room is ", *call.room,
               "; a call that is differentiated needs room");
   return record(call, call.room.value_or(kSaveInput));
 }
+
+TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
+  define_differentiable(
+      m, "norm_forward",
+      "(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float eps, float "
+      "weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None, Tensor? residual=None, "
+      "ScalarType? residual_dtype=None, SymInt? room=None) -> Tensor[]",
+      kernel<norm_forward>, kernel<differentiate_norm>);
+  define_backward(
+      m, "norm_backward",
+      "(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] "
+      "normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType input_dtype, "
+      "bool[3] output_mask, Tensor? side=None, Tensor? columns=None, Tensor? dresidual=None) -> "
+      "(Tensor dx, Tensor dweight, Tensor dbias)",
+      kernel<norm_backward>);
+  // The input's gradient from those of mean, rstd and side: a decomposition alone.
+  m.def(
+      "norm_statistics_backward(Tensor? dmean, Tensor? drstd, Tensor? dside, Tensor saved, Tensor? "
+      "mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
+      "weight_offset, bool rms, bool from_output, ScalarType input_dtype, Tensor? side, Tensor? "
+      "columns) -> Tensor");
+  define(m, "unrecoverable_columns",
+         "(Tensor? weight, Tensor? bias, float weight_offset, ScalarType out_dtype) -> Tensor",
+         &unrecoverable_columns);
+}
+
+}  // namespace
 
 variable_list norm(const NormCall& call, bool memory_efficient) {
   if (is_transformed(call)) return forward_op().call(call);

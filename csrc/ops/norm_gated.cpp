@@ -1,17 +1,17 @@
-#include "ops/norm_gated.h"
-
+// Gated RMSNorm: y = norm(x) * act(gate) or norm(x * act(gate)), with norm(x) = x * rstd * (weight
+// + weight_offset) and act silu or sigmoid; core/norm/gated.cuh. Its operators are in torch.ops
+// alone.
 #include <ATen/TensorOperators.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/rsqrt.h>
 #include <c10/util/ParallelGuard.h>
 
 #include "ops/autograd.h"
+#include "ops/launch.h"
 #include "ops/norm.h"
-#include "ops/rows.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
-
-#include "ops/norm_params.h"
 #endif
 
 namespace fused_norm::ops {
@@ -21,6 +21,36 @@ using at::ScalarType;
 using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
+
+struct GatedCall {
+  at::Tensor input, gate;
+  OptionalTensor weight;
+  c10::SymIntArrayRef normalized_shape;
+  double eps, weight_offset;
+  bool norm_before_gate, silu;
+  std::optional<c10::SymInt> group_size;  // elements of a row that are normalized together
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tie(c.input, c.gate, c.weight, c.normalized_shape, c.eps, c.weight_offset,
+                    c.norm_before_gate, c.silu, c.group_size);
+  }
+};
+
+// What is differentiated, in this order.
+enum GatedGradient { kInput, kGate, kWeight };
+
+// What the backward operator is called with.
+struct GatedBackwardCall {
+  const at::Tensor &dy, &rstd;
+  GatedCall forward;
+  std::array<bool, 3> wanted;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tuple_cat(std::tie(c.dy, c.rstd), GatedCall::fields(c.forward), std::tie(c.wanted));
+  }
+};
 
 SymInt cols_of(const GatedCall& call) {
   SymInt cols = 1;
@@ -53,20 +83,19 @@ Tensor mean_of_rows(const Tensor& rows) {
 
 // The tensors of a call in the precision of sums, as (..., groups, cols).
 struct Wide {
-  Tensor x, z, act, sigmoid, weight, v, rstd, xhat;
+  Tensor x, z, sigmoid, act, weight, v, rstd, xhat;
 
   explicit Wide(const GatedCall& call) {
     const auto shape = shape_of(call);
     const ScalarType dtype = accumulate_dtype(call.input.scalar_type());
     x = call.input.to(dtype).reshape_symint(shape);
     z = call.gate.to(dtype).reshape_symint(shape);
-    // at::sigmoid() rounds the last elements of a tensor in another way.
+    // ATen's own activations round the last elements of a tensor in another way.
     sigmoid = ((-z).exp() + 1).reciprocal();
     act = call.silu ? z * sigmoid : sigmoid;
-    if (has(call.weight)) {
-      weight = (call.weight->to(dtype) + call.weight_offset)
-                   .reshape_symint(SymIntArrayRef(shape).slice(shape.size() - 2));
-    }
+    weight = has(call.weight) ? (call.weight->to(dtype) + call.weight_offset)
+                                    .reshape_symint(SymIntArrayRef(shape).slice(shape.size() - 2))
+                              : at::ones({}, x.options());
     v = call.norm_before_gate ? x : x * act;
     rstd = at::rsqrt(mean_of_rows(v * v) + call.eps);
     xhat = v * rstd;
@@ -75,8 +104,7 @@ struct Wide {
 
 Forward forward_by_chain(const GatedCall& call) {
   const Wide wide(call);
-  Tensor y = wide.xhat;
-  if (wide.weight.defined()) y = y * wide.weight;
+  Tensor y = wide.xhat * wide.weight;
   if (call.norm_before_gate) y = y * wide.act;
   y = y.reshape_symint(call.input.sym_sizes()).to(call.input.scalar_type());
   return {y.contiguous(), wide.rstd.squeeze(-1).contiguous()};
@@ -86,29 +114,24 @@ Gradients<3> backward_by_chain(const GatedBackwardCall& pass) {
   const GatedCall& call = pass.forward;
   const auto& wanted = pass.wanted;
   const Wide wide(call);
-  const Tensor& weight = wide.weight;
   const Tensor d = pass.dy.to(wide.x.scalar_type()).reshape_symint(wide.x.sym_sizes());
   const Tensor of_norm = call.norm_before_gate ? d * wide.act : d;
   const auto as_given = [](const Tensor& gradient, const Tensor& of) {
     return gradient.reshape_symint(of.sym_sizes()).to(of.scalar_type()).contiguous();
   };
   Gradients<3> made;
-  if (wanted[kWeight] && weight.defined()) {
-    // Rows by themselves: sum() takes an empty list of dimensions for all.
-    Tensor sum = of_norm * wide.xhat;
-    const int64_t lead = sum.dim() - 2;
-    if (lead > 0) sum = sum.flatten(0, lead - 1).sum(0);
+  if (wanted[kWeight] && has(call.weight)) {
+    const Tensor sum = (of_norm * wide.xhat).sum_to_size_symint(wide.weight.sym_sizes());
     made[kWeight] = as_given(sum, *call.weight);
   }
   if (!wanted[kInput] && !wanted[kGate]) return made;
-  const Tensor w = weight.defined() ? of_norm * weight : of_norm;
+  const Tensor w = of_norm * wide.weight;
   const Tensor dv = wide.rstd * (w - wide.xhat * mean_of_rows(w * wide.xhat));
   if (wanted[kInput]) {
     made[kInput] = as_given(call.norm_before_gate ? dv : dv * wide.act, call.input);
   }
   if (wanted[kGate]) {
-    const Tensor normalized = weight.defined() ? wide.xhat * weight : wide.xhat;
-    const Tensor of_act = call.norm_before_gate ? d * normalized : dv * wide.x;
+    const Tensor of_act = call.norm_before_gate ? d * wide.xhat * wide.weight : dv * wide.x;
     const Tensor& s = wide.sigmoid;
     const Tensor slope = call.silu ? s * (wide.z * (1 - s) + 1) : s * (1 - s);
     made[kGate] = as_given(of_act * slope, call.gate);
@@ -222,8 +245,7 @@ Gradients<3> backward_cuda(const GatedBackwardCall& pass) {
 
 #endif  // FUSED_NORM_WITH_CUDA
 
-}  // namespace
-
+// The checks that every call passes, also where the decomposition runs.
 void check_rms_norm_gated(const GatedCall& call) {
   const Tensor &input = call.input, &gate = call.gate;
   check_layout(input, "input");
@@ -249,6 +271,8 @@ void check_rms_norm_gated(const GatedCall& call) {
   check_param(call.weight, "weight", shape, input);
 }
 
+// (output, rstd): rstd has the leading dimensions of input and one for the groups, and is not
+// differentiated. Of a meta tensor their shapes alone.
 Forward rms_norm_gated_forward(const GatedCall& call) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_rms_norm_gated(call);
@@ -261,7 +285,7 @@ Forward rms_norm_gated_forward(const GatedCall& call) {
 #ifdef FUSED_NORM_WITH_CUDA
   if (input.is_cuda()) return forward_cuda(call);
 #endif
-  if (!input.is_cpu()) raise_cpu_only(input);
+  check_built_for(input);
   return forward_by_chain(call);
 }
 
@@ -283,18 +307,17 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
               "rstd must be that of rms_norm_gated_forward, contiguous and of shape ",
               lead_of(shape), ", but has shape ", rstd.sym_sizes());
   if (input.is_meta() || input.sym_numel() == 0) {
-    const auto zeros = [](bool is_wanted, const OptionalTensor& of) {
-      return is_wanted && has(of) ? new_like(*of).zero_() : Tensor();
-    };
-    return {zeros(wanted[kInput], input), zeros(wanted[kGate], forward.gate),
-            zeros(wanted[kWeight], forward.weight)};
+    return zeroed<3>({new_like_if(wanted[kInput], input), new_like_if(wanted[kGate], forward.gate),
+                      new_like_if(wanted[kWeight], forward.weight)});
   }
 #ifdef FUSED_NORM_WITH_CUDA
   if (input.is_cuda()) return backward_cuda(call);
 #endif
-  if (!input.is_cpu()) raise_cpu_only(input);
+  check_built_for(input);
   return backward_by_chain(call);
 }
+
+}  // namespace
 
 // Profiles show this name.
 struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
@@ -311,8 +334,25 @@ struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
   }
 };
 
+namespace {
+
 Forward differentiate_rms_norm_gated(const GatedCall& call) {
   return differentiate_call<RMSNormGatedFunction>(check_rms_norm_gated, call);
 }
 
+TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
+  const std::string call =
+      "Tensor input, Tensor gate, Tensor? weight, SymInt[] normalized_shape, float eps, float "
+      "weight_offset, bool norm_before_gate, bool silu, SymInt? group_size";
+  define_differentiable(m, "rms_norm_gated_forward",
+                        "(" + call + ") -> (Tensor output, Tensor rstd)",
+                        kernel<rms_norm_gated_forward>, kernel<differentiate_rms_norm_gated>);
+  define_backward(m, "rms_norm_gated_backward",
+                  "(Tensor dy, Tensor rstd, " + call +
+                      ", bool[3] output_mask) -> (Tensor dinput, Tensor dgate, Tensor "
+                      "dweight)",
+                  kernel<rms_norm_gated_backward>);
+}
+
+}  // namespace
 }  // namespace fused_norm::ops

@@ -1,3 +1,6 @@
+// The softmax operators: argument checks, allocation, the choice between the CPU path and the
+// kernels, and derivatives. Those are in C++: torch's own softmax takes the host 6 us a call with a
+// graph, and a Python autograd.Function alone as much again.
 #include "ops/softmax.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -5,25 +8,109 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <iterator>
 #include <limits>
 
 #include "core/softmax/tier.h"
 #include "cpu/softmax.h"
-#include "ops/rows.h"
+#include "ops/autograd.h"
+#include "ops/launch.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <c10/cuda/CUDAGuard.h>
 
 #include "core/softmax/softmax.h"
-#include "ops/device.h"
 #endif
 
 namespace fused_norm::ops {
-namespace {
 
 using at::ScalarType;
 using at::Tensor;
+
+void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
+  check_floating(input, "input");
+  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat), "out_dtype is ", out,
+              ", which does not go with ", input,
+              " input: it must be the input's dtype, or float32 for 16-bit input");
+  const int64_t dims = std::max<int64_t>(ndim, 1);
+  TORCH_CHECK_INDEX(-dims <= dim && dim < dims, "dim is ", dim, ", but input has ", ndim,
+                    " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
+}
+
+void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> mask, ScalarType out,
+                                  int64_t ndim, double scale, bool causal) {
+  check_softmax_options(input, out, ndim, -1);
+  if (mask.has_value() && *mask != at::kBool) {
+    TORCH_CHECK(is_16_bit(*mask) || *mask == at::kFloat || *mask == at::kDouble,
+                "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 "
+                "or float64, but is ",
+                *mask);
+  }
+  TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
+  TORCH_CHECK(!causal || ndim >= 2,
+              "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
+              ndim);
+}
+
+namespace {
+
+// The arguments of softmax_forward: softmax of `input` over `dim`, or its logarithm, in out_dtype
+// (input's if none). The rest is what the other operator has.
+struct SoftmaxCall {
+  const Tensor& input;
+  int64_t dim;
+  bool log;
+  std::optional<ScalarType> out_dtype;
+  OptionalTensor mask = std::nullopt;
+  double scale = 1;
+  bool causal = false;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tie(c.input, c.dim, c.log, c.out_dtype);
+  }
+};
+
+// The arguments of scaled_masked_softmax: softmax of scale * input over the last dimension, without
+// the elements where a boolean mask is true, or with a floating mask added. The mask broadcasts
+// against the input. causal: the last two dimensions are (queries, keys), and key j is masked for
+// query i where j > i + keys - queries. A row whose every element is masked gives zeros.
+struct MaskedSoftmaxCall {
+  const Tensor& input;
+  const OptionalTensor& mask;
+  double scale;
+  bool causal;
+  std::optional<ScalarType> out_dtype;
+  static constexpr int64_t dim = -1;
+  static constexpr bool log = false;
+
+  template <typename Self>
+  static auto fields(Self& c) {
+    return std::tie(c.input, c.mask, c.scale, c.causal, c.out_dtype);
+  }
+};
+
+template <typename Call>
+constexpr bool is_plain = std::is_same_v<Call, SoftmaxCall>;
+
+template <typename Call>
+ScalarType y_dtype_of(const Call& call) {
+  return call.out_dtype.value_or(call.input.scalar_type());
+}
+
+// The checks that every call passes, also where the decomposition runs.
+template <typename Call>
+void check_call(const Call& call) {
+  const auto& [input, mask] = std::tie(call.input, call.mask);
+  check_layout(input, "input");
+  const ScalarType x = input.scalar_type(), y = y_dtype_of(call);
+  if (is_plain<Call>) return check_softmax_options(x, y, input.dim(), call.dim);
+  check_masked_softmax_options(x, dtype_of(mask), y, input.dim(), call.scale, call.causal);
+  if (!has(mask)) return;
+  check_layout(*mask, "mask");
+  check_device(*mask, "mask", input, "input");
+  TORCH_CHECK(broadcasts_to(mask->sym_sizes(), input.sym_sizes()), "mask has shape ",
+              mask->sym_sizes(), ", which does not broadcast to input's shape ", input.sym_sizes());
+}
 
 constexpr const char* kTierNames[] = {"auto", "warp", "block", "uncached"};  // by SoftmaxTier
 std::atomic<SoftmaxTier> wanted_tier{SoftmaxTier::kAuto};
@@ -57,18 +144,6 @@ void check_tier(const Tensor& tensor, const Geometry& geometry) {
   TORCH_CHECK(geometry.rows(), "tier is '", wanted_name(), "', but dim is ", geometry.dim,
               " of an input of shape ", tensor.sizes(), ": only the last dimension has tiers");
 }
-
-// A call that was checked: of softmax_forward, which is `plain`, or of scaled_masked_softmax.
-struct Call {
-  bool plain;
-  const Tensor& input;
-  const OptionalTensor& mask;
-  int64_t dim;
-  bool log;
-  double scale;
-  bool causal;
-  ScalarType y_dtype;
-};
 
 #ifdef FUSED_NORM_WITH_CUDA
 
@@ -129,6 +204,7 @@ Params params_of(const Geometry& geometry, bool log, ScalarType x_dtype, ScalarT
   return params;
 }
 
+template <typename Call>
 void rows_forward(const Call& call, const Geometry& geometry, const Tensor& mask, const Tensor& y) {
   const ScalarType x_dtype = call.input.scalar_type();
   check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
@@ -146,10 +222,10 @@ void rows_forward(const Call& call, const Geometry& geometry, const Tensor& mask
   launch(launch_softmax_forward, params);
 }
 
-void columns_forward(const Call& call, const Geometry& geometry, const Tensor& y) {
-  const Tensor x = call.input.contiguous();
+void columns_forward(const Tensor& input, const Geometry& geometry, bool log, const Tensor& y) {
+  const Tensor x = input.contiguous();
   auto params =
-      params_of<SoftmaxColumnsForwardParams>(geometry, call.log, x.scalar_type(), y.scalar_type());
+      params_of<SoftmaxColumnsForwardParams>(geometry, log, x.scalar_type(), y.scalar_type());
   params.outer = geometry.outer;
   params.inner = geometry.inner;
   params.x = x.const_data_ptr();
@@ -186,114 +262,43 @@ void columns_backward(const Tensor& dy, const Tensor& output, const Geometry& ge
 
 #endif  // FUSED_NORM_WITH_CUDA
 
-Tensor run(const Call& call) {
-  const auto& [plain, input, mask, dim, log, scale, causal, y_dtype] = call;
+// Contiguous.
+template <typename Call>
+Tensor softmax_forward(const Call& call) {
   // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
-  if (input.is_meta()) return new_like(input, y_dtype);
-  const Geometry geometry = geometry_of(input, dim);
+  check_call(call);
+  const auto& [input, mask] = std::tie(call.input, call.mask);
+  if (input.is_meta()) return new_like(input, y_dtype_of(call));
+  const Geometry geometry = geometry_of(input, call.dim);
   check_tier(input, geometry);
-  const Tensor y = new_like(input, y_dtype);
+  const Tensor y = new_like(input, y_dtype_of(call));
   if (input.numel() == 0) return y;
-  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has(mask) || causal),
+  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has(mask) || call.causal),
               "input of shape ", input.sizes(), " has ", geometry.outer,
               " rows; with a mask or causal at most 2^31 - 1 are supported");
   const Tensor expanded = has(mask) ? mask->expand(input.sizes()) : Tensor();
-  if (input.is_cpu() && plain) {
-    cpu::softmax_forward(input.reshape(geometry.shape()), log, y);
+  if (input.is_cpu() && is_plain<Call>) {
+    cpu::softmax_forward(input.reshape(geometry.shape()), call.log, y);
   } else if (input.is_cpu()) {
     const auto rows = [&](const Tensor& t) { return input.dim() == 0 ? t.reshape({1}) : t; };
-    cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, scale, causal,
-                               y);
+    cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, call.scale,
+                               call.causal, y);
 #ifdef FUSED_NORM_WITH_CUDA
   } else {
     const c10::cuda::CUDAGuard guard(input.device());
     if (geometry.rows()) {
       rows_forward(call, geometry, expanded, y);
     } else {
-      columns_forward(call, geometry, y);
+      columns_forward(input, geometry, call.log, y);
     }
 #endif
   }
   return y;
 }
 
-}  // namespace
-
-void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
-  check_floating(input, "input");
-  TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat), "out_dtype is ", out,
-              ", which does not go with ", input,
-              " input: it must be the input's dtype, or float32 for 16-bit input");
-  const int64_t dims = std::max<int64_t>(ndim, 1);
-  TORCH_CHECK_INDEX(-dims <= dim && dim < dims, "dim is ", dim, ", but input has ", ndim,
-                    " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
-}
-
-void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> mask, ScalarType out,
-                                  int64_t ndim, double scale, bool causal) {
-  check_softmax_options(input, out, ndim, -1);
-  if (mask.has_value() && *mask != at::kBool) {
-    TORCH_CHECK(is_16_bit(*mask) || *mask == at::kFloat || *mask == at::kDouble,
-                "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 "
-                "or float64, but is ",
-                *mask);
-  }
-  TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
-  TORCH_CHECK(!causal || ndim >= 2,
-              "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
-              ndim);
-}
-
-ScalarType check_softmax(const Tensor& input, int64_t dim, std::optional<ScalarType> out_dtype) {
-  check_layout(input, "input");
-  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
-  check_softmax_options(input.scalar_type(), y_dtype, input.dim(), dim);
-  return y_dtype;
-}
-
-ScalarType check_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
-                                bool causal, std::optional<ScalarType> out_dtype) {
-  check_layout(input, "input");
-  const ScalarType y_dtype = out_dtype.value_or(input.scalar_type());
-  check_masked_softmax_options(input.scalar_type(), dtype_of(mask), y_dtype, input.dim(), scale,
-                               causal);
-  if (!has(mask)) return y_dtype;
-  check_layout(*mask, "mask");
-  check_device(*mask, "mask", input, "input");
-  const int64_t missing = input.dim() - mask->dim();
-  bool broadcasts = missing >= 0;
-  for (int64_t d = 0; broadcasts && d < mask->dim(); ++d) {
-    const c10::SymInt size = mask->sym_size(d);
-    // Of a size that depends on data it is known that it is the input's, not that it is not 1.
-    broadcasts = size.maybe_as_int() == 1 || size.sym_eq(input.sym_size(d + missing))
-                                                 .sym_or(size.sym_eq(1))
-                                                 .expect_true(__FILE__, __LINE__);
-  }
-  TORCH_CHECK(broadcasts, "mask has shape ", mask->sym_sizes(),
-              ", which does not broadcast to input's shape ", input.sym_sizes());
-  return y_dtype;
-}
-
-void force_softmax_tier(const std::string& wanted) {
-  const auto* const found = std::find(std::begin(kTierNames), std::end(kTierNames), wanted);
-  TORCH_CHECK_VALUE(found != std::end(kTierNames),
-                    "tier must be 'auto', 'warp', 'block' or 'uncached', but is '", wanted, "'");
-  wanted_tier = static_cast<SoftmaxTier>(found - kTierNames);
-}
-
-Tensor softmax_forward(const Tensor& input, int64_t dim, bool log,
-                       std::optional<ScalarType> out_dtype) {
-  const ScalarType y_dtype = check_softmax(input, dim, out_dtype);
-  return run({true, input, std::nullopt, dim, log, 1, false, y_dtype});
-}
-
-Tensor scaled_masked_softmax(const Tensor& input, const OptionalTensor& mask, double scale,
-                             bool causal, std::optional<ScalarType> out_dtype) {
-  const ScalarType y_dtype = check_masked_softmax(input, mask, scale, causal, out_dtype);
-  return run({false, input, mask, -1, false, scale, causal, y_dtype});
-}
-
+// The gradient of the input from `output`, in input_dtype; of both operators above, as where an
+// element was masked the output is zero.
 Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
                         ScalarType input_dtype, double scale) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
@@ -326,6 +331,87 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
 #endif
   }
   return dx;
+}
+
+const auto& backward_op() {
+  static const Operator op("softmax_backward", softmax_backward);
+  return op;
+}
+
+}  // namespace
+
+template <typename Self, typename Call>
+struct RecordedSoftmax : torch::autograd::Function<Self> {
+  static constexpr bool is_traceable = true;
+
+  static const auto& op() {
+    static const Operator op(Self::kName, kernel<softmax_forward<Call>>);
+    return op;
+  }
+
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Call& call) {
+    const Tensor output = op().below_autograd(call);
+    ctx->save_for_backward({saved_result(output)});
+    ctx->set_materialize_grads(false);
+    ctx->saved_data["call"] = std::tuple<int64_t, bool, ScalarType, double>(
+        call.dim, call.log, input.scalar_type(), call.scale);
+    return output;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(2);
+    const Tensor output = ctx->get_saved_variables()[0];
+    const auto [dim, log, input_dtype, scale] =
+        ctx->saved_data["call"].to<std::tuple<int64_t, bool, ScalarType, double>>();
+    return {backward_op().in_backward(grads[0], output, dim, log, input_dtype, scale), Tensor()};
+  }
+};
+// Profiles show these names, which are to be the same in every build.
+struct SoftmaxFunction : RecordedSoftmax<SoftmaxFunction, SoftmaxCall> {
+  static constexpr const char* kName = "softmax_forward";
+};
+struct ScaledMaskedSoftmaxFunction
+    : RecordedSoftmax<ScaledMaskedSoftmaxFunction, MaskedSoftmaxCall> {
+  static constexpr const char* kName = "scaled_masked_softmax";
+};
+
+namespace {
+
+template <typename Function, typename Call>
+Tensor differentiate(const Call& call) {
+  TORCH_CHECK(!needs_grad(call.mask) && !any_tensor(has_tangent, call.mask),
+              "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
+              "mask.detach(), or add it to the input before softmax");
+  if (auto result = Function::op().unrecorded(check_call<Call>, call)) return *result;
+  check_layout(call.input, "input");  // Function asks for sizes, which not every tensor has
+  return Function::apply(call.input, call);
+}
+
+TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
+  define_differentiable(
+      m, "softmax_forward",
+      "(Tensor input, int dim, bool log=False, ScalarType? out_dtype=None) -> Tensor",
+      kernel<softmax_forward<SoftmaxCall>>, kernel<differentiate<SoftmaxFunction, SoftmaxCall>>);
+  define_differentiable(m, "scaled_masked_softmax",
+                        "(Tensor input, Tensor? mask, float scale=1.0, bool causal=False, "
+                        "ScalarType? out_dtype=None) -> Tensor",
+                        kernel<softmax_forward<MaskedSoftmaxCall>>,
+                        kernel<differentiate<ScaledMaskedSoftmaxFunction, MaskedSoftmaxCall>>);
+  define_backward(m, "softmax_backward",
+                  "(Tensor dy, Tensor output, int dim, bool log, ScalarType input_dtype, float "
+                  "scale=1.0) -> Tensor",
+                  &softmax_backward);
+}
+
+}  // namespace
+
+void force_softmax_tier(const std::string& wanted) {
+  wanted_tier = static_cast<SoftmaxTier>(tier_number(kTierNames, wanted));
+}
+
+Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype) {
+  if (at::tracer::impl::is_dispatch_enabled()) return {};
+  return SoftmaxFunction::op().call(SoftmaxCall{input, dim, log, out_dtype});
 }
 
 }  // namespace fused_norm::ops

@@ -1,11 +1,15 @@
-#include "ops/rows.h"
+#include "ops/launch.h"
 
-#include <ATen/core/Tensor.h>
-
+#include <array>
 #include <limits>
+#include <mutex>
 #include <optional>
 
 #include "ops/checks.h"
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include "core/common/device.h"
+#endif
 
 namespace fused_norm::ops {
 namespace {
@@ -78,5 +82,33 @@ ParamVector to_param(const at::Tensor& tensor) {
   if (!tensor.defined()) return {nullptr, DType::kFloat32};
   return {tensor.const_data_ptr(), to_dtype(tensor.scalar_type())};
 }
+
+#ifdef FUSED_NORM_WITH_CUDA
+
+const DeviceProperties& current_device_properties() {
+  constexpr int kMaxDevices = 64;
+  static std::array<DeviceProperties, kMaxDevices> properties;
+  static std::array<std::once_flag, kMaxDevices> asked;
+  const int device = c10::cuda::current_device();
+  TORCH_CHECK(device < kMaxDevices, "device index is ", device, ", but at most ", kMaxDevices,
+              " devices are supported");
+  std::call_once(asked[device], [&] { check_launch(query_device(device, &properties[device])); });
+  return properties[device];
+}
+
+void check_launch(cudaError_t error) {
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction ||
+      error == cudaErrorUnsupportedPtxVersion) {
+    (void)cudaGetLastError();
+    const cudaDeviceProp* prop = at::cuda::getCurrentDeviceProperties();
+    TORCH_CHECK(false, "fused_norm was built for compute capability ", FUSED_NORM_ARCH_LIST,
+                " and cannot run on ", prop->name, " (", prop->major, ".", prop->minor,
+                "); rebuild with TORCH_CUDA_ARCH_LIST=", prop->major, ".", prop->minor,
+                " pip install --no-build-isolation --force-reinstall --no-deps .");
+  }
+  C10_CUDA_CHECK(error);
+}
+
+#endif  // FUSED_NORM_WITH_CUDA
 
 }  // namespace fused_norm::ops

@@ -1,5 +1,4 @@
-// Seeing a tensor as rows of `cols` consecutive elements, without a copy where two strides can say
-// it.
+// Tensors as the kernels take them, and launching.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,10 +8,15 @@
 
 #include "core/common/types.h"
 
+#ifdef FUSED_NORM_WITH_CUDA
+#include <ATen/cuda/CUDAContext.h>
+#include <cuda_runtime_api.h>
+#endif
+
 namespace fused_norm::ops {
 
-// A tensor and where its rows start. `tensor` owns the memory: the argument itself, or a contiguous
-// copy where the rows have no two-stride layout or their elements are not consecutive.
+// A tensor as rows of consecutive elements. `tensor` owns the memory: the argument itself, or a
+// contiguous copy where two strides cannot say where the rows start.
 struct Rows {
   at::Tensor tensor;
   RowLayout layout;
@@ -38,5 +42,23 @@ at::Tensor aligned_param(const at::Tensor& tensor);
 
 // The kernels' view of an aligned_param().
 ParamVector to_param(const at::Tensor& tensor);
+
+#ifdef FUSED_NORM_WITH_CUDA
+
+// Properties of the current device; asked for once.
+const DeviceProperties& current_device_properties();
+
+// Throws for anything but cudaSuccess; a chip that this build has no kernels for is named, with
+// what to do.
+void check_launch(cudaError_t error);
+
+// Calls a launcher of core's on the current device and stream.
+template <typename Params>
+void launch(cudaError_t (*launcher)(const Params&, const DeviceProperties&, cudaStream_t),
+            const Params& params) {
+  check_launch(launcher(params, current_device_properties(), at::cuda::getCurrentCUDAStream()));
+}
+
+#endif  // FUSED_NORM_WITH_CUDA
 
 }  // namespace fused_norm::ops
