@@ -132,7 +132,7 @@ def norm_forward(
         residual_dtype = residual_dtype or residual.dtype
     args = (input, weight, bias, *options, out_dtype, residual, residual_dtype)
     if decomposes():
-        _ops.check_norm_arguments(*args)
+        _ops.check_rows(_ops.norm_forward, _ops.NormCall(*args))
         return _outputs(_decompositions.norm_forward(*args), residual)
     if not _torch.is_exporting():
         room = None
@@ -143,7 +143,7 @@ def norm_forward(
     # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
     # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
     # conversion before or after it gives the same numbers.
-    _ops.check_norm_arguments(*args)
+    _ops.check_rows(_ops.norm_forward, _ops.NormCall(*args))
     residual_out = None
     if residual is not None and out_dtype is not input.dtype:
         input = residual_out = _decompositions.add(input, residual, residual_dtype)
@@ -163,7 +163,7 @@ def recorded_norm(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
     op = _ops.norm_forward
     if _is_onnx_export():
-        _ops.check_norm_arguments(*args)
+        _ops.check_rows(_ops.norm_forward, _ops.NormCall(*args))
         op = _decompositions.norm_forward
     return _outputs(op(*args), args[8])
 

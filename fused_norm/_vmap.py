@@ -15,15 +15,11 @@ def _shape_of_one(tensor: Tensor, dim: int | None) -> torch.Size:
 
 
 def _check(op, in_dims, args) -> None:
-    """The operator's own checks, of one element of the batch, in tensors without data."""
-    of_one = [
-        torch.empty(_shape_of_one(arg, dim), dtype=arg.dtype, device="meta")
-        if isinstance(arg, Tensor)
-        else arg
-        for arg, dim in zip(args, in_dims, strict=True)
-    ]
-    with torch.no_grad():
-        op(*of_one)
+    """The operator's own checks, of one element of the batch."""
+    pairs = zip(args, in_dims, strict=True)
+    _ops.check(
+        op, *((_shape_of_one(a, d), a.dtype) if isinstance(a, Tensor) else a for a, d in pairs)
+    )
 
 
 def _with_batch(tensor: Tensor | None, dim: int | None, batch_size: int) -> Tensor | None:
@@ -46,24 +42,35 @@ def _all_batch_first(results) -> tuple:
     return results, tuple(None if result is None else 0 for result in results)
 
 
+def _of_rows(op, decomposition, info, in_dims, args) -> tuple:
+    """The call of a norm's operator with the batch in its rows, and its results."""
+    _check(op, in_dims, args)
+    call, dims = (_ops.call_type(op)(*values)._asdict() for values in (args, in_dims))
+    for name in {"input", "residual", "gate"} & set(call):
+        call[name] = _with_batch(call[name], dims[name], info.batch_size)
+    parameters = {"weight", "bias"} & set(call)
+    for name in parameters:
+        call[name] = _broadcasting(call[name], dims[name], call["input"].dim())
+    # No list of columns serves a batch of them.
+    is_kernel = all(dims[name] is None for name in parameters) and call.get("room") is None
+    return call, (op if is_kernel else decomposition)(*call.values())
+
+
 @torch.library.register_vmap("fused_norm::norm_forward")
 def _norm_forward(info, in_dims, *args):
-    _check(_ops.norm_forward, in_dims, args)
-    call, dims = _ops.NormCall(*args), _ops.NormCall(*in_dims)
-    x = _with_batch(call.input, dims.input, info.batch_size)
-    call = call._replace(
-        input=x,
-        residual=_with_batch(call.residual, dims.residual, info.batch_size),
-        weight=_broadcasting(call.weight, dims.weight, x.dim()),
-        bias=_broadcasting(call.bias, dims.bias, x.dim()),
-    )
-    # No list of columns serves a batch of them.
-    is_kernel = dims.weight is dims.bias is call.room is None
-    results = (_ops.norm_forward if is_kernel else _decompositions.norm_forward)(*call)
-    if call.room is None:
-        return results, [0] * (len(results) - 2) + [None if call.rms else 0, 0]
-    results[-2] = results[-2].view(info.batch_size, -1, call.room)
+    function = _decompositions.norm_forward
+    call, results = _of_rows(_ops.norm_forward, function, info, in_dims, args)
+    if call["room"] is None:
+        return results, [0] * (len(results) - 2) + [None if call["rms"] else 0, 0]
+    results[-2] = results[-2].view(info.batch_size, -1, call["room"])
     return results, [0] * (len(results) - 1) + [None]
+
+
+@torch.library.register_vmap("fused_norm::rms_norm_gated_forward")
+def _gated_forward(info, in_dims, *args):
+    function = _decompositions.rms_norm_gated_forward
+    _, results = _of_rows(_ops.rms_norm_gated_forward, function, info, in_dims, args)
+    return results, (0, 0)
 
 
 def _softmax_dim(dim: int, ndim: int) -> int:
