@@ -72,24 +72,6 @@ def attention(
     return _ops.attention_forward(*args)  # which says which argument is of a wrong type
 
 
-def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
-    """How many heads query, key and value are to have for them to go together."""
-    if enable_gqa and not q == k == v:
-        if k == 0 or v == 0 or q % k or q % v:
-            raise RuntimeError(
-                f"query has {q} heads, which with enable_gqa must be a multiple of key's {k} and "
-                f"value's {v}"
-            )
-        return (q, k, v) if k == v else (q, q, q)  # unlike key and value share no heads
-    heads = max(q, k, v) if 0 not in (q, k, v) else 0
-    if any(count not in (1, heads) for count in (q, k, v)):
-        raise RuntimeError(
-            f"query has {q} heads, key {k} and value {v}: they must be alike or 1, unless with "
-            "enable_gqa=True"
-        )
-    return (heads, k, v) if k == v else (heads, heads, heads)  # one key head may serve all
-
-
 def _with_ndim(tensor: Tensor, ndim: int) -> Tensor:
     """With dimensions of one element before those that it has."""
     missing = ndim - tensor.dim()
@@ -105,10 +87,26 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
                 f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
             )
     dims = max(query.dim(), key.dim(), value.dim())
-    query, key, value = (_with_ndim(t, max(dims, 4)) for t in (query, key, value))
-    heads = (query.size(-3), key.size(-3), value.size(-3))
-    common_heads = _heads(*heads, enable_gqa)
-    sizes = [t.shape[:-3] for t in (query, key, value)]
+    query, key, value = tensors = [_with_ndim(t, max(dims, 4)) for t in (query, key, value)]
+    q, k, v = heads = [t.size(-3) for t in tensors]
+    if enable_gqa and not q == k == v:
+        if k == 0 or v == 0 or q % k or q % v:
+            raise RuntimeError(
+                f"query has {q} heads, which with enable_gqa must be a multiple of key's {k} and "
+                f"value's {v}"
+            )
+        if k != v:  # unlike key and value share no heads
+            key, value = (t.repeat_interleave(q // t.size(-3), -3) for t in (key, value))
+            k = q
+    else:
+        q = max(heads) if 0 not in heads else 0
+        if any(count not in (1, q) for count in heads):
+            raise RuntimeError(
+                f"query has {heads[0]} heads, key {k} and value {v}: they must be alike or 1, "
+                "unless with enable_gqa=True"
+            )
+        k = k if k == v else q  # one key head may serve all
+    sizes = [t.shape[:-3] for t in tensors]
     batch = sizes[0]
     if not batch == sizes[1] == sizes[2]:
         try:
@@ -116,22 +114,19 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
         except RuntimeError as error:
             shapes = "query {}, key {}, value {}".format(*map(list, sizes))
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
-    shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
         mask = _with_ndim(mask, len(batch) + 3)
         if mask.shape[:-3].numel() != 1:
             mask = mask.expand(*batch, -1, -1, -1)
         mask = mask.flatten(0, -4)
 
-    def of_four(tensor, own_batch, own_heads, heads):
-        if own_heads not in (1, heads):  # a group's
-            tensor = tensor.repeat_interleave(heads // own_heads, -3)
-        if own_heads != heads or own_batch != batch:
+    def of_four(tensor, heads):
+        if tensor.shape[:-2] != (*batch, heads):
             tensor = tensor.expand(*batch, heads, -1, -1)
         return tensor if len(batch) == 1 else tensor.flatten(0, -4)
 
-    tensors = map(of_four, (query, key, value), sizes, heads, common_heads)
-    return *tensors, mask, shape[len(shape) - dims :]
+    shape = [*batch, q, query.size(-2), value.size(-1)]
+    return of_four(query, q), of_four(key, k), of_four(value, k), mask, shape[len(shape) - dims :]
 
 
 @_torch.overridable
