@@ -89,7 +89,8 @@ def _norm(
         return outputs or _retry(input, weight, bias, *options, memory_efficient)
     _arguments.optional_tensor("weight", weight)
     _arguments.optional_tensor("bias", bias)
-    outputs = _tracing.norm_forward(input, weight, bias, *options, memory_efficient)
+    args = (input, weight, bias, *options)
+    outputs = _tracing.norm_forward(*args, memory_efficient=memory_efficient)
     if rms and residual is None and input.dim() in (4, 5):
         format = _torch.suggest_memory_format(input)
         return outputs[0].contiguous(memory_format=format), None
