@@ -6,6 +6,7 @@ list.
 """
 
 import collections
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -36,13 +37,13 @@ class Skipped(NamedTuple):
     reason: str
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class ConvertReport:
     """What :func:`convert` did. ``len(report)`` is the number of modules replaced, those among them
     that were this library's and got the flag."""
 
-    def __init__(self, replaced: list[Replaced], skipped: list[Skipped]) -> None:
-        self.replaced = replaced
-        self.skipped = skipped
+    replaced: list[Replaced]
+    skipped: list[Skipped]
 
     def __len__(self) -> int:
         return len(self.replaced)

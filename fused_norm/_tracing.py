@@ -46,20 +46,16 @@ def compile_options(fuse_residuals: bool = True) -> dict:
     return {"post_grad_custom_pre_pass": FuseResiduals()}
 
 
-class _Rooms:
-    """What compiled code was compiled for. Dynamo guards on ``generation`` wherever a room was
-    chosen, so that a change compiles all such code anew, and each norm is looked at again. A
-    string: of a number that changes Dynamo would make a symbol."""
-
-    generation = "0"
-
-
-_rooms = _Rooms()
+# What compiled code was compiled for. Dynamo guards on it wherever a room was chosen, so that a
+# change compiles all such code anew, and each norm is looked at again. A string: of a number that
+# changes Dynamo would make a symbol.
+_generation = "0"
 
 
 def compile_anew() -> None:
     """With more room for listed columns, where they are needed (csrc/core/norm/room.h)."""
-    _rooms.generation = str(int(_rooms.generation) + 1)
+    global _generation
+    _generation = str(int(_generation) + 1)
 
 
 @_torch.constant  # called with the parameters themselves
@@ -71,7 +67,7 @@ def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
     ):
         return -1
     args = (weight, bias, weight_offset, x_dtype, y_dtype)
-    return _C.traced_room(*args, int(generation or _rooms.generation), generation is not None)
+    return _C.traced_room(*args, int(generation or _generation), generation is not None)
 
 
 def _is_parameter(tensor) -> bool:
@@ -103,7 +99,7 @@ def _room(call) -> int | None:
     args = (weight, bias, *numbers(call.weight_offset), x_dtype, call.out_dtype)
     if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
         return None
-    room = _look(*args, _rooms.generation)
+    room = _look(*args, _generation)
     return room if room > 0 else None
 
 

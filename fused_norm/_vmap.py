@@ -42,8 +42,9 @@ def _all_batch_first(results) -> tuple:
     return results, tuple(None if result is None else 0 for result in results)
 
 
-def _of_rows(op, decomposition, info, in_dims, args) -> tuple:
+def _of_rows(name, info, in_dims, args) -> tuple:
     """The call of a norm's operator with the batch in its rows, and its results."""
+    op, decomposition = getattr(_ops, name), getattr(_decompositions, name)
     _check(op, in_dims, args)
     call, dims = (_ops.call_type(op)(*values)._asdict() for values in (args, in_dims))
     for name in {"input", "residual", "gate"} & set(call):
@@ -58,8 +59,7 @@ def _of_rows(op, decomposition, info, in_dims, args) -> tuple:
 
 @torch.library.register_vmap("fused_norm::norm_forward")
 def _norm_forward(info, in_dims, *args):
-    function = _decompositions.norm_forward
-    call, results = _of_rows(_ops.norm_forward, function, info, in_dims, args)
+    call, results = _of_rows("norm_forward", info, in_dims, args)
     if call["room"] is None:
         return results, [0] * (len(results) - 2) + [None if call["rms"] else 0, 0]
     results[-2] = results[-2].view(info.batch_size, -1, call["room"])
@@ -68,9 +68,7 @@ def _norm_forward(info, in_dims, *args):
 
 @torch.library.register_vmap("fused_norm::rms_norm_gated_forward")
 def _gated_forward(info, in_dims, *args):
-    function = _decompositions.rms_norm_gated_forward
-    _, results = _of_rows(_ops.rms_norm_gated_forward, function, info, in_dims, args)
-    return results, (0, 0)
+    return _of_rows("rms_norm_gated_forward", info, in_dims, args)[1], (0, 0)
 
 
 def _softmax_dim(dim: int, ndim: int) -> int:
