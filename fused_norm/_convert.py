@@ -283,14 +283,15 @@ def revert(model: nn.Module) -> int:
     return count
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 def _form_of(module: nn.Module, known: dict) -> _probe.Form | str:
     """The module's form, or why it has none. Like modules are probed once."""
-    attributes = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+    own = {**module._buffers, **module._modules}  # which compare by identity
+    own |= {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
     shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
-    key = (type(module), tuple(shapes), tuple(attributes.items()))
+    key = (type(module), tuple(shapes), tuple(own.items()))
     try:
         if key not in known:
             known[key] = _probe.form_of(module)
