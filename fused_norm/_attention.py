@@ -154,8 +154,8 @@ def scaled_dot_product_attention(
             dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
             does. It is read as it is, never expanded (but for one that broadcasts over some of
             several batch dimensions).
-        dropout_p: the probability with which an attention probability is dropped. The function does
-            not know whether a module trains: pass 0.0 for evaluation.
+        dropout_p: of :func:`flash_attention`, and 1. The function does not know whether a module
+            trains: pass 0.0 for evaluation.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
             Not with ``attn_mask``.
         scale: ``None`` is ``1 / sqrt(D)``.
@@ -166,13 +166,10 @@ def scaled_dot_product_attention(
         nothing is zero. Under autocast the inputs are cast first, as torch does. Jagged nested
         tensors are passed on to torch's function.
 
-    Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it.
+    Errors are those of :func:`flash_attention`.
     """
     _check_tensors(query, key, value, attn_mask, nested=True)  # for torch
-    if attn_mask is not None:
-        attn_mask = _torch.dense_mask(attn_mask, query)
+    attn_mask = _torch.dense_mask(attn_mask, query)
     dropout_p = _arguments.number("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout_p must be at least 0 and at most 1, but is {dropout_p}")
@@ -243,9 +240,7 @@ def flash_attention(
         softcap: finite; 0 for none.
         sink: ``(Hq,)`` in query's dtype or fp32: a logit a head that takes part in the softmax and
             has no value. Differentiable.
-        attn_mask: broadcasts to ``(B, Hq, Sq, Sk)``, never expanded in memory. Boolean: ``True``
-            takes part. Of query's dtype or fp32: added; differentiable; at most -1e38 hides the
-            key, as -inf does.
+        attn_mask: broadcasts to ``(B, Hq, Sq, Sk)``; as :func:`scaled_dot_product_attention`'s.
         alibi_slopes: fp32 ``(Hq,)`` or ``(B, Hq)`` (Press et al., *Train Short, Test Long*, 2022).
         dropout_p: the probability with which an attention probability is dropped; the rest is
             scaled by ``1 / (1 - dropout_p)``. At least 0 and below 1.
@@ -263,8 +258,7 @@ def flash_attention(
             names it.
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
-    if attn_mask is not None:
-        attn_mask = _torch.dense_mask(attn_mask, query)
+    attn_mask = _torch.dense_mask(attn_mask, query)
     tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
     _check_tensors(*tensors)
     return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)
