@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fused_norm import _arguments, _probe, _torch, functional, modules
+from fused_norm import _arguments, _autocast, _probe, _torch, functional, modules
 
 __all__ = ["ConvertReport", "Replaced", "Skipped", "convert", "revert"]
 
@@ -133,8 +133,9 @@ def converted_norm(
     input, weight, bias, normalized_shape, eps, weight_offset, rms, memory_efficient,
     output_rule, autocast_rule,
 ) -> Tensor:  # fmt: skip
+    _arguments.tensor("input", input)
     out_dtype = None
-    autocast = torch.is_autocast_enabled(input.device.type)
+    autocast = _autocast.dtype_for(input) is not None
     if not (autocast and memory_efficient):
         rule = autocast_rule if autocast and input.is_cuda else output_rule
         weight_dtype = None if weight is None else weight.dtype

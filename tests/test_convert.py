@@ -435,6 +435,15 @@ def test_classes_whose_parts_differ():
     assert [entry.name for entry in report.skipped] == ["1", "2"]
 
 
+def test_calls_without_data():
+    model = nn.Sequential(ByHand(16))
+    assert len(convert(model)) == 1
+    y = model.to("meta")(torch.ones(3, 16, device="meta", dtype=torch.bfloat16))
+    assert y.is_meta and y.shape == (3, 16) and y.dtype is torch.float32  # promoted
+    with pytest.raises(TypeError, match="input must be a tensor"):
+        model([1.0])
+
+
 def test_no_constructor_runs():
     class Once(ByHand):
         made = 0
