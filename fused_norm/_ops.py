@@ -37,8 +37,7 @@ GatedCall = call_type(rms_norm_gated_forward)
 AttentionCall = call_type(attention_forward)
 
 
-@_torch.constant
-def check(op, *args) -> bool:
+def check(op, *args) -> None:
     """Raises what the operator raises for these arguments, each tensor a (shape, dtype): for where
     the operator does not see them."""
 
@@ -46,8 +45,13 @@ def check(op, *args) -> bool:
         is_tensor = isinstance(arg, tuple) and isinstance(arg[-1], torch.dtype)
         return torch.empty(arg[0], dtype=arg[1], device="meta") if is_tensor else arg
 
-    with _disable_current_modes():  # which would record it
-        op(*map(without_data, args))
+    op(*map(without_data, args))
+
+
+@_torch.constant
+def _check_unrecorded(*args) -> bool:
+    with _disable_current_modes():
+        check(*args)
     return True
 
 
@@ -62,7 +66,7 @@ def check_rows(op, call) -> None:
         name: (shape if fits and name in rows else tuple(tensor.shape), tensor.dtype)
         for name, tensor in tensors.items()
     }
-    check(op, *call._replace(**args))
+    _check_unrecorded(op, *call._replace(**args))
 
 
 _sharding.register_where_loaded()
