@@ -83,8 +83,9 @@ def _norm(
         out_dtype = autocast
     # The kernel's store converts to and from fp32; elsewhere a wider input or a second rounding
     # does.
-    wide = torch.promote_types(input.dtype, out_dtype)
-    if wide is torch.float64 or torch.float32 not in (input.dtype, out_dtype):
+    dtypes = {input.dtype, out_dtype}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    if wide is torch.float64 or (len(dtypes) > 1 and wide not in dtypes):
         input = input.to(wide)
     stored = wide if wide is torch.float64 else out_dtype
     options = (normalized_shape, eps, 0.0, rms, memory_efficient, stored)

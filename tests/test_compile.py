@@ -174,15 +174,22 @@ def test_decompose_keeps_dtypes(kind, dtype, autocast_dtype, device, generator):
 
 
 def test_decompose_checks_what_the_operator_checks(device, generator):
-    def call(x, weight):
-        return fn.layer_norm(x, (16,), weight)
-
     x = randn(generator, 4, 16)
-    for weight in (randn(generator, 1), randn(generator, 16, dtype=FP64)):
-        with pytest.raises(Exception, match="weight") as eager:
+    for shape, weight in (
+        ((16,), randn(generator, 1)),
+        ((16,), randn(generator, 16, dtype=FP64)),
+        ((4, 4), None),
+        ((), None),
+    ):
+
+        def call(x, weight, shape=shape):
+            return fn.layer_norm(x, shape, weight)
+
+        match = "normalized_shape" if weight is None else "weight"
+        with pytest.raises(Exception, match=match) as eager:
             call(x, weight)
         torch._dynamo.reset()
-        with fused_norm.config.patch(decompose=True), pytest.raises(Exception, match="weight") as e:
+        with fused_norm.config.patch(decompose=True), pytest.raises(Exception, match=match) as e:
             torch.compile(call, backend="aot_eager")(x, weight)
         assert str(eager.value).split(",")[0].split("\n")[0] in str(e.value)
 
