@@ -55,28 +55,6 @@ def after_optimizer_step() -> None:
 def set_overflow_message(message: Callable[[list[tuple[int, str, int]]], str]) -> None:
     """Of norms without room: an address and description of a parameter, and how many columns."""
 
-def check_norm_options(
-    input: torch.dtype,
-    weight: torch.dtype | None,
-    bias: torch.dtype | None,
-    out: torch.dtype,
-    eps: float,
-    weight_offset: float,
-    residual: torch.dtype | None,
-    residual_dtype: torch.dtype | None,
-) -> None:
-    """Raises what the operator raises for these dtypes and numbers, for where no kernel runs. So do
-    the next two."""
-
-def check_softmax_options(input: torch.dtype, out: torch.dtype, ndim: int, dim: int) -> None: ...
-def check_masked_softmax_options(
-    input: torch.dtype,
-    mask: torch.dtype | None,
-    out: torch.dtype,
-    ndim: int,
-    scale: float,
-    causal: bool,
-) -> None: ...
 def attention(
     query: Tensor,
     key: Tensor | None,

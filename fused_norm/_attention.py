@@ -72,24 +72,6 @@ def attention(
     return _ops.attention_forward(*args)  # which says which argument is of a wrong type
 
 
-def _heads(q: int, k: int, v: int, enable_gqa) -> tuple:
-    """How many heads query, key and value are to have for them to go together."""
-    if enable_gqa and not q == k == v:
-        if k == 0 or v == 0 or q % k or q % v:
-            raise RuntimeError(
-                f"query has {q} heads, which with enable_gqa must be a multiple of key's {k} and "
-                f"value's {v}"
-            )
-        return (q, k, v) if k == v else (q, q, q)  # unlike key and value share no heads
-    heads = max(q, k, v) if 0 not in (q, k, v) else 0
-    if any(count not in (1, heads) for count in (q, k, v)):
-        raise RuntimeError(
-            f"query has {q} heads, key {k} and value {v}: they must be alike or 1, unless with "
-            "enable_gqa=True"
-        )
-    return (heads, k, v) if k == v else (heads, heads, heads)  # one key head may serve all
-
-
 def _with_ndim(tensor: Tensor, ndim: int) -> Tensor:
     """With dimensions of one element before those that it has."""
     missing = ndim - tensor.dim()
@@ -105,10 +87,26 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
                 f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
             )
     dims = max(query.dim(), key.dim(), value.dim())
-    query, key, value = (_with_ndim(t, max(dims, 4)) for t in (query, key, value))
-    heads = (query.size(-3), key.size(-3), value.size(-3))
-    common_heads = _heads(*heads, enable_gqa)
-    sizes = [t.shape[:-3] for t in (query, key, value)]
+    query, key, value = tensors = [_with_ndim(t, max(dims, 4)) for t in (query, key, value)]
+    q, k, v = heads = [t.size(-3) for t in tensors]
+    if enable_gqa and not q == k == v:
+        if k == 0 or v == 0 or q % k or q % v:
+            raise RuntimeError(
+                f"query has {q} heads, which with enable_gqa must be a multiple of key's {k} and "
+                f"value's {v}"
+            )
+        if k != v:  # unlike key and value share no heads
+            key, value = (t.repeat_interleave(q // t.size(-3), -3) for t in (key, value))
+            k = q
+    else:
+        q = max(heads) if 0 not in heads else 0
+        if any(count not in (1, q) for count in heads):
+            raise RuntimeError(
+                f"query has {heads[0]} heads, key {k} and value {v}: they must be alike or 1, "
+                "unless with enable_gqa=True"
+            )
+        k = k if k == v else q  # one key head may serve all
+    sizes = [t.shape[:-3] for t in tensors]
     batch = sizes[0]
     if not batch == sizes[1] == sizes[2]:
         try:
@@ -116,22 +114,19 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
         except RuntimeError as error:
             shapes = "query {}, key {}, value {}".format(*map(list, sizes))
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
-    shape = [*batch, common_heads[0], query.size(-2), value.size(-1)]
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
         mask = _with_ndim(mask, len(batch) + 3)
         if mask.shape[:-3].numel() != 1:
             mask = mask.expand(*batch, -1, -1, -1)
         mask = mask.flatten(0, -4)
 
-    def of_four(tensor, own_batch, own_heads, heads):
-        if own_heads not in (1, heads):  # a group's
-            tensor = tensor.repeat_interleave(heads // own_heads, -3)
-        if own_heads != heads or own_batch != batch:
+    def of_four(tensor, heads):
+        if tensor.shape[:-2] != (*batch, heads):
             tensor = tensor.expand(*batch, heads, -1, -1)
         return tensor if len(batch) == 1 else tensor.flatten(0, -4)
 
-    tensors = map(of_four, (query, key, value), sizes, heads, common_heads)
-    return *tensors, mask, shape[len(shape) - dims :]
+    shape = [*batch, q, query.size(-2), value.size(-1)]
+    return of_four(query, q), of_four(key, k), of_four(value, k), mask, shape[len(shape) - dims :]
 
 
 @_torch.overridable
@@ -159,8 +154,8 @@ def scaled_dot_product_attention(
             dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
             does. It is read as it is, never expanded (but for one that broadcasts over some of
             several batch dimensions).
-        dropout_p: the probability with which an attention probability is dropped. The function does
-            not know whether a module trains: pass 0.0 for evaluation.
+        dropout_p: of :func:`flash_attention`, and 1. The function does not know whether a module
+            trains: pass 0.0 for evaluation.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
             Not with ``attn_mask``.
         scale: ``None`` is ``1 / sqrt(D)``.
@@ -171,13 +166,10 @@ def scaled_dot_product_attention(
         nothing is zero. Under autocast the inputs are cast first, as torch does. Jagged nested
         tensors are passed on to torch's function.
 
-    Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it.
+    Errors are those of :func:`flash_attention`.
     """
     _check_tensors(query, key, value, attn_mask, nested=True)  # for torch
-    if attn_mask is not None:
-        attn_mask = _torch.dense_mask(attn_mask, query)
+    attn_mask = _torch.dense_mask(attn_mask, query)
     dropout_p = _arguments.number("dropout_p", dropout_p)
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout_p must be at least 0 and at most 1, but is {dropout_p}")
@@ -248,9 +240,7 @@ def flash_attention(
         softcap: finite; 0 for none.
         sink: ``(Hq,)`` in query's dtype or fp32: a logit a head that takes part in the softmax and
             has no value. Differentiable.
-        attn_mask: broadcasts to ``(B, Hq, Sq, Sk)``, never expanded in memory. Boolean: ``True``
-            takes part. Of query's dtype or fp32: added; differentiable; at most -1e38 hides the
-            key, as -inf does.
+        attn_mask: broadcasts to ``(B, Hq, Sq, Sk)``; as :func:`scaled_dot_product_attention`'s.
         alibi_slopes: fp32 ``(Hq,)`` or ``(B, Hq)`` (Press et al., *Train Short, Test Long*, 2022).
         dropout_p: the probability with which an attention probability is dropped; the rest is
             scaled by ``1 / (1 - dropout_p)``. At least 0 and below 1.
@@ -268,8 +258,7 @@ def flash_attention(
             names it.
         TypeError, ValueError: of ``window``, and of what should be a number.
     """
-    if attn_mask is not None:
-        attn_mask = _torch.dense_mask(attn_mask, query)
+    attn_mask = _torch.dense_mask(attn_mask, query)
     tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)
     _check_tensors(*tensors)
     return _flash(tensors, (0, 0), causal, window, softcap, dropout_p, scale, return_lse)

@@ -82,14 +82,12 @@ def _dropped(call: AttentionCall, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
 
 
 def _alibi(call: AttentionCall, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:
-    slopes = call.alibi_slopes.to(scores.dtype)
-    if slopes.dim() == 1:
-        return slopes.view(-1, 1, 1) * distance
-    if call.cu_seqlens_q is None:
-        return slopes[..., None, None] * distance
-    # With a row more, for rows of no sequence where there is none.
-    slopes = torch.cat([slopes, slopes.new_zeros(1, slopes.shape[1])])
-    return slopes[q.sequence.clamp_min(0)].t().unsqueeze(-1) * distance
+    slopes = call.alibi_slopes.to(scores.dtype)[..., None, None]
+    if call.cu_seqlens_q is not None and slopes.dim() == 4:
+        # With a row more, for rows of no sequence where there is none.
+        slopes = torch.cat([slopes, torch.zeros_like(slopes[:1])])
+        slopes = slopes[q.sequence.clamp_min(0)].transpose(0, 2)
+    return slopes * distance
 
 
 def _apart(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,7 +122,7 @@ class _Probabilities:
     all: Tensor  # (B, Hq, Sq, Sk)
     lse: Tensor  # (B, Hq, Sq)
     capped: Tensor | None  # tanh of the scores, with softcap
-    of_sink: Tensor  # (B, Hq, Sq), 0 without a sink
+    of_sink: Tensor | None  # (B, Hq, Sq)
     kept: Tensor | None  # what dropout multiplies `all` by
 
     @property
@@ -186,23 +184,17 @@ def _probabilities(call: AttentionCall) -> _Probabilities:
     if call.attn_mask is not None and call.attn_mask.dtype is not torch.bool:
         s = s + call.attn_mask.to(dtype)
     s = s.masked_fill(hidden, -torch.inf)
-
-    # The shift of the exponent is a constant: no result depends on it.
-    largest = s.new_full(s.shape[:3], -torch.inf) if keys == 0 else s.detach().amax(-1)
-    sink = s.new_full([1], -torch.inf) if call.sink is None else call.sink.to(dtype)
-    sink = sink.unsqueeze(-1)
-    largest = torch.maximum(largest, sink.detach())
-    base = largest.masked_fill(largest == -torch.inf, 0)
-    e = (s - base.unsqueeze(-1)).exp()
-    total = e.sum(-1) + (sink - base).exp()
-    empty = total == 0
-    divisor = total.masked_fill(empty, 1)
-    all_, of_sink = e / divisor.unsqueeze(-1), (sink - base).exp() / divisor
-    lse = (base + divisor.log()).masked_fill(empty, -torch.inf)
+    sink, logits = None, s
+    if call.sink is not None:
+        sink = call.sink.to(dtype)[:, None, None].expand(*s.shape[:3], 1)
+        logits = torch.cat([s, sink], -1)
+    empty = (logits == -torch.inf).all(-1, keepdim=True)
     if packed:  # rows of no sequence have no sink either
-        outside = q.sequence < 0
-        lse = lse.masked_fill(outside, -torch.inf)
-        of_sink = of_sink.masked_fill(outside, 0)
+        empty = empty | (q.sequence < 0).unsqueeze(-1)
+    lse = logits.masked_fill(empty, 0).logsumexp(-1, keepdim=True)
+    all_ = (s - lse).exp().masked_fill(empty, 0)
+    of_sink = None if sink is None else (sink - lse).exp().masked_fill(empty, 0).squeeze(-1)
+    lse = lse.masked_fill(empty, -torch.inf).squeeze(-1)
     kept = _dropped(call, all_, q, k) if call.dropout_p > 0 else None
     return _Probabilities(query, key, value, all_, lse, capped, of_sink, kept)
 

@@ -6,6 +6,7 @@ list.
 """
 
 import collections
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -36,13 +37,13 @@ class Skipped(NamedTuple):
     reason: str
 
 
+@dataclasses.dataclass(repr=False, eq=False)
 class ConvertReport:
     """What :func:`convert` did. ``len(report)`` is the number of modules replaced, those among them
     that were this library's and got the flag."""
 
-    def __init__(self, replaced: list[Replaced], skipped: list[Skipped]) -> None:
-        self.replaced = replaced
-        self.skipped = skipped
+    replaced: list[Replaced]
+    skipped: list[Skipped]
 
     def __len__(self) -> int:
         return len(self.replaced)
@@ -282,14 +283,15 @@ def revert(model: nn.Module) -> int:
     return count
 
 
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_OF_EVERY_MODULE = vars(nn.Module()).keys()
 
 
 def _form_of(module: nn.Module, known: dict) -> _probe.Form | str:
     """The module's form, or why it has none. Like modules are probed once."""
-    attributes = {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+    own = {**module._buffers, **module._modules}  # which compare by identity
+    own |= {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
     shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
-    key = (type(module), tuple(shapes), tuple(attributes.items()))
+    key = (type(module), tuple(shapes), tuple(own.items()))
     try:
         if key not in known:
             known[key] = _probe.form_of(module)

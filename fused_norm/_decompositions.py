@@ -210,14 +210,17 @@ class _Gated:
         self.rstd = torch.rsqrt((v * v).mean(-1, keepdim=True) + call.eps)
         self.xhat = v * self.rstd
         weight, _ = _affine(call.weight, None, call.weight_offset, dtype)
-        self.weight = None if weight is None else weight.reshape(groups)
+        self.weight = (
+            None
+            if weight is None
+            else weight.reshape(*weight.shape[: -len(call.normalized_shape)], *groups)
+        )
 
     def scaled(self, tensor):
         return tensor if self.weight is None else tensor * self.weight
 
 
 def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
-    _ops.check_gated_arguments(*args)
     call = _ops.GatedCall(*args)
     gated = _Gated(call)
     y = gated.scaled(gated.xhat)

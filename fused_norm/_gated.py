@@ -76,7 +76,8 @@ def rms_norm_gated(
             gate=gate,
         )
         return output
-    op = _ops
-    if _tracing.decomposes():
-        op, options = _decompositions, (*_tracing.numbers(*options[:2]), *options[2:])
-    return op.rms_norm_gated_forward(input, gate, weight, shape, *options)[0]
+    if not _tracing.decomposes():
+        return _ops.rms_norm_gated_forward(input, gate, weight, shape, *options)[0]
+    args = (input, gate, weight, shape, *_tracing.numbers(*options[:2]), *options[2:])
+    _ops.check_rows(_ops.rms_norm_gated_forward, _ops.GatedCall(*args))
+    return _decompositions.rms_norm_gated_forward(*args)[0]

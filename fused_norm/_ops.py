@@ -6,11 +6,10 @@ begins.
 """
 
 import collections
-import math
 
 import torch
 
-from fused_norm import _C, _sharding, _torch
+from fused_norm import _sharding, _torch
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
@@ -25,16 +24,6 @@ attention_backward = torch.ops.fused_norm.attention_backward.default
 attention_rng = torch.ops.fused_norm.attention_rng.default
 
 
-@_torch.constant
-def _check_norm_options(*options) -> bool:
-    _C.check_norm_options(*options)
-    return True
-
-
-def dtype_of(tensor) -> torch.dtype | None:
-    return None if tensor is None else tensor.dtype
-
-
 def call_type(op):
     """A named tuple of the operator's arguments, with their defaults."""
     arguments = op._schema.arguments
@@ -47,64 +36,36 @@ GatedCall = call_type(rms_norm_gated_forward)
 AttentionCall = call_type(attention_forward)
 
 
-def _check_shapes(call, like_input: str) -> None:
-    """Of a call's tensors, one of which is to have the shape of the input."""
-    input, shape = call.input, list(call.normalized_shape)
-    if not shape:
-        raise RuntimeError("normalized_shape must have at least one dimension, but is []")
-    if input.dim() < len(shape) or list(input.shape[input.dim() - len(shape) :]) != shape:
-        raise RuntimeError(
-            f"normalized_shape is {shape}, but input has shape {list(input.shape)}, whose last "
-            "dimensions differ from it"
-        )
-    of_input, of_norm = ("input", list(input.shape)), ("normalized_shape", shape)
-    tensors = {like_input: of_input, "weight": of_norm, "bias": of_norm}
-    for name, (other, expected) in tensors.items():
-        tensor = getattr(call, name, None)
-        if tensor is None:
-            continue
-        if list(tensor.shape) != expected:
-            raise RuntimeError(
-                f"{name} must have the shape of {other} {expected}, but has shape "
-                f"{list(tensor.shape)}"
-            )
-        if tensor.device != input.device:
-            raise RuntimeError(f"{name} is on {tensor.device}, but input is on {input.device}")
+def check(op, *args) -> None:
+    """Raises what the operator raises for these arguments, each tensor a (shape, dtype): for where
+    the operator does not see them."""
+
+    def without_data(arg):
+        is_tensor = isinstance(arg, tuple) and len(arg) == 2 and isinstance(arg[1], torch.dtype)
+        return torch.empty(arg[0], dtype=arg[1], device="meta") if is_tensor else arg
+
+    op(*map(without_data, args))
 
 
-def check_norm_arguments(*args) -> None:
-    """The operator's own checks, for where it does not run."""
-    call = NormCall(*args)
-    dtype, bias = call.input.dtype, call.bias
-    dtypes = (dtype, dtype_of(call.weight), dtype_of(bias), call.out_dtype or dtype)
-    residuals = (dtype_of(call.residual), call.residual_dtype)
-    _check_norm_options(*dtypes, call.eps, call.weight_offset, *residuals)
-    _check_shapes(call, "residual")
-    if call.rms and bias is not None:
-        raise RuntimeError(f"bias must be None with rms=True, but has shape {list(bias.shape)}")
+@_torch.constant
+def _check_unrecorded(*args) -> bool:
+    with _torch.no_modes():
+        check(*args)
+    return True
 
 
-def check_gated_arguments(*args) -> None:
-    """As ``check_norm_arguments``, of gated RMSNorm."""
-    call = GatedCall(*args)
-    dtype, gate, group = call.input.dtype, call.gate.dtype, call.group_size
-    options = (call.eps, call.weight_offset, None, None)
-    _check_norm_options(dtype, dtype_of(call.weight), None, dtype, *options)
-    if gate not in (dtype, torch.float32):
-        raise RuntimeError(
-            f"gate is {gate}, which does not go with {dtype} input: it must have the input's "
-            "dtype, or be float32"
-        )
-    _check_shapes(call, "gate")
-    shape = list(call.normalized_shape)
-    cols = math.prod(shape)
-    if group is not None and group < 1:
-        raise RuntimeError(f"group_size must be at least 1, but is {group}")
-    if group is not None and cols % group != 0:
-        raise RuntimeError(
-            f"group_size is {group}, which does not divide the {cols} elements of "
-            f"normalized_shape {shape}"
-        )
+def check_rows(op, call) -> None:
+    """:func:`check` of a norm's call. If its rows fit, it is of one of them, as their number may be
+    a tracer's symbol."""
+    shape, whole = tuple(call.normalized_shape), tuple(call.input.shape)
+    tensors = {n: t for n, t in call._asdict().items() if isinstance(t, torch.Tensor)}
+    rows = tensors.keys() - {"weight", "bias"}
+    fits = whole[-len(shape) :] == shape and all(tuple(tensors[n].shape) == whole for n in rows)
+    args = {
+        name: (shape if fits and name in rows else tuple(tensor.shape), tensor.dtype)
+        for name, tensor in tensors.items()
+    }
+    _check_unrecorded(op, *call._replace(**args))
 
 
 _sharding.register_where_loaded()

@@ -129,16 +129,11 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     if weight is None and bias is None:
         return 0, 0
     with torch.no_grad():
-        lost = _ops.unrecoverable_columns(weight, bias, module.weight_offset, out_dtype)
-        if weight is None:
-            near = _ops.unrecoverable_columns(None, 2 * bias.double(), 0.0, out_dtype)
-        else:
-            wide = weight.to(torch.promote_types(weight.dtype, torch.float32))
-            g = wide + module.weight_offset
-            near = _ops.unrecoverable_columns(g / 2, bias, 0.0, out_dtype)
-            large = _ops.unrecoverable_columns(g, None, 0.0, out_dtype)
-            near = torch.maximum(near, torch.maximum(lost, large))
-    return int(lost), int(near)
+        lost = int(_ops.unrecoverable_columns(weight, bias, module.weight_offset, out_dtype))
+        g = torch.ones_like(bias) if weight is None else weight
+        g = g.to(torch.promote_types(g.dtype, torch.float32)) + module.weight_offset
+        near = int(_ops.unrecoverable_columns(g / 2, bias, 0.0, out_dtype))
+    return lost, max(lost, near)
 
 
 def _storages(*values) -> dict[int, int]:

@@ -46,29 +46,16 @@ def compile_options(fuse_residuals: bool = True) -> dict:
     return {"post_grad_custom_pre_pass": FuseResiduals()}
 
 
-def _exported_room(input, normalized_shape) -> int | None:
-    """As :func:`_room`, of an exported call, whose parameters nobody can look at."""
-    cols = math.prod(normalized_shape)
-    is_plain = type(input) in PLAIN or _torch.is_fake(input)
-    if not torch.is_grad_enabled() or cols == 0 or not is_plain:
-        return None
-    return min(cols, -(-max(16, cols // 256) // 4) * 4)
-
-
-class _Rooms:
-    """What compiled code was compiled for. Dynamo guards on ``generation`` wherever a room was
-    chosen, so that a change compiles all such code anew, and each norm is looked at again. A
-    string: of a number that changes Dynamo would make a symbol."""
-
-    generation = "0"
-
-
-_rooms = _Rooms()
+# What compiled code was compiled for. Dynamo guards on it wherever a room was chosen, so that a
+# change compiles all such code anew, and each norm is looked at again. A string: of a number that
+# changes Dynamo would make a symbol.
+_generation = "0"
 
 
 def compile_anew() -> None:
     """With more room for listed columns, where they are needed (csrc/core/norm/room.h)."""
-    _rooms.generation = str(int(_rooms.generation) + 1)
+    global _generation
+    _generation = str(int(_generation) + 1)
 
 
 @_torch.constant  # called with the parameters themselves
@@ -80,7 +67,7 @@ def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
     ):
         return -1
     args = (weight, bias, weight_offset, x_dtype, y_dtype)
-    return _C.traced_room(*args, int(generation or _rooms.generation), generation is not None)
+    return _C.traced_room(*args, int(generation or _generation), generation is not None)
 
 
 def _is_parameter(tensor) -> bool:
@@ -92,20 +79,27 @@ def _is_parameter(tensor) -> bool:
     )
 
 
-def _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, y_dtype) -> int | None:
+def _room(call) -> int | None:
     """The room for listed columns of a memory_efficient call; None if it has no list."""
-    # A DTensor saves its input, traced or not.
-    if not torch.is_grad_enabled() or type(input) not in PLAIN or 0 in normalized_shape:
+    if not torch.is_grad_enabled() or 0 in call.normalized_shape:
         return None
+    if _torch.is_exporting():  # nobody can look at the parameters
+        cols = math.prod(call.normalized_shape)
+        is_plain = type(call.input) in PLAIN or _torch.is_fake(call.input)
+        return min(cols, -(-max(16, cols // 256) // 4) * 4) if is_plain else None
+    # A DTensor saves its input, traced or not.
+    if type(call.input) not in PLAIN:
+        return None
+    weight, bias = call.weight, call.bias
     if weight is None and bias is None:
         return 1  # without parameters no column is lost
     if not (_is_parameter(weight) and _is_parameter(bias)):
         return None
-    (weight_offset,) = numbers(weight_offset)
-    args = (weight, bias, weight_offset, x_dtype, y_dtype)
+    x_dtype = call.input.dtype if call.residual is None else call.residual_dtype
+    args = (weight, bias, *numbers(call.weight_offset), x_dtype, call.out_dtype)
     if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
         return None
-    room = _look(*args, _rooms.generation)
+    room = _look(*args, _generation)
     return room if room > 0 else None
 
 
@@ -116,56 +110,49 @@ def numbers(*values) -> list:
     return [guard_scalar(value) for value in values]
 
 
-def _outputs(results, residual) -> tuple:
-    return results[0], None if residual is None else results[1]
-
-
-def norm_forward(
-    input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype, residual,
-    residual_dtype, memory_efficient,
-) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(output, residual_out); the arguments are the operator's, with memory_efficient for room."""
+    call = _ops.NormCall(*args)
+    if call.residual is not None:
+        call = call._replace(residual_dtype=call.residual_dtype or call.residual.dtype)
     if decomposes():
-        eps, weight_offset = numbers(eps, weight_offset)
-    options = (normalized_shape, eps, weight_offset, rms)
-    if residual is not None:
-        residual_dtype = residual_dtype or residual.dtype
-    args = (input, weight, bias, *options, out_dtype, residual, residual_dtype)
-    if decomposes():
-        _ops.check_norm_arguments(*args)
-        return _outputs(_decompositions.norm_forward(*args), residual)
+        eps, weight_offset = numbers(call.eps, call.weight_offset)
+        return _decomposed(call._replace(eps=eps, weight_offset=weight_offset))
+    room = _room(call) if memory_efficient else None
     if not _torch.is_exporting():
-        room = None
-        if memory_efficient:
-            x_dtype = input.dtype if residual is None else residual_dtype
-            room = _room(input, weight, bias, normalized_shape, weight_offset, x_dtype, out_dtype)
-        return _outputs(_ops.norm_forward(*args, room), residual)
+        return _outputs(call, _ops.norm_forward(*call._replace(room=room)))
     # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
     # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
     # conversion before or after it gives the same numbers.
-    _ops.check_norm_arguments(*args)
+    _ops.check_rows(_ops.norm_forward, call)
+    input, residual, out_dtype = call.input, call.residual, call.out_dtype
     residual_out = None
     if residual is not None and out_dtype is not input.dtype:
-        input = residual_out = _decompositions.add(input, residual, residual_dtype)
+        input = residual_out = _decompositions.add(input, residual, call.residual_dtype)
         residual = None
     if residual is not None:
-        residual = residual.to(residual_dtype)
+        residual = residual.to(call.residual_dtype)
     elif out_dtype is torch.float32:
         input = input.to(out_dtype)
-    room = _exported_room(input, normalized_shape) if memory_efficient else None
-    results = _ops.norm_forward(input, weight, bias, *options, None, residual, None, room)
-    if residual is not None:
-        residual_out = results[1]
-    return results[0].to(out_dtype), residual_out
+    without_dtypes = {"out_dtype": None, "residual_dtype": None}
+    call = call._replace(input=input, residual=residual, room=room, **without_dtypes)
+    output, added = _outputs(call, _ops.norm_forward(*call))
+    return output.to(out_dtype), added if residual_out is None else residual_out
+
+
+def _outputs(call, results) -> tuple:
+    return results[0], None if call.residual is None else results[1]
+
+
+def _decomposed(call) -> tuple:
+    _ops.check_rows(_ops.norm_forward, call)
+    return _outputs(call, _decompositions.norm_forward(*call))
 
 
 def recorded_norm(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
-    op = _ops.norm_forward
-    if _is_onnx_export():
-        _ops.check_norm_arguments(*args)
-        op = _decompositions.norm_forward
-    return _outputs(op(*args), args[8])
+    call = _ops.NormCall(*args)
+    return _decomposed(call) if _is_onnx_export() else _outputs(call, _ops.norm_forward(*call))
 
 
 def softmaxes():

@@ -6,12 +6,20 @@ it too."""
 import torch
 from torch import Tensor
 
-from fused_norm import _C, _decompositions, _ops
+from fused_norm import _decompositions, _ops
 
 
 def _shape_of_one(tensor: Tensor, dim: int | None) -> torch.Size:
     """Of the tensor as the function sees it that is mapped over its batch dimension."""
     return tensor.shape if dim is None else tensor.shape[:dim] + tensor.shape[dim + 1 :]
+
+
+def _check(op, in_dims, args) -> None:
+    """The operator's own checks, of one element of the batch."""
+    pairs = zip(args, in_dims, strict=True)
+    _ops.check(
+        op, *((_shape_of_one(a, d), a.dtype) if isinstance(a, Tensor) else a for a, d in pairs)
+    )
 
 
 def _with_batch(tensor: Tensor | None, dim: int | None, batch_size: int) -> Tensor | None:
@@ -21,13 +29,12 @@ def _with_batch(tensor: Tensor | None, dim: int | None, batch_size: int) -> Tens
     return tensor.expand(batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
-def _parameter(tensor: Tensor | None, dim: int | None, input_dims: int) -> Tensor | None:
-    """A parameter that broadcasts against an input of ``input_dims`` dimensions, batch first."""
+def _broadcasting(tensor: Tensor | None, dim: int | None, ndim: int) -> Tensor | None:
+    """The tensor as it broadcasts against one of ``ndim`` dimensions, the batch first."""
     if tensor is None or dim is None:
         return tensor
     tensor = tensor.movedim(dim, 0)
-    between = input_dims - tensor.dim()
-    return tensor.reshape(tensor.shape[0], *[1] * between, *tensor.shape[1:])
+    return tensor.reshape(tensor.shape[0], *[1] * (ndim - tensor.dim()), *tensor.shape[1:])
 
 
 def _all_batch_first(results) -> tuple:
@@ -35,33 +42,38 @@ def _all_batch_first(results) -> tuple:
     return results, tuple(None if result is None else 0 for result in results)
 
 
+def _of_rows(name, info, in_dims, args) -> tuple:
+    """The call of a norm's operator with the batch in its rows, and its results."""
+    op, decomposition = getattr(_ops, name), getattr(_decompositions, name)
+    _check(op, in_dims, args)
+    call, dims = (_ops.call_type(op)(*values)._asdict() for values in (args, in_dims))
+    for name in {"input", "residual", "gate"} & set(call):
+        call[name] = _with_batch(call[name], dims[name], info.batch_size)
+    parameters = {"weight", "bias"} & set(call)
+    for name in parameters:
+        call[name] = _broadcasting(call[name], dims[name], call["input"].dim())
+    # No list of columns serves a batch of them.
+    is_kernel = all(dims[name] is None for name in parameters) and call.get("room") is None
+    return call, (op if is_kernel else decomposition)(*call.values())
+
+
 @torch.library.register_vmap("fused_norm::norm_forward")
 def _norm_forward(info, in_dims, *args):
-    call, dims = _ops.NormCall(*args), _ops.NormCall(*in_dims)
-    of_one = {}  # without elements, for the operator's checks
-    for name in ("input", "weight", "bias", "residual"):
-        tensor, dim = getattr(call, name), getattr(dims, name)
-        if tensor is not None and dim is not None:
-            one = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-            of_one[name] = one.expand(_shape_of_one(tensor, dim))
-    _ops.check_norm_arguments(*call._replace(**of_one))
-    x = _with_batch(call.input, dims.input, info.batch_size)
-    residual = _with_batch(call.residual, dims.residual, info.batch_size)
-    weight = _parameter(call.weight, dims.weight, x.dim())
-    bias = _parameter(call.bias, dims.bias, x.dim())
-    # No list of columns serves a batch of them.
-    is_kernel = dims.weight is None and dims.bias is None and call.room is None
-    function = _ops.norm_forward if is_kernel else _decompositions.norm_forward
-    results = function(*call._replace(input=x, weight=weight, bias=bias, residual=residual))
-    if call.room is None:
-        return results, [0] * (len(results) - 2) + [None if call.rms else 0, 0]
-    results[-2] = results[-2].view(info.batch_size, -1, call.room)
+    call, results = _of_rows("norm_forward", info, in_dims, args)
+    if call["room"] is None:
+        return results, [0] * (len(results) - 2) + [None if call["rms"] else 0, 0]
+    results[-2] = results[-2].view(info.batch_size, -1, call["room"])
     return results, [0] * (len(results) - 1) + [None]
 
 
+@torch.library.register_vmap("fused_norm::rms_norm_gated_forward")
+def _gated_forward(info, in_dims, *args):
+    return _of_rows("rms_norm_gated_forward", info, in_dims, args)[1], (0, 0)
+
+
 def _softmax_dim(dim: int, ndim: int) -> int:
-    """``dim`` of a tensor of ``ndim`` dimensions where a batch dimension stands before them."""
-    return dim + 1 if dim >= 0 else dim + max(ndim, 1) + 1
+    """``dim`` of a tensor of ``ndim`` dimensions, from the end: a batch dimension stands first."""
+    return dim if dim < 0 else min(dim - ndim, -1)
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -70,39 +82,30 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 @torch.library.register_vmap("fused_norm::softmax_forward")
-def _softmax_forward(info, in_dims, input, dim, log=False, out_dtype=None):
-    x = _with_batch(input, in_dims[0], info.batch_size)
-    ndim = x.dim() - 1
-    _C.check_softmax_options(input.dtype, out_dtype or input.dtype, ndim, dim)
-    output = _ops.softmax_forward(_rows(x), _softmax_dim(dim, ndim), log, out_dtype)
+def _softmax_forward(info, in_dims, input, dim, *options):
+    _check(_ops.softmax_forward, in_dims, (input, dim, *options))
+    x = input.movedim(in_dims[0], 0)
+    output = _ops.softmax_forward(_rows(x), _softmax_dim(dim, x.dim() - 1), *options)
     return output.view(x.shape), 0
 
 
 @torch.library.register_vmap("fused_norm::scaled_masked_softmax")
-def _scaled_masked_softmax(info, in_dims, input, mask, scale=1.0, causal=False, out_dtype=None):
+def _scaled_masked_softmax(info, in_dims, input, mask, *options):
+    _check(_ops.scaled_masked_softmax, in_dims, (input, mask, *options))
     x = _with_batch(input, in_dims[0], info.batch_size)
-    ndim = x.dim() - 1
-    dtypes = (input.dtype, _ops.dtype_of(mask), out_dtype or input.dtype)
-    _C.check_masked_softmax_options(*dtypes, ndim, scale, causal)
-    mask_ndim = 0 if mask is None else len(_shape_of_one(mask, in_dims[1]))
-    if mask_ndim > ndim:
-        raise RuntimeError(
-            f"mask has {mask_ndim} dimensions, which does not broadcast to input's {ndim} (without "
-            "those of vmap)"
-        )
     rows = _rows(x)
-    mask = _parameter(mask, in_dims[1], rows.dim())
-    return _ops.scaled_masked_softmax(rows, mask, scale, causal, out_dtype).view(x.shape), 0
+    mask = _broadcasting(mask, in_dims[1], rows.dim())
+    return _ops.scaled_masked_softmax(rows, mask, *options).view(x.shape), 0
 
 
 @torch.library.register_vmap("fused_norm::softmax_backward")
-def _softmax_backward(info, in_dims, dy, output, dim, log, input_dtype, scale=1.0):
-    dy = _with_batch(dy, in_dims[0], info.batch_size)
-    output = _with_batch(output, in_dims[1], info.batch_size)
-    ndim = dy.dim() - 1
-    _C.check_softmax_options(input_dtype, dy.dtype, ndim, dim)
-    tensors, dim = (_rows(dy), _rows(output)), _softmax_dim(dim, ndim)
-    return _ops.softmax_backward(*tensors, dim, log, input_dtype, scale).view(dy.shape), 0
+def _softmax_backward(info, in_dims, dy, output, dim, *options):
+    _check(_ops.softmax_backward, in_dims, (dy, output, dim, *options))
+    dy, output = (
+        _with_batch(t, d, info.batch_size) for t, d in zip((dy, output), in_dims, strict=False)
+    )
+    dim = _softmax_dim(dim, dy.dim() - 1)
+    return _ops.softmax_backward(_rows(dy), _rows(output), dim, *options).view(dy.shape), 0
 
 
 _Backward = _ops.call_type(_ops.attention_backward)
@@ -125,17 +128,12 @@ def _out_of_heads(tensor, batch_size, heads_at) -> Tensor | None:
     return tensor.unflatten(-heads_at, (batch_size, -1)).movedim(-heads_at - 1, 0)
 
 
-def _mask_with_heads(mask, dim, batch_size, heads, for_gradient) -> Tensor | None:
-    """The mask with the batch within its heads; whole there if it has to be."""
+def _mask_with_heads(mask, dim, batch_size, heads) -> Tensor | None:
+    """The mask with the batch within its heads; as it is if it has neither."""
     if mask is None:
         return None
     shape = _shape_of_one(mask, dim)
-    if len(shape) > 4:
-        raise RuntimeError(
-            f"attn_mask has {len(shape)} dimensions, which does not broadcast to (batch, heads, "
-            "queries, keys) (without those of vmap)"
-        )
-    if dim is None and not for_gradient and (len(shape) < 3 or shape[-3] == 1):
+    if dim is None and (len(shape) < 3 or shape[-3] == 1):
         return mask
     mask = _with_batch(mask, dim, batch_size)
     mask = mask.reshape(batch_size, *[1] * (4 - len(shape)), *shape)
@@ -147,7 +145,7 @@ def _heads_at(call) -> int:
     return 3 if call.cu_seqlens_q is None else 2
 
 
-def _with_heads(call, dims, batch_size, mask_for_gradient=False):
+def _with_heads(call, dims, batch_size):
     """A call of an attention operator with the batch within the heads of its tensors."""
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if getattr(call, name) is not None and getattr(dims, name) is not None:
@@ -162,12 +160,13 @@ def _with_heads(call, dims, batch_size, mask_for_gradient=False):
         if name in call._fields
     }
     heads = _shape_of_one(call.query, dims.query)[-_heads_at(call)]
-    mask = _mask_with_heads(call.attn_mask, dims.attn_mask, batch_size, heads, mask_for_gradient)
+    mask = _mask_with_heads(call.attn_mask, dims.attn_mask, batch_size, heads)
     return call._replace(attn_mask=mask, **tensors)
 
 
 @torch.library.register_vmap("fused_norm::attention_forward")
 def _attention_forward(info, in_dims, *args):
+    _check(_ops.attention_forward, in_dims, args)
     call = _ops.AttentionCall(*args)
     both = _with_heads(call, _ops.AttentionCall(*in_dims), info.batch_size)
     out, lse = _ops.attention_forward(*both)
@@ -176,7 +175,8 @@ def _attention_forward(info, in_dims, *args):
 
 
 def _each_backward(info, in_dims, args) -> tuple:
-    """One call after another: dropout's mask is that of forward, which counted its own heads."""
+    """One call after another: each has a mask's gradient of its own, and dropout's mask is that of
+    forward, which counted its own heads."""
     results = []
     for i in range(info.batch_size):
         one = [
@@ -191,23 +191,11 @@ def _each_backward(info, in_dims, args) -> tuple:
 @torch.library.register_vmap("fused_norm::attention_backward")
 def _attention_backward(info, in_dims, *args):
     call, dims, size = _Backward(*args), _Backward(*in_dims), info.batch_size
-    if call.dropout_p > 0:
+    if call.dropout_p > 0 or call.output_mask[3]:
         return _each_backward(info, in_dims, args)
-    gradients = _ops.attention_backward(*_with_heads(call, dims, size, call.output_mask[3]))
-    *of_qkv, dmask, dsink = gradients
+    *of_qkv, _, dsink = _ops.attention_backward(*_with_heads(call, dims, size))
     results = [_out_of_heads(gradient, size, _heads_at(call)) for gradient in of_qkv]
-    if dmask is not None:
-        mask_shape = _shape_of_one(call.attn_mask, dims.attn_mask)
-        dmask = _sum_to(_out_of_heads(dmask, size, 3), mask_shape)
-    return _all_batch_first((*results, dmask, _out_of_heads(dsink, size, _HEADS)))
-
-
-def _sum_to(gradient: Tensor, shape) -> Tensor:
-    """Of each mask of the batch, summed over the heads that it was expanded to."""
-    if len(shape) < 3 or shape[-3] == 1:
-        wide = _decompositions.accumulate_dtype(gradient.dtype)
-        gradient = gradient.sum(2, keepdim=True, dtype=wide).to(gradient.dtype)
-    return gradient.reshape(gradient.shape[0], *shape)
+    return _all_batch_first((*results, None, _out_of_heads(dsink, size, _HEADS)))
 
 
 @torch.library.register_vmap("fused_norm::attention_rng")

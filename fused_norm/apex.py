@@ -56,12 +56,6 @@ __all__ = [
 _Shape = int | Sequence[int]
 
 
-def _store_converts(input: torch.dtype, output: torch.dtype) -> bool:
-    """Whether the operators write this output dtype for this input dtype."""
-    dtypes = {input, output}
-    return len(dtypes) == 1 or (torch.float32 in dtypes and torch.float64 not in dtypes)
-
-
 def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
     """The parameter in a dtype that the operators take beside this input. Only 16-bit ones are
     converted, to fp32, which holds them all."""
@@ -87,10 +81,13 @@ def _norm(
     out_dtype = weight.dtype if mixed and weight.is_floating_point() else input.dtype
     if autocast is not None and out_dtype is not torch.float64:
         out_dtype = autocast
-    # The kernel's store converts; where it cannot, a wider input or a second rounding does.
-    if not _store_converts(input.dtype, out_dtype) and input.dtype is not torch.float64:
-        input = input.to(torch.float64 if out_dtype is torch.float64 else torch.float32)
-    stored = out_dtype if _store_converts(input.dtype, out_dtype) else input.dtype
+    # The kernel's store converts to and from fp32; elsewhere a wider input or a second rounding
+    # does.
+    dtypes = {input.dtype, out_dtype}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    if wide is torch.float64 or (len(dtypes) > 1 and wide not in dtypes):
+        input = input.to(wide)
+    stored = wide if wide is torch.float64 else out_dtype
     options = (normalized_shape, eps, 0.0, rms, memory_efficient, stored)
     output, _ = functional._norm(input, _fit(weight, input), _fit(bias, input), *options)
     return output.to(out_dtype)

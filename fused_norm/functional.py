@@ -89,7 +89,8 @@ def _norm(
         return outputs or _retry(input, weight, bias, *options, memory_efficient)
     _arguments.optional_tensor("weight", weight)
     _arguments.optional_tensor("bias", bias)
-    outputs = _tracing.norm_forward(input, weight, bias, *options, memory_efficient)
+    args = (input, weight, bias, *options)
+    outputs = _tracing.norm_forward(*args, memory_efficient=memory_efficient)
     if rms and residual is None and input.dim() in (4, 5):
         format = _torch.suggest_memory_format(input)
         return outputs[0].contiguous(memory_format=format), None
@@ -189,9 +190,7 @@ def add_layer_norm(
     :func:`layer_norm`.
 
     Args:
-        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64: the output of the layer
-            before. Rows may be strided, those of ``residual`` too.
-        residual: of input's shape; its dtype is input's or ``residual_dtype``.
+        residual: of input's shape, in input's dtype or ``residual_dtype``; rows may be strided.
         weight, bias: ``normalized_shape``, in fp32 or the dtype of ``residual_out``; an fp32
             ``residual_out`` also takes 16-bit ones.
         memory_efficient: save the output, not ``residual_out``, for backward.
@@ -345,9 +344,7 @@ def scaled_masked_softmax(
         zeros**, and so is its gradient, where :func:`softmax` of ``-inf`` gives NaN. Without a mask
         and ``causal`` it is NaN here too.
 
-    Raises:
-        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
-            names it. Also where ``mask`` requires grad.
+    Errors are those of :func:`layer_norm`; a ``mask`` that requires grad is one too.
     """
     if type(input) is not Tensor:
         _arguments.tensor("input", input, nested=False)

@@ -504,6 +504,19 @@ class TestVmap:
             for a, b in zip(ours, over(function, (0,) * len(args), args), strict=True):
                 torch.testing.assert_close(a, b)
 
+    def test_errors_tell_of_one_element(self, device):
+        q = torch.zeros(3, 1, 4, 5, 8, device=device)
+        for heads, mask_shape, message in (
+            (3, (4, 5, 5), "query has 4 heads.* key's 3$"),
+            (4, (2, 5, 5), r"attn_mask has shape \[2, 5, 5\].* = \(1, 4, 5, 5\)"),
+            (4, (1, 1, 1, 5, 5), r"attn_mask has shape \[1, 1, 1, 5, 5\]"),
+        ):
+            mask = torch.zeros(3, *mask_shape, device=device)
+            with pytest.raises(RuntimeError, match=message):
+                vmap(lambda q, k, m: fn.flash_attention(q, k, k, attn_mask=m))(
+                    q, q[:, :, :heads], mask
+                )
+
     def test_dropout(self, device):
         q = torch.zeros(3, 1, 2, 16, 8, device=device)
         v = torch.eye(16, device=device).expand(1, 2, 16, 16)

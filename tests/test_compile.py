@@ -174,15 +174,22 @@ def test_decompose_keeps_dtypes(kind, dtype, autocast_dtype, device, generator):
 
 
 def test_decompose_checks_what_the_operator_checks(device, generator):
-    def call(x, weight):
-        return fn.layer_norm(x, (16,), weight)
-
     x = randn(generator, 4, 16)
-    for weight in (randn(generator, 1), randn(generator, 16, dtype=FP64)):
-        with pytest.raises(Exception, match="weight") as eager:
+    for shape, weight in (
+        ((16,), randn(generator, 1)),
+        ((16,), randn(generator, 16, dtype=FP64)),
+        ((4, 4), None),
+        ((), None),
+    ):
+
+        def call(x, weight, shape=shape):
+            return fn.layer_norm(x, shape, weight)
+
+        match = "normalized_shape" if weight is None else "weight"
+        with pytest.raises(Exception, match=match) as eager:
             call(x, weight)
         torch._dynamo.reset()
-        with fused_norm.config.patch(decompose=True), pytest.raises(Exception, match="weight") as e:
+        with fused_norm.config.patch(decompose=True), pytest.raises(Exception, match=match) as e:
             torch.compile(call, backend="aot_eager")(x, weight)
         assert str(eager.value).split(",")[0].split("\n")[0] in str(e.value)
 
@@ -202,6 +209,34 @@ def test_decompose_takes_options_that_change(of_a_sum, device, generator):
     with fused_norm.config.patch(decompose=True):
         for eps in (1e-5, 1e-2, 1.0):
             torch.testing.assert_close(compiled(x, eps), call(x, eps))
+
+
+@pytest.mark.parametrize("decompose", [False, True], ids=["", "decompose"])
+@pytest.mark.parametrize("dynamic", [None, True], ids=["", "dynamic"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w: fn.add_layer_norm(x, x.sin(), 16, w)[0],
+        lambda x, w: fn.rms_norm(x, 16),
+        lambda x, w: fn.rms_norm_gated(x, x, 16, w, group_size=4),
+        lambda x, w: fn.softmax(x, 0),
+        lambda x, w: fn.scaled_masked_softmax(x, x > 1, causal=True),
+        lambda x, w: fn.scaled_dot_product_attention(x[None], x[None], w.expand(x.shape)[None]),
+    ],
+    ids=["norm of a sum", "norm", "gated norm", "softmax", "masked softmax", "attention"],
+)
+def test_vmap(call, dynamic, decompose, device, generator):
+    """Within compiled code, and its derivative."""
+    x, w = randn(generator, 3, 5, 16), randn(generator, 3, 16)
+
+    def gradients(x, w):
+        return torch.func.grad(lambda x: torch.vmap(call)(x, w).sin().sum())(x)
+
+    for function in (torch.vmap(call), gradients):
+        torch._dynamo.reset()
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+        with fused_norm.config.patch(decompose=decompose):
+            torch.testing.assert_close(compiled(x, w), function(x, w))
 
 
 @pytest.mark.parametrize("mask_columns", [16, 1])

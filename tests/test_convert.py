@@ -416,6 +416,34 @@ def test_classes():
         convert(model, classes=("Gated",))
 
 
+def test_classes_whose_parts_differ():
+    """A module's submodules and buffers are its own, whatever another of its class has."""
+
+    class Followed(ByHand):
+        def __init__(self, after, shift):
+            super().__init__(16)
+            self.after = after
+            self.register_buffer("shift", torch.tensor(shift))
+
+        def forward(self, x):
+            return self.after(super().forward(x)) + self.shift.to(x.dtype)
+
+    parts = ((nn.Identity(), 0.0), (nn.ReLU(), 0.0), (nn.Identity(), 1.0))
+    model = nn.ModuleList(Followed(*part) for part in parts)
+    report = convert(model, classes=[Followed])
+    assert [entry.name for entry in report.replaced] == ["0"]
+    assert [entry.name for entry in report.skipped] == ["1", "2"]
+
+
+def test_calls_without_data():
+    model = nn.Sequential(ByHand(16))
+    assert len(convert(model)) == 1
+    y = model.to("meta")(torch.ones(3, 16, device="meta", dtype=torch.bfloat16))
+    assert y.is_meta and y.shape == (3, 16) and y.dtype is torch.float32  # promoted
+    with pytest.raises(TypeError, match="input must be a tensor"):
+        model([1.0])
+
+
 def test_no_constructor_runs():
     class Once(ByHand):
         made = 0

@@ -381,7 +381,7 @@ def test_decompose(generator, monkeypatch):
     "change, message",
     [
         ({"gate": torch.ones(8, 4)}, r"gate must have the shape of input \[4, 8\]"),
-        ({"gate": torch.ones(4, 8).half()}, "gate is torch.float16, which does not go with"),
+        ({"gate": torch.ones(4, 8).half()}, "gate is Half, which does not go with"),
         ({"weight": torch.ones(4, 2)}, r"weight must have the shape of normalized_shape \[8\]"),
         ({"group_size": 3}, "group_size is 3, which does not divide the 8 elements"),
         ({"eps": -1.0}, "eps must be finite and not negative"),

@@ -275,7 +275,7 @@ def test_nothing_is_compiled_anew_without_need(kind, device, generator):
     model = model_of(kind, True, device)
     call = compiled(model)
     assert train(call, model, generator, 2) == []
-    generation = _tracing._rooms.generation
+    generation = _tracing._generation
     assert train(call, model, generator, 20) == []
     other = make(kind, device=device)  # eager, with columns at risk all the time
     with torch.no_grad():
@@ -284,4 +284,4 @@ def test_nothing_is_compiled_anew_without_need(kind, device, generator):
     for _ in range(5):
         other(randn(generator, 6, COLS, dtype=FP64)).sin().sum().backward()
         optimizer.step()
-    assert _tracing._rooms.generation == generation
+    assert _tracing._generation == generation

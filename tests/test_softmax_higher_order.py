@@ -290,7 +290,7 @@ def test_vmap_of_scalars_and_masks(device, generator):
         (lambda x: fn.softmax(x, 2), IndexError, "dim is 2, but input has 2 dimensions"),
         (lambda x: fn.softmax(x, -3), IndexError, "dim is -3, but input has 2 dimensions"),
         (lambda x: fn.scaled_masked_softmax(x[0], causal=True), RuntimeError, "has 1"),
-        (lambda x: fn.scaled_masked_softmax(x[0], x), RuntimeError, "mask has 2 dimensions"),
+        (lambda x: fn.scaled_masked_softmax(x[0], x), RuntimeError, r"mask has shape \[3, 4\]"),
     ):
         with pytest.raises(error, match=message):
             func.vmap(call)(x)

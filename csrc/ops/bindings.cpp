@@ -78,10 +78,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("before_optimizer_step", &before_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("after_optimizer_step", &after_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("set_overflow_message", &set_overflow_message);
-  m.def("check_norm_options", &check_norm_options);
   m.def("softmax", &softmax, py::call_guard<py::gil_scoped_release>());
-  m.def("check_softmax_options", &check_softmax_options);
-  m.def("check_masked_softmax_options", &check_masked_softmax_options);
   m.def("attention", kernel<attention>, py::call_guard<py::gil_scoped_release>());
   m.def("attention", [](const py::args&) { return py::none(); });
   m.def("check_attention", kernel<check_before_drawing>);

@@ -22,7 +22,7 @@
 
 namespace fused_norm::ops {
 
-// The checks that need no tensor, for decompositions too: dtypes that go together, and numbers in
+// The checks that need no tensor: dtypes that go together, and numbers in
 // range.
 void check_norm_options(at::ScalarType input, std::optional<at::ScalarType> weight,
                         std::optional<at::ScalarType> bias, at::ScalarType out, double eps,

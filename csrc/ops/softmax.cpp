@@ -26,6 +26,10 @@ namespace fused_norm::ops {
 using at::ScalarType;
 using at::Tensor;
 
+namespace {
+
+// The checks that need no tensor: dtypes that go together, and a dimension that an input of `ndim`
+// dimensions has.
 void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64_t dim) {
   check_floating(input, "input");
   TORCH_CHECK(out == input || (is_16_bit(input) && out == at::kFloat), "out_dtype is ", out,
@@ -36,6 +40,7 @@ void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64
                     " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
 }
 
+// As above for scaled_masked_softmax.
 void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> mask, ScalarType out,
                                   int64_t ndim, double scale, bool causal) {
   check_softmax_options(input, out, ndim, -1);
@@ -50,8 +55,6 @@ void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> ma
               "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
               ndim);
 }
-
-namespace {
 
 // The arguments of softmax_forward: softmax of `input` over `dim`, or its logarithm, in out_dtype
 // (input's if none). The rest is what the other operator has.

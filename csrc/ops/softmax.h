@@ -8,14 +8,6 @@
 
 namespace fused_norm::ops {
 
-// The checks that need no tensor, for batching rules too: dtypes that go together, and a dimension
-// that an input of `ndim` dimensions has.
-void check_softmax_options(at::ScalarType input, at::ScalarType out, int64_t ndim, int64_t dim);
-
-// As above for scaled_masked_softmax.
-void check_masked_softmax_options(at::ScalarType input, std::optional<at::ScalarType> mask,
-                                  at::ScalarType out, int64_t ndim, double scale, bool causal);
-
 // The wish for a tier, for tests and benchmarks on CUDA rows along the last dimension: "auto",
 // "warp", "block" or "uncached". An error at the next call that the tier does not take.
 void force_softmax_tier(const std::string& name);
