@@ -81,7 +81,6 @@ struct BackwardForm {
   static __host__ __device__ constexpr int chunk_elements(int group) {
     return kByQueries || group == 0 ? kChunkElements : 64 * (kDim - 64);
   }
-  static constexpr int kWeightTiles = kGeneral ? 1 : 2;  // a mask takes the room of the second
   using OwnTile = SharedTile<kOwn, kDim>;
   using OtherTile = SharedTile<kOthers, kDim>;
   // Where there is room for a tile of a mask. Queries' tiles may be done twice for it.
@@ -92,15 +91,14 @@ struct BackwardForm {
                                                                  : Hidden::kKeys;
   // The warps that copy tiles of a mask are the last of the producer's warpgroup.
   static constexpr int kMaskWarps = kAll ? 3 - kChunkWarps : 3;
-  using Mask = MaskTile<T, kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2, kMaskWarps>;
+  using Mask = MaskTile<T, kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2, 1, kMaskWarps>;
 };
 
-// Of kAll: W of a tile of others, by turns where there are two, and the chunks of dquery that the
-// groups make of it.
+// Of kAll: W of a tile of others, and the chunks of dquery that the groups make of it.
 template <typename Form>
 struct FusedMemory {
   using WeightTile = SharedTile<Form::kOwn, Form::kOthers>;
-  alignas(1024) char weights[Form::kWeightTiles][WeightTile::kBytes];
+  alignas(1024) char weights[WeightTile::kBytes];
   alignas(1024) float4 chunk[Form::kGroups][kChunkElements / 4];
 };
 struct NoMemory {};

@@ -250,11 +250,13 @@ class Consumer {
     if (Form::kGeneral && args_.general)
       factor = general_scores(args_, work, work.head, scores_, row, column, [] {});
     if (Form::kMasked && mask_changes(args_, work, tile)) {
-      wait(memory_.mask_full, mask_parity_);
-      mask_parity_ ^= 1;
-      Form::Mask::template add<false, true>(args_.mask, memory_.mask, thread_row_, lane_ % 4 * 2,
-                                            factor, scores_);
-      arrive(memory_.mask_empty);
+      const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
+      wait(memory_.mask_full[slot], mask_turn_ / slots % 2);
+      ++mask_turn_;
+      Form::Mask::template add<false, true>(args_.mask,
+                                            memory_.mask + slot * Form::Mask::kSlotBytes,
+                                            thread_row_, lane_ % 4 * 2, factor, scores_);
+      arrive(memory_.mask_empty[slot]);
     } else if (Form::kMasked && args_.adds_mask) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores_[i] *= factor;
@@ -348,7 +350,7 @@ class Consumer {
   RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;
   RingPlace<ForwardMemory<Form>::kWorks> work_place_;
-  uint32_t mask_parity_ = 0, verdict_turn_ = 0;
+  uint32_t mask_turn_ = 0, verdict_turn_ = 0;
 
   // Of a tile of queries: the warpgroup's tiles of keys, and the thread's sums.
   KeyTiles tiles_;
@@ -377,8 +379,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     init_ring(memory.query_full, memory.query_empty, 1,
               kWarps + (Form::kMasked ? Form::Mask::kWarps : 0));
     memory.verdict.init(kWarps);
-    memory.mask_full.init(Form::Mask::kThreads);
-    memory.mask_empty.init(128 * Form::kGroups);
+    init_ring(memory.mask_full, memory.mask_empty, Form::Mask::kThreads, 128 * Form::kGroups);
     memory.place = {};
     init_ring(memory.key_full, memory.key_empty, Form::kKeyFillers,
               Form::kMasksKeys ? 32 * kWarps : kWarps);

@@ -18,7 +18,7 @@ namespace fused_norm::hopper {
 // Named barriers beside those of the other backward kernels. The 256 threads of both groups wait
 // until all of W is in shared memory. Of each group, which adds its index: the 32 threads of its
 // chunk warp say that the group's 128, which wait, may write the chunk; these that it is there; and
-// these, to the other group, that they have read W, where it has one place.
+// these, to the other group, that they have read W.
 constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8, kWeightsAreRead = 11;
 
 // The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
@@ -100,7 +100,7 @@ class FusedConsumer : public KeysConsumer<Form> {
   using T = typename Form::T;
   using OwnTile = typename Form::OwnTile;
   using WeightTile = typename BackwardMemory<Form>::WeightTile;
-  static constexpr int kConsumers = Base::kConsumers, kTurns = Form::kWeightTiles;
+  static constexpr int kConsumers = Base::kConsumers;
   static constexpr bool kByQueries = Form::kByQueries, kGeneral = Form::kGeneral;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::first_place_, Base::second_place_, Base::first_, Base::second_;
@@ -112,7 +112,7 @@ class FusedConsumer : public KeysConsumer<Form> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    if constexpr (kTurns == 1) named_arrive(kWeightsAreRead + group_, kConsumers);
+    named_arrive(kWeightsAreRead + group_, kConsumers);
     // What no query sees has zeros in every part. Rows outside every sequence are among that, and
     // have no chunk of their own.
     Base::run([&](const WorkTile& work) { walk(work); },
@@ -225,13 +225,9 @@ class FusedConsumer : public KeysConsumer<Form> {
 
   // Rounded weights, to where both groups read them.
   __device__ __forceinline__ void store_weights() {
-    if constexpr (kTurns == 2) {
-      turn_ ^= 1;
-    } else {
-      named_sync(kWeightsAreRead + (group_ ^ 1), kConsumers);
-    }
+    named_sync(kWeightsAreRead + (group_ ^ 1), kConsumers);
     // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
-    const uint32_t row = shared_address(memory_.weights[turn_]) +
+    const uint32_t row = shared_address(memory_.weights) +
                          (this->row_in_tile() - lane_ / 4 + lane_ % 16) * WeightTile::kRowBytes;
 #pragma unroll
     for (int block = 0; block < Form::kOthers / 16; ++block) {
@@ -246,14 +242,13 @@ class FusedConsumer : public KeysConsumer<Form> {
     const int panel = kByQueries ? group_ : 0, own_panel = kByQueries ? 0 : group_ * kPanels;
     start_product_down<T, WeightTile, OwnTile>(
         chunk,
-        WeightTile::down_columns(shared_address(memory_.weights[turn_]) +
-                                 panel * WeightTile::kPanelBytes),
+        WeightTile::down_columns(shared_address(memory_.weights) + panel * WeightTile::kPanelBytes),
         OwnTile::down_columns(shared_address(memory_.own_first[own_slot_]) +
                               own_panel * OwnTile::kPanelBytes));
   }
   __device__ __forceinline__ void store_chunk(Chunk& chunk) {
     hold(chunk);
-    if constexpr (kTurns == 1) named_arrive(kWeightsAreRead + group_, kConsumers);
+    named_arrive(kWeightsAreRead + group_, kConsumers);
     named_sync(kChunkIsFree + group_, 128 + 32);
     float4* to = memory_.chunk[group_] + threadIdx.x % 128;
 #pragma unroll
@@ -265,8 +260,6 @@ class FusedConsumer : public KeysConsumer<Form> {
     CopyBarrier::order_writes();
     named_arrive(kChunkIsThere + group_, 128 + 32);
   }
-
-  uint32_t turn_ = 0;
 };
 
 template <typename Form>

@@ -1,8 +1,8 @@
-// Masks in Hopper's kernels: warps of the producer's group copy a tile of the
-// mask into shared memory, from where the multiplying warpgroups add it to
-// their scores.
+// Masks in Hopper's kernels: warps of the producer's group copy a tile of the mask into shared
+// memory, from where the multiplying warpgroups add it to their scores.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <type_traits>
@@ -17,18 +17,22 @@ constexpr int kOfConsumers = 3;  // a named barrier
 
 __host__ __device__ constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + 16; }
 
-// A tile of kRows queries by kKeys keys of a mask of booleans, or of numbers of
-// T or (where kMaxBytes is 4) fp32: as it is in the tensor but for 16 bytes
-// more a row, so that rows lie in different banks. The last kCopyWarps of the
-// first warpgroup copy it.
-template <typename T, int kRows, int kKeys, int kMaxBytes, int kCopyWarps = 3>
+// A tile of kRows queries by kKeys keys of a mask of booleans, or of numbers of T or (where
+// kMaxBytes is 4) fp32: as it is in the tensor but for 16 bytes more a row, so that rows lie in
+// different banks. The last kCopyWarps of the first warpgroup copy it, to one of kSlots places.
+template <typename T, int kRows, int kKeys, int kMaxBytes, int kSlots = 1, int kCopyWarps = 3>
 struct MaskTile {
   static constexpr int kWarps = kCopyWarps, kThreads = 32 * kWarps;
-  static constexpr int kBytes = kRows * mask_pitch(kKeys, kMaxBytes);
+  static constexpr int kSlotBytes = kRows * mask_pitch(kKeys, 2);
+  static constexpr int kBytes = std::max(kSlots * kSlotBytes, kRows* mask_pitch(kKeys, kMaxBytes));
 
-  // Starts a copy to `to`, by the copying threads. What lies beyond the
-  // sequence may be anything.
-  static __device__ __forceinline__ void start_copy(const AttentionMask &mask, char *to,
+  // How many tiles there is room for. (A second one of booleans gains nothing.)
+  static __device__ __forceinline__ uint32_t slots(const AttentionMask& mask) {
+    return is_wide(mask) || mask.boolean ? 1 : kSlots;
+  }
+
+  // Starts a copy to `to`, by the copying threads. What lies beyond the sequence may be anything.
+  static __device__ __forceinline__ void start_copy(const AttentionMask& mask, char* to,
                                                     int sequence, int head, int query, int queries,
                                                     int key, int keys) {
     const auto copy_as = [&](auto element) {
@@ -45,42 +49,41 @@ struct MaskTile {
     }
     detail::commit_copies();
   }
-  static __device__ __forceinline__ void end_copy(CopyBarrier &full) {
+  static __device__ __forceinline__ void end_copy(CopyBarrier& full) {
     detail::wait_for_copies<0>();
     __syncwarp();  // copies diverge
     arrive(full);
   }
 
-  // Scores times `factor`, plus the mask. kHides: -inf where that hides the
-  // key, whatever the score. A boolean mask has no factor. `row`, `column`: a
-  // thread's first place among the scores, whose rows are queries, or keys
-  // where kTransposed.
+  // Scores times `factor`, plus the mask. kHides: -inf where that hides the key, whatever the
+  // score. A boolean mask has no factor. `row`, `column`: a thread's first place among the scores,
+  // whose rows are queries, or keys where kTransposed.
   template <bool kTransposed, bool kHides, int kCount>
-  static __device__ __forceinline__ void add(const AttentionMask &mask, const char *tile, int row,
+  static __device__ __forceinline__ void add(const AttentionMask& mask, const char* tile, int row,
                                              int column, float factor, float (&scores)[kCount]) {
-    const auto add_one = [&](float &score, float added) {
+    const auto add_one = [&](float& score, float added) {
       score = kHides && added <= kHidingMask ? -INFINITY : fmaf(score, factor, added);
     };
     const auto add_as = [&](auto element, auto use) {
       each<decltype(element), kTransposed>(shared_address(tile), row, column, scores, use);
     };
     if (mask.boolean) {
-      add_as(uint8_t(), [](float &score, uint32_t bits) { score = bits ? score : -INFINITY; });
+      add_as(uint8_t(), [](float& score, uint32_t bits) { score = bits ? score : -INFINITY; });
     } else if (is_wide(mask)) {
       if constexpr (kMaxBytes == 4) {
         add_as(uint32_t(),
-               [&](float &score, uint32_t bits) { add_one(score, __uint_as_float(bits)); });
+               [&](float& score, uint32_t bits) { add_one(score, __uint_as_float(bits)); });
       }
     } else if constexpr (kTransposed) {
       each_transposed(shared_address(tile), row, scores,
-                      [&](float &score, uint32_t bits) { add_one(score, value_of<T>(bits)); });
+                      [&](float& score, uint32_t bits) { add_one(score, value_of<T>(bits)); });
     } else {
-      add_as(uint16_t(), [&](float &score, uint32_t bits) { add_one(score, value_of<T>(bits)); });
+      add_as(uint16_t(), [&](float& score, uint32_t bits) { add_one(score, value_of<T>(bits)); });
     }
   }
 
  private:
-  static __device__ __forceinline__ bool is_wide(const AttentionMask &mask) {
+  static __device__ __forceinline__ bool is_wide(const AttentionMask& mask) {
     return kMaxBytes == 4 && !mask.boolean && mask.dtype == DType::kFloat32;
   }
 
@@ -106,8 +109,8 @@ struct MaskTile {
       keep_order(i, scores);
     }
   }
-  // The same of 16 bits, transposed: four matrices of 8 x 8 at once, of whose
-  // rows each lane names one.
+  // The same of 16 bits, transposed: four matrices of 8 x 8 at once, of whose rows each lane names
+  // one.
   template <int kCount, typename Use>
   static __device__ __forceinline__ void each_transposed(uint32_t tile, int row,
                                                          float (&scores)[kCount], Use use) {
@@ -131,7 +134,7 @@ struct MaskTile {
   }
 
   template <typename Bits>
-  static __device__ __forceinline__ void copy_elements(const AttentionMask &mask, char *tile,
+  static __device__ __forceinline__ void copy_elements(const AttentionMask& mask, char* tile,
                                                        int64_t corner, int query, int queries,
                                                        int key, int keys) {
     // A thread has 16 bytes of every kStep-th row.
@@ -139,14 +142,13 @@ struct MaskTile {
     int thread = threadIdx.x - (128 - kThreads);
     asm volatile("" : "+r"(thread));  // or what follows from it stays in registers
     const int first = thread % kParts * (16 / kSize);
-    const int begin = thread / kParts,
-              left = (keys - key - first) * kSize;  // bytes of a row
+    const int begin = thread / kParts, left = (keys - key - first) * kSize;  // bytes of a row
     if (begin >= kStep || left <= 0) return;
-    const Bits *from =
-        static_cast<const Bits *>(mask.data) + corner + (key + first) * mask.key_stride;
+    const Bits* from =
+        static_cast<const Bits*>(mask.data) + corner + (key + first) * mask.key_stride;
     const auto each_row = [&](auto unroll, auto copy_part) {
-      char *to = tile + begin * mask_pitch(kKeys, kSize) + first * kSize;
-      const Bits *source = from + (query + begin) * mask.row_stride;
+      char* to = tile + begin * mask_pitch(kKeys, kSize) + first * kSize;
+      const Bits* source = from + (query + begin) * mask.row_stride;
 #pragma unroll unroll.value
       for (int row = begin; row < kRows; row += kStep) {
         copy_part(to, source, query + row < queries);
@@ -158,59 +160,63 @@ struct MaskTile {
     constexpr std::integral_constant<int, 1> kOne;  // registers are few
     const uintptr_t offsets = reinterpret_cast<uintptr_t>(from) | mask.row_stride * kSize;
     if (mask.key_stride == 1 && left >= 16 && offsets % 16 == 0) {
-      each_row(kFour, [](char *to, const Bits *source, bool is_inside) {
+      each_row(kFour, [](char* to, const Bits* source, bool is_inside) {
         copy_async<16>(shared_address(to), source, is_inside);
       });
-    } else if (mask.key_stride == 1) {
-      each_row(kOne, [&](char *to, const Bits *source, bool is_inside) {
+    } else if (mask.key_stride == 1 && left >= 20) {
+      each_row(kOne, [](char* to, const Bits* source, bool is_inside) {
+        if (!is_inside) return;
         const auto at = reinterpret_cast<uintptr_t>(source);
-        const auto *words = reinterpret_cast<const uint32_t *>(at & ~uintptr_t{3});
-        const int end = is_inside ? left + static_cast<int>(at % 4) : 0;
+        const auto* words = reinterpret_cast<const uint32_t*>(at & ~uintptr_t{3});
         uint32_t word[5];
 #pragma unroll
-        for (int i = 0; i < 5; ++i) word[i] = 4 * i < end ? words[i] : 0;
+        for (int i = 0; i < 5; ++i) word[i] = words[i];
         const auto shifted = [&](int i) {
           return __funnelshift_r(word[i], word[i + 1], at % 4 * 8);
         };
-        *reinterpret_cast<uint4 *>(to) = make_uint4(shifted(0), shifted(1), shifted(2), shifted(3));
+        *reinterpret_cast<uint4*>(to) = make_uint4(shifted(0), shifted(1), shifted(2), shifted(3));
       });
     } else {
-      each_row(kOne, [&](char *to, const Bits *source, bool is_inside) {
+      each_row(kOne, [&](char* to, const Bits* source, bool is_inside) {
+        const int end = is_inside ? min(left, 16) / kSize : 0;
 #pragma unroll 1
-        for (int i = 0; i < 16 && i < left && is_inside; i += kSize) {
-          *reinterpret_cast<Bits *>(to + i) = *source;
-          source += mask.key_stride;
+        for (int i = 0; i < end; i += 4) {
+          Bits four[4];
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            four[j] = i + j < end ? source[(i + j) * mask.key_stride] : Bits{0};
+          }
+#pragma unroll
+          for (int j = 0; j < 4; ++j) reinterpret_cast<Bits*>(to)[i + j] = four[j];
         }
       });
     }
   }
 };
 
-// A NaN or Inf in a row that the mask hides from every query spoils the sums,
-// as it survives its weight of 0. If a sum is one, the tile is done again
-// without the rows that no query of the block sees.
+// A NaN or Inf in a row that the mask hides from every query spoils the sums, as it survives its
+// weight of 0. If a sum is one, the tile is done again without the rows that no query of the block
+// sees.
 template <int kKeys>
 struct MaskVerdict {
-  // By turns, as the producer's warps may be a verdict behind: it is there, and
-  // what it is.
+  // By turns, as the producer's warps may be a verdict behind: it is there, and what it is.
   CopyBarrier full[2];
   int spoiled[2];
   bool seen[kKeys];
 
   // By one thread.
   __device__ __forceinline__ void init(int consumer_warps) {
-    for (CopyBarrier &barrier : full) barrier.init(consumer_warps);
+    for (CopyBarrier& barrier : full) barrier.init(consumer_warps);
     spoiled[0] = spoiled[1] = 0;
   }
   // Whether a consumer's sums are spoiled; by all kThreads consumers.
   template <int kThreads, int kCount>
-  __device__ __forceinline__ bool give(const float (&sums)[kCount], uint32_t &turn) {
+  __device__ __forceinline__ bool give(const float (&sums)[kCount], uint32_t& turn) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum = fmaf(sums[i], 0.f, sum);
     const uint32_t at = turn % 2;
-    // All to whom it matters have read it: if it was true, the second time
-    // waited for them.
+    // All to whom it matters have read it: if it was true, the second time waited for them.
     if (threadIdx.x == 128) spoiled[at ^ 1] = 0;
     if (sum != 0) spoiled[at] = 1;
     named_sync(kOfConsumers, kThreads);
@@ -220,18 +226,18 @@ struct MaskVerdict {
     ++turn;
     return result;
   }
-  // By a warp of the producer's. Only the lane that will arrive for the others
-  // reads it: no lane may still do so when it is used again.
-  __device__ __forceinline__ bool read(uint32_t &turn) {
+  // By a warp of the producer's. Only the lane that will arrive for the others reads it: no lane
+  // may still do so when it is used again.
+  __device__ __forceinline__ bool read(uint32_t& turn) {
     wait(full[turn % 2], turn / 2 % 2);
     const bool result = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? spoiled[turn % 2] : 0, 0);
     ++turn;
     return result;
   }
-  // Makes the rows of a tile zero for which no consumer's sees(i), of its
-  // element i of a row, is true.
+  // Makes the rows of a tile zero for which no consumer's sees(i), of its element i of a row, is
+  // true.
   template <typename Tile, int kThreads, typename Sees>
-  __device__ __forceinline__ void clear_unseen(char *tile, Sees sees) {
+  __device__ __forceinline__ void clear_unseen(char* tile, Sees sees) {
     for (int i = threadIdx.x - 128; i < kKeys; i += kThreads) seen[i] = false;
     named_sync(kOfConsumers, kThreads);
 #pragma unroll

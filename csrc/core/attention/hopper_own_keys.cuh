@@ -29,9 +29,8 @@ class KeysConsumer : public BackwardConsumer<Form> {
     if (first <= 0 && end >= Form::kOwn && !masks_ && !has_tiles) return;
     named_sync(Base::kOfGroup + group_, 128);
     const auto hidden = [&](int row) {
-      return row / 64 == group_ &&
-             (row < first || row >= end ||
-              ((masks_ || has_tiles) && memory_.key_mask[row] == -INFINITY));
+      return row / 64 == group_ && (row < first || row >= end ||
+                                    ((masks_ || has_tiles) && memory_.key_mask[row] == -INFINITY));
     };
     clear_rows<OwnTile>(memory_.own_first[own_slot_], hidden);
     clear_rows<OwnTile>(memory_.own_second[own_slot_], hidden);

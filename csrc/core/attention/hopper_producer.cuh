@@ -49,7 +49,7 @@ struct ForwardForm {
                 (kGroups + 1) * kLaunchRegisters);
   using QueryTile = SharedTile<kRows, kDim>;
   using KeyTile = SharedTile<kKeys, kDim>;
-  using Mask = MaskTile<T, kRows, kKeys, 4>;
+  using Mask = MaskTile<T, kRows, kKeys, 4, (kDim <= 192 ? 2 : 1)>;
   static_assert(!kMasked || kQueryStages == 1);  // a tile with a mask may be done twice
 };
 
@@ -59,7 +59,7 @@ struct ForwardMemory {
   alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];
   alignas(16) char mask[Form::kMasked ? Form::Mask::kBytes : 16];
-  CopyBarrier mask_full, mask_empty;
+  CopyBarrier mask_full[2], mask_empty[2];
   CopyBarrier query_full[Form::kQueryStages], query_empty[Form::kQueryStages];
   CopyBarrier key_full[Form::kKeyStages], key_empty[Form::kKeyStages];
   CopyBarrier value_full[Form::kValueStages], value_empty[Form::kValueStages];
@@ -191,6 +191,7 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
   RingCount<Form::kQueryStages> query_place;
   RingCount<ForwardMemory<Form>::kWorks> work_place;
   uint32_t verdict_turn = 0, turn = 0;
+  const uint32_t slots = Form::Mask::slots(args.mask);
   while (true) {
     wait(memory.query_full[query_place.slot()], query_place.parity());
     const WorkTile& work = memory.work[work_place.slot()];
@@ -203,11 +204,14 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
       };
       for (next(); tile >= work.first_tile;) {
         __syncwarp();  // copies diverge
-        wait(memory.mask_empty, turn++ % 2 ^ 1);
-        Form::Mask::start_copy(args.mask, memory.mask, work.sequence, work.head, work.first,
-                               work.queries, tile * Form::kKeys, work.keys);
+        const uint32_t slot = turn % slots;
+        wait(memory.mask_empty[slot], turn / slots % 2 ^ 1);
+        ++turn;
+        Form::Mask::start_copy(args.mask, memory.mask + slot * Form::Mask::kSlotBytes,
+                               work.sequence, work.head, work.first, work.queries,
+                               tile * Form::kKeys, work.keys);
         next();
-        Form::Mask::end_copy(memory.mask_full);
+        Form::Mask::end_copy(memory.mask_full[slot]);
       }
       again = first && memory.verdict.read(verdict_turn);
     }
