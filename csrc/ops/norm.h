@@ -22,8 +22,7 @@
 
 namespace fused_norm::ops {
 
-// The checks that need no tensor: dtypes that go together, and numbers in
-// range.
+// The checks that need no tensor: dtypes that go together, and numbers in range.
 void check_norm_options(at::ScalarType input, std::optional<at::ScalarType> weight,
                         std::optional<at::ScalarType> bias, at::ScalarType out, double eps,
                         double weight_offset, std::optional<at::ScalarType> residual = std::nullopt,

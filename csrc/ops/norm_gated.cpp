@@ -3,8 +3,6 @@
 // alone.
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/ones.h>
-#include <ATen/ops/rsqrt.h>
-#include <c10/util/ParallelGuard.h>
 
 #include "ops/autograd.h"
 #include "ops/launch.h"
@@ -75,11 +73,7 @@ SymIntArrayRef lead_of(const c10::SymDimVector& shape) {
 
 // Chains of ATen's operators, for the CPU and what the kernels do not do.
 
-// The mean of each row. Threads would share a row that is alone, and add it up in another order.
-Tensor mean_of_rows(const Tensor& rows) {
-  const c10::ParallelGuard guard(true);
-  return rows.mean(-1, /*keepdim=*/true);
-}
+const OptionalTensor kNone;
 
 // The tensors of a call in the precision of sums, as (..., groups, cols).
 struct Wide {
@@ -97,8 +91,20 @@ struct Wide {
                                     .reshape_symint(SymIntArrayRef(shape).slice(shape.size() - 2))
                               : at::ones({}, x.options());
     v = call.norm_before_gate ? x : x * act;
-    rstd = at::rsqrt(mean_of_rows(v * v) + call.eps);
-    xhat = v * rstd;
+    // By the norm's own kernels, as a row's bits in ATen's sums may depend on how many there are.
+    const c10::SymInt cols[] = {shape.back()};
+    const auto norm = norm_forward({v, kNone, kNone, cols, call.eps, 0, /*rms=*/true, std::nullopt,
+                                    kNone, std::nullopt, std::nullopt});
+    xhat = norm.front();
+    rstd = norm.back();
+  }
+  // dv, of what is normalized.
+  Tensor backward(const Tensor& dxhat) const {
+    const c10::SymInt cols[] = {v.sym_size(-1)};
+    constexpr bool kRms = true, kFromOutput = false;
+    const std::array wanted{true, false, false};
+    return norm_backward({dxhat, v, kNone, rstd, kNone, kNone, cols, 0, kRms, kFromOutput,
+                          v.scalar_type(), wanted, kNone, kNone, kNone})[0];
   }
 };
 
@@ -126,7 +132,7 @@ Gradients<3> backward_by_chain(const GatedBackwardCall& pass) {
   }
   if (!wanted[kInput] && !wanted[kGate]) return made;
   const Tensor w = of_norm * wide.weight;
-  const Tensor dv = wide.rstd * (w - wide.xhat * mean_of_rows(w * wide.xhat));
+  const Tensor dv = wide.backward(w);
   if (wanted[kInput]) {
     made[kInput] = as_given(call.norm_before_gate ? dv : dv * wide.act, call.input);
   }

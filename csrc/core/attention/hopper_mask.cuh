@@ -31,7 +31,8 @@ struct MaskTile {
     return is_wide(mask) || mask.boolean ? 1 : kSlots;
   }
 
-  // Starts a copy to `to`, by the copying threads. What lies beyond the sequence may be anything.
+  // Starts a copy to `to`, by the copying threads. Rows beyond the sequence are like one of the
+  // tile, so that they see no other keys; keys beyond it may be anything.
   static __device__ __forceinline__ void start_copy(const AttentionMask& mask, char* to,
                                                     int sequence, int head, int query, int queries,
                                                     int key, int keys) {
@@ -148,24 +149,22 @@ struct MaskTile {
         static_cast<const Bits*>(mask.data) + corner + (key + first) * mask.key_stride;
     const auto each_row = [&](auto unroll, auto copy_part) {
       char* to = tile + begin * mask_pitch(kKeys, kSize) + first * kSize;
-      const Bits* source = from + (query + begin) * mask.row_stride;
+      const Bits* source = from + min(query + begin, queries - 1) * mask.row_stride;
 #pragma unroll unroll.value
       for (int row = begin; row < kRows; row += kStep) {
-        copy_part(to, source, query + row < queries);
+        copy_part(to, source);
         to += kStep * mask_pitch(kKeys, kSize);
-        source += kStep * mask.row_stride;
+        if (query + row + kStep < queries) source += kStep * mask.row_stride;
       }
     };
     constexpr std::integral_constant<int, 4> kFour;
     constexpr std::integral_constant<int, 1> kOne;  // registers are few
     const uintptr_t offsets = reinterpret_cast<uintptr_t>(from) | mask.row_stride * kSize;
     if (mask.key_stride == 1 && left >= 16 && offsets % 16 == 0) {
-      each_row(kFour, [](char* to, const Bits* source, bool is_inside) {
-        copy_async<16>(shared_address(to), source, is_inside);
-      });
+      each_row(kFour,
+               [](char* to, const Bits* source) { copy_async<16>(shared_address(to), source); });
     } else if (mask.key_stride == 1 && left >= 20) {
-      each_row(kOne, [](char* to, const Bits* source, bool is_inside) {
-        if (!is_inside) return;
+      each_row(kOne, [](char* to, const Bits* source) {
         const auto at = reinterpret_cast<uintptr_t>(source);
         const auto* words = reinterpret_cast<const uint32_t*>(at & ~uintptr_t{3});
         uint32_t word[5];
@@ -177,8 +176,8 @@ struct MaskTile {
         *reinterpret_cast<uint4*>(to) = make_uint4(shifted(0), shifted(1), shifted(2), shifted(3));
       });
     } else {
-      each_row(kOne, [&](char* to, const Bits* source, bool is_inside) {
-        const int end = is_inside ? min(left, 16) / kSize : 0;
+      each_row(kOne, [&](char* to, const Bits* source) {
+        const int end = min(left, 16) / kSize;
 #pragma unroll 1
         for (int i = 0; i < end; i += 4) {
           Bits four[4];
