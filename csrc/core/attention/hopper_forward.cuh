@@ -24,11 +24,10 @@ __device__ __forceinline__ void finish(const ForwardArgs& args, const WorkTile& 
     const float base = fmaxf(largest, sink);
     const float shrink = largest == base ? 1.f : exp2_fast(largest - base);
     const float total = sum * shrink + (sink == -INFINITY ? 0.f : exp2_fast(sink - base));
-    const bool empty = sum == 0;
     const int query = row + 8 * r;
     const bool stores = query < work.queries;
     T* out = stores ? row_of<T>(args.out, work, work.head, query) : nullptr;
-    store_row<T>(values, r, empty ? 0.f : shrink / total, out, args.value_dim);
+    store_row<T>(values, r, sum == 0 ? 0.f : shrink / total, out, args.value_dim);
     if (stores && threadIdx.x % 4 == 0) {
       const int64_t at =
           args.query_offsets == nullptr
@@ -315,8 +314,7 @@ class Consumer {
     if (Form::kMasksKeys || lane_ == 0) arrive(memory_.key_empty[key_place_.slot]);
     key_place_.advance();
   }
-  // The scores of `tile` are made; after the last ones the next queries may come, unless a mask may
-  // make the tile be done again.
+  // Scores of `tile` are made. After the last, queries may come, unless a mask may repeat the tile.
   __device__ __forceinline__ void leave_scores(int tile) {
     leave_key();
     if (!Form::kMasked && tile == tiles_.first) release(memory_.query_empty[query_place_.slot]);
@@ -356,8 +354,7 @@ class Consumer {
   KeyTiles tiles_;
   RowState rows_;
   float values_[kDim / 2];
-  // Tiles of keys from `hides_from_` on or below `hides_below_` have keys that one of the
-  // warpgroup's queries does not see.
+  // Tiles from `hides_from_` on, and below `hides_below_`, have keys that a query does not see.
   int hides_from_, hides_below_;
   bool changes_ = false;  // whether a mask of keys changes scores of the last tile
 
