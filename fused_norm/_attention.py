@@ -154,8 +154,8 @@ def scaled_dot_product_attention(
             dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
             does. It is read as it is, never expanded (but for one that broadcasts over some of
             several batch dimensions).
-        dropout_p: of :func:`flash_attention`, and 1. The function does not know whether a module
-            trains: pass 0.0 for evaluation.
+        dropout_p: the probability with which an attention probability is dropped, at least 0 and
+            at most 1. The function does not know whether a module trains: pass 0.0 for evaluation.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
             Not with ``attn_mask``.
         scale: ``None`` is ``1 / sqrt(D)``.
@@ -166,7 +166,9 @@ def scaled_dot_product_attention(
         nothing is zero. Under autocast the inputs are cast first, as torch does. Jagged nested
         tensors are passed on to torch's function.
 
-    Errors are those of :func:`flash_attention`.
+    Raises:
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it.
     """
     _check_tensors(query, key, value, attn_mask, nested=True)  # for torch
     attn_mask = _torch.dense_mask(attn_mask, query)

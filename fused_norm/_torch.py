@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 attention = torch._C._nn.scaled_dot_product_attention
 
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
-no_modes = _disable_current_modes  # so that a tracer sees nothing of a check; nor of this one
+no_modes = _disable_current_modes  # hides a check from tracers; there is no public one
 
 _Function = TypeVar("_Function", bound=Callable)
 

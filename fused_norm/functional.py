@@ -344,7 +344,9 @@ def scaled_masked_softmax(
         zeros**, and so is its gradient, where :func:`softmax` of ``-inf`` gives NaN. Without a mask
         and ``causal`` it is NaN here too.
 
-    Errors are those of :func:`layer_norm`; a ``mask`` that requires grad is one too.
+    Raises:
+        RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
+            names it. Also where ``mask`` requires grad.
     """
     if type(input) is not Tensor:
         _arguments.tensor("input", input, nested=False)

@@ -459,10 +459,7 @@ def test_meta_device_of_a_foreign_norm():
     with torch.device("meta"):
         norm = ByHand(16)
         assert len(convert(norm)) == 1
-        assert norm(torch.empty(3, 16)).is_meta
     assert norm.weight.is_meta
-    with pytest.raises(TypeError, match="input must be a tensor, but is None"):
-        norm(None)
 
 
 def test_revert():

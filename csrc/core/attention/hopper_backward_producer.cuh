@@ -42,7 +42,7 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   int32_t head_dim, value_dim;
   ChunkSums sums, own_sums;        // of kAll: of dquery; of dkey and dvalue, where there are parts
   void* dmask;                     // of kOfMask: (mask_batch, mask_heads, queries, keys)
-  int32_t mask_batch, mask_heads;  // all sequences or one for all, and so all heads
+  int32_t mask_batch, mask_heads;  // of dmask: 1 where one serves all
 };
 
 // The gradients that a kernel makes. kAll: dkey, dvalue and the sums of dquery (hopper_fused.cuh).

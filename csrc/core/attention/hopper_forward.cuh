@@ -314,7 +314,7 @@ class Consumer {
     if (Form::kMasksKeys || lane_ == 0) arrive(memory_.key_empty[key_place_.slot]);
     key_place_.advance();
   }
-  // Scores of `tile` are made. After the last, queries may come, unless a mask may repeat the tile.
+  // Gives back a tile's keys; after the last one also the queries, but where a mask may repeat it.
   __device__ __forceinline__ void leave_scores(int tile) {
     leave_key();
     if (!Form::kMasked && tile == tiles_.first) release(memory_.query_empty[query_place_.slot]);

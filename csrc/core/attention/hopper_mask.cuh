@@ -127,7 +127,7 @@ struct MaskTile {
       keep_order(i + 6, scores);
     }
   }
-  // A few loads at a time: registers.
+  // Keeps the compiler from loading all that follows ahead, which takes registers.
   template <int kCount>
   static __device__ __forceinline__ void keep_order(int i, float (&scores)[kCount]) {
     asm volatile("" : "+f"(scores[i]), "+f"(scores[i + 1]));

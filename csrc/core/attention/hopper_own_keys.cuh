@@ -1,6 +1,5 @@
-// What a tile of keys needs before the kernel of all gradients (hopper_fused.cuh) multiplies it: a
-// mask of keys is read, and keys and values that no query sees are made zero, as they may hold a
-// NaN.
+// Before the kernel of all gradients (hopper_fused.cuh) multiplies a tile of keys: it reads a mask
+// of keys, and makes keys and values zero that no query sees, as they may hold a NaN.
 #pragma once
 
 #include "core/attention/hopper_backward.cuh"
@@ -17,8 +16,7 @@ class KeysConsumer : public BackwardConsumer<Form> {
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::Base;
 
-  // Makes the keys and values of the group zero that no query sees: they may hold a NaN, which
-  // would spoil dquery, or W.
+  // Makes the group's keys and values zero that no query sees: a NaN there would spoil dquery or W.
   __device__ __forceinline__ void clear_own(const WorkTile& work) {
     const Band band = band_of(args_, work);
     const int first = -band.right - work.first;
@@ -48,8 +46,9 @@ class KeysConsumer : public BackwardConsumer<Form> {
     }
     return __any_sync(~0u, masks);
   }
-  // Notes there which of the warp's keys no query of these heads sees by a mask of pairs, if their
-  // numbers may spoil a sum. They seldom do: only then is the mask looked at.
+  // With a mask of pairs: notes in key_mask which of the warp's keys no query of these heads sees.
+  // Only those are looked for that hold a NaN, an Inf, or numbers whose product may be one: they
+  // are rare. (Kernels that walk over keys look at their sums instead: MaskVerdict.)
   __device__ __forceinline__ void find_unseen(const WorkTile& work) {
     constexpr int kParts = OwnTile::kRowBytes / 16;  // of a row of a panel
     const int first = 64 * group_ + threadIdx.x % 128 / 32 * 16;
@@ -74,7 +73,7 @@ class KeysConsumer : public BackwardConsumer<Form> {
       if (lane_ == 0) memory_.key_mask[first + row] = unseen ? -INFINITY : 0;
     }
   }
-  // By a warp.
+  // Whether a query of these heads sees the key, by the mask and the band. By a warp.
   __device__ __forceinline__ bool is_seen(const WorkTile& work, int key) {
     if (key >= work.queries) return true;
     const Band band = band_of(args_, work);
@@ -95,7 +94,7 @@ class KeysConsumer : public BackwardConsumer<Form> {
     return __any_sync(~0u, seen);
   }
 
-  bool masks_ = false;  // a mask of keys changes the exponents of the group's
+  bool masks_ = false;  // a mask of keys changes the exponents of the group's keys
 };
 
 }  // namespace fused_norm::hopper

@@ -159,9 +159,9 @@ AttentionParams with_sides_changed(AttentionParams params, int parts);
 // whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
 // compiled.
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
-// What the forward pass takes, if the queries' statistics have indices of 32 bits. Of masks that
-// are not the fused kernel's: those of 16 bit and booleans up to this head dimension, as shared
-// memory has no room for others.
+// What the forward pass takes, if the queries' statistics have indices of 32 bits. A mask has to be
+// of 16 bit or boolean, and the head dimension at most this, as shared memory has no room for other
+// tiles; but the kernel of all gradients takes any mask of keys, which needs no tiles.
 constexpr int kMaxMaskedBackwardDim = 192;
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
 // Of these the mask's gradient: of dense masks of 16 bit that have all queries and keys.
