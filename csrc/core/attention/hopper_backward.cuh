@@ -122,25 +122,27 @@ class BackwardConsumer {
   // next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
     int tile = begin_tile<Form>(work), heads = heads_of_others<Form>(args_);
-    start_scores(work, tile);
-    start_products(work, tile);
-    weigh(work, tile, heads);
+    bool cut = is_cut(work, tile);
+    start_scores(work, tile, cut);
+    start_products(work, tile, cut);
+    weigh(work, tile, heads, cut);
 #pragma unroll 1
     while (advance(work, tile, heads)) {
       add_tile();
-      const int slot = first_place_.slot;
-      first_place_.advance();
-      start_scores(work, tile);
+      const int slot = first_slot();
+      ++tiles_;
+      cut = is_cut(work, tile);
+      start_scores(work, tile, cut);
       wait_products<1>();
       end_tile(slot);
-      start_products(work, tile);
-      weigh(work, tile, heads);
+      start_products(work, tile, cut);
+      weigh(work, tile, heads, cut);
     }
     if (!may_come_again()) release(memory_.own_empty[own_slot_]);
     add_tile();
     wait_products<0>();
-    end_tile(first_place_.slot);
-    first_place_.advance();
+    end_tile(first_slot());
+    ++tiles_;
   }
 
   // To the tile's next head, of which `heads` are left with this one, or the next tile; false: that
@@ -153,34 +155,33 @@ class BackwardConsumer {
   }
 
   // Waits for a tile's products, and turns S into P meanwhile, and D into W.
-  __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads) {
+  __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads, bool cut) {
     wait_products<kFirst ? 1 : 0>();
     hold(scores_);
     if constexpr (kGeneral) apply_options(work, tile, heads);
-    const bool is_cut_off = is_cut(work, tile);
     exponentiate();
-    if (is_cut_off) hide(work, tile);
+    if (cut) hide(work, tile);
     if constexpr (kSecond) {
       round<T>(second_weights_, scores_);
     } else {
       wait_products<0>();
       hold(products_);
       leave_second();
-      differentiate(is_cut_off || has_mask<Form>(args_));
+      differentiate(0, cut || has_mask<Form>(args_));
       round<T>(first_weights_, products_);
     }
   }
   // Starts a tile's sums.
   __device__ __forceinline__ void add_tile() {
-    if constexpr (kSecond) add(second_sums_, second_weights_, second_, first_place_.slot);
+    if constexpr (kSecond) add(second_sums_, second_weights_, second_, first_slot());
     if constexpr (Form::kMends) {
       if (again_) {
         memory_.verdict.template clear_unseen<OtherTile, kConsumers>(
-            memory_.first[first_place_.slot],
+            memory_.first[first_slot()],
             [&](int i) { return (first_weights_[i / 2] >> i % 2 * 16 & 0x7FFF) != 0; });
       }
     }
-    if constexpr (kFirst) add(first_sums_, first_weights_, first_, first_place_.slot);
+    if constexpr (kFirst) add(first_sums_, first_weights_, first_, first_slot());
   }
   // Gives back what a tile's sums, which are made, have read.
   __device__ __forceinline__ void end_tile(int slot) {
@@ -189,30 +190,22 @@ class BackwardConsumer {
     release(memory_.first_empty[slot]);
     if constexpr (kSecond) release(memory_.second_empty[slot]);
   }
-  // Where the second sum reads them, tiles of both are used for as long, but in the kernel of all.
-  __device__ __forceinline__ const auto& second_place() const {
-    if constexpr (kSecond && !Form::kAll) {
-      return first_place_;
-    } else {
-      return second_place_;
-    }
-  }
-  __device__ __forceinline__ void leave_second() {
-    release(memory_.second_empty[second_place_.slot]);
-    second_place_.advance();
-  }
+  __device__ __forceinline__ void leave_second() { release(memory_.second_empty[second_slot()]); }
+
+  // Where the tile at hand lies.
+  __device__ __forceinline__ int first_slot() const { return tiles_ % Form::kFirstStages; }
+  __device__ __forceinline__ int second_slot() const { return tiles_ % Form::kSecondStages; }
 
   // Starts S, and D.
-  __device__ __forceinline__ void start_scores(const WorkTile& work, int tile) {
-    wait(memory_.first_full[first_place_.slot], first_place_.parity);
-    if (is_cut(work, tile)) clear(work, tile, memory_.first[first_place_.slot]);
-    multiply(scores_, own_first_, first_, first_place_.slot);
+  __device__ __forceinline__ void start_scores(const WorkTile& work, int tile, bool cut) {
+    wait(memory_.first_full[first_slot()], tiles_ / Form::kFirstStages % 2);
+    if (cut) clear(work, tile, memory_.first[first_slot()]);
+    multiply(scores_, own_first_, first_, first_slot());
   }
-  __device__ __forceinline__ void start_products(const WorkTile& work, int tile) {
-    const auto& place = second_place();
-    wait(memory_.second_full[place.slot], place.parity);
-    if (is_cut(work, tile)) clear(work, tile, memory_.second[place.slot]);
-    if constexpr (kFirst) multiply(products_, own_second(), second_, place.slot);
+  __device__ __forceinline__ void start_products(const WorkTile& work, int tile, bool cut) {
+    wait(memory_.second_full[second_slot()], tiles_ / Form::kSecondStages % 2);
+    if (cut) clear(work, tile, memory_.second[second_slot()]);
+    if constexpr (kFirst) multiply(products_, own_second(), second_, second_slot());
   }
 
   // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
@@ -312,11 +305,11 @@ class BackwardConsumer {
   }
 
   // The statistic of element i: of its row, or of its column in `columns`.
-  template <typename Use>
-  __device__ __forceinline__ void with_statistics(const float (&rows)[2], const float* columns,
-                                                  Use use) {
+  template <int kCount = kOthers / 2, typename Use>
+  __device__ __forceinline__ void with_statistics(int first, const float (&rows)[2],
+                                                  const float* columns, Use use) {
 #pragma unroll
-    for (int i = 0; i < kOthers / 2; i += 4) {
+    for (int i = first; i < first + kCount; i += 4) {
       if constexpr (Form::kOfKeys) {
         const float2 two = *reinterpret_cast<const float2*>(columns + 2 * i + lane_ % 4 * 2);
         use(i, two.x), use(i + 1, two.y), use(i + 2, two.x), use(i + 3, two.y);
@@ -327,25 +320,27 @@ class BackwardConsumer {
   }
   // `first`, `second`: what is added to the exponents of the thread's rows.
   __device__ __forceinline__ void exponentiate(float first = 0, float second = 0) {
-    with_statistics(exponents_, memory_.statistics[first_place_.slot][1],
-                    [&](int i, float exponent) {
-                      const float added = i / 2 % 2 == 0 ? first : second;
-                      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -(exponent - added)));
-                    });
+    with_statistics(0, exponents_, memory_.statistics[first_slot()][1], [&](int i, float exponent) {
+      const float added = i / 2 % 2 == 0 ? first : second;
+      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -(exponent - added)));
+    });
   }
-  __device__ __forceinline__ void differentiate(bool hides) {
-    if (!kGeneral || !(args_.softcap > 0)) subtract_delta();
+  // D becomes W, from element `first` on.
+  template <int kCount = kOthers / 2>
+  __device__ __forceinline__ void differentiate(int first, bool hides) {
+    if (!kGeneral || !(args_.softcap > 0)) subtract_delta<kCount>(first);
     if (hides) {
       // A hidden pair's product may be a NaN, and so may the delta of a query that sees nothing.
 #pragma unroll
-      for (int i = 0; i < kOthers / 2; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
+      for (int i = first; i < first + kCount; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
     }
 #pragma unroll
-    for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
+    for (int i = first; i < first + kCount; ++i) products_[i] *= weight(i);
   }
-  __device__ __forceinline__ void subtract_delta() {
-    with_statistics(delta_, memory_.statistics[first_place_.slot][0],
-                    [&](int i, float delta) { products_[i] -= delta; });
+  template <int kCount = kOthers / 2>
+  __device__ __forceinline__ void subtract_delta(int first = 0) {
+    with_statistics<kCount>(first, delta_, memory_.statistics[first_slot()][0],
+                            [&](int i, float delta) { products_[i] -= delta; });
   }
 
   // Of a tile's probabilities, rounded where the sum of seconds has them so.
@@ -381,8 +376,7 @@ class BackwardConsumer {
   uint32_t mask_parity_ = 0, verdict_turn_ = 0;
   bool again_ = false;  // the tile's sums were spoiled (MaskVerdict)
   const uint32_t first_, second_;
-  RingPlace<Form::kFirstStages> first_place_;
-  RingPlace<Form::kSecondStages> second_place_;
+  uint32_t tiles_ = 0;  // of others, done before the one at hand
 
   TileRange whole_;  // of a tile of the own side; options leave no registers for it
   float exponents_[2], delta_[2];

@@ -68,7 +68,7 @@ struct BackwardForm {
                                                            : kHopperValueGradientTiles[kIndex];
   static constexpr int kOthers = kTiles.others, kGroups = 2;
   static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
-  static constexpr int kSecondStages = kTiles.second_stages;
+  static constexpr int kSecondStages = kTiles.second_stages, kWeightStages = 2;
   static constexpr int kOwn = kHopperOwnRows, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has (ForwardForm).
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -94,11 +94,11 @@ struct BackwardForm {
   using Mask = MaskTile<T, kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2, 1, kMaskWarps>;
 };
 
-// Of kAll: W of a tile of others, and the chunks of dquery that the groups make of it.
+// Of kAll: W of tiles of others, and the chunks of dquery that the groups make of it.
 template <typename Form>
 struct FusedMemory {
   using WeightTile = SharedTile<Form::kOwn, Form::kOthers>;
-  alignas(1024) char weights[WeightTile::kBytes];
+  alignas(1024) char weights[Form::kWeightStages][WeightTile::kBytes];
   alignas(1024) float4 chunk[Form::kGroups][kChunkElements / 4];
 };
 struct NoMemory {};
@@ -121,6 +121,7 @@ struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemo
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
   CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
+  CopyBarrier weights_full[Form::kWeightStages], weights_empty[Form::kWeightStages];  // of kAll
   // The producer fills one while consumers may still finish the one before the one at work.
   static constexpr int kWorks = 4;
   WorkTile work[kWorks];

@@ -1,6 +1,8 @@
 // All gradients in one kernel: the backward kernel of a tile of keys (see hopper_backward.cuh),
 // whose W also gives the tile's part of dquery, W^T times the keys. W goes through shared memory,
-// as the sum runs over the keys of both warpgroups.
+// as the sum runs over the keys of both warpgroups. It has two places there, and a group multiplies
+// it by the keys a tile later, so that no group waits for the other: one can multiply while the
+// other makes its W.
 //
 // Tiles of keys add to dquery in the order of the keys, so that its bits are always the same. A
 // tile of queries has fp32 sums in two chunks, each of 64 queries and at most 64 columns as the
@@ -15,11 +17,10 @@
 
 namespace fused_norm::hopper {
 
-// Named barriers beside those of the other backward kernels. The 256 threads of both groups wait
-// until all of W is in shared memory. Of each group, which adds its index: the 32 threads of its
-// chunk warp say that the group's 128, which wait, may write the chunk; these that it is there; and
-// these, to the other group, that they have read W.
-constexpr int kWeightsAreThere = 1, kChunkIsFree = 6, kChunkIsThere = 8, kWeightsAreRead = 11;
+// Named barriers beside those of the other backward kernels, of each group, which adds its index.
+// The 32 threads of its chunk warp say that the group's 128, which wait, may write the chunk; these
+// that it is there; and the other group's 128 that it is this one's turn.
+constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kTurn = 11;
 
 // The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
 template <int kRows>
@@ -100,19 +101,22 @@ class FusedConsumer : public KeysConsumer<Form> {
   using T = typename Form::T;
   using OwnTile = typename Form::OwnTile;
   using WeightTile = typename BackwardMemory<Form>::WeightTile;
-  static constexpr int kConsumers = Base::kConsumers;
+  static constexpr int kConsumers = Base::kConsumers, kWeightStages = Form::kWeightStages;
   static constexpr bool kByQueries = Form::kByQueries, kGeneral = Form::kGeneral;
+  // The groups make P by turns, so that they do not all do the same at the same time: kernels of 64
+  // queries are 4 to 8 % faster so, those of 128 up to 4 % slower.
+  static constexpr bool kTurns = !kByQueries;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
-  using Base::first_place_, Base::second_place_, Base::first_, Base::second_;
   using Base::first_sums_, Base::second_sums_;
   using Base::masks_, Base::scores_, Base::products_, Base::first_weights_, Base::second_weights_;
+  using Base::tiles_, Base::first_, Base::second_;
   using Chunk = float[kElements / 128];
 
  public:
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    named_arrive(kWeightsAreRead + group_, kConsumers);
+    if (kTurns && group_ == 1) named_arrive(kTurn, kConsumers);
     // What no query sees has zeros in every part. Rows outside every sequence are among that, and
     // have no chunk of their own.
     Base::run([&](const WorkTile& work) { walk(work); },
@@ -123,69 +127,64 @@ class FusedConsumer : public KeysConsumer<Form> {
 
  private:
   // All tiles of others, of all heads of the group. Products run in the order
-  //   second += P Y'   first += W Y   dquery's chunk   S and D of the next tile
-  // W is made under the first, the chunk is stored under S, and P is made under D. None is under
+  //   S and D   second += P Y'   the chunk of the tile before   first += W Y
+  // P is made under D, W under the second sum, and a chunk is stored under the first. None is under
   // way from one turn to the next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
     this->clear_own(work);
     int tile = begin_tile<Form>(work), heads = args_.group;
-    this->start_scores(work, tile);
-    this->start_products(work, tile);
-    bool hides = weigh(work, tile, heads);
+    bool is_first = true;
 #pragma unroll 1
-    while (this->advance(work, tile, heads)) {
-      Chunk chunk;
-      add_tile(chunk, hides);
-      first_place_.advance();
-      this->start_scores(work, tile);
-      wait_products<1>();
-      store_chunk(chunk);
-      this->start_products(work, tile);
-      hand_over_chunk();
-      hides = weigh(work, tile, heads);
-    }
+    do {
+      const bool cut = this->is_cut(work, tile);
+      this->start_scores(work, tile, cut);
+      this->start_products(work, tile, cut);
+      weigh(work, tile, heads, cut);
+      add_tile(cut, is_first);
+      is_first = false;
+    } while (this->advance(work, tile, heads));
     Chunk chunk;
-    add_tile(chunk, hides);
-    first_place_.advance();
+    start_chunk(chunk);
     wait_products<0>();
     store_chunk(chunk);
-    hand_over_chunk();
     this->release(memory_.own_empty[own_slot_]);
   }
-  // Turns S into P while D is made. Whether pairs of it are hidden.
-  __device__ __forceinline__ bool weigh(const WorkTile& work, int tile, int heads) {
+  // Turns S into P while D is made.
+  __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads, bool cut) {
     wait_products<1>();
     hold(scores_);
     if constexpr (kGeneral) this->apply_options(work, tile, heads);
-    const bool is_cut_off = this->is_cut(work, tile);
+    if constexpr (kTurns) named_sync(kTurn + group_, kConsumers);
     if (masks_) {
       const float* mask = memory_.key_mask + this->row_in_tile();
       this->exponentiate(mask[0], mask[8]);
     } else {
       this->exponentiate(0, 0);
     }
-    if (is_cut_off) this->hide(work, tile);
+    if (cut) this->hide(work, tile);
     round<T>(second_weights_, scores_);
     this->make_now(second_weights_);
+    if constexpr (kTurns) named_arrive(kTurn + (group_ ^ 1), kConsumers);
     wait_products<0>();
     hold(products_);
-    return is_cut_off;
   }
-  // Starts a tile's sums, and gives back what the first two have read.
-  __device__ __forceinline__ void add_tile(Chunk& chunk, bool hides) {
-    this->add(second_sums_, second_weights_, second_, second_place_.slot);
-    this->differentiate(hides);
-    round<T>(first_weights_, products_);
-    store_weights();
-    this->add(first_sums_, first_weights_, first_, first_place_.slot);
-    named_sync(kWeightsAreThere, kConsumers);
+  // Adds a tile to the sums, and gives it back. Hands over the chunk of the tile before: a walk's
+  // first tile has none, and makes one of what is there, for nothing.
+  __device__ __forceinline__ void add_tile(bool cut, bool is_first) {
+    Chunk chunk;
+    this->add(second_sums_, second_weights_, second_, this->second_slot());
+    store_weights(cut);
     start_chunk(chunk);
+    this->add(first_sums_, first_weights_, first_, this->first_slot());
     wait_products<2>();
     hold(second_sums_);
     this->leave_second();
     wait_products<1>();
+    if (!is_first) store_chunk(chunk);
+    wait_products<0>();
     hold(first_sums_);
-    this->release(memory_.first_empty[first_place_.slot]);
+    this->release(memory_.first_empty[this->first_slot()]);
+    ++tiles_;
   }
 
   // Adds the sums of the parts before, which come in their order. The last has them all; another
@@ -223,40 +222,50 @@ class FusedConsumer : public KeysConsumer<Form> {
     return false;
   }
 
-  // Rounded weights, to where both groups read them.
-  __device__ __forceinline__ void store_weights() {
-    named_sync(kWeightsAreRead + (group_ ^ 1), kConsumers);
+  // Makes the tile's W, rounded, and stores it where both groups read it.
+  __device__ __forceinline__ void store_weights(bool cut) {
+    const uint32_t slot = tiles_ % kWeightStages;
+    wait(memory_.weights_empty[slot], tiles_ / kWeightStages % 2 ^ 1);
+    constexpr int kAtOnce = 32;  // elements: more would take more registers than there are
     // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
-    const uint32_t row = shared_address(memory_.weights) +
+    const uint32_t row = shared_address(memory_.weights[slot]) +
                          (this->row_in_tile() - lane_ / 4 + lane_ % 16) * WeightTile::kRowBytes;
 #pragma unroll
     for (int block = 0; block < Form::kOthers / 16; ++block) {
+      if (8 * block % kAtOnce == 0) this->template differentiate<kAtOnce>(8 * block, cut);
+#pragma unroll
+      for (int i = 4 * block; i < 4 * block + 4; ++i) {
+        first_weights_[i] = detail::round_pair(products_[2 * i], products_[2 * i + 1], T());
+      }
       const uint32_t part = (2 * block % 8 + lane_ / 16) ^ (lane_ % 8);
       store_matrices(row + block / 4 * WeightTile::kPanelBytes + 16 * part,
                      first_weights_ + 4 * block);
     }
     CopyBarrier::order_writes();
+    this->release(memory_.weights_full[slot]);
   }
+  // Of the tile before.
   __device__ __forceinline__ void start_chunk(Chunk& chunk) {
     constexpr int kPanels = 64 / OwnTile::kPanelColumns;  // of the first group
     const int panel = kByQueries ? group_ : 0, own_panel = kByQueries ? 0 : group_ * kPanels;
+    const uint32_t slot = (tiles_ - 1) % kWeightStages;
+    wait(memory_.weights_full[slot], (tiles_ - 1) / kWeightStages % 2);
     start_product_down<T, WeightTile, OwnTile>(
         chunk,
-        WeightTile::down_columns(shared_address(memory_.weights) + panel * WeightTile::kPanelBytes),
+        WeightTile::down_columns(shared_address(memory_.weights[slot]) +
+                                 panel * WeightTile::kPanelBytes),
         OwnTile::down_columns(shared_address(memory_.own_first[own_slot_]) +
                               own_panel * OwnTile::kPanelBytes));
   }
   __device__ __forceinline__ void store_chunk(Chunk& chunk) {
     hold(chunk);
-    named_arrive(kWeightsAreRead + group_, kConsumers);
+    this->release(memory_.weights_empty[(tiles_ - 1) % kWeightStages]);
     named_sync(kChunkIsFree + group_, 128 + 32);
     float4* to = memory_.chunk[group_] + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kElements / 512; ++i) {
       to[128 * i] = make_float4(chunk[4 * i], chunk[4 * i + 1], chunk[4 * i + 2], chunk[4 * i + 3]);
     }
-  }
-  __device__ __forceinline__ void hand_over_chunk() const {
     CopyBarrier::order_writes();
     named_arrive(kChunkIsThere + group_, 128 + 32);
   }
@@ -279,6 +288,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     memory.place = {};
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
+    init_ring(memory.weights_full, memory.weights_empty, kWarps, kWarps);
     CopyBarrier::order_inits();
   }
   __syncthreads();

@@ -94,8 +94,8 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
   using Base = BackwardConsumer<Form>;
   using T = typename Form::T;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
-  using Base::first_place_, Base::first_, Base::second_, Base::own_first_;
   using Base::scores_, Base::products_, Base::exponents_, Base::delta_;
+  using Base::tiles_, Base::first_, Base::second_, Base::own_first_;
   static constexpr int kOthers = Form::kOthers;
 
  public:
@@ -122,8 +122,8 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
   __device__ __forceinline__ void add_weights(const WorkTile& work, int tile, int head,
                                               bool is_last, float (&sums)[kOthers / 2]) {
     // One product at a time, as registers are few: the other warpgroup multiplies meanwhile.
-    own_slot_ = first_place_.slot;
-    wait(memory_.first_full[own_slot_], first_place_.parity);
+    own_slot_ = this->first_slot();
+    wait(memory_.first_full[own_slot_], tiles_ / Form::kFirstStages % 2);
     this->multiply(scores_, own_first_, first_, own_slot_);
     const int row = this->row_in_tile(), column = lane_ % 4 * 2;
 #pragma unroll
@@ -143,7 +143,7 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
     wait_products<0>();
     hold(products_);
     this->release(memory_.first_empty[own_slot_]);
-    first_place_.advance();
+    ++tiles_;
     this->subtract_delta();
     // The product of a hidden pair may be a NaN.
 #pragma unroll

@@ -115,7 +115,7 @@ constexpr int kHopperOwnRows = 128;
 // others. `others` are queries, in chunks of 64.
 constexpr HopperBackwardTiles kHopperFusedTiles[2][5] = {
     {{128, 2, 2, 2}, {64, 2, 3, 2}, {64, 1, 3, 2}, {}, {}},
-    {{128, 2, 2, 1}, {64, 1, 3, 2}, {64, 1, 2, 2}, {}, {}},
+    {{128, 1, 2, 1}, {64, 1, 3, 2}, {64, 1, 2, 2}, {}, {}},
 };
 constexpr bool hopper_has_fused(int dim) {
   return kHopperFusedTiles[0][hopper_dim_index(dim)].others > 0;
