@@ -351,7 +351,6 @@ def attention(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
     cache=None,
     **options,
 ) -> tuple[Tensor, None]:
@@ -371,11 +370,12 @@ def attention(
     """
     if cache is not None:
         raise ValueError("fused_norm's attention has no paged cache: use sdpa for that")
-    if block_indices is not None:
-        raise ValueError(
-            f"fused_norm's attention does not take the block_indices of {type(module).__name__}: "
-            f"use eager or sdpa for that"
-        )
+    for name in ("block_indices", "sinks"):  # of keys; of each query
+        if options.get(name) is not None:
+            raise ValueError(
+                f"fused_norm's attention does not take the {name} of {type(module).__name__}: use "
+                "eager for that"
+            )
     if options.get("output_attentions"):
         raise ValueError("fused_norm's attention has no probabilities to give: use eager for that")
     batch, _, rows, _ = query.shape
