@@ -326,8 +326,9 @@ def _packed_starts(mask_function, slides: bool) -> Tensor | None:
     if len(functions) != 2:
         return None
     whole, within = functions
-    if "packed_sequence_mask" in _inside(whole):  # since transformers 5.23, of positions
-        within, whole = whole, _inside(within).get("mask_function")
+    if "packed_sequence_mask" in _inside(whole):  # in transformers 5.23
+        whole, within = within, whole
+    whole = _inside(whole).get("mask_function", whole)  # of positions, since 5.23
     if slides:
         window, whole = _inside(whole).get("mask_functions", (None, None))[:2]
         if "sliding_window" not in _inside(window):
