@@ -6,7 +6,7 @@ import numbers
 import torch
 from torch import Tensor
 
-from fused_norm import _C, _arguments, _autocast, _ops, _torch
+from fused_norm import _C, _arguments, _attention_decomposition, _autocast, _ops, _torch, _tracing
 
 _TENSORS = "query key value attn_mask alibi_slopes sink cu_seqlens_q cu_seqlens_k".split()
 
@@ -65,10 +65,12 @@ def attention(
             if _torch.in_functorch():  # so that vmap knows of it, whichever tensor has a batch
                 drawn_for = sum(t.detach()[..., :0].sum() for t in tensors if t is not None)
         args = (*tensors, _ops.attention_rng(drawn_for), *args[9:])
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
         results = _C.attention(*args)
         if results is not None:
             return results
+    if _tracing.is_onnx_export():
+        return _attention_decomposition.attention_forward(*args)
     return _ops.attention_forward(*args)  # which says which argument is of a wrong type
 
 
@@ -187,14 +189,12 @@ def scaled_dot_product_attention(
             f"attn_mask of shape {list(attn_mask.shape)} cannot be combined with is_causal=True: "
             "hide later keys in the mask"
         )
-    shape = None
+    tensors, shape = (query, key, value, attn_mask), None
     q, k, v = query.shape, key.shape, value.shape
     if not (len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and q[1] == k[1] == v[1]):
-        query, key, value, attn_mask, shape = _of_four_dims(
-            query, key, value, attn_mask, enable_gqa
-        )
+        *tensors, shape = _of_four_dims(*tensors, enable_gqa)
     out, _ = attention(
-        (query, key, value, attn_mask, None, None, None, None),
+        (*tensors, None, None, None, None),
         scale=scale,
         window=(None, 0 if is_causal else None),
         top_left=True,

@@ -1,5 +1,5 @@
 """The attention operators as chains of torch's own, with all scores in memory, for what the kernels
-do not do: second and higher derivatives, forward-mode derivatives and torch.func transforms.
+do not do: second and higher derivatives, forward-mode derivatives, torch.func transforms and ONNX.
 
 Same arguments and results as the operators of the same names, dropout's mask included. Each is
 differentiable in query, key, value, attn_mask, sink, dout and dlse.

@@ -39,9 +39,7 @@ def of_rows(norm: Callable, normalized_shape, **tensors: Tensor):
             f"{list(input.shape)}: only its last {within} dimension(s) can be normalized"
         )
     results = norm(*(_without_holes(tensor) for tensor in tensors.values()))
-    return tuple(
-        values if values is None else _torch.nested_as(input, values) for values in results
-    )
+    return tuple(t if t is None else _torch.nested_as(input, t) for t in results)
 
 
 def _without_holes(nested: Tensor) -> Tensor:

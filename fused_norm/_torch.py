@@ -38,6 +38,8 @@ def overridable(function: _Function) -> _Function:
         return function(*args, **kwargs)
 
     public.__signature__ = inspect.signature(function)  # getfullargspec looks at no __wrapped__
+    # A code of its own: Dynamo compiles the same one a few times only.
+    public.__code__ = public.__code__.replace(co_name=function.__name__)
     return public
 
 

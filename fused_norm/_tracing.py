@@ -11,7 +11,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # what no subclass has changed
 
 
 @_torch.constant
-def _is_onnx_export() -> bool:
+def is_onnx_export() -> bool:
     """Whether an export to ONNX is at work, by torch.export or by torch.jit.trace."""
     is_tracing = _torch.is_exporting() or torch.jit.is_tracing()
     return is_tracing and torch.onnx.is_in_onnx_export()
@@ -20,7 +20,7 @@ def _is_onnx_export() -> bool:
 def decomposes() -> bool:
     """Whether a norm is traced as torch's elementary operators: where the user asks for it, and in
     an export to ONNX, whose operators are the only ones there."""
-    return config.decompose or _is_onnx_export()
+    return config.decompose or is_onnx_export()
 
 
 def compile_options(fuse_residuals: bool = True) -> dict:
@@ -152,9 +152,9 @@ def _decomposed(call) -> tuple:
 def recorded_norm(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
     call = _ops.NormCall(*args)
-    return _decomposed(call) if _is_onnx_export() else _outputs(call, _ops.norm_forward(*call))
+    return _decomposed(call) if is_onnx_export() else _outputs(call, _ops.norm_forward(*call))
 
 
 def softmaxes():
     """The module whose ``softmax_forward`` and ``scaled_masked_softmax`` are to be called."""
-    return _decompositions if _is_onnx_export() else _ops
+    return _decompositions if is_onnx_export() else _ops

@@ -85,9 +85,9 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         eps = _arguments.optional_number("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:  # torch's name
         return functional.rms_norm(
-            input, self.normalized_shape, self.weight, self.eps,
+            x, self.normalized_shape, self.weight, self.eps,
             memory_efficient=self.memory_efficient, weight_offset=self.weight_offset,
         )  # fmt: skip
 

@@ -80,6 +80,16 @@ def test_functional_form_is_one_graph(kind, memory_efficient, device, generator)
     assert counter.frame_count == 2
 
 
+def test_functions_that_are_compiled_themselves(device, generator):
+    """They share no code, which Dynamo would compile a few times only."""
+    x, weight = randn(generator, 2, 3, 16), randn(generator, 16)
+    calls = [(fn.layer_norm, x, (16,), weight), (fn.rms_norm, x, (16,), weight)]
+    calls += [(fn.add_rms_norm, x, x, (16,), weight), (fn.scaled_masked_softmax, x)]
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for function, *args in calls:
+            torch.compile(function, backend="eager", fullgraph=True)(*args)
+
+
 def graphs_of(module, x):
     """Operators of the forward and of the backward graph of a compiled training step."""
     seen = []

@@ -2,6 +2,7 @@
 torch's."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -63,6 +64,14 @@ def test_repr_shows_what_is_not_torchs():
     assert "memory_efficient=True" in repr(fn.LayerNorm(8, memory_efficient=True))
     norm = fn.RMSNorm(8, memory_efficient=True, weight_offset=1.0)
     assert "memory_efficient=True" in repr(norm) and "weight_offset=1.0" in repr(norm)
+
+
+@each_pair
+def test_input_by_name(ours, theirs):
+    """Which is another in torch's LayerNorm and RMSNorm."""
+    x = torch.randn(3, 8)
+    [_, name] = inspect.signature(theirs.forward).parameters
+    torch.testing.assert_close(ours(8)(**{name: x}), theirs(8)(**{name: x}))
 
 
 @each_pair

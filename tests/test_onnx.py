@@ -41,6 +41,15 @@ class Masked(nn.Module):
         return fn.scaled_masked_softmax(x, x > 1, causal=True) + additive
 
 
+class Attention(nn.Module):
+    def forward(self, x):
+        q, k = x[None], x[None, :1]
+        causal = fn.scaled_dot_product_attention(q, q, q, is_causal=True)
+        masked = fn.scaled_dot_product_attention(q, k, k, x[:, :, 4:8] > 0.9)
+        options = {"causal": True, "window": (1, None), "softcap": 3.0, "sink": x[:, 0, 0]}
+        return causal + masked + fn.flash_attention(q, k, k, attn_mask=x[:, :, :4], **options)
+
+
 def converted():
     module = nn.Sequential(nn.LayerNorm(16), nn.RMSNorm(16))
     fused_norm.convert(module, memory_efficient=True)
@@ -62,6 +71,7 @@ MODULES = {
     "ConvertedRMSNorm": lambda: _convert.ConvertedRMSNorm(16, eps=1e-6),
     "add": AddNorm,
     "scaled_masked_softmax": Masked,
+    "attention": Attention,
     "FusedLayerNorm": lambda: apex.FusedLayerNorm(16),
     "FusedRMSNorm": lambda: apex.FusedRMSNorm(16, elementwise_affine=False),
     "MixedFusedLayerNorm": lambda: apex.MixedFusedLayerNorm(16),

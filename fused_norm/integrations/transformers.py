@@ -326,8 +326,9 @@ def _packed_starts(mask_function, slides: bool) -> Tensor | None:
     if len(functions) != 2:
         return None
     whole, within = functions
-    if "packed_sequence_mask" in _inside(whole):  # since transformers 5.23, of positions
-        within, whole = whole, _inside(within).get("mask_function")
+    if "packed_sequence_mask" in _inside(whole):  # in transformers 5.23
+        whole, within = within, whole
+    whole = _inside(whole).get("mask_function", whole)  # of positions, since 5.23
     if slides:
         window, whole = _inside(whole).get("mask_functions", (None, None))[:2]
         if "sliding_window" not in _inside(window):
@@ -351,7 +352,6 @@ def attention(
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
     cache=None,
     **options,
 ) -> tuple[Tensor, None]:
@@ -371,11 +371,12 @@ def attention(
     """
     if cache is not None:
         raise ValueError("fused_norm's attention has no paged cache: use sdpa for that")
-    if block_indices is not None:
-        raise ValueError(
-            f"fused_norm's attention does not take the block_indices of {type(module).__name__}: "
-            f"use eager or sdpa for that"
-        )
+    for name in ("block_indices", "sinks"):  # of keys; of each query
+        if options.get(name) is not None:
+            raise ValueError(
+                f"fused_norm's attention does not take the {name} of {type(module).__name__}: use "
+                "eager for that"
+            )
     if options.get("output_attentions"):
         raise ValueError("fused_norm's attention has no probabilities to give: use eager for that")
     batch, _, rows, _ = query.shape

@@ -363,8 +363,9 @@ def test_what_it_cannot_do_is_an_error():
     with pytest.raises(ValueError, match="paged"):
         q = torch.zeros(1, 4, 3, 8)
         fused.attention(model, q, q, q, None, cache=object())
-    with pytest.raises(ValueError, match="block_indices of LlamaForCausalLM: use eager or sdpa"):
-        fused.attention(model, q, q, q, None, block_indices=torch.zeros(1, 3, 1))
+    for option in ("block_indices", "sinks"):
+        with pytest.raises(ValueError, match=f"{option} of LlamaForCausalLM: use eager"):
+            fused.attention(model, q, q, q, None, **{option: torch.zeros(1, 2, 3, 1)})
     padded = torch.ones(2, 3, dtype=torch.bool)
     padded[0, 0] = False
     places = fused.mask(2, 3, 3, mask_function=causal_mask_function, attention_mask=padded)
