@@ -252,29 +252,28 @@ class BackwardProducer {
   __device__ __forceinline__ void load_others(const WorkTile& work) {
     if (lane_ == 0) copy_others(work, first_head<Form>(args_, work) + step_);
     __syncwarp();
-    first_place_.advance();
-    second_place_.advance();
+    ++tiles_;
     if (++step_ < heads_of_others<Form>(args_)) return;
     step_ = 0;
     tile_ = next_tile<Form>(tile_);
   }
   __device__ __forceinline__ void copy_others(const WorkTile& work, int head) {
-    const int slot = first_place_.slot, row = work.key_begin + tile_ * kOthers;
+    const int slot = tiles_ % Form::kFirstStages, second_slot = tiles_ % Form::kSecondStages;
+    const int row = work.key_begin + tile_ * kOthers;
     const int statistic =
         Form::kOfKeys
             ? first_statistic(args_, work.sequence, head, work.key_begin) + tile_ * kOthers
             : 0;
     CopyBarrier& full = memory_.first_full[slot];
-    wait(memory_.first_empty[slot], first_place_.parity ^ 1);
+    wait(memory_.first_empty[slot], tiles_ / Form::kFirstStages % 2 ^ 1);
     full.expect(OtherTile::kBytes + (Form::kOfKeys ? sizeof(memory_.statistics[0]) : 0));
     load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first, full, row, head,
                          work.batch);
     if constexpr (Form::kOfKeys) {
       load_floats(memory_.statistics[slot], &args_.statistics_map, full, statistic, 0);
     }
-    const int second_slot = second_place_.slot;
     CopyBarrier& second_full = memory_.second_full[second_slot];
-    wait(memory_.second_empty[second_slot], second_place_.parity ^ 1);
+    wait(memory_.second_empty[second_slot], tiles_ / Form::kSecondStages % 2 ^ 1);
     second_full.expect(OtherTile::kBytes);
     load_tile<OtherTile>(shared_address(memory_.second[second_slot]), &args_.other_second,
                          second_full, row, head, work.batch);
@@ -283,10 +282,8 @@ class BackwardProducer {
   const BackwardArgs& args_;
   BackwardMemory<Form>& memory_;
   const int lane_;
-  int step_, tile_;  // of others: the head in its group, and the tile
-  uint32_t verdict_turn_ = 0;
-  RingPlace<Form::kFirstStages> first_place_;
-  RingPlace<Form::kSecondStages> second_place_;
+  int step_, tile_;                        // of others: the head in its group, and the tile
+  uint32_t verdict_turn_ = 0, tiles_ = 0;  // tiles of others so far
 };
 
 // The warps that copy tiles of the mask.

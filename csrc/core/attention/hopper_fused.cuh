@@ -1,8 +1,7 @@
 // All gradients in one kernel: the backward kernel of a tile of keys (see hopper_backward.cuh),
 // whose W also gives the tile's part of dquery, W^T times the keys. W goes through shared memory,
-// as the sum runs over the keys of both warpgroups. It has two places there, and a group multiplies
-// it by the keys a tile later, so that no group waits for the other: one can multiply while the
-// other makes its W.
+// as the sum runs over the keys of both warpgroups; it has two places there, and is multiplied a
+// tile later, so that no group waits for the other.
 //
 // Tiles of keys add to dquery in the order of the keys, so that its bits are always the same. A
 // tile of queries has fp32 sums in two chunks, each of 64 queries and at most 64 columns as the
@@ -17,9 +16,8 @@
 
 namespace fused_norm::hopper {
 
-// Named barriers beside those of the other backward kernels, of each group, which adds its index.
-// The 32 threads of its chunk warp say that the group's 128, which wait, may write the chunk; these
-// that it is there; and the other group's 128 that it is this one's turn.
+// Named barriers of a group, which adds its index: its 128 threads may write the chunk; its chunk
+// warp's 32 may read it; and it is the group's turn, says the other.
 constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kTurn = 11;
 
 // The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
