@@ -51,9 +51,8 @@ class Consumer {
   // A warpgroup does nothing for tiles of keys that none of its own queries sees. (With a mask all
   // take part in each.)
   static constexpr bool kPasses = !Form::kMasked;
-  // Three warpgroups start their products by turns: one multiplies while others exponentiate. A
-  // turn ends before its last products, so that the tensor cores go on at once with the next.
-  static constexpr bool kTurns = Form::kGroups == 3;
+  // Warpgroups start their products by turns: one multiplies while others exponentiate. A turn ends
+  // before its last products, so that the tensor cores go on at once with the next.
   // Named barriers: 4 to 6 for a warpgroup's own, 7 to 9 for its turns; and those of masks.
   static constexpr int kOfGroup = 4, kTurn = 7, kConsumers = 128 * Form::kGroups;
   using Scores = float[kKeys / 2];
@@ -299,11 +298,9 @@ class Consumer {
   }
 
   // Of every tile of queries each warpgroup has one turn less than there are tiles of keys.
-  __device__ __forceinline__ void begin_turn() const {
-    if constexpr (kTurns) named_sync(kTurn + group_, 256);
-  }
+  __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 256); }
   __device__ __forceinline__ void end_turn() const {
-    if constexpr (kTurns) named_arrive(kTurn + (group_ + 1) % Form::kGroups, 256);
+    named_arrive(kTurn + (group_ + 1) % Form::kGroups, 256);
   }
 
   __device__ __forceinline__ void release(CopyBarrier& barrier) const {
