@@ -325,7 +325,7 @@ class BackwardConsumer {
       scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -(exponent - added)));
     });
   }
-  // D becomes W, from element `first` on.
+  // kCount elements of D, from `first` on, become W.
   template <int kCount = kOthers / 2>
   __device__ __forceinline__ void differentiate(int first, bool hides) {
     if (!kGeneral || !(args_.softcap > 0)) subtract_delta<kCount>(first);

@@ -16,8 +16,8 @@
 
 namespace fused_norm::hopper {
 
-// Named barriers of a group, which adds its index: its 128 threads may write the chunk; its chunk
-// warp's 32 may read it; and it is the group's turn, says the other.
+// Named barriers; a group adds its index. The chunk warp says that its group may write the chunk,
+// the group that the chunk is there, and the other group that it is this one's turn.
 constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kTurn = 11;
 
 // The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
@@ -101,8 +101,8 @@ class FusedConsumer : public KeysConsumer<Form> {
   using WeightTile = typename BackwardMemory<Form>::WeightTile;
   static constexpr int kConsumers = Base::kConsumers, kWeightStages = Form::kWeightStages;
   static constexpr bool kByQueries = Form::kByQueries, kGeneral = Form::kGeneral;
-  // The groups make P by turns, so that they do not all do the same at the same time: kernels of 64
-  // queries are 4 to 8 % faster so, those of 128 up to 4 % slower.
+  // The groups make P by turns, so that both do not do the same at the same time: with tiles of 64
+  // queries they are 4 to 8 % faster so, with those of 128 up to 4 % slower.
   static constexpr bool kTurns = !kByQueries;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::first_sums_, Base::second_sums_;
@@ -166,8 +166,8 @@ class FusedConsumer : public KeysConsumer<Form> {
     wait_products<0>();
     hold(products_);
   }
-  // Adds a tile to the sums, and gives it back. Hands over the chunk of the tile before: a walk's
-  // first tile has none, and makes one of what is there, for nothing.
+  // Adds a tile to the sums, gives it back, and hands over the chunk of the tile before. A walk's
+  // first tile makes that of whatever is there, and drops it: a branch would serialize products.
   __device__ __forceinline__ void add_tile(bool cut, bool is_first) {
     Chunk chunk;
     this->add(second_sums_, second_weights_, second_, this->second_slot());
@@ -242,7 +242,7 @@ class FusedConsumer : public KeysConsumer<Form> {
     CopyBarrier::order_writes();
     this->release(memory_.weights_full[slot]);
   }
-  // Of the tile before.
+  // Starts the chunk of the tile before, and stores it.
   __device__ __forceinline__ void start_chunk(Chunk& chunk) {
     constexpr int kPanels = 64 / OwnTile::kPanelColumns;  // of the first group
     const int panel = kByQueries ? group_ : 0, own_panel = kByQueries ? 0 : group_ * kPanels;
