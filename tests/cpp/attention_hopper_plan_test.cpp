@@ -114,6 +114,36 @@ TEST(AttentionHopperPlan, BackwardHasATicketForEachOfItsKernels) {
   }
 }
 
+// dquery's sums of the heads at work stay in the cache, unless these would be too few to fill the
+// chip; under a causal mask the tiles of a head begin one after the other.
+TEST(AttentionHopperPlan, FewHeadsOfLongSequencesAreAtWork) {
+  const auto heads = [](int dim, int length, bool causal) {
+    AttentionParams params = call(dim, length, length);
+    params.kv_heads = params.heads;
+    if (causal) params.window_right = 0;
+    return hopper_plan(params).key_section;
+  };
+  EXPECT_EQ(heads(64, 1024, false), 34);
+  EXPECT_EQ(heads(64, 4096, false), 16);
+  EXPECT_EQ(heads(64, 16384, false), 4);
+  EXPECT_EQ(heads(64, 1 << 20, false), 1);
+  EXPECT_EQ(heads(128, 16384, false), 2);
+  EXPECT_EQ(heads(64, 16384, true), 16);
+  EXPECT_EQ(heads(128, 16384, true), 8);
+}
+
+// A tile that has all keys of a sequence stores dquery itself, where there are few queries.
+TEST(AttentionHopperPlan, OneTileOfKeysNeedsNoSums) {
+  const auto bytes = [](int queries, int keys) {
+    return hopper_scratch(call(64, queries, keys), true).all;
+  };
+  constexpr size_t kOfTile = 2 * 64 * 64 * sizeof(float), kHeads = 2 * 16;
+  EXPECT_GE(bytes(128, 129), bytes(128, 128) + kHeads * kOfTile);
+  EXPECT_GE(bytes(513, 77), bytes(512, 77) + kHeads * kOfTile);
+  EXPECT_TRUE(hopper_stores_dquery(128, 512));
+  EXPECT_FALSE(hopper_stores_dquery(128, 513));
+}
+
 // Four bytes for each ticket, three kernels at most; the kernel of all gradients always has one.
 TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
   AttentionParams params = call(192, 1000, 1000);

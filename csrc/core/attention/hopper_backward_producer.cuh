@@ -40,7 +40,9 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   float gradient_scale;            // what dquery and dkey are multiplied by at last
   AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
-  ChunkSums sums, own_sums;        // of kAll: of dquery; of dkey and dvalue, where there are parts
+  // Of kAll: dquery, its sums, and those of dkey and dvalue, where there are parts.
+  AttentionTensor dquery;
+  ChunkSums sums, own_sums;
   void* dmask;                     // of kOfMask: (mask_batch, mask_heads, queries, keys)
   int32_t mask_batch, mask_heads;  // of dmask: 1 where one serves all
 };
@@ -190,15 +192,10 @@ class BackwardProducer {
 
   __device__ __forceinline__ void run() {
     WorkList<Form::kOwn, kOthers, Form::kHidden> list(args_, &memory_.place);
-    uint32_t index = blockIdx.x, next = 0;
-    if constexpr (Form::kAll) index = take_ticket();
+    uint32_t index = Form::kAll ? take_ticket() : blockIdx.x;
     for (uint32_t count = 0;; ++count) {
       WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       const bool found = list.tile(index, &work);
-      if constexpr (!Form::kAll) {
-        next = index + gridDim.x;
-        if (lane_ == 0 && args_.ticket != nullptr) next = gridDim.x + atomicAdd(args_.ticket, 1);
-      }
       __syncwarp();
       const int steps = found ? steps_of<Form>(args_, work) : 0;
       const uint32_t own_slot = count % Form::kOwnStages;
@@ -213,7 +210,11 @@ class BackwardProducer {
         }
       }
 #pragma unroll 1
-      for (int step = 1; step < steps; ++step) load_others(work);
+      for (int step = 1;; ++step) {
+        if (!Form::kAll && step == max(steps - kTicketSteps, 1)) index = next_index(args_, index);
+        if (step >= steps) break;
+        load_others(work);
+      }
       if constexpr (Form::kMends) {
         if (steps > 0 && has_mask<Form>(args_) && memory_.verdict.read(verdict_turn_)) {
           begin_others(work);
@@ -222,7 +223,7 @@ class BackwardProducer {
         }
       }
       if (!found) return;
-      index = Form::kAll ? take_ticket() : __shfl_sync(~0u, next, 0);
+      index = Form::kAll ? take_ticket() : __shfl_sync(~0u, index, 0);
     }
   }
 

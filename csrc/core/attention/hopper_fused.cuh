@@ -19,6 +19,7 @@ namespace fused_norm::hopper {
 // Named barriers; a group adds its index. The chunk warp says that its group may write the chunk,
 // the group that the chunk is there, and the other group that it is this one's turn.
 constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kTurn = 11;
+constexpr int kChunkThreads = 128 + 32;
 
 // The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
 template <int kRows>
@@ -27,14 +28,67 @@ __device__ __forceinline__ int64_t first_chunk(const QueryParts& tiles, int sequ
   return 2 * tiles.first(sequence, head, begin / kRows) + half;
 }
 
+// Whether a mask's map lets a tile of queries see the own tile of keys.
+template <typename Form>
+__device__ __forceinline__ bool is_seen(const BackwardArgs& args, const WorkTile& work, int tile) {
+  if (args.mask.bits == nullptr) return true;
+  return args.mask
+      .template tile<Form::kOwn>(args.mask.begin(work.sequence, work.head), tile * Form::kOthers,
+                                 Form::kOthers, work.first)
+      .seen;
+}
+
+// Of a tile of keys that has all of a sequence: its chunks need no sums. They are scaled, rounded
+// and stored as rows of dquery. One warp, whose registers are few: so eight rows and 32 columns at
+// a time.
+template <typename Form>
+__device__ __forceinline__ void store_chunks(const BackwardArgs& args,
+                                             const BackwardMemory<Form>& memory,
+                                             const WorkTile& work, int half) {
+  using T = typename Form::T;
+  const AttentionTensor& dquery = args.dquery;
+  const int lane = threadIdx.x % 32, first_column = Form::kByQueries ? 0 : 64 * half;
+  const int first_query = (Form::kByQueries ? 64 * half : 0) + lane / 4;
+  T* const rows = static_cast<T*>(dquery.data) + work.batch * dquery.batch_stride +
+                  first_head<Form>(args, work) * dquery.head_stride +
+                  int64_t{work.key_begin} * dquery.row_stride + first_column;
+  int tile = work.end_tile - 1, head = 0;
+#pragma unroll 1
+  for (int steps = steps_of<Form>(args, work); steps > 0; --steps) {
+    named_sync(kChunkIsThere + half, kChunkThreads);
+    const int query = tile * Form::kOthers + first_query;
+    const bool stores = dquery.data != nullptr && is_seen<Form>(args, work, tile);
+#pragma unroll 1
+    for (int i = 0; stores && i < Form::chunk_elements(half) / 256; ++i) {
+      const int row = 8 * (i % 8), block = i / 8;
+      const float4* of_thread = memory.chunk[half] + 512 * block + 32 * (row / 16) + lane;
+      float values[16];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 two = reinterpret_cast<const float2*>(of_thread + 128 * j)[row / 8 % 2];
+        values[4 * j] = two.x, values[4 * j + 1] = two.y;
+      }
+      T* const out =
+          rows + head * dquery.head_stride + int64_t{query + row} * dquery.row_stride + 32 * block;
+      store_row<T>(values, 0, args.gradient_scale, query + row < work.keys ? out : nullptr,
+                   args.head_dim - first_column - 32 * block);
+    }
+    __syncwarp();
+    named_arrive(kChunkIsFree + half, kChunkThreads);
+    if (++head == args.group) {
+      head = 0;
+      --tile;
+    }
+  }
+}
+
 // Adds chunks to dquery's sums as the group `half` makes them. One warp.
 template <typename Form>
 __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMemory<Form>& memory,
                                            int half) {
-  constexpr int kThreads = 128 + 32;
   const int bytes = 4 * Form::chunk_elements(half);
   const bool leader = threadIdx.x % 32 == 0;
-  named_arrive(kChunkIsFree + half, kThreads);
+  named_arrive(kChunkIsFree + half, kChunkThreads);
   for (uint32_t count = 0;; ++count) {
     const uint32_t slot = count % Form::kOwnStages;
     wait(memory.own_full[slot], count / Form::kOwnStages % 2);
@@ -42,6 +96,10 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     __syncwarp();
     if (leader) arrive(memory.own_empty[slot]);
     if (work.sequence < 0) return;
+    if (hopper_stores_dquery(work.queries, work.keys)) {
+      store_chunks(args, memory, work, half);
+      continue;
+    }
     const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
     const int64_t first = first_chunk<Form::kOthers>(
         args.sums.tiles, work.sequence, first_head<Form>(args, work), work.key_begin, half);
@@ -70,7 +128,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
       }
       next = first + 2 * (head * args.sums.tiles.of_head + tile);
       if (leader && adds && known < before) wait_for_count(args.sums.counters + chunk, before);
-      named_sync(kChunkIsThere + half, kThreads);
+      named_sync(kChunkIsThere + half, kChunkThreads);
       if (leader && adds) {
         float* sum = args.sums.chunks + chunk * kChunkElements;
         if (before > 0) {
@@ -83,7 +141,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
         wait_for_bulk_reads<0>();
       }
       __syncwarp();
-      named_arrive(kChunkIsFree + half, kThreads);
+      named_arrive(kChunkIsFree + half, kChunkThreads);
       if (leader && adds) {
         wait_for_bulk_stores();
         count_up(args.sums.counters + chunk);
@@ -258,14 +316,14 @@ class FusedConsumer : public KeysConsumer<Form> {
   __device__ __forceinline__ void store_chunk(Chunk& chunk) {
     hold(chunk);
     this->release(memory_.weights_empty[(tiles_ - 1) % kWeightStages]);
-    named_sync(kChunkIsFree + group_, 128 + 32);
+    named_sync(kChunkIsFree + group_, kChunkThreads);
     float4* to = memory_.chunk[group_] + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kElements / 512; ++i) {
       to[128 * i] = make_float4(chunk[4 * i], chunk[4 * i + 1], chunk[4 * i + 2], chunk[4 * i + 3]);
     }
     CopyBarrier::order_writes();
-    named_arrive(kChunkIsThere + group_, 128 + 32);
+    named_arrive(kChunkIsThere + group_, kChunkThreads);
   }
 };
 
@@ -274,7 +332,8 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(1024) char shared[];
   auto& memory = *reinterpret_cast<BackwardMemory<Form>*>(shared);
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
+  const auto warpgroup = [] { return __shfl_sync(~0u, threadIdx.x / 128, 0); };  // the warp's
+  const int group = warpgroup();
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
     init_ring(
@@ -313,8 +372,10 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       MaskGradientConsumer<Form>(args, memory, group - 1).run();
     } else if constexpr (!Form::kAll) {
       BackwardConsumer<Form>(args, memory, group - 1).run();
-    } else if (Form::chunk_elements(1) == kChunkElements || group == 1) {
-      FusedConsumer<Form, kChunkElements>(args, memory, group - 1).run();
+    } else if (constexpr bool kAlike = Form::chunk_elements(1) == kChunkElements;
+               kAlike || group == 1) {
+      // Asked for anew: to keep it until here takes a register too many.
+      FusedConsumer<Form, kChunkElements>(args, memory, kAlike ? warpgroup() - 1 : 0).run();
     } else {
       FusedConsumer<Form, Form::chunk_elements(1)>(args, memory, 1).run();
     }

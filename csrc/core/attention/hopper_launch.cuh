@@ -179,6 +179,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
     const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
     args.sums = dquery_sums(layout, scratch);
     args.own_sums = key_sums(layout, scratch);
+    args.dquery = gradient.params.dquery;
   }
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
   args.masks_keys = Form::kAll && attention_masks_keys(params);

@@ -90,12 +90,14 @@ class ForwardProducer {
     const WorkTile* work = begin(index);
     load_query(*work);
     while (work->sequence >= 0) {
-      if (args_.ticket == nullptr) {
-        index += gridDim.x;
-      } else if (leader_) {
-        index = gridDim.x + atomicAdd(args_.ticket, 1);
+      const int takes_at = min(work->end_tile - 1, work->first_tile + kTicketSteps);
+#pragma unroll 1
+      for (int tile = work->end_tile - 1;; --tile) {
+        if (tile == takes_at) index = next_index(args_, index);
+        if (tile <= work->first_tile) break;
+        load_key(*work, tile - 1);
+        load_value(*work, tile);
       }
-      load_rest(*work);
       if (Form::kMasked && sees_keys(*work)) {
         load_value(*work, work->first_tile);
         if (memory_.verdict.read(verdict_turn)) {

@@ -79,6 +79,15 @@ struct RingCount {
   __device__ __forceinline__ void advance() { ++count; }
 };
 
+// The block's next tile, behind `index`, for a warp's first lane; its first is that of its own
+// index. A ticket is taken so many tiles of the other side before the copies of a tile end: not
+// sooner, as the block that holds it may be at a long tile while others have nothing to do.
+constexpr int kTicketSteps = 8;
+__device__ __forceinline__ uint32_t next_index(const WorkArgs& args, uint32_t index) {
+  if (args.ticket == nullptr) return index + gridDim.x;
+  return threadIdx.x % 32 == 0 ? gridDim.x + atomicAdd(args.ticket, 1) : 0;
+}
+
 // j - i of the keys j that query i of the tile's sequence sees: [-left, right], without the ends of
 // the sequence.
 struct Band {

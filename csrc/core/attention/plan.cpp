@@ -107,12 +107,14 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   }
   const int64_t rows_of_keys = int64_t{params.queries} * group / plan.key_parts;
   if (hopper_fuses(params)) {
-    // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next,
-    // but of long sequences at least eight (of 64 columns sixteen), as all tiles of a head that are
-    // at work wait for the one before.
+    // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next.
+    // But of long sequences more, as all tiles of a head that are at work wait for the one before:
+    // a few, or up to eight (of 64 columns sixteen) where tiles meet unlike numbers of queries.
     const int64_t head_bytes = std::max<int64_t>(8 * rows_of_keys * plan.dim, 1);
+    const int64_t most = plan.in_order ? INT32_MAX : 2 * kSummedBytes / head_bytes;
+    const int64_t fewest = std::clamp<int64_t>(most, 1, 1024 / plan.dim);
     plan.key_section =
-        static_cast<int>(std::clamp<int64_t>(kSummedBytes / head_bytes, 1024 / plan.dim, 256));
+        static_cast<int>(std::clamp<int64_t>(kSummedBytes / head_bytes, fewest, 256));
   } else {
     plan.key_section = plan.in_order ? cached_heads(params, rows_of_keys) : 1;
   }
@@ -215,7 +217,9 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     scratch.statistics = take(2 * scratch.of_statistics.all * kStatisticRows * sizeof(float));
   }
   if (fuses) {
-    scratch.chunks = take(2 * scratch.tiles.all * 64 * 64 * sizeof(float));
+    const bool sums =
+        params.query_offsets != nullptr || !hopper_stores_dquery(params.keys, params.queries);
+    scratch.chunks = take(sums ? 2 * scratch.tiles.all * 64 * 64 * sizeof(float) : 0);
     scratch.key_chunks =
         take(scratch.key_tiles.all * kHopperOwnRows * 2 * dim_of(params) * sizeof(float));
   }

@@ -111,6 +111,12 @@ struct HopperBackwardTiles {
   int others, own_stages, first_stages, second_stages;
 };
 constexpr int kHopperOwnRows = 128;
+// Whether a tile of keys is the only one of its sequence, and meets few tiles of queries: what it
+// gives to dquery is then the sum, and is rounded and stored by that kernel. (Of many tiles, the
+// one warp that does so would be slower than a kernel for it.)
+constexpr bool hopper_stores_dquery(int keys, int queries) {
+  return keys <= kHopperOwnRows && queries <= 4 * kHopperOwnRows;
+}
 // Of the kernel that makes all three gradients, where there is one: for plain scores, and for
 // others. `others` are queries, in chunks of 64.
 constexpr HopperBackwardTiles kHopperFusedTiles[2][5] = {
