@@ -757,6 +757,20 @@ class TestErrors:
         refuse("softcap must be a number.*'a'", flash_attn.flash_attn_func, q, q, q, softcap="a")
         refuse(r"flash_attn_func\(\) got an unexpected.*'dropout'", flash_attn.flash_attn_func,
                q, q, q, dropout=0.0)  # fmt: skip
+        dense, of_kv = flash_attn.flash_attn_func, flash_attn.flash_attn_kvpacked_func
+        refuse("^q has 4 heads, which is no multiple of k's 3", dense, q, *[q[:, :, :3]] * 2)
+        refuse("^k is Double, but q is Float", dense, q, q.double(), q)
+        refuse(
+            "^q must be a dense strided tensor, but has layout Sparse", dense, q.to_sparse(), q, q
+        )
+        refuse("^v has 4 rows, but k has 5", dense, q, q, q[:, :4])
+        refuse("^softmax_scale must be finite, but is nan", dense, q, q, q, softmax_scale=np.nan)
+        refuse("^alibi_slopes is on meta, but q is on", dense, q, q, q,
+               alibi_slopes=torch.zeros(4, device="meta"))  # fmt: skip
+        kv = torch.zeros(2, 5, 2, 4, 6, device=device)
+        refuse("^kv has head dim 6, but q has 8", of_kv, q, kv)
+        refuse("^qkv must be float16.*is Int", flash_attn.flash_attn_qkvpacked_func,
+               torch.zeros(2, 5, 3, 4, 8, device=device, dtype=torch.int32))  # fmt: skip
         cu = offsets(device, 0, 5)
         packed = torch.zeros(5, 3, 4, 8, device=device)
         of_packed = flash_attn.flash_attn_varlen_qkvpacked_func

@@ -48,8 +48,7 @@ void check_tensors(const AttentionCall& call, const QueryKeyValue& qkv) {
   for (int i = 0; i < 3; ++i) {
     check_beside(qkv[i], names[i], query);
     TORCH_CHECK(qkv[i].scalar_type() == query.scalar_type(), names[i], " is ", qkv[i].scalar_type(),
-                ", but query is ", query.scalar_type(),
-                ": query, key and value must have one dtype");
+                ", but query is ", query.scalar_type(), ": they must have one dtype");
     TORCH_CHECK(qkv[i].dim() == dims, names[i], " must be ",
                 call.is_packed() ? "(rows, heads, head dim) with cu_seqlens"
                                  : "(batch, heads, rows, head dim)",
