@@ -321,6 +321,14 @@ def test_empty(sizes, batch, device):
         assert gradient.shape == leaf.shape and gradient.eq(0).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 5, 8)], ids=str)  # of three, the batch is 0
+def test_no_heads(shape, device):
+    q = torch.zeros(shape, device=device, requires_grad=True)
+    for causal in (False, True):
+        out = fn.scaled_dot_product_attention(q, q, q, is_causal=causal)
+        assert out.shape == shape and torch.autograd.grad(out.sum(), q)[0].shape == shape
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @each_tier
 def test_hidden_keys_may_hold_anything(tier, poison, seed):

@@ -673,6 +673,7 @@ class TestErrors:
         ("shapes", "message"),
         [
             ({"k": (2, 3, 7, 8), "v": (2, 3, 7, 8)}, "query has 4 heads.*multiple of key's 3"),
+            ({"k": (2, 0, 7, 8), "v": (2, 0, 7, 8)}, "query has 4 heads.*multiple of key's 0"),
             ({"v": (2, 4, 7, 8)}, "value has 4 heads, but key has 2"),
             ({"v": (2, 2, 6, 8)}, "value has 6 rows, but key has 7"),
             ({"k": (2, 2, 7, 9)}, "key has head dim 9, but query has 8"),
