@@ -12,8 +12,10 @@ The options, which all functions take after their tensors, by position or by nam
 ``(batch, heads)``; ``deterministic``; ``return_attn_probs``.
 """
 
+import re
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fused_norm import _arguments, _attention, _torch
@@ -52,9 +54,23 @@ def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
     if tensor.dim() != 3 + is_dense + (count > 1) or (count > 1 and tensor.shape[-3] != count):
         dims = "batch, " * is_dense + "rows, " + f"{count}, " * (count > 1) + "heads, head_dim"
         raise RuntimeError(f"{name} must be ({dims}), but has shape {list(tensor.shape)}")
+    if count == 1 and not is_dense:
+        return tensor
     if count == 1:
-        return tensor.transpose(1, 2) if is_dense else tensor
+        if name == "q" and tensor.layout is torch.strided:
+            # Strides that say no order of the output's.
+            is_expanded = not torch.compiler.is_compiling() and 0 in tensor.stride()
+            tensor = tensor.contiguous() if is_expanded or tensor.stride(-1) != 1 else tensor
+        return tensor.transpose(1, 2)
     return tensor.permute(2, 0, 3, 1, 4) if is_dense else tensor.transpose(0, 1)
+
+
+def _renamed(error: RuntimeError, names: list) -> RuntimeError:
+    """The operator's error about an argument, with the names that arguments have here."""
+    if not re.match("query|key|value|scale|alibi_slopes|cu_seqlens", str(error)):
+        return error
+    theirs = {"query": names[0], "key": names[:2][-1], "value": names[-1], "scale": "softmax_scale"}
+    return RuntimeError(re.sub(r"\b[a-z]+\b", lambda m: theirs.get(m[0], m[0]), str(error)))
 
 
 def _run(
@@ -73,14 +89,17 @@ def _run(
     # One of queries and keys, where there are not two.
     cu_seqlens = ((list(offsets.values()) or [None]) * 2)[:2]
     longest = ((longest or [0]) * 2)[:2]
-    out, lse = _attention.attention(
-        (*operands, None, alibi_slopes, None, *cu_seqlens),
-        longest,
-        scale=_arguments.optional_number("softmax_scale", softmax_scale),
-        softcap=max(_arguments.number("softcap", softcap), 0.0),
-        window=_limits(window_size, causal),
-        dropout_p=_arguments.number("dropout_p", dropout_p),
-    )
+    options = {
+        "scale": _arguments.optional_number("softmax_scale", softmax_scale),
+        "softcap": max(_arguments.number("softcap", softcap), 0.0),
+        "window": _limits(window_size, causal),
+        "dropout_p": _arguments.number("dropout_p", dropout_p),
+    }
+    all_tensors = (*operands, None, alibi_slopes, None, *cu_seqlens)
+    try:
+        out, lse = _attention.attention(all_tensors, longest, **options)
+    except RuntimeError as error:
+        raise _renamed(error, list(tensors)) from None
     if not offsets:
         out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out

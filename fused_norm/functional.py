@@ -9,6 +9,7 @@ from torch.overrides import has_torch_function_variadic
 
 from fused_norm import _C, _arguments, _autocast, _jagged, _torch, _tracing
 from fused_norm import _autograd as _autograd  # registers the operators' derivatives
+from fused_norm import _flops as _flops  # and what they count as
 from fused_norm._attention import (
     flash_attention,
     flash_attention_varlen,

@@ -321,6 +321,14 @@ def test_empty(sizes, batch, device):
         assert gradient.shape == leaf.shape and gradient.eq(0).all()
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 5, 8)], ids=str)  # of three, the batch is 0
+def test_no_heads(shape, device):
+    q = torch.zeros(shape, device=device, requires_grad=True)
+    for causal in (False, True):
+        out = fn.scaled_dot_product_attention(q, q, q, is_causal=causal)
+        assert out.shape == shape and torch.autograd.grad(out.sum(), q)[0].shape == shape
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @each_tier
 def test_hidden_keys_may_hold_anything(tier, poison, seed):
@@ -969,6 +977,18 @@ class TestFlashAttn:
             assert probabilities is None and out.is_contiguous()
             assert same_bits(out, wanted[0].transpose(1, 2)) and same_bits(lse, wanted[1])
             assert same_bits(torch.autograd.grad(out, leaf, dout)[0], of_all)
+
+    @pytest.mark.parametrize("sizes", [(1, 6, 4, 8), (2, 1, 4, 8), (2, 6, 1, 8), (2, 6, 4, 1)])
+    def test_output_of_an_expanded_query_is_contiguous(self, sizes, device, generator):
+        k = randn(generator, 2, 6, 4, 8)
+        leaf = randn(generator, *sizes).requires_grad_()
+        out = flash_attn.flash_attn_func(leaf.expand(2, 6, 4, 8), k, k)
+        assert out.is_contiguous()
+        wanted = flash_attn.flash_attn_func(leaf.expand(2, 6, 4, 8).clone(), k, k)
+        assert same_bits(out, wanted)
+        assert same_bits(*(torch.autograd.grad(o.sin().sum(), leaf)[0] for o in (out, wanted)))
+        columns = randn(generator, 2, 6, 4, 16)[..., ::2]
+        assert flash_attn.flash_attn_func(columns, k, k).is_contiguous()
 
     def test_packed_gradient_is_written_in_place(self, device, generator):
         """One tensor of qkv's layout, and no copy beside it."""

@@ -3,6 +3,8 @@ autocast, vmap and torch.func, Hugging Face models, and every error."""
 
 import copy
 import re
+import subprocess
+import sys
 import weakref
 
 import numpy as np
@@ -368,6 +370,56 @@ class TestCompile:
         assert same_bits(graph(q), Model()(q))
 
 
+class TestFlops:
+    """torch.utils.flop_counter's formulas: 2 operations a product, 5 products back for 2 forth."""
+
+    def counts(self, function, *tensors):
+        from torch.utils.flop_counter import FlopCounterMode
+
+        tensors = [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
+        with FlopCounterMode(display=False) as forward:
+            out = function(*tensors)
+        with FlopCounterMode(display=False) as backward:
+            out.sum().backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    def test_dense(self, device):
+        q, k = torch.zeros(2, 4, 6, 8, device=device), torch.zeros(2, 2, 9, 8, device=device)
+        v = k[..., :5].clone()
+        heads, pairs = 2 * 4, 6 * 9
+        wanted = tuple(2 * heads * pairs * columns for columns in (8 + 5, 3 * 8 + 2 * 5))
+        assert self.counts(fn.flash_attention, q, k, v) == wanted
+
+    def test_stacked(self, device):
+        qkv = torch.zeros(2, 6, 3, 4, 8, device=device)
+        wanted = tuple(2 * 2 * 4 * 36 * products * 8 for products in (2, 5))
+        assert self.counts(flash_attn.flash_attn_qkvpacked_func, qkv) == wanted
+        of_kv = flash_attn.flash_attn_kvpacked_func
+        assert self.counts(of_kv, qkv[:, :, 0].detach(), qkv[:, :, 1:].detach()) == wanted
+
+    def test_packed(self, device):
+        def packed(qkv, cu_seqlens):
+            return flash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, 4)
+
+        qkv, cu = torch.zeros(6, 3, 4, 8, device=device), offsets(device, 0, 2, 6)
+        pairs = 2 * 2 + 4 * 4
+        assert self.counts(packed, qkv, cu) == (4 * 4 * pairs * 8, 10 * 4 * pairs * 8)
+        # Offsets without data: two sequences of the longest length.
+        pairs = 2 * 4 * 4
+        meta = (qkv.detach().to("meta"), cu.to("meta"))
+        assert self.counts(packed, *meta) == (4 * 4 * pairs * 8, 10 * 4 * pairs * 8)
+
+    @pytest.mark.parametrize("counter_is_first", [False, True])
+    def test_order_of_imports(self, counter_is_first):
+        lines = ["import fused_norm", "from torch.utils.flop_counter import FlopCounterMode"]
+        code = "import torch\n" + "\n".join(lines[::-1] if counter_is_first else lines)
+        code += "\nwith FlopCounterMode(display=False) as counter:\n"
+        code += "    fused_norm.functional.flash_attention(*torch.zeros(3, 1, 1, 4, 8))\n"
+        code += "print(counter.get_total_flops())"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.split() == [str(4 * 4 * 4 * 8)], done.stderr
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant, device, generator):
     """Made again in backward, with the same dropout."""
@@ -621,6 +673,7 @@ class TestErrors:
         ("shapes", "message"),
         [
             ({"k": (2, 3, 7, 8), "v": (2, 3, 7, 8)}, "query has 4 heads.*multiple of key's 3"),
+            ({"k": (2, 0, 7, 8), "v": (2, 0, 7, 8)}, "query has 4 heads.*multiple of key's 0"),
             ({"v": (2, 4, 7, 8)}, "value has 4 heads, but key has 2"),
             ({"v": (2, 2, 6, 8)}, "value has 6 rows, but key has 7"),
             ({"k": (2, 2, 7, 9)}, "key has head dim 9, but query has 8"),
@@ -757,6 +810,20 @@ class TestErrors:
         refuse("softcap must be a number.*'a'", flash_attn.flash_attn_func, q, q, q, softcap="a")
         refuse(r"flash_attn_func\(\) got an unexpected.*'dropout'", flash_attn.flash_attn_func,
                q, q, q, dropout=0.0)  # fmt: skip
+        dense, of_kv = flash_attn.flash_attn_func, flash_attn.flash_attn_kvpacked_func
+        refuse("^q has 4 heads, which is no multiple of k's 3", dense, q, *[q[:, :, :3]] * 2)
+        refuse("^k is Double, but q is Float", dense, q, q.double(), q)
+        refuse(
+            "^q must be a dense strided tensor, but has layout Sparse", dense, q.to_sparse(), q, q
+        )
+        refuse("^v has 4 rows, but k has 5", dense, q, q, q[:, :4])
+        refuse("^softmax_scale must be finite, but is nan", dense, q, q, q, softmax_scale=np.nan)
+        refuse("^alibi_slopes is on meta, but q is on", dense, q, q, q,
+               alibi_slopes=torch.zeros(4, device="meta"))  # fmt: skip
+        kv = torch.zeros(2, 5, 2, 4, 6, device=device)
+        refuse("^kv has head dim 6, but q has 8", of_kv, q, kv)
+        refuse("^qkv must be float16.*is Int", flash_attn.flash_attn_qkvpacked_func,
+               torch.zeros(2, 5, 3, 4, 8, device=device, dtype=torch.int32))  # fmt: skip
         cu = offsets(device, 0, 5)
         packed = torch.zeros(5, 3, 4, 8, device=device)
         of_packed = flash_attn.flash_attn_varlen_qkvpacked_func

@@ -48,8 +48,7 @@ void check_tensors(const AttentionCall& call, const QueryKeyValue& qkv) {
   for (int i = 0; i < 3; ++i) {
     check_beside(qkv[i], names[i], query);
     TORCH_CHECK(qkv[i].scalar_type() == query.scalar_type(), names[i], " is ", qkv[i].scalar_type(),
-                ", but query is ", query.scalar_type(),
-                ": query, key and value must have one dtype");
+                ", but query is ", query.scalar_type(), ": they must have one dtype");
     TORCH_CHECK(qkv[i].dim() == dims, names[i], " must be ",
                 call.is_packed() ? "(rows, heads, head dim) with cu_seqlens"
                                  : "(batch, heads, rows, head dim)",
@@ -68,9 +67,10 @@ void check_tensors(const AttentionCall& call, const QueryKeyValue& qkv) {
                   ", but query has ", q[dims - 1]);
   TORCH_SYM_CHECK(q[dims - 1].sym_ge(1), "query must have a head dim of at least 1, but has 0");
   TORCH_SYM_CHECK(v[dims - 1].sym_ge(1), "value must have a head dim of at least 1, but has 0");
-  TORCH_SYM_CHECK(k[heads].sym_ge(1), "key must have at least one head, but has 0");
-  TORCH_SYM_CHECK((q[heads] % k[heads]).sym_eq(0), "query has ", q[heads],
-                  " heads, which is no multiple of key's ", k[heads]);
+  // Of 0 heads 0 is a multiple.
+  const SymInt rest = TORCH_GUARD_OR_FALSE(k[heads].sym_eq(0)) ? q[heads] : q[heads] % k[heads];
+  TORCH_SYM_CHECK(rest.sym_eq(0), "query has ", q[heads], " heads, which is no multiple of key's ",
+                  k[heads]);
 }
 
 void check_mask(const Tensor& mask, const AttentionCall& call, const Tensor& query,

@@ -374,6 +374,21 @@ def test_what_it_cannot_do_is_an_error():
             fused.attention(model, query, key, key, places)
 
 
+def test_a_model_with_a_table_of_its_own_takes_the_function_of_torch(monkeypatch):
+    config = transformers.FalconConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    )
+    make_falcon = transformers.FalconForCausalLM._from_config
+    with pytest.raises(KeyError, match="fused_norm"):
+        make_falcon(config, attn_implementation="fused_norm")
+    model = make_falcon(config, attn_implementation="sdpa").eval()
+    tokens = torch.arange(14).view(2, 7)
+    wanted = model(tokens).logits
+    ours = fused_norm.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", ours)
+    torch.testing.assert_close(model(tokens).logits, wanted)
+
+
 ENCODER = {
     "vocab_size": 64,
     "hidden_size": 32,
