@@ -120,10 +120,11 @@ inline at::Tensor saved_result(const at::Tensor& result) {
   return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() ? result : result.detach();
 }
 
-// What a Function of an operator of a Call (call.h) saves: its arguments, and results behind its
-// tensors.
-void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
-               at::TensorList results);
+variable_list tensors_in(const c10::Stack& stack);
+
+// What a Function of an operator of a Call (call.h) saves: a variable for each argument, undefined
+// where that is no tensor, then results; and the arguments that are no tensors.
+void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList results);
 
 // Its backward pass. `before`: what the backward operator `op` takes before the arguments.
 // `places`: of the arguments that are differentiated, in the order of the gradients; behind the
@@ -141,10 +142,10 @@ struct CallFunction : torch::autograd::Function<Self> {
   // The tensors come by themselves too: autograd does not look into `call`. A second result that is
   // not differentiable goes to `constant`: compiled autograd takes none that is marked so.
   template <typename Call>
-  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call,
-                               at::Tensor* constant) {
+  static variable_list forward(AutogradContext* ctx, at::TensorList /*tensors*/, const Call& call,
+                               const c10::Stack& arguments, at::Tensor* constant) {
     const auto [first, second] = Self::op().below_autograd(call);
-    save_call(ctx, as_stack(call), tensors,
+    save_call(ctx, arguments,
               {Self::kSavesFirst ? saved_result(first) : at::Tensor(), saved_result(second)});
     if (Self::kDifferentiatesSecond) return {first, second};
     *constant = second;
@@ -159,28 +160,25 @@ struct CallFunction : torch::autograd::Function<Self> {
   }
 };
 
-// The tensors of a call, as a Function is given them: it asks for sizes, which not every tensor
-// has. check() says which.
+// Before a call is recorded: a Function asks its tensors for sizes, which not every tensor has.
+// check() says which.
 template <typename Check, typename Call>
-variable_list tensors_of(const Check& check, const Call& call) {
-  variable_list tensors;
-  const bool lacks_sizes = any_tensor(
-      [&](const at::Tensor& tensor) {
-        tensors.push_back(tensor);
-        return tensor.is_nested() || tensor.layout() != at::kStrided;
-      },
-      call);
-  if (lacks_sizes) check(call);
-  return tensors;
+void check_sizes(const Check& check, const Call& call) {
+  const auto lacks_sizes = [](const at::Tensor& tensor) {
+    return tensor.is_nested() || tensor.layout() != at::kStrided;
+  };
+  if (any_tensor(lacks_sizes, call)) check(call);
 }
 
 // The Autograd kernel of an operator that has a CallFunction.
 template <typename Self, typename Check, typename Call>
 Forward differentiate_call(const Check& check, const Call& call) {
   if (auto results = Self::op().unrecorded(check, call)) return *results;
-  const variable_list tensors = tensors_of(check, call);
+  check_sizes(check, call);
+  const c10::Stack arguments = as_stack(call);
+  const variable_list tensors = tensors_in(arguments);
   at::Tensor constant;
-  const variable_list results = Self::apply(at::TensorList(tensors), call, &constant);
+  const variable_list results = Self::apply(at::TensorList(tensors), call, arguments, &constant);
   return {results[0], Self::kDifferentiatesSecond ? results[1] : constant};
 }
 

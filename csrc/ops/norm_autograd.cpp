@@ -52,8 +52,10 @@ using Numbers = std::tuple<double, ScalarType, ScalarType, ScalarType>;
 struct NormFunction : torch::autograd::Function<NormFunction> {
   static constexpr bool is_traceable = true;
 
-  // The tensors come by themselves too: autograd does not look into `how`.
-  static variable_list forward(AutogradContext* ctx, at::TensorList, const NormCall& how,
+  // What is differentiated comes by itself too: autograd does not look into `how`.
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*input*/,
+                               const OptionalTensor& /*weight*/, const OptionalTensor& /*bias*/,
+                               const OptionalTensor& /*residual*/, const NormCall& how,
                                const SymInt& room) {
     NormCall with_room = how;
     if (room > 0) with_room.room = room;
@@ -133,12 +135,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (!wanted || !dx.defined()) return Tensor();
       return dx.scalar_type() == dtype ? dx : dx.to(dtype);
     };
-    variable_list gradients = {term(of_input, input_dtype)};
-    if (weight.has_value()) gradients.push_back(dweight);
-    if (bias.has_value()) gradients.push_back(dbias);
-    if (adds) gradients.push_back(term(of_residual, residual_dtype));
-    gradients.resize(gradients.size() + 2);  // of the call and the room
-    return gradients;
+    const Tensor none;  // of the call and the room
+    return {term(of_input, input_dtype),       dweight, dbias,
+            term(of_residual, residual_dtype), none,    none};
   }
 };
 
@@ -165,8 +164,8 @@ SymInt room_of(const NormCall& call) {
 // On record: differentiable in all that depends on the input. `room` is kSaveInput, or that for
 // listed columns of a call that saves its output; with 0 it has no list.
 variable_list record(const NormCall& call, const SymInt& room) {
-  const variable_list tensors = tensors_of(check_norm, call);
-  return NormFunction::apply(at::TensorList(tensors), call, room);
+  check_sizes(check_norm, call);
+  return NormFunction::apply(call.input, call.weight, call.bias, call.residual, call, room);
 }
 
 variable_list differentiate_norm(const NormCall& call) {
