@@ -114,10 +114,25 @@ class Operator {
   c10::TypedOperatorHandle<Signature> op_, decomposed_;
 };
 
+// The operator of this name, with the signature of a kernel.
+template <auto function>
+const auto& operator_of(const char* name) {
+  static const Operator op(name, function);
+  return op;
+}
+
 // A result as a Function saves it. A hook of saved tensors that kept the result itself would keep
 // the node, and the node the hook's.
 inline at::Tensor saved_result(const at::Tensor& result) {
   return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() ? result : result.detach();
+}
+
+// In a backward pass that is differentiated makes what saved_result() gave the node's result of
+// this number again, through which derivatives flow.
+inline void make_result(at::Tensor* saved, uint32_t number) {
+  if (!at::GradMode::is_enabled() || !saved->defined() || saved->grad_fn() != nullptr) return;
+  *saved = saved->detach();
+  torch::autograd::impl::set_gradient_edge(*saved, {torch::autograd::get_current_node(), number});
 }
 
 variable_list tensors_in(const c10::Stack& stack);

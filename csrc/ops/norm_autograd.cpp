@@ -19,14 +19,8 @@ using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
 
-const auto& forward_op() {
-  static const Operator op("norm_forward", kernel<norm_forward>);
-  return op;
-}
-const auto& backward_op() {
-  static const Operator op("norm_backward", kernel<norm_backward>);
-  return op;
-}
+const auto& forward_op() { return operator_of<kernel<norm_forward>>("norm_forward"); }
+const auto& backward_op() { return operator_of<kernel<norm_backward>>("norm_backward"); }
 
 // The input's gradient from those of mean, rstd and side, which is a decomposition alone.
 Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& drstd,
@@ -90,19 +84,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         ctx->saved_data["numbers"].to<Numbers>();
     variable_list saved = ctx->get_saved_variables();
     const bool lists = saved[kColumns].defined();
-    const uint32_t first = adds ? 2 : 1;
-    if (at::GradMode::is_enabled()) {  // the derivatives of this pass need the results
-      const auto as_result = [](Tensor& tensor, uint32_t number) {
-        if (!tensor.defined() || tensor.grad_fn() != nullptr) return;
-        tensor = tensor.detach();
-        torch::autograd::impl::set_gradient_edge(tensor,
-                                                 {torch::autograd::get_current_node(), number});
-      };
-      if (from_output || adds) as_result(saved[kSaved], from_output ? 0 : 1);
-      as_result(saved[kMean], first);
-      as_result(saved[kRstd], lists ? first : first + 1);
-      as_result(saved[kSide], first + 1);
-    }
+    // The results' numbers; with a list there is no mean, without one no side.
+    const uint32_t mean_at = adds ? 2 : 1, rstd_at = lists ? mean_at : mean_at + 1,
+                   side_at = mean_at + 1;
+    if (from_output || adds) make_result(&saved[kSaved], from_output ? 0 : 1);
+    make_result(&saved[kMean], mean_at);
+    make_result(&saved[kRstd], rstd_at);
+    make_result(&saved[kSide], side_at);
     const OptionalTensor mean = optional(saved[kMean]), weight = optional(saved[kWeight]),
                          bias = optional(saved[kBias]), side = optional(saved[kSide]),
                          columns = optional(saved[kColumns]);
@@ -122,9 +110,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                 bias,     shape,         weight_offset, rms,          from_output,
                                 x_dtype,  needs,         side,          columns,      dresidual};
     if (pass.dy.defined()) std::tie(dx, dweight, dbias) = backward_op().in_backward(pass);
-    const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[first]);
-    const OptionalTensor drstd = optional(grads[lists ? first : first + 1]);
-    const OptionalTensor dside = lists ? optional(grads[first + 1]) : std::nullopt;
+    const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[mean_at]);
+    const OptionalTensor drstd = optional(grads[rstd_at]);
+    const OptionalTensor dside = lists ? optional(grads[side_at]) : std::nullopt;
     if (needs[0] && (dmean.has_value() || drstd.has_value() || dside.has_value())) {
       const Tensor more = statistics_backward(dmean, drstd, dside, pass);
       dx = dx.defined() ? at::add(dx, more) : more;
@@ -149,7 +137,7 @@ bool is_subclass(const OptionalTensor& tensor) {  // a tracer's, or distributed
 
 SymInt room_of(const NormCall& call) {
   const OptionalTensor &weight = call.weight, &bias = call.bias;
-  if (!weight.has_value() && !bias.has_value()) return 0;
+  if (!has(weight) && !has(bias)) return 0;
   if (is_subclass(call.input) || is_subclass(weight) || is_subclass(bias)) return kSaveInput;
   int64_t cols = 1;
   for (const SymInt& size : call.normalized_shape) {

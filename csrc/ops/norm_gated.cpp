@@ -331,8 +331,7 @@ struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
   static constexpr bool kSavesFirst = false, kDifferentiatesSecond = false;
 
   static const auto& op() {
-    static const Operator op("rms_norm_gated_forward", kernel<rms_norm_gated_forward>);
-    return op;
+    return operator_of<kernel<rms_norm_gated_forward>>("rms_norm_gated_forward");
   }
   static c10::Stack before(const variable_list& grads, const Tensor&, const Tensor& rstd) {
     return {grads[0], rstd};

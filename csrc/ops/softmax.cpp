@@ -177,25 +177,28 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
   return readable;
 }
 
-// What all four launches have in common.
-template <typename Params>
-Params params_of(const Geometry& geometry, bool log, ScalarType x_dtype, ScalarType y_dtype) {
-  Params params{};
-  params.cols = static_cast<int32_t>(geometry.cols);
+// `mask` is undefined or has input's shape by expand().
+void forward_on_cuda(const SoftmaxCall& call, const Geometry& geometry, const Tensor& mask,
+                     const Tensor& y) {
+  const c10::cuda::CUDAGuard guard(y.device());
+  const ScalarType x_dtype = call.input.scalar_type(), y_dtype = y.scalar_type();
+  const auto cols = static_cast<int32_t>(geometry.cols);
+  if (!geometry.rows()) {
+    const Tensor x = call.input.contiguous();
+    const SoftmaxColumnsForwardParams params{
+        geometry.outer,    cols,     geometry.inner,     to_dtype(x_dtype),
+        to_dtype(y_dtype), call.log, x.const_data_ptr(), y.mutable_data_ptr()};
+    return launch(launch_softmax_columns_forward, params);
+  }
+  check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
+                   y_dtype);
+  const Rows x = as_softmax_rows(call.input, geometry);
+  SoftmaxForwardParams params{};
+  params.rows = geometry.outer;
+  params.cols = cols;
   params.x_dtype = to_dtype(x_dtype);
   params.y_dtype = to_dtype(y_dtype);
-  params.log = log;
-  return params;
-}
-
-void rows_forward(const SoftmaxCall& call, const Geometry& geometry, const Tensor& mask,
-                  const Tensor& y) {
-  const ScalarType x_dtype = call.input.scalar_type();
-  check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
-                   y.scalar_type());
-  const Rows x = as_softmax_rows(call.input, geometry);
-  auto params = params_of<SoftmaxForwardParams>(geometry, call.log, x_dtype, y.scalar_type());
-  params.rows = geometry.outer;
+  params.log = call.log;
   x.set(&params.x, &params.x_layout);
   params.y = y.mutable_data_ptr();
   params.scale = call.scale;
@@ -206,42 +209,33 @@ void rows_forward(const SoftmaxCall& call, const Geometry& geometry, const Tenso
   launch(launch_softmax_forward, params);
 }
 
-void columns_forward(const Tensor& input, const Geometry& geometry, bool log, const Tensor& y) {
-  const Tensor x = input.contiguous();
-  auto params =
-      params_of<SoftmaxColumnsForwardParams>(geometry, log, x.scalar_type(), y.scalar_type());
-  params.outer = geometry.outer;
-  params.inner = geometry.inner;
-  params.x = x.const_data_ptr();
-  params.y = y.mutable_data_ptr();
-  launch(launch_softmax_columns_forward, params);
-}
-
-void rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
-                   double scale, const Tensor& dx) {
-  check_tier_holds(backward_pass(log), geometry, dx.scalar_type(), dy.scalar_type());
+void backward_on_cuda(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
+                      double scale, const Tensor& dx) {
+  const c10::cuda::CUDAGuard guard(dx.device());
+  const ScalarType x_dtype = dx.scalar_type(), y_dtype = dy.scalar_type();
+  const auto cols = static_cast<int32_t>(geometry.cols);
+  if (!geometry.rows()) {
+    const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
+    const SoftmaxColumnsBackwardParams params{
+        geometry.outer,       cols, geometry.inner,           to_dtype(x_dtype),
+        to_dtype(y_dtype),    log,  dy_data.const_data_ptr(), y_data.const_data_ptr(),
+        dx.mutable_data_ptr()};
+    return launch(launch_softmax_columns_backward, params);
+  }
+  check_tier_holds(backward_pass(log), geometry, x_dtype, y_dtype);
   const Rows dy_rows = as_softmax_rows(dy, geometry), y_rows = as_softmax_rows(output, geometry);
-  auto params = params_of<SoftmaxBackwardParams>(geometry, log, dx.scalar_type(), dy.scalar_type());
+  SoftmaxBackwardParams params{};
   params.rows = geometry.outer;
+  params.cols = cols;
+  params.x_dtype = to_dtype(x_dtype);
+  params.y_dtype = to_dtype(y_dtype);
+  params.log = log;
   params.scale = scale;
   dy_rows.set(&params.dy, &params.dy_layout);
   y_rows.set(&params.y, &params.y_layout);
   params.dx = dx.mutable_data_ptr();
   params.tier = wanted_tier;
   launch(launch_softmax_backward, params);
-}
-
-void columns_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
-                      const Tensor& dx) {
-  const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
-  auto params =
-      params_of<SoftmaxColumnsBackwardParams>(geometry, log, dx.scalar_type(), dy.scalar_type());
-  params.outer = geometry.outer;
-  params.inner = geometry.inner;
-  params.dy = dy_data.const_data_ptr();
-  params.y = y_data.const_data_ptr();
-  params.dx = dx.mutable_data_ptr();
-  launch(launch_softmax_columns_backward, params);
 }
 
 #endif  // FUSED_NORM_WITH_CUDA
@@ -269,12 +263,7 @@ Tensor softmax_forward(const SoftmaxCall& call) {
                                call.causal, y);
 #ifdef FUSED_NORM_WITH_CUDA
   } else {
-    const c10::cuda::CUDAGuard guard(input.device());
-    if (geometry.rows()) {
-      rows_forward(call, geometry, expanded, y);
-    } else {
-      columns_forward(input, geometry, call.log, y);
-    }
+    forward_on_cuda(call, geometry, expanded, y);
 #endif
   }
   return y;
@@ -305,12 +294,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
     cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, scale, dx);
 #ifdef FUSED_NORM_WITH_CUDA
   } else {
-    const c10::cuda::CUDAGuard guard(dy.device());
-    if (geometry.rows()) {
-      rows_backward(dy, output, geometry, log, scale, dx);
-    } else {
-      columns_backward(dy, output, geometry, log, dx);
-    }
+    backward_on_cuda(dy, output, geometry, log, scale, dx);
 #endif
   }
   return dx;
@@ -319,10 +303,7 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
 template <typename Call>
 constexpr auto* kernel_for = &Kernels<Call>::template kernel<softmax_forward>;
 
-const auto& backward_op() {
-  static const Operator op("softmax_backward", softmax_backward);
-  return op;
-}
+const auto& backward_op() { return operator_of<&softmax_backward>("softmax_backward"); }
 
 }  // namespace
 
@@ -330,10 +311,7 @@ template <typename Self, typename Call>
 struct RecordedSoftmax : torch::autograd::Function<Self> {
   static constexpr bool is_traceable = true;
 
-  static const auto& op() {
-    static const Operator op(Self::kName, kernel_for<Call>);
-    return op;
-  }
+  static const auto& op() { return operator_of<kernel_for<Call>>(Self::kName); }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Call& call) {
     const Tensor output = op().below_autograd(call);
@@ -346,7 +324,8 @@ struct RecordedSoftmax : torch::autograd::Function<Self> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
-    const Tensor output = ctx->get_saved_variables()[0];
+    Tensor output = ctx->get_saved_variables()[0];
+    make_result(&output, 0);
     const auto [dim, log, input_dtype, scale] =
         ctx->saved_data["call"].to<std::tuple<int64_t, bool, ScalarType, double>>();
     return {backward_op().in_backward(grads[0], output, dim, log, input_dtype, scale), Tensor()};
