@@ -102,13 +102,11 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
     call_decomposed(ctx->saved_data["name"].toStringRef(), &stack);
 
     variable_list outputs, of_outputs, inputs, results(aliases.size() + 2);
-    size_t next = 0;
-    for (const IValue& result : stack) {
-      if (!is_tensor(result)) continue;
-      const Tensor& of_result = grads[next++];
-      if (!of_result.defined() || !result.toTensor().requires_grad()) continue;
-      outputs.push_back(result.toTensor());
-      of_outputs.push_back(of_result);
+    const variable_list made = tensors_in(stack);
+    for (size_t i = 0; i < made.size(); ++i) {
+      if (!grads[i].defined() || !made[i].requires_grad()) continue;
+      outputs.push_back(made[i]);
+      of_outputs.push_back(grads[i]);
     }
     for (size_t i = 0; i < aliases.size(); ++i) {
       if (ctx->needs_input_grad(i)) inputs.push_back(aliases[i]);
@@ -117,9 +115,9 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
     const variable_list gradients =
         torch::autograd::grad(outputs, inputs, of_outputs, /*retain_graph=*/std::nullopt,
                               create_graph, /*allow_unused=*/true);
-    next = 0;
+    auto next = gradients.begin();
     for (size_t i = 0; i < aliases.size(); ++i) {
-      if (ctx->needs_input_grad(i)) results[i] = gradients[next++];
+      if (ctx->needs_input_grad(i)) results[i] = *next++;
     }
     return results;
   }
