@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <iterator>
 
 namespace fused_norm::ops {
@@ -16,14 +17,18 @@ void call_decomposed(const std::string& name, c10::Stack* stack) {
   find_operator("fused_norm::decomposed_" + name.substr(name.find(':') + 2)).callBoxed(stack);
 }
 
-bool is_defined(const Tensor& tensor) { return tensor.defined(); }
 bool is_tensor(const IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-// A call's arguments from what was saved of it.
-c10::Stack saved_call(AutogradContext* ctx, const variable_list& saved) {
+// Which of a saved call's arguments are tensors, as bits.
+uint64_t tensor_places(AutogradContext* ctx) { return ctx->saved_data["places"].toInt(); }
+
+// A call's arguments from its tensors.
+c10::Stack saved_call(AutogradContext* ctx, const variable_list& tensors) {
+  const uint64_t places = tensor_places(ctx);
   c10::Stack arguments = ctx->saved_data["arguments"].toListRef().vec();
+  auto tensor = tensors.begin();
   for (size_t i = 0; i < arguments.size(); ++i) {
-    if (saved[i].defined()) arguments[i] = saved[i];
+    if (places >> i & 1) arguments[i] = *tensor++;
   }
   return arguments;
 }
@@ -38,31 +43,36 @@ variable_list tensors_in(const c10::Stack& stack) {
   return tensors;
 }
 
-void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList results) {
-  variable_list saved;
-  saved.reserve(arguments.size() + results.size());
+void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
+               at::TensorList results) {
+  uint64_t places = 0;
   c10::impl::GenericList others(c10::AnyType::get());
   others.reserve(arguments.size());
-  for (const IValue& argument : arguments) {
-    const bool saves = is_tensor(argument);
-    saved.push_back(saves ? argument.toTensor() : Tensor());
-    others.push_back(saves ? IValue() : argument);
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const bool place = is_tensor(arguments[i]);
+    places |= uint64_t{place} << i;
+    others.push_back(place ? IValue() : arguments[i]);
   }
+  variable_list saved;
+  saved.reserve(tensors.size() + results.size());
+  saved.insert(saved.end(), tensors.begin(), tensors.end());
   saved.insert(saved.end(), results.begin(), results.end());
   ctx->save_for_backward(std::move(saved));
   ctx->set_materialize_grads(false);
+  ctx->saved_data["places"] = static_cast<int64_t>(places);
   ctx->saved_data["arguments"] = std::move(others);
 }
 
 variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* name,
                                at::IntArrayRef places, c10::Stack before) {
-  variable_list results(saved.size());
+  const std::bitset<64> given = tensor_places(ctx);
+  // Of the tensors, whose edges are counted, and of three other arguments of CallFunction::forward.
+  variable_list results(saved.size() + 1);
   c10::List<bool> wanted;
-  c10::SmallVector<size_t, 8> edges;  // counted over the tensors that the call had
+  c10::SmallVector<size_t, 8> edges;
   for (const int64_t place : places) {
-    const auto at = saved.begin() + place;
-    edges.push_back(std::count_if(saved.begin(), at, is_defined));
-    wanted.push_back(at->defined() && ctx->needs_input_grad(edges.back()));
+    edges.push_back((given << (64 - place)).count());
+    wanted.push_back(given[place] && ctx->needs_input_grad(edges.back()));
   }
   const InBackward guard(before[0].toTensor());
   c10::Stack stack = std::move(before), arguments = saved_call(ctx, saved);
@@ -80,10 +90,10 @@ variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved,
 struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* ctx, at::TensorList /*of the stack*/,
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors,
                                const c10::OperatorHandle& op, c10::Stack* stack) {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    save_call(ctx, *stack, {});
+    save_call(ctx, *stack, tensors, {});
     ctx->saved_data["name"] = op.schema().name();
     op.callBoxed(stack);
     return tensors_in(*stack);  // a Function gives no undefined tensors
@@ -94,11 +104,9 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
     const at::AutoGradMode enable_grad(true);
     // Aliases: of the tensors themselves some are functions of others, as a saved output is of the
     // weight, and a derivative is wanted in each alone.
-    variable_list saved = ctx->get_saved_variables(), aliases;
-    for (Tensor& tensor : saved) {
-      if (tensor.defined()) aliases.push_back(tensor = tensor.view_as(tensor));
-    }
-    c10::Stack stack = saved_call(ctx, saved);
+    variable_list aliases = ctx->get_saved_variables();
+    for (Tensor& tensor : aliases) tensor = tensor.view_as(tensor);
+    c10::Stack stack = saved_call(ctx, aliases);
     call_decomposed(ctx->saved_data["name"].toStringRef(), &stack);
 
     variable_list outputs, of_outputs, inputs, results(aliases.size() + 2);

@@ -137,9 +137,10 @@ inline void make_result(at::Tensor* saved, uint32_t number) {
 
 variable_list tensors_in(const c10::Stack& stack);
 
-// What a Function of an operator of a Call (call.h) saves: a variable for each argument, undefined
-// where that is no tensor, then results; and the arguments that are no tensors.
-void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList results);
+// What a Function of an operator of a Call (call.h) saves: its arguments, of which `tensors` are
+// tensors, and results behind these.
+void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
+               at::TensorList results);
 
 // Its backward pass. `before`: what the backward operator `op` takes before the arguments.
 // `places`: of the arguments that are differentiated, in the order of the gradients; behind the
@@ -157,10 +158,10 @@ struct CallFunction : torch::autograd::Function<Self> {
   // The tensors come by themselves too: autograd does not look into `call`. A second result that is
   // not differentiable goes to `constant`: compiled autograd takes none that is marked so.
   template <typename Call>
-  static variable_list forward(AutogradContext* ctx, at::TensorList /*tensors*/, const Call& call,
+  static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call,
                                const c10::Stack& arguments, at::Tensor* constant) {
     const auto [first, second] = Self::op().below_autograd(call);
-    save_call(ctx, arguments,
+    save_call(ctx, arguments, tensors,
               {Self::kSavesFirst ? saved_result(first) : at::Tensor(), saved_result(second)});
     if (Self::kDifferentiatesSecond) return {first, second};
     *constant = second;
@@ -169,7 +170,7 @@ struct CallFunction : torch::autograd::Function<Self> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    if (!grads[0].defined() && !grads.back().defined()) return variable_list(saved.size());
+    if (!grads[0].defined() && !grads.back().defined()) return variable_list(saved.size() + 1);
     return backward_of_call(ctx, saved, Self::kBackward, Self::kPlaces,
                             Self::before(grads, *(saved.end() - 2), saved.back()));
   }
