@@ -94,6 +94,17 @@ def test_gradgradcheck(form, device, generator):
     assert gradgradcheck(call_of(form, device), leaf(generator, *SHAPE), nondet_tol=0)
 
 
+@each_form
+def test_gradgradcheck_under_hooks_of_saved_tensors(form, device, generator):
+    """Which keep an output without its node."""
+
+    def call(x):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return call_of(form, device)(x)
+
+    assert gradgradcheck(call, leaf(generator, *SHAPE), nondet_tol=0)
+
+
 @pytest.mark.parametrize("shape", [(), (5,), (3, 1)], ids=str)
 def test_gradgradcheck_of_few_dimensions(shape, device, generator):
     for call in (

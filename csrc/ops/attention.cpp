@@ -29,19 +29,16 @@ Tensor of_four_dims(Tensor mask) {
 
 namespace {
 
-// In the order of strides of `like`. Where it overlaps itself, empty_like() may put columns before
-// rows.
-Tensor empty_rows_like(const Tensor& like) { return with_dense_rows(at::empty_like(like)); }
-
-Tensor new_gradient(const Tensor& of) { return empty_rows_like(with_dense_rows(of)); }
-
-// In query's own order of strides.
-Tensor new_out(const Tensor& query, const SymInt& value_dim) {
-  const Tensor like = with_dense_rows(query);
-  if (like.sym_size(-1) == value_dim) return empty_rows_like(like);
-  c10::SymDimVector sizes(like.sym_sizes());
-  sizes.back() = value_dim;
-  return empty_rows_like(like.narrow(-1, 0, 1).expand_symint(sizes));
+// Rows of `cols` columns, otherwise in the shape and the order of strides of `like`.
+Tensor new_rows(const Tensor& like, const SymInt& cols) {
+  Tensor rows = with_dense_rows(like);
+  if (rows.sym_size(-1) != cols) {
+    c10::SymDimVector sizes(rows.sym_sizes());
+    sizes.back() = cols;
+    rows = rows.narrow(-1, 0, 1).expand_symint(sizes);
+  }
+  // Of a tensor that overlaps itself, empty_like() may put columns before rows.
+  return with_dense_rows(at::empty_like(rows));
 }
 
 Tensor new_lse(const AttentionCall& call, const Tensor& query) {
@@ -56,7 +53,7 @@ NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wan
   // The gradient of a tensor that holds `count` of query, key and value.
   const auto make = [&](AttentionGradient of, const OptionalTensor& tensor, int count) {
     if (!wanted[of] || !has(tensor)) return;
-    const Tensor& all = made.returned[of] = new_gradient(*tensor);
+    const Tensor& all = made.returned[of] = new_rows(*tensor, tensor->sym_size(-1));
     for (int i = 0; i < count; ++i) made.qkv[of + i] = count == 1 ? all : all.select(0, i);
   };
   make(kQuery, call.query, has(call.key) ? 1 : 3);
@@ -73,9 +70,11 @@ bool is_empty(const AttentionCall& call, const Tensor& out) {
 
 // The CPU path.
 
-// (batch, heads, rows, columns) of either form.
+// (batch, heads, rows, columns) of either form, undefined of an undefined one.
 Tensor as_dense(const Tensor& tensor, bool packed) {
-  return packed ? tensor.transpose(0, 1).unsqueeze(0) : tensor;
+  if (!tensor.defined()) return tensor;
+  const Tensor rows = with_dense_rows(tensor);
+  return packed ? rows.transpose(0, 1).unsqueeze(0) : rows;
 }
 
 // Offsets as kernels read them: within the tensor, in ascending order.
@@ -90,17 +89,14 @@ std::vector<int64_t> clamped_offsets(const Tensor& offsets, int64_t total) {
 
 cpu::AttentionProblem cpu_problem(const AttentionCall& call, const QueryKeyValue& qkv) {
   const bool packed = call.is_packed();
-  const auto dense = [&](const Tensor& tensor) {
-    return as_dense(with_dense_rows(tensor), packed);
-  };
   const auto limit = [](const std::optional<SymInt>& window) {
     constexpr int64_t kNoLimit = cpu::AttentionProblem::kNoLimit;
     return window.has_value() ? std::min(window->expect_int(), kNoLimit) : kNoLimit;
   };
   cpu::AttentionProblem problem{};
-  problem.query = dense(qkv[0]);
-  problem.key = dense(qkv[1]);
-  problem.value = dense(qkv[2]);
+  problem.query = as_dense(qkv[0], packed);
+  problem.key = as_dense(qkv[1], packed);
+  problem.value = as_dense(qkv[2], packed);
   const int64_t heads = problem.query.size(1), queries = problem.query.size(2);
   int64_t batch = problem.query.size(0);
   if (packed) {
@@ -128,21 +124,13 @@ cpu::AttentionProblem cpu_problem(const AttentionCall& call, const QueryKeyValue
   return problem;
 }
 
-void forward_on_cpu(const AttentionCall& call, const QueryKeyValue& qkv, const Tensor& out,
-                    const Tensor& lse) {
-  cpu::attention_forward(cpu_problem(call, qkv), as_dense(out, call.is_packed()), lse);
-}
-
 void backward_on_cpu(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
                      const NewGradients& made) {
   const AttentionCall& call = inputs.forward;
   const bool packed = call.is_packed();
-  const auto dense = [&](const Tensor& tensor) {
-    return tensor.defined() ? as_dense(with_dense_rows(tensor), packed) : tensor;
-  };
   const cpu::AttentionProblem problem = cpu_problem(call, qkv);
-  cpu::AttentionProblemGradients gradients{
-      dense(made.qkv[0]), dense(made.qkv[1]), dense(made.qkv[2]), {}, {}};
+  const auto of_qkv = [&](int i) { return as_dense(made.qkv[i], packed); };
+  cpu::AttentionProblemGradients gradients{of_qkv(0), of_qkv(1), of_qkv(2), {}, {}};
   const Tensor &mask = made.returned[kMask], &sink = made.returned[kSink];
   Tensor dmask;
   if (mask.defined()) {
@@ -150,7 +138,7 @@ void backward_on_cpu(const AttentionBackwardCall& inputs, const QueryKeyValue& q
     gradients.mask = dmask.expand(problem.mask.sizes());
   }
   if (sink.defined()) gradients.sink = at::empty_like(sink, at::kDouble);
-  cpu::attention_backward(problem, inputs.lse.contiguous(), dense(inputs.dout),
+  cpu::attention_backward(problem, inputs.lse.contiguous(), as_dense(inputs.dout, packed),
                           has(inputs.dlse) ? inputs.dlse->contiguous() : Tensor(), gradients);
   if (mask.defined()) mask.copy_(dmask.view(mask.sizes()));
   if (sink.defined()) sink.copy_(gradients.sink);
@@ -161,14 +149,16 @@ Forward attention_forward(const AttentionCall& call) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_attention(call);
   const auto qkv = call.apart();
-  const Tensor out = new_out(qkv[0], qkv[2].sym_size(-1)), lse = new_lse(call, qkv[0]);
+  const Tensor out = new_rows(qkv[0], qkv[2].sym_size(-1)), lse = new_lse(call, qkv[0]);
   if (out.is_meta()) return {out, lse};
   if (is_empty(call, out)) {
     out.zero_();
     lse.fill_(-std::numeric_limits<double>::infinity());
     return {out, lse};
   }
-  if (out.is_cpu()) forward_on_cpu(call, qkv, out, lse);
+  if (out.is_cpu()) {
+    cpu::attention_forward(cpu_problem(call, qkv), as_dense(out, call.is_packed()), lse);
+  }
 #ifdef FUSED_NORM_WITH_CUDA
   if (out.is_cuda()) attention_forward_on_cuda(call, qkv, out, lse);
 #endif
@@ -201,10 +191,7 @@ struct AttentionFunction : CallFunction<AttentionFunction> {
   static constexpr std::array<int64_t, kAttentionGradients> kPlaces = {0, 1, 2, 3, 5};
   static constexpr bool kSavesFirst = true, kDifferentiatesSecond = true;
 
-  static const auto& op() {
-    static const Operator op("attention_forward", kernel<attention_forward>);
-    return op;
-  }
+  static const auto& op() { return operator_of<kernel<attention_forward>>("attention_forward"); }
   static c10::Stack before(const variable_list& grads, const Tensor& out, const Tensor& lse) {
     return {grads[0].defined() ? grads[0] : at::zeros_like(out), optional(grads[1]), out, lse};
   }

@@ -37,12 +37,13 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 
+// A dimension of size 1 may have any stride.
+int64_t stride_of(const Tensor& t, int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); }
+
 AttentionTensor as_tensor(const Tensor& t, bool packed) {
-  // A dimension of size 1 may have any stride.
-  const auto stride = [&](int64_t d) { return t.size(d) == 1 ? 0 : t.stride(d); };
   void* data = const_cast<void*>(t.const_data_ptr());
-  if (packed) return {data, 0, stride(1), stride(0)};
-  return {data, stride(0), stride(1), stride(2)};
+  if (packed) return {data, 0, stride_of(t, 1), stride_of(t, 0)};
+  return {data, stride_of(t, 0), stride_of(t, 1), stride_of(t, 2)};
 }
 
 // Columns that tensor cores take: whole packs of 16 bytes of a 16-bit type.
@@ -147,14 +148,9 @@ void set_options(const AttentionCall& call, Launch* launch) {
   if (has(call.attn_mask)) {
     const Tensor mask = of_four_dims(*call.attn_mask).expand({p.batch, p.heads, p.queries, p.keys});
     const bool boolean = mask.scalar_type() == at::kBool;
-    const auto stride = [&](int64_t d) { return mask.size(d) == 1 ? 0 : mask.stride(d); };
-    p.mask = {const_cast<void*>(mask.const_data_ptr()),
-              boolean,
-              boolean ? p.dtype : to_dtype(mask.scalar_type()),
-              stride(0),
-              stride(1),
-              stride(2),
-              stride(3)};
+    const DType dtype = boolean ? p.dtype : to_dtype(mask.scalar_type());
+    const auto [data, batch, head, row] = as_tensor(mask, /*packed=*/false);
+    p.mask = {data, boolean, dtype, batch, head, row, stride_of(mask, 3)};
   }
   if (has(call.alibi_slopes)) {
     p.alibi_slopes = static_cast<const float*>(launch->contiguous(*call.alibi_slopes));

@@ -19,14 +19,6 @@ void call_decomposed(const std::string& name, c10::Stack* stack) {
 
 bool is_tensor(const IValue& value) { return value.isTensor() && value.toTensor().defined(); }
 
-variable_list tensors_in(const c10::Stack& stack) {
-  variable_list tensors;
-  for (const IValue& value : stack) {
-    if (is_tensor(value)) tensors.push_back(value.toTensor());
-  }
-  return tensors;
-}
-
 // Which of a saved call's arguments are tensors, as bits.
 uint64_t tensor_places(AutogradContext* ctx) { return ctx->saved_data["places"].toInt(); }
 
@@ -42,6 +34,14 @@ c10::Stack saved_call(AutogradContext* ctx, const variable_list& tensors) {
 }
 
 }  // namespace
+
+variable_list tensors_in(const c10::Stack& stack) {
+  variable_list tensors;
+  for (const IValue& value : stack) {
+    if (is_tensor(value)) tensors.push_back(value.toTensor());
+  }
+  return tensors;
+}
 
 void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
                at::TensorList results) {
@@ -66,7 +66,8 @@ void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList
 variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* name,
                                at::IntArrayRef places, c10::Stack before) {
   const std::bitset<64> given = tensor_places(ctx);
-  variable_list results(saved.size());  // of the tensors, whose edges are counted, and two more
+  // Of the tensors, whose edges are counted, and of three other arguments of CallFunction::forward.
+  variable_list results(saved.size() + 1);
   c10::List<bool> wanted;
   c10::SmallVector<size_t, 8> edges;
   for (const int64_t place : places) {
@@ -109,13 +110,11 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
     call_decomposed(ctx->saved_data["name"].toStringRef(), &stack);
 
     variable_list outputs, of_outputs, inputs, results(aliases.size() + 2);
-    size_t next = 0;
-    for (const IValue& result : stack) {
-      if (!is_tensor(result)) continue;
-      const Tensor& of_result = grads[next++];
-      if (!of_result.defined() || !result.toTensor().requires_grad()) continue;
-      outputs.push_back(result.toTensor());
-      of_outputs.push_back(of_result);
+    const variable_list made = tensors_in(stack);
+    for (size_t i = 0; i < made.size(); ++i) {
+      if (!grads[i].defined() || !made[i].requires_grad()) continue;
+      outputs.push_back(made[i]);
+      of_outputs.push_back(grads[i]);
     }
     for (size_t i = 0; i < aliases.size(); ++i) {
       if (ctx->needs_input_grad(i)) inputs.push_back(aliases[i]);
@@ -124,9 +123,9 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
     const variable_list gradients =
         torch::autograd::grad(outputs, inputs, of_outputs, /*retain_graph=*/std::nullopt,
                               create_graph, /*allow_unused=*/true);
-    next = 0;
+    auto next = gradients.begin();
     for (size_t i = 0; i < aliases.size(); ++i) {
-      if (ctx->needs_input_grad(i)) results[i] = gradients[next++];
+      if (ctx->needs_input_grad(i)) results[i] = *next++;
     }
     return results;
   }

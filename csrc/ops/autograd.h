@@ -114,14 +114,31 @@ class Operator {
   c10::TypedOperatorHandle<Signature> op_, decomposed_;
 };
 
+// The operator of this name, with the signature of a kernel.
+template <auto function>
+const auto& operator_of(const char* name) {
+  static const Operator op(name, function);
+  return op;
+}
+
 // A result as a Function saves it. A hook of saved tensors that kept the result itself would keep
 // the node, and the node the hook's.
 inline at::Tensor saved_result(const at::Tensor& result) {
   return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() ? result : result.detach();
 }
 
-// What a Function of an operator of a Call (call.h) saves: its arguments, and results behind its
-// tensors.
+// In a backward pass that is differentiated makes what saved_result() gave the node's result of
+// this number again, through which derivatives flow.
+inline void make_result(at::Tensor* saved, uint32_t number) {
+  if (!at::GradMode::is_enabled() || !saved->defined() || saved->grad_fn() != nullptr) return;
+  *saved = saved->detach();
+  torch::autograd::impl::set_gradient_edge(*saved, {torch::autograd::get_current_node(), number});
+}
+
+variable_list tensors_in(const c10::Stack& stack);
+
+// What a Function of an operator of a Call (call.h) saves: its arguments, of which `tensors` are
+// tensors, and results behind these.
 void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList tensors,
                at::TensorList results);
 
@@ -142,9 +159,9 @@ struct CallFunction : torch::autograd::Function<Self> {
   // not differentiable goes to `constant`: compiled autograd takes none that is marked so.
   template <typename Call>
   static variable_list forward(AutogradContext* ctx, at::TensorList tensors, const Call& call,
-                               at::Tensor* constant) {
+                               const c10::Stack& arguments, at::Tensor* constant) {
     const auto [first, second] = Self::op().below_autograd(call);
-    save_call(ctx, as_stack(call), tensors,
+    save_call(ctx, arguments, tensors,
               {Self::kSavesFirst ? saved_result(first) : at::Tensor(), saved_result(second)});
     if (Self::kDifferentiatesSecond) return {first, second};
     *constant = second;
@@ -153,34 +170,31 @@ struct CallFunction : torch::autograd::Function<Self> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    if (!grads[0].defined() && !grads.back().defined()) return variable_list(saved.size());
+    if (!grads[0].defined() && !grads.back().defined()) return variable_list(saved.size() + 1);
     return backward_of_call(ctx, saved, Self::kBackward, Self::kPlaces,
                             Self::before(grads, *(saved.end() - 2), saved.back()));
   }
 };
 
-// The tensors of a call, as a Function is given them: it asks for sizes, which not every tensor
-// has. check() says which.
+// Before a call is recorded: a Function asks its tensors for sizes, which not every tensor has.
+// check() says which.
 template <typename Check, typename Call>
-variable_list tensors_of(const Check& check, const Call& call) {
-  variable_list tensors;
-  const bool lacks_sizes = any_tensor(
-      [&](const at::Tensor& tensor) {
-        tensors.push_back(tensor);
-        return tensor.is_nested() || tensor.layout() != at::kStrided;
-      },
-      call);
-  if (lacks_sizes) check(call);
-  return tensors;
+void check_sizes(const Check& check, const Call& call) {
+  const auto lacks_sizes = [](const at::Tensor& tensor) {
+    return tensor.is_nested() || tensor.layout() != at::kStrided;
+  };
+  if (any_tensor(lacks_sizes, call)) check(call);
 }
 
 // The Autograd kernel of an operator that has a CallFunction.
 template <typename Self, typename Check, typename Call>
 Forward differentiate_call(const Check& check, const Call& call) {
   if (auto results = Self::op().unrecorded(check, call)) return *results;
-  const variable_list tensors = tensors_of(check, call);
+  check_sizes(check, call);
+  const c10::Stack arguments = as_stack(call);
+  const variable_list tensors = tensors_in(arguments);
   at::Tensor constant;
-  const variable_list results = Self::apply(at::TensorList(tensors), call, &constant);
+  const variable_list results = Self::apply(at::TensorList(tensors), call, arguments, &constant);
   return {results[0], Self::kDifferentiatesSecond ? results[1] : constant};
 }
 

@@ -13,6 +13,7 @@ namespace fused_norm::ops {
 constexpr int64_t kMaxCols = int64_t{1} << 30;
 
 using OptionalTensor = std::optional<at::Tensor>;
+inline const OptionalTensor kNoTensor;
 
 inline bool has(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
 inline at::Tensor or_undefined(const OptionalTensor& tensor) {

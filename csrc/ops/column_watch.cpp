@@ -341,8 +341,10 @@ void settle(bool changed_unseen) {
 
 #endif  // FUSED_NORM_WITH_CUDA
 
+}  // namespace
+
 // What does not fit is named by the operator.
-int64_t find_room(const NormColumns& norm, int generation) {
+int64_t choose_room(const NormColumns& norm, int generation) {
   const Tensor& param = norm.first();
   for (const Tensor& t : {norm.weight, norm.bias}) {
     if (t.defined() && (t.layout() != at::kStrided || !t.is_floating_point() ||
@@ -360,12 +362,6 @@ int64_t find_room(const NormColumns& norm, int generation) {
   return room_of(norm, lost, generation >= 0, generation >= 0);
 }
 
-}  // namespace
-
-int64_t choose_room(const NormColumns& norm) {
-  return norm.first().defined() ? find_room(norm, -1) : 0;
-}
-
 int64_t traced_room(const NormColumns& norm, int generation, bool looks) {
   if (!norm.first().defined()) return 0;
   {
@@ -376,7 +372,7 @@ int64_t traced_room(const NormColumns& norm, int generation, bool looks) {
     if (norms->first_generation < 0) norms->first_generation = generation;
     if (generation - norms->first_generation >= kLastGeneration) return kSaveInput;
   }
-  return looks ? find_room(norm, generation) : 0;
+  return looks ? choose_room(norm, generation) : 0;
 }
 
 void note_listing(const NormColumns& norm, int64_t listed, int64_t room) {

@@ -18,13 +18,13 @@
 
 namespace fused_norm::ops {
 
-// The room for listed columns of an eager call: 0 when no column is at risk, kSaveInput when the
-// input is to be saved. Looks at the parameters, and waits for the answer, where no report covers
-// them.
-int64_t choose_room(const NormColumns& norm);
+// The room for listed columns of a call with parameters: 0 when no column is at risk, kSaveInput
+// when the input is to be saved. Looks at the parameters, and waits for the answer, where no report
+// covers them. `generation`: of the code that is being traced; -1 of an eager call.
+int64_t choose_room(const NormColumns& norm, int generation = -1);
 
-// The room of a call that is being traced for the `generation`-th time. Unless it `looks` it is 0,
-// or kSaveInput where no look can change that any more.
+// Of a call that is being traced, with parameters or without. Unless it `looks` it is 0, or
+// kSaveInput where no look can change that any more.
 int64_t traced_room(const NormColumns& norm, int generation, bool looks);
 
 // A call on a CPU lists so many columns: code that was compiled with this room may need more.

@@ -368,10 +368,9 @@ Gradients<3> norm_backward(const NormBackwardCall& call) {
       check_given(dresidual, "dresidual", call.input_dtype, dy.sym_sizes(), dy);
     }
   }
-  const auto& wanted = call.output_mask;
-  const Gradients<3> made = {wanted[0] ? new_like(dy, call.input_dtype) : Tensor(),
-                             new_like_if(wanted[1], call.weight),
-                             new_like_if(wanted[2], call.bias)};
+  const Gradients<3> made = {call.output_mask[0] ? new_like(dy, call.input_dtype) : Tensor(),
+                             new_like_if(call.output_mask[1], call.weight),
+                             new_like_if(call.output_mask[2], call.bias)};
   if (dy.is_meta() || dy.numel() == 0) return zeroed(made);
   if (dy.is_cpu()) {
     backward_on_cpu(call, norm, dresidual, made);

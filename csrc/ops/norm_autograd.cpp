@@ -19,14 +19,8 @@ using at::Tensor;
 using c10::SymInt;
 using c10::SymIntArrayRef;
 
-const auto& forward_op() {
-  static const Operator op("norm_forward", kernel<norm_forward>);
-  return op;
-}
-const auto& backward_op() {
-  static const Operator op("norm_backward", kernel<norm_backward>);
-  return op;
-}
+const auto& forward_op() { return operator_of<kernel<norm_forward>>("norm_forward"); }
+const auto& backward_op() { return operator_of<kernel<norm_backward>>("norm_backward"); }
 
 // The input's gradient from those of mean, rstd and side, which is a decomposition alone.
 Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& drstd,
@@ -52,8 +46,10 @@ using Numbers = std::tuple<double, ScalarType, ScalarType, ScalarType>;
 struct NormFunction : torch::autograd::Function<NormFunction> {
   static constexpr bool is_traceable = true;
 
-  // The tensors come by themselves too: autograd does not look into `how`.
-  static variable_list forward(AutogradContext* ctx, at::TensorList, const NormCall& how,
+  // What is differentiated comes by itself too: autograd does not look into `how`.
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*input*/,
+                               const OptionalTensor& /*weight*/, const OptionalTensor& /*bias*/,
+                               const OptionalTensor& /*residual*/, const NormCall& how,
                                const SymInt& room) {
     NormCall with_room = how;
     if (room > 0) with_room.room = room;
@@ -88,19 +84,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
         ctx->saved_data["numbers"].to<Numbers>();
     variable_list saved = ctx->get_saved_variables();
     const bool lists = saved[kColumns].defined();
-    const uint32_t first = adds ? 2 : 1;
-    if (at::GradMode::is_enabled()) {  // the derivatives of this pass need the results
-      const auto as_result = [](Tensor& tensor, uint32_t number) {
-        if (!tensor.defined() || tensor.grad_fn() != nullptr) return;
-        tensor = tensor.detach();
-        torch::autograd::impl::set_gradient_edge(tensor,
-                                                 {torch::autograd::get_current_node(), number});
-      };
-      if (from_output || adds) as_result(saved[kSaved], from_output ? 0 : 1);
-      as_result(saved[kMean], first);
-      as_result(saved[kRstd], lists ? first : first + 1);
-      as_result(saved[kSide], first + 1);
-    }
+    // The results' numbers; with a list there is no mean, without one no side.
+    const uint32_t mean_at = adds ? 2 : 1, rstd_at = lists ? mean_at : mean_at + 1,
+                   side_at = mean_at + 1;
+    if (from_output || adds) make_result(&saved[kSaved], from_output ? 0 : 1);
+    make_result(&saved[kMean], mean_at);
+    make_result(&saved[kRstd], rstd_at);
+    make_result(&saved[kSide], side_at);
     const OptionalTensor mean = optional(saved[kMean]), weight = optional(saved[kWeight]),
                          bias = optional(saved[kBias]), side = optional(saved[kSide]),
                          columns = optional(saved[kColumns]);
@@ -120,9 +110,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                                 bias,     shape,         weight_offset, rms,          from_output,
                                 x_dtype,  needs,         side,          columns,      dresidual};
     if (pass.dy.defined()) std::tie(dx, dweight, dbias) = backward_op().in_backward(pass);
-    const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[first]);
-    const OptionalTensor drstd = optional(grads[lists ? first : first + 1]);
-    const OptionalTensor dside = lists ? optional(grads[first + 1]) : std::nullopt;
+    const OptionalTensor dmean = lists || rms ? std::nullopt : optional(grads[mean_at]);
+    const OptionalTensor drstd = optional(grads[rstd_at]);
+    const OptionalTensor dside = lists ? optional(grads[side_at]) : std::nullopt;
     if (needs[0] && (dmean.has_value() || drstd.has_value() || dside.has_value())) {
       const Tensor more = statistics_backward(dmean, drstd, dside, pass);
       dx = dx.defined() ? at::add(dx, more) : more;
@@ -133,12 +123,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (!wanted || !dx.defined()) return Tensor();
       return dx.scalar_type() == dtype ? dx : dx.to(dtype);
     };
-    variable_list gradients = {term(of_input, input_dtype)};
-    if (weight.has_value()) gradients.push_back(dweight);
-    if (bias.has_value()) gradients.push_back(dbias);
-    if (adds) gradients.push_back(term(of_residual, residual_dtype));
-    gradients.resize(gradients.size() + 2);  // of the call and the room
-    return gradients;
+    const Tensor none;  // of the call and the room
+    return {term(of_input, input_dtype),       dweight, dbias,
+            term(of_residual, residual_dtype), none,    none};
   }
 };
 
@@ -150,7 +137,7 @@ bool is_subclass(const OptionalTensor& tensor) {  // a tracer's, or distributed
 
 SymInt room_of(const NormCall& call) {
   const OptionalTensor &weight = call.weight, &bias = call.bias;
-  if (!weight.has_value() && !bias.has_value()) return 0;
+  if (!has(weight) && !has(bias)) return 0;
   if (is_subclass(call.input) || is_subclass(weight) || is_subclass(bias)) return kSaveInput;
   int64_t cols = 1;
   for (const SymInt& size : call.normalized_shape) {
@@ -165,8 +152,8 @@ SymInt room_of(const NormCall& call) {
 // On record: differentiable in all that depends on the input. `room` is kSaveInput, or that for
 // listed columns of a call that saves its output; with 0 it has no list.
 variable_list record(const NormCall& call, const SymInt& room) {
-  const variable_list tensors = tensors_of(check_norm, call);
-  return NormFunction::apply(at::TensorList(tensors), call, room);
+  check_sizes(check_norm, call);
+  return NormFunction::apply(call.input, call.weight, call.bias, call.residual, call, room);
 }
 
 variable_list differentiate_norm(const NormCall& call) {

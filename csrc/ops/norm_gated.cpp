@@ -73,8 +73,6 @@ SymIntArrayRef lead_of(const c10::SymDimVector& shape) {
 
 // Chains of ATen's operators, for the CPU and what the kernels do not do.
 
-const OptionalTensor kNone;
-
 // The tensors of a call in the precision of sums, as (..., groups, cols).
 struct Wide {
   Tensor x, z, sigmoid, act, weight, v, rstd, xhat;
@@ -93,8 +91,8 @@ struct Wide {
     v = call.norm_before_gate ? x : x * act;
     // By the norm's own kernels, as a row's bits in ATen's sums may depend on how many there are.
     const c10::SymInt cols[] = {shape.back()};
-    const auto norm = norm_forward({v, kNone, kNone, cols, call.eps, 0, /*rms=*/true, std::nullopt,
-                                    kNone, std::nullopt, std::nullopt});
+    const auto norm = norm_forward({v, kNoTensor, kNoTensor, cols, call.eps, 0, /*rms=*/true,
+                                    std::nullopt, kNoTensor, std::nullopt, std::nullopt});
     xhat = norm.front();
     rstd = norm.back();
   }
@@ -103,8 +101,9 @@ struct Wide {
     const c10::SymInt cols[] = {v.sym_size(-1)};
     constexpr bool kRms = true, kFromOutput = false;
     const std::array wanted{true, false, false};
-    return norm_backward({dxhat, v, kNone, rstd, kNone, kNone, cols, 0, kRms, kFromOutput,
-                          v.scalar_type(), wanted, kNone, kNone, kNone})[0];
+    return norm_backward({dxhat, v, kNoTensor, rstd, kNoTensor, kNoTensor, cols, 0, kRms,
+                          kFromOutput, v.scalar_type(), wanted, kNoTensor, kNoTensor,
+                          kNoTensor})[0];
   }
 };
 
@@ -332,8 +331,7 @@ struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
   static constexpr bool kSavesFirst = false, kDifferentiatesSecond = false;
 
   static const auto& op() {
-    static const Operator op("rms_norm_gated_forward", kernel<rms_norm_gated_forward>);
-    return op;
+    return operator_of<kernel<rms_norm_gated_forward>>("rms_norm_gated_forward");
   }
   static c10::Stack before(const variable_list& grads, const Tensor&, const Tensor& rstd) {
     return {grads[0], rstd};

@@ -40,30 +40,14 @@ void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64
                     " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
 }
 
-// As above for scaled_masked_softmax.
-void check_masked_softmax_options(ScalarType input, std::optional<ScalarType> mask, ScalarType out,
-                                  int64_t ndim, double scale, bool causal) {
-  check_softmax_options(input, out, ndim, -1);
-  if (mask.has_value() && *mask != at::kBool) {
-    TORCH_CHECK(is_16_bit(*mask) || *mask == at::kFloat || *mask == at::kDouble,
-                "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 "
-                "or float64, but is ",
-                *mask);
-  }
-  TORCH_CHECK(std::isfinite(scale), "scale must be finite, but is ", scale);
-  TORCH_CHECK(!causal || ndim >= 2,
-              "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
-              ndim);
-}
-
-// The arguments of softmax_forward: softmax of `input` over `dim`, or its logarithm, in out_dtype
-// (input's if none). The rest is what the other operator has.
+// A call of either operator: softmax of `input` over `dim`, or its logarithm, in out_dtype (input's
+// if none). These are the arguments of softmax_forward; the rest is for the other operator.
 struct SoftmaxCall {
   const Tensor& input;
   int64_t dim;
   bool log;
   std::optional<ScalarType> out_dtype;
-  OptionalTensor mask = std::nullopt;
+  const OptionalTensor& mask = kNoTensor;
   double scale = 1;
   bool causal = false;
 
@@ -71,20 +55,19 @@ struct SoftmaxCall {
   static auto fields(Self& c) {
     return std::tie(c.input, c.dim, c.log, c.out_dtype);
   }
+
+  ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
+  bool hides() const { return has(mask) || causal; }
 };
 
 // The arguments of scaled_masked_softmax: softmax of scale * input over the last dimension, without
 // the elements where a boolean mask is true, or with a floating mask added. The mask broadcasts
 // against the input. causal: the last two dimensions are (queries, keys), and key j is masked for
 // query i where j > i + keys - queries. A row whose every element is masked gives zeros.
-struct MaskedSoftmaxCall {
-  const Tensor& input;
-  const OptionalTensor& mask;
-  double scale;
-  bool causal;
-  std::optional<ScalarType> out_dtype;
-  static constexpr int64_t dim = -1;
-  static constexpr bool log = false;
+struct MaskedSoftmaxCall : SoftmaxCall {
+  MaskedSoftmaxCall(const Tensor& input, const OptionalTensor& mask, double scale, bool causal,
+                    std::optional<ScalarType> out_dtype)
+      : SoftmaxCall{input, /*dim=*/-1, /*log=*/false, out_dtype, mask, scale, causal} {}
 
   template <typename Self>
   static auto fields(Self& c) {
@@ -92,24 +75,22 @@ struct MaskedSoftmaxCall {
   }
 };
 
-template <typename Call>
-constexpr bool is_plain = std::is_same_v<Call, SoftmaxCall>;
-
-template <typename Call>
-ScalarType y_dtype_of(const Call& call) {
-  return call.out_dtype.value_or(call.input.scalar_type());
-}
-
 // The checks that every call passes, also where the decomposition runs.
-template <typename Call>
-void check_call(const Call& call) {
+void check_call(const SoftmaxCall& call) {
   const auto& [input, mask] = std::tie(call.input, call.mask);
   check_layout(input, "input");
-  const ScalarType x = input.scalar_type(), y = y_dtype_of(call);
-  if (is_plain<Call>) return check_softmax_options(x, y, input.dim(), call.dim);
-  check_masked_softmax_options(x, dtype_of(mask), y, input.dim(), call.scale, call.causal);
+  check_softmax_options(input.scalar_type(), call.y_dtype(), input.dim(), call.dim);
+  TORCH_CHECK(std::isfinite(call.scale), "scale must be finite, but is ", call.scale);
+  TORCH_CHECK(!call.causal || input.dim() >= 2,
+              "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
+              input.dim());
   if (!has(mask)) return;
   check_layout(*mask, "mask");
+  const ScalarType type = mask->scalar_type();
+  TORCH_CHECK(type == at::kBool || is_16_bit(type) || type == at::kFloat || type == at::kDouble,
+              "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 or "
+              "float64, but is ",
+              type);
   check_device(*mask, "mask", input, "input");
   TORCH_CHECK(broadcasts_to(mask->sym_sizes(), input.sym_sizes()), "mask has shape ",
               mask->sym_sizes(), ", which does not broadcast to input's shape ", input.sym_sizes());
@@ -196,25 +177,28 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
   return readable;
 }
 
-// What all four launches have in common.
-template <typename Params>
-Params params_of(const Geometry& geometry, bool log, ScalarType x_dtype, ScalarType y_dtype) {
-  Params params{};
-  params.cols = static_cast<int32_t>(geometry.cols);
+// `mask` is undefined or has input's shape by expand().
+void forward_on_cuda(const SoftmaxCall& call, const Geometry& geometry, const Tensor& mask,
+                     const Tensor& y) {
+  const c10::cuda::CUDAGuard guard(y.device());
+  const ScalarType x_dtype = call.input.scalar_type(), y_dtype = y.scalar_type();
+  const auto cols = static_cast<int32_t>(geometry.cols);
+  if (!geometry.rows()) {
+    const Tensor x = call.input.contiguous();
+    const SoftmaxColumnsForwardParams params{
+        geometry.outer,    cols,     geometry.inner,     to_dtype(x_dtype),
+        to_dtype(y_dtype), call.log, x.const_data_ptr(), y.mutable_data_ptr()};
+    return launch(launch_softmax_columns_forward, params);
+  }
+  check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
+                   y_dtype);
+  const Rows x = as_softmax_rows(call.input, geometry);
+  SoftmaxForwardParams params{};
+  params.rows = geometry.outer;
+  params.cols = cols;
   params.x_dtype = to_dtype(x_dtype);
   params.y_dtype = to_dtype(y_dtype);
-  params.log = log;
-  return params;
-}
-
-template <typename Call>
-void rows_forward(const Call& call, const Geometry& geometry, const Tensor& mask, const Tensor& y) {
-  const ScalarType x_dtype = call.input.scalar_type();
-  check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
-                   y.scalar_type());
-  const Rows x = as_softmax_rows(call.input, geometry);
-  auto params = params_of<SoftmaxForwardParams>(geometry, call.log, x_dtype, y.scalar_type());
-  params.rows = geometry.outer;
+  params.log = call.log;
   x.set(&params.x, &params.x_layout);
   params.y = y.mutable_data_ptr();
   params.scale = call.scale;
@@ -225,23 +209,27 @@ void rows_forward(const Call& call, const Geometry& geometry, const Tensor& mask
   launch(launch_softmax_forward, params);
 }
 
-void columns_forward(const Tensor& input, const Geometry& geometry, bool log, const Tensor& y) {
-  const Tensor x = input.contiguous();
-  auto params =
-      params_of<SoftmaxColumnsForwardParams>(geometry, log, x.scalar_type(), y.scalar_type());
-  params.outer = geometry.outer;
-  params.inner = geometry.inner;
-  params.x = x.const_data_ptr();
-  params.y = y.mutable_data_ptr();
-  launch(launch_softmax_columns_forward, params);
-}
-
-void rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
-                   double scale, const Tensor& dx) {
-  check_tier_holds(backward_pass(log), geometry, dx.scalar_type(), dy.scalar_type());
+void backward_on_cuda(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
+                      double scale, const Tensor& dx) {
+  const c10::cuda::CUDAGuard guard(dx.device());
+  const ScalarType x_dtype = dx.scalar_type(), y_dtype = dy.scalar_type();
+  const auto cols = static_cast<int32_t>(geometry.cols);
+  if (!geometry.rows()) {
+    const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
+    const SoftmaxColumnsBackwardParams params{
+        geometry.outer,       cols, geometry.inner,           to_dtype(x_dtype),
+        to_dtype(y_dtype),    log,  dy_data.const_data_ptr(), y_data.const_data_ptr(),
+        dx.mutable_data_ptr()};
+    return launch(launch_softmax_columns_backward, params);
+  }
+  check_tier_holds(backward_pass(log), geometry, x_dtype, y_dtype);
   const Rows dy_rows = as_softmax_rows(dy, geometry), y_rows = as_softmax_rows(output, geometry);
-  auto params = params_of<SoftmaxBackwardParams>(geometry, log, dx.scalar_type(), dy.scalar_type());
+  SoftmaxBackwardParams params{};
   params.rows = geometry.outer;
+  params.cols = cols;
+  params.x_dtype = to_dtype(x_dtype);
+  params.y_dtype = to_dtype(y_dtype);
+  params.log = log;
   params.scale = scale;
   dy_rows.set(&params.dy, &params.dy_layout);
   y_rows.set(&params.y, &params.y_layout);
@@ -250,38 +238,24 @@ void rows_backward(const Tensor& dy, const Tensor& output, const Geometry& geome
   launch(launch_softmax_backward, params);
 }
 
-void columns_backward(const Tensor& dy, const Tensor& output, const Geometry& geometry, bool log,
-                      const Tensor& dx) {
-  const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
-  auto params =
-      params_of<SoftmaxColumnsBackwardParams>(geometry, log, dx.scalar_type(), dy.scalar_type());
-  params.outer = geometry.outer;
-  params.inner = geometry.inner;
-  params.dy = dy_data.const_data_ptr();
-  params.y = y_data.const_data_ptr();
-  params.dx = dx.mutable_data_ptr();
-  launch(launch_softmax_columns_backward, params);
-}
-
 #endif  // FUSED_NORM_WITH_CUDA
 
 // Contiguous.
-template <typename Call>
-Tensor softmax_forward(const Call& call) {
+Tensor softmax_forward(const SoftmaxCall& call) {
   // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_call(call);
   const auto& [input, mask] = std::tie(call.input, call.mask);
-  if (input.is_meta()) return new_like(input, y_dtype_of(call));
+  if (input.is_meta()) return new_like(input, call.y_dtype());
   const Geometry geometry = geometry_of(input, call.dim);
   check_tier(input, geometry);
-  const Tensor y = new_like(input, y_dtype_of(call));
+  const Tensor y = new_like(input, call.y_dtype());
   if (input.numel() == 0) return y;
-  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !(has(mask) || call.causal),
+  TORCH_CHECK(geometry.outer <= std::numeric_limits<int32_t>::max() || !call.hides(),
               "input of shape ", input.sizes(), " has ", geometry.outer,
               " rows; with a mask or causal at most 2^31 - 1 are supported");
   const Tensor expanded = has(mask) ? mask->expand(input.sizes()) : Tensor();
-  if (input.is_cpu() && is_plain<Call>) {
+  if (input.is_cpu() && !call.hides() && call.scale == 1) {
     cpu::softmax_forward(input.reshape(geometry.shape()), call.log, y);
   } else if (input.is_cpu()) {
     const auto rows = [&](const Tensor& t) { return input.dim() == 0 ? t.reshape({1}) : t; };
@@ -289,12 +263,7 @@ Tensor softmax_forward(const Call& call) {
                                call.causal, y);
 #ifdef FUSED_NORM_WITH_CUDA
   } else {
-    const c10::cuda::CUDAGuard guard(input.device());
-    if (geometry.rows()) {
-      rows_forward(call, geometry, expanded, y);
-    } else {
-      columns_forward(input, geometry, call.log, y);
-    }
+    forward_on_cuda(call, geometry, expanded, y);
 #endif
   }
   return y;
@@ -325,21 +294,16 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
     cpu::softmax_backward(dy.reshape(shape), output.reshape(shape), log, scale, dx);
 #ifdef FUSED_NORM_WITH_CUDA
   } else {
-    const c10::cuda::CUDAGuard guard(dy.device());
-    if (geometry.rows()) {
-      rows_backward(dy, output, geometry, log, scale, dx);
-    } else {
-      columns_backward(dy, output, geometry, log, dx);
-    }
+    backward_on_cuda(dy, output, geometry, log, scale, dx);
 #endif
   }
   return dx;
 }
 
-const auto& backward_op() {
-  static const Operator op("softmax_backward", softmax_backward);
-  return op;
-}
+template <typename Call>
+constexpr auto* kernel_for = &Kernels<Call>::template kernel<softmax_forward>;
+
+const auto& backward_op() { return operator_of<&softmax_backward>("softmax_backward"); }
 
 }  // namespace
 
@@ -347,10 +311,7 @@ template <typename Self, typename Call>
 struct RecordedSoftmax : torch::autograd::Function<Self> {
   static constexpr bool is_traceable = true;
 
-  static const auto& op() {
-    static const Operator op(Self::kName, kernel<softmax_forward<Call>>);
-    return op;
-  }
+  static const auto& op() { return operator_of<kernel_for<Call>>(Self::kName); }
 
   static Tensor forward(AutogradContext* ctx, const Tensor& input, const Call& call) {
     const Tensor output = op().below_autograd(call);
@@ -363,7 +324,8 @@ struct RecordedSoftmax : torch::autograd::Function<Self> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(2);
-    const Tensor output = ctx->get_saved_variables()[0];
+    Tensor output = ctx->get_saved_variables()[0];
+    make_result(&output, 0);
     const auto [dim, log, input_dtype, scale] =
         ctx->saved_data["call"].to<std::tuple<int64_t, bool, ScalarType, double>>();
     return {backward_op().in_backward(grads[0], output, dim, log, input_dtype, scale), Tensor()};
@@ -385,7 +347,7 @@ Tensor differentiate(const Call& call) {
   TORCH_CHECK(!needs_grad(call.mask) && !any_tensor(has_tangent, call.mask),
               "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
               "mask.detach(), or add it to the input before softmax");
-  if (auto result = Function::op().unrecorded(check_call<Call>, call)) return *result;
+  if (auto result = Function::op().unrecorded(check_call, call)) return *result;
   check_layout(call.input, "input");  // Function asks for sizes, which not every tensor has
   return Function::apply(call.input, call);
 }
@@ -394,11 +356,11 @@ TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
   define_differentiable(
       m, "softmax_forward",
       "(Tensor input, int dim, bool log=False, ScalarType? out_dtype=None) -> Tensor",
-      kernel<softmax_forward<SoftmaxCall>>, kernel<differentiate<SoftmaxFunction, SoftmaxCall>>);
+      kernel_for<SoftmaxCall>, kernel<differentiate<SoftmaxFunction, SoftmaxCall>>);
   define_differentiable(m, "scaled_masked_softmax",
                         "(Tensor input, Tensor? mask, float scale=1.0, bool causal=False, "
                         "ScalarType? out_dtype=None) -> Tensor",
-                        kernel<softmax_forward<MaskedSoftmaxCall>>,
+                        kernel_for<MaskedSoftmaxCall>,
                         kernel<differentiate<ScaledMaskedSoftmaxFunction, MaskedSoftmaxCall>>);
   define_backward(m, "softmax_backward",
                   "(Tensor dy, Tensor output, int dim, bool log, ScalarType input_dtype, float "
