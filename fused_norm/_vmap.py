@@ -37,11 +37,6 @@ def _broadcasting(tensor: Tensor | None, dim: int | None, ndim: int) -> Tensor |
     return tensor.reshape(tensor.shape[0], *[1] * (ndim - tensor.dim()), *tensor.shape[1:])
 
 
-def _all_batch_first(results) -> tuple:
-    """The results, some of which may be None, and their batch dimensions."""
-    return results, tuple(None if result is None else 0 for result in results)
-
-
 def _of_rows(name, info, in_dims, args) -> tuple:
     """The call of a norm's operator with the batch in its rows, and its results."""
     op, decomposition = getattr(_ops, name), getattr(_decompositions, name)
@@ -98,22 +93,6 @@ def _scaled_masked_softmax(info, in_dims, input, mask, *options):
     return _ops.scaled_masked_softmax(rows, mask, *options).view(x.shape), 0
 
 
-@torch.library.register_vmap("fused_norm::softmax_backward")
-def _softmax_backward(info, in_dims, dy, output, dim, *options):
-    _check(_ops.softmax_backward, in_dims, (dy, output, dim, *options))
-    dy, output = (
-        _with_batch(t, d, info.batch_size) for t, d in zip((dy, output), in_dims, strict=False)
-    )
-    dim = _softmax_dim(dim, dy.dim() - 1)
-    return _ops.softmax_backward(_rows(dy), _rows(output), dim, *options).view(dy.shape), 0
-
-
-_Backward = _ops.call_type(_ops.attention_backward)
-
-# Where the heads are, from the end: of log-sum-exps; of slopes and sinks.
-_ROWS, _HEADS = 2, 1
-
-
 def _into_heads(tensor, dim, batch_size, heads_at) -> Tensor | None:
     """The batch within the heads, which are ``heads_at`` from the end, before what was there."""
     if tensor is None:
@@ -122,9 +101,7 @@ def _into_heads(tensor, dim, batch_size, heads_at) -> Tensor | None:
     return tensor.flatten(-heads_at - 1, -heads_at)
 
 
-def _out_of_heads(tensor, batch_size, heads_at) -> Tensor | None:
-    if tensor is None:
-        return None
+def _out_of_heads(tensor, batch_size, heads_at) -> Tensor:
     return tensor.unflatten(-heads_at, (batch_size, -1)).movedim(-heads_at - 1, 0)
 
 
@@ -140,62 +117,45 @@ def _mask_with_heads(mask, dim, batch_size, heads) -> Tensor | None:
     return _into_heads(mask.expand(-1, -1, heads, -1, -1), 0, batch_size, 3)
 
 
-def _heads_at(call) -> int:
-    """Where the heads of queries, keys and values are, from the end: of dense and packed ones."""
-    return 3 if call.cu_seqlens_q is None else 2
-
-
-def _with_heads(call, dims, batch_size):
-    """A call of an attention operator with the batch within the heads of its tensors."""
+@torch.library.register_vmap("fused_norm::attention_forward")
+def _attention_forward(info, in_dims, *args):
+    _check(_ops.attention_forward, in_dims, args)
+    call, dims, size = _ops.AttentionCall(*args), _ops.AttentionCall(*in_dims), info.batch_size
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
         if getattr(call, name) is not None and getattr(dims, name) is not None:
             raise RuntimeError(f"{name} must not have a dimension of vmap: it is of all calls")
     if dims.rng is not None:  # one seed is enough where heads differ in number
         call = call._replace(rng=call.rng.select(dims.rng, 0))
-    places = dict.fromkeys(("query", "key", "value", "dout", "out"), _heads_at(call))
-    places |= {"dlse": _ROWS, "lse": _ROWS, "alibi_slopes": _HEADS, "sink": _HEADS}
+    heads_at = 3 if call.cu_seqlens_q is None else 2  # of queries, keys and values
+    heads = _shape_of_one(call.query, dims.query)[-heads_at]
+    places = dict.fromkeys(("query", "key", "value"), heads_at) | {"alibi_slopes": 1, "sink": 1}
     tensors = {
-        name: _into_heads(getattr(call, name), getattr(dims, name), batch_size, heads_at)
-        for name, heads_at in places.items()
-        if name in call._fields
+        name: _into_heads(getattr(call, name), getattr(dims, name), size, place)
+        for name, place in places.items()
     }
-    heads = _shape_of_one(call.query, dims.query)[-_heads_at(call)]
-    mask = _mask_with_heads(call.attn_mask, dims.attn_mask, batch_size, heads)
-    return call._replace(attn_mask=mask, **tensors)
+    mask = _mask_with_heads(call.attn_mask, dims.attn_mask, size, heads)
+    out, lse = _ops.attention_forward(*call._replace(attn_mask=mask, **tensors))
+    return (_out_of_heads(out, size, heads_at), _out_of_heads(lse, size, 2)), (0, 0)
 
 
-@torch.library.register_vmap("fused_norm::attention_forward")
-def _attention_forward(info, in_dims, *args):
-    _check(_ops.attention_forward, in_dims, args)
-    call = _ops.AttentionCall(*args)
-    both = _with_heads(call, _ops.AttentionCall(*in_dims), info.batch_size)
-    out, lse = _ops.attention_forward(*both)
-    out = _out_of_heads(out, info.batch_size, _heads_at(call))
-    return (out, _out_of_heads(lse, info.batch_size, _ROWS)), (0, 0)
-
-
-def _each_backward(info, in_dims, args) -> tuple:
-    """One call after another: each has a mask's gradient of its own, and dropout's mask is that of
-    forward, which counted its own heads."""
+def _one_after_another(op, info, in_dims, args) -> tuple:
+    """The results of a call for each element of the batch."""
     results = []
     for i in range(info.batch_size):
-        one = [
-            arg.select(dim, i) if isinstance(dim, int) else arg
-            for arg, dim in zip(args, in_dims, strict=True)
-        ]
-        results.append(_ops.attention_backward(*one))
-    of_each = zip(*results, strict=True)
-    return _all_batch_first(tuple(None if g[0] is None else torch.stack(g) for g in of_each))
+        pairs = zip(args, in_dims, strict=True)
+        results.append(op(*(a.select(d, i) if isinstance(d, int) else a for a, d in pairs)))
+    stacked = [None if r[0] is None else torch.stack(r) for r in zip(*results, strict=True)]
+    return tuple(stacked), tuple(None if result is None else 0 for result in stacked)
+
+
+@torch.library.register_vmap("fused_norm::rms_norm_gated_backward")
+def _gated_backward(info, in_dims, *args):
+    return _one_after_another(_ops.rms_norm_gated_backward, info, in_dims, args)
 
 
 @torch.library.register_vmap("fused_norm::attention_backward")
 def _attention_backward(info, in_dims, *args):
-    call, dims, size = _Backward(*args), _Backward(*in_dims), info.batch_size
-    if call.dropout_p > 0 or call.output_mask[3]:
-        return _each_backward(info, in_dims, args)
-    *of_qkv, _, dsink = _ops.attention_backward(*_with_heads(call, dims, size))
-    results = [_out_of_heads(gradient, size, _heads_at(call)) for gradient in of_qkv]
-    return _all_batch_first((*results, None, _out_of_heads(dsink, size, _HEADS)))
+    return _one_after_another(_ops.attention_backward, info, in_dims, args)
 
 
 @torch.library.register_vmap("fused_norm::attention_rng")
