@@ -38,7 +38,7 @@ def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Ten
         _arguments.optional_tensor(name, value)
     args = (input, weight, bias, _arguments.shape(normalized_shape), *options)
     if torch.jit.is_tracing():
-        return _tracing.recorded_norm(*args[:-1])
+        return _tracing.norm_forward(*args[:-1], memory_efficient=False)
     outputs = _C.norm(*args)
     if outputs is None:
         types = ", ".join(type(arg).__name__ for arg in args)
