@@ -153,7 +153,9 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
     k = _rows(key.shape[2], call.cu_seqlens_k, device)
     ahead = k.place - q.place.unsqueeze(1)  # j - i
     # Keys less queries, of each query's sequence.
-    shift = q.lengths(k) - q.lengths(q) if packed else q.place * 0 + key.shape[2] - query.shape[2]
+    shift = torch.full_like(q.place, key.shape[2] - query.shape[2])
+    if packed:
+        shift = q.lengths(k) - q.lengths(q)
     offset = ahead - shift.unsqueeze(1)
     hidden = _hidden(call, q, k, ahead if call.top_left else offset, dtype)
     if packed or not (call.attn_mask is call.window_left is call.window_right is None):
