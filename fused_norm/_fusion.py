@@ -12,6 +12,7 @@ in the same kernel as the sum, as a dropout's output is: that would have to be s
 is less than another one that stands behind it in the graph.
 """
 
+import itertools
 import operator
 
 import torch
@@ -137,8 +138,7 @@ def _narrow(node: fx.Node) -> fx.Node:
 def _input_and_residual(total, out_dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
     """The operands of a sum as a norm's kernel adds them: one of the output's dtype to one of the
     sum's."""
-    addends = _addends(total)
-    for input, residual in (addends, addends[::-1]) if addends else ():
+    for input, residual in itertools.permutations(_addends(total), 2):
         if input.meta["val"].dtype != out_dtype:
             input = _narrow(input)
         if (
@@ -182,7 +182,7 @@ def _fuse_forward(norm: fx.Node) -> None:
 
 
 def _fuse_backward(total: fx.Node) -> None:
-    for dx, gradient in zip(_addends(total), _addends(total)[::-1], strict=True):
+    for dx, gradient in itertools.permutations(_addends(total), 2):
         if dx.target is not operator.getitem or dx.args[1] != 0 or len(dx.users) != 1:
             continue
         norm = dx.args[0]
