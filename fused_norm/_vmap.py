@@ -139,12 +139,21 @@ def _attention_forward(info, in_dims, *args):
 
 
 def _one_after_another(op, info, in_dims, args) -> tuple:
-    """The results of a call for each element of the batch."""
+    """The results of a call for each element of the batch, or of one of zeros if it has none."""
+
+    def element(arg, dim, i):
+        if not isinstance(dim, int):
+            return arg
+        return arg.select(dim, i) if info.batch_size else arg.new_zeros(_shape_of_one(arg, dim))
+
     results = []
-    for i in range(info.batch_size):
+    for i in range(max(info.batch_size, 1)):
         pairs = zip(args, in_dims, strict=True)
-        results.append(op(*(a.select(d, i) if isinstance(d, int) else a for a, d in pairs)))
-    stacked = [None if r[0] is None else torch.stack(r) for r in zip(*results, strict=True)]
+        results.append(op(*(element(arg, dim, i) for arg, dim in pairs)))
+    stacked = [
+        None if each[0] is None else torch.stack(each)[: info.batch_size]
+        for each in zip(*results, strict=True)
+    ]
     return tuple(stacked), tuple(None if result is None else 0 for result in stacked)
 
 

@@ -390,6 +390,8 @@ def test_batched_gradients(in_vmap, generator):
     ours = torch.vmap(gradients)(dys) if in_vmap else gradients(dys, is_grads_batched=True)
     one_by_one = [torch.stack(each) for each in zip(*map(gradients, dys), strict=True)]
     torch.testing.assert_close(list(ours), one_by_one)
+    if in_vmap:
+        assert [g.shape for g in torch.vmap(gradients)(dys[:0])] == [(0, *t.shape) for t in leaves]
 
 
 @pytest.mark.parametrize("way", ["decompose", "vmap"])
