@@ -31,10 +31,10 @@ def _summed(placement):
     return Partial() if isinstance(placement, Shard) else Replicate()
 
 
-def _of_gradients(wanted, tensors, placements) -> list:
+def _of_gradients(call, names, placements) -> list:
     """None for a gradient that is not wanted, or of no tensor."""
-    cases = zip(wanted, tensors, placements, strict=True)
-    return [p if is_wanted and t is not None else None for is_wanted, t, p in cases]
+    cases = zip(call.output_mask, names, placements, strict=True)
+    return [p if wanted and getattr(call, name) is not None else None for wanted, name, p in cases]
 
 
 def _norm(call):
@@ -48,10 +48,9 @@ def _norm(call):
 
 def _norm_backward(call):
     for p in _of_rows(call.dy, call.normalized_shape):
-        tensors, placements = (call.dy, call.weight, call.bias), (p, _summed(p), _summed(p))
+        outputs = _of_gradients(call, ("dy", "weight", "bias"), (p, _summed(p), _summed(p)))
         inputs = dict.fromkeys(("dy", "saved", "rstd", "dresidual"), p)
-        inputs["mean"] = Replicate() if call.rms else p
-        yield _of_gradients(call.output_mask, tensors, placements), inputs
+        yield outputs, inputs | {"mean": Replicate() if call.rms else p}
 
 
 def _gated(call):
@@ -60,10 +59,9 @@ def _gated(call):
 
 
 def _gated_backward(call):
-    tensors = (call.input, call.gate, call.weight)
     for (p, _), inputs in _gated(call):
-        gradients = _of_gradients(call.output_mask, tensors, (p, p, _summed(p)))
-        yield gradients, inputs | {"dy": p, "rstd": p}
+        outputs = _of_gradients(call, ("input", "gate", "weight"), (p, p, _summed(p)))
+        yield outputs, inputs | {"dy": p, "rstd": p}
 
 
 def _softmax(call):
@@ -111,12 +109,11 @@ def _attention(call):
 
 def _attention_backward(call):
     names = ("query", "key", "value", "attn_mask", "sink")
-    tensors = [getattr(call, name) for name in names]
     for (of_out, of_lse), inputs in _attention(call):
         # What every process has whole got its share of the gradient from its own part.
         placements = [inputs.get(name, _summed(of_out)) for name in names]
         inputs |= {"dout": of_out, "out": of_out, "dlse": of_lse, "lse": of_lse}
-        yield _of_gradients(call.output_mask, tensors, placements), inputs
+        yield _of_gradients(call, names, placements), inputs
 
 
 def _attention_rng(call):

@@ -3,6 +3,8 @@ the parameters have none, and else a dimension for the decompositions to broadca
 softmax it is more rows in any case. Of attention it is more heads: mask, sinks and slopes may have
 it too."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -138,7 +140,7 @@ def _attention_forward(info, in_dims, *args):
     return (_out_of_heads(out, size, heads_at), _out_of_heads(lse, size, 2)), (0, 0)
 
 
-def _one_after_another(op, info, in_dims, args) -> tuple:
+def _one_after_another(op, info, in_dims, *args) -> tuple:
     """The results of a call for each element of the batch, or of one of zeros if it has none."""
 
     def element(arg, dim, i):
@@ -157,14 +159,8 @@ def _one_after_another(op, info, in_dims, args) -> tuple:
     return tuple(stacked), tuple(None if result is None else 0 for result in stacked)
 
 
-@torch.library.register_vmap("fused_norm::rms_norm_gated_backward")
-def _gated_backward(info, in_dims, *args):
-    return _one_after_another(_ops.rms_norm_gated_backward, info, in_dims, args)
-
-
-@torch.library.register_vmap("fused_norm::attention_backward")
-def _attention_backward(info, in_dims, *args):
-    return _one_after_another(_ops.attention_backward, info, in_dims, args)
+for _op in (_ops.rms_norm_gated_backward, _ops.attention_backward):
+    torch.library.register_vmap(_op, functools.partial(_one_after_another, _op))
 
 
 @torch.library.register_vmap("fused_norm::attention_rng")
