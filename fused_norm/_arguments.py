@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from fused_norm import _sharding
+from fused_norm import _ops
 
 
 def _refuse(name: str, expected: str, value) -> NoReturn:
@@ -29,7 +29,7 @@ def tensor(name: str, value, nested: bool = True) -> None:
         if not isinstance(value, Tensor):
             _refuse(name, "a tensor", value)
         optional_tensor(name, value, nested)
-        _sharding.register_where_loaded()
+        _ops.register_sharding()
 
 
 def optional_tensor(name: str, value, nested: bool = True) -> None:

@@ -6,13 +6,12 @@ differentiable in query, key, value, attn_mask, sink, dout and dlse.
 """
 
 import ctypes
-import dataclasses
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fused_norm._decompositions import accumulate_dtype
+from fused_norm._decompositions import accumulate_dtype, gradients
 from fused_norm._ops import AttentionCall
 
 
@@ -99,39 +98,9 @@ def _apart(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
     return call.query, call.key, call.value
 
 
-def _as_dense(tensor: Tensor, packed: bool) -> Tensor:
-    return tensor.transpose(0, 1).unsqueeze(0) if packed else tensor
-
-
-def _from_dense(tensor: Tensor, packed: bool) -> Tensor:
-    return tensor.squeeze(0).transpose(0, 1) if packed else tensor
-
-
 def _grouped(tensor: Tensor, kv_heads) -> Tensor:
-    """The query heads of a group beside their key head; `flatten(1, 2)` is the way back."""
+    """The query heads of a group beside their key head; ``flatten(1, 2)`` is the way back."""
     return tensor.unflatten(1, (kv_heads, tensor.shape[1] // kv_heads))
-
-
-@dataclasses.dataclass
-class _Probabilities:
-    """What both directions need, in the precision of sums and of four dimensions."""
-
-    query: Tensor  # (B, Hq, Sq, D)
-    key: Tensor  # (B, Hk, 1, Sk, D)
-    value: Tensor  # (B, Hk, 1, Sk, Dv)
-    all: Tensor  # (B, Hq, Sq, Sk)
-    lse: Tensor  # (B, Hq, Sq)
-    capped: Tensor | None  # tanh of the scores, with softcap
-    of_sink: Tensor | None  # (B, Hq, Sq)
-    kept: Tensor | None  # what dropout multiplies `all` by
-
-    @property
-    def kept_part(self) -> Tensor:
-        return self.all if self.kept is None else self.all * self.kept
-
-    @property
-    def output(self) -> Tensor:
-        return (_grouped(self.kept_part, self.key.shape[1]) @ self.value).flatten(1, 2)
 
 
 def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor, dtype) -> Tensor:
@@ -159,95 +128,58 @@ def _without_unseen(hidden: Tensor, query: Tensor, key: Tensor, value: Tensor) -
     return query, key.masked_fill(of_keys, 0), value.masked_fill(of_keys, 0)
 
 
-def _probabilities(call: AttentionCall) -> _Probabilities:
-    packed = call.cu_seqlens_q is not None
-    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
-    query, key, value = (_as_dense(tensor, packed).to(dtype) for tensor in _apart(call))
-    queries, keys = query.shape[2], key.shape[2]
-    q = _rows(queries, call.cu_seqlens_q, device)
-    k = _rows(keys, call.cu_seqlens_k, device)
-    # Keys less queries, of each query's sequence.
-    shift = q.lengths(k) - q.lengths(q) if packed else torch.full_like(q.place, keys - queries)
-    shift = shift.unsqueeze(1)
-    ahead = k.place - q.place.unsqueeze(1)  # j - i
-    hidden = _hidden(call, q, k, ahead if call.top_left else ahead - shift, dtype)
-    if packed or not (call.attn_mask is call.window_left is call.window_right is None):
-        query, key, value = _without_unseen(hidden, query, key, value)
-    key, value = key.unsqueeze(2), value.unsqueeze(2)
-    s = (_grouped(query, key.shape[1]) @ key.transpose(-1, -2)).flatten(1, 2) * call.scale
-    capped = None
+def _scores(call: AttentionCall, query: Tensor, key: Tensor, q: _Rows, offset: Tensor) -> Tensor:
+    """(B, Hq, Sq, Sk), those of hidden keys too."""
+    keys = key.unsqueeze(2).transpose(-1, -2)
+    s = (_grouped(query, key.shape[1]) @ keys).flatten(1, 2) * call.scale
     if call.softcap > 0:
-        capped = (s / call.softcap).tanh()
-        s = capped * call.softcap
+        s = (s / call.softcap).tanh() * call.softcap
     if call.alibi_slopes is not None:
-        s = s - _alibi(call, s, q, (ahead - shift).abs())
+        s = s - _alibi(call, s, q, offset.abs())
     if call.attn_mask is not None and call.attn_mask.dtype is not torch.bool:
-        s = s + call.attn_mask.to(dtype)
-    s = s.masked_fill(hidden, -torch.inf)
-    sink, logits = None, s
-    if call.sink is not None:
-        sink = call.sink.to(dtype)[:, None, None].expand(*s.shape[:3], 1)
-        logits = torch.cat([s, sink], -1)
-    empty = (logits == -torch.inf).all(-1, keepdim=True)
-    if packed:  # rows of no sequence have no sink either
-        empty = empty | (q.sequence < 0).unsqueeze(-1)
-    lse = logits.masked_fill(empty, 0).logsumexp(-1, keepdim=True)
-    all_ = (s - lse).exp().masked_fill(empty, 0)
-    of_sink = None if sink is None else (sink - lse).exp().masked_fill(empty, 0).squeeze(-1)
-    lse = lse.masked_fill(empty, -torch.inf).squeeze(-1)
-    kept = _dropped(call, all_, q, k) if call.dropout_p > 0 else None
-    return _Probabilities(query, key, value, all_, lse, capped, of_sink, kept)
+        s = s + call.attn_mask.to(s.dtype)
+    return s
 
 
 def attention_forward(*args) -> tuple[Tensor, Tensor]:
     call = AttentionCall(*args)
     packed = call.cu_seqlens_q is not None
-    p = _probabilities(call)
-    out = _from_dense(p.output, packed).to(call.query.dtype)
-    return out, p.lse.squeeze(0) if packed else p.lse
+    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
+    tensors = [tensor.to(dtype) for tensor in _apart(call)]
+    if packed:
+        tensors = [tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors]
+    query, key, value = tensors  # (B, heads, rows, columns)
+    q = _rows(query.shape[2], call.cu_seqlens_q, device)
+    k = _rows(key.shape[2], call.cu_seqlens_k, device)
+    ahead = k.place - q.place.unsqueeze(1)  # j - i
+    # Keys less queries, of each query's sequence.
+    shift = torch.full_like(q.place, key.shape[2] - query.shape[2])
+    if packed:
+        shift = q.lengths(k) - q.lengths(q)
+    offset = ahead - shift.unsqueeze(1)
+    hidden = _hidden(call, q, k, ahead if call.top_left else offset, dtype)
+    if packed or not (call.attn_mask is call.window_left is call.window_right is None):
+        query, key, value = _without_unseen(hidden, query, key, value)
+    s = _scores(call, query, key, q, offset).masked_fill(hidden, -torch.inf)
+    logits = s
+    if call.sink is not None:
+        logits = torch.cat([s, call.sink.to(dtype)[:, None, None].expand(*s.shape[:3], 1)], -1)
+    empty = (logits == -torch.inf).all(-1, keepdim=True)
+    if packed:  # rows of no sequence have no sink either
+        empty = empty | (q.sequence < 0).unsqueeze(-1)
+    lse = logits.masked_fill(empty, 0).logsumexp(-1, keepdim=True)
+    p = (s - lse).exp().masked_fill(empty, 0)
+    if call.dropout_p > 0:
+        p = p * _dropped(call, p, q, k)
+    out = (_grouped(p, value.shape[1]) @ value.unsqueeze(2)).flatten(1, 2)
+    lse = lse.masked_fill(empty, -torch.inf).squeeze(-1)
+    if packed:
+        out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+    return out.to(call.query.dtype), lse
 
 
 def attention_backward(dout, dlse, out, lse, *args) -> tuple[Tensor | None, ...]:
     """Makes out and lse again: their own gradients are parts of those of the call's tensors."""
     *args, wanted = args
-    call = AttentionCall(*args)
-    packed = call.cu_seqlens_q is not None
-    p = _probabilities(call)
-    kv_heads = p.key.shape[1]
-    d_out = _as_dense(dout, packed).to(p.all.dtype)
-    of_row = (d_out * p.output).sum(-1)
-    if dlse is not None:
-        of_row = of_row - (dlse.unsqueeze(0) if packed else dlse)
-    dp = (_grouped(d_out, kv_heads) @ p.value.transpose(-1, -2)).flatten(1, 2)
-    if p.kept is not None:
-        dp = dp * p.kept
-    of_scores = p.all * (dp - of_row.unsqueeze(-1))
-    ds = of_scores * call.scale
-    if p.capped is not None:
-        ds = ds * (1 - p.capped * p.capped)
-
-    def finished(tensor):
-        return _from_dense(tensor, packed).to(call.query.dtype)
-
-    def of_keys(weights, rows):  # weights^T rows, summed over the heads of a group
-        weights, rows = _grouped(weights, kv_heads), _grouped(rows, kv_heads)
-        return finished((weights.transpose(-1, -2) @ rows).sum(2))
-
-    of_key = wanted[0 if call.key is None else 1]
-    of_value = of_key if call.value is None else wanted[2]
-    dquery = dkey = dvalue = dmask = dsink = None
-    if wanted[0]:
-        dquery = finished((_grouped(ds, kv_heads) @ p.key).flatten(1, 2))
-    if of_key:
-        dkey = of_keys(ds, p.query)
-    if of_value:
-        dvalue = of_keys(p.kept_part, d_out)
-    if call.key is None and wanted[0]:
-        dquery, dkey, dvalue = torch.stack([dquery, dkey, dvalue]), None, None
-    elif call.value is None and of_key:
-        dkey, dvalue = torch.stack([dkey, dvalue]), None
-    if wanted[3] and call.attn_mask is not None:
-        dmask = of_scores.sum_to_size(call.attn_mask.shape).to(call.attn_mask.dtype)
-    if wanted[4] and call.sink is not None:
-        dsink = -(p.of_sink * of_row).sum((0, 2)).to(call.sink.dtype)
-    return dquery, dkey, dvalue, dmask, dsink
+    inputs = ("query", "key", "value", "attn_mask", "sink")
+    return gradients(attention_forward, AttentionCall(*args), inputs, wanted, (dout, dlse))

@@ -94,5 +94,5 @@ _library.impl(
     "norm_statistics_backward", _decompositions.statistics_backward, "CompositeImplicitAutograd"
 )
 # torch.vmap: torch's own rules for the decompositions. Those of the others are in _vmap.py.
-for _name in ("norm_backward", "rms_norm_gated_backward"):
-    _library.impl(_name, getattr(_decompositions, _name), "FuncTorchBatched")
+for _function in (_decompositions.norm_backward, _decompositions.softmax_backward):
+    _library.impl(_function.__name__, _function, "FuncTorchBatched")

@@ -9,7 +9,7 @@ kernels, roundings in the last place aside. Every function is differentiable in 
 import torch
 from torch import Tensor
 
-from fused_norm import _ops
+from fused_norm import _ops, _torch
 
 
 def accumulate_dtype(input_dtype: torch.dtype) -> torch.dtype:
@@ -192,60 +192,49 @@ def statistics_backward(*args) -> Tensor:
     return dx.to(call.input_dtype)
 
 
-class _Gated:
-    """What both directions of gated RMSNorm need, in the precision of sums and of shape
-    (..., groups, columns of a group)."""
-
-    def __init__(self, call: _ops.GatedCall):
-        input, group = call.input, call.group_size
-        dtype = accumulate_dtype(input.dtype)
-        lead = input.shape[: input.dim() - len(call.normalized_shape)]
-        cols = input.shape[len(lead) :].numel()
-        groups = [1, cols] if group is None else [cols // group, group]
-        self.shape = [*lead, *groups]
-        self.x, self.z = (t.to(dtype).reshape(self.shape) for t in (input, call.gate))
-        self.sigmoid = torch.sigmoid(self.z)
-        self.act = self.z * self.sigmoid if call.silu else self.sigmoid
-        v = self.x if call.norm_before_gate else self.x * self.act
-        self.rstd = torch.rsqrt((v * v).mean(-1, keepdim=True) + call.eps)
-        self.xhat = v * self.rstd
-        weight, _ = _affine(call.weight, None, call.weight_offset, dtype)
-        self.weight = (
-            None
-            if weight is None
-            else weight.reshape(*weight.shape[: -len(call.normalized_shape)], *groups)
-        )
-
-    def scaled(self, tensor):
-        return tensor if self.weight is None else tensor * self.weight
-
-
 def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
     call = _ops.GatedCall(*args)
-    gated = _Gated(call)
-    y = gated.scaled(gated.xhat)
-    y = y * gated.act if call.norm_before_gate else y
-    return y.reshape(call.input.shape).to(call.input.dtype), gated.rstd.squeeze(-1)
+    input, group = call.input, call.group_size
+    dtype = accumulate_dtype(input.dtype)
+    lead = input.shape[: input.dim() - len(call.normalized_shape)]
+    cols = input.shape[len(lead) :].numel()
+    groups = [1, cols] if group is None else [cols // group, group]
+    x, gate = (t.to(dtype).reshape(*lead, *groups) for t in (input, call.gate))
+    act = torch.sigmoid(gate) * gate if call.silu else torch.sigmoid(gate)
+    x = x if call.norm_before_gate else x * act
+    rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + call.eps)
+    y = x * rstd
+    g, _ = _affine(call.weight, None, call.weight_offset, dtype)
+    if g is not None:
+        y = y * g.reshape(*g.shape[: -len(call.normalized_shape)], *groups)
+    y = y * act if call.norm_before_gate else y
+    return y.reshape(input.shape).to(input.dtype), rstd.squeeze(-1)
+
+
+def gradients(forward, call, inputs, wanted, of_results) -> tuple[Tensor | None, ...]:
+    """The gradients of the call's tensors that ``inputs`` names, from those of the results of
+    ``forward``, each of which may be None. None where ``wanted`` is false, or there is no tensor.
+    """
+    names = [n for n, w in zip(inputs, wanted, strict=True) if w and getattr(call, n) is not None]
+    tensors = [getattr(call, name) for name in names]
+
+    def results(*tensors):
+        made = forward(*call._replace(**dict(zip(names, tensors, strict=True))))
+        return [result for result, g in zip(made, of_results, strict=True) if g is not None]
+
+    given, differentiates = [g for g in of_results if g is not None], torch.is_grad_enabled()
+    if _torch.in_functorch():
+        found = torch.func.vjp(results, *tensors)[1](given)
+    else:  # torch.func knows no hooks of saved tensors, such as those of checkpoints
+        with torch.enable_grad():
+            tensors = [tensor.view_as(tensor).requires_grad_() for tensor in tensors]
+            made = results(*tensors)
+        found = torch.autograd.grad(made, tensors, given, create_graph=differentiates)
+    return tuple(map(dict(zip(names, found, strict=True)).get, inputs))
 
 
 def rms_norm_gated_backward(dy, rstd, *args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Makes rstd again: its own gradient is a part of the input's."""
     *args, wanted = args
-    call = _ops.GatedCall(*args)
-    input, weight, gated = call.input, call.weight, _Gated(call)
-    xhat, act, s = gated.xhat, gated.act, gated.sigmoid
-    dy = dy.to(xhat.dtype).reshape(gated.shape)
-    of_norm = dy * act if call.norm_before_gate else dy
-    dinput = dgate = dweight = None
-    if wanted[2] and weight is not None:
-        dweight = (of_norm * xhat).reshape(input.shape)
-        dweight = dweight.sum_to_size(weight.shape).to(weight.dtype)
-    dv = _project(gated.scaled(of_norm), xhat, gated.rstd, [-1], rms=True)
-    if wanted[0]:
-        dinput = dv if call.norm_before_gate else dv * act
-        dinput = dinput.reshape(input.shape).to(input.dtype)
-    if wanted[1]:
-        dact = dy * gated.scaled(xhat) if call.norm_before_gate else dv * gated.x
-        dgate = dact * (s * (gated.z * (1 - s) + 1) if call.silu else s * (1 - s))
-        dgate = dgate.reshape(input.shape).to(call.gate.dtype)
-    return dinput, dgate, dweight
+    inputs = ("input", "gate", "weight")
+    return gradients(rms_norm_gated_forward, _ops.GatedCall(*args), inputs, wanted, (dy, None))

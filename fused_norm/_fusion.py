@@ -8,9 +8,11 @@ It sees the forward and the backward graph as Inductor has them, after autograd:
   one that adds to its result, in place.
 
 An addition stays where the operators have no such form, and where one of its operands is computed
-in the same kernel as the sum, as a dropout's output is: that would have to be stored first.
+in the same kernel as the sum, as a dropout's output is: that would have to be stored first. A node
+is less than another one that stands behind it in the graph.
 """
 
+import itertools
 import operator
 
 import torch
@@ -37,17 +39,15 @@ class FuseResiduals(CustomGraphPass):
     """The pass. All its instances are equal, so that code is not compiled anew for another one."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        # A node has a larger number than all that it reads, one that is made here too.
-        order = {node: number for number, node in enumerate(graph.nodes)}
         for node in list(graph.nodes):
             if node.target is _ops.norm_forward:
-                _fuse_forward(node, order)
+                _fuse_forward(node)
             elif node.target is _ADD:
-                _fuse_backward(node, order)
+                _fuse_backward(node)
         if not (config.max_autotune or config.max_autotune_gemm):  # products are chosen one by one
             for node in list(graph.nodes):
                 if node.target is _ADD and _is_dy(node):
-                    _fuse_products(node, order)
+                    _fuse_products(node)
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
@@ -138,8 +138,7 @@ def _narrow(node: fx.Node) -> fx.Node:
 def _input_and_residual(total, out_dtype: torch.dtype) -> tuple[fx.Node, fx.Node] | None:
     """The operands of a sum as a norm's kernel adds them: one of the output's dtype to one of the
     sum's."""
-    addends = _addends(total)
-    for input, residual in (addends, addends[::-1]) if addends else ():
+    for input, residual in itertools.permutations(_addends(total), 2):
         if input.meta["val"].dtype != out_dtype:
             input = _narrow(input)
         if (
@@ -152,7 +151,7 @@ def _input_and_residual(total, out_dtype: torch.dtype) -> tuple[fx.Node, fx.Node
     return None
 
 
-def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
+def _fuse_forward(norm: fx.Node) -> None:
     arguments = _arguments(norm)
     total = arguments["input"]
     output, *statistics = norm.meta["val"]
@@ -164,7 +163,7 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     if any(user.target is not operator.getitem for user in norm.users):
         return
     # The new node takes the place of the sum.
-    if any(order[node] > order[total] for node in norm.all_input_nodes):
+    if any(node > total for node in norm.all_input_nodes):
         return
     arguments |= {"input": addends[0], "residual": addends[1], "out_dtype": None}  # the input's
     graph = norm.graph
@@ -174,7 +173,6 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     both.meta = {**norm.meta, "val": [output, total.meta["val"], *statistics]}
     both.meta.pop("eager_input_vals", None)  # the strides of other inputs
     residual_out.meta = dict(total.meta)
-    order[both] = order[residual_out] = order[total]
     for result in list(norm.users):
         index = result.args[1]
         result.args = (both, index if index == 0 else index + 1)
@@ -183,12 +181,12 @@ def _fuse_forward(norm: fx.Node, order: dict[fx.Node, int]) -> None:
     _erase(total)
 
 
-def _fuse_backward(total: fx.Node, order: dict[fx.Node, int]) -> None:
-    for dx, gradient in zip(_addends(total), _addends(total)[::-1], strict=True):
+def _fuse_backward(total: fx.Node) -> None:
+    for dx, gradient in itertools.permutations(_addends(total), 2):
         if dx.target is not operator.getitem or dx.args[1] != 0 or len(dx.users) != 1:
             continue
         norm = dx.args[0]
-        if norm.target is not _ops.norm_backward or order[gradient] >= order[norm]:
+        if norm.target is not _ops.norm_backward or gradient > norm:
             continue
         arguments = _arguments(norm)
         same_dtype = dx.meta["val"].dtype == gradient.meta["val"].dtype
@@ -234,12 +232,12 @@ def _is_contiguous(node: fx.Node) -> bool:
     return _same(value.stride(), make_contiguous_strides_for(value.shape))
 
 
-def _fuse_products(total: fx.Node, order: dict[fx.Node, int]) -> None:
+def _fuse_products(total: fx.Node) -> None:
     products = [_product(addend) for addend in _addends(total)]
     if len(products) != 2 or None in products:
         return
     # The one that something was added to already takes in the other, or the earlier the later.
-    products.sort(key=lambda found: (not _additions(found[0]), order[found[0]]))
+    products.sort(key=lambda found: (not _additions(found[0]), found[0]))
     (sum_, views), (added, others) = products
     if sum_ is added or _additions(added):
         return
@@ -250,12 +248,11 @@ def _fuse_products(total: fx.Node, order: dict[fx.Node, int]) -> None:
     if len({value.dtype for value in values}) > 1 or not _same(values[1].shape, values[2].shape):
         return
     graph = total.graph
-    last = max((added, *_additions(sum_)), key=order.__getitem__)
+    last = max((added, *_additions(sum_)))
     with graph.inserting_after(last):
         adding = graph.call_function(_MM_ADDING, (sum_, *added.args))
     adding.meta = dict(added.meta)
     adding.meta.pop("eager_input_vals", None)
-    order[adding] = order[last]
     for view in views:  # the outermost first
         adding.append(view)
     total.replace_all_uses_with(views[0] if views else sum_)

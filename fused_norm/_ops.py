@@ -6,10 +6,11 @@ begins.
 """
 
 import collections
+import sys
 
 import torch
 
-from fused_norm import _sharding, _torch
+from fused_norm import _torch
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
@@ -68,4 +69,13 @@ def check_rows(op, call) -> None:
     _check_unrecorded(op, *call._replace(**args))
 
 
-_sharding.register_where_loaded()
+@_torch.constant
+def register_sharding() -> bool:
+    """Registers DTensor's rules once torch.distributed.tensor is loaded, which no DTensor is
+    without. It is not loaded from here: that takes a hundred times as long as this package."""
+    if "torch.distributed.tensor" in sys.modules:
+        from fused_norm import _sharding  # noqa: F401
+    return True
+
+
+register_sharding()

@@ -1,186 +1,162 @@
 """How DTensor shards the operators: rows stay where they are, a row is never split; of attention,
-sequences and groups of heads.
+sequences and groups of heads. Loaded when torch.distributed.tensor is (_ops.py).
 
 A sharded dimension of rows needs no communication; the gradients of a norm's parameters are then
 partial sums. An input sharded within its rows, or a sharded parameter, is gathered first, as for
 torch's own operators.
+
+Each rule gives, for every way to split a call, the placements of its results, None for what is no
+tensor, and those of its tensors by name. A tensor without a name there is whole everywhere.
 """
 
-import functools
-import sys
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo
+from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 
-import torch
-
-from fused_norm import _torch
-
-
-@_torch.constant
-def register_where_loaded() -> bool:
-    """Registers the rules once torch.distributed.tensor is loaded, which no DTensor is without.
-
-    It is not loaded from here: that takes a hundred times as long as loading this package.
-    """
-    if "torch.distributed.tensor" in sys.modules:
-        _register()
-    return True
+from fused_norm import _ops
 
 
-@functools.cache
-def _register() -> None:
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-    from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo
-    from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
+def _beside(ndim, *dims) -> list:
+    """Placements of a tensor that is whole along these dimensions."""
+    whole = {dim % ndim for dim in dims if ndim}
+    return [Replicate(), *(Shard(d) for d in range(ndim) if d not in whole)]
 
-    register_strategy = DTensor._op_dispatcher.sharding_propagator.register_op_strategy
 
-    def rules_of(name, first_option):
-        """Registers a function from the operator's arguments to its rules, each a list of the
-        outputs' placements and one of the tensor arguments'. Not by torch's register_sharding,
-        which knows no operator that gives a list of tensors, and remembers its answer for every
-        normalized_shape, output_mask, dim or causal: on the arguments from ``first_option`` on a
-        rule may depend."""
+def _of_rows(tensor, normalized_shape) -> list:
+    return [Replicate(), *map(Shard, range(tensor.ndim - len(normalized_shape)))]
 
-        def register(function):
-            def strategy(schema):
-                args = [
-                    arg.strategies[0].output_spec if isinstance(arg, OpStrategy) else arg
-                    for arg in schema.args_schema
-                ]
-                rules = function(*args)
-                placements = [outputs + inputs for outputs, inputs in rules]
-                count = len(rules[0][0])
-                mesh = args[0].mesh
-                return expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=count)
 
-            op = getattr(torch.ops.fused_norm, name).default
-            register_strategy(op, strategy, RuntimeSchemaInfo(first_option, needs_pytree=True))
-            return function
+def _summed(placement):
+    """Of a sum over what is so placed."""
+    return Partial() if isinstance(placement, Shard) else Replicate()
 
-        return register
 
-    def of_rows(tensor, normalized_shape):
-        return [Replicate(), *map(Shard, range(tensor.ndim - len(normalized_shape)))]
+def _of_gradients(call, names, placements) -> list:
+    """None for a gradient that is not wanted, or of no tensor."""
+    cases = zip(call.output_mask, names, placements, strict=True)
+    return [p if wanted and getattr(call, name) is not None else None for wanted, name, p in cases]
 
-    def beside(ndim, *dims):
-        """Placements of a tensor that is whole along these dimensions."""
-        whole = {dim % ndim for dim in dims if ndim}
-        return [Replicate(), *(Shard(d) for d in range(ndim) if d not in whole)]
 
-    def each(tensors, placement):
-        """The placement for each tensor of a list, None for what is None."""
-        return [None if tensor is None else placement for tensor in tensors]
+def _norm(call):
+    if call.room is not None:
+        raise NotImplementedError("norm_forward lists no columns of a DTensor")
+    for p in _of_rows(call.input, call.normalized_shape):
+        outputs = [p] if call.residual is None else [p, p]
+        # An RMSNorm's mean is an empty tensor, the same everywhere.
+        yield [*outputs, Replicate() if call.rms else p, p], {"input": p, "residual": p}
 
-    def summed(placement):
-        """Of a sum over what is so placed."""
-        return Partial() if isinstance(placement, Shard) else Replicate()
 
-    def of_gradients(wanted, tensors, placements):
-        """None for a gradient that is not wanted, or of no tensor."""
-        cases = zip(wanted, tensors, placements, strict=True)
-        return [p if is_wanted and t is not None else None for is_wanted, t, p in cases]
+def _norm_backward(call):
+    for p in _of_rows(call.dy, call.normalized_shape):
+        outputs = _of_gradients(call, ("dy", "weight", "bias"), (p, _summed(p), _summed(p)))
+        inputs = dict.fromkeys(("dy", "saved", "rstd", "dresidual"), p)
+        yield outputs, inputs | {"mean": Replicate() if call.rms else p}
 
-    @rules_of("norm_forward", 3)
-    def norm(input, weight, bias, normalized_shape, _, *options):
-        _, is_rms, _, residual, _, room = (*options, *[None] * (6 - len(options)))
-        if room is not None:
-            raise NotImplementedError("norm_forward lists no columns of a DTensor")
-        rules = []
-        for p in of_rows(input, normalized_shape):
-            outputs = [p] if residual is None else [p, p]
-            # An RMSNorm's mean is an empty tensor, the same everywhere.
-            outputs += [Replicate() if is_rms else p, p]
-            rules.append((outputs, [p, *each((weight, bias), Replicate()), *each([residual], p)]))
-        return rules
 
-    @rules_of("norm_backward", 6)
-    def norm_backward(dy, saved, mean, rstd, weight, bias, normalized_shape, *options):
-        # more: side and columns, which DTensors never have, and dresidual
-        _, is_rms, _, _, mask, *more = options
-        rules = []
-        for p in of_rows(dy, normalized_shape):
-            outputs = of_gradients(mask, (dy, weight, bias), (p, summed(p), summed(p)))
-            inputs = [p, p, *each([mean], Replicate() if is_rms else p), p]
-            inputs += each((weight, bias), Replicate())
-            rules.append((outputs, inputs + each(more, p)))
-        return rules
+def _gated(call):
+    for p in _of_rows(call.input, call.normalized_shape):
+        yield [p, p], {"input": p, "gate": p}
 
-    @rules_of("rms_norm_gated_forward", 3)
-    def gated(input, gate, weight, normalized_shape, *_):
-        placements = of_rows(input, normalized_shape)
-        return [([p, p], [p, p, *each([weight], Replicate())]) for p in placements]
 
-    @rules_of("rms_norm_gated_backward", 5)
-    def gated_backward(dy, rstd, *args):
-        input, gate, weight, *_, mask = args
-        rules = []
-        for (p, _), inputs in gated(*args):
-            outputs = of_gradients(mask, (input, gate, weight), (p, p, summed(p)))
-            rules.append((outputs, [p, p, *inputs]))
-        return rules
+def _gated_backward(call):
+    for (p, _), inputs in _gated(call):
+        outputs = _of_gradients(call, ("input", "gate", "weight"), (p, p, _summed(p)))
+        yield outputs, inputs | {"dy": p, "rstd": p}
 
-    @rules_of("softmax_forward", 1)
-    def softmax(input, dim, *_):
-        return [([p], [p]) for p in beside(input.ndim, dim)]
 
-    @rules_of("softmax_backward", 2)
-    def softmax_backward(dy, output, dim, *_):
-        return [([p], [p, p]) for p in beside(dy.ndim, dim)]
+def _softmax(call):
+    for p in _beside(call.input.ndim, call.dim):
+        yield [p], {"input": p}
 
-    @rules_of("scaled_masked_softmax", 2)
-    def masked_softmax(input, mask, *options):
-        causal = len(options) > 1 and options[1]  # a query's number tells what it may see
-        rules = []
-        for placement in beside(input.ndim, -1, *([-2] if causal else [])):
-            of_mask = Replicate()
-            if mask is not None and isinstance(placement, Shard):
-                dim = placement.dim - input.ndim + mask.ndim
-                if dim >= 0 and mask.shape[dim] > 1:
-                    of_mask = Shard(dim)
-            rules.append(([placement], [placement, *each([mask], of_mask)]))
-        return rules
 
-    @rules_of("attention_forward", 9)
-    def attention(query, key, value, mask, slopes, sink, cu_q, cu_k, rng, *_):
-        """A call is split over the processes by sequences, by heads, or not at all."""
-        packed = cu_q is not None
-        heads_at = 2 if packed else 3  # from the end
+def _softmax_backward(call):
+    for p in _beside(call.dy.ndim, call.dim):
+        yield [p], {"dy": p, "output": p}
 
-        def placement(split, tensor, heads_at, broadcasts=False):
-            if tensor is None:
-                return None
-            dim = -1 if split is None else tensor.ndim - heads_at - (1 - split)
-            whole = dim < 0 or (broadcasts and tensor.shape[dim] == 1)
-            return Replicate() if whole else Shard(dim)
 
-        splits = [None] if packed else [None, 0]  # the dimension of (batch, heads)
-        # A group of heads stays with its key head.
-        kv_heads = (query if key is None else key).shape[-heads_at]
-        if kv_heads % query.mesh.size() == 0:
-            splits.append(1)
-        rules = []
-        for split in splits:
-            inputs = [placement(split, tensor, heads_at) for tensor in (query, key, value)]
-            inputs.append(placement(split, mask, 3, broadcasts=True))
-            inputs += [placement(split, slopes, 1), placement(split, sink, 1)]
-            inputs += each((cu_q, cu_k, rng), Replicate())
-            outputs = [Replicate()] * 2
-            if split is not None:
-                outputs = [Shard(split), Shard(0 if packed else split)]
-            rules.append((outputs, inputs))
-        return rules
+def _masked_softmax(call):
+    input, mask = call.input, call.mask
+    # A query's number tells what it may see.
+    for p in _beside(input.ndim, -1, *([-2] if call.causal else [])):
+        of_mask = Replicate()
+        if mask is not None and isinstance(p, Shard):
+            dim = p.dim - input.ndim + mask.ndim
+            if dim >= 0 and mask.shape[dim] > 1:
+                of_mask = Shard(dim)
+        yield [p], {"input": p, "mask": of_mask}
 
-    @rules_of("attention_backward", 13)
-    def attention_backward(dout, dlse, out, lse, *args):
-        rules = []
-        for (of_out, of_lse), inputs in attention(*args):
-            of_leaves = [*inputs[:4], inputs[5]]
-            # What every process has whole got its share of the gradient from its own part.
-            is_split = isinstance(of_out, Shard)
-            placements = [Partial() if is_split and p == Replicate() else p for p in of_leaves]
-            gradients = of_gradients(args[-1], of_leaves, placements)
-            rules.append((gradients, [of_out, *each([dlse], of_lse), of_out, of_lse, *inputs]))
-        return rules
 
-    @rules_of("attention_rng", 1)
-    def attention_rng(query):
-        return [([Replicate()], [p]) for p in beside(query.ndim)]
+def _attention(call):
+    """A call is split over the processes by sequences, by heads, or not at all."""
+    packed = call.cu_seqlens_q is not None
+    places = dict.fromkeys(("query", "key", "value"), 2 if packed else 3)  # of heads, from the end
+    places |= {"attn_mask": 3, "alibi_slopes": 1, "sink": 1}
+    yield [Replicate()] * 2, {}
+    splits = [] if packed else [0]  # the dimension of (batch, heads)
+    # A group of heads stays with its key head.
+    keys = call.query if call.key is None else call.key
+    if keys.shape[-places["key"]] % call.query.mesh.size() == 0:
+        splits.append(1)
+    for split in splits:
+        inputs = {}
+        for name, heads_at in places.items():
+            tensor = getattr(call, name)
+            dim = -1 if tensor is None else tensor.ndim - heads_at - (1 - split)
+            if dim >= 0 and not (name == "attn_mask" and tensor.shape[dim] == 1):
+                inputs[name] = Shard(dim)
+        yield [Shard(split), Shard(0 if packed else split)], inputs
+
+
+def _attention_backward(call):
+    names = ("query", "key", "value", "attn_mask", "sink")
+    for (of_out, of_lse), inputs in _attention(call):
+        # What every process has whole got its share of the gradient from its own part.
+        placements = [inputs.get(name, _summed(of_out)) for name in names]
+        inputs |= {"dout": of_out, "out": of_out, "dlse": of_lse, "lse": of_lse}
+        yield _of_gradients(call, names, placements), inputs
+
+
+def _attention_rng(call):
+    for p in _beside(call.query.ndim):
+        yield [Replicate()], {"query": p}
+
+
+def _register(op, rule) -> None:
+    """Not by torch's register_sharding, which knows no operator that gives a list of tensors, and
+    remembers its answer for every normalized_shape, output_mask, dim or causal."""
+    call_type, arguments = _ops.call_type(op), op._schema.arguments
+    options = [i for i, argument in enumerate(arguments) if "Tensor" not in str(argument.type)]
+
+    def strategy(schema):
+        specs = {  # of the tensors
+            name: argument.strategies[0].output_spec
+            for name, argument in zip(call_type._fields, schema.args_schema, strict=False)
+            if isinstance(argument, OpStrategy)
+        }
+        call = call_type(*schema.args_schema)._replace(**specs)
+        rules = list(rule(call))
+        placements = [
+            [*outputs, *(inputs.get(name, Replicate()) for name in specs)]
+            for outputs, inputs in rules
+        ]
+        count = len(rules[0][0])
+        return expand_to_full_mesh_op_strategy(call[0].mesh, schema, placements, input_index=count)
+
+    # On what comes after the tensors a rule may depend.
+    info = RuntimeSchemaInfo(min(options, default=len(arguments)), needs_pytree=True)
+    DTensor._op_dispatcher.sharding_propagator.register_op_strategy(op, strategy, info)
+
+
+for _op, _rule in {
+    _ops.norm_forward: _norm,
+    _ops.norm_backward: _norm_backward,
+    _ops.rms_norm_gated_forward: _gated,
+    _ops.rms_norm_gated_backward: _gated_backward,
+    _ops.softmax_forward: _softmax,
+    _ops.softmax_backward: _softmax_backward,
+    _ops.scaled_masked_softmax: _masked_softmax,
+    _ops.attention_forward: _attention,
+    _ops.attention_backward: _attention_backward,
+    _ops.attention_rng: _attention_rng,
+}.items():
+    _register(_op, _rule)

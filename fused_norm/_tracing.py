@@ -20,7 +20,7 @@ def is_onnx_export() -> bool:
 def decomposes() -> bool:
     """Whether a norm is traced as torch's elementary operators: where the user asks for it, and in
     an export to ONNX, whose operators are the only ones there."""
-    return config.decompose or is_onnx_export()
+    return (config.decompose and torch.compiler.is_compiling()) or is_onnx_export()
 
 
 def compile_options(fuse_residuals: bool = True) -> dict:
@@ -117,7 +117,9 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
         call = call._replace(residual_dtype=call.residual_dtype or call.residual.dtype)
     if decomposes():
         eps, weight_offset = numbers(call.eps, call.weight_offset)
-        return _decomposed(call._replace(eps=eps, weight_offset=weight_offset))
+        call = call._replace(eps=eps, weight_offset=weight_offset)
+        _ops.check_rows(_ops.norm_forward, call)
+        return _outputs(call, _decompositions.norm_forward(*call))
     room = _room(call) if memory_efficient else None
     if not _torch.is_exporting():
         return _outputs(call, _ops.norm_forward(*call._replace(room=room)))
@@ -142,17 +144,6 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
 
 def _outputs(call, results) -> tuple:
     return results[0], None if call.residual is None else results[1]
-
-
-def _decomposed(call) -> tuple:
-    _ops.check_rows(_ops.norm_forward, call)
-    return _outputs(call, _decompositions.norm_forward(*call))
-
-
-def recorded_norm(*args) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As ``torch.jit.trace`` is to record it: without ``memory_efficient``."""
-    call = _ops.NormCall(*args)
-    return _decomposed(call) if is_onnx_export() else _outputs(call, _ops.norm_forward(*call))
 
 
 def softmaxes():

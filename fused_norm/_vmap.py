@@ -37,11 +37,6 @@ def _broadcasting(tensor: Tensor | None, dim: int | None, ndim: int) -> Tensor |
     return tensor.reshape(tensor.shape[0], *[1] * (ndim - tensor.dim()), *tensor.shape[1:])
 
 
-def _all_batch_first(results) -> tuple:
-    """The results, some of which may be None, and their batch dimensions."""
-    return results, tuple(None if result is None else 0 for result in results)
-
-
 def _of_rows(name, info, in_dims, args) -> tuple:
     """The call of a norm's operator with the batch in its rows, and its results."""
     op, decomposition = getattr(_ops, name), getattr(_decompositions, name)
@@ -98,22 +93,6 @@ def _scaled_masked_softmax(info, in_dims, input, mask, *options):
     return _ops.scaled_masked_softmax(rows, mask, *options).view(x.shape), 0
 
 
-@torch.library.register_vmap("fused_norm::softmax_backward")
-def _softmax_backward(info, in_dims, dy, output, dim, *options):
-    _check(_ops.softmax_backward, in_dims, (dy, output, dim, *options))
-    dy, output = (
-        _with_batch(t, d, info.batch_size) for t, d in zip((dy, output), in_dims, strict=False)
-    )
-    dim = _softmax_dim(dim, dy.dim() - 1)
-    return _ops.softmax_backward(_rows(dy), _rows(output), dim, *options).view(dy.shape), 0
-
-
-_Backward = _ops.call_type(_ops.attention_backward)
-
-# Where the heads are, from the end: of log-sum-exps; of slopes and sinks.
-_ROWS, _HEADS = 2, 1
-
-
 def _into_heads(tensor, dim, batch_size, heads_at) -> Tensor | None:
     """The batch within the heads, which are ``heads_at`` from the end, before what was there."""
     if tensor is None:
@@ -153,7 +132,7 @@ def _with_heads(call, dims, batch_size):
     if dims.rng is not None:  # one seed is enough where heads differ in number
         call = call._replace(rng=call.rng.select(dims.rng, 0))
     places = dict.fromkeys(("query", "key", "value", "dout", "out"), _heads_at(call))
-    places |= {"dlse": _ROWS, "lse": _ROWS, "alibi_slopes": _HEADS, "sink": _HEADS}
+    places |= {"dlse": 2, "lse": 2, "alibi_slopes": 1, "sink": 1}
     tensors = {
         name: _into_heads(getattr(call, name), getattr(dims, name), batch_size, heads_at)
         for name, heads_at in places.items()
@@ -167,35 +146,54 @@ def _with_heads(call, dims, batch_size):
 @torch.library.register_vmap("fused_norm::attention_forward")
 def _attention_forward(info, in_dims, *args):
     _check(_ops.attention_forward, in_dims, args)
-    call = _ops.AttentionCall(*args)
-    both = _with_heads(call, _ops.AttentionCall(*in_dims), info.batch_size)
-    out, lse = _ops.attention_forward(*both)
-    out = _out_of_heads(out, info.batch_size, _heads_at(call))
-    return (out, _out_of_heads(lse, info.batch_size, _ROWS)), (0, 0)
+    call, size = _ops.AttentionCall(*args), info.batch_size
+    out, lse = _ops.attention_forward(*_with_heads(call, _ops.AttentionCall(*in_dims), size))
+    return (_out_of_heads(out, size, _heads_at(call)), _out_of_heads(lse, size, 2)), (0, 0)
 
 
-def _each_backward(info, in_dims, args) -> tuple:
-    """One call after another: each has a mask's gradient of its own, and dropout's mask is that of
-    forward, which counted its own heads."""
+def _all_batch_first(results) -> tuple:
+    """The results, some of which may be None, and their batch dimensions."""
+    return tuple(results), tuple(None if result is None else 0 for result in results)
+
+
+def _one_after_another(op, info, in_dims, *args) -> tuple:
+    """The results of a call for each element of the batch, or of one of zeros if it has none."""
+
+    def element(arg, dim, i):
+        if not isinstance(dim, int):
+            return arg
+        return arg.select(dim, i) if info.batch_size else arg.new_zeros(_shape_of_one(arg, dim))
+
     results = []
-    for i in range(info.batch_size):
-        one = [
-            arg.select(dim, i) if isinstance(dim, int) else arg
-            for arg, dim in zip(args, in_dims, strict=True)
+    for i in range(max(info.batch_size, 1)):
+        pairs = zip(args, in_dims, strict=True)
+        results.append(op(*(element(arg, dim, i) for arg, dim in pairs)))
+    return _all_batch_first(
+        [
+            None if each[0] is None else torch.stack(each)[: info.batch_size]
+            for each in zip(*results, strict=True)
         ]
-        results.append(_ops.attention_backward(*one))
-    of_each = zip(*results, strict=True)
-    return _all_batch_first(tuple(None if g[0] is None else torch.stack(g) for g in of_each))
+    )
+
+
+@torch.library.register_vmap("fused_norm::rms_norm_gated_backward")
+def _rms_norm_gated_backward(info, in_dims, *args):
+    return _one_after_another(_ops.rms_norm_gated_backward, info, in_dims, *args)
+
+
+_Backward = _ops.call_type(_ops.attention_backward)
 
 
 @torch.library.register_vmap("fused_norm::attention_backward")
 def _attention_backward(info, in_dims, *args):
     call, dims, size = _Backward(*args), _Backward(*in_dims), info.batch_size
-    if call.dropout_p > 0 or call.output_mask[3]:
-        return _each_backward(info, in_dims, args)
+    # A mask's gradient is of each call, and dropout's mask is that of forward, which counted its
+    # own heads. Without a batch there are no heads.
+    if call.dropout_p > 0 or call.output_mask[3] or size == 0:
+        return _one_after_another(_ops.attention_backward, info, in_dims, *args)
     *of_qkv, _, dsink = _ops.attention_backward(*_with_heads(call, dims, size))
     results = [_out_of_heads(gradient, size, _heads_at(call)) for gradient in of_qkv]
-    return _all_batch_first((*results, None, _out_of_heads(dsink, size, _HEADS)))
+    return _all_batch_first([*results, None, _out_of_heads(dsink, size, 1)])
 
 
 @torch.library.register_vmap("fused_norm::attention_rng")

@@ -33,18 +33,14 @@ __all__ = [
 
 
 def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
-    """What the extension gave None for: an argument that is wrong, a normalized_shape of numbers
-    that are no ints, or a tracer, for which there is the operator."""
-    for name, value in {"input": input, "weight": weight, "bias": bias}.items():
-        _arguments.optional_tensor(name, value)
+    """What the extension gave None for: a weight or bias that is no tensor, a normalized_shape of
+    numbers that are no ints, or a tracer, for which there is the operator."""
+    _arguments.optional_tensor("weight", weight)
+    _arguments.optional_tensor("bias", bias)
     args = (input, weight, bias, _arguments.shape(normalized_shape), *options)
     if torch.jit.is_tracing():
-        return _tracing.recorded_norm(*args[:-1])
-    outputs = _C.norm(*args)
-    if outputs is None:
-        types = ", ".join(type(arg).__name__ for arg in args)
-        raise TypeError(f"a norm does not take arguments of types {types}")
-    return outputs
+        return _tracing.norm_forward(*args[:-1], memory_efficient=False)
+    return _C.norm(*args)
 
 
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:

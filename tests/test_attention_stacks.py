@@ -540,6 +540,23 @@ class TestVmap:
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b)
 
+    def test_gradients_of_each_sample_take_one_call(self, device, generator):
+        """Without a mask: the samples are heads of one call of the backward operator."""
+        inputs = leaves(generator, (2, 4, 5, 8), (2, 2, 6, 8), (2, 2, 6, 8), (4,))
+        q, k, v, sink = inputs
+        outputs = fn.flash_attention(q, k, v, sink=sink, causal=True, return_lse=True)
+
+        def gradients(*douts):
+            return torch.autograd.grad(outputs, inputs, douts, retain_graph=True)
+
+        douts = tuple(randn(generator, 3, *o.shape, dtype=FP64) for o in outputs)
+        with torch.profiler.profile() as profile:
+            ours = vmap(gradients)(*douts)
+        calls = {event.key: event.count for event in profile.key_averages()}
+        assert calls["fused_norm::attention_backward"] <= 2  # vmap's own entry, and one call
+        for a, b in zip(ours, over(gradients, (0, 0), douts), strict=True):
+            torch.testing.assert_close(a, b)
+
     def test_packed_and_stacked(self, device, generator):
         cu = offsets(device, 0, 2, 5)
         q, k = randn(generator, 3, 5, 4, 8), randn(generator, 3, 5, 2, 8)

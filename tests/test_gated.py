@@ -376,6 +376,24 @@ def test_decompose(generator, monkeypatch):
     assert "fused_norm" not in "".join(graphs)
 
 
+@pytest.mark.parametrize("in_vmap", [False, True], ids=["is_grads_batched", "vmap"])
+def test_batched_gradients(in_vmap, generator):
+    shapes = (4, 8), (4, 8), (8,), (3, 4, 8)
+    x, z, weight, dys = (torch.randn(s, generator=generator, dtype=FP64) for s in shapes)
+    leaves = [t.requires_grad_() for t in (x, z, weight)]
+    y = fn.rms_norm_gated(x, z, 8, weight, group_size=4)
+
+    def gradients(dy, is_grads_batched=False):
+        options = {"is_grads_batched": is_grads_batched, "retain_graph": True}
+        return torch.autograd.grad(y, leaves, dy, **options)
+
+    ours = torch.vmap(gradients)(dys) if in_vmap else gradients(dys, is_grads_batched=True)
+    one_by_one = [torch.stack(each) for each in zip(*map(gradients, dys), strict=True)]
+    torch.testing.assert_close(list(ours), one_by_one)
+    if in_vmap:
+        assert [g.shape for g in torch.vmap(gradients)(dys[:0])] == [(0, *t.shape) for t in leaves]
+
+
 @pytest.mark.parametrize("way", ["decompose", "vmap"])
 @pytest.mark.parametrize(
     "change, message",
