@@ -1,10 +1,10 @@
 """FlashAttention, forward and backward, in TFLOP/s beside other libraries.
 
-TFLOP/s count the pairs of a query and a key that it sees: 4 D a pair and head forward, 2.5 times
-that backward, whatever a kernel makes again. All implementations have the same tensors, of strides
-(batch, row, head, column), and take turns; a time is the median of the rounds. Backward is
-`torch.autograd.grad` with respect to query, key and value; ours gives the same bits every time, as
-do those named deterministic.
+TFLOP/s count the pairs of a query and a key that it sees: 2 (D + Dv) a pair and head forward,
+2 (3 D + 2 Dv) backward, whatever a kernel makes again. All implementations have the same tensors,
+of strides (batch, row, head, column), and take turns; a time is the median of the rounds. Backward
+is `torch.autograd.grad` with respect to query, key and value; ours gives the same bits every time,
+as do those named deterministic.
 """
 
 import dataclasses
@@ -44,6 +44,13 @@ class Cell:
     lengths: tuple = ()  # packed
     tokens: int = 16384  # of a batch
     width: int = 2048  # all heads' columns
+    model: str = ""  # whose shape it is
+    keys: int = 0  # of a sequence, where they are not as many as queries
+    value_dim: int = 0  # where it is not head_dim
+
+    def __post_init__(self):
+        object.__setattr__(self, "keys", self.keys or self.length)
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
     @property
     def heads(self):
@@ -56,6 +63,12 @@ class Cell:
     @property
     def name(self):
         words = [f"{self.head_dim} x {self.length} {self.mask}"]
+        if self.model:
+            words = [f"{self.model}: {len(self.sequences)} x {self.heads} x {self.length}"]
+            words += [f"({self.keys} keys)"] * (self.keys != self.length)
+            words += [f"D {self.head_dim}"]
+            words += [f"({self.value_dim})"] * (self.value_dim != self.head_dim)
+            words += ["causal"] * self.causal
         words += [f"window {self.window}"] * (self.window is not None)
         words += [f"GQA {self.group_size}"] * (self.group_size > 1)
         if self.group == "GQA" and self.tokens == self.length:
@@ -73,10 +86,53 @@ class Cell:
         return self.lengths or (self.length,) * (self.tokens // self.length)
 
     def flops(self, direction):
-        pairs = sum(n * n for n in self.sequences)
+        pairs = sum(n * n for n in self.sequences) * self.keys // self.length
         if self.causal or self.option == "causal mask":
             pairs = sum(min(i, self.reach) + 1 for n in self.sequences for i in range(n))
-        return 4 * pairs * self.heads * self.head_dim * (1 if direction == "forward" else 2.5)
+        of_keys, of_values = (1, 1) if direction == "forward" else (3, 2)
+        columns = of_keys * self.head_dim + of_values * self.value_dim
+        return 2 * pairs * self.heads * columns
+
+
+# Shapes of models: sequences, heads, heads of a key head, queries, keys, D, Dv, causal, option.
+MODELS = {
+    "GPT-2": (16, 12, 1, 1024, 1024, 64, 64, True, "none"),
+    "Llama 3 8B": (1, 32, 4, 8192, 8192, 128, 128, True, "none"),
+    "Gemma 2 9B": (2, 16, 2, 4096, 4096, 256, 256, True, "none"),
+    "DeepSeek-V3, 16 heads": (1, 16, 1, 4096, 4096, 192, 128, True, "none"),
+    "BERT large": (32, 16, 1, 512, 512, 64, 64, False, "none"),
+    "BERT base": (256, 12, 1, 128, 128, 64, 64, False, "none"),
+    "T5 base": (16, 12, 1, 512, 512, 64, 64, False, "bias"),
+    "ViT-B/16": (64, 12, 1, 197, 197, 64, 64, False, "none"),
+    "ViT-H/14": (64, 16, 1, 257, 257, 80, 80, False, "none"),
+    "SigLIP so400m": (32, 16, 1, 729, 729, 72, 72, False, "none"),
+    "Swin-T, windows": (2048, 6, 1, 49, 49, 32, 32, False, "none"),
+    "Whisper large": (8, 20, 1, 1500, 1500, 64, 64, False, "none"),
+    "Whisper large, cross": (8, 20, 1, 448, 1500, 64, 64, False, "none"),
+    "Stable Diffusion 1.5": (8, 8, 1, 4096, 4096, 40, 40, False, "none"),
+    "Stable Diffusion 1.5, text": (8, 8, 1, 4096, 77, 40, 40, False, "none"),
+    "SDXL": (4, 10, 1, 4096, 4096, 64, 64, False, "none"),
+    "CogVideoX, 24 heads": (1, 24, 1, 17776, 17776, 64, 64, False, "none"),
+    "Wan 1.3B": (1, 12, 1, 32760, 32760, 128, 128, False, "none"),
+    "AlphaFold, rows": (128, 4, 1, 384, 384, 32, 32, False, "bias"),
+}
+
+
+def of_models():
+    for model, (
+        count,
+        heads,
+        group,
+        queries,
+        keys,
+        dim,
+        value_dim,
+        causal,
+        option,
+    ) in MODELS.items():
+        shape = {"tokens": count * queries, "width": heads * dim, "group_size": group}
+        shape |= {"keys": keys, "value_dim": value_dim, "option": option, "model": model}
+        yield Cell("models", dim, queries, causal, **shape)
 
 
 def cells(quick):
@@ -90,6 +146,7 @@ def cells(quick):
     for packed, d in itertools.product(((2048,) * 8, MIXED), (64, 128)):
         found.append(Cell("packed", d, max(packed), True, lengths=packed))
     found += [Cell("options", d, 4096, option=o) for d in (64, 128) for o in OPTIONS]
+    found += of_models()
     # The last one's work is so little that its time is the host's.
     return [*found, Cell("host", 64, 128, tokens=128, width=128)]
 
@@ -107,8 +164,8 @@ OPTIONS = {
         "attn_mask": OPTIONS["padding"](c)["attn_mask"]
         & torch.ones(c.length, c.length).tril().bool()
     },
-    "boolean": lambda c: {"attn_mask": torch.rand(1, 1, c.length, c.length) > 0.25},
-    "bias": lambda c: {"attn_mask": torch.randn(1, c.heads, c.length, c.length).bfloat16()},
+    "boolean": lambda c: {"attn_mask": torch.rand(1, 1, c.length, c.keys) > 0.25},
+    "bias": lambda c: {"attn_mask": torch.randn(1, c.heads, c.length, c.keys).bfloat16()},
     "bias gradient": lambda c: {"attn_mask": OPTIONS["bias"](c)["attn_mask"].requires_grad_()},
 }
 
@@ -119,16 +176,20 @@ class Inputs:
 
     def __init__(self, cell, device="cuda"):
         torch.manual_seed(0)
-        rows = (cell.tokens,) if cell.lengths else (len(cell.sequences), cell.length)
 
-        def make(heads):
-            made = torch.randn(*rows, heads, cell.head_dim, dtype=torch.bfloat16)
+        def make(heads, length, dim):
+            rows = (cell.tokens,) if cell.lengths else (len(cell.sequences), length)
+            made = torch.randn(*rows, heads, dim, dtype=torch.bfloat16)
             return (made if cell.lengths else made.transpose(1, 2)).requires_grad_()
 
         with torch.device(device):
             kv_heads = cell.heads // cell.group_size
-            self.qkv = [make(heads) for heads in (cell.heads, kv_heads, kv_heads)]
-            self.dout = make(cell.heads).detach()
+            self.qkv = [
+                make(cell.heads, cell.length, cell.head_dim),
+                make(kv_heads, cell.keys, cell.head_dim),
+                make(kv_heads, cell.keys, cell.value_dim),
+            ]
+            self.dout = make(cell.heads, cell.length, cell.value_dim).detach()
             offsets = torch.tensor((0, *itertools.accumulate(cell.sequences))).int()
             self.sizes = (offsets, offsets, cell.length, cell.length)  # of packed sequences
             self.options = OPTIONS[cell.option](cell)
@@ -230,9 +291,11 @@ def part(cell, tensor, heads):
 def reference(cell, x):
     """out, dquery, dkey and dvalue by the formula in fp64, of the first sequence, the first head of
     keys and its heads of queries."""
-    group, options, rows = cell.group_size, x.options, torch.arange(cell.length).to(x.dout.device)
+    group, options, device = cell.group_size, x.options, x.dout.device
     query, key, value = map(part, [cell] * 3, x.qkv, (group, 1, 1))
-    distance = rows[:, None] - rows
+    distance = torch.arange(cell.length, device=device)[:, None] - torch.arange(
+        cell.keys, device=device
+    )
     scores = query @ key.mT * cell.head_dim**-0.5
     if cap := options.get("softcap"):
         scores = cap * torch.tanh(scores / cap)
@@ -246,7 +309,7 @@ def reference(cell, x):
     if "sink" in options:
         sink = options["sink"][:group, None, None].double().expand(-1, cell.length, 1)
         scores = torch.cat((scores, sink), -1)
-    out = scores.softmax(-1)[..., : cell.length] @ value
+    out = scores.softmax(-1)[..., : cell.keys] @ value
     dout = part(cell, x.dout, group).detach()
     return [out.detach(), *torch.autograd.grad(out, (query, key, value), dout)]
 

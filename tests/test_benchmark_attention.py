@@ -34,6 +34,19 @@ def test_flops_are_those_of_the_pairs_seen(window, lengths):
     assert cell.flops("backward") == 2.5 * cell.flops("forward")
     full = attention.Cell("", 64, 12, tokens=24)
     assert full.flops("forward") == 4 * 2 * 144 * 32 * 64
+    cross = attention.Cell("", 64, 12, tokens=24, keys=5, value_dim=32)
+    assert cross.flops("forward") == 2 * (64 + 32) * 2 * 12 * 5 * 32
+    assert cross.flops("backward") == 2 * (3 * 64 + 2 * 32) * 2 * 12 * 5 * 32
+
+
+def test_shapes_of_models():
+    cells = {cell.name: cell for cell in attention.of_models()}
+    assert len(cells) == len(attention.MODELS)
+    text = cells["Stable Diffusion 1.5, text: 8 x 8 x 4096 (77 keys) D 40"]
+    x = attention.Inputs(dataclasses.replace(text, tokens=4096), "meta")
+    assert [t.shape for t in x.qkv] == [(1, 8, 4096, 40), (1, 8, 77, 40), (1, 8, 77, 40)]
+    name = "DeepSeek-V3, 16 heads: 1 x 16 x 4096 D 192 (128) causal"
+    assert cells[name].value_dim == 128 and cells[name].heads == 16
 
 
 def test_masks_are_booleans():
@@ -50,6 +63,7 @@ def test_ours_is_within_the_bound_of_the_reference(option):
         cells += [
             attention.Cell("windows", 32, 128, True, window=7, group_size=2, **size),
             attention.Cell("packed", 32, 128, True, lengths=(128, 64, 32, 32), **size),
+            attention.Cell("models", 32, 128, model="a", keys=77, value_dim=16, **size),
         ]
     for cell in cells:
         x = attention.Inputs(cell, "cpu")

@@ -374,8 +374,9 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       BackwardConsumer<Form>(args, memory, group - 1).run();
     } else if (constexpr bool kAlike = Form::chunk_elements(1) == kChunkElements;
                kAlike || group == 1) {
-      // Asked for anew: to keep it until here takes a register too many.
-      FusedConsumer<Form, kChunkElements>(args, memory, kAlike ? warpgroup() - 1 : 0).run();
+      // With options, asked for anew: to keep it until here takes a register too many.
+      const int index = (kAlike && Form::kGeneral ? warpgroup() : group) - 1;
+      FusedConsumer<Form, kChunkElements>(args, memory, index).run();
     } else {
       FusedConsumer<Form, Form::chunk_elements(1)>(args, memory, 1).run();
     }
