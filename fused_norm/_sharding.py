@@ -86,18 +86,25 @@ def _masked_softmax(call):
         yield [p], {"input": p, "mask": of_mask}
 
 
+def _heads_at(call) -> int:
+    """Where the heads of queries, keys and values are, from the end: of dense and packed ones."""
+    return 3 if call.cu_seqlens_q is None else 2
+
+
+def _keeps_groups(call, tensors) -> bool:
+    """Of attention: whether a group of query heads is where its key head is."""
+    keys = tensors["query" if call.key is None else "key"]
+    heads = keys.ndim - _heads_at(call)
+    return keys.shape[heads] % keys.num_shards_map[heads] == 0
+
+
 def _attention(call):
     """A call is split over the processes by sequences, by heads, or not at all."""
     packed = call.cu_seqlens_q is not None
-    places = dict.fromkeys(("query", "key", "value"), 2 if packed else 3)  # of heads, from the end
+    places = dict.fromkeys(("query", "key", "value"), _heads_at(call))
     places |= {"attn_mask": 3, "alibi_slopes": 1, "sink": 1}
     yield [Replicate()] * 2, {}
-    splits = [] if packed else [0]  # the dimension of (batch, heads)
-    # A group of heads stays with its key head.
-    keys = call.query if call.key is None else call.key
-    if keys.shape[-places["key"]] % call.query.mesh.size() == 0:
-        splits.append(1)
-    for split in splits:
+    for split in [1] if packed else [0, 1]:  # the dimension of (batch, heads)
         inputs = {}
         for name, heads_at in places.items():
             tensor = getattr(call, name)
@@ -122,8 +129,9 @@ def _attention_rng(call):
 
 
 def _register(op, rule) -> None:
-    """Not by torch's register_sharding, which knows no operator that gives a list of tensors, and
-    remembers its answer for every normalized_shape, output_mask, dim or causal."""
+    """A rule is for each dimension of the mesh. Not by torch's register_sharding, which knows no
+    operator that gives a list of tensors, and remembers its answer for every normalized_shape,
+    output_mask, dim or causal."""
     call_type, arguments = _ops.call_type(op), op._schema.arguments
     options = [i for i, argument in enumerate(arguments) if "Tensor" not in str(argument.type)]
 
@@ -139,8 +147,15 @@ def _register(op, rule) -> None:
             [*outputs, *(inputs.get(name, Replicate()) for name in specs)]
             for outputs, inputs in rules
         ]
+
+        def is_valid(inputs, outputs):
+            of_attention = rule in (_attention, _attention_backward)
+            return not of_attention or _keeps_groups(call, dict(zip(specs, inputs, strict=True)))
+
         count = len(rules[0][0])
-        return expand_to_full_mesh_op_strategy(call[0].mesh, schema, placements, input_index=count)
+        return expand_to_full_mesh_op_strategy(
+            call[0].mesh, schema, placements, input_index=count, is_valid_strategy_cb=is_valid
+        )
 
     # On what comes after the tensors a rule may depend.
     info = RuntimeSchemaInfo(min(options, default=len(arguments)), needs_pytree=True)

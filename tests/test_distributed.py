@@ -108,6 +108,29 @@ def test_dtensors_save_the_input():
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("key_heads, stays", [(4, True), (2, True), (1, False)])
+def test_attention_on_a_mesh_of_two_dimensions(key_heads, stays):
+    """Sequences along one, heads along the other, where key heads divide by that one; shapes alone:
+    the processes do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        mesh, places = init_device_mesh("cpu", (2, 2)), [Shard(0), Shard(1)]
+        q, k = torch.randn(2, 4, 5, 8), torch.randn(2, key_heads, 5, 8)
+        q = distribute_tensor(q, mesh, places).requires_grad_()
+        of_keys = places if key_heads > 1 else [Shard(0), Replicate()]
+        k = distribute_tensor(k, mesh, of_keys).requires_grad_()
+        y = fn.flash_attention(q, k, k)
+        assert y.shape == q.shape and (list(y.placements) == places) == stays
+        if stays:
+            assert y.to_local().shape == (1, 2, 5, 8)
+        dq, dk = torch.autograd.grad(y.sum(), (q, k))
+        assert dq.shape == q.shape and dk.shape == k.shape
+    finally:
+        dist.destroy_process_group()
+
+
 @each_flag
 def test_compiled_dtensor(pair, memory_efficient):
     pair.run("compiled_dtensor", memory_efficient=memory_efficient)
