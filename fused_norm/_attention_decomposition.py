@@ -100,7 +100,7 @@ def _apart(call: AttentionCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _grouped(tensor: Tensor, kv_heads) -> Tensor:
     """The query heads of a group beside their key head; ``flatten(1, 2)`` is the way back."""
-    return tensor.unflatten(1, (kv_heads, tensor.shape[1] // kv_heads))
+    return tensor.unflatten(1, (kv_heads, tensor.shape[1] // (kv_heads or 1)))
 
 
 def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor, dtype) -> Tensor:

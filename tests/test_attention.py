@@ -328,6 +328,13 @@ def test_no_heads(shape, device):
         out = fn.scaled_dot_product_attention(q, q, q, is_causal=causal)
         assert out.shape == shape and torch.autograd.grad(out.sum(), q)[0].shape == shape
 
+        def of_query(x, causal=causal):
+            return fn.scaled_dot_product_attention(x, q, q, is_causal=causal).sum()
+
+        assert torch.func.grad(of_query)(q.detach()).shape == shape
+        [first] = torch.autograd.grad(of_query(q), q, create_graph=True)
+        assert torch.autograd.grad(first.sum(), q)[0].shape == shape
+
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 @each_tier
