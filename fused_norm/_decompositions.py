@@ -216,6 +216,8 @@ def gradients(forward, call, inputs, wanted, of_results) -> tuple[Tensor | None,
     ``forward``, each of which may be None. None where ``wanted`` is false, or there is no tensor.
     """
     names = [n for n, w in zip(inputs, wanted, strict=True) if w and getattr(call, n) is not None]
+    if not names:
+        return (None,) * len(inputs)
     tensors = [getattr(call, name) for name in names]
 
     def results(*tensors):
@@ -223,13 +225,11 @@ def gradients(forward, call, inputs, wanted, of_results) -> tuple[Tensor | None,
         return [result for result, g in zip(made, of_results, strict=True) if g is not None]
 
     given, differentiates = [g for g in of_results if g is not None], torch.is_grad_enabled()
-    if _torch.in_functorch():
-        found = torch.func.vjp(results, *tensors)[1](given)
-    else:  # torch.func knows no hooks of saved tensors, such as those of checkpoints
-        with torch.enable_grad():
-            tensors = [tensor.view_as(tensor).requires_grad_() for tensor in tensors]
-            made = results(*tensors)
-        found = torch.autograd.grad(made, tensors, given, create_graph=differentiates)
+    # Not by torch.func, which does not work within an operator that it transforms.
+    with torch.enable_grad(), _torch.requires_grad_allowed():
+        tensors = [tensor.view_as(tensor).requires_grad_() for tensor in tensors]
+        made = results(*tensors)
+    found = torch.autograd.grad(made, tensors, given, create_graph=differentiates)
     return tuple(map(dict(zip(names, found, strict=True)).get, inputs))
 
 

@@ -2,6 +2,7 @@
 public interfaces, each with the reason. Two modules that are plugged into a part of torch import
 that part's own: _fusion.py Inductor's, _sharding.py DTensor's."""
 
+import contextlib
 import functools
 import inspect
 import sys
@@ -99,6 +100,18 @@ def is_exporting() -> bool:
 def in_functorch() -> bool:
     """Whether a transform of torch.func is at work; there is no public way to ask."""
     return torch._C._functorch.maybe_current_level() is not None
+
+
+@contextlib.contextmanager
+def requires_grad_allowed():
+    """Lets ``requires_grad_`` be called where a transform of torch.func is at work, as torch.func
+    itself does; there is no public way."""
+    before = torch._C._functorch.get_inplace_requires_grad_allowed()
+    torch._C._functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        yield
+    finally:
+        torch._C._functorch.set_inplace_requires_grad_allowed(before)
 
 
 def is_fake(tensor) -> bool:

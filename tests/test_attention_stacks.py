@@ -112,6 +112,28 @@ def test_transforms_agree(call, device, generator):
     torch.testing.assert_close(along, expected)
 
 
+@each_call
+def test_transforms_of_a_backward_pass(call, device, generator):
+    """It is linear in the gradients it is given: its derivative is the pass itself."""
+    inputs, function = options(call, device, generator)
+    results = function(*inputs)
+    results = results if isinstance(results, tuple) else (results,)
+
+    def gradients(*given):
+        return torch.autograd.grad(results, inputs, given, retain_graph=True, create_graph=True)
+
+    def total(*given):
+        return sum(g.sum() for g in gradients(*given))
+
+    given, tangents = (tuple(torch.randn_like(r.detach()) for r in results) for _ in range(2))
+    for a, b in zip(jvp(gradients, given, tangents)[1], gradients(*tangents), strict=True):
+        torch.testing.assert_close(a, b)
+    leaves = [g.clone().requires_grad_() for g in given]
+    wanted = torch.autograd.grad(total(*leaves), leaves)
+    for a, b in zip(grad(total, tuple(range(len(given))))(*given), wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("call", ["bool", "float", "lowest", "window", "packed"])
 def test_what_is_hidden_may_hold_anything(call, device, generator):
     """In second derivatives and torch.func too: keys and values that no query sees, queries that

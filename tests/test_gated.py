@@ -323,6 +323,15 @@ def test_torch_func(norm_before_gate, generator):
     hessian = torch.func.hessian(loss(call))(x[0], z[0], weight)
     torch.testing.assert_close(hessian, torch.func.hessian(loss(expected))(x[0], z[0], weight))
 
+    # Of a backward pass, which is linear in the gradient it is given.
+    leaves = [t.clone().requires_grad_() for t in (x, z, weight)]
+    y = call(*leaves)
+
+    def gradients(dy):
+        return torch.autograd.grad(y, leaves, dy, retain_graph=True)
+
+    torch.testing.assert_close(torch.func.jvp(gradients, (x,), (dy,))[1], gradients(dy))
+
 
 @each_order
 @pytest.mark.parametrize("cols, group_size", [(64, None), (64, 16), (10, 5)])
