@@ -2,8 +2,8 @@
 for its own, causal or not."""
 
 import functools
+import importlib.machinery
 import sys
-from importlib.machinery import PathFinder
 
 from fused_norm import _ops
 
@@ -41,7 +41,8 @@ class _Finder:
 
     @staticmethod
     def find_spec(name, path, target=None):
-        spec = PathFinder.find_spec(name, path) if name == _COUNTER else None
+        is_counter = name == _COUNTER
+        spec = importlib.machinery.PathFinder.find_spec(name, path) if is_counter else None
         if spec is not None:
             load = spec.loader.exec_module
 
@@ -53,7 +54,7 @@ class _Finder:
         return spec
 
 
-if _COUNTER in sys.modules:
-    _register(sys.modules[_COUNTER])
+if sys.modules.get(_COUNTER):  # which waits for a thread that is importing it
+    _register(importlib.import_module(_COUNTER))
 else:
     sys.meta_path.insert(0, _Finder)

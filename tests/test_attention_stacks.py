@@ -441,6 +441,30 @@ class TestFlops:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.stdout.split() == [str(4 * 4 * 4 * 8)], done.stderr
 
+    def test_while_another_thread_imports_the_counter(self):
+        code = """
+import importlib.machinery, sys, threading, time
+import torch
+started = threading.Event()
+class Slow:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name != "torch.utils.flop_counter":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        load = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (started.set(), time.sleep(1), load(module))
+        return spec
+sys.meta_path.insert(0, Slow)
+threading.Thread(target=importlib.import_module, args=["torch.utils.flop_counter"]).start()
+started.wait()
+import fused_norm
+from torch.utils.flop_counter import flop_registry
+print(torch.ops.fused_norm.attention_forward in flop_registry)
+"""
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert done.stdout.split() == ["True"], done.stderr
+
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoint(reentrant, device, generator):
