@@ -215,22 +215,18 @@ def gradients(forward, call, inputs, wanted, of_results) -> tuple[Tensor | None,
     """The gradients of the call's tensors that ``inputs`` names, from those of the results of
     ``forward``, each of which may be None. None where ``wanted`` is false, or there is no tensor.
     """
-    names = [n for n, w in zip(inputs, wanted, strict=True) if w and getattr(call, n) is not None]
-    if not names:
-        return (None,) * len(inputs)
-    tensors = [getattr(call, name) for name in names]
-
-    def results(*tensors):
-        made = forward(*call._replace(**dict(zip(names, tensors, strict=True))))
-        return [result for result, g in zip(made, of_results, strict=True) if g is not None]
-
-    given, differentiates = [g for g in of_results if g is not None], torch.is_grad_enabled()
+    pairs = [(n, getattr(call, n)) for n, w in zip(inputs, wanted, strict=True) if w]
+    differentiates = torch.is_grad_enabled()
     # Not by torch.func, which does not work within an operator that it transforms.
-    with torch.enable_grad(), _torch.requires_grad_allowed():
-        tensors = [tensor.view_as(tensor).requires_grad_() for tensor in tensors]
-        made = results(*tensors)
-    found = torch.autograd.grad(made, tensors, given, create_graph=differentiates)
-    return tuple(map(dict(zip(names, found, strict=True)).get, inputs))
+    with torch.enable_grad(), _torch.allow_requires_grad(True):
+        tensors = {n: t.view_as(t).requires_grad_() for n, t in pairs if t is not None}
+        results = forward(*call._replace(**tensors))
+    made = [r for r, g in zip(results, of_results, strict=True) if g is not None]
+    given = [g for g in of_results if g is not None]
+    if not tensors:
+        return (None,) * len(inputs)
+    found = torch.autograd.grad(made, [*tensors.values()], given, create_graph=differentiates)
+    return tuple(map(dict(zip(tensors, found, strict=True)).get, inputs))
 
 
 def rms_norm_gated_backward(dy, rstd, *args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:

@@ -2,7 +2,6 @@
 public interfaces, each with the reason. Two modules that are plugged into a part of torch import
 that part's own: _fusion.py Inductor's, _sharding.py DTensor's."""
 
-import contextlib
 import functools
 import inspect
 import sys
@@ -19,6 +18,8 @@ attention = torch._C._nn.scaled_dot_product_attention
 
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
 no_modes = _disable_current_modes  # hides a check from tracers; there is no public one
+# Lets requires_grad_() be called where a transform of torch.func is at work; as above.
+allow_requires_grad = torch._functorch.eager_transforms.enable_inplace_requires_grad
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -100,18 +101,6 @@ def is_exporting() -> bool:
 def in_functorch() -> bool:
     """Whether a transform of torch.func is at work; there is no public way to ask."""
     return torch._C._functorch.maybe_current_level() is not None
-
-
-@contextlib.contextmanager
-def requires_grad_allowed():
-    """Lets ``requires_grad_`` be called where a transform of torch.func is at work, as torch.func
-    itself does; there is no public way."""
-    before = torch._C._functorch.get_inplace_requires_grad_allowed()
-    torch._C._functorch.set_inplace_requires_grad_allowed(True)
-    try:
-        yield
-    finally:
-        torch._C._functorch.set_inplace_requires_grad_allowed(before)
 
 
 def is_fake(tensor) -> bool:
