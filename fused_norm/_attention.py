@@ -53,6 +53,13 @@ def attention(
         # These may stay in fp32.
         attn_mask, sink = (_autocast.cast(t, dtype, torch.float32) for t in (attn_mask, sink))
         tensors = (query, key, value, attn_mask, alibi_slopes, sink, *offsets)
+        if not torch.compiler.is_compiling() and _torch.in_functorch():
+            # Else autocast rounds within the decomposition, scores before their softmax too.
+            with torch.autocast(query.device.type, enabled=False):
+                return attention(
+                    tensors, max_seqlens, scale=scale, softcap=softcap, window=window,
+                    top_left=top_left, dropout_p=dropout_p,
+                )  # fmt: skip
     if scale is None:
         head_dim = query.size(-1) if query.dim() else 0  # an error below
         scale = head_dim**-0.5 if head_dim else 1.0

@@ -486,6 +486,19 @@ def test_checkpoint(reentrant, device, generator):
         assert same_bits(a, b)
 
 
+def test_autocast_of_transforms(device, generator):
+    """Scores are not rounded before their softmax."""
+    q, k, v = (10 * randn(generator, 2, 2, 33, 16, dtype=BF16) for _ in range(3))
+
+    def call(q):
+        return fn.scaled_dot_product_attention(q, k, v, scale=1.0)
+
+    with torch.autocast(device, BF16):
+        wanted, ours = call(q), torch.func.vjp(call, q)[0]
+    assert ours.dtype == BF16
+    torch.testing.assert_close(ours, wanted, rtol=2e-2, atol=0.2)
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
 @pytest.mark.parametrize("autocast", [BF16, FP16], ids=str)
 def test_autocast(dtype, autocast, device, generator):
