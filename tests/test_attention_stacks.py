@@ -91,6 +91,17 @@ def test_gradcheck(call, device, generator):
     assert torch.autograd.gradgradcheck(function, inputs, nondet_tol=0)
 
 
+@pytest.mark.parametrize("of", range(3), ids=["query", "key", "value"])
+def test_second_derivatives_in_one_tensor(of, device, generator):
+    inputs = leaves(generator, (1, 4, 3, 5), (1, 2, 4, 5), (1, 2, 4, 3))
+
+    def function(tensor):
+        tensors = [tensor if i == of else t.detach() for i, t in enumerate(inputs)]
+        return fn.flash_attention(*tensors, return_lse=True)
+
+    assert torch.autograd.gradgradcheck(function, inputs[of : of + 1], nondet_tol=0)
+
+
 @each_call
 def test_transforms_agree(call, device, generator):
     """torch.func's gradient and forward mode are those of autograd."""
