@@ -67,7 +67,7 @@ void check_tensors(const AttentionCall& call, const QueryKeyValue& qkv) {
                   ", but query has ", q[dims - 1]);
   TORCH_SYM_CHECK(q[dims - 1].sym_ge(1), "query must have a head dim of at least 1, but has 0");
   TORCH_SYM_CHECK(v[dims - 1].sym_ge(1), "value must have a head dim of at least 1, but has 0");
-  // Of 0 heads 0 is a multiple.
+  // 0 query heads go with 0 key heads.
   const SymInt rest = TORCH_GUARD_OR_FALSE(k[heads].sym_eq(0)) ? q[heads] : q[heads] % k[heads];
   TORCH_SYM_CHECK(rest.sym_eq(0), "query has ", q[heads], " heads, which is no multiple of key's ",
                   k[heads]);

@@ -127,8 +127,8 @@ inline at::Tensor saved_result(const at::Tensor& result) {
   return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() ? result : result.detach();
 }
 
-// In a backward pass that is differentiated makes what saved_result() gave the node's result of
-// this number again, through which derivatives flow.
+// saved_result() may have cut the tensor from its node. Where the backward pass is differentiated,
+// this makes it result `number` of the node again, so that derivatives flow through it.
 inline void make_result(at::Tensor* saved, uint32_t number) {
   if (!at::GradMode::is_enabled() || !saved->defined() || saved->grad_fn() != nullptr) return;
   *saved = saved->detach();

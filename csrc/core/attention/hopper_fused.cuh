@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     __syncwarp();
     if (leader) arrive(memory.own_empty[slot]);
     if (work.sequence < 0) return;
-    if (hopper_stores_dquery(work.queries, work.keys)) {
+    if (hopper_stores_dquery(work.queries, work.keys)) {  // the own side are keys
       store_chunks(args, memory, work, half);
       continue;
     }
@@ -332,7 +332,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(1024) char shared[];
   auto& memory = *reinterpret_cast<BackwardMemory<Form>*>(shared);
-  const auto warpgroup = [] { return __shfl_sync(~0u, threadIdx.x / 128, 0); };  // the warp's
+  const auto warpgroup = [] { return __shfl_sync(~0u, threadIdx.x / 128, 0); };  // of the warp
   const int group = warpgroup();
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
@@ -374,7 +374,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       BackwardConsumer<Form>(args, memory, group - 1).run();
     } else if (constexpr bool kAlike = Form::chunk_elements(1) == kChunkElements;
                kAlike || group == 1) {
-      // With options, asked for anew: to keep it until here takes a register too many.
+      // With options the index is computed again: keeping it takes a register too many.
       const int index = (kAlike && Form::kGeneral ? warpgroup() : group) - 1;
       FusedConsumer<Form, kChunkElements>(args, memory, index).run();
     } else {

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(256, 4)  // without the 4 the compiler spills
     if (threadIdx.x < 32) list.tile(index, &work);
     __syncthreads();
     if (work.sequence < 0) return;
-    if (sees_keys(work) && hopper_stores_dquery(work.keys, work.queries)) {  // it is made
+    if (sees_keys(work) && hopper_stores_dquery(work.keys, work.queries)) {  // is stored
       __syncthreads();
       continue;
     }

@@ -80,8 +80,8 @@ struct RingCount {
 };
 
 // The block's next tile, behind `index`, for a warp's first lane; its first is that of its own
-// index. A ticket is taken so many tiles of the other side before the copies of a tile end: not
-// sooner, as the block that holds it may be at a long tile while others have nothing to do.
+// index. A ticket is taken so many tiles of the other side before the copies of the present tile
+// end. Earlier, a block with a long tile would hold one that idle blocks could compute.
 constexpr int kTicketSteps = 8;
 __device__ __forceinline__ uint32_t next_index(const WorkArgs& args, uint32_t index) {
   if (args.ticket == nullptr) return index + gridDim.x;

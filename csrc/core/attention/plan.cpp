@@ -108,8 +108,8 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   const int64_t rows_of_keys = int64_t{params.queries} * group / plan.key_parts;
   if (hopper_fuses(params)) {
     // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next.
-    // But of long sequences more, as all tiles of a head that are at work wait for the one before:
-    // a few, or up to eight (of 64 columns sixteen) where tiles meet unlike numbers of queries.
+    // Long sequences need more heads, as each tile of a head waits for the one before: a few; up to
+    // eight (of 64 columns sixteen) where tiles meet unlike numbers of queries.
     const int64_t head_bytes = std::max<int64_t>(8 * rows_of_keys * plan.dim, 1);
     const int64_t most = plan.in_order ? INT32_MAX : 2 * kSummedBytes / head_bytes;
     const int64_t fewest = std::clamp<int64_t>(most, 1, 1024 / plan.dim);
