@@ -108,7 +108,8 @@ def write(facts, records, out, stem="attention"):
 
 LEGEND = (
     "TFLOP/s of the pairs that the mask shows; of options also the time over that of the same\n"
-    "implementation without. bf16, 16384 tokens, heads x D of 2048 (1920 at D 96 and 192). Peak:\n"
-    "of our forward and backward pass, beside their inputs. Our backward pass is deterministic;\n"
-    "of the others only those that say so. The method: docs/benchmarks.md."
+    "implementation without. bf16, 16384 tokens, heads x D of 2048 (1920 at D 96 and 192); models\n"
+    "have their own shapes: sequences x heads x queries. Peak: of our forward and backward pass,\n"
+    "beside their inputs. Our backward pass is deterministic; of the others those that say so.\n"
+    "The method: docs/benchmarks.md."
 )

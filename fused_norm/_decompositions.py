@@ -220,9 +220,9 @@ def gradients(forward, call, inputs, wanted, of_results) -> tuple[Tensor | None,
     # Not by torch.func, which does not work within an operator that it transforms.
     with torch.enable_grad(), _torch.allow_requires_grad(True):
         tensors = {n: t.view_as(t).requires_grad_() for n, t in pairs if t is not None}
+        if not tensors:
+            return (None,) * len(inputs)
         results = forward(*call._replace(**tensors))
-    if not tensors:
-        return (None,) * len(inputs)
     pairs = zip(results, of_results, strict=True)  # attention's lse is no function of value
     made, given = zip(*((r, g) for r, g in pairs if g is not None and r.requires_grad), strict=True)
     found = torch.autograd.grad(made, [*tensors.values()], given, create_graph=differentiates)

@@ -37,6 +37,11 @@ GatedCall = call_type(rms_norm_gated_forward)
 AttentionCall = call_type(attention_forward)
 
 
+def heads_at(call) -> int:
+    """Of attention: where the heads of query, key and value are, from the end."""
+    return 3 if call.cu_seqlens_q is None else 2
+
+
 def check(op, *args) -> None:
     """Raises what the operator raises for these arguments, each tensor a (shape, dtype): for where
     the operator does not see them."""

@@ -86,22 +86,17 @@ def _masked_softmax(call):
         yield [p], {"input": p, "mask": of_mask}
 
 
-def _heads_at(call) -> int:
-    """Where the heads of queries, keys and values are, from the end: of dense and packed ones."""
-    return 3 if call.cu_seqlens_q is None else 2
-
-
 def _keeps_groups(call, tensors) -> bool:
     """Of attention: whether a group of query heads is where its key head is."""
     keys = tensors["query" if call.key is None else "key"]
-    heads = keys.ndim - _heads_at(call)
+    heads = keys.ndim - _ops.heads_at(call)
     return keys.shape[heads] % keys.num_shards_map[heads] == 0
 
 
 def _attention(call):
     """A call is split over the processes by sequences, by heads, or not at all."""
     packed = call.cu_seqlens_q is not None
-    places = dict.fromkeys(("query", "key", "value"), _heads_at(call))
+    places = dict.fromkeys(("query", "key", "value"), _ops.heads_at(call))
     places |= {"attn_mask": 3, "alibi_slopes": 1, "sink": 1}
     yield [Replicate()] * 2, {}
     for split in [1] if packed else [0, 1]:  # the dimension of (batch, heads)

@@ -119,11 +119,6 @@ def _mask_with_heads(mask, dim, batch_size, heads) -> Tensor | None:
     return _into_heads(mask.expand(-1, -1, heads, -1, -1), 0, batch_size, 3)
 
 
-def _heads_at(call) -> int:
-    """Where the heads of queries, keys and values are, from the end: of dense and packed ones."""
-    return 3 if call.cu_seqlens_q is None else 2
-
-
 def _with_heads(call, dims, batch_size):
     """A call of an attention operator with the batch within the heads of its tensors."""
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
@@ -131,14 +126,14 @@ def _with_heads(call, dims, batch_size):
             raise RuntimeError(f"{name} must not have a dimension of vmap: it is of all calls")
     if dims.rng is not None:  # one seed is enough where heads differ in number
         call = call._replace(rng=call.rng.select(dims.rng, 0))
-    places = dict.fromkeys(("query", "key", "value", "dout", "out"), _heads_at(call))
+    places = dict.fromkeys(("query", "key", "value", "dout", "out"), _ops.heads_at(call))
     places |= {"dlse": 2, "lse": 2, "alibi_slopes": 1, "sink": 1}
     tensors = {
         name: _into_heads(getattr(call, name), getattr(dims, name), batch_size, heads_at)
         for name, heads_at in places.items()
         if name in call._fields
     }
-    heads = _shape_of_one(call.query, dims.query)[-_heads_at(call)]
+    heads = _shape_of_one(call.query, dims.query)[-_ops.heads_at(call)]
     mask = _mask_with_heads(call.attn_mask, dims.attn_mask, batch_size, heads)
     return call._replace(attn_mask=mask, **tensors)
 
@@ -148,7 +143,7 @@ def _attention_forward(info, in_dims, *args):
     _check(_ops.attention_forward, in_dims, args)
     call, size = _ops.AttentionCall(*args), info.batch_size
     out, lse = _ops.attention_forward(*_with_heads(call, _ops.AttentionCall(*in_dims), size))
-    return (_out_of_heads(out, size, _heads_at(call)), _out_of_heads(lse, size, 2)), (0, 0)
+    return (_out_of_heads(out, size, _ops.heads_at(call)), _out_of_heads(lse, size, 2)), (0, 0)
 
 
 def _all_batch_first(results) -> tuple:
@@ -192,7 +187,7 @@ def _attention_backward(info, in_dims, *args):
     if call.dropout_p > 0 or call.output_mask[3] or size == 0:
         return _one_after_another(_ops.attention_backward, info, in_dims, *args)
     *of_qkv, _, dsink = _ops.attention_backward(*_with_heads(call, dims, size))
-    results = [_out_of_heads(gradient, size, _heads_at(call)) for gradient in of_qkv]
+    results = [_out_of_heads(gradient, size, _ops.heads_at(call)) for gradient in of_qkv]
     return _all_batch_first([*results, None, _out_of_heads(dsink, size, 1)])
 
 
