@@ -19,8 +19,7 @@ __device__ __forceinline__ void finish(const ForwardArgs& args, const WorkTile& 
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const float sum = quad_sum(rows.sum[r]);
-    const float largest =
-        rows.largest[r] == -INFINITY ? -INFINITY : rows.largest[r] * args.exponent;
+    const float largest = rows.largest[r] * args.exponent;
     const float base = fmaxf(largest, sink);
     const float shrink = largest == base ? 1.f : exp2_fast(largest - base);
     const float total = sum * shrink + (sink == -INFINITY ? 0.f : exp2_fast(sink - base));
@@ -55,6 +54,8 @@ class Consumer {
   // before its last products, so that the tensor cores go on at once with the next.
   // Named barriers: 4 to 6 for a warpgroup's own, 7 to 9 for its turns; and those of masks.
   static constexpr int kOfGroup = 4, kTurn = 7, kConsumers = 128 * Form::kGroups;
+  // Scores far below this weigh 0: such are those that a mask's number hides, times exponent.
+  static constexpr float kLowest = Form::kMasked ? kHidingMask : -FLT_MAX;
   using Scores = float[kKeys / 2];
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
 
@@ -140,8 +141,8 @@ class Consumer {
       start_scores();
       end_scores();
     }
-    hide(work, tiles_.end - 1);
-    softmax_step(scores_, rows_, args_.exponent, rescale_);
+    hide<false>(work, tiles_.end - 1);
+    softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
     round<T>(weights, scores_);
 
     for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step(work, tile, weights);
@@ -174,8 +175,8 @@ class Consumer {
     multiply_values(weights, [&] { end_turn(); });
     wait_products<1>();
     hold(scores_);
-    hide(work, tile);
-    softmax_step(scores_, rows_, args_.exponent, rescale_);
+    hide<false>(work, tile);
+    softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
     // The compiler would wait before it takes the exponentials, as nothing orders the two: so here
     // is something that never happens and needs their sums.
     if (rows_.sum[0] < 0 || rows_.sum[1] < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
@@ -194,13 +195,13 @@ class Consumer {
       wait(memory_.key_full[key_place_.slot], key_place_.parity);
       multiply_keys();
       end_scores();
-      hide(work, tile);
+      hide<true>(work, tile);
       wait(memory_.value_full[value_place_.slot], value_place_.parity);
       const int rows = work.queries - work.first - thread_row_;  // of the sequence
       memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
           memory_.value[value_place_.slot],
           [&](int i) { return scores_[i] != -INFINITY && 8 * (i / 2 % 2) < rows; });
-      softmax_step(scores_, rows_, args_.exponent, rescale_);
+      softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
       round<T>(weights, scores_);
       rescale_values();
       multiply_values(weights, [] {});
@@ -240,6 +241,8 @@ class Consumer {
   }
 
   // The scores of `tile` are made: its slot is given back, and options, mask and band are applied.
+  // What a mask of numbers hides becomes -inf where kMends; else a score of NaN or Inf stays one.
+  template <bool kMends>
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
     changes_ = Form::kMasksKeys && mask_changes(args_, work, tile);
     if (!changes_) leave_scores(tile);
@@ -251,9 +254,9 @@ class Consumer {
       const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
       wait(memory_.mask_full[slot], mask_turn_ / slots % 2);
       ++mask_turn_;
-      Form::Mask::template add<false, true>(args_.mask,
-                                            memory_.mask + slot * Form::Mask::kSlotBytes,
-                                            thread_row_, lane_ % 4 * 2, factor, scores_);
+      Form::Mask::template add<false, kMends>(args_.mask,
+                                              memory_.mask + slot * Form::Mask::kSlotBytes,
+                                              thread_row_, lane_ % 4 * 2, factor, scores_);
       arrive(memory_.mask_empty[slot]);
     } else if (Form::kMasked && args_.adds_mask) {
 #pragma unroll

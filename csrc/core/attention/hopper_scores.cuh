@@ -1,6 +1,7 @@
 // Scores of a tile in a warpgroup's registers: its options, what it hides, and its softmax.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -33,10 +34,10 @@ struct RowState {
 };
 
 // Scores become exp2(exponent (score - largest)); what was summed so far is to be multiplied by
-// `rescale`. Columns of -inf alone give zeros.
+// `rescale`. `lowest` bounds exponent * largest: rows of -inf, or far below it, give zeros.
 template <int kCount>
 __device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& rows,
-                                             float exponent, float (&rescale)[2]) {
+                                             float exponent, float lowest, float (&rescale)[2]) {
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     float a = rows.largest[row], b = scores[2 * row];
@@ -46,7 +47,7 @@ __device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& 
       b = fmaxf(b, scores[i + 2 * row + 1]);
     }
     const float largest = quad_max(fmaxf(a, b));
-    const float base = largest == -INFINITY ? 0.f : largest * exponent;
+    const float base = fmaxf(largest * exponent, lowest);
     rescale[row] =
         rows.largest[row] == largest ? 1.f : exp2_fast(fmaf(rows.largest[row], exponent, -base));
     rows.largest[row] = largest;
