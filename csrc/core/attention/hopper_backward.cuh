@@ -16,15 +16,14 @@
 
 namespace fused_norm::hopper {
 
-// A multiplying warpgroup.
-template <typename Form>
+// A multiplying warpgroup, which has a first sum, a second, or both.
+template <typename Form, bool kFirst = true, bool kSecond = Form::kOfKeys>
 class BackwardConsumer {
  protected:
   using T = typename Form::T;
   using OwnTile = typename Form::OwnTile;
   using OtherTile = typename Form::OtherTile;
   static constexpr int kOthers = Form::kOthers, kDim = Form::kDim;
-  static constexpr bool kFirst = Form::kFirst, kSecond = Form::kSecond;
   static constexpr bool kGeneral = Form::kGeneral;
   static constexpr int kOfGroup = 4;  // named barriers, from this one on
   static constexpr int kConsumers = 128 * Form::kGroups;
@@ -39,7 +38,7 @@ class BackwardConsumer {
         memory_(memory),
         group_(group),
         lane_(threadIdx.x % 32),
-        own_first_(OwnTile::along_rows(shared_address(memory.own_first[0]), 64 * group)),
+        own_first_(OwnTile::along_rows(shared_address(memory.own_first[0]), first_row())),
         first_(shared_address(memory.first[0])),
         second_(shared_address(memory.second[0])) {}
 
@@ -79,8 +78,9 @@ class BackwardConsumer {
     }
   }
 
+  __device__ __forceinline__ int first_row() const { return Form::kApart ? 0 : 64 * group_; }
   __device__ __forceinline__ int row_in_tile() const {
-    return 64 * group_ + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
+    return first_row() + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
   }
 
   // Sets what holds for all of a tile of the own side; as forward's.
@@ -156,24 +156,19 @@ class BackwardConsumer {
 
   // Waits for a tile's products, and turns S into P meanwhile, and D into W.
   __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads, bool cut) {
-    wait_products<kFirst ? 1 : 0>();
+    wait_products<1>();
     hold(scores_);
     if constexpr (kGeneral) apply_options(work, tile, heads);
     exponentiate();
     if (cut) hide(work, tile);
-    if constexpr (kSecond) {
-      round<T>(second_weights_, scores_);
-    } else {
-      wait_products<0>();
-      hold(products_);
-      leave_second();
-      differentiate(0, cut || has_mask<Form>(args_));
-      round<T>(first_weights_, products_);
-    }
+    wait_products<0>();
+    hold(products_);
+    leave_second();
+    differentiate(0, cut || has_mask<Form>(args_));
+    round<T>(first_weights_, products_);
   }
-  // Starts a tile's sums.
+  // Starts a tile's sum.
   __device__ __forceinline__ void add_tile() {
-    if constexpr (kSecond) add(second_sums_, second_weights_, second_, first_slot());
     if constexpr (Form::kMends) {
       if (again_) {
         memory_.verdict.template clear_unseen<OtherTile, kConsumers>(
@@ -181,14 +176,12 @@ class BackwardConsumer {
             [&](int i) { return (first_weights_[i / 2] >> i % 2 * 16 & 0x7FFF) != 0; });
       }
     }
-    if constexpr (kFirst) add(first_sums_, first_weights_, first_, first_slot());
+    add(first_sums_, first_weights_, first_, first_slot());
   }
-  // Gives back what a tile's sums, which are made, have read.
+  // Gives back what a tile's sum, which is made, has read.
   __device__ __forceinline__ void end_tile(int slot) {
-    if constexpr (kFirst) hold(first_sums_);
-    if constexpr (kSecond) hold(second_sums_);
+    hold(first_sums_);
     release(memory_.first_empty[slot]);
-    if constexpr (kSecond) release(memory_.second_empty[slot]);
   }
   __device__ __forceinline__ void leave_second() { release(memory_.second_empty[second_slot()]); }
 
@@ -205,7 +198,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void start_products(const WorkTile& work, int tile, bool cut) {
     wait(memory_.second_full[second_slot()], tiles_ / Form::kSecondStages % 2);
     if (cut) clear(work, tile, memory_.second[second_slot()]);
-    if constexpr (kFirst) multiply(products_, own_second(), second_, second_slot());
+    multiply(products_, own_second(), second_, second_slot(), values_are_narrow());
   }
 
   // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
@@ -215,7 +208,7 @@ class BackwardConsumer {
   };
   __device__ __forceinline__ TileRange whole_of(const WorkTile& work) const {
     const Band band = band_of(args_, work);
-    const int first = work.first + 64 * group_, last = min(first + 64, work.queries) - 1;
+    const int first = work.first + first_row(), last = min(first + 64, work.queries) - 1;
     if (Form::kAll && last - first != 63) return {INT32_MAX, 0};
     return {(max(last - band.left, 0) + kOthers - 1) / kOthers,
             max(min(work.keys, first + band.right + 1), 0) / kOthers};
@@ -224,16 +217,22 @@ class BackwardConsumer {
     const TileRange whole = kGeneral ? whole_of(work) : whole_;
     return tile < whole.begin || tile >= whole.end;
   }
-  __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot) {
+  // DeepSeek's heads have queries of 192 columns and values of 128.
+  __device__ __forceinline__ bool values_are_narrow() const {
+    return kDim > kNarrow && args_.value_dim <= kNarrow;
+  }
+  __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot,
+                                           bool narrow = false) {
     own += own_slot_ * (OwnTile::kBytes / 16);
     const int at = uniform<(kDim > 192)>(slot) * OtherTile::kBytes;
     const uint64_t others = OtherTile::along_rows(tiles + at, 0);
-    start_product<T, OwnTile, OtherTile>(to, own, others);
+    start_product<T, OwnTile, OtherTile>(to, own, others, narrow);
   }
-  __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles,
-                                      int slot) {
+  __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles, int slot,
+                                      bool narrow = false) {
     const uint64_t others = OtherTile::down_columns(tiles + slot * OtherTile::kBytes);
-    start_sum<T, OtherTile>(sums, weights, others, [] {});
+    start_sum<T, OtherTile>(
+        sums, weights, others, [] {}, narrow);
   }
 
   // own_second's operand; the tiles follow those of own_first. (A member would spill.)
@@ -263,17 +262,20 @@ class BackwardConsumer {
   }
   // S becomes scores, D - delta what P is multiplied by; the last `heads` of the group are left.
   __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads) {
+    apply_options(work, tile, heads, [&] {
+      wait_products<0>();
+      hold(products_);
+      subtract_delta();
+#pragma unroll
+      for (int i = 0; i < kOthers / 2; ++i) products_[i] *= 1 - scores_[i] * scores_[i];
+    });
+  }
+  // capped(): when scores are tanh(s / softcap).
+  template <typename Capped>
+  __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads,
+                                                Capped capped) {
     const int head =
         Form::kOfKeys ? first_head<Form>(args_, work) + args_.group - heads : work.head;
-    const auto capped = [&] {
-      if constexpr (kFirst) {
-        wait_products<0>();
-        hold(products_);
-        subtract_delta();
-      }
-#pragma unroll
-      for (int i = 0; kFirst && i < kOthers / 2; ++i) products_[i] *= 1 - scores_[i] * scores_[i];
-    };
     const float factor = general_scores(args_, work, head, scores_, work.first + row_in_tile(),
                                         tile * kOthers + lane_ % 4 * 2, capped);
     if constexpr (Form::kMasks) {
@@ -328,7 +330,7 @@ class BackwardConsumer {
   // kCount elements of D, from `first` on, become W.
   template <int kCount = kOthers / 2>
   __device__ __forceinline__ void differentiate(int first, bool hides) {
-    if (!kGeneral || !(args_.softcap > 0)) subtract_delta<kCount>(first);
+    if (!kGeneral || Form::kApart || !(args_.softcap > 0)) subtract_delta<kCount>(first);
     if (hides) {
       // A hidden pair's product may be a NaN, and so may the delta of a query that sees nothing.
 #pragma unroll
@@ -345,7 +347,7 @@ class BackwardConsumer {
 
   // Of a tile's probabilities, rounded where the sum of seconds has them so.
   __device__ __forceinline__ float weight(int i) const {
-    if constexpr (!kSecond) return scores_[i];
+    if constexpr (!Form::kOfKeys) return scores_[i];
     const uint32_t two = second_weights_[i / 2];
     return value_of<T>(i % 2 ? two >> 16 : two);
   }

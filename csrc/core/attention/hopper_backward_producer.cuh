@@ -47,36 +47,32 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   int32_t mask_batch, mask_heads;  // of dmask: 1 where one serves all
 };
 
-// The gradients that a kernel makes. kAll: dkey, dvalue and the sums of dquery (hopper_fused.cuh).
-// kMask: that of an additive mask (hopper_mask_gradient.cuh).
-enum class Makes { kQuery, kKey, kValue, kAll, kMask };
+// The gradients that a kernel makes. kKeys: dkey and dvalue (hopper_apart.cuh). kAll: these and the
+// sums of dquery (hopper_fused.cuh). kMask: that of an additive mask (hopper_mask_gradient.cuh).
+enum class Makes { kQuery, kKeys, kAll, kMask };
 
 // A form of the kernel. kGeneral: scores pass through softcap, slopes and mask.
 template <typename T_, int kDim_, Makes kMakes, bool kGeneral_>
 struct BackwardForm {
   using T = T_;
   static constexpr bool kGeneral = kGeneral_, kAll = kMakes == Makes::kAll;
-  static constexpr bool kOfMask = kMakes == Makes::kMask;
-  // The own side are keys, else queries.
-  static constexpr bool kOfKeys = kMakes != Makes::kQuery && !kOfMask;
-  // Whether there is a first sum, dquery or dkey, or its W, and a second, dvalue.
-  static constexpr bool kFirst = kMakes != Makes::kValue;
-  static constexpr bool kSecond = kOfKeys && kMakes != Makes::kKey;
+  static constexpr bool kOfMask = kMakes == Makes::kMask, kApart = kMakes == Makes::kKeys;
+  // The own side are keys, else queries. Then there is a second sum: dvalue.
+  static constexpr bool kOfKeys = kAll || kApart;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
-  static constexpr HopperBackwardTiles kTiles = kAll       ? kHopperFusedTiles[kGeneral][kIndex]
-                                                : kOfMask  ? kHopperMaskGradientTiles[kIndex]
-                                                : !kOfKeys ? kHopperQueryGradientTiles[kIndex]
-                                                : kFirst   ? kHopperKeyGradientTiles[kIndex]
-                                                           : kHopperValueGradientTiles[kIndex];
+  static constexpr HopperBackwardTiles kTiles = kAll      ? kHopperFusedTiles[kGeneral][kIndex]
+                                                : kOfMask ? kHopperMaskGradientTiles[kIndex]
+                                                : kApart ? kHopperKeyGradientTiles[kGeneral][kIndex]
+                                                         : kHopperQueryGradientTiles[kIndex];
   static constexpr int kOthers = kTiles.others, kGroups = 2;
   static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
   static constexpr int kSecondStages = kTiles.second_stages, kWeightStages = 2;
-  static constexpr int kOwn = kHopperOwnRows, kThreads = 128 * (kGroups + 1);
+  static constexpr int kOwn = kApart ? kHopperApartRows : kHopperOwnRows;
+  static constexpr int kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has (ForwardForm).
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   // A tile's scores are started while the tile before is still read.
-  static_assert(kFirstStages >= 2 && (kFirst || kSecondStages >= 2));
-  static_assert(kAll || !kSecond || kFirstStages == kSecondStages);
+  static_assert(kFirstStages >= 2 && (!kApart || kSecondStages >= 2));
   // Of kAll: the groups share dquery of a tile by its queries, or by the columns of 64 queries.
   static constexpr bool kByQueries = kOthers == 128;
   static_assert(!kAll || (kByQueries ? kDim == 64 : kOthers == 64 && kDim > 64 && kDim <= 128));
@@ -103,12 +99,19 @@ struct FusedMemory {
   alignas(1024) char weights[Form::kWeightStages][WeightTile::kBytes];
   alignas(1024) float4 chunk[Form::kGroups][kChunkElements / 4];
 };
+// Of kApart: P of tiles of others, as the threads of a group have it, 16 bytes of each at a time.
+template <typename Form>
+struct ApartMemory {
+  uint4 weights[Form::kWeightStages][Form::kOthers / 16][128];
+};
 struct NoMemory {};
 
 template <typename Form>
-struct BackwardMemory : std::conditional_t<Form::kAll, FusedMemory<Form>, NoMemory> {
+struct BackwardMemory
+    : std::conditional_t<Form::kAll, FusedMemory<Form>,
+                         std::conditional_t<Form::kApart, ApartMemory<Form>, NoMemory>> {
   alignas(1024) char own_first[Form::kOwnStages][Form::OwnTile::kBytes];
-  alignas(1024) char own_second[Form::kOwnStages][Form::kFirst ? Form::OwnTile::kBytes : 1024];
+  alignas(1024) char own_second[Form::kOwnStages][Form::OwnTile::kBytes];
   alignas(1024) char first[Form::kFirstStages][Form::OtherTile::kBytes];
   alignas(1024) char second[Form::kSecondStages][Form::OtherTile::kBytes];
   // Delta and exponents of queries that come with a stage.
@@ -236,13 +239,11 @@ class BackwardProducer {
   __device__ __forceinline__ void load_own(const WorkTile& work, int slot) {
     CopyBarrier& full = memory_.own_full[slot];
     const int row = work.query_begin + work.first;
-    full.expect((Form::kFirst ? 2 : 1) * OwnTile::kBytes);
+    full.expect(2 * OwnTile::kBytes);
     load_tile<OwnTile>(shared_address(memory_.own_first[slot]), &args_.own_first, full, row,
                        own_head<Form>(args_, work), work.batch);
-    if constexpr (Form::kFirst) {
-      load_tile<OwnTile>(shared_address(memory_.own_second[slot]), &args_.own_second, full, row,
-                         own_head<Form>(args_, work), work.batch);
-    }
+    load_tile<OwnTile>(shared_address(memory_.own_second[slot]), &args_.own_second, full, row,
+                       own_head<Form>(args_, work), work.batch);
   }
 
   __device__ __forceinline__ void begin_others(const WorkTile& work) {

@@ -11,6 +11,7 @@
 // tiles of queries in step, and at each through the heads that share the keys.
 #pragma once
 
+#include "core/attention/hopper_apart.cuh"
 #include "core/attention/hopper_mask_gradient.cuh"
 #include "core/attention/hopper_own_keys.cuh"
 
@@ -340,12 +341,13 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
         memory.own_full, memory.own_empty, 1,
         kWarps + (Form::kAll ? kChunkWarps : 0) + (has_mask<Form>(args) ? Form::kMaskWarps : 0));
     memory.mask_full.init(Form::Mask::kThreads);
-    memory.mask_empty.init(128 * Form::kGroups);
+    memory.mask_empty.init(Form::kApart ? 128 : 128 * Form::kGroups);
     memory.verdict.init(kWarps);
     memory.place = {};
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
-    init_ring(memory.weights_full, memory.weights_empty, kWarps, kWarps);
+    constexpr int kOfWeights = Form::kApart ? 4 : kWarps;
+    init_ring(memory.weights_full, memory.weights_empty, kOfWeights, kOfWeights);
     CopyBarrier::order_inits();
   }
   __syncthreads();
@@ -370,6 +372,12 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     grow_registers<Form::kConsumerRegisters>();
     if constexpr (Form::kOfMask) {
       MaskGradientConsumer<Form>(args, memory, group - 1).run();
+    } else if constexpr (Form::kApart) {
+      if (group == 1) {
+        ApartConsumer<Form, /*kOfKey=*/false>(args, memory, 0).run();
+      } else {
+        ApartConsumer<Form, /*kOfKey=*/true>(args, memory, 1).run();
+      }
     } else if constexpr (!Form::kAll) {
       BackwardConsumer<Form>(args, memory, group - 1).run();
     } else if (constexpr bool kAlike = Form::chunk_elements(1) == kChunkElements;

@@ -185,8 +185,8 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   args.masks_keys = Form::kAll && attention_masks_keys(params);
   args.statistics = gradient.statistics;
   args.of_statistics = gradient.of_statistics;
-  if (Form::kFirst) args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
-  if (Form::kSecond) args.second = gradient.params.dvalue;
+  args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
+  if (kOfKeys) args.second = gradient.params.dvalue;
   if (!Form::kAll && !Form::kOfMask && args.first.data == nullptr && args.second.data == nullptr)
     return cudaSuccess;
   MapMaker<Form::OwnTile::kPanelColumns> map{params};
@@ -276,8 +276,7 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
                                            stream);
       };
       launch(std::integral_constant<Makes, Makes::kQuery>());
-      launch(std::integral_constant<Makes, Makes::kKey>());
-      launch(std::integral_constant<Makes, Makes::kValue>());
+      launch(std::integral_constant<Makes, Makes::kKeys>());
       return error;
     }
   };

@@ -8,6 +8,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -272,12 +273,16 @@ FUSED_NORM_PRODUCTS(256, 128, 129, 130, 131, 132)
 #undef FUSED_NORM_PRODUCT
 
 // Starts D = A B^T of two tiles' rows, or D += A B of packed numbers and a tile, along all of the
-// sum: batches of their own.
+// sum: batches of their own. `narrow`: columns of the tiles from kNarrow on are zeros, and those of
+// D are left as they are.
+constexpr int kNarrow = 128;
 template <typename T, typename Left, typename Right, int kCount>
-__device__ __forceinline__ void start_product(float (&d)[kCount], uint64_t left, uint64_t right) {
+__device__ __forceinline__ void start_product(float (&d)[kCount], uint64_t left, uint64_t right,
+                                              bool narrow = false) {
   fence_products();
 #pragma unroll
   for (int step = 0; step < Left::kColumns / 16; ++step) {
+    if (step >= kNarrow / 16 && narrow) break;
     Product<T, 2 * kCount>::template shared<false>(d, left + Left::row_step(step),
                                                    right + Right::row_step(step), step > 0);
   }
@@ -298,12 +303,21 @@ __device__ __forceinline__ void start_product_down(float (&d)[kCount], uint64_t 
 // before_last(): before the last three blocks of the sum.
 template <typename T, typename Right, int kCount, int kWeights, typename BeforeLast>
 __device__ __forceinline__ void start_sum(float (&d)[kCount], const uint32_t (&weights)[kWeights],
-                                          uint64_t right, BeforeLast before_last) {
+                                          uint64_t right, BeforeLast before_last,
+                                          bool narrow = false) {
   fence_products();
+  const auto add = [&](auto& sums) {
 #pragma unroll
-  for (int step = 0; step < Right::kRows / 16; ++step) {
-    if (step == Right::kRows / 16 - 3) before_last();
-    Product<T, 2 * kCount>::registers(d, weights + 4 * step, right + Right::column_step(step));
+    for (int step = 0; step < Right::kRows / 16; ++step) {
+      if (step == Right::kRows / 16 - 3) before_last();
+      Product<T, 2 * sizeof(sums) / sizeof(float)>::registers(sums, weights + 4 * step,
+                                                              right + Right::column_step(step));
+    }
+  };
+  if (narrow) {
+    add(reinterpret_cast<float(&)[std::min(kCount, kNarrow / 2)]>(d));
+  } else {
+    add(d);
   }
   commit_products();
 }

@@ -126,13 +126,15 @@ constexpr HopperBackwardTiles kHopperFusedTiles[2][5] = {
 constexpr bool hopper_has_fused(int dim) {
   return kHopperFusedTiles[0][hopper_dim_index(dim)].others > 0;
 }
-// Of those that make dquery, dkey and dvalue elsewhere: a warpgroup's registers hold one of them.
+// Of those that make dquery elsewhere, and dkey and dvalue: a warpgroup's registers hold one of the
+// three. Of the latter two each group of a block has one, of the same kHopperApartRows keys.
 constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
     {}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}};
-constexpr HopperBackwardTiles kHopperKeyGradientTiles[] = {
-    {}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}};
-constexpr HopperBackwardTiles kHopperValueGradientTiles[] = {
-    {}, {}, {}, {96, 1, 2, 2}, {64, 1, 2, 2}};
+constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
+    {{}, {}, {}, {96, 1, 2, 2}, {64, 1, 2, 2}},
+    {{}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 2}},
+};
+constexpr int kHopperApartRows = 64;
 
 // Of the kernel of an additive mask's gradient, of up to 64 columns and of 128: tiles of both sides
 // change together.
