@@ -271,8 +271,9 @@ STAGES = [
     Case(BF16, (70, 520), (128, 128), (1, 1, 1), "both", "bool keys"),
     Case(BF16, (330, 200), (128, 128), (1, 1, 1), "causal", "float"),
     Case(BF16, (150, 330), (192, 192), (1, 1, 1), "full", "bool"),
-    Case(BF16, (70, 330), (256, 256), (1, 1, 1), "causal"),
-    Case(BF16, (70, 330), (256, 256), (1, 1, 1), "full", "fp32"),
+    Case(BF16, (300, 200), (192, 128), (1, 1, 1), "causal"),
+    Case(BF16, (150, 330), (256, 256), (1, 1, 1), "causal"),
+    Case(BF16, (150, 330), (256, 256), (1, 1, 1), "full", "fp32"),
     Case(FP32, (70, 150), (40, 40), (1, 2, 1), "causal", "float rows"),
     # As many heads as multiprocessors: forward on Hopper takes three warpgroups.
     Case(BF16, (190, 300), (64, 64), (1, 132, 1), "causal"),

@@ -1,6 +1,6 @@
-// dkey and dvalue of heads of more than 128 columns, whose sums are too many for one warpgroup's
-// registers: one of two has those of dvalue, the other those of dkey, of the same keys. The first
-// makes S and P, and hands P over through shared memory; the second makes D and, of both, W.
+// dkey and dvalue of heads of more than 128 columns. The sums of both do not fit in a warpgroup's
+// registers, so each of two warpgroups has the sums of one, for the same keys. The group of dvalue
+// makes S and P, and hands P over in shared memory. The group of dkey makes D, and W of D and P.
 #pragma once
 
 #include "core/attention/hopper_backward.cuh"
@@ -125,8 +125,8 @@ class ApartConsumer : public BackwardConsumer<Form, kOfKey, !kOfKey> {
     }
   }
 
-  // Hands a tile's P over to the same thread of the other group; times the slopes of tanh, where
-  // scores are capped.
+  // Hands a tile's P over to the same thread of the other group. Where scores are capped it is P
+  // times the slopes of tanh.
   __device__ __forceinline__ void send(const Weights& weights) {
     const uint32_t slot = tiles_ % kWeightStages;
     wait(memory_.weights_empty[slot], tiles_ / kWeightStages % 2 ^ 1);

@@ -6,8 +6,8 @@
 //   D = X' Y'^T    W = P (D - delta)
 //   first += W Y   second += P Y'
 // which for X = queries, X' = dout gives dquery, and for X = keys, X' = values, with all
-// transposed, dkey and dvalue. P and W stay in registers. A tile's S and D run while the sums of
-// the tile before do.
+// transposed, dkey and dvalue. The sums' left factors, W and P, are registers. A tile's S and D run
+// while the sums of the tile before do.
 #pragma once
 
 #include "core/attention/hopper_backward_producer.cuh"
@@ -217,7 +217,7 @@ class BackwardConsumer {
     const TileRange whole = kGeneral ? whole_of(work) : whole_;
     return tile < whole.begin || tile >= whole.end;
   }
-  // DeepSeek's heads have queries of 192 columns and values of 128.
+  // As in DeepSeek's models: queries and keys of 192 columns, values of 128.
   __device__ __forceinline__ bool values_are_narrow() const {
     return kDim > kNarrow && args_.value_dim <= kNarrow;
   }

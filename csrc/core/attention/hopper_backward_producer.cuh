@@ -126,7 +126,7 @@ struct BackwardMemory
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
   CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
-  CopyBarrier weights_full[Form::kWeightStages], weights_empty[Form::kWeightStages];  // of W
+  CopyBarrier weights_full[Form::kWeightStages], weights_empty[Form::kWeightStages];  // of W or P
   // The producer fills one while consumers may still finish the one before the one at work.
   static constexpr int kWorks = 4;
   WorkTile work[kWorks];

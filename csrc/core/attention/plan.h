@@ -126,8 +126,9 @@ constexpr HopperBackwardTiles kHopperFusedTiles[2][5] = {
 constexpr bool hopper_has_fused(int dim) {
   return kHopperFusedTiles[0][hopper_dim_index(dim)].others > 0;
 }
-// Of those that make dquery elsewhere, and dkey and dvalue: a warpgroup's registers hold one of the
-// three. Of the latter two each group of a block has one, of the same kHopperApartRows keys.
+// Above that, of the kernel that makes dquery. Then of the one that makes dkey and dvalue, whose
+// own tiles have kHopperApartRows keys: for plain scores, and for others, as a mask's tile takes
+// room.
 constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
     {}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}};
 constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
