@@ -125,8 +125,9 @@ class ApartConsumer : public BackwardConsumer<Form, kOfKey, !kOfKey> {
     }
   }
 
-  // Hands a tile's P over to the same thread of the other group. Where scores are capped it is P
-  // times the slopes of tanh.
+  // Hands a tile's P over to the same thread of the other group. Each thread arrives for itself:
+  // racecheck does not see that a warp's barrier orders the others before its first. Where scores
+  // are capped it is P times the slopes of tanh.
   __device__ __forceinline__ void send(const Weights& weights) {
     const uint32_t slot = tiles_ % kWeightStages;
     wait(memory_.weights_empty[slot], tiles_ / kWeightStages % 2 ^ 1);
@@ -135,7 +136,7 @@ class ApartConsumer : public BackwardConsumer<Form, kOfKey, !kOfKey> {
       const uint32_t* four = weights + 4 * i;
       memory_.weights[slot][i][threadIdx.x % 128] = make_uint4(four[0], four[1], four[2], four[3]);
     }
-    this->release(memory_.weights_full[slot]);
+    arrive(memory_.weights_full[slot]);
   }
   __device__ __forceinline__ void receive() {
     const uint32_t slot = tiles_ % kWeightStages;
@@ -146,7 +147,7 @@ class ApartConsumer : public BackwardConsumer<Form, kOfKey, !kOfKey> {
       second_weights_[4 * i] = four.x, second_weights_[4 * i + 1] = four.y;
       second_weights_[4 * i + 2] = four.z, second_weights_[4 * i + 3] = four.w;
     }
-    this->release(memory_.weights_empty[slot]);
+    arrive(memory_.weights_empty[slot]);
   }
 };
 

@@ -336,18 +336,18 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   const auto warpgroup = [] { return __shfl_sync(~0u, threadIdx.x / 128, 0); };  // of the warp
   const int group = warpgroup();
   if (threadIdx.x == 0) {
-    constexpr int kWarps = 4 * Form::kGroups;               // a warp of a consumer arrives once
-    constexpr int kScoreWarps = Form::kApart ? 4 : kWarps;  // those that make S
+    constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
     init_ring(
         memory.own_full, memory.own_empty, 1,
         kWarps + (Form::kAll ? kChunkWarps : 0) + (has_mask<Form>(args) ? Form::kMaskWarps : 0));
     memory.mask_full.init(Form::Mask::kThreads);
-    memory.mask_empty.init(32 * kScoreWarps);
+    memory.mask_empty.init(Form::kApart ? 128 : 32 * kWarps);  // those that add it to scores
     memory.verdict.init(kWarps);
     memory.place = {};
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
-    init_ring(memory.weights_full, memory.weights_empty, kScoreWarps, kScoreWarps);
+    constexpr int kHandOvers = Form::kApart ? 128 : kWarps;  // of kApart every thread arrives
+    init_ring(memory.weights_full, memory.weights_empty, kHandOvers, kHandOvers);
     CopyBarrier::order_inits();
   }
   __syncthreads();
