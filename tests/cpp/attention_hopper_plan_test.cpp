@@ -99,6 +99,21 @@ TEST(AttentionHopperPlan, SectionsHoldWholeGroupsOfHeads) {
   }
 }
 
+// As many as the cache holds, but half of the chip's blocks at most: the longest tiles of all of
+// them come first, and are the first to read their keys from memory.
+TEST(AttentionHopperPlan, FewHeadsOfShortSequencesBeginTogether) {
+  const auto heads = [](int dim, int length) {
+    AttentionParams params = call(dim, length, length);
+    params.kv_heads = params.heads;
+    params.window_right = 0;
+    return hopper_plan(params).forward_section;
+  };
+  EXPECT_EQ(heads(64, 128), 64);
+  EXPECT_EQ(heads(64, 1024), 64);
+  EXPECT_EQ(heads(128, 2048), 32);
+  EXPECT_EQ(heads(128, 1 << 20), 1);
+}
+
 // Of keys too: then a section is of heads of keys.
 TEST(AttentionHopperPlan, BackwardHasATicketForEachOfItsKernels) {
   for (int length : {0, 1, 1000, 16384, 1 << 20}) {

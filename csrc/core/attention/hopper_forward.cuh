@@ -9,34 +9,6 @@
 
 namespace fused_norm::hopper {
 
-// Divides by the sums, and writes the rows of out and lse.
-template <typename Form>
-__device__ __forceinline__ void finish(const ForwardArgs& args, const WorkTile& work,
-                                       const float (&values)[Form::kDim / 2], RowState& rows,
-                                       int row) {
-  using T = typename Form::T;
-  const float sink = sink_of<T>(args, work.head) * kLog2E;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]);
-    const float largest = rows.largest[r] * args.exponent;
-    const float base = fmaxf(largest, sink);
-    const float shrink = largest == base ? 1.f : exp2_fast(largest - base);
-    const float total = sum * shrink + (sink == -INFINITY ? 0.f : exp2_fast(sink - base));
-    const int query = row + 8 * r;
-    const bool stores = query < work.queries;
-    T* out = stores ? row_of<T>(args.out, work, work.head, query) : nullptr;
-    store_row<T>(values, r, sum == 0 ? 0.f : shrink / total, out, args.value_dim);
-    if (stores && threadIdx.x % 4 == 0) {
-      const int64_t at =
-          args.query_offsets == nullptr
-              ? (int64_t{work.sequence} * args.heads + work.head) * args.queries + query
-              : int64_t{work.head} * args.total_queries + work.query_begin + query;
-      args.lse[at] = total == 0 ? -INFINITY : (base + log2f(total)) * kLn2;
-    }
-  }
-}
-
 // A multiplying warpgroup.
 template <typename Form>
 class Consumer {
@@ -56,7 +28,6 @@ class Consumer {
   static constexpr int kOfGroup = 4, kTurn = 7, kConsumers = 128 * Form::kGroups;
   // Scores far below this weigh 0: such are those that a mask's number hides, times exponent.
   static constexpr float kLowest = Form::kMasked ? kHidingMask : -FLT_MAX;
-  using Scores = float[kKeys / 2];
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
 
  public:
@@ -75,29 +46,30 @@ class Consumer {
     if (group_ == Form::kGroups - 1) end_turn();
     bool has_scores = false;
     while (true) {
-      if (!has_scores) wait(memory_.query_full[query_place_.slot], query_place_.parity);
-      const WorkTile& work = memory_.work[work_place_.slot];
+      const WorkTile& work = memory_.work[work_place_.slot()];
       work_place_.advance();
-      if (work.sequence < 0) return;
-      open(work);
+      if (!has_scores) {
+        wait(memory_.query_full[query_place_.slot()], query_place_.parity());
+        if (work.sequence < 0) return;
+        open(work);
+      }
+      clear_sums();
       if (tiles_.first < tiles_.end) {
         has_scores = run_tiles(work, has_scores);
         if (has_scores) continue;
       } else {
-        has_scores = false;
         __syncwarp();  // all lanes have read `work`
-        release(memory_.query_empty[query_place_.slot]);
+        release(memory_.query_empty[query_place_.slot()]);
         query_place_.advance();
         const int count = work.end_tile - work.first_tile;
         pass(count, count - 1);
+        end_rows(work);
       }
-      if constexpr (Form::kMasked) {
-        if (sees_keys(work)) {
-          if (memory_.verdict.template give<kConsumers>(values_, verdict_turn_)) mend(work);
-          release(memory_.query_empty[0]);
-        }
+      if (Form::kMasked && sees_keys(work)) {
+        if (memory_.verdict.template give<kConsumers>(values_, verdict_turn_)) mend(work);
+        release(memory_.query_empty[0]);
       }
-      finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
+      store_rows();
     }
   }
 
@@ -110,7 +82,6 @@ class Consumer {
     tiles_ = tiles_of(work, band);
     hides_from_ = max(min(work.keys, group_first + band.right + 1), 0) / kKeys;
     hides_below_ = (max(group_last - band.left, 0) + kKeys - 1) / kKeys;
-    clear_sums();
   }
 
   __device__ __forceinline__ void clear_sums() {
@@ -148,17 +119,20 @@ class Consumer {
     for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step(work, tile, weights);
 
     query_place_.advance();
-    wait(memory_.value_full[value_place_.slot], value_place_.parity);
+    wait(memory_.value_full[value_place_.slot()], value_place_.parity());
     clear(work, tiles_.first);
     multiply_values(weights, [] {});
     if (kEarly && tiles_.first == work.first_tile && next_starts()) {
       start_scores();
+      end_rows(work);
+      open(memory_.work[work_place_.slot()]);
       wait_products<1>();
       leave_value();
-      finish<Form>(args_, work, values_, rows_, work.first + thread_row_);
+      store_rows();
       end_scores();
       return true;
     }
+    end_rows(work);
     wait_products<0>();
     leave_value();
     pass(tiles_.first - work.first_tile, tiles_.first - work.first_tile);
@@ -167,10 +141,10 @@ class Consumer {
 
   // The scores of `tile`, while `weights` of the tile after it are multiplied by their values.
   __device__ __forceinline__ void step(const WorkTile& work, int tile, Weights& weights) {
-    wait(memory_.key_full[key_place_.slot], key_place_.parity);
+    wait(memory_.key_full[key_place_.slot()], key_place_.parity());
     begin_turn();
     multiply_keys();
-    wait(memory_.value_full[value_place_.slot], value_place_.parity);
+    wait(memory_.value_full[value_place_.slot()], value_place_.parity());
     clear(work, tile + 1);
     multiply_values(weights, [&] { end_turn(); });
     wait_products<1>();
@@ -192,14 +166,14 @@ class Consumer {
 #pragma unroll 1
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
       Weights weights;
-      wait(memory_.key_full[key_place_.slot], key_place_.parity);
+      wait(memory_.key_full[key_place_.slot()], key_place_.parity());
       multiply_keys();
       end_scores();
       hide<true>(work, tile);
-      wait(memory_.value_full[value_place_.slot], value_place_.parity);
+      wait(memory_.value_full[value_place_.slot()], value_place_.parity());
       const int rows = work.queries - work.first - thread_row_;  // of the sequence
       memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
-          memory_.value[value_place_.slot],
+          memory_.value[value_place_.slot()],
           [&](int i) { return scores_[i] != -INFINITY && 8 * (i / 2 % 2) < rows; });
       softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
       round<T>(weights, scores_);
@@ -208,17 +182,40 @@ class Consumer {
       wait_products<0>();
       leave_value();
     }
+    end_rows(work);
+  }
+
+  // Writes lse of the thread's rows, and says what becomes of their values: it needs none of them,
+  // so the last product may run meanwhile.
+  __device__ __forceinline__ void end_rows(const WorkTile& work) {
+    const int row = work.first + thread_row_;
+    const int rows = args_.query_offsets == nullptr ? args_.queries : args_.total_queries;
+    const int64_t at =
+        (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
+    T* const out = row_of<T>(args_.out, work, work.head, row);
+    float lse[2];
+    softmax_end(rows_, args_.exponent, sink_of<T>(args_, work.head), factor_, lse);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool stores = row + 8 * r < work.queries;
+      out_[r] = stores ? out + 8 * r * args_.out.row_stride : nullptr;
+      if (stores && lane_ % 4 == 0) args_.lse[at + 8 * r] = lse[r];
+    }
+  }
+  __device__ __forceinline__ void store_rows() const {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) store_row<T>(values_, r, factor_[r], out_[r], args_.value_dim);
   }
 
   // Whether the warpgroup takes part in the next tile from its first keys on.
   __device__ __forceinline__ bool next_starts() const {
-    wait(memory_.query_full[query_place_.slot], query_place_.parity);
-    const WorkTile& work = memory_.work[work_place_.slot];
+    wait(memory_.query_full[query_place_.slot()], query_place_.parity());
+    const WorkTile& work = memory_.work[work_place_.slot()];
     const KeyTiles tiles = tiles_of(work, band_of(args_, work));
     return sees_keys(work) && tiles.end == work.end_tile;
   }
   __device__ __forceinline__ void start_scores() {
-    wait(memory_.key_full[key_place_.slot], key_place_.parity);
+    wait(memory_.key_full[key_place_.slot()], key_place_.parity());
     multiply_keys();
   }
   __device__ __forceinline__ void end_scores() {
@@ -227,16 +224,16 @@ class Consumer {
   }
 
   __device__ __forceinline__ void multiply_keys() {
-    uint64_t queries = query_operand_ + query_place_.slot * (QueryTile::kBytes / 16);
+    uint64_t queries = query_operand_ + query_place_.slot() * (QueryTile::kBytes / 16);
     // Hides the operand, or the compiler keeps each of its steps in a register.
     if constexpr (Form::kMasked || kWide) asm volatile("" : "+l"(queries));
-    const uint64_t keys = key_operand_ + uniform<kWide>(key_place_.slot) * (KeyTile::kBytes / 16);
+    const uint64_t keys = key_operand_ + uniform<kWide>(key_place_.slot()) * (KeyTile::kBytes / 16);
     start_product<T, QueryTile, KeyTile>(scores_, queries, keys);
   }
   template <typename Then>
   __device__ __forceinline__ void multiply_values(const Weights& weights, Then then) {
     const uint64_t from =
-        value_operand_ + uniform<kWide>(value_place_.slot) * (KeyTile::kBytes / 16);
+        value_operand_ + uniform<kWide>(value_place_.slot()) * (KeyTile::kBytes / 16);
     start_sum<T, KeyTile>(values_, weights, from, then);
   }
 
@@ -280,7 +277,7 @@ class Consumer {
     const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
     if (seen_first <= 0 && !(behind && seen_end < kKeys) && !masked) return;
     if (masked) named_sync(kOfGroup + group_, 128);  // add_key_mask() has written
-    clear_rows<KeyTile>(memory_.value[value_place_.slot], [&](int key) {
+    clear_rows<KeyTile>(memory_.value[value_place_.slot()], [&](int key) {
       return key < seen_first || key >= seen_end || (masked && memory_.key_hidden[group_][key]);
     });
     named_sync(kOfGroup + group_, 128);
@@ -288,7 +285,7 @@ class Consumer {
   // Adds the mask of keys to a tile's scores. That of a hidden key becomes -inf, whatever it was.
   __device__ __forceinline__ void add_key_mask() {
     if constexpr (!Form::kMasksKeys) return;
-    const float* added = memory_.key_added[key_place_.slot];
+    const float* added = memory_.key_added[key_place_.slot()];
     add_to_columns(scores_, added + lane_ % 4 * 2);
     const int key = threadIdx.x % 128;
     if (key < kKeys) memory_.key_hidden[group_][key] = added[key] == -INFINITY;
@@ -311,17 +308,17 @@ class Consumer {
   }
   __device__ __forceinline__ void leave_key() {
     // With a mask of keys each lane reads the slot, and so gives it back for itself.
-    if (Form::kMasksKeys || lane_ == 0) arrive(memory_.key_empty[key_place_.slot]);
+    if (Form::kMasksKeys || lane_ == 0) arrive(memory_.key_empty[key_place_.slot()]);
     key_place_.advance();
   }
   // Gives back a tile's keys; after the last one also the queries, but where a mask may repeat it.
   __device__ __forceinline__ void leave_scores(int tile) {
     leave_key();
-    if (!Form::kMasked && tile == tiles_.first) release(memory_.query_empty[query_place_.slot]);
+    if (!Form::kMasked && tile == tiles_.first) release(memory_.query_empty[query_place_.slot()]);
   }
   __device__ __forceinline__ void leave_value() {
     hold(values_);
-    release(memory_.value_empty[value_place_.slot]);
+    release(memory_.value_empty[value_place_.slot()]);
     value_place_.advance();
   }
   // By so many tiles of keys, and turns.
@@ -331,10 +328,10 @@ class Consumer {
         begin_turn();
         end_turn();
       }
-      wait(memory_.key_full[key_place_.slot], key_place_.parity);
+      wait(memory_.key_full[key_place_.slot()], key_place_.parity());
       leave_key();
-      wait(memory_.value_full[value_place_.slot], value_place_.parity);
-      release(memory_.value_empty[value_place_.slot]);
+      wait(memory_.value_full[value_place_.slot()], value_place_.parity());
+      release(memory_.value_empty[value_place_.slot()]);
       value_place_.advance();
     }
   }
@@ -354,11 +351,14 @@ class Consumer {
   KeyTiles tiles_;
   RowState rows_;
   float values_[kDim / 2];
+  // What becomes of the thread's two rows of values: times `factor_`, to `out_`; null: nowhere.
+  float factor_[2];
+  T* out_[2];
   // Tiles from `hides_from_` on, and below `hides_below_`, have keys that a query does not see.
   int hides_from_, hides_below_;
   bool changes_ = false;  // whether a mask of keys changes scores of the last tile
 
-  Scores scores_;
+  float scores_[kKeys / 2];
   float rescale_[2];
 };
 

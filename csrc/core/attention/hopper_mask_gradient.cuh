@@ -55,9 +55,9 @@ __device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMem
   for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen) {
     if (!seen) return;
     for_served(args, work, [&](int sequence, int head, bool) {
-      const int slot = place.slot, key = tile * Form::kOthers, kv_head = head / args.heads_per_kv;
+      const int slot = place.slot(), key = tile * Form::kOthers, kv_head = head / args.heads_per_kv;
       CopyBarrier& full = memory.first_full[slot];
-      wait(memory.first_empty[slot], place.parity ^ 1);
+      wait(memory.first_empty[slot], place.parity() ^ 1);
       full.expect(2 * OwnTile::kBytes + 2 * OtherTile::kBytes + sizeof(memory.statistics[0]));
       const auto load = [&](auto tile_of, char* to, const CUtensorMap& map, int row, int of_head) {
         load_tile<decltype(tile_of)>(shared_address(to), &map, full, row, of_head, sequence);

@@ -88,7 +88,7 @@ class ForwardProducer {
   __device__ __forceinline__ void run() {
     uint32_t index = blockIdx.x, verdict_turn = 0;
     const WorkTile* work = begin(index);
-    load_query(*work);
+    if (Form::kQueryStages == 1) load_query(*work);
     while (work->sequence >= 0) {
       const int takes_at = min(work->end_tile - 1, work->first_tile + kTicketSteps);
 #pragma unroll 1
@@ -100,16 +100,16 @@ class ForwardProducer {
       }
       if (Form::kMasked && sees_keys(*work)) {
         load_value(*work, work->first_tile);
-        if (memory_.verdict.read(verdict_turn)) {
-          load_key(*work, work->end_tile - 1);
-          load_rest(*work);
-          load_value(*work, work->first_tile);
+        const int end = memory_.verdict.read(verdict_turn) ? work->end_tile : 0;
+#pragma unroll 1
+        for (int tile = end - 1; tile >= work->first_tile; --tile) {
+          load_key(*work, tile);
+          load_value(*work, tile);
         }
       }
       index = __shfl_sync(~0u, index, 0);
       // The next tile's first copies go before the last one of this: they take the longest.
       const WorkTile* next = begin(index);
-      if (Form::kQueryStages > 1) load_query(*next);
       if (!Form::kMasked && sees_keys(*work)) load_value(*work, work->first_tile);
       if (Form::kQueryStages == 1) load_query(*next);
       work = next;
@@ -117,12 +117,14 @@ class ForwardProducer {
   }
 
  private:
-  // Finds a tile of queries, and starts the copy of its first keys.
+  // Finds a tile of queries, and starts the copies of its first keys and, if they have another slot
+  // than those before, its queries: first, as they come from memory, the keys mostly from a cache.
   __device__ __forceinline__ const WorkTile* begin(uint32_t index) {
     WorkTile* work = &memory_.work[work_place_.slot()];
     work_place_.advance();
     list_.tile(index, work);
     __syncwarp();
+    if (Form::kQueryStages > 1) load_query(*work);
     if (sees_keys(*work)) load_key(*work, work->end_tile - 1);
     return work;
   }
@@ -136,14 +138,6 @@ class ForwardProducer {
     full.expect(Form::QueryTile::kBytes);
     load_tile<typename Form::QueryTile>(shared_address(memory_.query[slot]), &args_.query, full,
                                         work.query_begin + work.first, work.head, work.batch);
-  }
-  // All but the first keys and the last values.
-  __device__ __forceinline__ void load_rest(const WorkTile& work) {
-#pragma unroll 1
-    for (int tile = work.end_tile - 2; tile >= work.first_tile; --tile) {
-      load_key(work, tile);
-      load_value(work, tile + 1);
-    }
   }
   __device__ __forceinline__ void load_key(const WorkTile& work, int tile) {
     const int slot = key_place_.slot();
@@ -181,17 +175,17 @@ class ForwardProducer {
   ForwardMemory<Form>& memory_;
   const bool leader_;
   WorkList<Form::kRows, Form::kKeys, kHidden> list_;
-  RingCount<Form::kKeyStages> key_place_;
-  RingCount<Form::kValueStages> value_place_;
-  RingCount<Form::kQueryStages> query_place_;
-  RingCount<ForwardMemory<Form>::kWorks> work_place_;
+  RingPlace<Form::kKeyStages> key_place_;
+  RingPlace<Form::kValueStages> value_place_;
+  RingPlace<Form::kQueryStages> query_place_;
+  RingPlace<ForwardMemory<Form>::kWorks> work_place_;
 };
 
 // The other warps of the producer's warpgroup copy tiles of the mask.
 template <typename Form>
 __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemory<Form>& memory) {
-  RingCount<Form::kQueryStages> query_place;
-  RingCount<ForwardMemory<Form>::kWorks> work_place;
+  RingPlace<Form::kQueryStages> query_place;
+  RingPlace<ForwardMemory<Form>::kWorks> work_place;
   uint32_t verdict_turn = 0, turn = 0;
   const uint32_t slots = Form::Mask::slots(args.mask);
   while (true) {

@@ -65,6 +65,22 @@ __device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& 
   }
 }
 
+// What the softmax multiplies the sums of a thread's two rows by, and their log-sum-exp, -inf of a
+// row that saw nothing.
+__device__ __forceinline__ void softmax_end(const RowState& rows, float exponent, float sink,
+                                            float (&factor)[2], float (&lse)[2]) {
+  sink *= kLog2E;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float sum = quad_sum(rows.sum[r]), largest = rows.largest[r] * exponent;
+    const float base = fmaxf(largest, sink);
+    const float shrink = largest == base ? 1.f : exp2_fast(largest - base);
+    const float total = sum * shrink + (sink == -INFINITY ? 0.f : exp2_fast(sink - base));
+    factor[r] = sum == 0 ? 0.f : __fdividef(shrink, total);
+    lse[r] = (base + __log2f(total)) * kLn2;
+  }
+}
+
 // Makes `hidden` what lies behind or before the band of a thread's two rows, of which `row` is the
 // first. `column`: its first one.
 template <int kCount>

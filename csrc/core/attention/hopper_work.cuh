@@ -57,22 +57,9 @@ struct ListPlace {
 // queries, before the first and behind the last that the own side sees.
 enum class Hidden { kNone, kKeys, kQueries };
 
-// Where a ring of kStages slots stands.
+// Where a ring of kStages slots stands, in one register: a copying warp's are few.
 template <int kStages>
 struct RingPlace {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// The same in one register, for a copying warp, whose registers are few.
-template <int kStages>
-struct RingCount {
   uint32_t count = 0;  // of slots before this one
   __device__ __forceinline__ int slot() const { return count % kStages; }
   __device__ __forceinline__ uint32_t parity() const { return count / kStages % 2; }

@@ -8,6 +8,9 @@ namespace {
 
 // Keys and values of so many bytes stay in the second-level cache (50 MB) while their queries pass.
 constexpr int64_t kCachedBytes = 32 << 20;
+// Of short sequences no more heads than this, half of the blocks: the longest tiles of all of them
+// come first and read their keys from memory; with more, all blocks would first read, then compute.
+constexpr int64_t kMostHeads = 64;
 // Queries, dout and fp32 sums of dquery of so many bytes do so while tiles of keys add to the sums.
 constexpr int64_t kSummedBytes = 17 << 20;
 
@@ -27,7 +30,7 @@ bool is_uneven(const AttentionParams& params) {
 int cached_heads(const AttentionParams& params, int64_t rows) {
   const int64_t bytes = 2 * rows * (params.head_dim + params.value_dim);
   return static_cast<int>(
-      std::clamp<int64_t>(kCachedBytes / std::max<int64_t>(bytes, 1), 1, 1 << 20));
+      std::clamp<int64_t>(kCachedBytes / std::max<int64_t>(bytes, 1), 1, kMostHeads));
 }
 
 }  // namespace
