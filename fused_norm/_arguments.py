@@ -113,7 +113,7 @@ def integer(name: str, value) -> int:
     return value
 
 
-_FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def softmax_dtype(value) -> torch.dtype:
@@ -122,7 +122,7 @@ def softmax_dtype(value) -> torch.dtype:
         return torch.float64
     if not isinstance(value, torch.dtype):
         raise TypeError(f"dtype must be a torch.dtype, but is {value!r:.80}")
-    if value not in _FLOATING:
+    if value not in FLOATING:
         raise RuntimeError(f"dtype must be float16, bfloat16, float32 or float64, but is {value}")
     return value
 
@@ -131,10 +131,7 @@ def shape(value) -> tuple:
     """``normalized_shape``: an int or a sequence of ints."""
     if isinstance(value, (numbers.Integral, torch.SymInt)):
         value = (value,)
-    try:
-        if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-            exact = (int, torch.SymInt)
-            return tuple([n if type(n) in exact else operator.index(n) for n in value])
-    except TypeError:
-        pass
-    return _refuse("normalized_shape", "an int or a sequence of ints", value)
+    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+        return _refuse("normalized_shape", "an int or a sequence of ints", value)
+    exact = torch.SymInt
+    return tuple([n if type(n) is exact else integer("normalized_shape", n) for n in value])

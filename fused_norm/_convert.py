@@ -146,6 +146,7 @@ def converted_norm(
 def _why_not(module: nn.Module, cls: type) -> str | None:
     """What makes any module unfit for a change of class."""
     parameters = [p for p in module._parameters.values() if p is not None]
+    dtypes = {p.dtype for p in parameters} - set(_arguments.FLOATING)
     if "forward" in vars(module):
         return "its forward was replaced on the instance"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
@@ -154,6 +155,8 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
         return "fully_shard wraps it: convert first"
     if any(hasattr(p, "placements") for p in parameters):
         return "its parameters are DTensors: convert first"
+    if dtypes:
+        return f"it has parameters of {dtypes.pop()}"
     return None
 
 

@@ -219,6 +219,14 @@ class NormCheck:
         b = torch.as_tensor(self.b, dtype=torch.float64, device=y.device).expand(y.shape[1])
         return torch.where(precise(g, b, self.y_dtype), (y.double() - b) / g, stats.xhat)
 
+    def _shift_error(self):
+        """What the xhat of a precise column may be off by, alike in every row, where it is had back
+        from 16 bits: kernels multiply y by 1 / g and add the rounded -bias / g."""
+        if not self.from_output or self.bias is None or self.y_dtype.itemsize != 2:
+            return 0.0
+        g = torch.as_tensor(self.g, dtype=torch.float64, device=self.b.device)
+        return torch.where(precise(g, self.b, self.y_dtype), self.u * (self.b / g).abs(), 0.0)
+
     def _dx(self, stats, xhat, dy, dx, torch_dx, dresidual):
         rstd, shift, scale = stats.rstd, stats.shift, stats.scale
         norm_dx, w, c1, c2 = dx_reference(dy, self.g, stats.xhat, rstd, self.rms_norm)
@@ -230,6 +238,9 @@ class NormCheck:
         propagated = 0.0
         if xhat is not stats.xhat:
             propagated = (dx_reference(dy, self.g, xhat, rstd, self.rms_norm)[0] - norm_dx).abs()
+            off = self._shift_error()
+            mean_off = (w.abs() * off).mean(1, keepdim=True)
+            propagated = propagated + rstd * (off * c2.abs() + stats.xhat.abs() * mean_off)
             self._add("dx propagated", propagated)
         # Every element: rounded sums, products and rstd cost a few u of each term of dx; an xhat
         # off by 4u scale moves mean(w xhat) by 4u scale mean|w| and xhat mean(w xhat) by 4u scale
@@ -320,7 +331,10 @@ class NormCheck:
         scale = self.sums.pop(f"{name} scale").sqrt() if name == "dweight" else root
         limit = 2 * (arithmetic + 4 * self.u * scale)
         if propagated is not None:
-            limit = limit + propagated.abs()
+            propagated = propagated.abs()
+            if "dbias reference" in self.sums:
+                propagated = propagated + self._shift_error() * self.sums["dbias reference"].abs()
+            limit = limit + propagated
             self._add(f"{name} propagated", propagated)
         self._record(name, error, limit + rounding(ref.abs() + limit, dtype, self.u))
         self._add(f"{name} reference", ref)

@@ -549,12 +549,14 @@ def test_norms_that_are_not_what_their_class_says_are_left_alone():
     patched = nn.LayerNorm(4)
     patched.forward = lambda x: x
     scripted = torch.jit.script(nn.LayerNorm(4))
-    model = nn.Sequential(parametrized, patched, scripted)
+    in_complex = nn.RMSNorm(4, dtype=torch.complex64)
+    model = nn.Sequential(parametrized, patched, scripted, in_complex)
     types = [type(m) for m in model]
     report = convert(model)
     assert not len(report) and [type(m) for m in model] == types
-    assert [s.name for s in report.skipped] == ["0", "1", "2"]
+    assert [s.name for s in report.skipped] == ["0", "1", "2", "3"]
     assert "TorchScript" in report.skipped[2].reason
+    assert "complex64" in report.skipped[3].reason
 
 
 def test_a_second_call_changes_nothing():

@@ -80,6 +80,12 @@ CASES = {
         lambda make: fn.rms_norm(make(3, 48), [48], make(48, dtype=FP64)),
         ["weight", "Double|float64", "Float|float32"],
     ),
+    "fp64 weight that sets the output's dtype": (
+        lambda make: torch.ops.fused_norm.norm_forward(
+            make(3, 48), make(48, dtype=FP64), None, [48], 1e-5, 0.0, False, FP64
+        ),
+        ["weight is", "Double|float64", "Float|float32"],
+    ),
     "16-bit bias with fp64 input": (
         lambda make: fn.layer_norm(make(3, 48, dtype=FP64), [48], None, make(48, dtype=BF16)),
         ["bias", "BFloat16|bfloat16", "Double|float64"],
@@ -425,8 +431,8 @@ def test_apex_parameter_that_is_no_tensor():
 def test_mixed_forms_need_a_weight():
     x = torch.ones(2, 4)
     for call in (
-        lambda: fused_norm.apex.mixed_dtype_fused_rms_norm_affine(x, None, [4]),
-        lambda: fused_norm.apex.mixed_dtype_fused_layer_norm_affine(x, None, None, [4]),
+        lambda: apex.mixed_dtype_fused_rms_norm_affine(x, None, [4]),
+        lambda: apex.mixed_dtype_fused_layer_norm_affine(x, None, None, [4]),
     ):
         check_raises(call, ["weight must be a tensor", "None"])
 

@@ -94,12 +94,12 @@ void check_norm_options(ScalarType input, std::optional<ScalarType> weight,
                 ", which does not go with ", input, " input and residual_dtype ", x,
                 ": it must have the dtype of one of them");
   }
+  check_param_dtype(x, x_name, weight, "weight");
+  check_param_dtype(x, x_name, bias, "bias");
   TORCH_CHECK(
       out == x || (is_16_bit(x) && out == at::kFloat) || (x == at::kFloat && is_16_bit(out)),
       "out_dtype is ", out, ", which does not go with ", x, " ", x_name,
       ": it must be its dtype, float32 for 16 bit, or 16-bit for float32");
-  check_param_dtype(x, x_name, weight, "weight");
-  check_param_dtype(x, x_name, bias, "bias");
   TORCH_CHECK(std::isfinite(eps) && eps >= 0, "eps must be finite and not negative, but is ", eps);
   TORCH_CHECK(std::isfinite(weight_offset), "weight_offset must be finite, but is ", weight_offset);
   TORCH_CHECK(weight.has_value() || weight_offset == 0, "weight_offset is ", weight_offset,
