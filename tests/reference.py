@@ -286,6 +286,8 @@ class NormCheck:
             terms = dy * (torch.maximum(xhat.abs(), stats.xhat.abs()) + stats.shift)
             self._sum("dweight squares", terms.square())
             self._sum("dweight scale", (dy * stats.scale).square())
+            if self.dy_repeats:
+                self._sum("dweight magnitudes", (dy * stats.xhat).abs())
             if self.from_output:
                 self._sum("dweight propagated", dy * (xhat - stats.xhat))
         if self.bias is not None:
@@ -318,15 +320,17 @@ class NormCheck:
         chain = math.sqrt(self.total_rows / 128)
         total = ref.abs() if propagated is None else ref.abs() + propagated.abs()
         arithmetic = self.u * ((4 + 0.5 * chain) * root + 4 * total)
-        if name == "dbias" and self.dy_repeats:
+        if self.dy_repeats:
             # A thread that adds one number again and again rounds alike while its sum stays within
             # a power of two, and other threads do the same: nothing averages out. What holds for
             # any numbers is u h sum |p|, with h the additions on the longest way to the result:
             # the rows of a block, and 32 for up to 17 partial rows a warp of stage 2 and 10 levels
             # of trees. In practice 0.15 u L of the sum for a sequence of L. The products of dweight
-            # differ, as xhat does.
+            # mostly differ, as xhat does, but are much alike where x has a mean that RMSNorm keeps.
+            magnitudes = self.sums.pop(f"{name} magnitudes")
+            alike = (ref.abs() > 0.9 * magnitudes) | (name == "dbias")
             additions = 32 + self.total_rows / 128
-            arithmetic = arithmetic + self.u * additions * self.sums.pop("dbias magnitudes")
+            arithmetic = arithmetic + torch.where(alike, self.u * additions * magnitudes, 0.0)
         # An element alone may have the worst xhat, off by 4u scale, in every row.
         scale = self.sums.pop(f"{name} scale").sqrt() if name == "dweight" else root
         limit = 2 * (arithmetic + 4 * self.u * scale)
