@@ -105,8 +105,9 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ bool is_spoiled() {
     if constexpr (Form::kMends) {
-      again_ = !again_ && may_come_again() &&
-               memory_.verdict.template give<kConsumers>(first_sums_, verdict_turn_);
+      again_ = !again_ && may_come_again();
+      if (again_) memory_.verdict.give(first_sums_, verdict_turn_);
+      again_ = again_ && memory_.verdict.template given<kConsumers>(verdict_turn_);
     }
     return again_;
   }

@@ -46,17 +46,22 @@ class Consumer {
     if (group_ == Form::kGroups - 1) end_turn();
     bool has_scores = false;
     while (true) {
-      const WorkTile& work = memory_.work[work_place_.slot()];
+      const ForwardTile& work = memory_.work[work_place_.slot()];
       work_place_.advance();
       if (!has_scores) {
         wait(memory_.query_full[query_place_.slot()], query_place_.parity());
         if (work.sequence < 0) return;
         open(work);
       }
-      clear_sums();
-      if (tiles_.first < tiles_.end) {
+#pragma unroll
+      for (int i = 0; i < kDim / 2; ++i) values_[i] = 0;
+      rows_ = RowState();
+      if (Form::kMasked && work.again) {
+        mend(work);
+      } else if (tiles_.first < tiles_.end) {
         has_scores = run_tiles(work, has_scores);
         if (has_scores) continue;
+        if (Form::kMasked) memory_.verdict.give(values_, verdict_turn_);
       } else {
         __syncwarp();  // all lanes have read `work`
         release(memory_.query_empty[query_place_.slot()]);
@@ -64,10 +69,6 @@ class Consumer {
         const int count = work.end_tile - work.first_tile;
         pass(count, count - 1);
         end_rows(work);
-      }
-      if (Form::kMasked && sees_keys(work)) {
-        if (memory_.verdict.template give<kConsumers>(values_, verdict_turn_)) mend(work);
-        release(memory_.query_empty[0]);
       }
       store_rows();
     }
@@ -82,12 +83,6 @@ class Consumer {
     tiles_ = tiles_of(work, band);
     hides_from_ = max(min(work.keys, group_first + band.right + 1), 0) / kKeys;
     hides_below_ = (max(group_last - band.left, 0) + kKeys - 1) / kKeys;
-  }
-
-  __device__ __forceinline__ void clear_sums() {
-#pragma unroll
-    for (int i = 0; i < kDim / 2; ++i) values_[i] = 0;
-    rows_ = RowState();
   }
 
   // The warpgroup's tiles of keys.
@@ -128,6 +123,7 @@ class Consumer {
       open(memory_.work[work_place_.slot()]);
       wait_products<1>();
       leave_value();
+      if (Form::kMasked) memory_.verdict.give(values_, verdict_turn_);
       store_rows();
       end_scores();
       return true;
@@ -162,7 +158,6 @@ class Consumer {
 
   // The tile again, step by step (MaskVerdict).
   __device__ __forceinline__ void mend(const WorkTile& work) {
-    clear_sums();
 #pragma unroll 1
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
       Weights weights;
@@ -182,6 +177,7 @@ class Consumer {
       wait_products<0>();
       leave_value();
     }
+    query_place_.advance();
     end_rows(work);
   }
 
@@ -210,9 +206,9 @@ class Consumer {
   // Whether the warpgroup takes part in the next tile from its first keys on.
   __device__ __forceinline__ bool next_starts() const {
     wait(memory_.query_full[query_place_.slot()], query_place_.parity());
-    const WorkTile& work = memory_.work[work_place_.slot()];
+    const ForwardTile& work = memory_.work[work_place_.slot()];
     const KeyTiles tiles = tiles_of(work, band_of(args_, work));
-    return sees_keys(work) && tiles.end == work.end_tile;
+    return sees_keys(work) && tiles.end == work.end_tile && !(Form::kMasked && work.again);
   }
   __device__ __forceinline__ void start_scores() {
     wait(memory_.key_full[key_place_.slot()], key_place_.parity());
@@ -249,8 +245,7 @@ class Consumer {
       factor = general_scores(args_, work, work.head, scores_, row, column, [] {});
     if (Form::kMasked && mask_changes(args_, work, tile)) {
       const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
-      wait(memory_.mask_full[slot], mask_turn_ / slots % 2);
-      ++mask_turn_;
+      wait(memory_.mask_full[slot], mask_turn_++ / slots % 2);
       Form::Mask::template add<false, kMends>(args_.mask,
                                               memory_.mask + slot * Form::Mask::kSlotBytes,
                                               thread_row_, lane_ % 4 * 2, factor, scores_);
@@ -311,10 +306,10 @@ class Consumer {
     if (Form::kMasksKeys || lane_ == 0) arrive(memory_.key_empty[key_place_.slot()]);
     key_place_.advance();
   }
-  // Gives back a tile's keys; after the last one also the queries, but where a mask may repeat it.
+  // Gives back a tile's keys; after the last one also the queries.
   __device__ __forceinline__ void leave_scores(int tile) {
     leave_key();
-    if (!Form::kMasked && tile == tiles_.first) release(memory_.query_empty[query_place_.slot()]);
+    if (tile == tiles_.first) release(memory_.query_empty[query_place_.slot()]);
   }
   __device__ __forceinline__ void leave_value() {
     hold(values_);

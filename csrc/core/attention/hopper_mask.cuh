@@ -195,12 +195,13 @@ struct MaskTile {
 
 // A NaN or Inf in a row that the mask hides from every query spoils the sums, as it survives its
 // weight of 0. If a sum is one, the tile is done again without the rows that no query of the block
-// sees.
+// sees: forward after the next tile, whose copies do not wait for the verdict.
 template <int kKeys>
 struct MaskVerdict {
-  // By turns, as the producer's warps may be a verdict behind: it is there, and what it is.
+  // By turns, as the producer's warps may be a verdict behind: it is there, and the last turn, from
+  // 1 on, whose sums were spoiled.
   CopyBarrier full[2];
-  int spoiled[2];
+  uint32_t spoiled[2];
   bool seen[kKeys];
 
   // By one thread.
@@ -208,30 +209,29 @@ struct MaskVerdict {
     for (CopyBarrier& barrier : full) barrier.init(consumer_warps);
     spoiled[0] = spoiled[1] = 0;
   }
-  // Whether a consumer's sums are spoiled; by all kThreads consumers.
-  template <int kThreads, int kCount>
-  __device__ __forceinline__ bool give(const float (&sums)[kCount], uint32_t& turn) {
+  // Says whether the sums of a consumer's warp are spoiled.
+  template <int kCount>
+  __device__ __forceinline__ void give(const float (&sums)[kCount], uint32_t& turn) {
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) sum = fmaf(sums[i], 0.f, sum);
-    const uint32_t at = turn % 2;
-    // All to whom it matters have read it: if it was true, the second time waited for them.
-    if (threadIdx.x == 128) spoiled[at ^ 1] = 0;
-    if (sum != 0) spoiled[at] = 1;
-    named_sync(kOfConsumers, kThreads);
-    const bool result = spoiled[at];
+    const uint32_t at = turn++ % 2;
+    if (sum != 0) spoiled[at] = turn;
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(full[at]);
-    ++turn;
-    return result;
+  }
+  // What all kThreads consumers together have said.
+  template <int kThreads>
+  __device__ __forceinline__ bool given(uint32_t turn) const {
+    named_sync(kOfConsumers, kThreads);
+    return spoiled[(turn - 1) % 2] == turn;
   }
   // By a warp of the producer's. Only the lane that will arrive for the others reads it: no lane
   // may still do so when it is used again.
   __device__ __forceinline__ bool read(uint32_t& turn) {
-    wait(full[turn % 2], turn / 2 % 2);
-    const bool result = __shfl_sync(~0u, threadIdx.x % 32 == 0 ? spoiled[turn % 2] : 0, 0);
-    ++turn;
-    return result;
+    const uint32_t at = turn % 2;
+    wait(full[at], turn++ / 2 % 2);
+    return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? spoiled[at] : 0, 0) == turn;
   }
   // Makes the rows of a tile zero for which no consumer's sees(i), of its element i of a row, is
   // true.

@@ -50,7 +50,11 @@ struct ForwardForm {
   using QueryTile = SharedTile<kRows, kDim>;
   using KeyTile = SharedTile<kKeys, kDim>;
   using Mask = MaskTile<T, kRows, kKeys, 4, (kDim <= 192 ? 2 : 1)>;
-  static_assert(!kMasked || kQueryStages == 1);  // a tile with a mask may be done twice
+};
+
+// A tile of queries; `again`: its sums were spoiled (MaskVerdict).
+struct ForwardTile : WorkTile {
+  bool again;
 };
 
 template <typename Form>
@@ -66,7 +70,7 @@ struct ForwardMemory {
   // The block's tiles of queries in turn: the producer fills one while consumers may still finish
   // the one before those whose queries are here.
   static constexpr int kWorks = Form::kQueryStages + 2;
-  WorkTile work[kWorks];
+  ForwardTile work[kWorks];
   ListPlace place;
   // What a mask of keys adds to the scores of a tile of them.
   static constexpr int kMaskedKeys = Form::kMasksKeys ? Form::kKeys : 2;
@@ -86,30 +90,23 @@ class ForwardProducer {
       : args_(args), memory_(memory), leader_(threadIdx.x == 0), list_(args, &memory.place) {}
 
   __device__ __forceinline__ void run() {
-    uint32_t index = blockIdx.x, verdict_turn = 0;
-    const WorkTile* work = begin(index);
+    uint32_t ahead = blockIdx.x;  // of the tile that comes next, unless one is done again
+    const ForwardTile* work = begin(ahead);
     if (Form::kQueryStages == 1) load_query(*work);
     while (work->sequence >= 0) {
       const int takes_at = min(work->end_tile - 1, work->first_tile + kTicketSteps);
 #pragma unroll 1
       for (int tile = work->end_tile - 1;; --tile) {
-        if (tile == takes_at) index = next_index(args_, index);
+        if (tile == takes_at && !again_) ahead = next_index(args_, ahead);
         if (tile <= work->first_tile) break;
         load_key(*work, tile - 1);
         load_value(*work, tile);
       }
-      if (Form::kMasked && sees_keys(*work)) {
-        load_value(*work, work->first_tile);
-        const int end = memory_.verdict.read(verdict_turn) ? work->end_tile : 0;
-#pragma unroll 1
-        for (int tile = end - 1; tile >= work->first_tile; --tile) {
-          load_key(*work, tile);
-          load_value(*work, tile);
-        }
-      }
-      index = __shfl_sync(~0u, index, 0);
+      ahead = __shfl_sync(~0u, ahead, 0);
+      if (Form::kMasked && sees_keys(*work)) load_value(*work, work->first_tile);
+      if (Form::kMasked) look_back(*work);
       // The next tile's first copies go before the last one of this: they take the longest.
-      const WorkTile* next = begin(index);
+      const ForwardTile* next = begin(again_ ? spoiled_ : ahead);
       if (!Form::kMasked && sees_keys(*work)) load_value(*work, work->first_tile);
       if (Form::kQueryStages == 1) load_query(*next);
       work = next;
@@ -119,14 +116,25 @@ class ForwardProducer {
  private:
   // Finds a tile of queries, and starts the copies of its first keys and, if they have another slot
   // than those before, its queries: first, as they come from memory, the keys mostly from a cache.
-  __device__ __forceinline__ const WorkTile* begin(uint32_t index) {
-    WorkTile* work = &memory_.work[work_place_.slot()];
+  __device__ __forceinline__ const ForwardTile* begin(uint32_t index) {
+    ForwardTile* work = &memory_.work[work_place_.slot()];
     work_place_.advance();
     list_.tile(index, work);
+    index_ = index;
+    if (leader_) work->again = again_;
+    // Not the end while a verdict is unread, but a tile without queries.
+    if (leader_ && work->sequence < 0 && unread_) static_cast<WorkTile&>(*work) = {};
     __syncwarp();
     if (Form::kQueryStages > 1) load_query(*work);
     if (sees_keys(*work)) load_key(*work, work->end_tile - 1);
     return work;
+  }
+  // Whether the tile before `work` is done again.
+  __device__ __forceinline__ void look_back(const ForwardTile& work) {
+    again_ = unread_ && memory_.verdict.read(verdict_turn_);
+    spoiled_ = before_;
+    before_ = index_;
+    unread_ = sees_keys(work) && !work.again;
   }
   __device__ __forceinline__ void load_query(const WorkTile& work) {
     const int slot = query_place_.slot();
@@ -174,6 +182,9 @@ class ForwardProducer {
   const ForwardArgs& args_;
   ForwardMemory<Form>& memory_;
   const bool leader_;
+  // With a mask: of the tile at hand, the one before, and the one to be done again, if any.
+  uint32_t index_ = 0, before_ = 0, spoiled_ = 0, verdict_turn_ = 0;
+  bool again_ = false, unread_ = false;  // unread: the verdict on the tile before
   WorkList<Form::kRows, Form::kKeys, kHidden> list_;
   RingPlace<Form::kKeyStages> key_place_;
   RingPlace<Form::kValueStages> value_place_;
@@ -186,30 +197,21 @@ template <typename Form>
 __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemory<Form>& memory) {
   RingPlace<Form::kQueryStages> query_place;
   RingPlace<ForwardMemory<Form>::kWorks> work_place;
-  uint32_t verdict_turn = 0, turn = 0;
+  uint32_t turn = 0;
   const uint32_t slots = Form::Mask::slots(args.mask);
   while (true) {
     wait(memory.query_full[query_place.slot()], query_place.parity());
     const WorkTile& work = memory.work[work_place.slot()];
     work_place.advance();
     if (work.sequence < 0) return;
-    for (bool again = sees_keys(work), first = true; again; first = false) {
-      int tile = work.end_tile;
-      const auto next = [&] {
-        while (--tile >= work.first_tile && !mask_changes(args, work, tile)) continue;
-      };
-      for (next(); tile >= work.first_tile;) {
-        __syncwarp();  // copies diverge
-        const uint32_t slot = turn % slots;
-        wait(memory.mask_empty[slot], turn / slots % 2 ^ 1);
-        ++turn;
-        Form::Mask::start_copy(args.mask, memory.mask + slot * Form::Mask::kSlotBytes,
-                               work.sequence, work.head, work.first, work.queries,
-                               tile * Form::kKeys, work.keys);
-        next();
-        Form::Mask::end_copy(memory.mask_full[slot]);
-      }
-      again = first && memory.verdict.read(verdict_turn);
+    for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
+      if (!mask_changes(args, work, tile)) continue;
+      __syncwarp();  // copies diverge
+      const uint32_t slot = turn % slots;
+      wait(memory.mask_empty[slot], turn++ / slots % 2 ^ 1);
+      Form::Mask::start_copy(args.mask, memory.mask + slot * Form::Mask::kSlotBytes, work.sequence,
+                             work.head, work.first, work.queries, tile * Form::kKeys, work.keys);
+      Form::Mask::end_copy(memory.mask_full[slot]);
     }
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot()]);  // done with `work`

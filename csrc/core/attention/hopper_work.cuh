@@ -106,8 +106,8 @@ class WorkList {
   // `place` lies in shared memory, zeros at first.
   __device__ WorkList(const WorkArgs& args, ListPlace* place) : args_(args), place_(place) {}
 
-  // Says in shared memory what tile `index` is, which grows from call to call; false: there is
-  // none. By all threads of a warp, of which the first writes.
+  // Says in shared memory what tile `index` is, which of packed sequences grows from call to call;
+  // false: there is none. By all threads of a warp, of which the first writes.
   __device__ bool tile(uint32_t index, WorkTile* work) {
     const bool found = args_.query_offsets == nullptr ? dense(index, work) : packed(index, work);
     if (threadIdx.x % 32 == 0) begin(found, work);

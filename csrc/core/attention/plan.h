@@ -99,7 +99,7 @@ struct HopperForwardTiles {
 };
 constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
     {{128, 2, 4, 4}, {96, 2, 4, 4}, {128, 2, 2, 3}, {112, 1, 2, 2}, {80, 1, 2, 2}},
-    {{128, 1, 2, 2}, {112, 1, 2, 2}, {112, 1, 2, 2}, {80, 1, 2, 2}, {64, 1, 2, 2}},
+    {{128, 2, 2, 2}, {112, 2, 2, 2}, {112, 1, 2, 2}, {80, 1, 2, 2}, {64, 1, 2, 2}},
 };
 // A block has 64 queries for each of two warpgroups; without a mask, where two exponentiate too
 // slowly, of three, unless two leave fewer rows empty. No sum depends on how many there are.
