@@ -431,8 +431,8 @@ def test_apex_parameter_that_is_no_tensor():
 def test_mixed_forms_need_a_weight():
     x = torch.ones(2, 4)
     for call in (
-        lambda: apex.mixed_dtype_fused_rms_norm_affine(x, None, [4]),
-        lambda: apex.mixed_dtype_fused_layer_norm_affine(x, None, None, [4]),
+        lambda: fused_norm.apex.mixed_dtype_fused_rms_norm_affine(x, None, [4]),
+        lambda: fused_norm.apex.mixed_dtype_fused_layer_norm_affine(x, None, None, [4]),
     ):
         check_raises(call, ["weight must be a tensor", "None"])
 
