@@ -133,5 +133,5 @@ def shape(value) -> tuple:
         value = (value,)
     if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
         return _refuse("normalized_shape", "an int or a sequence of ints", value)
-    exact = torch.SymInt
-    return tuple([n if type(n) is exact else integer("normalized_shape", n) for n in value])
+    exact = [n if type(n) is torch.SymInt else integer("normalized_shape", n) for n in value]
+    return tuple(exact)

@@ -432,6 +432,28 @@ def test_masks_of_several_tiles(tier, mask, dim, seed):
                 assert same_bits(value, results[name]), name
 
 
+@pytest.mark.parametrize("dim", [64, 128, 192])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_nans_that_a_mask_hides_in_some_of_many_tiles(device, dim, seed):
+    """A block has several tiles of queries, and does some of them again, the last one too."""
+    generator = rand_generator(device, seed)
+    heads = 600 if device == "cuda" else 6
+    query, key, value = (
+        randn(generator, 1, heads, rows, dim, dtype=BF16) for rows in (70, 150, 150)
+    )
+    mask = randn(generator, 1, heads, 70, 150, dtype=BF16)
+    mask[..., 20:60] = -torch.inf
+    expected = fn.flash_attention(query, key, value, attn_mask=mask, return_lse=True)
+    key[:, ::3, 20:60] = torch.nan
+    value[:, -2:, 20:60] = torch.inf
+    for result, clean in zip(
+        fn.flash_attention(query, key, value, attn_mask=mask, return_lse=True),
+        expected,
+        strict=True,
+    ):
+        assert same_bits(result, clean)
+
+
 @pytest.mark.parametrize("dim", [40, 96, 128])
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
 def test_gradients_of_masks(tier, dim, seed):
