@@ -143,8 +143,9 @@ TEST(AttentionHopperPlan, FewHeadsOfLongSequencesAreAtWork) {
   EXPECT_EQ(heads(64, 16384, false), 4);
   EXPECT_EQ(heads(64, 1 << 20, false), 1);
   EXPECT_EQ(heads(128, 16384, false), 2);
-  EXPECT_EQ(heads(64, 16384, true), 16);
-  EXPECT_EQ(heads(128, 16384, true), 8);
+  EXPECT_EQ(heads(64, 1024, true), 50);
+  EXPECT_EQ(heads(64, 16384, true), 32);
+  EXPECT_EQ(heads(128, 16384, true), 16);
 }
 
 // A tile that has all keys of a sequence stores dquery itself, where there are few queries.

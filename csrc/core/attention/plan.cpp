@@ -11,8 +11,9 @@ constexpr int64_t kCachedBytes = 32 << 20;
 // Of short sequences no more heads than this, half of the blocks: the longest tiles of all of them
 // come first and read their keys from memory; with more, all blocks would first read, then compute.
 constexpr int64_t kMostHeads = 64;
-// Queries, dout and fp32 sums of dquery of so many bytes do so while tiles of keys add to the sums.
-constexpr int64_t kSummedBytes = 17 << 20;
+// Queries, dout and fp32 sums of dquery of so many bytes do so while tiles of keys add to the sums;
+// of more where tiles of keys meet unlike numbers of queries, and so wait for each other.
+constexpr int64_t kSummedBytes = 17 << 20, kUnevenSummedBytes = 25 << 20;
 
 // Columns of a tile for both head dimensions.
 int dim_of(const AttentionParams& params) {
@@ -112,12 +113,12 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   if (hopper_fuses(params)) {
     // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next.
     // Long sequences need more heads, as each tile of a head waits for the one before: a few; up to
-    // eight (of 64 columns sixteen) where tiles meet unlike numbers of queries.
+    // 16 (of 64 columns 32) where tiles meet unlike numbers of queries.
     const int64_t head_bytes = std::max<int64_t>(8 * rows_of_keys * plan.dim, 1);
     const int64_t most = plan.in_order ? INT32_MAX : 2 * kSummedBytes / head_bytes;
-    const int64_t fewest = std::clamp<int64_t>(most, 1, 1024 / plan.dim);
-    plan.key_section =
-        static_cast<int>(std::clamp<int64_t>(kSummedBytes / head_bytes, fewest, 256));
+    const int64_t fewest = std::clamp<int64_t>(most, 1, (plan.in_order ? 2048 : 1024) / plan.dim);
+    const int64_t summed = plan.in_order ? kUnevenSummedBytes : kSummedBytes;
+    plan.key_section = static_cast<int>(std::clamp<int64_t>(summed / head_bytes, fewest, 256));
   } else {
     plan.key_section = plan.in_order ? cached_heads(params, rows_of_keys) : 1;
   }
