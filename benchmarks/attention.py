@@ -115,6 +115,8 @@ MODELS = {
     "CogVideoX, 24 heads": (1, 24, 1, 17776, 17776, 64, 64, False, "none"),
     "Wan 1.3B": (1, 12, 1, 32760, 32760, 128, 128, False, "none"),
     "AlphaFold, rows": (128, 4, 1, 384, 384, 32, 32, False, "bias"),
+    "BEiT-B/16": (64, 12, 1, 197, 197, 64, 64, False, "bias"),
+    "Swin-T, windows with a bias": (2048, 6, 1, 49, 49, 32, 32, False, "bias"),
 }
 
 

@@ -161,8 +161,8 @@ def scaled_dot_product_attention(
         value: ``(..., Hk, Sk, Dv)``.
         attn_mask: broadcasts to ``(..., Hq, Sq, Sk)``. Boolean: ``True`` takes part. Of query's
             dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
-            does. It is read as it is, never expanded (but for one that broadcasts over some of
-            several batch dimensions).
+            does. It is read as it is, or copied if its rows are no whole packs of 16 bytes; never
+            expanded (but for one that broadcasts over some of several batch dimensions).
         dropout_p: the probability with which an attention probability is dropped, at least 0 and
             at most 1. The function does not know whether a module trains: pass 0.0 for evaluation.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
@@ -252,7 +252,7 @@ def flash_attention(
         attn_mask: broadcasts to ``(B, Hq, Sq, Sk)``; as :func:`scaled_dot_product_attention`'s.
         alibi_slopes: fp32 ``(Hq,)`` or ``(B, Hq)`` (Press et al., *Train Short, Test Long*, 2022).
         dropout_p: the probability with which an attention probability is dropped; the rest is
-            scaled by ``1 / (1 - dropout_p)``. At least 0 and below 1.
+            scaled by ``1 / (1 - dropout_p)``. At least 0 and below 1, to a multiple of 2^-16.
         scale: finite; ``None`` is ``1 / sqrt(D)``.
         return_lse: also return the log-sum-exp of the scores.
 

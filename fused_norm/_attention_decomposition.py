@@ -5,7 +5,6 @@ Same arguments and results as the operators of the same names, dropout's mask in
 differentiable in query, key, value, attn_mask, sink, dout and dlse.
 """
 
-import ctypes
 from typing import NamedTuple
 
 import torch
@@ -54,15 +53,16 @@ def _draws(rng: Tensor, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
     """The draws of Dropout (csrc/core/attention/dropout.h) for every (row, query, key), in 64-bit
     integers that wrap around."""
     seed, offset = rng.select(0, 0), rng.select(0, 1)
-    c0, c1, c2, c3 = key.div(4, rounding_mode="floor"), query, row, offset & _WORD
+    c0, c1, c2, c3 = key.div(8, rounding_mode="floor"), query, row, offset & _WORD
     k0, k1 = seed & _WORD, _high(seed) ^ _high(offset)
-    for _ in range(10):
+    for _ in range(7):
         product0, product1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = _high(product1) ^ c1 ^ k0, product1 & _WORD
         c2, c3 = _high(product0) ^ c3 ^ k1, product0 & _WORD
         k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-    lane = key % 4
-    return torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
+    lane = key % 8 // 2
+    word = torch.where(lane == 0, c0, torch.where(lane == 1, c1, torch.where(lane == 2, c2, c3)))
+    return torch.where(key % 2 == 0, word & 0xFFFF, torch.bitwise_right_shift(word, 16))
 
 
 def _dropped(call: AttentionCall, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
@@ -75,9 +75,8 @@ def _dropped(call: AttentionCall, scores: Tensor, q: _Rows, k: _Rows) -> Tensor:
         sequence = q.sequence.clamp_min(0).view(1, 1, -1, 1)
     head = torch.arange(heads, device=device).view(-1, 1, 1)
     draws = _draws(call.rng, sequence * heads + head, q.place.unsqueeze(1), k.place)
-    # Dropout's, of a float.
-    threshold = min(int(ctypes.c_float(call.dropout_p).value * 2.0**32), _WORD)
-    return (draws >= threshold).to(scores.dtype) / (1 - call.dropout_p)
+    threshold = min(int(call.dropout_p * 2**16 + 0.5), 2**16 - 1)
+    return (draws >= threshold).to(scores.dtype) * (2**16 / (2**16 - threshold))
 
 
 def _alibi(call: AttentionCall, scores: Tensor, q: _Rows, distance: Tensor) -> Tensor:

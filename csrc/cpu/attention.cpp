@@ -151,16 +151,16 @@ void multiply_row(Acc factor, Acc* x, int64_t n) {
 // `x` where the draw keeps a probability, times `scale`, else 0; of keys from `first` on.
 template <typename Acc>
 void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, Acc* x, int64_t n) {
-  const uint32_t threshold = dropout_threshold(static_cast<float>(p.dropout_p));
-  const Acc scale = static_cast<Acc>(1 / (1 - p.dropout_p));
-  DropoutDraw draw{};
+  const Dropout dropout{p.seed, p.offset, static_cast<uint32_t>(row),
+                        dropout_threshold(p.dropout_p)};
+  const Acc scale = static_cast<Acc>(dropout_scale(dropout.threshold));
+  uint32_t kept = 0;
   for (int64_t i = 0; i < n; ++i) {
     const auto key = static_cast<uint32_t>(first + i);
-    if (i == 0 || key % 4 == 0) {
-      draw = draw_dropout(p.seed, p.offset, static_cast<uint32_t>(row),
-                          static_cast<uint32_t>(query), key);
+    if (i == 0 || key % 8 == 0) {
+      kept = dropout.kept(static_cast<uint32_t>(query), key);
     }
-    x[i] = draw.of_key[key % 4] < threshold ? Acc(0) : x[i] * scale;
+    x[i] = kept >> key % 8 & 1 ? x[i] * scale : Acc(0);
   }
 }
 

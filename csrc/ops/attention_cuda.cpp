@@ -28,6 +28,7 @@ void force_attention_tier(const std::string& name) {
 #include <c10/cuda/CUDAGuard.h>
 
 #include "core/attention/attention.h"
+#include "core/attention/dropout.h"
 #include "core/attention/plan.h"
 #include "ops/launch.h"
 
@@ -76,6 +77,21 @@ struct Launch {
     const Tensor rows = with_dense_rows(t);
     if (!aligned || attention_is_aligned(as_tensor(rows, packed), params.dtype)) return rows;
     return rows.clone(at::MemoryFormat::Contiguous);
+  }
+
+  // A mask whose rows tensor cores read in packs of 16 bytes: itself, or one copy, of what is not
+  // broadcast. One of keys alone, or broadcast over them, is read in place.
+  Tensor readable_mask(Tensor mask) const {
+    const int64_t pack = 16 / mask.element_size(), keys = mask.size(3);
+    bool fits = reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0 && mask.stride(3) == 1;
+    for (int d = 0; d < 3; ++d) fits &= stride_of(mask, d) % pack == 0;
+    if (!aligned || fits || stride_of(mask, 2) == 0 || stride_of(mask, 3) == 0) return mask;
+    for (int d = 0; d < 3; ++d) {
+      if (mask.stride(d) == 0) mask = mask.narrow(d, 0, 1);
+    }
+    c10::SymDimVector sizes(mask.sym_sizes());
+    sizes[3] = (keys + pack - 1) / pack * pack;
+    return new_tensor(mask, sizes, mask.scalar_type()).narrow(3, 0, keys).copy_(mask);
   }
 
   // A tensor that kernels write: `t` itself, or a wider one to be copied from.
@@ -143,10 +159,12 @@ void set_options(const AttentionCall& call, Launch* launch) {
   p.window_left = limit_of(call.window_left);
   p.window_right = limit_of(call.window_right);
   p.top_left = call.top_left;
-  p.dropout_p = static_cast<float>(call.dropout_p);
-  p.dropout_scale = 1 / (1 - call.dropout_p);
+  p.dropout_threshold = dropout_threshold(call.dropout_p);
+  p.dropout_scale = dropout_scale(p.dropout_threshold);
   if (has(call.attn_mask)) {
-    const Tensor mask = of_four_dims(*call.attn_mask).expand({p.batch, p.heads, p.queries, p.keys});
+    const Tensor read =
+        launch->owned.emplace_back(launch->readable_mask(of_four_dims(*call.attn_mask)));
+    const Tensor mask = read.expand({p.batch, p.heads, p.queries, p.keys});
     const bool boolean = mask.scalar_type() == at::kBool;
     const DType dtype = boolean ? p.dtype : to_dtype(mask.scalar_type());
     const auto [data, batch, head, row] = as_tensor(mask, /*packed=*/false);
@@ -170,8 +188,7 @@ bool takes_aligned(const QueryKeyValue& qkv, AttentionParams params) {
   params.head_dim = static_cast<int32_t>(padded(qkv[0].size(-1)));
   params.value_dim = static_cast<int32_t>(padded(qkv[2].size(-1)));
   const DeviceProperties& device = current_device_properties();
-  return attention_tier_takes(AttentionTier::kPortable, params, device) ||
-         attention_tier_takes(AttentionTier::kHopper, params, device);
+  return attention_tier_takes(AttentionTier::kPortable, params, device);
 }
 
 Launch prepared(const AttentionCall& call, const QueryKeyValue& qkv) {
@@ -240,12 +257,9 @@ void attention_backward_on_cuda(const AttentionBackwardCall& inputs, const Query
     for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(shaped.size(d));
   }
   const Tensor& sink = made.returned[kSink];
-  Tensor written_sink;  // in the dtype of the launch's sink
-  if (sink.defined()) {
-    const bool wide = params.forward.dtype == DType::kFloat64;
-    written_sink = wide ? sink.to(at::kDouble) : sink;
-    params.dsink = written_sink.mutable_data_ptr();
-  }
+  const bool wide = sink.defined() && params.forward.dtype == DType::kFloat64;
+  const Tensor written_sink = wide ? sink.to(at::kDouble) : sink;  // as the launch's sink
+  if (sink.defined()) params.dsink = written_sink.mutable_data_ptr();
   const DeviceProperties& device = current_device_properties();
   const AttentionTier tier = tier_of(params.forward);
   check_launch(launch_attention_backward(

@@ -58,18 +58,10 @@ Rows as_rows(const at::Tensor& tensor, int64_t row_dims) {
 }
 
 DType to_dtype(at::ScalarType type) {
-  switch (type) {
-    case at::kHalf:
-      return DType::kFloat16;
-    case at::kBFloat16:
-      return DType::kBFloat16;
-    case at::kFloat:
-      return DType::kFloat32;
-    case at::kDouble:
-      return DType::kFloat64;
-    default:
-      TORCH_INTERNAL_ASSERT(false, "unchecked dtype ", type);
-  }
+  if (type == at::kHalf) return DType::kFloat16;
+  if (type == at::kBFloat16) return DType::kBFloat16;
+  TORCH_INTERNAL_ASSERT(type == at::kFloat || type == at::kDouble, "unchecked dtype ", type);
+  return type == at::kFloat ? DType::kFloat32 : DType::kFloat64;
 }
 
 at::Tensor aligned_param(const at::Tensor& tensor) {

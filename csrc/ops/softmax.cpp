@@ -193,12 +193,7 @@ void forward_on_cuda(const SoftmaxCall& call, const Geometry& geometry, const Te
   check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
                    y_dtype);
   const Rows x = as_softmax_rows(call.input, geometry);
-  SoftmaxForwardParams params{};
-  params.rows = geometry.outer;
-  params.cols = cols;
-  params.x_dtype = to_dtype(x_dtype);
-  params.y_dtype = to_dtype(y_dtype);
-  params.log = call.log;
+  SoftmaxForwardParams params{geometry.outer, cols, to_dtype(x_dtype), to_dtype(y_dtype), call.log};
   x.set(&params.x, &params.x_layout);
   params.y = y.mutable_data_ptr();
   params.scale = call.scale;
@@ -224,13 +219,8 @@ void backward_on_cuda(const Tensor& dy, const Tensor& output, const Geometry& ge
   }
   check_tier_holds(backward_pass(log), geometry, x_dtype, y_dtype);
   const Rows dy_rows = as_softmax_rows(dy, geometry), y_rows = as_softmax_rows(output, geometry);
-  SoftmaxBackwardParams params{};
-  params.rows = geometry.outer;
-  params.cols = cols;
-  params.x_dtype = to_dtype(x_dtype);
-  params.y_dtype = to_dtype(y_dtype);
-  params.log = log;
-  params.scale = scale;
+  SoftmaxBackwardParams params{geometry.outer,    cols, to_dtype(x_dtype),
+                               to_dtype(y_dtype), log,  scale};
   dy_rows.set(&params.dy, &params.dy_layout);
   y_rows.set(&params.y, &params.y_layout);
   params.dx = dx.mutable_data_ptr();

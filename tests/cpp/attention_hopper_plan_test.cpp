@@ -281,7 +281,7 @@ TEST(AttentionHopperPlan, MakesGradientsOfWholeMasks) {
   EXPECT_FALSE(makes(64, [](Params& p) { p.dmask = nullptr; }));
   EXPECT_FALSE(makes(64, [](Params& p) { p.forward.batch = 0; }));
   EXPECT_FALSE(makes(64, [](Params& p) { p.forward.mask.dtype = DType::kFloat32; }));
-  EXPECT_FALSE(makes(64, [](Params& p) { p.forward.dropout_p = 0.5f; }));
+  EXPECT_FALSE(makes(64, [](Params& p) { p.forward.dropout_threshold = 1; }));
 }
 
 TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
@@ -306,9 +306,9 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   EXPECT_FALSE(hopper_takes_backward(params, chip));
   params.mask = {};
   for (int dim : {4, 100, 264}) EXPECT_FALSE(hopper_takes_forward(call(dim, 512, 512), chip));
-  params.dropout_p = 0.1f;
+  params.dropout_threshold = 1;
   EXPECT_FALSE(hopper_takes_forward(params, chip));
-  params.dropout_p = 0;
+  params.dropout_threshold = 0;
   params.dtype = DType::kFloat32;
   EXPECT_FALSE(hopper_takes_forward(params, chip));
 }

@@ -90,7 +90,7 @@ TEST(AttentionScores, OptionsOfScoresMakeThemGeneral) {
   changed.mask.data = &changed;
   EXPECT_FALSE(attention_scores_are_plain(changed));
   changed = params;
-  changed.dropout_p = 0.1f;
+  changed.dropout_threshold = 1;
   EXPECT_FALSE(attention_scores_are_plain(changed));
   changed = params;
   const float slope = 1;

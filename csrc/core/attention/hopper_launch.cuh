@@ -246,7 +246,8 @@ cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
     constexpr std::integral_constant<Options, Options::kMask> kMask;
     constexpr std::integral_constant<int, 2> kTwo;
     constexpr std::integral_constant<int, hopper_most_groups(kDim)> kMost;
-    if (params.mask.data != nullptr && !attention_masks_keys(params)) return launch(kMask, kTwo);
+    constexpr std::integral_constant<int, hopper_most_groups(kDim, true)> kMasked;
+    if (params.mask.data != nullptr && !attention_masks_keys(params)) return launch(kMask, kMasked);
     if (!attention_scores_are_plain(params)) return launch(kSome, kMost);
     return hopper_forward_groups(params, device) == 2 ? launch(kNone, kTwo) : launch(kNone, kMost);
   });

@@ -160,20 +160,10 @@ struct MaskTile {
     constexpr std::integral_constant<int, 4> kFour;
     constexpr std::integral_constant<int, 1> kOne;  // registers are few
     const uintptr_t offsets = reinterpret_cast<uintptr_t>(from) | mask.row_stride * kSize;
-    if (mask.key_stride == 1 && left >= 16 && offsets % 16 == 0) {
-      each_row(kFour,
-               [](char* to, const Bits* source) { copy_async<16>(shared_address(to), source); });
-    } else if (mask.key_stride == 1 && left >= 20) {
-      each_row(kOne, [](char* to, const Bits* source) {
-        const auto at = reinterpret_cast<uintptr_t>(source);
-        const auto* words = reinterpret_cast<const uint32_t*>(at & ~uintptr_t{3});
-        uint32_t word[5];
-#pragma unroll
-        for (int i = 0; i < 5; ++i) word[i] = words[i];
-        const auto shifted = [&](int i) {
-          return __funnelshift_r(word[i], word[i + 1], at % 4 * 8);
-        };
-        *reinterpret_cast<uint4*>(to) = make_uint4(shifted(0), shifted(1), shifted(2), shifted(3));
+    if (mask.key_stride == 1 && offsets % 16 == 0) {
+      const int bytes = min(left, 16);
+      each_row(kFour, [&](char* to, const Bits* source) {
+        copy_async<16>(shared_address(to), source, bytes);
       });
     } else {
       each_row(kOne, [&](char* to, const Bits* source) {

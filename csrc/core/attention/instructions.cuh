@@ -11,17 +11,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* data) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(data));
 }
 
-// Starts to copy 16 or 4 bytes to shared memory; zeros where `valid` is false, and then reads
-// nothing.
+// Starts to copy the first `bytes` of 16 or 4 bytes to shared memory, and zeros for the rest.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool valid = true) {
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes = kBytes) {
   if constexpr (kBytes == 16) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),
-                 "r"(valid ? 16 : 0)
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
   } else {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from),
-                 "r"(valid ? 4 : 0)
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");
   }
 }

@@ -70,11 +70,11 @@ struct AttentionParams {
   AttentionMask mask;
   const float* alibi_slopes;  // (heads) or (batch, heads); null: none
   int64_t alibi_batch_stride;
-  const void* sink;      // (heads), contiguous; null: none
-  DType sink_dtype;      // the query's, or fp32 (fp64 for fp64)
-  float dropout_p;       // 0: none
-  double dropout_scale;  // 1 / (1 - dropout_p)
-  const int64_t* rng;    // with dropout: seed and offset, on the device (dropout.h)
+  const void* sink;            // (heads), contiguous; null: none
+  DType sink_dtype;            // the query's, or fp32 (fp64 for fp64)
+  uint32_t dropout_threshold;  // dropout.h; 0: no dropout
+  double dropout_scale;        // of the probabilities that are kept
+  const int64_t* rng;          // with dropout: seed and offset, on the device
 
   AttentionTensor query, key, value, out;
   // fp32 (fp64 for fp64), contiguous: (batch, heads, queries), packed (heads, total_queries).

@@ -205,8 +205,9 @@ struct Head {
 
   // What dropout multiplies the probabilities of a thread's row i by.
   __device__ __forceinline__ void draw(A (&kept)[4], int i, int query, int key) const {
-    uint32_t bits = 0xf;
-    if (rules.drops()) bits = rules.dropout().kept(query + tile_row() + i, key + tile_col());
+    const int first = key + tile_col();
+    uint32_t bits = ~0u;
+    if (rules.drops()) bits = rules.dropout().kept(query + tile_row() + i, first) >> first % 8;
     const A scale = rules.drops() ? static_cast<A>(rules.params.dropout_scale) : A(1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) kept[j] = bits >> j & 1 ? scale : A(0);

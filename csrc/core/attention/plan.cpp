@@ -59,7 +59,7 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 
 bool attention_scores_are_plain(const AttentionParams& params) {
   return params.scale >= kSmallestPlainScale && params.softcap == 0 &&
-         params.mask.data == nullptr && params.alibi_slopes == nullptr && params.dropout_p == 0;
+         params.mask.data == nullptr && params.alibi_slopes == nullptr && params.dropout_threshold == 0;
 }
 
 bool attention_masks_keys(const AttentionParams& params) {
@@ -153,7 +153,7 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 #ifdef FUSED_NORM_WITH_HOPPER
   const auto fits = [](int columns) { return columns % 8 == 0 && columns >= 8 && columns <= 256; };
   return device.capability == 90 && size_of(params.dtype) == 2 && fits(params.head_dim) &&
-         fits(params.value_dim) && params.dropout_p == 0;
+         fits(params.value_dim) && params.dropout_threshold == 0;
 #else
   (void)params, (void)device;
   return false;

@@ -141,7 +141,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
     if (kOfKeys && threadIdx.x < 2 * kOthers) {
       const int query = row + threadIdx.x % kOthers;
       copy_async<4>(own_tile + kStatistics + (stage * 2 * kOthers + threadIdx.x) * 4,
-                    (threadIdx.x < kOthers ? exponents : delta) + query, query < s.queries);
+                    (threadIdx.x < kOthers ? exponents : delta) + query, query < s.queries ? 4 : 0);
     }
     detail::commit_copies();
   };

@@ -163,8 +163,9 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
   return kLog2E;
 }
 
-// Which elements of a tile dropout keeps. Lanes share draws, as a draw serves four keys: a word has
-// a nibble of each draw that the lane made, one for each n.
+// Which elements of a tile dropout keeps. Lanes share draws, as a draw serves eight keys of a
+// query: of every other eight columns of the tile, a lane draws once for itself and those it shares
+// with.
 template <bool kTransposed, int kM, int kN>
 class KeptElements {
  public:
@@ -173,40 +174,45 @@ class KeptElements {
     drops_ = rules.drops();
     if (!drops_) return;
     const Dropout dropout = rules.dropout();
-    scale_ = dropout.scale;
-    static_assert(kN <= 8);
-    const int lane = threadIdx.x % 32;
+    scale_ = static_cast<float>(rules.params.dropout_scale);
+    static_assert(kN <= 8 && kN % 2 == 0);
+    // Eight columns of keys take two draws, of the two rows that four lanes share. Eight of queries
+    // take four, of two columns and two rows, whose keys eight lanes share.
+    constexpr int kShare = kTransposed ? 8 : 4, kStep = kTransposed ? 4 : 1;  // lanes, and apart
+    const int lane = threadIdx.x % 32, turn = lane / kStep % kShare;
+    const int of_column = turn / (kShare / 2);  // of the two times eight
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      // Transposed, four lanes share four keys: each draws for one of an element's two rows and two
-      // columns. Else two lanes share them: each draws for one of the two rows.
-      const int row = place.row + m * 16, turn = kTransposed ? lane / 4 % 4 : lane % 2;
-      uint32_t nibbles = 0;
+      const int row = place.row + m * 16;
+      uint32_t bytes = 0;
 #pragma unroll 2  // registers
-      for (int n = 0; n < kN; ++n) {
-        const int query = kTransposed ? place.col + n * 8 + turn % 2 : row + turn * 8;
-        const int key = kTransposed ? row + turn / 2 * 8 : place.col + n * 8;
-        nibbles |= dropout.kept(query, key) << (n * 4);
+      for (int n = 0; n < kN; n += 2) {
+        const int column = place.col + (n + of_column) * 8;
+        const int query = kTransposed ? column + turn % 2 : row + turn % 2 * 8;
+        const int key = kTransposed ? row + turn / 2 % 2 * 8 : column;
+        bytes |= dropout.kept(query, key) << (n * 4);
       }
+      kept_[m] = 0;
 #pragma unroll
-      for (int from = 0; from < (kTransposed ? 4 : 2); ++from) {
-        const int other = kTransposed ? (lane & ~12) | from << 2 : (lane & ~1) | from;
-        const uint32_t drawn = __shfl_sync(0xffffffffu, nibbles, other);
-        at_[m][from] = kTransposed ? drawn >> (lane / 4 % 4) : drawn >> (lane % 2 * 2);
+      for (int from = 0; from < kShare; ++from) {
+        const int other = lane - turn * kStep + from * kStep;
+        const uint32_t drawn = __shfl_sync(0xffffffffu, bytes, other);
+        // Of each byte the lane's key, or its two: 4 n + e is the bit of element (n, e).
+        kept_[m] |= kTransposed ? (drawn >> lane / 4 & 0x01010101) << from
+                                : (drawn >> lane % 4 * 2 & 0x03030303) << 2 * from;
       }
     }
   }
-  // Multiplies by 1 / (1 - p) or 0.
+  // Multiplies by the scale or 0.
   __device__ __forceinline__ void apply(float (&weights)[kM][kN][4]) const {
     if (!drops_) return;
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      const uint32_t kept = kTransposed ? at_[m][e] : at_[m][e / 2] >> e % 2;
-      weights[m][n][e] = kept >> (n * 4) & 1 ? weights[m][n][e] * scale_ : 0;
+      weights[m][n][e] = kept_[m] >> (n * 4 + e) & 1 ? weights[m][n][e] * scale_ : 0;
     });
   }
 
  private:
-  uint32_t at_[kM][kTransposed ? 4 : 2] = {};
+  uint32_t kept_[kM] = {};
   float scale_ = 1;
   bool drops_ = false;
 };

@@ -126,22 +126,6 @@ struct Score {
   A value, slope;
 };
 
-// What dropout draws from, of one head of one sequence.
-struct Dropout {
-  uint64_t seed, offset;
-  uint32_t row, threshold;
-  float scale;  // 1 / (1 - p)
-
-  // Four bits, of the key's multiple of 4 and the next three: 1 where the probability is kept.
-  __device__ __forceinline__ uint32_t kept(int query, int key) const {
-    const DropoutDraw draw = draw_dropout(seed, offset, row, query, key);
-    uint32_t kept = 0;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) kept |= (draw.of_key[i] < threshold ? 0u : 1u) << i;
-    return kept;
-  }
-};
-
 // The options of one head of one sequence, each a uniform branch. Most is read from `params` where
 // it is used: registers are few.
 template <typename A>
@@ -198,10 +182,10 @@ struct ScoreRules {
     return s;
   }
 
-  __device__ __forceinline__ bool drops() const { return params.dropout_p > 0; }
+  __device__ __forceinline__ bool drops() const { return params.dropout_threshold > 0; }
   __device__ __forceinline__ Dropout dropout() const {
     return {static_cast<uint64_t>(params.rng[0]), static_cast<uint64_t>(params.rng[1]), dropout_row,
-            dropout_threshold(params.dropout_p), static_cast<float>(params.dropout_scale)};
+            params.dropout_threshold};
   }
 };
 
