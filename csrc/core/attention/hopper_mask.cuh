@@ -160,10 +160,10 @@ struct MaskTile {
     constexpr std::integral_constant<int, 4> kFour;
     constexpr std::integral_constant<int, 1> kOne;  // registers are few
     const uintptr_t offsets = reinterpret_cast<uintptr_t>(from) | mask.row_stride * kSize;
-    if (mask.key_stride == 1 && offsets % 16 == 0) {
-      const int bytes = min(left, 16);
+    const bool whole = left >= 16 || mask.row_stride >= key + first + 16 / kSize;
+    if (mask.key_stride == 1 && offsets % 16 == 0 && whole) {
       each_row(kFour, [&](char* to, const Bits* source) {
-        copy_async<16>(shared_address(to), source, bytes);
+        copy_async<16>(shared_address(to), source, min(left, 16));
       });
     } else {
       each_row(kOne, [&](char* to, const Bits* source) {
