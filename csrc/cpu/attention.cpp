@@ -11,6 +11,7 @@
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/alignment.h>
 
 #include <algorithm>
 #include <cmath>
@@ -181,10 +182,8 @@ class Block {
   void set_head(const Sequence& of, int64_t head) {
     sequence = of;
     kv_head = head;
-    keys = key_buffer_.at_least(of.keys * head_dim);
-    values = value_buffer_.at_least(of.keys * value_dim);
-    load(p.key, key_part(), keys);
-    load(p.value, key_part(), values);
+    keys = rows_of_keys(p.key, &key_buffer_);
+    values = rows_of_keys(p.value, &value_buffer_);
   }
 
   void set_queries(int64_t first, int64_t count) {
@@ -263,6 +262,21 @@ class Block {
   Acc *keys = nullptr, *values = nullptr;
 
  private:
+  // The head's rows: in place if they lie as in a buffer, so that products have the same bits.
+  Acc* rows_of_keys(const Tensor& t, Buffer<Acc>* buffer) const {
+    const Part part = key_part();
+    const int64_t cols = t.size(3);
+    if (t.scalar_type() == kType<Acc> && t.stride(2) == cols && part.rows > 0) {
+      const Acc* first = t.const_data_ptr<Acc>() + part.batch * t.stride(0) +
+                         part.head * t.stride(1) + part.row * cols;
+      constexpr uintptr_t kAlignment = c10::gAlignment;
+      if (reinterpret_cast<uintptr_t>(first) % kAlignment == 0) return const_cast<Acc*>(first);
+    }
+    Acc* to = buffer->at_least(part.rows * cols);
+    load(t, part, to);
+    return to;
+  }
+
   Acc* gather_mask() {
     const Tensor part = p.mask.select(0, sequence.batch)
                             .narrow(0, kv_head * group, group)
