@@ -53,7 +53,7 @@ def module(name: str, value) -> None:
 
 
 def number(name: str, value) -> float:
-    """An int, bool, float, number of numpy, or tensor without dimensions."""
+    """An int, bool, float, number of numpy (to Dynamo an array), or tensor without dimensions."""
     if type(value) is float:
         return value
     if isinstance(value, Tensor):
@@ -66,6 +66,8 @@ def number(name: str, value) -> float:
         return float(value)
     if isinstance(value, (torch.SymInt, torch.SymFloat)):  # a tracer's
         return value if torch.compiler.is_compiling() else float(value)
+    if _kind(value) == "ndarray" and torch.compiler.is_compiling() and value.ndim == 0:
+        return float(value)
     try:
         if isinstance(value, numbers.Real):
             return float(value)
@@ -75,9 +77,7 @@ def number(name: str, value) -> float:
 
 
 def optional_number(name: str, value) -> float | None:
-    """As :func:`number`, or None. Dynamo has 1 / np.sqrt(64) as an array without dimensions."""
-    if _kind(value) == "ndarray" and torch.compiler.is_compiling() and value.ndim == 0:
-        return float(value)
+    """As :func:`number`, or None."""
     return None if value is None else number(name, value)
 
 
@@ -103,7 +103,7 @@ def flag(name: str, value) -> bool:
 def integer(name: str, value) -> int:
     """An int of 64 bits, or what has its value. The operator checks what a tracer passes."""
     if torch.compiler.is_compiling():
-        return value
+        return value.item() if isinstance(value, Tensor) else value
     try:
         value = operator.index(value)
     except TypeError:

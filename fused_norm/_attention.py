@@ -188,7 +188,7 @@ def scaled_dot_product_attention(
     is_causal = _arguments.flag("is_causal", is_causal)
     enable_gqa = _arguments.flag("enable_gqa", enable_gqa)
     if query.is_nested or key.is_nested or value.is_nested or dropout_p == 1:
-        options = {"scale": scale, "enable_gqa": enable_gqa}
+        options = {"scale": scale, "enable_gqa": enable_gqa and query.dim() > 2}
         return _torch.attention(query, key, value, attn_mask, dropout_p, is_causal, **options)
     _arguments.optional_tensor("attn_mask", attn_mask, nested=False)
     if is_causal and attn_mask is not None:

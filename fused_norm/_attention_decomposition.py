@@ -83,7 +83,7 @@ def _alibi(call: AttentionCall, scores: Tensor, q: _Rows, distance: Tensor) -> T
     slopes = call.alibi_slopes.to(scores.dtype)[..., None, None]
     if call.cu_seqlens_q is not None and slopes.dim() == 4:
         # With a row more, for rows of no sequence where there is none.
-        slopes = torch.cat([slopes, torch.zeros_like(slopes[:1])])
+        slopes = torch.cat([slopes, slopes.new_zeros(1, *slopes.shape[1:])])
         slopes = slopes[q.sequence.clamp_min(0)].transpose(0, 2)
     return slopes * distance
 

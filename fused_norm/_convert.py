@@ -241,7 +241,7 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> st
                 module._parameters[name] = None
     if module.__class__ is not plain:
         module.output_rule, module.autocast_rule = rules
-    module.normalized_shape = form.normalized_shape
+    module.normalized_shape = _arguments.shape(form.normalized_shape)
     module.eps = _arguments.optional_number("eps", eps)
     module.elementwise_affine = form.weight_name is not None
     module.weight_offset = form.weight_offset
@@ -294,7 +294,7 @@ def _form_of(module: nn.Module, known: dict) -> _probe.Form | str:
     own = {**module._buffers, **module._modules}  # which compare by identity
     own |= {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
     shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
-    key = (type(module), tuple(shapes), tuple(own.items()))
+    key = (type(module), tuple(shapes), tuple((k, type(v), v) for k, v in own.items()))
     try:
         if key not in known:
             known[key] = _probe.form_of(module)

@@ -349,6 +349,29 @@ class TestCompile:
             ):
                 assert same_bits(a, b)
 
+    def test_options_of_numpy(self, device, generator):
+        torch._dynamo.reset()
+
+        def attention(q, p, cap):
+            out = fn.scaled_dot_product_attention(q, q, q, dropout_p=p)
+            return fn.flash_attention(out, q, q, softcap=cap)
+
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+        q = randn(generator, 1, 2, 5, 8, dtype=FP32)
+        numbers = np.float64(0.0), np.float64(5.0)
+        assert same_bits(compiled(q, *numbers), attention(q, *numbers))
+
+    def test_longest_sequence_as_a_tensor(self, device, generator):
+        """Its value is not known to the compiler, which breaks the graph for it."""
+        torch._dynamo.reset()
+        q = randn(generator, 5, 2, 8, dtype=FP32)
+        cu = torch.tensor([0, 2, 5], dtype=torch.int32, device=device)
+
+        def attention(q, cu):
+            return fn.flash_attention_varlen(q, q, q, cu, cu, cu.diff().max(), 5)
+
+        assert same_bits(torch.compile(attention, backend="eager")(q, cu), attention(q, cu))
+
     def test_flash_attn(self, device, generator):
         torch._dynamo.reset()
         compiled = torch.compile(
@@ -578,6 +601,17 @@ class TestVmap:
             strict=True,
         ):
             torch.testing.assert_close(a, b)
+
+    def test_no_sequence_with_slopes_of_each(self, device, generator):
+        cu = torch.zeros(1, dtype=torch.int32, device=device)
+        slopes = torch.rand(0, 2, device=device)
+
+        def attention(x):
+            return fn.flash_attention_varlen(x, x, x, cu, cu, 0, 0, alibi_slopes=slopes)
+
+        x = randn(generator, 5, 2, 4, dtype=FP32)
+        out, tangent = jvp(attention, (x,), (x,))
+        assert not out.any() and not tangent.any()
 
     @pytest.mark.parametrize("dropout_p", [0.0, 0.4])
     def test_batched_gradients(self, dropout_p, device, generator):

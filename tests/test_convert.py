@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -292,6 +293,36 @@ def test_foreign_norms_compile():
     x = torch.randn(4, 16)
     compiled = torch.compile(norm, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), norm(x))
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm, nn.RMSNorm])
+@pytest.mark.parametrize("shape", [np.prod((2, 8)), (np.int64(16),)])
+def test_sizes_of_numpy_compile(norm, shape):
+    module = norm(shape)
+    convert(module)
+    assert module.normalized_shape == (16,) and type(module.normalized_shape[0]) is int
+    x = torch.randn(4, 16)
+    compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), module(x))
+
+
+class DoublesIfTrue(ByHand):
+    """What it computes depends on the type of an attribute."""
+
+    def __init__(self, size, doubles):
+        super().__init__(size)
+        self.doubles = doubles
+
+    def forward(self, x):
+        return super().forward(x) * (2 if self.doubles is True else 1)
+
+
+def test_attributes_that_are_equal_but_of_unlike_types():
+    model = nn.Sequential(DoublesIfTrue(16, 1), DoublesIfTrue(16, True))
+    x = torch.randn(4, 16)
+    expected = model(x)
+    assert [replaced.name for replaced in convert(model).replaced] == ["0"]
+    torch.testing.assert_close(model(x), expected)
 
 
 class Times(ByHand):
