@@ -150,7 +150,7 @@ def mask_layouts(mask):
 @pytest.mark.parametrize("keys", [90, 301])
 @each_tier
 def test_layouts_of_a_mask(tier, keys, dtype, seed):
-    """Results do not depend on a mask's strides, and a mask that is not read in place is not changed."""
+    """Results do not depend on a mask's strides, and the mask is as before."""
     if not takes_type(tier, BF16):
         pytest.skip("the tier does not take it")
     generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)

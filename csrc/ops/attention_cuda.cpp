@@ -79,8 +79,8 @@ struct Launch {
     return rows.clone(at::MemoryFormat::Contiguous);
   }
 
-  // A mask whose rows tensor cores read in packs of 16 bytes, the last one too: itself, or one copy,
-  // of what is not broadcast. One of keys alone, or broadcast over them, is read in place.
+  // A mask whose rows tensor cores read in packs of 16 bytes, the last one too: itself, or one
+  // copy, of what is not broadcast. One of keys alone, or broadcast over them, is read in place.
   Tensor readable_mask(Tensor mask) const {
     const int64_t pack = 16 / mask.element_size(), keys = mask.size(3);
     bool fits = reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0 &&

@@ -1,9 +1,8 @@
 // Which probabilities attention's dropout keeps: a function of (seed, offset, sequence, query head,
 // query, key) alone, so that every tier, the backward pass and the CPU make the same mask.
 //
-// Philox4x32 with 7 rounds (Salmon et al., 2011: the fewest that pass its tests of randomness). A
-// draw serves eight keys in a row, j to j + 7 with j a multiple of 8: 16 bits each. Plain C++, for
-// host and device.
+// Philox4x32 with 7 rounds, the fewest that pass tests of randomness (Salmon et al., 2011). A draw
+// serves eight keys in a row, from a multiple of 8 on: 16 bits each. For host and device.
 #pragma once
 
 #include <cstdint>

@@ -59,7 +59,8 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 
 bool attention_scores_are_plain(const AttentionParams& params) {
   return params.scale >= kSmallestPlainScale && params.softcap == 0 &&
-         params.mask.data == nullptr && params.alibi_slopes == nullptr && params.dropout_threshold == 0;
+         params.mask.data == nullptr && params.alibi_slopes == nullptr &&
+         params.dropout_threshold == 0;
 }
 
 bool attention_masks_keys(const AttentionParams& params) {
