@@ -214,7 +214,7 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> st
     """Changes the class of another library's norm, or says why it cannot. What torch's constructor
     sets is set here; the module's own attributes stay, as model code may read its
     ``variance_epsilon``."""
-    eps = getattr(module, form.eps_name)
+    eps = _arguments.optional_number("eps", getattr(module, form.eps_name))
     rules = (form.output_rule, form.autocast_rule)
     if form.rms:
         plain, converted, renamed = modules.RMSNorm, ConvertedRMSNorm, RenamedRMSNorm
@@ -242,7 +242,7 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> st
     if module.__class__ is not plain:
         module.output_rule, module.autocast_rule = rules
     module.normalized_shape = _arguments.shape(form.normalized_shape)
-    module.eps = _arguments.optional_number("eps", eps)
+    module.eps = eps
     module.elementwise_affine = form.weight_name is not None
     module.weight_offset = form.weight_offset
     module.memory_efficient = memory_efficient

@@ -602,6 +602,14 @@ def test_only_modules():
         convert(lambda x: x)
 
 
+def test_an_epsilon_that_is_no_number_leaves_the_norm_as_it_is():
+    norm = nn.LayerNorm(8)
+    norm.eps = "1e-5"
+    with pytest.raises(TypeError, match="eps must be a number, but is '1e-5'"):
+        convert(norm)
+    assert type(norm) is nn.LayerNorm and not hasattr(norm, "_before_convert")
+
+
 def test_report_names_what_happened():
     model = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4), nn.BatchNorm1d(4))
     text = repr(convert(model, memory_efficient=True))
