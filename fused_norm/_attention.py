@@ -161,10 +161,10 @@ def scaled_dot_product_attention(
         value: ``(..., Hk, Sk, Dv)``.
         attn_mask: broadcasts to ``(..., Hq, Sq, Sk)``. Boolean: ``True`` takes part. Of query's
             dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
-            does. It is read as it is, or copied if its rows are no whole packs of 16 bytes; never
-            expanded (but for one that broadcasts over some of several batch dimensions).
+            does. It is read as it is, or on CUDA copied if its rows are no whole packs of 16 bytes;
+            never expanded (but for one that broadcasts over some of several batch dimensions).
         dropout_p: the probability with which an attention probability is dropped, at least 0 and
-            at most 1. The function does not know whether a module trains: pass 0.0 for evaluation.
+            at most 1, to a multiple of 2^-16. Pass 0.0 for evaluation: it is not known here.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
             Not with ``attn_mask``.
         scale: ``None`` is ``1 / sqrt(D)``.

@@ -183,7 +183,8 @@ void set_options(const AttentionCall& call, Launch* launch) {
   if (call.dropout_p > 0) p.rng = static_cast<const int64_t*>(launch->contiguous(*call.rng));
 }
 
-// Whether a tensor-core tier takes the call once its tensors are aligned and padded.
+// Whether a tensor-core tier takes the call once its tensors are aligned and padded. The portable
+// tier takes all that Hopper's does.
 bool takes_aligned(const QueryKeyValue& qkv, AttentionParams params) {
   if (wanted_tier.load(std::memory_order_relaxed) == AttentionTier::kPlain) return false;
   params.head_dim = static_cast<int32_t>(padded(qkv[0].size(-1)));

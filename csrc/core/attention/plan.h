@@ -101,11 +101,11 @@ constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
     {{128, 2, 4, 4}, {96, 2, 4, 4}, {128, 2, 2, 3}, {112, 1, 2, 2}, {80, 1, 2, 2}},
     {{128, 2, 2, 2}, {80, 2, 2, 2}, {112, 1, 2, 2}, {80, 1, 2, 2}, {64, 1, 2, 2}},
 };
-// A block has 64 queries for each of two warpgroups; where two exponentiate too slowly of three,
-// unless, without a mask, two leave fewer rows empty. No sum depends on how many there are.
+// The most warpgroups of a block, of 64 queries each: three up to 96 columns, if masked from 65 on.
 constexpr int hopper_most_groups(int dim, bool masks = false) {
   return dim <= 96 && (dim == 96 || !masks) ? 3 : 2;
 }
+// Without a mask: two where they leave fewer rows empty. No sum depends on how many there are.
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
 // Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
 // side shared memory has, of query or key, and of dout or value.
