@@ -60,7 +60,7 @@ def test_long_lengths(length, seed):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize(
-    "dim, heads, kv_heads", [(64, 4, 2), (96, 9, 1), (128, 4, 2), (128, 16, 2)]
+    "dim, heads, kv_heads", [(64, 4, 2), (96, 9, 1), (128, 4, 2), (128, 16, 2), (256, 8, 1)]
 )
 def test_unlike_lengths(dim, heads, kv_heads, causal, seed):
     """Sequences of 1 to 300 tokens and one of 3000 in one call, with rows before and behind them:
@@ -125,7 +125,9 @@ def close(value, expected):
     assert error.max() < 2**-6, error.max()
 
 
-@pytest.mark.parametrize("dim, kv_heads", [*((dim, 10) for dim in DIMS), (64, 1), (128, 2)])
+@pytest.mark.parametrize(
+    "dim, kv_heads", [*((dim, 10) for dim in DIMS), (64, 1), (128, 2), (192, 1), (256, 2)]
+)
 def test_a_thousand_repeats_beside_other_work(dim, kv_heads, seed):
     generator = rand_generator("cuda", seed)
     q, dout = (randn(generator, 2, 10, 333, dim, dtype=BF16) for _ in range(2))

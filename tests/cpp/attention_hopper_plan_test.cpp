@@ -174,9 +174,8 @@ TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
     const HopperScratch scratch = hopper_scratch(fused, true);
     const size_t rows = dim == 64 ? 128 : 64, heads = fused.batch * fused.heads;
     EXPECT_EQ(scratch.zeros, kHopperTicketBytes + 4 * 2 * heads * ((1000 + rows - 1) / rows));
-    EXPECT_GE(scratch.statistics, scratch.zeros);
-    EXPECT_GE(scratch.chunks, scratch.statistics + 2 * 4 * heads * 1000);
-    EXPECT_EQ(scratch.statistics % 128 + scratch.chunks % 128, 0u);
+    EXPECT_GE(scratch.chunks, scratch.zeros);
+    EXPECT_EQ(scratch.chunks % 128, 0u);
     EXPECT_EQ(scratch.all, scratch.chunks + 2 * heads * ((1000 + rows - 1) / rows) * 64 * 64 * 4);
     EXPECT_EQ(hopper_scratch(fused, false).all, 0u);
     fused.softcap = 30;
@@ -187,25 +186,36 @@ TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
 
 // Parts divide a group, have few heads, and are as few as that allows.
 TEST(AttentionHopperPlan, LargeGroupsComeInParts) {
-  for (int group = 1; group <= 33; ++group) {
-    AttentionParams params = call(128, 1000, 700);
-    params.kv_heads = 3;
-    params.heads = group * params.kv_heads;
-    const int parts = hopper_plan(params).key_parts;
-    EXPECT_EQ(group % parts, 0) << group;
-    EXPECT_LE(group / parts, kMostHeadsOfPart) << group;
-    for (int fewer = 1; fewer < parts; ++fewer) {
-      EXPECT_TRUE(group % fewer != 0 || group / fewer > kMostHeadsOfPart) << group;
+  for (int dim : {64, 128, 192, 256}) {
+    for (int group = 1; group <= 33; ++group) {
+      AttentionParams params = call(dim, 1000, 700);
+      params.kv_heads = 3;
+      params.heads = group * params.kv_heads;
+      const bool fuses = hopper_fuses(params);
+      const int parts = hopper_plan(params).key_parts, most = most_heads_of_part(params);
+      EXPECT_EQ(group % parts, 0) << group;
+      EXPECT_LE(group / parts, most) << group;
+      for (int fewer = 1; fewer < parts; ++fewer) {
+        EXPECT_TRUE(group % fewer != 0 || group / fewer > most) << group;
+      }
+      const HopperScratch scratch = hopper_scratch(params, true);
+      const size_t heads = size_t{1} * params.batch * params.kv_heads;
+      const size_t tiles = fuses ? 6 * heads : 11 * heads, rows = fuses ? 128 : 64;
+      const size_t sums = parts > 1 ? tiles * rows * 2 * dim * sizeof(float) : 0;
+      const size_t before =
+          fuses ? scratch.chunks + 2 * scratch.tiles.all * 64 * 64 * sizeof(float) : scratch.zeros;
+      if (parts > 1) {
+        EXPECT_EQ(scratch.key_chunks, (before + 127) / 128 * 128);
+        EXPECT_EQ(scratch.all, scratch.key_chunks + sums);
+      } else {
+        EXPECT_EQ(scratch.all, before);
+      }
+      const size_t counters = 2 * (scratch.tiles.all + (sums > 0 ? tiles : 0));
+      const size_t tickets = fuses || parts > 1 ? kHopperTicketBytes : 0;
+      EXPECT_EQ(scratch.zeros, tickets + counters * sizeof(uint32_t)) << dim << " " << group;
+      params.softcap = 30;
+      EXPECT_EQ(hopper_plan(params).key_parts, parts);
     }
-    const HopperScratch scratch = hopper_scratch(params, true);
-    const size_t tiles = size_t{6} * params.batch * params.kv_heads, dims = 2 * 128;
-    const size_t sums = parts > 1 ? tiles * kHopperOwnRows * dims * sizeof(float) : 0;
-    EXPECT_EQ(scratch.all, scratch.key_chunks + sums);
-    EXPECT_EQ(scratch.key_chunks, scratch.chunks + 2 * scratch.tiles.all * 64 * 64 * 4);
-    const size_t counters = 2 * sizeof(uint32_t) * (scratch.tiles.all + (sums > 0 ? tiles : 0));
-    EXPECT_EQ(scratch.zeros, kHopperTicketBytes + counters);
-    params.softcap = 30;
-    EXPECT_EQ(hopper_plan(params).key_parts, parts);
   }
 }
 

@@ -51,14 +51,10 @@ cudaError_t clear_outside(const AttentionParams& params, const AttentionTensor& 
                         lse, params.dtype);
 }
 
-// Bytes of the log-sum-exp.
-size_t lse_bytes(const AttentionParams& params) {
-  return attention_rows(params) * (params.dtype == DType::kFloat64 ? 8 : 4);
-}
-
-// Bytes of delta and the exponents, and what aligns what lies behind them for copies in bulk.
+// Bytes of queries' statistics, and what aligns what lies behind them for copies in bulk.
 size_t statistics_bytes(const AttentionParams& params) {
-  return (2 * lse_bytes(params) + 127) / 128 * 128;
+  const size_t bytes = 2 * query_statistics(query_parts(params, kStatisticRows)) * sizeof(float);
+  return (bytes * (params.dtype == DType::kFloat64 ? 2 : 1) + 127) / 128 * 128;
 }
 
 // Makes a mask's map (MappedMask). A block makes a word of both of a block of queries' arrays, of
@@ -180,15 +176,9 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       const DeviceProperties& device, AttentionTier tier,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
-  char* exponents = static_cast<char*>(workspace) + lse_bytes(forward);
   char* scratch = static_cast<char*>(workspace) + statistics_bytes(forward);
-  AttentionGradient gradient{params, workspace, exponents};
+  AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
   const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);
-  if (on_hopper) {
-    const HopperScratch layout = hopper_scratch(forward, /*backward=*/true);
-    gradient.statistics = reinterpret_cast<float*>(scratch + layout.statistics);
-    gradient.of_statistics = layout.of_statistics;
-  }
   const auto clear = [&](const AttentionTensor& tensor, int heads, int cols, bool of_keys) {
     return clear_outside(forward, tensor, heads, cols, of_keys, nullptr, device, stream);
   };

@@ -3,14 +3,14 @@
 // makes S and P, and hands P over in shared memory. The group of dkey makes D, and W of D and P.
 #pragma once
 
-#include "core/attention/hopper_backward.cuh"
+#include "core/attention/hopper_own_keys.cuh"
 
 namespace fused_norm::hopper {
 
 // The warpgroup of dkey, or that of dvalue.
 template <typename Form, bool kOfKey>
-class ApartConsumer : public BackwardConsumer<Form, kOfKey, !kOfKey> {
-  using Base = BackwardConsumer<Form, kOfKey, !kOfKey>;
+class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
+  using Base = KeysConsumer<Form, kOfKey, !kOfKey>;
   using T = typename Form::T;
   static constexpr bool kGeneral = Form::kGeneral;
   static constexpr int kOthers = Form::kOthers, kWeightStages = Form::kWeightStages;
@@ -23,7 +23,7 @@ class ApartConsumer : public BackwardConsumer<Form, kOfKey, !kOfKey> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    Base::run([&](const WorkTile& work) { walk(work); }, [](const WorkTile&) { return true; });
+    this->run_parts([&](const WorkTile& work) { walk(work); });
   }
 
  private:

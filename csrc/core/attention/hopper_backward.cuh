@@ -62,7 +62,7 @@ class BackwardConsumer {
         do {
           clear_sums();
           walk(work);
-        } while (is_spoiled());
+        } while (is_spoiled(work));
         // A walk that may come again needs the own tile until here.
         if (may_come_again()) release(memory_.own_empty[own_slot_]);
       } else {
@@ -88,9 +88,9 @@ class BackwardConsumer {
     const int row = work.first + row_in_tile();
     if constexpr (!kGeneral) whole_ = whole_of(work);
     if constexpr (!Form::kOfKeys) {
-      const float* delta =
-          args_.statistics + first_statistic(args_, work.sequence, work.head, work.query_begin);
-      const float* exponents = delta + args_.of_statistics.all * kStatisticRows;
+      const float* delta = args_.statistics + first_statistic(args_.of_statistics, work.sequence,
+                                                              work.head, work.query_begin);
+      const float* exponents = delta + query_statistics(args_.of_statistics);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const bool inside = row + 8 * r < work.queries;
@@ -99,14 +99,19 @@ class BackwardConsumer {
       }
     }
   }
+  // Whether one of the thread's two own rows is the sequence's.
+  __device__ __forceinline__ bool is_inside(const WorkTile& work, int r) const {
+    return work.first + row_in_tile() + 8 * r < work.queries;
+  }
   // Whether a tile's sums may have to be made again, and whether they have to.
   __device__ __forceinline__ bool may_come_again() const {
     return Form::kMends && has_mask<Form>(args_);
   }
-  __device__ __forceinline__ bool is_spoiled() {
+  __device__ __forceinline__ bool is_spoiled(const WorkTile& work) {
     if constexpr (Form::kMends) {
       again_ = !again_ && may_come_again();
-      if (again_) memory_.verdict.give(first_sums_, verdict_turn_);
+      const bool first = is_inside(work, 0), second = is_inside(work, 1);
+      if (again_) memory_.verdict.give(first_sums_, first, second, verdict_turn_);
       again_ = again_ && memory_.verdict.template given<kConsumers>(verdict_turn_);
     }
     return again_;
@@ -129,7 +134,7 @@ class BackwardConsumer {
     weigh(work, tile, heads, cut);
 #pragma unroll 1
     while (advance(work, tile, heads)) {
-      add_tile();
+      add_tile(work);
       const int slot = first_slot();
       ++tiles_;
       cut = is_cut(work, tile);
@@ -140,7 +145,7 @@ class BackwardConsumer {
       weigh(work, tile, heads, cut);
     }
     if (!may_come_again()) release(memory_.own_empty[own_slot_]);
-    add_tile();
+    add_tile(work);
     wait_products<0>();
     end_tile(first_slot());
     ++tiles_;
@@ -169,12 +174,14 @@ class BackwardConsumer {
     round<T>(first_weights_, products_);
   }
   // Starts a tile's sum.
-  __device__ __forceinline__ void add_tile() {
+  __device__ __forceinline__ void add_tile(const WorkTile& work) {
     if constexpr (Form::kMends) {
       if (again_) {
         memory_.verdict.template clear_unseen<OtherTile, kConsumers>(
-            memory_.first[first_slot()],
-            [&](int i) { return (first_weights_[i / 2] >> i % 2 * 16 & 0x7FFF) != 0; });
+            memory_.first[first_slot()], [&](int i) {
+              return is_inside(work, i / 2 % 2) &&
+                     (first_weights_[i / 2] >> i % 2 * 16 & 0x7FFF) != 0;
+            });
       }
     }
     add(first_sums_, first_weights_, first_, first_slot());

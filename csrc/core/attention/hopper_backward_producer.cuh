@@ -26,6 +26,13 @@ struct ChunkSums {
   QueryParts tiles;
 };
 
+// The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
+template <int kRows>
+__device__ __forceinline__ int64_t first_chunk(const QueryParts& tiles, int sequence, int head,
+                                               int begin, int half) {
+  return 2 * tiles.first(sequence, head, begin / kRows) + half;
+}
+
 // What a kernel is told. Its own side are the queries, with dout, or the keys, with values; the
 // other side are the others. The work is that of a forward pass whose queries are the own side.
 // Tensor maps have dimensions (column, row, head, batch).
@@ -33,14 +40,14 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap own_first, own_second;      // query and dout, or key and value
   CUtensorMap other_first, other_second;  // key and value, or query and dout
   CUtensorMap statistics_map;             // of these two rows, where the others are queries:
-  const float* statistics;                // delta and exponents of all queries (HopperScratch)
+  const float* statistics;                // delta and exponents of all queries (tiers.h)
   QueryParts of_statistics;
   bool masks_keys;                 // of kAll: the mask is one of keys, which needs no tiles
   int32_t kv_heads, parts, group;  // parts of a head of keys, and query heads of a part
   float gradient_scale;            // what dquery and dkey are multiplied by at last
   AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
-  // Of kAll: dquery, its sums, and those of dkey and dvalue, where there are parts.
+  // Of kAll: dquery, and its sums. Then those of dkey and dvalue, where there are parts.
   AttentionTensor dquery;
   ChunkSums sums, own_sums;
   void* dmask;                     // of kOfMask: (mask_batch, mask_heads, queries, keys)
@@ -139,13 +146,6 @@ __device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
   return Form::kMasks && args.mask.data != nullptr && !args.masks_keys;
 }
 
-// Where delta of a sequence's queries begins, the first of which is row `begin` of all.
-__device__ __forceinline__ int first_statistic(const BackwardArgs& args, int sequence, int head,
-                                               int begin) {
-  const int64_t part = args.of_statistics.first(sequence, head, begin / kStatisticRows);
-  return static_cast<int>(part) * kStatisticRows;
-}
-
 // The head of a tile of the own side. Of keys, first come the first parts of all heads, then the
 // second, as a part's sums wait for those of the part before.
 template <typename Form>
@@ -195,7 +195,9 @@ class BackwardProducer {
 
   __device__ __forceinline__ void run() {
     WorkList<Form::kOwn, kOthers, Form::kHidden> list(args_, &memory_.place);
-    uint32_t index = Form::kAll ? take_ticket() : blockIdx.x;
+    // Blocks may wait for each other's sums.
+    const bool in_turn = Form::kAll || (Form::kApart && args_.parts > 1);
+    uint32_t index = in_turn ? take_ticket() : blockIdx.x;
     for (uint32_t count = 0;; ++count) {
       WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       const bool found = list.tile(index, &work);
@@ -214,7 +216,7 @@ class BackwardProducer {
       }
 #pragma unroll 1
       for (int step = 1;; ++step) {
-        if (!Form::kAll && step == max(steps - kTicketSteps, 1)) index = next_index(args_, index);
+        if (!in_turn && step == max(steps - kTicketSteps, 1)) index = next_index(args_, index);
         if (step >= steps) break;
         load_others(work);
       }
@@ -226,13 +228,13 @@ class BackwardProducer {
         }
       }
       if (!found) return;
-      index = Form::kAll ? take_ticket() : __shfl_sync(~0u, index, 0);
+      index = in_turn ? take_ticket() : __shfl_sync(~0u, index, 0);
     }
   }
 
  private:
-  // Of kAll, whose blocks wait for lower tickets alone and do theirs in order: so the lowest that
-  // is not done never waits. Taken when the copies begin, or others would wait for a long tile.
+  // Blocks wait for lower tickets alone and do theirs in order: so the lowest that is not done
+  // never waits. Taken when the copies begin, or others would wait for a long tile.
   __device__ __forceinline__ uint32_t take_ticket() const {
     return __shfl_sync(~0u, lane_ == 0 ? atomicAdd(args_.ticket, 1) : 0, 0);
   }
@@ -262,17 +264,16 @@ class BackwardProducer {
   __device__ __forceinline__ void copy_others(const WorkTile& work, int head) {
     const int slot = tiles_ % Form::kFirstStages, second_slot = tiles_ % Form::kSecondStages;
     const int row = work.key_begin + tile_ * kOthers;
-    const int statistic =
-        Form::kOfKeys
-            ? first_statistic(args_, work.sequence, head, work.key_begin) + tile_ * kOthers
-            : 0;
     CopyBarrier& full = memory_.first_full[slot];
     wait(memory_.first_empty[slot], tiles_ / Form::kFirstStages % 2 ^ 1);
     full.expect(OtherTile::kBytes + (Form::kOfKeys ? sizeof(memory_.statistics[0]) : 0));
     load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first, full, row, head,
                          work.batch);
     if constexpr (Form::kOfKeys) {
-      load_floats(memory_.statistics[slot], &args_.statistics_map, full, statistic, 0);
+      const int64_t first =
+          first_statistic(args_.of_statistics, work.sequence, head, work.key_begin);
+      load_floats(memory_.statistics[slot], &args_.statistics_map, full,
+                  static_cast<int>(first) + tile_ * kOthers, 0);
     }
     CopyBarrier& second_full = memory_.second_full[second_slot];
     wait(memory_.second_empty[second_slot], tiles_ / Form::kSecondStages % 2 ^ 1);

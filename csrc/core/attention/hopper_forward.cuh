@@ -61,7 +61,7 @@ class Consumer {
       } else if (tiles_.first < tiles_.end) {
         has_scores = run_tiles(work, has_scores);
         if (has_scores) continue;
-        if (Form::kMasked) memory_.verdict.give(values_, verdict_turn_);
+        if (Form::kMasked) give_verdict();
       } else {
         __syncwarp();  // all lanes have read `work`
         release(memory_.query_empty[query_place_.slot()]);
@@ -123,7 +123,7 @@ class Consumer {
       open(memory_.work[work_place_.slot()]);
       wait_products<1>();
       leave_value();
-      if (Form::kMasked) memory_.verdict.give(values_, verdict_turn_);
+      if (Form::kMasked) give_verdict();
       store_rows();
       end_scores();
       return true;
@@ -197,6 +197,10 @@ class Consumer {
       out_[r] = stores ? out + 8 * r * args_.out.row_stride : nullptr;
       if (stores && lane_ % 4 == 0) args_.lse[at + 8 * r] = lse[r];
     }
+  }
+  // Says whether the sums of the rows that are stored are spoiled.
+  __device__ __forceinline__ void give_verdict() {
+    memory_.verdict.give(values_, out_[0] != nullptr, out_[1] != nullptr, verdict_turn_);
   }
   __device__ __forceinline__ void store_rows() const {
 #pragma unroll

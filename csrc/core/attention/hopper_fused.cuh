@@ -22,13 +22,6 @@ namespace fused_norm::hopper {
 constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kTurn = 11;
 constexpr int kChunkThreads = 128 + 32;
 
-// The first of a sequence's chunks of one group, of tiles of kRows; the next tile's is two further.
-template <int kRows>
-__device__ __forceinline__ int64_t first_chunk(const QueryParts& tiles, int sequence, int head,
-                                               int begin, int half) {
-  return 2 * tiles.first(sequence, head, begin / kRows) + half;
-}
-
 // Whether a mask's map lets a tile of queries see the own tile of keys.
 template <typename Form>
 __device__ __forceinline__ bool is_seen(const BackwardArgs& args, const WorkTile& work, int tile) {
@@ -174,12 +167,7 @@ class FusedConsumer : public KeysConsumer<Form> {
 
   __device__ __forceinline__ void run() {
     if (kTurns && group_ == 1) named_arrive(kTurn, kConsumers);
-    // What no query sees has zeros in every part. Rows outside every sequence are among that, and
-    // have no chunk of their own.
-    Base::run([&](const WorkTile& work) { walk(work); },
-              [&](const WorkTile& work) {
-                return args_.parts == 1 || !sees_keys(work) || join_parts(work);
-              });
+    this->run_parts([&](const WorkTile& work) { walk(work); });
   }
 
  private:
@@ -242,41 +230,6 @@ class FusedConsumer : public KeysConsumer<Form> {
     hold(first_sums_);
     this->release(memory_.first_empty[this->first_slot()]);
     ++tiles_;
-  }
-
-  // Adds the sums of the parts before, which come in their order. The last has them all; another
-  // leaves them to the next.
-  __device__ __forceinline__ bool join_parts(const WorkTile& work) {
-    constexpr int kFours = Form::kDim / 8;  // of a thread's elements of either
-    const ChunkSums& sums = args_.own_sums;
-    const uint32_t part = part_of(args_, work);
-    const int64_t chunk =
-        first_chunk<Form::kOwn>(sums.tiles, work.sequence, own_head<Form>(args_, work),
-                                work.query_begin, group_) +
-        2 * (work.first / Form::kOwn);
-    float4* fours =
-        reinterpret_cast<float4*>(sums.chunks) + chunk * 2 * kFours * 128 + threadIdx.x % 128;
-    const auto each = [&](auto use) {
-#pragma unroll
-      for (int i = 0; i < kFours; ++i) {
-        use(fours + 256 * i, first_sums_ + 4 * i);
-        use(fours + 256 * i + 128, second_sums_ + 4 * i);
-      }
-    };
-    const bool leader = threadIdx.x % 128 == 0;
-    if (part > 0) {
-      if (leader) wait_for_count(sums.counters + chunk, part);
-      named_sync(Base::kOfGroup + group_, 128);
-      each([](const float4* at, float* sum) {
-        const float4 before = *at;
-        sum[0] += before.x, sum[1] += before.y, sum[2] += before.z, sum[3] += before.w;
-      });
-    }
-    if (part + 1 == args_.parts) return true;
-    each([](float4* at, const float* sum) { *at = make_float4(sum[0], sum[1], sum[2], sum[3]); });
-    named_sync(Base::kOfGroup + group_, 128);
-    if (leader) count_up(sums.counters + chunk);
-    return false;
   }
 
   // Makes the tile's W, rounded, and stores it where both groups read it.

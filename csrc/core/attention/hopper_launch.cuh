@@ -163,10 +163,6 @@ inline ChunkSums dquery_sums(const HopperScratch& layout, char* scratch) {
   return {reinterpret_cast<float*>(scratch + layout.chunks),
           reinterpret_cast<uint32_t*>(scratch + kHopperTicketBytes), layout.tiles};
 }
-inline ChunkSums key_sums(const HopperScratch& layout, char* scratch) {
-  return {reinterpret_cast<float*>(scratch + layout.key_chunks),
-          reinterpret_cast<uint32_t*>(scratch + layout.key_counters), layout.key_tiles};
-}
 
 // `scratch`: where HopperScratch's memory begins.
 template <typename Form>
@@ -175,15 +171,16 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   constexpr bool kOfKeys = Form::kOfKeys;
   const AttentionParams& params = gradient.params.forward;
   BackwardArgs args{};
+  const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
+  args.own_sums = {reinterpret_cast<float*>(scratch + layout.key_chunks),
+                   reinterpret_cast<uint32_t*>(scratch + layout.key_counters), layout.key_tiles};
   if (Form::kAll) {
-    const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
     args.sums = dquery_sums(layout, scratch);
-    args.own_sums = key_sums(layout, scratch);
     args.dquery = gradient.params.dquery;
   }
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
   args.masks_keys = Form::kAll && attention_masks_keys(params);
-  args.statistics = gradient.statistics;
+  args.statistics = static_cast<const float*>(gradient.statistics);
   args.of_statistics = gradient.of_statistics;
   args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
   if (kOfKeys) args.second = gradient.params.dvalue;
@@ -196,7 +193,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   };
   maps_of(kOfKeys, Form::kOwn, &args.own_first, &args.own_second);
   maps_of(!kOfKeys, Form::kOthers, &args.other_first, &args.other_second);
-  const auto queries = static_cast<cuuint64_t>(gradient.of_statistics.all * kStatisticRows);
+  const auto queries = static_cast<cuuint64_t>(query_statistics(gradient.of_statistics));
   if (map.error == cudaSuccess && (kOfKeys || Form::kOfMask) && queries > 0) {
     map.error = make_map<2>(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, gradient.statistics, {queries, 2},
                             {queries * sizeof(float)}, {BackwardMemory<Form>::kStageQueries, 2},
@@ -226,7 +223,8 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
       kOfKeys ? with_sides_changed(params, plan.key_parts) : params, plan.in_order && !kOfKeys,
       kOfKeys ? plan.key_section : plan.query_section,
       plan.key_parts > 1 || (Form::kAll && plan.batch_first), device,
-      plan.in_order || Form::kAll ? ticket : nullptr, stream, &args);
+      plan.in_order || Form::kAll || (kOfKeys && plan.key_parts > 1) ? ticket : nullptr, stream,
+      &args);
 }
 
 }  // namespace hopper

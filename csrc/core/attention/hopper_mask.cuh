@@ -31,8 +31,8 @@ struct MaskTile {
     return is_wide(mask) || mask.boolean ? 1 : kSlots;
   }
 
-  // Starts a copy to `to`, by the copying threads. Rows beyond the sequence are like one of the
-  // tile, so that they see no other keys; keys beyond it may be anything.
+  // Starts a copy to `to`, by the copying threads. Queries and keys beyond the sequence keep what
+  // was there before, which may be anything: no result may come from them.
   static __device__ __forceinline__ void start_copy(const AttentionMask& mask, char* to,
                                                     int sequence, int head, int query, int queries,
                                                     int key, int keys) {
@@ -143,18 +143,19 @@ struct MaskTile {
     int thread = threadIdx.x - (128 - kThreads);
     asm volatile("" : "+r"(thread));  // or what follows from it stays in registers
     const int first = thread % kParts * (16 / kSize);
-    const int begin = thread / kParts, left = (keys - key - first) * kSize;  // bytes of a row
+    const int begin = thread / kParts, rows = min(kRows, queries - query);
+    const int left = (keys - key - first) * kSize;  // bytes of a row
     if (begin >= kStep || left <= 0) return;
     const Bits* from =
         static_cast<const Bits*>(mask.data) + corner + (key + first) * mask.key_stride;
     const auto each_row = [&](auto unroll, auto copy_part) {
       char* to = tile + begin * mask_pitch(kKeys, kSize) + first * kSize;
-      const Bits* source = from + min(query + begin, queries - 1) * mask.row_stride;
+      const Bits* source = from + (query + begin) * mask.row_stride;
 #pragma unroll unroll.value
-      for (int row = begin; row < kRows; row += kStep) {
+      for (int row = begin; row < rows; row += kStep) {
         copy_part(to, source);
         to += kStep * mask_pitch(kKeys, kSize);
-        if (query + row + kStep < queries) source += kStep * mask.row_stride;
+        source += kStep * mask.row_stride;
       }
     };
     constexpr std::integral_constant<int, 4> kFour;
@@ -169,15 +170,7 @@ struct MaskTile {
       each_row(kOne, [&](char* to, const Bits* source) {
         const int end = min(left, 16) / kSize;
 #pragma unroll 1
-        for (int i = 0; i < end; i += 4) {
-          Bits four[4];
-#pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            four[j] = i + j < end ? source[(i + j) * mask.key_stride] : Bits{0};
-          }
-#pragma unroll
-          for (int j = 0; j < 4; ++j) reinterpret_cast<Bits*>(to)[i + j] = four[j];
-        }
+        for (int i = 0; i < end; ++i) reinterpret_cast<Bits*>(to)[i] = source[i * mask.key_stride];
       });
     }
   }
@@ -199,14 +192,16 @@ struct MaskVerdict {
     for (CopyBarrier& barrier : full) barrier.init(consumer_warps);
     spoiled[0] = spoiled[1] = 0;
   }
-  // Says whether the sums of a consumer's warp are spoiled.
+  // Says whether the sums of a consumer's warp are spoiled: of those of a thread's two rows that
+  // are the sequence's.
   template <int kCount>
-  __device__ __forceinline__ void give(const float (&sums)[kCount], uint32_t& turn) {
-    float sum = 0;
+  __device__ __forceinline__ void give(const float (&sums)[kCount], bool first, bool second,
+                                       uint32_t& turn) {
+    float sum[2] = {};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) sum = fmaf(sums[i], 0.f, sum);
+    for (int i = 0; i < kCount; ++i) sum[i / 2 % 2] = fmaf(sums[i], 0.f, sum[i / 2 % 2]);
     const uint32_t at = turn++ % 2;
-    if (sum != 0) spoiled[at] = turn;
+    if ((first && sum[0] != 0) || (second && sum[1] != 0)) spoiled[at] = turn;
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(full[at]);
   }

@@ -66,8 +66,9 @@ __device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMem
       load(OtherTile(), memory.first[slot], args.other_first, key, kv_head);
       load(OwnTile(), memory.own_second[slot], args.own_second, work.first, head);
       load(OtherTile(), memory.second[slot], args.other_second, key, kv_head);
-      load_floats(memory.statistics[slot], &args.statistics_map, full,
-                  first_statistic(args, sequence, head, 0) + work.first, 0);
+      load_floats(
+          memory.statistics[slot], &args.statistics_map, full,
+          static_cast<int>(first_statistic(args.of_statistics, sequence, head, 0)) + work.first, 0);
       place.advance();
     });
   });

@@ -1,20 +1,22 @@
-// Before the kernel of all gradients (hopper_fused.cuh) multiplies a tile of keys: it reads a mask
-// of keys, and makes keys and values zero that no query sees, as they may hold a NaN.
+// What the kernels of keys' gradients do with a tile of keys before and after they multiply. That
+// of all gradients (hopper_fused.cuh) first reads a mask of keys, and makes keys and values zero
+// that no query sees, as they may hold a NaN. Both kinds add up the sums of a tile's parts.
 #pragma once
 
 #include "core/attention/hopper_backward.cuh"
 
 namespace fused_norm::hopper {
 
-template <typename Form>
-class KeysConsumer : public BackwardConsumer<Form> {
-  using Base = BackwardConsumer<Form>;
+template <typename Form, bool kFirst = true, bool kSecond = true>
+class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
+  using Base = BackwardConsumer<Form, kFirst, kSecond>;
   using T = typename Form::T;
   using OwnTile = typename Form::OwnTile;
 
  protected:
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::Base;
+  using Base::first_sums_, Base::second_sums_;
 
   // Makes the group's keys and values zero that no query sees: a NaN there would spoil dquery or W.
   __device__ __forceinline__ void clear_own(const WorkTile& work) {
@@ -92,6 +94,50 @@ class KeysConsumer : public BackwardConsumer<Form> {
       }
     });
     return __any_sync(~0u, seen);
+  }
+
+  // walk(work) makes the sums of a tile's part.
+  template <typename Walk>
+  __device__ __forceinline__ void run_parts(Walk walk) {
+    // What no query sees has zeros in every part. Rows outside every sequence are among that, and
+    // have no chunk of their own.
+    Base::run(walk, [&](const WorkTile& work) {
+      return args_.parts == 1 || !sees_keys(work) || join_parts(work);
+    });
+  }
+  // Adds the sums of the parts before, which come in their order. The last has them all; another
+  // leaves them to the next.
+  __device__ __forceinline__ bool join_parts(const WorkTile& work) {
+    constexpr int kSums = kFirst + kSecond;
+    const ChunkSums& sums = args_.own_sums;
+    const uint32_t part = part_of(args_, work);
+    const int64_t chunk =
+        first_chunk<Form::kOwn>(sums.tiles, work.sequence, own_head<Form>(args_, work),
+                                work.query_begin, group_) +
+        2 * (work.first / Form::kOwn);
+    float4* fours = reinterpret_cast<float4*>(sums.chunks) +
+                    chunk * kSums * (Form::kDim / 8) * 128 + threadIdx.x % 128;
+    const auto each = [&](auto use) {
+#pragma unroll
+      for (int i = 0; i < Form::kDim / 8; ++i) {
+        if constexpr (kFirst) use(fours + 128 * kSums * i, first_sums_ + 4 * i);
+        if constexpr (kSecond) use(fours + 128 * (kSums * i + kFirst), second_sums_ + 4 * i);
+      }
+    };
+    const bool leader = threadIdx.x % 128 == 0;
+    if (part > 0) {
+      if (leader) wait_for_count(sums.counters + chunk, part);
+      named_sync(Base::kOfGroup + group_, 128);
+      each([](const float4* at, float* sum) {
+        const float4 before = *at;
+        sum[0] += before.x, sum[1] += before.y, sum[2] += before.z, sum[3] += before.w;
+      });
+    }
+    if (part + 1 == args_.parts) return true;
+    each([](float4* at, const float* sum) { *at = make_float4(sum[0], sum[1], sum[2], sum[3]); });
+    named_sync(Base::kOfGroup + group_, 128);
+    if (leader) count_up(sums.counters + chunk);
+    return false;
   }
 
   bool masks_ = false;  // a mask of keys changes the exponents of the group's keys

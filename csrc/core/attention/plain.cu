@@ -129,7 +129,7 @@ __device__ __forceinline__ A multiply_part(const T* a, const T* b, int col, int 
   return sum;
 }
 
-// AttentionGradient's delta and exponents. A lane has kDepth columns of a row and `lanes` of them,
+// AttentionGradient's statistics. A lane has kDepth columns of a row and `lanes` of them,
 // a power of 2, the row. The order of the sum is that of this tier's dout . value, so that the
 // gradient of a query with one key is zero to the bit.
 template <typename A>
@@ -162,13 +162,9 @@ __global__ void __launch_bounds__(kThreads)
       const bool sees_nothing = lse == kLowest<A>;
       const A exponent = sees_nothing ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
       if (sees_nothing) sum = 0;  // not the NaN that dlse may have here
-      static_cast<A*>(g.delta)[first + row] = sum;
-      static_cast<A*>(g.exponents)[first + row] = exponent;
-      if (g.statistics == nullptr) continue;
-      const int64_t place = g.of_statistics.first(s.batch, head, s.query_begin / kStatisticRows);
-      float* const statistic = g.statistics + place * kStatisticRows + row;
-      statistic[0] = static_cast<float>(sum);
-      statistic[g.of_statistics.all * kStatisticRows] = static_cast<float>(exponent);
+      A* const statistic = statistics_of<A>(g, s, head) + row;
+      statistic[0] = sum;
+      statistic[query_statistics(g.of_statistics)] = exponent;
     }
   });
 }
@@ -180,18 +176,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
   const AttentionParams& params = g.params.forward;
   const int head = blockIdx.x;
   const A sink = read_sink<A>(params, head);
-  const bool packed = params.query_offsets != nullptr;
-  const int64_t rows = packed ? params.total_queries : int64_t{params.batch} * params.queries;
   A sum = 0;
+  for (int batch = 0; batch < params.batch; ++batch) {
+    const Sequence s = sequence_of(params, batch);
+    const A* const delta = statistics_of<A>(g, s, head);
+    const A* const lse = static_cast<const A*>(params.lse) + first_lse(params, s, head);
 #pragma unroll 4
-  for (int64_t row = threadIdx.x; row < rows; row += kThreads) {
-    const int64_t batch = packed ? 0 : row / params.queries;
-    const int64_t at = packed ? int64_t{head} * params.total_queries + row
-                              : row + (batch * (params.heads - 1) + head) * params.queries;
-    const A lse = static_cast<const A*>(params.lse)[at];
-    // A query outside every sequence has no delta.
-    if (lse != kLowest<A> && sink != kLowest<A>) {
-      sum -= exp_of(sink - lse) * static_cast<const A*>(g.delta)[at];
+    for (int row = threadIdx.x; row < s.queries; row += kThreads) {
+      if (sink != kLowest<A>) sum -= exp_of(sink - lse[row]) * delta[row];
     }
   }
   __shared__ A of_thread[kThreads];

@@ -25,7 +25,7 @@ __device__ __forceinline__ void differentiate(Fragment<A>& probability, Fragment
     const int row = query + tile_row() + i;
     const bool inside = row < s.queries;
     const A lse = inside ? static_cast<const A*>(params.lse)[first + row] : kLowest<A>;
-    const A delta = inside ? static_cast<const A*>(g.delta)[first + row] : A(0);
+    const A delta = inside ? statistics_of<A>(g, s, head)[row] : A(0);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Score<A> score = h.score(probability[i][j], i, j, query, key);

@@ -92,6 +92,8 @@ AttentionTier attention_tier(const AttentionParams& params, const DeviceProperti
   return AttentionTier::kPlain;
 }
 
+int most_heads_of_part(const AttentionParams& params) { return hopper_fuses(params) ? 2 : 4; }
+
 bool hopper_fuses(const AttentionParams& params) { return hopper_has_fused(dim_of(params)); }
 
 HopperPlan hopper_plan(const AttentionParams& params) {
@@ -105,11 +107,8 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   const int64_t cached = plan.in_order ? cached_heads(params, params.keys) : 1;
   plan.query_section = static_cast<int>(std::min<int64_t>(cached * group, 1 << 30));
   plan.key_parts = 1;
-  if (hopper_fuses(params)) {
-    while (group % plan.key_parts != 0 || group / plan.key_parts > kMostHeadsOfPart) {
-      ++plan.key_parts;
-    }
-  }
+  const int most = most_heads_of_part(params);
+  while (group % plan.key_parts != 0 || group / plan.key_parts > most) ++plan.key_parts;
   const int64_t rows_of_keys = int64_t{params.queries} * group / plan.key_parts;
   if (hopper_fuses(params)) {
     // So few heads at once that dquery's sums stay in the cache from one tile of keys to the next.
@@ -164,7 +163,7 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device) {
   const AttentionMask& mask = params.mask;
   return hopper_takes_forward(params, device) &&
-         query_parts(params, kStatisticRows).all <= INT32_MAX / kStatisticRows &&
+         query_statistics(query_parts(params, kStatisticRows)) <= INT32_MAX &&
          (mask.data == nullptr || (hopper_fuses(params) && attention_masks_keys(params)) ||
           (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));
 }
@@ -200,34 +199,32 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     scratch.all = begin + bytes;
     return begin;
   };
-  if (fuses || is_uneven(params)) scratch.zeros = kHopperTicketBytes;
+  const bool parts = backward && hopper_plan(params).key_parts > 1;
+  if (fuses || parts || is_uneven(params)) scratch.zeros = kHopperTicketBytes;
   if (fuses) {
     const HopperPlan plan = hopper_plan(params);
     const int rows = kHopperFusedTiles[plan.general][hopper_dim_index(plan.dim)].others;
     scratch.tiles = query_parts(params, rows);
     scratch.zeros += 2 * scratch.tiles.all * sizeof(uint32_t);
-    if (hopper_plan(params).key_parts > 1) {
-      scratch.key_tiles = query_parts(with_sides_changed(params, 1), kHopperOwnRows);
-      scratch.key_counters = scratch.zeros;
-      scratch.zeros += 2 * scratch.key_tiles.all * sizeof(uint32_t);
-    }
+  }
+  const int key_rows = fuses ? kHopperOwnRows : kHopperApartRows;
+  if (parts) {
+    scratch.key_tiles = query_parts(with_sides_changed(params, 1), key_rows);
+    scratch.key_counters = scratch.zeros;
+    scratch.zeros += 2 * scratch.key_tiles.all * sizeof(uint32_t);
   }
   take(scratch.zeros);
   if (attention_maps_mask(params)) {
     const MaskMapSize size = mask_map_size(params);
     scratch.mask_map = take(size.arrays() * size.words * sizeof(uint32_t));
   }
-  if (backward) {
-    scratch.of_statistics = query_parts(params, kStatisticRows);
-    scratch.statistics = take(2 * scratch.of_statistics.all * kStatisticRows * sizeof(float));
-  }
   if (fuses) {
     const bool sums =
         params.query_offsets != nullptr || !hopper_stores_dquery(params.keys, params.queries);
     scratch.chunks = take(sums ? 2 * scratch.tiles.all * 64 * 64 * sizeof(float) : 0);
-    scratch.key_chunks =
-        take(scratch.key_tiles.all * kHopperOwnRows * 2 * dim_of(params) * sizeof(float));
   }
+  const size_t key_sums = scratch.key_tiles.all * key_rows * 2 * dim_of(params);
+  if (parts) scratch.key_chunks = take(key_sums * sizeof(float));
   return scratch;
 }
 

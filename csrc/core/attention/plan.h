@@ -158,10 +158,11 @@ struct HopperPlan {
 };
 HopperPlan hopper_plan(const AttentionParams& params);
 
-// Whether one kernel makes all gradients of the call. A group of more query heads than
-// kMostHeadsOfPart then comes in parts, as one block for all of them leaves many without work.
+// Whether one kernel makes all gradients of the call.
 bool hopper_fuses(const AttentionParams& params);
-constexpr int kMostHeadsOfPart = 2;
+// A group of more query heads than this comes in parts, as one block for all of them leaves many
+// without work. Above 128 columns parts are larger, as their sums are.
+int most_heads_of_part(const AttentionParams& params);
 
 // The call whose queries are this one's keys, each head as often as it has parts.
 AttentionParams with_sides_changed(AttentionParams params, int parts);
@@ -194,7 +195,16 @@ struct QueryParts {
   }
 };
 QueryParts query_parts(const AttentionParams& params, int rows);
-constexpr int kStatisticRows = 4;  // of a part of statistics
+// Statistics of queries (tiers.h) come in parts that copies in bulk can begin with. How many there
+// are, and the first of a sequence whose first query is row `begin` of all.
+constexpr int kStatisticRows = 4;
+FUSED_NORM_HOST_DEVICE constexpr int64_t query_statistics(const QueryParts& parts) {
+  return parts.all * kStatisticRows;
+}
+FUSED_NORM_HOST_DEVICE int64_t first_statistic(const QueryParts& parts, int sequence, int head,
+                                               int begin) {
+  return parts.first(sequence, head, begin / kStatisticRows) * kStatisticRows;
+}
 
 // A mask's map has for each block of kQueriesOfBit queries of a head of the mask two arrays of
 // bits, each bit for kKeysOfBit keys. Masks of keys have one block. Two neighbouring words are read
@@ -209,14 +219,13 @@ MaskMapSize mask_map_size(const AttentionParams& params);
 
 // Scratch memory of a pass: bytes of it all, of which `zeros` at the beginning are to be zero, and
 // where things begin. First is a ticket for each kernel by which tiles are handed out as blocks
-// come. Backward passes have delta of all queries, then their exponents (tiers.h), in parts that
-// copies in bulk can begin with. Where one kernel makes all gradients, each tile of queries has two
-// chunks of 64 x 64 elements of dquery: there is a counter for each, behind the tickets, and sums.
-// Where a head of keys has parts, the two warpgroups of each tile of keys have a chunk of dkey and
-// dvalue too, whose counters follow.
+// come. Where one kernel makes all gradients, each tile of queries has two chunks of 64 x 64
+// elements of dquery: there is a counter for each, behind the tickets, and sums. Where a head of
+// keys has parts, the two warpgroups of each tile of keys have a chunk of dkey and dvalue too,
+// whose counters follow.
 struct HopperScratch {
-  size_t zeros, mask_map, statistics, chunks, key_counters, key_chunks, all;
-  QueryParts of_statistics, tiles, key_tiles;
+  size_t zeros, mask_map, chunks, key_counters, key_chunks, all;
+  QueryParts tiles, key_tiles;
 };
 constexpr size_t kHopperTicketBytes = 16;
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward);

@@ -134,8 +134,8 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
   const auto own_rows = mma::left_rows<kDim>(own_tile, warp_row);
   // Of queries, two floats each: behind the tiles of the other side, or a thread's own.
   constexpr int kStatistics = 2 * S::kOwnBytes + S::kStages * 2 * S::kOtherBytes;
-  const float* exponents = static_cast<const float*>(g.exponents) + first_lse(params, s, head);
-  const float* delta = static_cast<const float*>(g.delta) + first_lse(params, s, head);
+  const float* delta = statistics_of<float>(g, s, head);
+  const float* exponents = delta + query_statistics(g.of_statistics);
   const auto copy_others = [&](int row, int stage) {
     others.template copy<S, kOthers>(other_tiles + stage * 2 * S::kOtherBytes, row, range);
     if (kOfKeys && threadIdx.x < 2 * kOthers) {

@@ -8,14 +8,13 @@
 
 namespace fused_norm {
 
-// What each tier's backward pass is given beside the call, in the type and order of the
-// log-sum-exp: `delta` = rowsum(dout * out) - dlse, and `exponents`, the log-sum-exp as an exponent
-// of 2, +inf where nothing is seen so that probabilities are zero.
+// What each tier's backward pass is given beside the call: of each query two statistics, in the
+// type of the log-sum-exp. First all queries' delta = rowsum(dout * out) - dlse; then,
+// query_statistics() further, their exponents: the log-sum-exp as an exponent of 2, +inf where
+// nothing is seen, so that probabilities are zero.
 struct AttentionGradient {
   AttentionBackwardParams params;
-  void *delta, *exponents;
-  // Both once more, in fp32, as HopperScratch has them. Null: not wanted.
-  float* statistics;
+  void* statistics;
   QueryParts of_statistics;
 };
 

@@ -12,6 +12,14 @@
 
 namespace fused_norm {
 
+// The statistics of a sequence's first query.
+template <typename A>
+__device__ __forceinline__ A* statistics_of(const AttentionGradient& g, const Sequence& s,
+                                            int head) {
+  return static_cast<A*>(g.statistics) +
+         first_statistic(g.of_statistics, s.batch, head, s.query_begin);
+}
+
 // Which (tile, part of its outputs, head, batch) a block has. Tiles vary fastest, so that blocks
 // that run together read the same keys; the heads of a group follow each other.
 struct Place {
