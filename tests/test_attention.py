@@ -108,6 +108,45 @@ def test_layouts(tier, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_tier
+def test_one_query_of_heads_that_share_keys(tier, dtype, seed):
+    """As in decoding. Such heads may be computed together: each has the bits that it has alone, on
+    the CPU those of its group."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
+    q = randn(generator, 3, 1, 8, 64, dtype=dtype).transpose(1, 2)
+    k, v = (randn(generator, 3, 2, 300, 64, dtype=dtype) for _ in range(2))
+    k[1, :, 290:], v[1, :, 290:] = torch.nan, torch.nan
+    seen = torch.ones(3, 1, 1, 300, dtype=torch.bool, device=q.device)
+    seen[1, ..., 290:] = False
+    for options in (
+        {"attn_mask": seen},
+        {"attn_mask": randn(generator, 3, 8, 1, 300, dtype=dtype).masked_fill(~seen, -torch.inf)},
+        {"attn_mask": seen.expand(3, 8, 1, 300), "causal": True, "softcap": 4.0},
+        {"attn_mask": seen, "window": (100, None)},
+        {"attn_mask": seen, "sink": randn(generator, 8, dtype=dtype)},
+        {"attn_mask": seen, "alibi_slopes": randn(generator, 3, 8).abs()},
+    ):
+        with forced("auto" if tier == "cpu" else tier), unwritten_is_nan(q.device, q.numel()):
+            out, lse = fn.flash_attention(q, k, v, return_lse=True, **options)
+        assert out.isfinite().all()
+        of_head = dict(options)
+        step = 4 if tier == "cpu" else 1
+        for head in range(0, 8, step):
+            at, of = slice(head, head + step), slice(head // 4, head // 4 + 1)
+            for name in ("attn_mask", "alibi_slopes"):
+                if name in options and options[name].size(1) == 8:
+                    of_head[name] = options[name][:, at]
+            if "sink" in options:
+                of_head["sink"] = options["sink"][at]
+            with forced("auto" if tier == "cpu" else tier):
+                alone = fn.flash_attention(q[:, at], k[:, of], v[:, of], return_lse=True, **of_head)
+            assert same_bits(out[:, at], alone[0]), (head, options)
+            assert same_bits(lse[:, at], alone[1]), (head, options)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_tier
 def test_expanded_tensors(tier, dtype, seed):
     """Strides of 0, over the batch and over rows, are read as they are."""
     if not takes_type(tier, dtype):

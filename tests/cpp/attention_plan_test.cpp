@@ -51,6 +51,34 @@ TEST(AttentionTier, TensorCoresTake16BitHeadsUpTo256) {
   }
 }
 
+// Query (b, h) of heads that share keys becomes query h % group of head h / group, in the same
+// place.
+TEST(AttentionTier, SingleQueriesOfAGroupAreOneHeads) {
+  AttentionParams params = call(DType::kBFloat16, 64, 64);
+  params.queries = 1;
+  params.heads = 12;
+  params.mask = {&params, false, DType::kBFloat16, 1200, 100, 100, 1};
+  params.window_right = 0;  // causal: one query sees all keys
+  const AttentionParams one = with_group_as_queries(params);
+  EXPECT_EQ(one.heads, 4);
+  EXPECT_EQ(one.queries, 3);
+  EXPECT_EQ(attention_rows(one), attention_rows(params));
+  for (int head = 0; head < 12; ++head) {
+    const auto at = [&](int64_t head_stride, int64_t row_stride) {
+      return head / 3 * head_stride + head % 3 * row_stride;
+    };
+    EXPECT_EQ(at(one.query.head_stride, one.query.row_stride), head * params.query.head_stride);
+    EXPECT_EQ(at(one.out.head_stride, one.out.row_stride), head * params.out.head_stride);
+    EXPECT_EQ(at(one.mask.head_stride, one.mask.row_stride), head * params.mask.head_stride);
+  }
+  EXPECT_EQ(one.window_right, -1);
+  params.top_left = true;  // it sees the first key alone
+  EXPECT_EQ(with_group_as_queries(params).queries, 1);
+  params.window_right = -1;
+  params.queries = 2;
+  EXPECT_EQ(with_group_as_queries(params).heads, 12);
+}
+
 TEST(AttentionTier, AForcedTierThatDoesNotTakeTheCallIsAuto) {
   const AttentionParams params = call(DType::kFloat32, 64, 64);
   EXPECT_EQ(chosen(params, kA100, AttentionTier::kPortable), AttentionTier::kAuto);

@@ -1,4 +1,4 @@
-// Launchers: each tier's kernels, and what lies outside every sequence of a packed tensor.
+// Launchers: each tier's kernels, and the map of a mask.
 #include "core/attention/hopper_mask_map.cuh"
 #include "core/attention/plan.h"
 #include "core/attention/tiers.h"
@@ -8,48 +8,6 @@ namespace fused_norm {
 namespace {
 
 constexpr int kThreads = 256;
-
-// Zeros the rows of a packed tensor (rows, heads, cols) outside [offsets[0], offsets[sequences]),
-// and sets their log-sum-exp (of type `lse_dtype`, null: none) to -inf. A warp a row of a head.
-__global__ void __launch_bounds__(kThreads)
-    attention_clear_outside(AttentionTensor tensor, int bytes_of_row, int element_bytes, int heads,
-                            int rows, const int32_t* offsets, int sequences, void* lse,
-                            DType lse_dtype) {
-  const int begin = min(max(offsets[0], 0), rows);
-  const int end = min(max(offsets[sequences], begin), rows);
-  const int64_t outside = int64_t{begin} + rows - end;
-  const int warps = gridDim.x * (kThreads / kWarpSize), lane = threadIdx.x % kWarpSize;
-  for (int64_t at = blockIdx.x * (kThreads / kWarpSize) + threadIdx.x / kWarpSize;
-       at < outside * heads; at += warps) {
-    const int head = static_cast<int>(at / outside);
-    int64_t row = at % outside;
-    if (row >= begin) row += end - begin;
-    char* data = static_cast<char*>(tensor.data) +
-                 (head * tensor.head_stride + row * tensor.row_stride) * element_bytes;
-    for (int i = lane * 2; i < bytes_of_row; i += kWarpSize * 2) {
-      *reinterpret_cast<uint16_t*>(data + i) = 0;
-    }
-    if (lse == nullptr || lane != 0) continue;
-    const int64_t of_lse = int64_t{head} * rows + row;
-    if (lse_dtype == DType::kFloat64) {
-      static_cast<double*>(lse)[of_lse] = -INFINITY;
-    } else {
-      static_cast<float*>(lse)[of_lse] = -INFINITY;
-    }
-  }
-}
-
-cudaError_t clear_outside(const AttentionParams& params, const AttentionTensor& tensor, int heads,
-                          int cols, bool of_keys, void* lse, const DeviceProperties& device,
-                          cudaStream_t stream) {
-  const int32_t* offsets = of_keys ? params.key_offsets : params.query_offsets;
-  if (offsets == nullptr || tensor.data == nullptr) return cudaSuccess;
-  const int bytes = size_of(params.dtype);
-  return detail::launch(attention_clear_outside, dim3(device.sm_count), dim3(kThreads), {}, stream,
-                        tensor, cols * bytes, bytes, heads,
-                        of_keys ? params.total_keys : params.total_queries, offsets, params.batch,
-                        lse, params.dtype);
-}
 
 // Bytes of queries' statistics, and what aligns what lies behind them for copies in bulk.
 size_t statistics_bytes(const AttentionParams& params) {
@@ -140,30 +98,24 @@ cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scra
 
 }  // namespace
 
-size_t attention_forward_workspace(const AttentionParams& params, AttentionTier tier) {
+size_t attention_forward_workspace(const AttentionParams& call, AttentionTier tier) {
+  const AttentionParams params = with_group_as_queries(call);
   return tier == AttentionTier::kHopper ? hopper_scratch(params, /*backward=*/false).all : 0;
 }
 
-cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
+cudaError_t launch_attention_forward(const AttentionParams& call, const DeviceProperties& device,
                                      AttentionTier tier, void* workspace, cudaStream_t stream) {
-  if (attention_rows(params) == 0) return cudaSuccess;
-  cudaError_t error;
+  if (attention_rows(call) == 0) return cudaSuccess;
+  const AttentionParams params = with_group_as_queries(call);
+  if (tier == AttentionTier::kPlain) return attention_forward_plain(params, stream);
   if (tier == AttentionTier::kHopper) {
-    error = with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
+    return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
       return hopper.forward(params, device, workspace, stream);
     });
-  } else if (tier == AttentionTier::kPortable) {
-    error = with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-      return attention_forward_portable<decltype(t)>(params, stream);
-    });
-  } else {
-    error = attention_forward_plain(params, stream);
   }
-  // Last: Hopper's kernels write rows outside every sequence as those that see nothing but the
-  // sink.
-  if (error != cudaSuccess) return error;
-  return clear_outside(params, params.out, params.heads, params.value_dim, /*of_keys=*/false,
-                       params.lse, device, stream);
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
+    return attention_forward_portable<decltype(t)>(params, stream);
+  });
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
@@ -179,13 +131,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   char* scratch = static_cast<char*>(workspace) + statistics_bytes(forward);
   AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
   const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);
-  const auto clear = [&](const AttentionTensor& tensor, int heads, int cols, bool of_keys) {
-    return clear_outside(forward, tensor, heads, cols, of_keys, nullptr, device, stream);
-  };
-  cudaError_t error = clear(params.dquery, forward.heads, forward.head_dim, /*of_keys=*/false);
-  if (error == cudaSuccess) error = clear(params.dkey, forward.kv_heads, forward.head_dim, true);
-  if (error == cudaSuccess) error = clear(params.dvalue, forward.kv_heads, forward.value_dim, true);
-  if (error == cudaSuccess) error = attention_delta_gradient(gradient, stream);
+  cudaError_t error = attention_delta_gradient(gradient, stream);
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);
   }

@@ -190,7 +190,8 @@ class Consumer {
         (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
     T* const out = row_of<T>(args_.out, work, work.head, row);
     float lse[2];
-    softmax_end(rows_, args_.exponent, sink_of<T>(args_, work.head), factor_, lse);
+    const float sink = work.key_begin < 0 ? -INFINITY : sink_of<T>(args_, work.head);
+    softmax_end(rows_, args_.exponent, sink, factor_, lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool stores = row + 8 * r < work.queries;

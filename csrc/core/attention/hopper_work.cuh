@@ -31,9 +31,9 @@ constexpr int kKnownTiles = 256;
 struct WorkTile {
   int32_t sequence;  // -1: there is none left
   int32_t head, kv_head, batch;
-  int32_t first;                 // query of the tile, counted in its sequence
-  int32_t query_begin, queries;  // the sequence's rows in the tensor
-  int32_t key_begin, keys;
+  int32_t first;                       // query of the tile, counted in its sequence
+  int32_t query_begin, queries;        // the sequence's rows in the tensor
+  int32_t key_begin, keys;             // -1 and 0 of rows outside every sequence
   int32_t first_tile, end_tile;        // alike where there is no tile left
   uint32_t changed[kKnownTiles / 32];  // a bit for each tile of keys: a mask changes its scores
 };
@@ -223,11 +223,11 @@ class WorkList {
       const uint32_t turn = rest / args_.heads;
       work->head = rest % args_.heads;
       work->first = (args_.longest_first ? count - 1 - turn : turn) * kRows;
-      work->sequence = min(max(found - 1, 0), args_.batch - 1);
+      work->sequence = max(min(found, args_.batch) - 1, 0);
       work->batch = 0;
       work->query_begin = begin;
       work->queries = end - begin;
-      work->key_begin = work->keys = 0;
+      work->key_begin = -1, work->keys = 0;
       if (found >= 1 && found <= args_.batch) {
         work->key_begin = offset(args_.key_offsets, found - 1, args_.total_keys);
         work->keys = max(offset(args_.key_offsets, found, args_.total_keys) - work->key_begin, 0);

@@ -71,7 +71,7 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
     multiply_scores<A, false>(acc, shared, params.dtype, h.values, key, col);
   }
 
-  const A sink = read_sink<A>(params, head);
+  const A sink = read_sink<A>(params, s, head);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const A last_max = fmax(max[i], sink), rescale = exp_difference(max[i], last_max);
@@ -175,10 +175,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
     attention_sinks(const __grid_constant__ AttentionGradient g) {
   const AttentionParams& params = g.params.forward;
   const int head = blockIdx.x;
-  const A sink = read_sink<A>(params, head);
   A sum = 0;
   for (int batch = 0; batch < params.batch; ++batch) {
     const Sequence s = sequence_of(params, batch);
+    const A sink = read_sink<A>(params, s, head);
     const A* const delta = statistics_of<A>(g, s, head);
     const A* const lse = static_cast<const A*>(params.lse) + first_lse(params, s, head);
 #pragma unroll 4
@@ -208,7 +208,7 @@ cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t 
   return with_arithmetic(params.dtype, [&](auto a) {
     using A = decltype(a);
     return launch_tiles(attention_plain_forward<A>, params, tiles_of(params.queries, kTile),
-                        chunks_of(params.value_dim), params.heads, params.batch, kThreads,
+                        chunks_of(params.value_dim), params.heads, sequences_of(params), kThreads,
                         sizeof(Shared<A>), stream);
   });
 }
@@ -222,7 +222,7 @@ cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t st
                        attention_is_aligned(g.params.dout, params.dtype);
   return with_arithmetic(params.dtype, [&](auto a) {
     return launch_tiles(attention_delta<decltype(a)>, g, tiles_of(params.queries, kTile), 1,
-                        params.heads, params.batch, kThreads, 0, stream, lanes, aligned);
+                        params.heads, sequences_of(params), kThreads, 0, stream, lanes, aligned);
   });
 }
 

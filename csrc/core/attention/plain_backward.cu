@@ -132,13 +132,13 @@ cudaError_t attention_backward_plain(const AttentionGradient& g, cudaStream_t st
     cudaError_t error = cudaSuccess;
     if (g.params.dquery.data != nullptr) {
       error = launch(attention_plain_gradient<A, false>, tiles_of(params.queries, kTile),
-                     chunks_of(params.head_dim), params.heads, params.batch);
+                     chunks_of(params.head_dim), params.heads, sequences_of(params));
     }
     if (error == cudaSuccess &&
         (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
       error = launch(attention_plain_gradient<A, true>, tiles_of(params.keys, kTile),
                      chunks_of(std::max(params.head_dim, params.value_dim)), params.kv_heads,
-                     params.batch);
+                     sequences_of(params));
     }
     if (error == cudaSuccess && g.params.dmask != nullptr) {
       error = launch(attention_plain_mask_gradient<A>, tiles_of(mask[3], kTile),

@@ -48,6 +48,24 @@ int64_t attention_rows(const AttentionParams& params) {
                                       : int64_t{params.batch} * params.queries);
 }
 
+AttentionParams with_group_as_queries(AttentionParams params) {
+  const bool sees_all = params.window_left < 0 && (params.window_right < 0 || !params.top_left);
+  const bool of_heads = params.alibi_slopes != nullptr || params.sink != nullptr;
+  if (params.queries != 1 || params.heads <= params.kv_heads || !sees_all || of_heads ||
+      params.query_offsets != nullptr || params.dropout_threshold != 0)
+    return params;
+  params.queries = params.heads / params.kv_heads;
+  params.heads = params.kv_heads;
+  params.window_right = -1;
+  for (AttentionTensor* tensor : {&params.query, &params.out}) {
+    tensor->row_stride = tensor->head_stride;
+    tensor->head_stride *= params.queries;
+  }
+  params.mask.row_stride = params.mask.head_stride;
+  params.mask.head_stride *= params.queries;
+  return params;
+}
+
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device) {
   // Forward; of the backward pass what hopper_takes_backward().
@@ -180,7 +198,7 @@ bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
 QueryParts query_parts(const AttentionParams& params, int rows) {
   const bool packed = params.query_offsets != nullptr;
   const int64_t of_head =
-      packed ? params.total_queries / rows + params.batch : (params.queries + rows - 1) / rows;
+      packed ? params.total_queries / rows + params.batch + 2 : (params.queries + rows - 1) / rows;
   return {of_head, of_head * params.heads * (packed ? 1 : params.batch), params.heads, packed};
 }
 

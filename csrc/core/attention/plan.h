@@ -23,6 +23,10 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 // Kernels multiply by scales from this on after the maximum was taken; -inf times it is -inf.
 constexpr float kSmallestPlainScale = 1e-30f;
 
+// The same forward pass. Where heads that share keys have one query each, as in decoding, these
+// become the queries of one head, so that its keys are read once.
+AttentionParams with_group_as_queries(AttentionParams params);
+
 // Whether all that a score needs is its scale, which is positive, and the band of visible keys.
 // Sinks come after the scores.
 bool attention_scores_are_plain(const AttentionParams& params);
@@ -181,8 +185,8 @@ bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
                                 const DeviceProperties& device);
 
 // A layout in which every sequence of a head begins with a part of so many rows. Packed, sequence s
-// does with part offset / rows + s: no two share one, as n queries have at most
-// (offset + n) / rows - offset / rows + 1 parts.
+// does with part offset / rows + s + 1: no two share one, as n queries have at most
+// (offset + n) / rows - offset / rows + 1 parts. The rows before the first are a sequence -1.
 struct QueryParts {
   int64_t of_head, all;  // of a head of a dense sequence, or of all packed ones; of all heads
   int32_t heads;
@@ -190,7 +194,7 @@ struct QueryParts {
 
   // The first of a sequence, for which offset / rows is `begin`.
   FUSED_NORM_HOST_DEVICE int64_t first(int sequence, int head, int begin) const {
-    return packed ? head * of_head + begin + sequence
+    return packed ? head * of_head + begin + sequence + 1
                   : (int64_t{sequence} * heads + head) * of_head;
   }
 };

@@ -159,7 +159,7 @@ template <typename S, typename Params>
 cudaError_t launch_shape(S, void (*kernel)(Params, int, int), const Params& args,
                          const AttentionParams& params, cudaStream_t stream) {
   return launch_tiles(kernel, args, tiles_of(S::kOfKeys ? params.keys : params.queries, S::kOwn),
-                      S::kParts, S::kOfKeys ? params.kv_heads : params.heads, params.batch,
+                      S::kParts, S::kOfKeys ? params.kv_heads : params.heads, sequences_of(params),
                       S::kThreads, S::kSharedBytes, stream);
 }
 

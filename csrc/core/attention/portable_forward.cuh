@@ -61,7 +61,7 @@ template <typename S>
 __device__ __forceinline__ void finish_rows(const AttentionParams& params, const Sequence& s,
                                             int head, int query, RowStatistics<S::kM>& rows,
                                             typename S::Out& out, float unit) {
-  const float sink = read_sink<float>(params, head) * kLog2E;
+  const float sink = read_sink<float>(params, s, head) * kLog2E;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2 * S::kM; ++r) {

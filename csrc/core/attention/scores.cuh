@@ -11,7 +11,8 @@
 
 namespace fused_norm {
 
-// One sequence of a call. Packed tensors have their sequences one after the other.
+// One sequence of a call. Packed tensors have their sequences one after the other; the rows before
+// them are like a sequence -1, those behind like one more.
 struct Sequence {
   int batch;
   int query_begin, queries;
@@ -24,17 +25,17 @@ __device__ __forceinline__ int clamp_offset(int offset, int low, int high) {
 
 __device__ __forceinline__ Sequence sequence_of(const AttentionParams& params, int batch) {
   Sequence s{batch, 0, params.queries, 0, params.keys};
-  if (params.query_offsets != nullptr) {
-    s.query_begin = clamp_offset(params.query_offsets[batch], 0, params.total_queries);
-    s.queries = clamp_offset(params.query_offsets[batch + 1], s.query_begin, params.total_queries) -
-                s.query_begin;
-  }
-  if (params.key_offsets != nullptr) {
-    s.key_begin = clamp_offset(params.key_offsets[batch], 0, params.total_keys);
-    s.keys =
-        clamp_offset(params.key_offsets[batch + 1], s.key_begin, params.total_keys) - s.key_begin;
-  }
+  const auto set = [&](const int32_t* offsets, int total, int& begin, int& rows) {
+    begin = batch < 0 ? 0 : clamp_offset(offsets[batch], 0, total);
+    rows = (batch < params.batch ? clamp_offset(offsets[batch + 1], begin, total) : total) - begin;
+  };
+  if (params.query_offsets == nullptr) return s;
+  set(params.query_offsets, params.total_queries, s.query_begin, s.queries);
+  set(params.key_offsets, params.total_keys, s.key_begin, s.keys);
   return s;
+}
+__device__ __forceinline__ bool is_outside(const AttentionParams& params, const Sequence& s) {
+  return s.batch < 0 || s.batch >= params.batch;
 }
 
 // The first element of row `row` of a head, counted in the whole tensor.
@@ -79,9 +80,10 @@ __device__ __forceinline__ A read_option(const void* data, DType dtype, int64_t 
 
 // The sink of a head, -inf without one.
 template <typename A>
-__device__ __forceinline__ A read_sink(const AttentionParams& params, int head) {
-  return params.sink == nullptr ? -static_cast<A>(INFINITY)
-                                : read_option<A>(params.sink, params.sink_dtype, head);
+__device__ __forceinline__ A read_sink(const AttentionParams& params, const Sequence& s, int head) {
+  return params.sink == nullptr || is_outside(params, s)
+             ? -static_cast<A>(INFINITY)
+             : read_option<A>(params.sink, params.sink_dtype, head);
 }
 
 struct Range {
@@ -144,7 +146,7 @@ struct ScoreRules {
         alibi_shift(s.keys - s.queries),
         dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)),
         mask(static_cast<const char*>(params.mask.data)) {
-    if (params.alibi_slopes != nullptr) {
+    if (params.alibi_slopes != nullptr && !is_outside(params, s)) {
       alibi_slope = params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
     }
     if (mask != nullptr) {

@@ -46,8 +46,15 @@ cudaError_t launch_tiles(void (*kernel)(Params, int, int, Args...), const Params
                         stream, params, tiles, parts, args...);
 }
 
+// What a batch index of a launch over tiles stands for: a sequence of a packed tensor, or the rows
+// before them, which come first, or those behind.
+inline int sequences_of(const AttentionParams& params) {
+  return params.batch + (params.query_offsets != nullptr ? 2 : 0);
+}
+
 // Calls run(sequence, head, first row, part) for a block's tiles of kRows queries, the last first:
-// under a causal mask they see the most. kOfKeys: for tiles of keys, the first first.
+// under a causal mask they see the most. kOfKeys: for tiles of keys, the first first. Rows outside
+// every sequence see nothing.
 template <int kRows, bool kOfKeys, typename Run>
 __device__ __forceinline__ void for_tiles(const AttentionParams& params, int tiles, int parts,
                                           Run run) {
@@ -60,7 +67,8 @@ __device__ __forceinline__ void for_tiles(const AttentionParams& params, int til
     place.batch = place.head;
     place.head = head;
   }
-  const Sequence s = sequence_of(params, place.batch);
+  Sequence s = sequence_of(params, place.batch - (params.query_offsets != nullptr ? 1 : 0));
+  if (is_outside(params, s)) (kOfKeys ? s.queries : s.keys) = 0;
   const int all = ((kOfKeys ? s.keys : s.queries) + kRows - 1) / kRows;
   for (int tile = kOfKeys ? place.tile : tiles - 1 - place.tile; tile < all; tile += tiles) {
     run(s, place.head, tile * kRows, place.part);
