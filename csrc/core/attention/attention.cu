@@ -76,7 +76,8 @@ cudaError_t make_mask_map(const AttentionParams& params, bool backward, void* sc
                         params.keys);
 }
 
-// run(HopperLaunch) for the columns of the call's tiles, after the scratch memory's zeros were set.
+// run(HopperLaunch) for the columns of the call's tiles. Of forward passes, after the scratch
+// memory's zeros were set; those of backward passes come with the statistics.
 template <int kIndex = 0, typename Run>
 cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scratch,
                         cudaStream_t stream, Run run) {
@@ -87,7 +88,7 @@ cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scra
       return with_hopper<kIndex + 1>(params, backward, scratch, stream, run);
     }
   }
-  const size_t zeros = hopper_scratch(params, backward).zeros;
+  const size_t zeros = backward ? 0 : hopper_scratch(params, backward).zeros;
   cudaError_t error = zeros > 0 ? cudaMemsetAsync(scratch, 0, zeros, stream) : cudaSuccess;
   if (error == cudaSuccess) error = make_mask_map(params, backward, scratch, stream);
   return error == cudaSuccess ? run(HopperLaunch<kDim>()) : error;
@@ -131,6 +132,10 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   char* scratch = static_cast<char*>(workspace) + statistics_bytes(forward);
   AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
   const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);
+  if (on_hopper) {
+    gradient.zeros = reinterpret_cast<uint32_t*>(scratch);
+    gradient.zero_words = hopper_scratch(forward, /*backward=*/true).zeros / sizeof(uint32_t);
+  }
   cudaError_t error = attention_delta_gradient(gradient, stream);
   if (error == cudaSuccess && params.dsink != nullptr) {
     error = attention_sink_gradient(gradient, stream);

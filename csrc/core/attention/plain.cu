@@ -139,6 +139,8 @@ __global__ void __launch_bounds__(kThreads)
   const AttentionParams& params = g.params.forward;
   const A* dlse = static_cast<const A*>(g.params.dlse);
   const int lane = threadIdx.x % lanes, cols = params.value_dim;
+  const int64_t first_word = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (int64_t i = first_word; i < g.zero_words; i += int64_t{gridDim.x} * kThreads) g.zeros[i] = 0;
   for_tiles<kTile, false>(params, tiles, parts, [&](const Sequence& s, int head, int query, int) {
     const int64_t first = first_lse(params, s, head);
     for (int row = query + threadIdx.x / lanes; row < query + kTile; row += kThreads / lanes) {

@@ -16,6 +16,9 @@ struct AttentionGradient {
   AttentionBackwardParams params;
   void* statistics;
   QueryParts of_statistics;
+  // Words that are zeros once the statistics are there: Hopper's scratch memory begins with them.
+  uint32_t* zeros;
+  int64_t zero_words;
 };
 
 // What every tier needs: delta, and the sink's gradient from it (plain.cu).
