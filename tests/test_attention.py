@@ -371,6 +371,21 @@ def test_rows_that_see_nothing(tier, seed):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_tier
+def test_the_lowest_sink(tier, dtype, seed):
+    """As one that is switched off: its gradient is a number, also where a query sees nothing."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    case = Case(dtype, (300, 24), (64, 64), (40, 2, 2), "causal", sink="same", lse=True)
+    tensors = tensors_of(case, rand_generator("cpu" if tier == "cpu" else "cuda", seed))
+    tensors["sink"].fill_(torch.finfo(tensors["sink"].dtype).min)
+    with forced("auto" if tier == "cpu" else tier):
+        results = run(attend(case), case, tensors)
+    for name in ("out", "dquery", "dkey", "dvalue", "dsink"):
+        assert results[name].isfinite().all(), name
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_tier
 def test_one_key(tier, dtype, seed):
     """Its probability is 1: out is the value, and scores have no gradient."""
     case = Case(dtype, (1, 1), (64, 64), (2, 4, 4))

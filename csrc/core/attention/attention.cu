@@ -9,14 +9,14 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Bytes of queries' statistics, and what aligns what lies behind them for copies in bulk.
+// Bytes of queries' statistics, padded so that bulk copies may begin behind them.
 size_t statistics_bytes(const AttentionParams& params) {
   const size_t bytes = 2 * query_statistics(query_parts(params, kStatisticRows)) * sizeof(float);
   return (bytes * (params.dtype == DType::kFloat64 ? 2 : 1) + 127) / 128 * 128;
 }
 
-// Makes a mask's map (MappedMask). A block makes a word of both of a block of queries' arrays, of
-// which its warps take the queries by turns.
+// Makes a mask's map (MappedMask). A block makes a word of both arrays of kQueriesOfBit queries,
+// which its warps share.
 __global__ void __launch_bounds__(kThreads)
     attention_mask_map(hopper::MappedMask map, int queries, int keys) {
   constexpr int kWarps = kThreads / kWarpSize;

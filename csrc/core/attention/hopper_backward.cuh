@@ -1,6 +1,7 @@
 // Backward on Hopper: a block has a tile of one side, its own, and walks the tiles of the other
 // side that see it in a fixed order. But for the kernel of all gradients (hopper_fused.cuh, which
-// also has the kernels' entry), no block adds to another's result. With own rows X
+// also has the kernels' entry), no block adds to another's result, unless a head
+// of keys has parts. With own rows X
 // and X', others Y and Y', a warpgroup makes
 //   S = X Y^T      P = exp2(S - exponents)
 //   D = X' Y'^T    W = P (D - delta)

@@ -39,7 +39,7 @@ __device__ __forceinline__ int64_t first_chunk(const QueryParts& tiles, int sequ
 struct BackwardArgs : WorkArgs, ScoreArgs {
   CUtensorMap own_first, own_second;      // query and dout, or key and value
   CUtensorMap other_first, other_second;  // key and value, or query and dout
-  CUtensorMap statistics_map;             // of these two rows, where the others are queries:
+  CUtensorMap statistics_map;             // of these two rows, but for kQuery:
   const float* statistics;                // delta and exponents of all queries (tiers.h)
   QueryParts of_statistics;
   bool masks_keys;                 // of kAll: the mask is one of keys, which needs no tiles
@@ -47,7 +47,7 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   float gradient_scale;            // what dquery and dkey are multiplied by at last
   AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
   int32_t head_dim, value_dim;
-  // Of kAll: dquery, and its sums. Then those of dkey and dvalue, where there are parts.
+  // Of kAll: dquery, and its sums. Of kKeys too: those of dkey and dvalue, where there are parts.
   AttentionTensor dquery;
   ChunkSums sums, own_sums;
   void* dmask;                     // of kOfMask: (mask_batch, mask_heads, queries, keys)
@@ -64,7 +64,7 @@ struct BackwardForm {
   using T = T_;
   static constexpr bool kGeneral = kGeneral_, kAll = kMakes == Makes::kAll;
   static constexpr bool kOfMask = kMakes == Makes::kMask, kApart = kMakes == Makes::kKeys;
-  // The own side are keys, else queries. Then there is a second sum: dvalue.
+  // Whether the own side are keys, not queries. Keys have a second sum: dvalue.
   static constexpr bool kOfKeys = kAll || kApart;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
   static constexpr HopperBackwardTiles kTiles = kAll      ? kHopperFusedTiles[kGeneral][kIndex]

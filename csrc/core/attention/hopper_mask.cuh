@@ -181,7 +181,7 @@ struct MaskTile {
 // sees: forward after the next tile, whose copies do not wait for the verdict.
 template <int kKeys>
 struct MaskVerdict {
-  // By turns, as the producer's warps may be a verdict behind: it is there, and the last turn, from
+  // Two, as the producer's warps may be one behind: a verdict is there, and the last turn, from
   // 1 on, whose sums were spoiled.
   CopyBarrier full[2];
   uint32_t spoiled[2];
@@ -192,8 +192,8 @@ struct MaskVerdict {
     for (CopyBarrier& barrier : full) barrier.init(consumer_warps);
     spoiled[0] = spoiled[1] = 0;
   }
-  // Says whether the sums of a consumer's warp are spoiled: of those of a thread's two rows that
-  // are the sequence's.
+  // Says whether the sums of a consumer's warp are spoiled. Of a thread's two rows only those count
+  // that are the sequence's.
   template <int kCount>
   __device__ __forceinline__ void give(const float (&sums)[kCount], bool first, bool second,
                                        uint32_t& turn) {
@@ -218,8 +218,8 @@ struct MaskVerdict {
     wait(full[at], turn++ / 2 % 2);
     return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? spoiled[at] : 0, 0) == turn;
   }
-  // Makes the rows of a tile zero for which no consumer's sees(i), of its element i of a row, is
-  // true.
+  // Makes the rows of a tile zero that no consumer sees. sees(i): whether a thread sees that of
+  // its element i.
   template <typename Tile, int kThreads, typename Sees>
   __device__ __forceinline__ void clear_unseen(char* tile, Sees sees) {
     for (int i = threadIdx.x - 128; i < kKeys; i += kThreads) seen[i] = false;

@@ -24,7 +24,7 @@ struct WorkArgs {
   MappedMask mask;
 };
 
-// Of so many tiles of keys a block keeps in mind which a mask changes.
+// A block notes of its first so many tiles of keys which a mask changes.
 constexpr int kKnownTiles = 256;
 
 // A tile of queries, and the tiles of keys that one of them sees.

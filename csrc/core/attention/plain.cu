@@ -129,7 +129,7 @@ __device__ __forceinline__ A multiply_part(const T* a, const T* b, int col, int 
   return sum;
 }
 
-// AttentionGradient's statistics. A lane has kDepth columns of a row and `lanes` of them,
+// AttentionGradient's statistics and zeros. A lane has kDepth columns of a row and `lanes` of them,
 // a power of 2, the row. The order of the sum is that of this tier's dout . value, so that the
 // gradient of a query with one key is zero to the bit.
 template <typename A>
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t first = first_lse(params, s, head);
     for (int row = query + threadIdx.x / lanes; row < query + kTile; row += kThreads / lanes) {
       A part = 0, sum = 0;
-      if (row < s.queries) {
+      if (row < s.queries && !is_outside(params, s)) {
         with_storage<A>(params.dtype, [&](auto t) {
           using T = const decltype(t);
           const int at = s.query_begin + row;
@@ -177,15 +177,22 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
     attention_sinks(const __grid_constant__ AttentionGradient g) {
   const AttentionParams& params = g.params.forward;
   const int head = blockIdx.x;
+  constexpr int kRows = 8 * kWarpSize;  // that a warp takes at a time
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   A sum = 0;
+  int turn = 0;
   for (int batch = 0; batch < params.batch; ++batch) {
     const Sequence s = sequence_of(params, batch);
     const A sink = read_sink<A>(params, s, head);
     const A* const delta = statistics_of<A>(g, s, head);
     const A* const lse = static_cast<const A*>(params.lse) + first_lse(params, s, head);
+    for (int first = 0; first < s.queries; first += kRows) {
+      if (turn++ % (kThreads / kWarpSize) != warp) continue;
+      const int end = min(first + kRows, s.queries);
 #pragma unroll 4
-    for (int row = threadIdx.x; row < s.queries; row += kThreads) {
-      if (sink != kLowest<A>) sum -= exp_of(sink - lse[row]) * delta[row];
+      for (int row = first + lane; row < end; row += kWarpSize) {
+        sum -= exp_difference(sink, lse[row]) * delta[row];
+      }
     }
   }
   __shared__ A of_thread[kThreads];

@@ -1,5 +1,5 @@
 // Which kernels a call of attention takes, and their tiles. Pure host functions of the call and the
-// chip. Tiles follow from the head dimension and the options alone, never from the batch, the
+// chip. A sum's tiles follow from head dimension and options alone, never from the batch, the
 // lengths or the number of multiprocessors: a row's sums have one order.
 #pragma once
 
@@ -20,7 +20,7 @@ int64_t attention_rows(const AttentionParams& params);
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device);
 
-// Kernels multiply by scales from this on after the maximum was taken; -inf times it is -inf.
+// From this scale on kernels multiply after they take the maximum: -inf times it is -inf.
 constexpr float kSmallestPlainScale = 1e-30f;
 
 // The same forward pass. Where heads that share keys have one query each, as in decoding, these
@@ -55,7 +55,7 @@ constexpr int attention_tiles_index(int head_dim, int value_dim) {
 }
 
 // Registers set the tiles (255 a thread; two blocks of four warps fill a multiprocessor's): the
-// accumulators of a thread are fragments / 2 x (columns of outputs + 8 / 8 of `others`), and
+// accumulators of a thread are fragments / 2 x (columns of outputs + `others`), and
 // everything must fit in the 99 KB of the smallest chips. Two fragments read each row of the other
 // side once for 32 rows.
 // The first of a pair is for plain scores, the second for others, which need registers for their
@@ -87,8 +87,8 @@ constexpr int backward_shared_bytes(const AttentionTiles& tiles) {
   return 2 * tiles.own() * tiles.dim * 2 + tiles.stages * tiles.others * (2 * tiles.dim * 2 + 8);
 }
 
-// The tier for Hopper (compute capability 9.0): columns of a tile, of the head dimensions up to
-// that.
+// The tier for Hopper (compute capability 9.0): columns of tiles; a head dimension takes the
+// first that holds it.
 constexpr int kHopperDims[] = {64, 96, 128, 192, 256};
 constexpr int hopper_dim_index(int dim) {
   int index = 0;
@@ -97,7 +97,7 @@ constexpr int hopper_dim_index(int dim) {
 }
 
 // Tiles by kHopperDims, as large as registers and shared memory allow. Forward: of calls without a
-// mask, and with one. `stages`: tiles of queries, keys and values in shared memory.
+// mask of pairs, and with one. `stages`: tiles of queries, keys and values in shared memory.
 struct HopperForwardTiles {
   int keys, query_stages, key_stages, value_stages;
 };
@@ -109,7 +109,7 @@ constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
 constexpr int hopper_most_groups(int dim, bool masks = false) {
   return dim <= 96 && (dim == 96 || !masks) ? 3 : 2;
 }
-// Without a mask: two where they leave fewer rows empty. No sum depends on how many there are.
+// Dense plain scores: two where fewer rows or blocks idle. No sum depends on how many there are.
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
 // Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
 // side shared memory has, of query or key, and of dout or value.
@@ -148,15 +148,15 @@ constexpr int kHopperApartRows = 64;
 constexpr HopperBackwardTiles kHopperMaskGradientTiles[] = {
     {128, 2, 2, 2}, {}, {64, 2, 2, 2}, {}, {}};
 
-// How a call runs on Hopper. Everything that a row's bits depend on, dim and general, is a function
+// How a call runs on Hopper. What a row's bits depend on, dim, general and key_parts, is a function
 // of the call's options alone; the rest is the order of the work.
 struct HopperPlan {
   int dim;           // columns of a tile: both head dimensions, rounded up
   bool general;      // backward: scores need more than a positive scale, a band, a mask of keys
   bool in_order;     // tiles take unlike times: longest first, to the next block that is free
-  bool batch_first;  // forward: (batch, head) pairs of a head follow each other, else of a sequence
+  bool batch_first;  // (batch, head) pairs of a head follow each other, else of a sequence
   int key_parts;     // a head of keys' query heads come in so many parts, each to a block
-  // Pairs whose other side shares the second-level cache: of queries' heads in the forward and the
+  // So many pairs at once share the second-level cache: of queries' heads in the forward and the
   // backward pass, and of keys' parts.
   int forward_section, query_section, key_section;
 };
@@ -180,7 +180,7 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 // tiles; but the kernel of all gradients takes any mask of keys, which needs no tiles.
 constexpr int kMaxMaskedBackwardDim = 192;
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
-// Of these the mask's gradient: of dense masks of 16 bit that have all queries and keys.
+// Of these the mask's gradient: of dense 16-bit masks of all queries and keys, up to 128 columns.
 bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
                                 const DeviceProperties& device);
 
@@ -225,7 +225,7 @@ MaskMapSize mask_map_size(const AttentionParams& params);
 // where things begin. First is a ticket for each kernel by which tiles are handed out as blocks
 // come. Where one kernel makes all gradients, each tile of queries has two chunks of 64 x 64
 // elements of dquery: there is a counter for each, behind the tickets, and sums. Where a head of
-// keys has parts, the two warpgroups of each tile of keys have a chunk of dkey and dvalue too,
+// keys has parts, the two warpgroups of each tile of keys have a chunk of their sums too,
 // whose counters follow.
 struct HopperScratch {
   size_t zeros, mask_map, chunks, key_counters, key_chunks, all;

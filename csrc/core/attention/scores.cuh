@@ -64,7 +64,7 @@ __device__ __forceinline__ void with_storage(DType dtype, Use use) {
     use(__half{});
   }
 }
-// Of masks and sinks, which may be fp32 beside fp64.
+// Of masks and sinks; a mask may be fp32 beside fp64.
 template <typename A, typename Use>
 __device__ __forceinline__ void with_option_storage(DType dtype, Use use) {
   if (sizeof(A) == 8 && dtype == DType::kFloat32) return use(float{});
@@ -78,7 +78,7 @@ __device__ __forceinline__ A read_option(const void* data, DType dtype, int64_t 
   return value;
 }
 
-// The sink of a head, -inf without one.
+// The sink of a head, -inf without one or outside every sequence.
 template <typename A>
 __device__ __forceinline__ A read_sink(const AttentionParams& params, const Sequence& s, int head) {
   return params.sink == nullptr || is_outside(params, s)

@@ -46,7 +46,7 @@ cudaError_t launch_tiles(void (*kernel)(Params, int, int, Args...), const Params
                         stream, params, tiles, parts, args...);
 }
 
-// What a batch index of a launch over tiles stands for: a sequence of a packed tensor, or the rows
+// How many batch indices a launch over tiles has, each a sequence of a packed tensor, or the rows
 // before them, which come first, or those behind.
 inline int sequences_of(const AttentionParams& params) {
   return params.batch + (params.query_offsets != nullptr ? 2 : 0);
