@@ -1,8 +1,7 @@
 // Backward on Hopper: a block has a tile of one side, its own, and walks the tiles of the other
-// side that see it in a fixed order. But for the kernel of all gradients (hopper_fused.cuh, which
-// also has the kernels' entry), no block adds to another's result, unless a head
-// of keys has parts. With own rows X
-// and X', others Y and Y', a warpgroup makes
+// side that see it in a fixed order. No block adds to another's result, but for dquery in the
+// kernel of all gradients (hopper_fused.cuh, which also has the kernels' entry) and for heads of
+// keys that have parts. With own rows X and X', others Y and Y', a warpgroup makes
 //   S = X Y^T      P = exp2(S - exponents)
 //   D = X' Y'^T    W = P (D - delta)
 //   first += W Y   second += P Y'

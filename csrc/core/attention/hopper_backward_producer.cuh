@@ -195,7 +195,7 @@ class BackwardProducer {
 
   __device__ __forceinline__ void run() {
     WorkList<Form::kOwn, kOthers, Form::kHidden> list(args_, &memory_.place);
-    // Blocks may wait for each other's sums.
+    // Blocks that may wait for others' sums take tickets in turn.
     const bool in_turn = Form::kAll || (Form::kApart && args_.parts > 1);
     uint32_t index = in_turn ? take_ticket() : blockIdx.x;
     for (uint32_t count = 0;; ++count) {

@@ -23,8 +23,8 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 // From this scale on kernels multiply after they take the maximum: -inf times it is -inf.
 constexpr float kSmallestPlainScale = 1e-30f;
 
-// The same forward pass. Where heads that share keys have one query each, as in decoding, these
-// become the queries of one head, so that its keys are read once.
+// The same forward pass. Heads that share keys and have one query each, as in decoding, become the
+// queries of one head, so that its keys are read once; if no option tells heads or places apart.
 AttentionParams with_group_as_queries(AttentionParams params);
 
 // Whether all that a score needs is its scale, which is positive, and the band of visible keys.

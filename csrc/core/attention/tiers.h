@@ -16,7 +16,7 @@ struct AttentionGradient {
   AttentionBackwardParams params;
   void* statistics;
   QueryParts of_statistics;
-  // Words that are zeros once the statistics are there: Hopper's scratch memory begins with them.
+  // Words of scratch memory that the kernel of the statistics zeroes, for Hopper's kernels.
   uint32_t* zeros;
   int64_t zero_words;
 };

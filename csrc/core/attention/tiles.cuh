@@ -46,8 +46,8 @@ cudaError_t launch_tiles(void (*kernel)(Params, int, int, Args...), const Params
                         stream, params, tiles, parts, args...);
 }
 
-// How many batch indices a launch over tiles has, each a sequence of a packed tensor, or the rows
-// before them, which come first, or those behind.
+// The batch indices of a launch over tiles: one for each sequence; in packed calls also the first,
+// for the rows before all sequences, and the last, for those behind.
 inline int sequences_of(const AttentionParams& params) {
   return params.batch + (params.query_offsets != nullptr ? 2 : 0);
 }
