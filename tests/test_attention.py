@@ -647,7 +647,16 @@ def masks_of_pairs(generator, batch, queries, keys):
         "a prefix": (causal | (j < 200)) & (j < length),
         "a gap of queries": causal & ((i < 100) | (i > 230)),
         "holes": (randn(generator, batch, 1, queries, keys) > 0) & (j > 140),
+        "blocks": blocks(generator, batch, queries, keys),
     }
+
+
+def blocks(generator, batch, queries, keys, shown=0.5):
+    """A mask of random blocks, 64 queries by 128 keys, so that whole tiles are hidden: those of a
+    row of tiles, and of a column, have gaps."""
+    shape = (batch, 1, -(-queries // 64), -(-keys // 128))
+    seen = torch.rand(shape, generator=generator, device=generator.device) < shown
+    return seen.repeat_interleave(64, 2).repeat_interleave(128, 3)[..., :queries, :keys]
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
@@ -677,6 +686,31 @@ def test_masks_that_heads_share(tier, dtype, dim, seed):
                 for what, value in run(attend(case), case, given).items():
                     if what != "dattn_mask":
                         assert same_bits(value, results[what]), (name, what)
+
+
+@cuda
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_tiles_that_a_mask_hides_keep_the_order_of_the_sums(dim, seed):
+    """A tile of queries waits for the tiles of keys that it sees, whichever lie between them."""
+    generator = rand_generator("cuda", seed)
+    query, key, value, dout = (randn(generator, 2, 8, 2048, dim, dtype=BF16) for _ in range(4))
+    mask = blocks(generator, 2, 2048, 2048, shown=0.3)
+    leaves = [t.requires_grad_() for t in (query, key, value)]
+    names, first = ("dquery", "dkey", "dvalue"), None
+    for _ in range(50):
+        with unwritten_is_nan("cuda", query.numel() * 2):
+            out = fn.flash_attention(*leaves, attn_mask=mask)
+            results = torch.autograd.grad(out, leaves, dout)
+        first = results if first is None else first
+        for name, result, expected in zip(names, results, first, strict=True):
+            assert same_bits(result, expected), name
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    scores = exact[0] @ exact[1].mT * dim**-0.5
+    dead = ~mask.any(-1, keepdim=True)
+    weights = scores.masked_fill(~mask, float("-inf")).masked_fill(dead, 0).softmax(-1)
+    expected = torch.autograd.grad(weights.masked_fill(dead, 0) @ exact[2], exact, dout.double())
+    for name, result, of_exact in zip(names, first, expected, strict=True):
+        assert (result - of_exact).norm() < 0.01 * of_exact.norm(), name
 
 
 @pytest.mark.parametrize("dim", [64, 128, 192])

@@ -30,19 +30,20 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
   // All tiles of others, of all heads of the group. A tile's product runs behind the sum of the
   // tile before.
   __device__ __forceinline__ void walk(const WorkTile& work) {
-    int tile = begin_tile<Form>(work), heads = heads_of_others<Form>(args_);
+    auto steps = steps_of_walk<Form>(args_, work);
+    int& tile = steps.tile;
     bool cut = this->is_cut(work, tile);
     start(work, tile, cut);
-    weigh(work, tile, heads, cut);
+    weigh(work, tile, steps.heads, cut);
 #pragma unroll 1
-    while (this->advance(work, tile, heads)) {
+    while (advance<Form>(args_, work, steps)) {
       add_tile();
       const uint32_t last = tiles_++;
       cut = this->is_cut(work, tile);
       start(work, tile, cut);
       wait_products<1>();
       end_tile(last);
-      weigh(work, tile, heads, cut);
+      weigh(work, tile, steps.heads, cut);
     }
     this->release(memory_.own_empty[own_slot_]);
     add_tile();
@@ -68,7 +69,7 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
       wait(memory_.first_full[slot], tiles_ / Form::kFirstStages % 2);
       if (cut) this->clear(work, tile, memory_.first[slot]);
       receive();
-      this->differentiate(0, cut || has_mask<Form>(args_));
+      this->differentiate(cut || has_mask<Form>(args_));
       round<T>(first_weights_, products_);
     } else {
       hold(scores_);

@@ -6,8 +6,7 @@
 //   D = X' Y'^T    W = P (D - delta)
 //   first += W Y   second += P Y'
 // which for X = queries, X' = dout gives dquery, and for X = keys, X' = values, with all
-// transposed, dkey and dvalue. The sums' left factors, W and P, are registers. A tile's S and D run
-// while the sums of the tile before do.
+// transposed, dkey and dvalue. The sums' left factors, W and P, are registers.
 #pragma once
 
 #include "core/attention/hopper_backward_producer.cuh"
@@ -51,10 +50,10 @@ class BackwardConsumer {
   template <typename Walk, typename Join>
   __device__ __forceinline__ void run(Walk walk, Join join) {
 #pragma unroll 1
-    for (uint32_t count = 0;; ++count) {
-      own_slot_ = count % Form::kOwnStages;
-      wait(memory_.own_full[own_slot_], count / Form::kOwnStages % 2);
-      const WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
+    for (;; add_to_count(1)) {
+      own_slot_ = count() % Form::kOwnStages;
+      wait(memory_.own_full[own_slot_], count() / Form::kOwnStages % 2);
+      const WorkTile& work = memory_.work[count() % BackwardMemory<Form>::kWorks];
       if (work.sequence < 0) return;
       open(work);
       if (sees_keys(work)) {
@@ -78,6 +77,20 @@ class BackwardConsumer {
     }
   }
 
+  // The own tiles that the warp has done; the highest bit is the parity of the mask's barrier.
+  // With options it lies in shared memory, as registers are few.
+  __device__ __forceinline__ uint32_t& count() {
+    if constexpr (!kGeneral) return count_;
+    int warp = threadIdx.x / 32 - 4;
+    asm volatile("" : "+r"(warp));  // or the place stays in a register
+    return memory_.count[warp];
+  }
+  __device__ __forceinline__ void add_to_count(uint32_t number) {
+    const uint32_t sum = count() + number;
+    __syncwarp();
+    count() = sum;
+    __syncwarp();
+  }
   __device__ __forceinline__ int first_row() const { return Form::kApart ? 0 : 64 * group_; }
   __device__ __forceinline__ int row_in_tile() const {
     return first_row() + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
@@ -124,16 +137,17 @@ class BackwardConsumer {
     }
   }
 
-  // All tiles of others, of all heads of the group. No product is under way from one turn to the
-  // next, as the compiler would lose sight of it.
+  // All tiles of others, of a tile of queries. No product is under way from one turn to the next,
+  // as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
-    int tile = begin_tile<Form>(work), heads = heads_of_others<Form>(args_);
+    int tile = work.first_tile;
+    const int end = work.end_tile;
     bool cut = is_cut(work, tile);
     start_scores(work, tile, cut);
     start_products(work, tile, cut);
-    weigh(work, tile, heads, cut);
+    weigh(work, tile, cut);
 #pragma unroll 1
-    while (advance(work, tile, heads)) {
+    while (++tile < end) {
       add_tile(work);
       const int slot = first_slot();
       ++tiles_;
@@ -142,7 +156,7 @@ class BackwardConsumer {
       wait_products<1>();
       end_tile(slot);
       start_products(work, tile, cut);
-      weigh(work, tile, heads, cut);
+      weigh(work, tile, cut);
     }
     if (!may_come_again()) release(memory_.own_empty[own_slot_]);
     add_tile(work);
@@ -150,27 +164,17 @@ class BackwardConsumer {
     end_tile(first_slot());
     ++tiles_;
   }
-
-  // To the tile's next head, of which `heads` are left with this one, or the next tile; false: that
-  // was the last.
-  __device__ __forceinline__ bool advance(const WorkTile& work, int& tile, int& heads) const {
-    if (--heads > 0) return true;
-    heads = heads_of_others<Form>(args_);
-    tile = next_tile<Form>(tile);
-    return tile >= work.first_tile && tile < work.end_tile;
-  }
-
   // Waits for a tile's products, and turns S into P meanwhile, and D into W.
-  __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads, bool cut) {
+  __device__ __forceinline__ void weigh(const WorkTile& work, int tile, bool cut) {
     wait_products<1>();
     hold(scores_);
-    if constexpr (kGeneral) apply_options(work, tile, heads);
+    if constexpr (kGeneral) apply_options(work, tile, 1);
     exponentiate();
     if (cut) hide(work, tile);
     wait_products<0>();
     hold(products_);
     leave_second();
-    differentiate(0, cut || has_mask<Form>(args_));
+    differentiate(cut || has_mask<Form>(args_));
     round<T>(first_weights_, products_);
   }
   // Starts a tile's sum.
@@ -196,7 +200,6 @@ class BackwardConsumer {
   // Where the tile at hand lies.
   __device__ __forceinline__ int first_slot() const { return tiles_ % Form::kFirstStages; }
   __device__ __forceinline__ int second_slot() const { return tiles_ % Form::kSecondStages; }
-
   // Starts S, and D.
   __device__ __forceinline__ void start_scores(const WorkTile& work, int tile, bool cut) {
     wait(memory_.first_full[first_slot()], tiles_ / Form::kFirstStages % 2);
@@ -211,10 +214,7 @@ class BackwardConsumer {
 
   // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
   // matters where the sums of all rows are added up.
-  struct TileRange {
-    int begin, end;
-  };
-  __device__ __forceinline__ TileRange whole_of(const WorkTile& work) const {
+  __device__ __forceinline__ KeyTiles whole_of(const WorkTile& work) const {
     const Band band = band_of(args_, work);
     const int first = work.first + first_row(), last = min(first + 64, work.queries) - 1;
     if (Form::kAll && last - first != 63) return {INT32_MAX, 0};
@@ -222,8 +222,8 @@ class BackwardConsumer {
             max(min(work.keys, first + band.right + 1), 0) / kOthers};
   }
   __device__ __forceinline__ bool is_cut(const WorkTile& work, int tile) const {
-    const TileRange whole = kGeneral ? whole_of(work) : whole_;
-    return tile < whole.begin || tile >= whole.end;
+    const KeyTiles whole = kGeneral ? whole_of(work) : whole_;
+    return tile < whole.first || tile >= whole.end;
   }
   // As in DeepSeek's models: queries and keys of 192 columns, values of 128.
   __device__ __forceinline__ bool values_are_narrow() const {
@@ -238,23 +238,13 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles, int slot,
                                       bool narrow = false) {
-    const uint64_t others = OtherTile::down_columns(tiles + slot * OtherTile::kBytes);
+    const auto nothing = [] {};
     start_sum<T, OtherTile>(
-        sums, weights, others, [] {}, narrow);
+        sums, weights, OtherTile::down_columns(tiles + slot * OtherTile::kBytes), nothing, narrow);
   }
-
   // own_second's operand; the tiles follow those of own_first. (A member would spill.)
   __device__ __forceinline__ uint64_t own_second() const {
     return own_first_ + Form::kOwnStages * (OwnTile::kBytes / 16);
-  }
-
-  // The compiler would wait for products before it makes weights, as nothing orders the two: so
-  // here is something that hardly ever happens and needs them all.
-  __device__ __forceinline__ void make_now(const Weights& weights) {
-    uint32_t all = 0;
-#pragma unroll
-    for (int i = 0; i < kOthers / 4; ++i) all ^= weights[i];
-    if (all == 0x7FC17FC1) asm volatile("nanosleep.u32 1;" ::: "memory");
   }
 
   // Makes the probabilities of hidden pairs zero, whatever their scores and statistics were.
@@ -282,22 +272,23 @@ class BackwardConsumer {
   template <typename Capped>
   __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads,
                                                 Capped capped) {
-    const int head =
-        Form::kOfKeys ? first_head<Form>(args_, work) + args_.group - heads : work.head;
-    const float factor = general_scores(args_, work, head, scores_, work.first + row_in_tile(),
-                                        tile * kOthers + lane_ % 4 * 2, capped);
+    const auto head = [&] {
+      return Form::kOfKeys ? first_head<Form>(args_, work) + args_.group - heads : work.head;
+    };
+    general_scores(args_, work, head, scores_, row_in_tile(), tile * kOthers + lane_ % 4 * 2,
+                   capped);
     if constexpr (Form::kMasks) {
       if (!has_mask<Form>(args_)) return;
       if (!mask_changes(args_, work, tile)) {
         if (!args_.adds_mask) return;
 #pragma unroll
-        for (int i = 0; i < kOthers / 2; ++i) scores_[i] *= factor;
+        for (int i = 0; i < kOthers / 2; ++i) scores_[i] *= args_.factor_for_mask;
         return;
       }
-      wait(memory_.mask_full, mask_parity_);
-      mask_parity_ ^= 1;
-      Form::Mask::template add<Form::kOfKeys, !Form::kAll>(args_.mask, memory_.mask, row_in_tile(),
-                                                           lane_ % 4 * 2, factor, scores_);
+      wait(memory_.mask_full, count() >> 31);
+      add_to_count(1u << 31);
+      Form::Mask::template add<Form::kOfKeys, !Form::kAll>(
+          args_.mask, memory_.mask, row_in_tile(), lane_ % 4 * 2, args_.factor_for_mask, scores_);
       arrive(memory_.mask_empty);
     }
   }
@@ -314,14 +305,28 @@ class BackwardConsumer {
     named_sync(kOfGroup + group_, 128);
   }
 
-  // The statistic of element i: of its row, or of its column in `columns`.
-  template <int kCount = kOthers / 2, typename Use>
-  __device__ __forceinline__ void with_statistics(int first, const float (&rows)[2],
-                                                  const float* columns, Use use) {
+  // A statistic of element i's column and its neighbour's.
+  enum { kDelta, kExponent };
+  __device__ __forceinline__ float2 statistics_of_columns(int which, int i) const {
+    return *reinterpret_cast<const float2*>(memory_.statistics[first_slot()][which] + 2 * i +
+                                            lane_ % 4 * 2);
+  }
+  // Reads it for with_statistics(), where there are registers to do so ahead: while products read
+  // shared memory it comes late.
+  static constexpr bool kReadsAhead = Form::kAll && !kGeneral;
+  __device__ __forceinline__ void read_ahead(int which) {
 #pragma unroll
-    for (int i = first; i < first + kCount; i += 4) {
+    for (int i = 0; kReadsAhead && i < kOthers / 2; i += 4) {
+      columns_[i / 4] = statistics_of_columns(which, i);
+    }
+  }
+  // use(i, the statistic of element i: of its row, or of its column).
+  template <typename Use>
+  __device__ __forceinline__ void with_statistics(const float (&rows)[2], int which, Use use) {
+#pragma unroll
+    for (int i = 0; i < kOthers / 2; i += 4) {
       if constexpr (Form::kOfKeys) {
-        const float2 two = *reinterpret_cast<const float2*>(columns + 2 * i + lane_ % 4 * 2);
+        const float2 two = kReadsAhead ? columns_[i / 4] : statistics_of_columns(which, i);
         use(i, two.x), use(i + 1, two.y), use(i + 2, two.x), use(i + 3, two.y);
       } else {
         use(i, rows[0]), use(i + 1, rows[0]), use(i + 2, rows[1]), use(i + 3, rows[1]);
@@ -330,32 +335,28 @@ class BackwardConsumer {
   }
   // `first`, `second`: what is added to the exponents of the thread's rows.
   __device__ __forceinline__ void exponentiate(float first = 0, float second = 0) {
-    with_statistics(0, exponents_, memory_.statistics[first_slot()][1], [&](int i, float exponent) {
-      const float added = i / 2 % 2 == 0 ? first : second;
-      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -(exponent - added)));
+    with_statistics(exponents_, kExponent, [&](int i, float exponent) {
+      exponent -= i / 2 % 2 == 0 ? first : second;
+      scores_[i] = exp2_fast(fmaf(scores_[i], args_.exponent, -exponent));
     });
   }
-  // kCount elements of D, from `first` on, become W.
-  template <int kCount = kOthers / 2>
-  __device__ __forceinline__ void differentiate(int first, bool hides) {
-    if (!kGeneral || Form::kApart || !(args_.softcap > 0)) subtract_delta<kCount>(first);
+  // D becomes W.
+  __device__ __forceinline__ void differentiate(bool hides) {
+    if (!kGeneral || Form::kApart || !(args_.softcap > 0)) subtract_delta();
     if (hides) {
       // A hidden pair's product may be a NaN, and so may the delta of a query that sees nothing.
 #pragma unroll
-      for (int i = first; i < first + kCount; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
+      for (int i = 0; i < kOthers / 2; ++i) products_[i] = weight(i) == 0 ? 0 : products_[i];
     }
 #pragma unroll
-    for (int i = first; i < first + kCount; ++i) products_[i] *= weight(i);
+    for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
   }
-  template <int kCount = kOthers / 2>
-  __device__ __forceinline__ void subtract_delta(int first = 0) {
-    with_statistics<kCount>(first, delta_, memory_.statistics[first_slot()][0],
-                            [&](int i, float delta) { products_[i] -= delta; });
+  __device__ __forceinline__ void subtract_delta() {
+    with_statistics(delta_, kDelta, [&](int i, float delta) { products_[i] -= delta; });
   }
-
-  // Of a tile's probabilities, rounded where the sum of seconds has them so.
+  // Of a tile's probabilities, rounded where the other group made them.
   __device__ __forceinline__ float weight(int i) const {
-    if constexpr (!Form::kOfKeys) return scores_[i];
+    if constexpr (!Form::kApart) return scores_[i];
     const uint32_t two = second_weights_[i / 2];
     return value_of<T>(i % 2 ? two >> 16 : two);
   }
@@ -383,13 +384,14 @@ class BackwardConsumer {
   const int group_, lane_;
   const uint64_t own_first_;
   int own_slot_;
-  uint32_t mask_parity_ = 0, verdict_turn_ = 0;
-  bool again_ = false;  // the tile's sums were spoiled (MaskVerdict)
+  uint32_t count_ = 0, verdict_turn_ = 0;  // count()'s, without options
+  bool again_ = false;                     // the tile's sums were spoiled (MaskVerdict)
   const uint32_t first_, second_;
   uint32_t tiles_ = 0;  // of others, done before the one at hand
 
-  TileRange whole_;  // of a tile of the own side; options leave no registers for it
+  KeyTiles whole_;  // of a tile of the own side; options leave no registers for it
   float exponents_[2], delta_[2];
+  float2 columns_[kReadsAhead ? kOthers / 8 : 1];  // a statistic, read ahead
   Scores scores_, products_;
   Weights first_weights_, second_weights_;  // W and P, rounded
   Sums first_sums_, second_sums_;

@@ -110,6 +110,7 @@ struct FusedMemory {
 template <typename Form>
 struct ApartMemory {
   uint4 weights[Form::kWeightStages][Form::kOthers / 16][128];
+  CopyBarrier weights_full[Form::kWeightStages], weights_empty[Form::kWeightStages];
 };
 struct NoMemory {};
 
@@ -133,11 +134,11 @@ struct BackwardMemory
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
   CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
-  CopyBarrier weights_full[Form::kWeightStages], weights_empty[Form::kWeightStages];  // of W or P
   // The producer fills one while consumers may still finish the one before the one at work.
   static constexpr int kWorks = 4;
   WorkTile work[kWorks];
   ListPlace place;
+  uint32_t count[4 * Form::kGroups];  // of each consumer's warp, as its registers are few
 };
 
 // Whether scores pass through tiles of a mask.
@@ -168,6 +169,10 @@ __device__ __forceinline__ int begin_tile(const WorkTile& work) {
   return Form::kAll ? work.end_tile - 1 : work.first_tile;
 }
 template <typename Form>
+__device__ __forceinline__ int last_tile(const WorkTile& work) {
+  return Form::kAll ? work.first_tile : work.end_tile - 1;
+}
+template <typename Form>
 __device__ __forceinline__ int next_tile(int tile) {
   return Form::kAll ? tile - 1 : tile + 1;
 }
@@ -179,6 +184,28 @@ __device__ __forceinline__ int heads_of_others(const BackwardArgs& args) {
 template <typename Form>
 __device__ __forceinline__ int steps_of(const BackwardArgs& args, const WorkTile& work) {
   return max(work.end_tile - work.first_tile, 0) * heads_of_others<Form>(args);
+}
+
+// Where a walk stands: its tile of others, the heads that are left of that with the one at hand,
+// and the last tile.
+struct Steps {
+  int tile, heads, last;
+};
+template <typename Form>
+__device__ __forceinline__ Steps steps_of_walk(const BackwardArgs& args, const WorkTile& work) {
+  return {begin_tile<Form>(work), heads_of_others<Form>(args), last_tile<Form>(work)};
+}
+// To the tile's next head, or the next tile; false: that was the last.
+template <typename Form>
+__device__ __forceinline__ bool advance(const BackwardArgs& args, const WorkTile& work,
+                                        Steps& steps) {
+  if (--steps.heads > 0) return true;
+  steps.heads = heads_of_others<Form>(args);
+  // From shared memory it comes late, as products read that too; options leave no register.
+  const int last = Form::kGeneral && Form::kAll ? last_tile<Form>(work) : steps.last;
+  if (steps.tile == last) return false;
+  steps.tile = next_tile<Form>(steps.tile);
+  return true;
 }
 
 // One warp: copies tiles of both sides in the order in which they are used.

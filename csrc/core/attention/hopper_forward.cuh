@@ -245,19 +245,19 @@ class Consumer {
     changes_ = Form::kMasksKeys && mask_changes(args_, work, tile);
     if (!changes_) leave_scores(tile);
     const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
-    float factor = 1;
     if (Form::kGeneral && args_.general)
-      factor = general_scores(args_, work, work.head, scores_, row, column, [] {});
+      general_scores(
+          args_, work, [&] { return work.head; }, scores_, thread_row_, column, [] {});
     if (Form::kMasked && mask_changes(args_, work, tile)) {
       const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
       wait(memory_.mask_full[slot], mask_turn_++ / slots % 2);
-      Form::Mask::template add<false, kMends>(args_.mask,
-                                              memory_.mask + slot * Form::Mask::kSlotBytes,
-                                              thread_row_, lane_ % 4 * 2, factor, scores_);
+      Form::Mask::template add<false, kMends>(
+          args_.mask, memory_.mask + slot * Form::Mask::kSlotBytes, thread_row_, lane_ % 4 * 2,
+          args_.factor_for_mask, scores_);
       arrive(memory_.mask_empty[slot]);
     } else if (Form::kMasked && args_.adds_mask) {
 #pragma unroll
-      for (int i = 0; i < kKeys / 2; ++i) scores_[i] *= factor;
+      for (int i = 0; i < kKeys / 2; ++i) scores_[i] *= args_.factor_for_mask;
     }
     if (changes_) {
       add_key_mask();

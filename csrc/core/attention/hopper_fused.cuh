@@ -1,7 +1,6 @@
 // All gradients in one kernel: the backward kernel of a tile of keys (see hopper_backward.cuh),
 // whose W also gives the tile's part of dquery, W^T times the keys. W goes through shared memory,
-// as the sum runs over the keys of both warpgroups; it has two places there, and is multiplied a
-// tile later, so that no group waits for the other.
+// as the sum runs over the keys of both warpgroups, which meet there once a tile.
 //
 // Tiles of keys add to dquery in the order of the keys, so that its bits are always the same. A
 // tile of queries has fp32 sums in two chunks, each of 64 queries and at most 64 columns as the
@@ -18,8 +17,8 @@
 namespace fused_norm::hopper {
 
 // Named barriers; a group adds its index. The chunk warp says that its group may write the chunk,
-// the group that the chunk is there, and the other group that it is this one's turn.
-constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kTurn = 11;
+// the group that the chunk is there; both groups, that a tile's W is.
+constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kWeightsAreThere = 10;
 constexpr int kChunkThreads = 128 + 32;
 
 // Whether a mask's map lets a tile of queries see the own tile of keys.
@@ -46,12 +45,12 @@ __device__ __forceinline__ void store_chunks(const BackwardArgs& args,
   T* const rows = static_cast<T*>(dquery.data) + work.batch * dquery.batch_stride +
                   first_head<Form>(args, work) * dquery.head_stride +
                   int64_t{work.key_begin} * dquery.row_stride + first_column;
-  int tile = work.end_tile - 1, head = 0;
+  Steps steps = steps_of_walk<Form>(args, work);
 #pragma unroll 1
-  for (int steps = steps_of<Form>(args, work); steps > 0; --steps) {
+  do {
     named_sync(kChunkIsThere + half, kChunkThreads);
-    const int query = tile * Form::kOthers + first_query;
-    const bool stores = dquery.data != nullptr && is_seen<Form>(args, work, tile);
+    const int query = steps.tile * Form::kOthers + first_query, head = args.group - steps.heads;
+    const bool stores = dquery.data != nullptr && is_seen<Form>(args, work, steps.tile);
 #pragma unroll 1
     for (int i = 0; stores && i < Form::chunk_elements(half) / 256; ++i) {
       const int row = 8 * (i % 8), block = i / 8;
@@ -69,18 +68,13 @@ __device__ __forceinline__ void store_chunks(const BackwardArgs& args,
     }
     __syncwarp();
     named_arrive(kChunkIsFree + half, kChunkThreads);
-    if (++head == args.group) {
-      head = 0;
-      --tile;
-    }
-  }
+  } while (advance<Form>(args, work, steps));
 }
 
 // Adds chunks to dquery's sums as the group `half` makes them. One warp.
 template <typename Form>
 __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMemory<Form>& memory,
                                            int half) {
-  const int bytes = 4 * Form::chunk_elements(half);
   const bool leader = threadIdx.x % 32 == 0;
   named_arrive(kChunkIsFree + half, kChunkThreads);
   for (uint32_t count = 0;; ++count) {
@@ -90,57 +84,59 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     __syncwarp();
     if (leader) arrive(memory.own_empty[slot]);
     if (work.sequence < 0) return;
+    if (!sees_keys(work)) continue;
+    asm volatile("" : "+r"(half));  // or what follows from it stays in registers
+    const int bytes = 4 * Form::chunk_elements(half);
     if (hopper_stores_dquery(work.queries, work.keys)) {  // the own side are keys
       store_chunks(args, memory, work, half);
       continue;
     }
     const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
-    const int64_t first = first_chunk<Form::kOthers>(
+    const uint32_t first = first_chunk<Form::kOthers>(
         args.sums.tiles, work.sequence, first_head<Form>(args, work), work.key_begin, half);
-    int tile = work.end_tile - 1, head = 0;
+    Steps steps = steps_of_walk<Form>(args, work);
     uint32_t known = 0;  // the counter of the step's chunk, as it was in the step before
-    int64_t chunk, next = first + 2 * tile;
+    uint32_t chunk, next = first + 2 * steps.tile;
+    bool more;
 #pragma unroll 1
-    for (int steps = steps_of<Form>(args, work); steps > 0; --steps) {
+    do {
       chunk = next;
       // The tiles of keys before this one, from the first on that sees the queries: all between see
       // them too, but for those that a mask hides. Mostly they have all added to the chunk for
       // long.
-      const int first_own = max(0, tile * Form::kOthers - right) / Form::kOwn;
+      const int query = steps.tile * Form::kOthers;
+      const int first_own = max(0, query - right) / Form::kOwn;
       uint32_t before = own_tile - first_own;
       bool adds = true;
       if (args.mask.bits != nullptr) {
         const uint32_t map = args.mask.begin(work.sequence, work.head);
-        const int query = tile * Form::kOthers;
         before = args.mask.template count_seen<Form::kOwn>(map, query, Form::kOthers, first_own,
                                                            own_tile);
-        adds = args.mask.template tile<Form::kOwn>(map, query, Form::kOthers, work.first).seen;
+        adds = is_seen<Form>(args, work, steps.tile);
       }
-      if (++head == args.group) {
-        head = 0;
-        --tile;
-      }
-      next = first + 2 * (head * args.sums.tiles.of_head + tile);
+      more = advance<Form>(args, work, steps);
+      next = first + 2 * ((args.group - steps.heads) * args.sums.tiles.of_head + steps.tile);
       if (leader && adds && known < before) wait_for_count(args.sums.counters + chunk, before);
+      known = 0;
       named_sync(kChunkIsThere + half, kChunkThreads);
       if (leader && adds) {
-        float* sum = args.sums.chunks + chunk * kChunkElements;
+        float* sum = args.sums.chunks + int64_t{chunk} * kChunkElements;
         if (before > 0) {
           add_bulk(sum, memory.chunk[half], bytes);
         } else {
           store_bulk(sum, memory.chunk[half], bytes);
         }
         commit_bulk_stores();
-        known = steps > 1 ? read_count(args.sums.counters + next) : 0;
         wait_for_bulk_reads<0>();
       }
       __syncwarp();
       named_arrive(kChunkIsFree + half, kChunkThreads);
       if (leader && adds) {
+        if (more) known = read_count(args.sums.counters + next);
         wait_for_bulk_stores();
         count_up(args.sums.counters + chunk);
       }
-    }
+    } while (more);
   }
 }
 
@@ -153,9 +149,6 @@ class FusedConsumer : public KeysConsumer<Form> {
   using WeightTile = typename BackwardMemory<Form>::WeightTile;
   static constexpr int kConsumers = Base::kConsumers, kWeightStages = Form::kWeightStages;
   static constexpr bool kByQueries = Form::kByQueries, kGeneral = Form::kGeneral;
-  // The groups make P by turns, so that both do not do the same at the same time: with tiles of 64
-  // queries they are 4 to 8 % faster so, with those of 128 up to 4 % slower.
-  static constexpr bool kTurns = !kByQueries;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::first_sums_, Base::second_sums_;
   using Base::masks_, Base::scores_, Base::products_, Base::first_weights_, Base::second_weights_;
@@ -166,110 +159,97 @@ class FusedConsumer : public KeysConsumer<Form> {
   using Base::Base;
 
   __device__ __forceinline__ void run() {
-    if (kTurns && group_ == 1) named_arrive(kTurn, kConsumers);
     this->run_parts([&](const WorkTile& work) { walk(work); });
   }
 
  private:
   // All tiles of others, of all heads of the group. Products run in the order
-  //   S and D   second += P Y'   the chunk of the tile before   first += W Y
-  // P is made under D, W under the second sum, and a chunk is stored under the first. None is under
+  //   S and D   second += P Y'   the chunk W^T X   first += W Y
+  // P's exponentials are taken under D, and a chunk is stored under the first sum. None is under
   // way from one turn to the next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
     this->clear_own(work);
-    int tile = begin_tile<Form>(work), heads = args_.group;
-    bool is_first = true;
+    auto steps = steps_of_walk<Form>(args_, work);
 #pragma unroll 1
     do {
+      const int tile = steps.tile;
       const bool cut = this->is_cut(work, tile);
       this->start_scores(work, tile, cut);
+      this->read_ahead(Base::kExponent);
       this->start_products(work, tile, cut);
-      weigh(work, tile, heads, cut);
-      add_tile(cut, is_first);
-      is_first = false;
-    } while (this->advance(work, tile, heads));
-    Chunk chunk;
-    start_chunk(chunk);
-    wait_products<0>();
-    store_chunk(chunk);
+      weigh(work, tile, steps.heads, cut);
+      add_tile();
+    } while (advance<Form>(args_, work, steps));
     this->release(memory_.own_empty[own_slot_]);
   }
-  // Turns S into P while D is made.
+  // Turns S into P while D is made, and D into W.
   __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads, bool cut) {
     wait_products<1>();
     hold(scores_);
     if constexpr (kGeneral) this->apply_options(work, tile, heads);
-    if constexpr (kTurns) named_sync(kTurn + group_, kConsumers);
-    if (masks_) {
+    // With options no register says whether the mask changes something.
+    if (kGeneral ? args_.masks_keys : masks_) {
       const float* mask = memory_.key_mask + this->row_in_tile();
       this->exponentiate(mask[0], mask[8]);
     } else {
       this->exponentiate(0, 0);
     }
     if (cut) this->hide(work, tile);
-    round<T>(second_weights_, scores_);
-    this->make_now(second_weights_);
-    if constexpr (kTurns) named_arrive(kTurn + (group_ ^ 1), kConsumers);
+    this->read_ahead(Base::kDelta);
     wait_products<0>();
     hold(products_);
+    this->differentiate(cut);
+    store_weights();
   }
-  // Adds a tile to the sums, gives it back, and hands over the chunk of the tile before. A walk's
-  // first tile makes that of whatever is there, and drops it: a branch would serialize products.
-  __device__ __forceinline__ void add_tile(bool cut, bool is_first) {
-    Chunk chunk;
+  // Adds a tile to the sums, gives it back, and hands its chunk over.
+  __device__ __forceinline__ void add_tile() {
     this->add(second_sums_, second_weights_, second_, this->second_slot());
-    store_weights(cut);
+    CopyBarrier::order_writes();
+    named_sync(kWeightsAreThere, kConsumers);
+    Chunk chunk;
     start_chunk(chunk);
     this->add(first_sums_, first_weights_, first_, this->first_slot());
     wait_products<2>();
     hold(second_sums_);
     this->leave_second();
     wait_products<1>();
-    if (!is_first) store_chunk(chunk);
+    store_chunk(chunk);
     wait_products<0>();
     hold(first_sums_);
     this->release(memory_.first_empty[this->first_slot()]);
     ++tiles_;
   }
 
-  // Makes the tile's W, rounded, and stores it where both groups read it.
-  __device__ __forceinline__ void store_weights(bool cut) {
-    const uint32_t slot = tiles_ % kWeightStages;
-    wait(memory_.weights_empty[slot], tiles_ / kWeightStages % 2 ^ 1);
-    constexpr int kAtOnce = 32;  // elements: more would take more registers than there are
+  // Rounds a tile's P and W, and stores W where both groups read it: the place of two tiles before,
+  // whose chunks both have made, as they have met since then.
+  __device__ __forceinline__ void store_weights() {
     // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
-    const uint32_t row = shared_address(memory_.weights[slot]) +
+    const uint32_t row = shared_address(memory_.weights[tiles_ % kWeightStages]) +
                          (this->row_in_tile() - lane_ / 4 + lane_ % 16) * WeightTile::kRowBytes;
 #pragma unroll
     for (int block = 0; block < Form::kOthers / 16; ++block) {
-      if (8 * block % kAtOnce == 0) this->template differentiate<kAtOnce>(8 * block, cut);
 #pragma unroll
       for (int i = 4 * block; i < 4 * block + 4; ++i) {
+        second_weights_[i] = detail::round_pair(scores_[2 * i], scores_[2 * i + 1], T());
         first_weights_[i] = detail::round_pair(products_[2 * i], products_[2 * i + 1], T());
       }
       const uint32_t part = (2 * block % 8 + lane_ / 16) ^ (lane_ % 8);
       store_matrices(row + block / 4 * WeightTile::kPanelBytes + 16 * part,
                      first_weights_ + 4 * block);
     }
-    CopyBarrier::order_writes();
-    this->release(memory_.weights_full[slot]);
   }
-  // Starts the chunk of the tile before, and stores it.
   __device__ __forceinline__ void start_chunk(Chunk& chunk) {
     constexpr int kPanels = 64 / OwnTile::kPanelColumns;  // of the first group
     const int panel = kByQueries ? group_ : 0, own_panel = kByQueries ? 0 : group_ * kPanels;
-    const uint32_t slot = (tiles_ - 1) % kWeightStages;
-    wait(memory_.weights_full[slot], (tiles_ - 1) / kWeightStages % 2);
     start_product_down<T, WeightTile, OwnTile>(
         chunk,
-        WeightTile::down_columns(shared_address(memory_.weights[slot]) +
+        WeightTile::down_columns(shared_address(memory_.weights[tiles_ % kWeightStages]) +
                                  panel * WeightTile::kPanelBytes),
         OwnTile::down_columns(shared_address(memory_.own_first[own_slot_]) +
                               own_panel * OwnTile::kPanelBytes));
   }
   __device__ __forceinline__ void store_chunk(Chunk& chunk) {
     hold(chunk);
-    this->release(memory_.weights_empty[(tiles_ - 1) % kWeightStages]);
     named_sync(kChunkIsFree + group_, kChunkThreads);
     float4* to = memory_.chunk[group_] + threadIdx.x % 128;
 #pragma unroll
@@ -286,8 +266,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     attention_backward_hopper(const __grid_constant__ BackwardArgs args) {
   extern __shared__ __align__(1024) char shared[];
   auto& memory = *reinterpret_cast<BackwardMemory<Form>*>(shared);
-  const auto warpgroup = [] { return __shfl_sync(~0u, threadIdx.x / 128, 0); };  // of the warp
-  const int group = warpgroup();
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
   if (threadIdx.x == 0) {
     constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
     init_ring(
@@ -297,10 +276,10 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     memory.mask_empty.init(Form::kApart ? 128 : 32 * kWarps);  // those that add it to scores
     memory.verdict.init(kWarps);
     memory.place = {};
+    for (uint32_t& count : memory.count) count = 0;
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
-    constexpr int kHandOvers = Form::kApart ? 128 : kWarps;  // of kApart every thread arrives
-    init_ring(memory.weights_full, memory.weights_empty, kHandOvers, kHandOvers);
+    if constexpr (Form::kApart) init_ring(memory.weights_full, memory.weights_empty, 128, 128);
     CopyBarrier::order_inits();
   }
   __syncthreads();
@@ -311,13 +290,8 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       if (threadIdx.x >= 32) copy_served_masks(args, memory);
     } else if (threadIdx.x < 32) {
       BackwardProducer<Form>(args, memory).run();
-    } else if constexpr (Form::kAll) {
-      const int half = threadIdx.x / 32 - 1;
-      if (half < kChunkWarps) {
-        add_chunks(args, memory, half);
-      } else if (has_mask<Form>(args)) {
-        copy_masks(args, memory);
-      }
+    } else if (Form::kAll && threadIdx.x / 32 <= kChunkWarps) {
+      if constexpr (Form::kAll) add_chunks(args, memory, threadIdx.x / 32 - 1);
     } else if (has_mask<Form>(args)) {
       copy_masks(args, memory);
     }
@@ -335,9 +309,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       BackwardConsumer<Form>(args, memory, group - 1).run();
     } else if (constexpr bool kAlike = Form::chunk_elements(1) == kChunkElements;
                kAlike || group == 1) {
-      // With options the index is computed again: keeping it takes a register too many.
-      const int index = (kAlike && Form::kGeneral ? warpgroup() : group) - 1;
-      FusedConsumer<Form, kChunkElements>(args, memory, index).run();
+      FusedConsumer<Form, kChunkElements>(args, memory, group - 1).run();
     } else {
       FusedConsumer<Form, Form::chunk_elements(1)>(args, memory, 1).run();
     }

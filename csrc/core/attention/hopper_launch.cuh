@@ -47,8 +47,9 @@ inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArg
   const bool added = args->adds_mask || params.alibi_slopes != nullptr;
   const double factor = capped ? params.softcap : params.scale;
   const bool folded = !added && factor >= kSmallestPlainScale;
-  args->scale =
-      static_cast<float>(capped ? params.scale / params.softcap * kTanhUnit : params.scale);
+  args->tanh_scale = static_cast<float>(capped ? params.scale / params.softcap * kTanhUnit : 0);
+  args->factor = static_cast<float>(factor);
+  args->factor_for_mask = params.alibi_slopes != nullptr ? 1 : args->factor;
   args->multiplies = !added && !folded;
   args->general = args->multiplies || capped || added;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);

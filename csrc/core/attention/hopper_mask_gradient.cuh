@@ -134,9 +134,10 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
     }
     wait_products<0>();
     hold(scores_);
-    const float factor = general_scores(args_, work, head, scores_, work.first + row,
-                                        tile * kOthers + column, [] {});
-    Form::Mask::template add<false, true>(args_.mask, memory_.mask, row, column, factor, scores_);
+    general_scores(
+        args_, work, [&] { return head; }, scores_, row, tile * kOthers + column, [] {});
+    Form::Mask::template add<false, true>(args_.mask, memory_.mask, row, column,
+                                          args_.factor_for_mask, scores_);
     if (is_last) arrive(memory_.mask_empty);
     this->exponentiate();
     if (this->is_cut(work, tile)) this->hide(work, tile);

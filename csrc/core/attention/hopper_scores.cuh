@@ -13,11 +13,11 @@ namespace fused_norm::hopper {
 // What becomes of query . key.
 struct ScoreArgs {
   bool general;  // scores need more than a positive scale, a band and what hides keys
-  // Of general scores only: of query . key, before all else; by kTanhUnit / softcap where that is
-  // positive.
-  float scale;
-  bool multiplies;  // no option, no mask and no exponent takes the last factor
-  bool adds_mask;   // a mask of numbers, of pairs: takes it
+  // Of general scores only: of query . key in tanh: the scale by kTanhUnit / softcap. Then the
+  // factor of what that gives, or of query . key: for the option that comes next, and for a mask.
+  float tanh_scale, factor, factor_for_mask;
+  bool multiplies;  // no option, no mask and no exponent takes the factor
+  bool adds_mask;   // a mask of numbers, of pairs
   float exponent;   // of scores in the softmax: exp2(exponent * score); positive
   float softcap;
   float mask_factor;  // a mask of keys times this is added to scores; log2(e) / exponent
@@ -143,36 +143,31 @@ __device__ __forceinline__ void cap(float (&scores)[kCount], float scale) {
   }
 }
 
-// softcap and slopes: query . key become scores but for a mask, and for a factor where one of
-// numbers is added, which it returns.
-// `row`: the thread's first query, `column`: its first key, or the other way round. capped() is
-// called when scores are tanh(s / softcap).
-template <int kCount, typename Capped>
-__device__ __forceinline__ float general_scores(const ScoreArgs& args, const WorkTile& work,
-                                                int head, float (&scores)[kCount], int row,
-                                                int column, Capped capped) {
-  float factor = args.scale;
+// softcap and slopes: query . key become scores but for a mask, and for factor_for_mask where one
+// of numbers is added. `head()` of the queries. `row`: the thread's first one of the tile's rows,
+// `column`: its first one of the other side. capped() is called when scores are tanh(s / softcap).
+template <int kCount, typename Head, typename Capped>
+__device__ __forceinline__ void general_scores(const ScoreArgs& args, const WorkTile& work,
+                                               Head head, float (&scores)[kCount], int row,
+                                               int column, Capped capped) {
   if (args.softcap > 0) {
-    cap(scores, args.scale);
+    cap(scores, args.tanh_scale);
     capped();
-    factor = args.softcap;
   }
   if (args.alibi_slopes != nullptr) {
-    const float slope = args.alibi_slopes[work.sequence * args.alibi_batch_stride + head];
-    const float ahead = static_cast<float>(row + work.keys - work.queries - column);
+    const float slope = args.alibi_slopes[work.sequence * args.alibi_batch_stride + head()];
+    const float ahead = static_cast<float>(work.first + row + work.keys - work.queries - column);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const float distance = ahead + static_cast<float>(8 * (i / 2 % 2) - 8 * (i / 4) - i % 2);
-      scores[i] = fmaf(scores[i], factor, -slope * fabsf(distance));
+      scores[i] = fmaf(scores[i], args.factor, -slope * fabsf(distance));
       asm volatile("" : "+f"(scores[i]));
     }
-    factor = 1;
   }
   if (args.multiplies) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) scores[i] *= factor;
+    for (int i = 0; i < kCount; ++i) scores[i] *= args.factor;
   }
-  return args.adds_mask ? factor : 1;
 }
 
 template <typename T>
