@@ -82,7 +82,7 @@ class BackwardConsumer {
   __device__ __forceinline__ uint32_t& count() {
     if constexpr (!kGeneral) return count_;
     int warp = threadIdx.x / 32 - 4;
-    asm volatile("" : "+r"(warp));  // or the place stays in a register
+    asm volatile("" : "+r"(warp));  // or the compiler keeps the address
     return memory_.count[warp];
   }
   __device__ __forceinline__ void add_to_count(uint32_t number) {
@@ -137,8 +137,8 @@ class BackwardConsumer {
     }
   }
 
-  // All tiles of others, of a tile of queries. No product is under way from one turn to the next,
-  // as the compiler would lose sight of it.
+  // All tiles of keys: a tile's S and D run while the sum of the tile before does. No product is
+  // under way from one turn to the next, as the compiler would lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
     int tile = work.first_tile;
     const int end = work.end_tile;
@@ -311,8 +311,8 @@ class BackwardConsumer {
     return *reinterpret_cast<const float2*>(memory_.statistics[first_slot()][which] + 2 * i +
                                             lane_ % 4 * 2);
   }
-  // Reads it for with_statistics(), where there are registers to do so ahead: while products read
-  // shared memory it comes late.
+  // Reads what with_statistics() will use before it is needed, if there are registers for it:
+  // reads of shared memory are slow while products read it too.
   static constexpr bool kReadsAhead = Form::kAll && !kGeneral;
   __device__ __forceinline__ void read_ahead(int which) {
 #pragma unroll
@@ -384,7 +384,7 @@ class BackwardConsumer {
   const int group_, lane_;
   const uint64_t own_first_;
   int own_slot_;
-  uint32_t count_ = 0, verdict_turn_ = 0;  // count()'s, without options
+  uint32_t count_ = 0, verdict_turn_ = 0;  // count_: count() without options
   bool again_ = false;                     // the tile's sums were spoiled (MaskVerdict)
   const uint32_t first_, second_;
   uint32_t tiles_ = 0;  // of others, done before the one at hand

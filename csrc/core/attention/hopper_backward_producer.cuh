@@ -201,7 +201,7 @@ __device__ __forceinline__ bool advance(const BackwardArgs& args, const WorkTile
                                         Steps& steps) {
   if (--steps.heads > 0) return true;
   steps.heads = heads_of_others<Form>(args);
-  // From shared memory it comes late, as products read that too; options leave no register.
+  // With options no register is left for it. (Reads of shared memory are slow beside products.)
   const int last = Form::kGeneral && Form::kAll ? last_tile<Form>(work) : steps.last;
   if (steps.tile == last) return false;
   steps.tile = next_tile<Form>(steps.tile);

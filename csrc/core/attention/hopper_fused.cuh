@@ -17,7 +17,7 @@
 namespace fused_norm::hopper {
 
 // Named barriers; a group adds its index. The chunk warp says that its group may write the chunk,
-// the group that the chunk is there; both groups, that a tile's W is.
+// the group that the chunk is there. Both groups meet at the last one, when W is there.
 constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kWeightsAreThere = 10;
 constexpr int kChunkThreads = 128 + 32;
 
@@ -85,7 +85,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     if (leader) arrive(memory.own_empty[slot]);
     if (work.sequence < 0) return;
     if (!sees_keys(work)) continue;
-    asm volatile("" : "+r"(half));  // or what follows from it stays in registers
+    asm volatile("" : "+r"(half));  // or the compiler keeps what follows from it
     const int bytes = 4 * Form::chunk_elements(half);
     if (hopper_stores_dquery(work.queries, work.keys)) {  // the own side are keys
       store_chunks(args, memory, work, half);
@@ -187,7 +187,7 @@ class FusedConsumer : public KeysConsumer<Form> {
     wait_products<1>();
     hold(scores_);
     if constexpr (kGeneral) this->apply_options(work, tile, heads);
-    // With options no register says whether the mask changes something.
+    // With options there is no register for masks_: a mask is added even if it is 0 everywhere.
     if (kGeneral ? args_.masks_keys : masks_) {
       const float* mask = memory_.key_mask + this->row_in_tile();
       this->exponentiate(mask[0], mask[8]);
@@ -220,8 +220,8 @@ class FusedConsumer : public KeysConsumer<Form> {
     ++tiles_;
   }
 
-  // Rounds a tile's P and W, and stores W where both groups read it: the place of two tiles before,
-  // whose chunks both have made, as they have met since then.
+  // Rounds a tile's P and W, and stores W where both groups read it. W of two tiles before lay
+  // there: both groups have multiplied it, as they met at the tile between.
   __device__ __forceinline__ void store_weights() {
     // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
     const uint32_t row = shared_address(memory_.weights[tiles_ % kWeightStages]) +

@@ -46,7 +46,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
       if (row % 64 / 16 == threadIdx.x % 128 / 32) memory_.key_mask[row] = value * kLog2E;
       masks |= value != 0;
     }
-    __syncwarp();
+    __syncwarp();  // other lanes read key_mask
     return __any_sync(~0u, masks);
   }
   // With a mask of pairs: notes in key_mask which of the warp's keys no query of these heads sees.

@@ -13,11 +13,11 @@ namespace fused_norm::hopper {
 // What becomes of query . key.
 struct ScoreArgs {
   bool general;  // scores need more than a positive scale, a band and what hides keys
-  // Of general scores only: of query . key in tanh: the scale by kTanhUnit / softcap. Then the
-  // factor of what that gives, or of query . key: for the option that comes next, and for a mask.
+  // Of general scores only. tanh takes query . key times tanh_scale. `factor` is softcap, or the
+  // scale without it: slopes take scores times that. So does a mask, but times 1 behind slopes.
   float tanh_scale, factor, factor_for_mask;
-  bool multiplies;  // no option, no mask and no exponent takes the factor
-  bool adds_mask;   // a mask of numbers, of pairs
+  bool multiplies;  // scores are multiplied by `factor`: no option, mask or exponent takes it
+  bool adds_mask;   // there is a mask of numbers, of pairs: it takes factor_for_mask
   float exponent;   // of scores in the softmax: exp2(exponent * score); positive
   float softcap;
   float mask_factor;  // a mask of keys times this is added to scores; log2(e) / exponent
@@ -143,9 +143,9 @@ __device__ __forceinline__ void cap(float (&scores)[kCount], float scale) {
   }
 }
 
-// softcap and slopes: query . key become scores but for a mask, and for factor_for_mask where one
-// of numbers is added. `head()` of the queries. `row`: the thread's first one of the tile's rows,
-// `column`: its first one of the other side. capped() is called when scores are tanh(s / softcap).
+// Applies softcap and slopes to query . key. A mask of numbers is added later, to factor_for_mask
+// times the result. head(): the queries' head. `row`: the thread's first row in the tile, `column`:
+// its first row of the other side. capped() is called when scores are tanh(s / softcap).
 template <int kCount, typename Head, typename Capped>
 __device__ __forceinline__ void general_scores(const ScoreArgs& args, const WorkTile& work,
                                                Head head, float (&scores)[kCount], int row,
