@@ -3,7 +3,6 @@
 
 #include <cuda.h>
 
-#include <cmath>
 #include <cstdint>
 #include <type_traits>
 
@@ -235,11 +234,7 @@ class BackwardProducer {
       if (steps > 0) load_others(work);
       wait(memory_.own_empty[own_slot], count / Form::kOwnStages % 2 ^ 1);
       if (lane_ == 0) {
-        if (steps > 0) {
-          load_own(work, own_slot);
-        } else {
-          arrive(memory_.own_full[own_slot]);
-        }
+        steps > 0 ? load_own(work, own_slot) : arrive(memory_.own_full[own_slot]);
       }
 #pragma unroll 1
       for (int step = 1;; ++step) {
@@ -324,32 +319,23 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
     const uint32_t slot = count % Form::kOwnStages;
     wait(memory.own_full[slot], count / Form::kOwnStages % 2);
     const WorkTile& work = memory.work[count % BackwardMemory<Form>::kWorks];
-    if (work.sequence < 0) return;
+    if (work.sequence < 0) return wait_for_all_copies();
     const int heads = heads_of_others<Form>(args);
     for (bool again = sees_keys(work), first = true; again; first = false) {
-      int tile = begin_tile<Form>(work);
-      const auto is_in = [&] { return tile >= work.first_tile && tile < work.end_tile; };
-      const auto find = [&] {
-        while (is_in() && !mask_changes(args, work, tile)) tile = next_tile<Form>(tile);
-      };
-      for (find(); is_in();) {
+      for (int tile = begin_tile<Form>(work); tile >= work.first_tile && tile < work.end_tile;
+           tile = next_tile<Form>(tile)) {
+        if (!mask_changes(args, work, tile)) continue;
         for (int left = heads; left > 0; --left) {
           const int head = Form::kOfKeys ? first_head<Form>(args, work) + heads - left : work.head;
           const int others = tile * Form::kOthers;
           __syncwarp();  // copies diverge
           wait(memory.mask_empty, turn++ % 2 ^ 1);
-          if constexpr (Form::kOfKeys) {
-            Form::Mask::start_copy(args.mask, memory.mask, work.sequence, head, others, work.keys,
-                                   work.first, work.queries);
-          } else {
-            Form::Mask::start_copy(args.mask, memory.mask, work.sequence, head, work.first,
-                                   work.queries, others, work.keys);
-          }
-          if (left == 1) {
-            tile = next_tile<Form>(tile);
-            find();
-          }
-          Form::Mask::end_copy(memory.mask_full);
+          const auto copy = [&](int query, int queries, int key, int keys) {
+            Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, head, query,
+                             queries, key, keys);
+          };
+          Form::kOfKeys ? copy(others, work.keys, work.first, work.queries)
+                        : copy(work.first, work.queries, others, work.keys);
         }
       }
       again = Form::kMends && first && memory.verdict.read(verdict_turn);

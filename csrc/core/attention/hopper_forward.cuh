@@ -59,7 +59,11 @@ class Consumer {
       if (Form::kMasked && work.again) {
         mend(work);
       } else if (tiles_.first < tiles_.end) {
-        has_scores = run_tiles(work, has_scores);
+        // Code of its own for each kind of mask, or what runs would not fit in the chip's cache.
+        const MaskKind kind = Form::kMasked ? args_.mask_kind : MaskKind::kAny;
+        has_scores = kind == MaskKind::kNarrow    ? run_tiles<MaskKind::kNarrow>(work, has_scores)
+                     : kind == MaskKind::kBoolean ? run_tiles<MaskKind::kBoolean>(work, has_scores)
+                                                  : run_tiles<MaskKind::kAny>(work, has_scores);
         if (has_scores) continue;
         if (Form::kMasked) give_verdict();
       } else {
@@ -97,6 +101,7 @@ class Consumer {
 
   // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
   // finished, and the scores of the next are made.
+  template <MaskKind kMask>
   __device__ __forceinline__ bool run_tiles(const WorkTile& work, bool has_scores) {
     Weights weights;
     if (!has_scores) {
@@ -107,11 +112,11 @@ class Consumer {
       start_scores();
       end_scores();
     }
-    hide<false>(work, tiles_.end - 1);
+    hide<false, kMask>(work, tiles_.end - 1);
     softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
     round<T>(weights, scores_);
 
-    for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step(work, tile, weights);
+    for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step<kMask>(work, tile, weights);
 
     query_place_.advance();
     wait(memory_.value_full[value_place_.slot()], value_place_.parity());
@@ -136,6 +141,7 @@ class Consumer {
   }
 
   // The scores of `tile`, while `weights` of the tile after it are multiplied by their values.
+  template <MaskKind kMask>
   __device__ __forceinline__ void step(const WorkTile& work, int tile, Weights& weights) {
     wait(memory_.key_full[key_place_.slot()], key_place_.parity());
     begin_turn();
@@ -145,7 +151,7 @@ class Consumer {
     multiply_values(weights, [&] { end_turn(); });
     wait_products<1>();
     hold(scores_);
-    hide<false>(work, tile);
+    hide<false, kMask>(work, tile);
     softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
     // The compiler would wait before it takes the exponentials, as nothing orders the two: so here
     // is something that never happens and needs their sums.
@@ -164,7 +170,7 @@ class Consumer {
       wait(memory_.key_full[key_place_.slot()], key_place_.parity());
       multiply_keys();
       end_scores();
-      hide<true>(work, tile);
+      hide<true, MaskKind::kAny>(work, tile);
       wait(memory_.value_full[value_place_.slot()], value_place_.parity());
       const int rows = work.queries - work.first - thread_row_;  // of the sequence
       memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
@@ -240,18 +246,18 @@ class Consumer {
 
   // The scores of `tile` are made: its slot is given back, and options, mask and band are applied.
   // What a mask of numbers hides becomes -inf where kMends; else a score of NaN or Inf stays one.
-  template <bool kMends>
+  template <bool kMends, MaskKind kMask>
   __device__ __forceinline__ void hide(const WorkTile& work, int tile) {
     changes_ = Form::kMasksKeys && mask_changes(args_, work, tile);
     if (!changes_) leave_scores(tile);
     const int row = work.first + thread_row_, column = tile * kKeys + lane_ % 4 * 2;
-    if (Form::kGeneral && args_.general)
+    if (Form::kGeneral && kMask == MaskKind::kAny && args_.general)
       general_scores(
           args_, work, [&] { return work.head; }, scores_, thread_row_, column, [] {});
     if (Form::kMasked && mask_changes(args_, work, tile)) {
       const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
       wait(memory_.mask_full[slot], mask_turn_++ / slots % 2);
-      Form::Mask::template add<false, kMends>(
+      Form::Mask::template add<false, kMends, kMask>(
           args_.mask, memory_.mask + slot * Form::Mask::kSlotBytes, thread_row_, lane_ % 4 * 2,
           args_.factor_for_mask, scores_);
       arrive(memory_.mask_empty[slot]);
@@ -372,15 +378,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.query);
     prefetch_map(&args.key);
     prefetch_map(&args.value);
-    constexpr int kWarps = 4 * Form::kGroups;  // of consumers: each arrives once
-    init_ring(memory.query_full, memory.query_empty, 1,
-              kWarps + (Form::kMasked ? Form::Mask::kWarps : 0));
-    memory.verdict.init(kWarps);
-    init_ring(memory.mask_full, memory.mask_empty, Form::Mask::kThreads, 128 * Form::kGroups);
-    memory.place = {};
-    init_ring(memory.key_full, memory.key_empty, Form::kKeyFillers,
-              Form::kMasksKeys ? 32 * kWarps : kWarps);
-    init_ring(memory.value_full, memory.value_empty, 1, kWarps);
+    memory.init();
     CopyBarrier::order_inits();
   }
   __syncthreads();
@@ -388,7 +386,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     shrink_registers<Form::kProducerRegisters>();
     if (threadIdx.x < 32) {
       ForwardProducer<Form>(args, memory).run();
-    } else if (Form::kMasked) {
+    } else if constexpr (Form::kMasked) {
       copy_masks(args, memory);
     }
   } else {

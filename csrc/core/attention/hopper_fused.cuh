@@ -121,11 +121,8 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
       named_sync(kChunkIsThere + half, kChunkThreads);
       if (leader && adds) {
         float* sum = args.sums.chunks + int64_t{chunk} * kChunkElements;
-        if (before > 0) {
-          add_bulk(sum, memory.chunk[half], bytes);
-        } else {
-          store_bulk(sum, memory.chunk[half], bytes);
-        }
+        before > 0 ? add_bulk(sum, memory.chunk[half], bytes)
+                   : store_bulk(sum, memory.chunk[half], bytes);
         commit_bulk_stores();
         wait_for_bulk_reads<0>();
       }

@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <cmath>
 #include <type_traits>
-#include <utility>
 
 #include "core/attention/hopper_forward.cuh"
 #include "core/attention/hopper_fused.cuh"
@@ -51,7 +50,7 @@ inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArg
   args->factor = static_cast<float>(factor);
   args->factor_for_mask = params.alibi_slopes != nullptr ? 1 : args->factor;
   args->multiplies = !added && !folded;
-  args->general = args->multiplies || capped || added;
+  args->general = args->multiplies || capped || params.alibi_slopes != nullptr;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);
   args->alibi_slopes = params.alibi_slopes;
@@ -150,6 +149,9 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   if (map.error != cudaSuccess) return map.error;
   set_scores(params, Form::kMasked, &args);
   args.mask_factor = kLog2E / args.exponent;
+  const bool narrow = size_of(params.mask.dtype) == 2, boolean = params.mask.boolean;
+  if (!args.general && (boolean || narrow))
+    args.mask_kind = boolean ? MaskKind::kBoolean : MaskKind::kNarrow;
   args.mask = mapped_mask(params, /*backward=*/false, ticket);
   args.out = params.out;
   args.value_dim = params.value_dim;
@@ -235,20 +237,20 @@ cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
                                         const DeviceProperties& device, void* scratch,
                                         cudaStream_t stream) {
   using namespace hopper;
+  const auto launch = [&](auto form) {
+    return launch_forward_form<decltype(form)>(params, device, static_cast<uint32_t*>(scratch),
+                                               stream);
+  };
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    const auto launch = [&](auto options, auto groups) {
-      return launch_forward_form<ForwardForm<decltype(zero), kDim, options.value, groups.value>>(
-          params, device, static_cast<uint32_t*>(scratch), stream);
-    };
-    constexpr std::integral_constant<Options, Options::kNone> kNone;
-    constexpr std::integral_constant<Options, Options::kSome> kSome;
-    constexpr std::integral_constant<Options, Options::kMask> kMask;
-    constexpr std::integral_constant<int, 2> kTwo;
-    constexpr std::integral_constant<int, hopper_most_groups(kDim)> kMost;
-    constexpr std::integral_constant<int, hopper_most_groups(kDim, true)> kMasked;
-    if (params.mask.data != nullptr && !attention_masks_keys(params)) return launch(kMask, kMasked);
-    if (!attention_scores_are_plain(params)) return launch(kSome, kMost);
-    return hopper_forward_groups(params, device) == 2 ? launch(kNone, kTwo) : launch(kNone, kMost);
+    using T = decltype(zero);
+    constexpr int kMost = hopper_most_groups(kDim), kMasked = hopper_most_groups(kDim, true);
+    const bool masked = params.mask.data != nullptr && !attention_masks_keys(params);
+    if (masked) return launch(ForwardForm<T, kDim, Options::kMask, kMasked>());
+    if (!attention_scores_are_plain(params))
+      return launch(ForwardForm<T, kDim, Options::kSome, kMost>());
+    return hopper_forward_groups(params, device) == 2
+               ? launch(ForwardForm<T, kDim, Options::kNone, 2>())
+               : launch(ForwardForm<T, kDim, Options::kNone, kMost>());
   });
 }
 
@@ -257,33 +259,28 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
                                          const DeviceProperties& device, void* scratch,
                                          cudaStream_t stream) {
   using namespace hopper;
+  auto* ticket = static_cast<uint32_t*>(scratch);
+  const auto launch = [&](auto form) {
+    return launch_backward_form<decltype(form)>(gradient, device, ticket++,
+                                                static_cast<char*>(scratch), stream);
+  };
   const auto launch_all = [&](auto zero, auto general) {
-    auto* ticket = static_cast<uint32_t*>(scratch);
-    cudaError_t error = cudaSuccess;
+    using T = decltype(zero);
+    const AttentionBackwardParams& of = gradient.params;
     if constexpr (hopper_has_fused(kDim)) {
-      using Form = BackwardForm<decltype(zero), kDim, Makes::kAll, general.value>;
-      const AttentionBackwardParams& of = gradient.params;
-      if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return error;
-      error =
-          launch_backward_form<Form>(gradient, device, ticket, static_cast<char*>(scratch), stream);
+      if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return cudaSuccess;
+      const cudaError_t error = launch(BackwardForm<T, kDim, Makes::kAll, general.value>());
       if (error != cudaSuccess || of.dquery.data == nullptr) return error;
       return hopper_query_gradient(gradient, device, scratch, stream);
     } else {
-      const auto launch = [&](auto makes) {
-        using Form = BackwardForm<decltype(zero), kDim, makes.value, general.value>;
-        if (error != cudaSuccess) return;
-        error = launch_backward_form<Form>(gradient, device, ticket++, static_cast<char*>(scratch),
-                                           stream);
-      };
-      launch(std::integral_constant<Makes, Makes::kQuery>());
-      launch(std::integral_constant<Makes, Makes::kKeys>());
-      return error;
+      const cudaError_t error = launch(BackwardForm<T, kDim, Makes::kQuery, general.value>());
+      if (error != cudaSuccess) return error;
+      return launch(BackwardForm<T, kDim, Makes::kKeys, general.value>());
     }
   };
-  const AttentionParams& params = gradient.params.forward;
-  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    return hopper_plan(params).general ? launch_all(zero, std::true_type())
-                                       : launch_all(zero, std::false_type());
+  return with_dtype<__half, __nv_bfloat16>(gradient.params.forward.dtype, [&](auto zero) {
+    return hopper_plan(gradient.params.forward).general ? launch_all(zero, std::true_type())
+                                                        : launch_all(zero, std::false_type());
   });
 }
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "core/attention/hopper_ptx.cuh"
 #include "core/attention/hopper_rows.cuh"
@@ -16,6 +15,9 @@ namespace fused_norm::hopper {
 constexpr int kOfConsumers = 3;  // a named barrier
 
 __host__ __device__ constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + 16; }
+
+// kNarrow: numbers of 16 bits. kAny: of all kinds.
+enum class MaskKind { kAny, kNarrow, kBoolean };
 
 // A tile of kRows queries by kKeys keys of a mask of booleans, or of numbers of T or (where
 // kMaxBytes is 4) fp32: as it is in the tensor but for 16 bytes more a row, so that rows lie in
@@ -31,35 +33,25 @@ struct MaskTile {
     return is_wide(mask) || mask.boolean ? 1 : kSlots;
   }
 
-  // Starts a copy to `to`, by the copying threads. Queries and keys beyond the sequence keep what
-  // was there before, which may be anything: no result may come from them.
-  static __device__ __forceinline__ void start_copy(const AttentionMask& mask, char* to,
-                                                    int sequence, int head, int query, int queries,
-                                                    int key, int keys) {
-    const auto copy_as = [&](auto element) {
-      copy_elements<decltype(element)>(mask, to,
-                                       sequence * mask.batch_stride + head * mask.head_stride,
-                                       query, queries, key, keys);
-    };
-    if (mask.boolean) {
-      copy_as(uint8_t());
-    } else if (is_wide(mask)) {
-      copy_as(uint32_t());
-    } else {
-      copy_as(uint16_t());
-    }
-    detail::commit_copies();
-  }
-  static __device__ __forceinline__ void end_copy(CopyBarrier& full) {
-    detail::wait_for_copies<0>();
+  // Copies a tile to `to`, by the copying threads, each of which arrives at `full` when its part is
+  // there. Queries and keys beyond the sequence keep what was there before, which may be anything:
+  // no result may come from them.
+  static __device__ __forceinline__ void copy(const AttentionMask& mask, char* to,
+                                              CopyBarrier& full, int sequence, int head, int query,
+                                              int queries, int key, int keys) {
+    const int64_t corner = sequence * mask.batch_stride + head * mask.head_stride;
+    const bool under_way =
+        mask.boolean    ? copy_elements<uint8_t>(mask, to, corner, query, queries, key, keys)
+        : is_wide(mask) ? copy_elements<uint32_t>(mask, to, corner, query, queries, key, keys)
+                        : copy_elements<uint16_t>(mask, to, corner, query, queries, key, keys);
     __syncwarp();  // copies diverge
-    arrive(full);
+    under_way ? arrive_behind_copies(full) : arrive(full);
   }
 
   // Scores times `factor`, plus the mask. kHides: -inf where that hides the key, whatever the
   // score. A boolean mask has no factor. `row`, `column`: a thread's first place among the scores,
   // whose rows are queries, or keys where kTransposed.
-  template <bool kTransposed, bool kHides, int kCount>
+  template <bool kTransposed, bool kHides, MaskKind kKind = MaskKind::kAny, int kCount>
   static __device__ __forceinline__ void add(const AttentionMask& mask, const char* tile, int row,
                                              int column, float factor, float (&scores)[kCount]) {
     const auto add_one = [&](float& score, float added) {
@@ -68,9 +60,9 @@ struct MaskTile {
     const auto add_as = [&](auto element, auto use) {
       each<decltype(element), kTransposed>(shared_address(tile), row, column, scores, use);
     };
-    if (mask.boolean) {
+    if (kKind == MaskKind::kBoolean || (kKind == MaskKind::kAny && mask.boolean)) {
       add_as(uint8_t(), [](float& score, uint32_t bits) { score = bits ? score : -INFINITY; });
-    } else if (is_wide(mask)) {
+    } else if (kKind == MaskKind::kAny && is_wide(mask)) {
       if constexpr (kMaxBytes == 4) {
         add_as(uint32_t(),
                [&](float& score, uint32_t bits) { add_one(score, __uint_as_float(bits)); });
@@ -134,8 +126,9 @@ struct MaskTile {
     if (i % 8 == 6) __syncwarp();
   }
 
+  // Returns whether the thread's copies are still under way.
   template <typename Bits>
-  static __device__ __forceinline__ void copy_elements(const AttentionMask& mask, char* tile,
+  static __device__ __forceinline__ bool copy_elements(const AttentionMask& mask, char* tile,
                                                        int64_t corner, int query, int queries,
                                                        int key, int keys) {
     // A thread has 16 bytes of every kStep-th row.
@@ -145,34 +138,33 @@ struct MaskTile {
     const int first = thread % kParts * (16 / kSize);
     const int begin = thread / kParts, rows = min(kRows, queries - query);
     const int left = (keys - key - first) * kSize;  // bytes of a row
-    if (begin >= kStep || left <= 0) return;
+    if (begin >= kStep || left <= 0) return false;
     const Bits* from =
         static_cast<const Bits*>(mask.data) + corner + (key + first) * mask.key_stride;
-    const auto each_row = [&](auto unroll, auto copy_part) {
+    const auto each_row = [&](auto copy_part) {
       char* to = tile + begin * mask_pitch(kKeys, kSize) + first * kSize;
       const Bits* source = from + (query + begin) * mask.row_stride;
-#pragma unroll unroll.value
+#pragma unroll 4
       for (int row = begin; row < rows; row += kStep) {
         copy_part(to, source);
         to += kStep * mask_pitch(kKeys, kSize);
         source += kStep * mask.row_stride;
       }
     };
-    constexpr std::integral_constant<int, 4> kFour;
-    constexpr std::integral_constant<int, 1> kOne;  // registers are few
     const uintptr_t offsets = reinterpret_cast<uintptr_t>(from) | mask.row_stride * kSize;
     const bool whole = left >= 16 || mask.row_stride >= key + first + 16 / kSize;
     if (mask.key_stride == 1 && offsets % 16 == 0 && whole) {
-      each_row(kFour, [&](char* to, const Bits* source) {
+      each_row([&](char* to, const Bits* source) {
         copy_async<16>(shared_address(to), source, min(left, 16));
       });
-    } else {
-      each_row(kOne, [&](char* to, const Bits* source) {
-        const int end = min(left, 16) / kSize;
-#pragma unroll 1
-        for (int i = 0; i < end; ++i) reinterpret_cast<Bits*>(to)[i] = source[i * mask.key_stride];
-      });
+      return true;
     }
+    each_row([&](char* to, const Bits* source) {
+      const int end = min(left, 16) / kSize;
+#pragma unroll 1
+      for (int i = 0; i < end; ++i) reinterpret_cast<Bits*>(to)[i] = source[i * mask.key_stride];
+    });
+    return false;
   }
 };
 

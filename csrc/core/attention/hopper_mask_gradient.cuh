@@ -83,10 +83,10 @@ __device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
     if (!seen) return;
     __syncwarp();  // copies diverge
     wait(memory.mask_empty, turn++ % 2 ^ 1);
-    Form::Mask::start_copy(args.mask, memory.mask, work.sequence, work.head, work.first,
-                           work.queries, tile * Form::kOthers, work.keys);
-    Form::Mask::end_copy(memory.mask_full);
+    Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, work.head, work.first,
+                     work.queries, tile * Form::kOthers, work.keys);
   });
+  wait_for_all_copies();
 }
 
 // A multiplying warpgroup.

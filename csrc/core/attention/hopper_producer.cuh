@@ -4,6 +4,7 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/attention/hopper_mask.cuh"
 #include "core/attention/hopper_ptx.cuh"
@@ -19,6 +20,7 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
   AttentionTensor out;
   int32_t value_dim;
   float* lse;
+  MaskKind mask_kind;  // kAny where the mask is not the only option
 };
 
 // What a form of the kernel takes beside plain scores. kNone: nothing, so its loop is short. kSome:
@@ -56,6 +58,10 @@ struct ForwardForm {
 struct ForwardTile : WorkTile {
   bool again;
 };
+// With a mask, whose warps wait until the tile is known.
+struct MaskedForwardTile : ForwardTile {
+  CopyBarrier is_known;
+};
 
 template <typename Form>
 struct ForwardMemory {
@@ -70,13 +76,26 @@ struct ForwardMemory {
   // The block's tiles of queries in turn: the producer fills one while consumers may still finish
   // the one before those whose queries are here.
   static constexpr int kWorks = Form::kQueryStages + 2;
-  ForwardTile work[kWorks];
+  std::conditional_t<Form::kMasked, MaskedForwardTile, ForwardTile> work[kWorks];
   ListPlace place;
   // What a mask of keys adds to the scores of a tile of them.
   static constexpr int kMaskedKeys = Form::kMasksKeys ? Form::kKeys : 2;
   alignas(8) float key_added[Form::kKeyStages][kMaskedKeys];
   bool key_hidden[Form::kGroups][kMaskedKeys];  // of a warpgroup's last tile of keys
   MaskVerdict<Form::kKeys> verdict;
+
+  // By one thread.
+  __device__ __forceinline__ void init() {
+    constexpr int kWarps = 4 * Form::kGroups;  // of consumers: each arrives once
+    init_ring(query_full, query_empty, 1, kWarps + (Form::kMasked ? Form::Mask::kWarps : 0));
+    verdict.init(kWarps);
+    if constexpr (Form::kMasked)
+      for (MaskedForwardTile& tile : work) tile.is_known.init();
+    init_ring(mask_full, mask_empty, Form::Mask::kThreads, 128 * Form::kGroups);
+    place = {};
+    init_ring(key_full, key_empty, Form::kKeyFillers, Form::kMasksKeys ? 32 * kWarps : kWarps);
+    init_ring(value_full, value_empty, 1, kWarps);
+  }
 };
 
 // One warp: copies the tiles of queries, keys and values in the order in which they are used.
@@ -117,7 +136,7 @@ class ForwardProducer {
   // Finds a tile of queries, and starts the copies of its first keys and, if they have another slot
   // than those before, its queries: first, as they come from memory, the keys mostly from a cache.
   __device__ __forceinline__ const ForwardTile* begin(uint32_t index) {
-    ForwardTile* work = &memory_.work[work_place_.slot()];
+    auto* work = &memory_.work[work_place_.slot()];
     work_place_.advance();
     list_.tile(index, work);
     index_ = index;
@@ -125,6 +144,8 @@ class ForwardProducer {
     // Not the end while a verdict is unread, but a tile without queries.
     if (leader_ && work->sequence < 0 && unread_) static_cast<WorkTile&>(*work) = {};
     __syncwarp();
+    if constexpr (Form::kMasked)
+      if (leader_) arrive(work->is_known);
     if (Form::kQueryStages > 1) load_query(*work);
     if (sees_keys(*work)) load_key(*work, work->end_tile - 1);
     return work;
@@ -200,21 +221,23 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
   uint32_t turn = 0;
   const uint32_t slots = Form::Mask::slots(args.mask);
   while (true) {
-    wait(memory.query_full[query_place.slot()], query_place.parity());
-    const WorkTile& work = memory.work[work_place.slot()];
+    const auto& work = memory.work[work_place.slot()];
+    wait(work.is_known, work_place.parity());
     work_place.advance();
-    if (work.sequence < 0) return;
+    if (work.sequence < 0) return wait_for_all_copies();
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
       if (!mask_changes(args, work, tile)) continue;
       __syncwarp();  // copies diverge
       const uint32_t slot = turn % slots;
       wait(memory.mask_empty[slot], turn++ / slots % 2 ^ 1);
-      Form::Mask::start_copy(args.mask, memory.mask + slot * Form::Mask::kSlotBytes, work.sequence,
-                             work.head, work.first, work.queries, tile * Form::kKeys, work.keys);
-      Form::Mask::end_copy(memory.mask_full[slot]);
+      Form::Mask::copy(args.mask, memory.mask + slot * Form::Mask::kSlotBytes,
+                       memory.mask_full[slot], work.sequence, work.head, work.first, work.queries,
+                       tile * Form::kKeys, work.keys);
     }
+    // Done with `work`. Its queries are there first, or this would count for those before.
+    wait(memory.query_full[query_place.slot()], query_place.parity());
     __syncwarp();
-    if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot()]);  // done with `work`
+    if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot()]);
     query_place.advance();
   }
 }

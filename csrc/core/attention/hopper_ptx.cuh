@@ -10,7 +10,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "core/attention/instructions.cuh"
 #include "core/common/bulk_copy.cuh"
@@ -22,6 +21,16 @@ namespace fused_norm::hopper {
 __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
                : "memory");
+}
+// The same once the thread's copies by copy_async() are there, for which it does not wait. Before
+// it exits it does.
+__device__ __forceinline__ void arrive_behind_copies(CopyBarrier& barrier) {
+  asm volatile(
+      "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
+      : "memory");
+}
+__device__ __forceinline__ void wait_for_all_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
 // Until the phase of `parity` has ended; a new barrier is as if one of parity 1 had.

@@ -58,11 +58,7 @@ __global__ void __launch_bounds__(256, 4)  // without the 4 the compiler spills
         store_row<T>(values, r, args.scale, out, args.head_dim - column);
       }
     };
-    if (is_half) {
-      store(__half());
-    } else {
-      store(__nv_bfloat16());
-    }
+    is_half ? store(__half()) : store(__nv_bfloat16());
     __syncthreads();
   }
 }
@@ -73,12 +69,16 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
                                   void* scratch, cudaStream_t stream) {
   using namespace hopper;
   const AttentionParams& params = gradient.params.forward;
+  const HopperPlan plan = hopper_plan(params);
+  // All queries see keys, and are stored.
+  if (!plan.in_order && !attention_maps_mask(params) && params.keys > 0 &&
+      hopper_stores_dquery(params.keys, params.queries))
+    return cudaSuccess;
   QueryGradientArgs args{};
   args.sums = dquery_sums(hopper_scratch(params, /*backward=*/true), static_cast<char*>(scratch));
   args.dquery = gradient.params.dquery;
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
-  const HopperPlan plan = hopper_plan(params);
   args.dim = plan.dim;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
   const auto launch = [&](auto rows) {

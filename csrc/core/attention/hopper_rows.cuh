@@ -1,8 +1,6 @@
 // Rows of a Hopper kernel's tiles: hidden ones made zero, finished ones written.
 #pragma once
 
-#include <cuda.h>
-
 #include <cstdint>
 
 #include "core/attention/hopper_ptx.cuh"
