@@ -28,9 +28,9 @@ struct MaskTile {
   static constexpr int kSlotBytes = kRows * mask_pitch(kKeys, 2);
   static constexpr int kBytes = std::max(kSlots * kSlotBytes, kRows* mask_pitch(kKeys, kMaxBytes));
 
-  // How many tiles there is room for. (A second one of booleans gains nothing.)
+  // How many tiles there is room for.
   static __device__ __forceinline__ uint32_t slots(const AttentionMask& mask) {
-    return is_wide(mask) || mask.boolean ? 1 : kSlots;
+    return is_wide(mask) ? 1 : kSlots;
   }
 
   // Copies a tile to `to`, by the copying threads, each of which arrives at `full` when its part is
