@@ -266,8 +266,8 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
   };
   const auto launch_all = [&](auto zero, auto general) {
     using T = decltype(zero);
-    const AttentionBackwardParams& of = gradient.params;
     if constexpr (hopper_has_fused(kDim)) {
+      const AttentionBackwardParams& of = gradient.params;
       if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return cudaSuccess;
       const cudaError_t error = launch(BackwardForm<T, kDim, Makes::kAll, general.value>());
       if (error != cudaSuccess || of.dquery.data == nullptr) return error;

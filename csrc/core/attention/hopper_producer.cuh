@@ -20,7 +20,7 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
   AttentionTensor out;
   int32_t value_dim;
   float* lse;
-  MaskKind mask_kind;  // kAny where the mask is not the only option
+  MaskKind mask_kind;  // kAny for general scores too
 };
 
 // What a form of the kernel takes beside plain scores. kNone: nothing, so its loop is short. kSome:

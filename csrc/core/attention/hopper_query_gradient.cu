@@ -70,10 +70,9 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   using namespace hopper;
   const AttentionParams& params = gradient.params.forward;
   const HopperPlan plan = hopper_plan(params);
-  // All queries see keys, and are stored.
-  if (!plan.in_order && !attention_maps_mask(params) && params.keys > 0 &&
-      hopper_stores_dquery(params.keys, params.queries))
-    return cudaSuccess;
+  const bool sees_all = params.query_offsets == nullptr && params.window_left < 0 &&
+                        params.window_right < 0 && !attention_maps_mask(params) && params.keys > 0;
+  if (sees_all && hopper_stores_dquery(params.keys, params.queries)) return cudaSuccess;
   QueryGradientArgs args{};
   args.sums = dquery_sums(hopper_scratch(params, /*backward=*/true), static_cast<char*>(scratch));
   args.dquery = gradient.params.dquery;

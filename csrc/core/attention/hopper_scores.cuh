@@ -12,9 +12,9 @@ namespace fused_norm::hopper {
 
 // What becomes of query . key.
 struct ScoreArgs {
-  bool general;  // scores need more than a positive scale, a band and what hides keys
-  // Of general scores only. tanh takes query . key times tanh_scale. `factor` is softcap, or the
-  // scale without it: slopes take scores times that. So does a mask, but times 1 behind slopes.
+  bool general;  // forward: scores need more than the exponent's scale, a band and a mask
+  // tanh takes query . key times tanh_scale. `factor` is softcap, or the scale without it: slopes
+  // take scores times that. So does a mask of numbers, but times 1 behind slopes.
   float tanh_scale, factor, factor_for_mask;
   bool multiplies;  // scores are multiplied by `factor`: no option, mask or exponent takes it
   bool adds_mask;   // there is a mask of numbers, of pairs: it takes factor_for_mask
