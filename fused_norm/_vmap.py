@@ -101,10 +101,8 @@ def _into_heads(tensor, dim, batch_size, heads_at) -> Tensor | None:
     return tensor.flatten(-heads_at - 1, -heads_at)
 
 
-def _out_of_heads(tensor, batch_size, heads_at) -> Tensor | None:
-    if tensor is None:
-        return None
-    return tensor.unflatten(-heads_at, (batch_size, -1)).movedim(-heads_at - 1, 0)
+def _out_of_heads(tensor, size, at, heads=-1) -> Tensor | None:
+    return None if tensor is None else tensor.unflatten(-at, (size, heads)).movedim(-at - 1, 0)
 
 
 def _mask_with_heads(mask, dim, batch_size, heads) -> Tensor | None:
@@ -141,9 +139,11 @@ def _with_heads(call, dims, batch_size):
 @torch.library.register_vmap("fused_norm::attention_forward")
 def _attention_forward(info, in_dims, *args):
     _check(_ops.attention_forward, in_dims, args)
-    call, size = _ops.AttentionCall(*args), info.batch_size
-    out, lse = _ops.attention_forward(*_with_heads(call, _ops.AttentionCall(*in_dims), size))
-    return (_out_of_heads(out, size, _ops.heads_at(call)), _out_of_heads(lse, size, 2)), (0, 0)
+    call, dims, size = _ops.AttentionCall(*args), _ops.AttentionCall(*in_dims), info.batch_size
+    out, lse = _ops.attention_forward(*_with_heads(call, dims, size))
+    at = _ops.heads_at(call)
+    heads = _shape_of_one(call.query, dims.query)[-at]  # an empty batch does not tell them
+    return (_out_of_heads(out, size, at, heads), _out_of_heads(lse, size, 2, heads)), (0, 0)
 
 
 def _all_batch_first(results) -> tuple:

@@ -415,6 +415,18 @@ def test_empty(sizes, batch, device):
         assert gradient.shape == leaf.shape and gradient.eq(0).all()
 
 
+def test_gradient_of_the_lse_of_one_key_beside_large_values():
+    """P (D - delta) is the lse's gradient alone then, however large D and its sum are. On a CPU:
+    CUDA's kernels have one fp32 number for the sum and the lse's gradient."""
+    generator = rand_generator("cpu", 1)
+    q, k, v, dout = (randn(generator, 1, 8, 1, 64, dtype=FP32) for _ in range(4))
+    dlse = randn(generator, 1, 8, 1, dtype=FP32)
+    q.requires_grad_()
+    results = fn.flash_attention(q, k, 1e6 * v, return_lse=True)
+    [dquery] = torch.autograd.grad(results, q, (dout, dlse))
+    torch.testing.assert_close(dquery, dlse[..., None] * k / 8, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 5, 8)], ids=str)  # of three, the batch is 0
 def test_no_heads(shape, device):
     q = torch.zeros(shape, device=device, requires_grad=True)

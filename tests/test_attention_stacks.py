@@ -661,6 +661,13 @@ class TestVmap:
         for a, b in zip(ours, over(gradients, (0, 0), douts), strict=True):
             torch.testing.assert_close(a, b)
 
+    @pytest.mark.parametrize("shape", [(0, 5, 8), (0, 4, 5, 8), (0, 2, 4, 5, 8)])
+    def test_an_empty_batch(self, device, generator, shape):
+        q = randn(generator, *shape, dtype=FP64).requires_grad_()
+        out = vmap(fn.scaled_dot_product_attention)(q, q, q)
+        assert out.shape == q.shape
+        assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
     def test_packed_and_stacked(self, device, generator):
         cu = offsets(device, 0, 2, 5)
         q, k = randn(generator, 3, 5, 4, 8), randn(generator, 3, 5, 2, 8)

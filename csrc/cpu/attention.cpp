@@ -457,15 +457,15 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     const double of_lse = dlse == nullptr ? 0 : dlse[at];
     // The sum of p * dp is dout . out, without the rounding of out. Where a key is hidden its
     // probability is 0, whatever its value, and so dp, holds.
-    const double delta =
-        row_sum<Acc>(
-            width,
-            [=](int64_t i) { return p_row[i] == 0 ? 0.0 : double{p_row[i]} * double{ds_row[i]}; }) -
-        of_lse;
-    if (dsink != nullptr) dsink[head] -= of_sink * delta;
-    const Acc of_row = delta;
-    each(width,
-         [=](int64_t i) { ds_row[i] = p_row[i] == 0 ? Acc(0) : p_row[i] * (ds_row[i] - of_row); });
+    const double of_sum = row_sum<Acc>(width, [=](int64_t i) {
+      return p_row[i] == 0 ? 0.0 : double{p_row[i]} * double{ds_row[i]};
+    });
+    if (dsink != nullptr) dsink[head] -= of_sink * (of_sum - of_lse);
+    // Apart: of a row that sees one key the sum is dp, and what is left is that of the lse.
+    const Acc sum = of_sum, rest = of_lse;
+    each(width, [=](int64_t i) {
+      ds_row[i] = p_row[i] == 0 ? Acc(0) : p_row[i] * (ds_row[i] - sum + rest);
+    });
   }
   if (dmask != nullptr) {
     add_mask_gradient(block, ds, gradients.mask, dmask);
