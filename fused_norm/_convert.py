@@ -100,24 +100,26 @@ class ConvertedLayerNorm(_Converted, modules.LayerNorm):
     """A LayerNorm that was converted from another class."""
 
 
+def _renamed(attr: str) -> property:
+    def get(self):
+        name, own = getattr(self, f"{attr}_name"), self._parameters
+        # Pruning, parametrizations and FSDP put an attribute in the parameter's place.
+        if name != attr and name not in own:
+            return name and getattr(self, name)
+        own = own if name in own else vars(self)
+        if name not in own:
+            raise AttributeError(name)
+        return own[name]
+
+    return property(get, lambda m, to: vars(m).update({attr: to}), lambda m: vars(m).pop(attr))
+
+
 class _Renamed:
     """The parameters keep the names that they have in the other class."""
 
     weight_name: str | None
     bias_name: str | None
-
-    def _own(self, name):
-        # Pruning, parametrizations and FSDP put an attribute in the parameter's place.
-        own = self._parameters
-        return own.get(name) if name is None or name in own else getattr(self, name)
-
-    @property
-    def weight(self):
-        return self._own(self.weight_name)
-
-    @property
-    def bias(self):
-        return self._own(self.bias_name)
+    weight, bias = _renamed("weight"), _renamed("bias")
 
 
 class RenamedRMSNorm(_Renamed, ConvertedRMSNorm):
@@ -187,7 +189,6 @@ _LOST = "get_extra_state set_extra_state _load_from_state_dict _save_to_state_di
 _LOST += "load_state_dict state_dict __call__ _call_impl __getattr__ __setattr__ train eval".split()
 _LOST += "_apply to to_empty type cpu cuda float double half bfloat16 requires_grad_".split()
 
-
 _ADDED = "autocast_rule bias_name elementwise_affine eps memory_efficient".split()
 _ADDED += "normalized_shape output_rule weight_name weight_offset".split()
 
@@ -195,8 +196,7 @@ _ADDED += "normalized_shape output_rule weight_name weight_offset".split()
 def _remember(module: nn.Module) -> None:
     """Keeps what :func:`revert` puts back: the class, and the attributes that a conversion sets."""
     attributes = {name: vars(module)[name] for name in _ADDED if name in vars(module)}
-    before = (type(module), attributes, set(module._parameters))
-    vars(module).setdefault("_before_convert", before)
+    vars(module).setdefault("_before_convert", (type(module), attributes, set(module._parameters)))
 
 
 def _set_flag(module: nn.Module) -> str | None:

@@ -546,6 +546,46 @@ def test_parameters_in_other_hands():
     assert fused_norm.revert(model) == 1 and type(parametrized) is ByHand
 
 
+class WithoutBias(nn.Module):
+    """Its weight is called as torch's is, but it has an attribute more."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias, self.eps = nn.Parameter(torch.ones(16)), None, 1e-6
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * self.weight
+
+
+@pytest.mark.parametrize("way", ["prune", "parametrize", "replicate", "set anew", "FSDP1"])
+def test_a_parameter_of_torchs_name_in_other_hands(way):
+    x = torch.randn(4, 16)
+    results = []
+    for converted in (False, True):
+        norm = WithoutBias()
+        if converted:
+            assert len(convert(nn.Sequential(norm))) == 1
+        if way == "prune":
+            prune.l1_unstructured(norm, "weight", 3)
+        elif way == "parametrize":
+            nn.utils.parametrize.register_parametrization(norm, "weight", Doubled())
+        elif way == "replicate":  # as nn.DataParallel does
+            norm, original = norm._replicate_for_data_parallel(), norm
+            norm.weight = original.weight * 3
+        elif way == "set anew":
+            del norm.weight
+            assert not hasattr(norm, "weight")
+            norm.weight = nn.Parameter(torch.full((16,), 2.0))
+        else:
+            del norm._parameters["weight"]
+            norm.weight = torch.full((16,), 2.0)
+            assert norm.weight is vars(norm)["weight"]
+            del norm.weight
+            norm.register_parameter("weight", nn.Parameter(torch.full((16,), 3.0)))
+        results.append(norm(x))
+    torch.testing.assert_close(*results)
+
+
 class OwnRMSNorm(nn.Module):
     def forward(self, x):
         return x
