@@ -102,8 +102,8 @@ class ConvertedLayerNorm(_Converted, modules.LayerNorm):
 
 def _renamed(attr: str) -> property:
     def get(self):
+        """The parameter; or what pruning, a parametrization or FSDP put in its place."""
         name, own = getattr(self, f"{attr}_name"), self._parameters
-        # Pruning, parametrizations and FSDP put an attribute in the parameter's place.
         if name != attr and name not in own:
             return name and getattr(self, name)
         own = own if name in own else vars(self)

@@ -424,7 +424,8 @@ def test_gradient_of_the_lse_of_one_key_beside_large_values():
     q.requires_grad_()
     results = fn.flash_attention(q, k, 1e6 * v, return_lse=True)
     [dquery] = torch.autograd.grad(results, q, (dout, dlse))
-    torch.testing.assert_close(dquery, dlse[..., None] * k / 8, rtol=1e-6, atol=1e-7)
+    # Two products, rounded to fp32: 1.2e-7 each.
+    torch.testing.assert_close(dquery, dlse[..., None] * k / 8, rtol=2.4e-7, atol=0)
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 8), (2, 0, 5, 8)], ids=str)  # of three, the batch is 0

@@ -576,7 +576,7 @@ def test_a_parameter_of_torchs_name_in_other_hands(way):
             del norm.weight
             assert not hasattr(norm, "weight")
             norm.weight = nn.Parameter(torch.full((16,), 2.0))
-        else:
+        else:  # which takes the parameter away, puts a view there, and registers it again
             del norm._parameters["weight"]
             norm.weight = torch.full((16,), 2.0)
             assert norm.weight is vars(norm)["weight"]

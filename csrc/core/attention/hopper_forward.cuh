@@ -59,7 +59,7 @@ class Consumer {
       if (Form::kMasked && work.again) {
         mend(work);
       } else if (tiles_.first < tiles_.end) {
-        // Code of its own for each kind of mask, or what runs would not fit in the chip's cache.
+        // Each kind of mask has a loop of its own: one for all kinds waits for its instructions.
         const MaskKind kind = Form::kMasked ? args_.mask_kind : MaskKind::kAny;
         has_scores = kind == MaskKind::kNarrow    ? run_tiles<MaskKind::kNarrow>(work, has_scores)
                      : kind == MaskKind::kBoolean ? run_tiles<MaskKind::kBoolean>(work, has_scores)

@@ -22,8 +22,8 @@ __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
                : "memory");
 }
-// The same once the thread's copies by copy_async() are there, for which it does not wait. Before
-// it exits it does.
+// An arrival that comes when the thread's copies by copy_async() so far are there. The thread goes
+// on at once; before it exits it calls wait_for_all_copies().
 __device__ __forceinline__ void arrive_behind_copies(CopyBarrier& barrier) {
   asm volatile(
       "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(&barrier))
