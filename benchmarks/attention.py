@@ -104,6 +104,8 @@ MODELS = {
     "DeepSeek-V3, 16 heads": (1, 16, 1, 4096, 4096, 192, 128, True, "none"),
     "BERT large": (32, 16, 1, 512, 512, 64, 64, False, "none"),
     "BERT base": (256, 12, 1, 128, 128, 64, 64, False, "none"),
+    "BERT large, training": (32, 16, 1, 512, 512, 64, 64, False, "dropout"),
+    "GPT-2, training": (16, 12, 1, 1024, 1024, 64, 64, True, "dropout"),
     "T5 base": (16, 12, 1, 512, 512, 64, 64, False, "bias"),
     "ViT-B/16": (64, 12, 1, 197, 197, 64, 64, False, "none"),
     "ViT-H/14": (64, 16, 1, 257, 257, 80, 80, False, "none"),
@@ -168,6 +170,7 @@ OPTIONS = {
         "attn_mask": OPTIONS["padding"](c)["attn_mask"]
         & torch.ones(c.length, c.length).tril().bool()
     },
+    "dropout": lambda c: {"dropout_p": 0.1},
     "boolean": lambda c: {"attn_mask": torch.rand(1, 1, c.length, c.keys) > 0.25},
     "bias": lambda c: {"attn_mask": torch.randn(1, c.heads, c.length, c.keys).bfloat16()},
     "bias gradient": lambda c: {"attn_mask": OPTIONS["bias"](c)["attn_mask"].requires_grad_()},
@@ -211,10 +214,11 @@ def ours(cell, x):
 
 def of_torch(backend, masks, cell, x):
     """`masks`: whether it is to be seen with a mask, without, or both."""
-    known = cell.option == "none" or x.mask is not None
+    known = cell.option in ("none", "dropout") or x.mask is not None
     if cell.lengths or cell.window is not None or not known or (x.mask is not None) not in masks:
         return None
     options = {"attn_mask": x.mask, "is_causal": cell.causal, "enable_gqa": True}
+    options["dropout_p"] = x.options.get("dropout_p", 0.0)
     call = functools.partial(F.scaled_dot_product_attention, *x.qkv, **options)
     return sdpa_kernel(backend)(call)
 
@@ -319,11 +323,14 @@ def reference(cell, x):
 
 
 def errors(cell, expected, out, grads):
-    """{direction: the worst root mean square error of a tensor over TOLERANCE of its own}"""
+    """{direction: the worst root mean square error of a tensor over TOLERANCE of its own; with
+    dropout the difference to the results without, over half of them}"""
     of_each = []
+    # A sum of independent numbers changes by sqrt(p / (1 - p)) = 1 / 3 of itself.
+    tolerance = 0.5 if cell.option == "dropout" else TOLERANCE
     for ref, result in zip(expected, (out, *grads[:3]), strict=True):
         difference = part(cell, result, len(ref)).detach() - ref
-        of_each.append((difference.norm() / ref.norm() / TOLERANCE).item())
+        of_each.append((difference.norm() / ref.norm() / tolerance).item())
     return dict(zip(DIRECTIONS, (of_each[0], max(of_each[1:])), strict=True))
 
 

@@ -76,7 +76,37 @@ def compose(query, key, value, *, sink=None, keep=None, **options):
         lse = scores.logsumexp(-1)
     empty = (lse == -torch.inf)[..., None]
     p = torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)[..., :keys]
-    return (p if keep is None else p * keep) @ value, lse
+    return (p if keep is None else p * keep.to(p.dtype)) @ value, lse
+
+
+def philox(counter, key, rounds=7):
+    """Philox4x32 (Salmon et al., 2011): four tensors of int64, of 32 bits each, and two numbers."""
+    low, a, b, c, d = 2**32 - 1, *counter
+
+    def product(factor, x):
+        upper, lower = factor * (x >> 16), factor * (x & 0xFFFF)
+        return (upper + (lower >> 16)) >> 16, (lower + ((upper & 0xFFFF) << 16)) & low
+
+    for turn in range(rounds):
+        (high0, low0), (high1, low1) = product(0xD2511F53, a), product(0xCD9E8D57, c)
+        a, b = high1 ^ b ^ ((key[0] + turn * 0x9E3779B9) & low), low1
+        c, d = high0 ^ d ^ ((key[1] + turn * 0xBB67AE85) & low), low0
+    return torch.stack([a, b, c, d], -1)
+
+
+def kept(p, rng, batch, heads, queries, keys, device):
+    """What dropout multiplies the probabilities by, (batch, heads, queries, keys) in fp64, by the
+    contract in docs/attention.md."""
+    low, (seed, offset) = 2**32 - 1, rng
+    packs = torch.arange((keys + 7) // 8, device=device).expand(batch * heads, queries, -1)
+    query = torch.arange(queries, device=device)[:, None].expand_as(packs)
+    row = torch.arange(batch * heads, device=device)[:, None, None].expand_as(packs)
+    counter = (packs, query, row, torch.full_like(packs, offset & low))
+    drawn = philox(counter, (seed & low, (seed >> 32 ^ offset >> 32) & low))
+    halves = torch.stack([drawn & 0xFFFF, drawn >> 16], -1).flatten(2)[..., :keys]
+    threshold = round(p * 2**16)
+    keeps = (halves >= threshold).double() / (1 - threshold / 2**16)
+    return keeps.view(batch, heads, queries, keys)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,11 +125,13 @@ class Case:
     layout: str = "bhsd"
     scale: float | None = None
     lse: bool = False  # its gradient too
+    dropout: float = 0.0
 
     def __str__(self):
         parts = [str(self.dtype)[6:], *(f"{a}x{b}" for a, b in (self.size, self.dims))]
         parts += ["x".join(map(str, self.heads))]
-        for field in ("band", "mask", "softcap", "sink", "alibi", "layout", "scale", "lse"):
+        for field in ("band", "mask", "softcap", "sink", "alibi", "layout", "scale", "lse",
+                      "dropout"):  # fmt: skip
             if getattr(self, field) != getattr(type(self), field):
                 parts.append(f"{field}={getattr(self, field)}")
         return " ".join(parts)
@@ -108,12 +140,21 @@ class Case:
     def window(self):
         return BANDS[self.band]
 
+    def keep(self, device):
+        """What dropout multiplies the probabilities by, or None."""
+        if not self.dropout:
+            return None
+        torch.manual_seed(DROPOUT_SEED)
+        rng = torch.empty(2, dtype=torch.int64, device=device).random_().tolist()
+        return kept(self.dropout, rng, *self.heads[:2], *self.size, device)
+
     @property
     def factor(self):
         """How often the composed operators' error ours may be."""
         return 3 if self.softcap else 2
 
 
+DROPOUT_SEED = 5
 BANDS = {
     "full": (None, None),
     "causal": (None, 0),
@@ -137,6 +178,7 @@ FACTORS = {
     "layout": ["bhsd", "bshd", "qkv", "transposed"],
     "scale": [None, 0.3, -0.2, 0.0],
     "lse": [False, True],
+    "dropout": [0.0, 0.4],
 }  # fmt: skip
 
 
@@ -239,10 +281,11 @@ def forced(tier):
 
 
 def takes(tier, case):
-    """Whether a forced tier runs the case, which drops nothing."""
+    """Whether a forced tier runs the case."""
     if tier in ("cpu", "auto", "plain"):
         return True
-    fits = case.dtype in (BF16, FP16) and max(case.dims) <= 256
+    most = 128 if tier == "hopper" and case.dropout else 256
+    fits = case.dtype in (BF16, FP16) and max(case.dims) <= most
     return fits and (tier != "hopper" or torch.cuda.get_device_capability() == (9, 0))
 
 
@@ -255,6 +298,8 @@ def attend(case):
     """The case as a function of its tensors, to (out, lse)."""
 
     def attention(query, key, value, **options):
+        if case.dropout:
+            torch.manual_seed(DROPOUT_SEED)
         return fn.flash_attention(
             query,
             key,
@@ -262,6 +307,7 @@ def attend(case):
             window=case.window,
             softcap=case.softcap,
             scale=case.scale,
+            dropout_p=case.dropout,
             return_lse=True,
             **options,
         )
@@ -304,12 +350,14 @@ def check(case: Case, tensors, ours: dict) -> dict:
         "window": case.window,
         "scale": case.scale,
     }
-    exact = run(lambda **t: compose(**t, **options), case, tensors, FP64)
-    if case.dtype == FP64:
-        composed = exact
-    else:
-        composed = run(lambda **t: compose(**t, **options), case, tensors, case.dtype)
-    rounded = roundings(case, tensors, exact, options)
+    keep = case.keep(tensors["query"].device)
+
+    def composed_of(**tensors):
+        return compose(**tensors, **options, keep=keep)
+
+    exact = run(composed_of, case, tensors, FP64)
+    composed = exact if case.dtype == FP64 else run(composed_of, case, tensors, case.dtype)
+    rounded = roundings(case, tensors, exact, options, 1 if keep is None else keep)
     ratios = {}
     for name, value in ours.items():
         ref = exact[name]
@@ -348,7 +396,7 @@ def check(case: Case, tensors, ours: dict) -> dict:
     return ratios
 
 
-def roundings(case, tensors, exact, options):
+def roundings(case, tensors, exact, options, keep):
     """The root of the sum of squares of what a 16-bit kernel rounds on the way to each element, but
     for the element itself: probabilities, derivatives by scores, and the output in delta =
     rowsum(dout * out). Everything else is fp32.
@@ -371,14 +419,15 @@ def roundings(case, tensors, exact, options):
         delta -= t["dlse"].masked_fill(lse == -torch.inf, 0)[..., None]
     of_delta = (dout * out).square().sum(-1, keepdim=True)
     slope = p * slope * scale  # of a score by query . key, times the probability
-    ds = (slope * (dout @ value.mT - delta)).square()
+    ds = (slope * (keep * (dout @ value.mT) - delta)).square()
+    kept_p = p * keep
 
     def of_group(squares):
         return squares.unflatten(1, (kv_heads, group)).sum(2)
 
     squares = {
-        "out": p.square() @ value.square(),
-        "dvalue": of_group(p.square().mT @ dout.square()),
+        "out": kept_p.square() @ value.square(),
+        "dvalue": of_group(kept_p.square().mT @ dout.square()),
         "dquery": of_delta * (slope @ key).square() + ds @ key.square(),
         "dkey": of_group((slope.square() * of_delta + ds).mT @ query.square()),
     }

@@ -322,6 +322,8 @@ def test_which_tier_makes_gradients(seed):
         assert tiers(dim, attn_mask=randn(generator, 70, 70, dtype=BF16)) == of_mask
         assert tiers(dim, attn_mask=randn(generator, 70, 70) > 0) == of_mask
         assert tiers(dim, attn_mask=randn(generator, 70, 70)) == {"portable"}
+        of_dropout = {"hopper" if dim <= 128 else "portable"}
+        assert tiers(dim, dropout_p=0.5) == tiers(dim, dropout_p=0.5, softcap=9.0) == of_dropout
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 512), (2, 1, 512, 1)], ids=str)
@@ -1035,11 +1037,11 @@ class TestDropout:
 
     @each_tier
     def test_gradients_use_the_same_mask(self, tier, seed):
-        if tier == "hopper":
+        dtype = BF16 if tier in ("portable", "hopper") else FP32
+        if not takes_type(tier, dtype):
             pytest.skip("the tier does not take it")
         device = "cpu" if tier == "cpu" else "cuda"
         generator = rand_generator(device, seed)
-        dtype = BF16 if tier == "portable" else FP32
         q, k, v = (t.requires_grad_() for t in self.tensors(generator, dtype))
         rng = torch.tensor([5, 9], device=device)
 

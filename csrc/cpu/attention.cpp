@@ -161,7 +161,7 @@ void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, 
     if (i == 0 || key % 8 == 0) {
       kept = dropout.kept(static_cast<uint32_t>(query), key);
     }
-    x[i] = kept >> key % 8 & 1 ? x[i] * scale : Acc(0);
+    x[i] = Dropout::keeps(kept, key) ? x[i] * scale : Acc(0);
   }
 }
 

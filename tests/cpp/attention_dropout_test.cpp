@@ -24,8 +24,23 @@ TEST(AttentionDropout, TakesHalvesOfAWordInTheOrderOfKeys) {
     const uint32_t half = i % 2 == 0 ? drawn.word[i / 2] & 0xFFFF : drawn.word[i / 2] >> 16;
     for (uint32_t key = 16; key < 24; ++key) {
       const Dropout keeps{kSeed, kOffset, 6, half}, drops{kSeed, kOffset, 6, half + 1};
-      EXPECT_EQ(keeps.kept(7, key) >> i & 1, 1u);
-      EXPECT_EQ(drops.kept(7, key) >> i & 1, 0u);
+      EXPECT_TRUE(Dropout::keeps(keeps.kept(7, key), i));
+      EXPECT_FALSE(Dropout::keeps(drops.kept(7, key), i));
+    }
+  }
+}
+
+// Both halves of a word are compared at once.
+TEST(AttentionDropout, ComparesWithAnyThreshold) {
+  for (uint32_t threshold : {0u, 1u, 0x7FFFu, 0x8000u, 0x8001u, 0xFFFEu, 0xFFFFu}) {
+    for (uint32_t query = 0; query < 5000; ++query) {
+      const PhiloxWords drawn = philox(0, query, 1, 2, 3, 0);
+      const uint32_t kept = Dropout{3, 2, 1, threshold}.kept(query, 0);
+      EXPECT_EQ(kept & ~0x000F000Fu, 0u);
+      for (uint32_t key = 0; key < 8; ++key) {
+        const uint32_t half = drawn.word[key / 2] >> key % 2 * 16 & 0xFFFF;
+        EXPECT_EQ(Dropout::keeps(kept, key), half >= threshold) << half << " and " << threshold;
+      }
     }
   }
 }

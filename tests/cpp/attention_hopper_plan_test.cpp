@@ -316,11 +316,28 @@ TEST(AttentionHopperPlan, TakesHeadsOfWholePacks) {
   EXPECT_FALSE(hopper_takes_backward(params, chip));
   params.mask = {};
   for (int dim : {4, 100, 264}) EXPECT_FALSE(hopper_takes_forward(call(dim, 512, 512), chip));
-  params.dropout_threshold = 1;
-  EXPECT_FALSE(hopper_takes_forward(params, chip));
-  params.dropout_threshold = 0;
   params.dtype = DType::kFloat32;
   EXPECT_FALSE(hopper_takes_forward(params, chip));
+}
+
+TEST(AttentionHopperPlan, DropsUpTo128Columns) {
+  DeviceProperties chip = kH200;
+  chip.capability = 90;
+  const int of_tile[][2] = {{8, 64}, {64, 64}, {72, 128}, {96, 128}, {128, 128}};
+  for (auto [columns, dim] : of_tile) {
+    AttentionParams params = call(columns, 512, 512);
+    params.dropout_threshold = 1;
+    EXPECT_TRUE(hopper_takes_forward(params, chip)) << columns;
+    EXPECT_TRUE(hopper_takes_backward(params, chip)) << columns;
+    EXPECT_EQ(hopper_plan(params).dim, dim) << columns;
+    EXPECT_TRUE(hopper_plan(params).general);
+  }
+  for (int columns : {136, 192, 256}) {
+    AttentionParams params = call(columns, 512, 512);
+    params.dropout_threshold = 1;
+    EXPECT_FALSE(hopper_takes_forward(params, chip)) << columns;
+    EXPECT_FALSE(hopper_takes_backward(params, chip)) << columns;
+  }
 }
 #endif
 

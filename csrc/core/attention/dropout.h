@@ -15,19 +15,25 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-FUSED_NORM_HOST_DEVICE uint32_t high_product(uint32_t a, uint32_t b) {
-  return static_cast<uint32_t>(uint64_t{a} * b >> 32);
+// The compiler adds a zero to the product's upper half.
+FUSED_NORM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  uint64_t product;
+  asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+  return product;
+#else
+  return uint64_t{a} * b;
+#endif
 }
 
 FUSED_NORM_HOST_DEVICE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3,
                                           uint32_t k0, uint32_t k1) {
   for (int round = 0; round < 7; ++round) {
-    const uint32_t high0 = high_product(0xD2511F53u, c0), low0 = 0xD2511F53u * c0;
-    const uint32_t high1 = high_product(0xCD9E8D57u, c2), low1 = 0xCD9E8D57u * c2;
-    c0 = high1 ^ c1 ^ k0;
-    c1 = low1;
-    c2 = high0 ^ c3 ^ k1;
-    c3 = low0;
+    const uint64_t first = wide_product(c0, 0xD2511F53u), second = wide_product(c2, 0xCD9E8D57u);
+    c0 = static_cast<uint32_t>(second >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(second);
+    c2 = static_cast<uint32_t>(first >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(first);
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
@@ -39,16 +45,26 @@ struct Dropout {
   uint64_t seed, offset;
   uint32_t row, threshold;
 
-  // A bit for each of the eight keys that `key` is among: 1 where the probability is kept.
+  // Of the eight keys that `key` is among, bit i is 1 where the probability of key 2 i is kept, and
+  // bit 16 + i where that of key 2 i + 1 is.
   FUSED_NORM_HOST_DEVICE uint32_t kept(uint32_t query, uint32_t key) const {
     const PhiloxWords drawn =
         philox(key / 8, query, row, static_cast<uint32_t>(offset), static_cast<uint32_t>(seed),
                static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32));
+    // Both halves of a word at once: the highest bit of each says whether it is at least the
+    // threshold. Where the highest bits of both are alike, the difference of the others does.
+    constexpr uint32_t kHighest = 0x80008000;
+    const uint32_t twice = threshold << 16 | threshold;
     uint32_t kept = 0;
-    for (int i = 0; i < 8; ++i) {
-      kept |= ((drawn.word[i / 2] >> i % 2 * 16 & 0xFFFF) >= threshold ? 1u : 0u) << i;
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t word = drawn.word[i], rest = (word | kHighest) - (twice & ~kHighest);
+      const uint32_t is_kept = (word & ~twice) | (~(word ^ twice) & rest);
+      kept |= is_kept >> (15 - i) & 0x00010001u << i;
     }
     return kept;
+  }
+  static FUSED_NORM_HOST_DEVICE bool keeps(uint32_t kept, uint32_t key) {
+    return kept >> (key % 8 / 2 + key % 2 * 16) & 1;
   }
 };
 

@@ -70,10 +70,10 @@ class BackwardConsumer {
       }
       if (!join(work)) continue;
       const int row = work.first + row_in_tile();
-      if constexpr (kFirst) {
+      if constexpr (kFirst)
         store(work, row, args_.first, first_sums_, args_.gradient_scale, args_.head_dim);
-      }
-      if constexpr (kSecond) store(work, row, args_.second, second_sums_, 1, args_.value_dim);
+      const float kept = Form::kDrops ? args_.dropout.scale : 1;
+      if constexpr (kSecond) store(work, row, args_.second, second_sums_, kept, args_.value_dim);
     }
   }
 
@@ -272,11 +272,9 @@ class BackwardConsumer {
   template <typename Capped>
   __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads,
                                                 Capped capped) {
-    const auto head = [&] {
-      return Form::kOfKeys ? first_head<Form>(args_, work) + args_.group - heads : work.head;
-    };
-    general_scores(args_, work, head, scores_, row_in_tile(), tile * kOthers + lane_ % 4 * 2,
-                   capped);
+    general_scores(
+        args_, work, [&] { return query_head<Form>(args_, work, heads); }, scores_, row_in_tile(),
+        tile * kOthers + lane_ % 4 * 2, capped);
     if constexpr (Form::kMasks) {
       if (!has_mask<Form>(args_)) return;
       if (!mask_changes(args_, work, tile)) {
@@ -352,6 +350,7 @@ class BackwardConsumer {
     for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
   }
   __device__ __forceinline__ void subtract_delta() {
+    if constexpr (Form::kDrops) kept_.apply(products_, args_.dropout.scale);
     with_statistics(delta_, kDelta, [&](int i, float delta) { products_[i] -= delta; });
   }
   // Of a tile's probabilities, rounded where the other group made them.
@@ -392,6 +391,7 @@ class BackwardConsumer {
   KeyTiles whole_;  // of a tile of the own side; options leave no registers for it
   float exponents_[2], delta_[2];
   float2 columns_[kReadsAhead ? kOthers / 8 : 1];  // a statistic, read ahead
+  KeptElements<true, kOthers / 2> kept_;           // of kDrops
   Scores scores_, products_;
   Weights first_weights_, second_weights_;  // W and P, rounded
   Sums first_sums_, second_sums_;

@@ -57,11 +57,12 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
 // sums of dquery (hopper_fused.cuh). kMask: that of an additive mask (hopper_mask_gradient.cuh).
 enum class Makes { kQuery, kKeys, kAll, kMask };
 
-// A form of the kernel. kGeneral: scores pass through softcap, slopes and mask.
-template <typename T_, int kDim_, Makes kMakes, bool kGeneral_>
+// A form of the kernel. kGeneral: scores pass through softcap, slopes and mask. kDrops, with kAll
+// and kGeneral: there is dropout.
+template <typename T_, int kDim_, Makes kMakes, bool kGeneral_, bool kDrops_ = false>
 struct BackwardForm {
   using T = T_;
-  static constexpr bool kGeneral = kGeneral_, kAll = kMakes == Makes::kAll;
+  static constexpr bool kGeneral = kGeneral_, kDrops = kDrops_, kAll = kMakes == Makes::kAll;
   static constexpr bool kOfMask = kMakes == Makes::kMask, kApart = kMakes == Makes::kKeys;
   // Whether the own side are keys, not queries. Keys have a second sum: dvalue.
   static constexpr bool kOfKeys = kAll || kApart;
@@ -75,8 +76,10 @@ struct BackwardForm {
   static constexpr int kSecondStages = kTiles.second_stages, kWeightStages = 2;
   static constexpr int kOwn = kApart ? kHopperApartRows : kHopperOwnRows;
   static constexpr int kThreads = 128 * (kGroups + 1);
-  // What a thread of either kind has (ForwardForm).
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  // What a thread of either kind has (ForwardForm). With dropout the compiler needs more for
+  // chunks.
+  static constexpr int kProducerRegisters = kDrops ? 56 : 40;
+  static constexpr int kConsumerRegisters = kDrops ? 224 : 232;
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (!kApart || kSecondStages >= 2));
   // Of kAll: the groups share dquery of a tile by its queries, or by the columns of 64 queries.
@@ -116,7 +119,8 @@ struct NoMemory {};
 template <typename Form>
 struct BackwardMemory
     : std::conditional_t<Form::kAll, FusedMemory<Form>,
-                         std::conditional_t<Form::kApart, ApartMemory<Form>, NoMemory>> {
+                         std::conditional_t<Form::kApart, ApartMemory<Form>, NoMemory>>,
+      std::conditional_t<Form::kDrops, DropoutMemory, NoDropout> {
   alignas(1024) char own_first[Form::kOwnStages][Form::OwnTile::kBytes];
   alignas(1024) char own_second[Form::kOwnStages][Form::OwnTile::kBytes];
   alignas(1024) char first[Form::kFirstStages][Form::OtherTile::kBytes];
@@ -160,6 +164,12 @@ template <typename Form>
 __device__ __forceinline__ int first_head(const BackwardArgs& args, const WorkTile& work) {
   if constexpr (!Form::kOfKeys) return work.kv_head;
   return (own_head<Form>(args, work) * args.parts + part_of(args, work)) * args.group;
+}
+// The queries' head, where the last `heads` of the group are left.
+template <typename Form>
+__device__ __forceinline__ int query_head(const BackwardArgs& args, const WorkTile& work,
+                                          int heads) {
+  return Form::kOfKeys ? first_head<Form>(args, work) + args.group - heads : work.head;
 }
 // Tiles of others go upwards; those of the kernel of all downwards, as all tiles of keys that a
 // query sees under a causal mask can then begin at once.

@@ -29,6 +29,7 @@ class Consumer {
   // Scores far below this weigh 0: such are those that a mask's number hides, times exponent.
   static constexpr float kLowest = Form::kMasked ? kHidingMask : -FLT_MAX;
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
+  using Kept = KeptElements<false, kKeys / 2>;
 
  public:
   __device__ __forceinline__ Consumer(const ForwardArgs& args, ForwardMemory<Form>& memory,
@@ -59,11 +60,7 @@ class Consumer {
       if (Form::kMasked && work.again) {
         mend(work);
       } else if (tiles_.first < tiles_.end) {
-        // Each kind of mask has a loop of its own: one for all kinds waits for its instructions.
-        const MaskKind kind = Form::kMasked ? args_.mask_kind : MaskKind::kAny;
-        has_scores = kind == MaskKind::kNarrow    ? run_tiles<MaskKind::kNarrow>(work, has_scores)
-                     : kind == MaskKind::kBoolean ? run_tiles<MaskKind::kBoolean>(work, has_scores)
-                                                  : run_tiles<MaskKind::kAny>(work, has_scores);
+        has_scores = run_loop(work, has_scores);
         if (has_scores) continue;
         if (Form::kMasked) give_verdict();
       } else {
@@ -99,6 +96,17 @@ class Consumer {
     return first < end ? KeyTiles{first, end} : KeyTiles{};
   }
 
+  // Kinds of masks have loops of their own: one for all waits for its instructions.
+  __device__ __forceinline__ bool run_loop(const WorkTile& work, bool has_scores) {
+    const MaskKind kind = Form::kMasked ? args_.mask_kind : MaskKind::kAny;
+    if constexpr (Form::kDrops) {
+      if (kind == MaskKind::kNone) return run_tiles<MaskKind::kNone>(work, has_scores);
+    } else {
+      if (kind == MaskKind::kNarrow) return run_tiles<MaskKind::kNarrow>(work, has_scores);
+      if (kind == MaskKind::kBoolean) return run_tiles<MaskKind::kBoolean>(work, has_scores);
+    }
+    return run_tiles<MaskKind::kAny>(work, has_scores);
+  }
   // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
   // finished, and the scores of the next are made.
   template <MaskKind kMask>
@@ -115,6 +123,7 @@ class Consumer {
     hide<false, kMask>(work, tiles_.end - 1);
     softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
     round<T>(weights, scores_);
+    if constexpr (Form::kDrops) draw(work, tiles_.end - 1).drop(weights);
 
     for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step<kMask>(work, tile, weights);
 
@@ -143,6 +152,13 @@ class Consumer {
   // The scores of `tile`, while `weights` of the tile after it are multiplied by their values.
   template <MaskKind kMask>
   __device__ __forceinline__ void step(const WorkTile& work, int tile, Weights& weights) {
+    Kept kept;
+    if constexpr (Form::kDrops) {
+      // Before the products, which would slow it and take its registers.
+      kept = draw(work, tile);
+      kept.hold();
+      forget(scores_);
+    }
     wait(memory_.key_full[key_place_.slot()], key_place_.parity());
     begin_turn();
     multiply_keys();
@@ -159,6 +175,7 @@ class Consumer {
     wait_products<0>();
     leave_value();
     round<T>(weights, scores_);
+    if constexpr (Form::kDrops) kept.drop(weights);
     rescale_values();
   }
 
@@ -178,6 +195,7 @@ class Consumer {
           [&](int i) { return scores_[i] != -INFINITY && 8 * (i / 2 % 2) < rows; });
       softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
       round<T>(weights, scores_);
+      if constexpr (Form::kDrops) draw(work, tile).drop(weights);
       rescale_values();
       multiply_values(weights, [] {});
       wait_products<0>();
@@ -200,6 +218,7 @@ class Consumer {
     softmax_end(rows_, args_.exponent, sink, factor_, lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      if (Form::kDrops) factor_[r] *= args_.dropout.scale;
       const bool stores = row + 8 * r < work.queries;
       out_[r] = stores ? out + 8 * r * args_.out.row_stride : nullptr;
       if (stores && lane_ % 4 == 0) args_.lse[at + 8 * r] = lse[r];
@@ -254,14 +273,15 @@ class Consumer {
     if (Form::kGeneral && kMask == MaskKind::kAny && args_.general)
       general_scores(
           args_, work, [&] { return work.head; }, scores_, thread_row_, column, [] {});
-    if (Form::kMasked && mask_changes(args_, work, tile)) {
+    constexpr bool kAdds = Form::kMasked && kMask != MaskKind::kNone;
+    if (kAdds && mask_changes(args_, work, tile)) {
       const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
       wait(memory_.mask_full[slot], mask_turn_++ / slots % 2);
       Form::Mask::template add<false, kMends, kMask>(
           args_.mask, memory_.mask + slot * Form::Mask::kSlotBytes, thread_row_, lane_ % 4 * 2,
           args_.factor_for_mask, scores_);
       arrive(memory_.mask_empty[slot]);
-    } else if (Form::kMasked && args_.adds_mask) {
+    } else if (kAdds && args_.adds_mask) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores_[i] *= args_.factor_for_mask;
     }
@@ -295,6 +315,13 @@ class Consumer {
     add_to_columns(scores_, added + lane_ % 4 * 2);
     const int key = threadIdx.x % 128;
     if (key < kKeys) memory_.key_hidden[group_][key] = added[key] == -INFINITY;
+  }
+  // Which weights of a tile dropout keeps.
+  __device__ __forceinline__ Kept draw(const WorkTile& work, int tile) const {
+    Kept kept;
+    const Dropout dropout = args_.dropout.of_head(memory_.dropout, work, work.head);
+    kept.draw(dropout, work.first + thread_row_, tile * kKeys);
+    return kept;
   }
   // Most tiles leave the largest scores of all rows as they were.
   __device__ __forceinline__ void rescale_values() {
@@ -367,32 +394,5 @@ class Consumer {
   float scores_[kKeys / 2];
   float rescale_[2];
 };
-
-template <typename Form>
-__global__ void __launch_bounds__(Form::kThreads, 1)
-    attention_forward_hopper(const __grid_constant__ ForwardArgs args) {
-  extern __shared__ __align__(1024) char shared[];
-  auto& memory = *reinterpret_cast<ForwardMemory<Form>*>(shared);
-  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
-  if (threadIdx.x == 0) {
-    prefetch_map(&args.query);
-    prefetch_map(&args.key);
-    prefetch_map(&args.value);
-    memory.init();
-    CopyBarrier::order_inits();
-  }
-  __syncthreads();
-  if (group == 0) {
-    shrink_registers<Form::kProducerRegisters>();
-    if (threadIdx.x < 32) {
-      ForwardProducer<Form>(args, memory).run();
-    } else if constexpr (Form::kMasked) {
-      copy_masks(args, memory);
-    }
-  } else {
-    grow_registers<Form::kConsumerRegisters>();
-    Consumer<Form>(args, memory, group - 1).run();
-  }
-}
 
 }  // namespace fused_norm::hopper

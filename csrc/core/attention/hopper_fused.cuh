@@ -148,8 +148,8 @@ class FusedConsumer : public KeysConsumer<Form> {
   static constexpr bool kByQueries = Form::kByQueries, kGeneral = Form::kGeneral;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::first_sums_, Base::second_sums_;
+  using Base::kept_, Base::tiles_, Base::first_, Base::second_;
   using Base::masks_, Base::scores_, Base::products_, Base::first_weights_, Base::second_weights_;
-  using Base::tiles_, Base::first_, Base::second_;
   using Chunk = float[kElements / 128];
 
  public:
@@ -171,6 +171,7 @@ class FusedConsumer : public KeysConsumer<Form> {
     do {
       const int tile = steps.tile;
       const bool cut = this->is_cut(work, tile);
+      if constexpr (Form::kDrops) draw(work, tile, steps.heads);
       this->start_scores(work, tile, cut);
       this->read_ahead(Base::kExponent);
       this->start_products(work, tile, cut);
@@ -178,6 +179,15 @@ class FusedConsumer : public KeysConsumer<Form> {
       add_tile();
     } while (advance<Form>(args_, work, steps));
     this->release(memory_.own_empty[own_slot_]);
+  }
+  // Which probabilities dropout keeps. Before a tile's products, which would slow it and take its
+  // registers.
+  __device__ __forceinline__ void draw(const WorkTile& work, int tile, int heads) {
+    kept_.draw(args_.dropout.of_head(memory_.dropout, work, query_head<Form>(args_, work, heads)),
+               work.first + this->row_in_tile(), tile * Form::kOthers + lane_ % 4 * 2);
+    kept_.hold();
+    forget(scores_);
+    forget(products_);
   }
   // Turns S into P while D is made, and D into W.
   __device__ __forceinline__ void weigh(const WorkTile& work, int tile, int heads, bool cut) {
@@ -228,6 +238,7 @@ class FusedConsumer : public KeysConsumer<Form> {
 #pragma unroll
       for (int i = 4 * block; i < 4 * block + 4; ++i) {
         second_weights_[i] = detail::round_pair(scores_[2 * i], scores_[2 * i + 1], T());
+        if (Form::kDrops) second_weights_[i] = kept_.of_pair(second_weights_[i], i);
         first_weights_[i] = detail::round_pair(products_[2 * i], products_[2 * i + 1], T());
       }
       const uint32_t part = (2 * block % 8 + lane_ / 16) ^ (lane_ % 8);
@@ -274,6 +285,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     memory.verdict.init(kWarps);
     memory.place = {};
     for (uint32_t& count : memory.count) count = 0;
+    if constexpr (Form::kDrops) memory.dropout = args.dropout.read();
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
     if constexpr (Form::kApart) init_ring(memory.weights_full, memory.weights_empty, 128, 128);

@@ -57,6 +57,8 @@ inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArg
   args->alibi_batch_stride = params.alibi_batch_stride;
   args->sink = params.sink;
   args->sink_dtype = params.sink_dtype;
+  args->dropout = {params.rng, params.dropout_threshold, static_cast<float>(params.dropout_scale),
+                   params.heads};
 }
 
 // Makes tensor maps of a call's tensors, until one fails: of (batch, heads, rows, columns) with
@@ -139,6 +141,34 @@ cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, b
 }
 
 template <typename Form>
+__global__ void __launch_bounds__(Form::kThreads, 1)
+    attention_forward_hopper(const __grid_constant__ ForwardArgs args) {
+  extern __shared__ __align__(1024) char shared[];
+  auto& memory = *reinterpret_cast<ForwardMemory<Form>*>(shared);
+  const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
+  if (threadIdx.x == 0) {
+    prefetch_map(&args.query);
+    prefetch_map(&args.key);
+    prefetch_map(&args.value);
+    memory.init();
+    if constexpr (Form::kDrops) memory.dropout = args.dropout.read();
+    CopyBarrier::order_inits();
+  }
+  __syncthreads();
+  if (group == 0) {
+    shrink_registers<Form::kProducerRegisters>();
+    if (threadIdx.x < 32) {
+      ForwardProducer<Form>(args, memory).run();
+    } else if constexpr (Form::kMasked) {
+      copy_masks(args, memory);
+    }
+  } else {
+    grow_registers<Form::kConsumerRegisters>();
+    Consumer<Form>(args, memory, group - 1).run();
+  }
+}
+
+template <typename Form>
 cudaError_t launch_forward_form(const AttentionParams& params, const DeviceProperties& device,
                                 uint32_t* ticket, cudaStream_t stream) {
   ForwardArgs args{};
@@ -152,6 +182,7 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   const bool narrow = size_of(params.mask.dtype) == 2, boolean = params.mask.boolean;
   if (!args.general && (boolean || narrow))
     args.mask_kind = boolean ? MaskKind::kBoolean : MaskKind::kNarrow;
+  if (!args.general && params.mask.data == nullptr) args.mask_kind = MaskKind::kNone;
   args.mask = mapped_mask(params, /*backward=*/false, ticket);
   args.out = params.out;
   args.value_dim = params.value_dim;
@@ -245,6 +276,9 @@ cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
     using T = decltype(zero);
     constexpr int kMost = hopper_most_groups(kDim), kMasked = hopper_most_groups(kDim, true);
     const bool masked = params.mask.data != nullptr && !attention_masks_keys(params);
+    if constexpr (hopper_drops(kDim)) {
+      if (params.dropout_threshold > 0) return launch(ForwardForm<T, kDim, Options::kDropout, 2>());
+    }
     if (masked) return launch(ForwardForm<T, kDim, Options::kMask, kMasked>());
     if (!attention_scores_are_plain(params))
       return launch(ForwardForm<T, kDim, Options::kSome, kMost>());
@@ -264,12 +298,20 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
     return launch_backward_form<decltype(form)>(gradient, device, ticket++,
                                                 static_cast<char*>(scratch), stream);
   };
+  const auto launch_fused = [&](auto zero, auto general) {
+    using T = decltype(zero);
+    if constexpr (hopper_drops(kDim)) {
+      if (gradient.params.forward.dropout_threshold > 0)
+        return launch(BackwardForm<T, kDim, Makes::kAll, true, true>());
+    }
+    return launch(BackwardForm<T, kDim, Makes::kAll, general.value>());
+  };
   const auto launch_all = [&](auto zero, auto general) {
     using T = decltype(zero);
     if constexpr (hopper_has_fused(kDim)) {
       const AttentionBackwardParams& of = gradient.params;
       if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return cudaSuccess;
-      const cudaError_t error = launch(BackwardForm<T, kDim, Makes::kAll, general.value>());
+      const cudaError_t error = launch_fused(zero, general);
       if (error != cudaSuccess || of.dquery.data == nullptr) return error;
       return hopper_query_gradient(gradient, device, scratch, stream);
     } else {

@@ -24,8 +24,9 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
 };
 
 // What a form of the kernel takes beside plain scores. kNone: nothing, so its loop is short. kSome:
-// softcap, slopes, masks of keys. kMask: softcap, slopes, other masks.
-enum class Options { kNone, kSome, kMask };
+// softcap, slopes, masks of keys. kMask: softcap, slopes, other masks. kDropout: that, and all
+// else.
+enum class Options { kNone, kSome, kMask, kDropout };
 
 // A form of the kernel. kGroups: multiplying warpgroups.
 template <typename T_, int kDim_, Options kOptions, int kGroups_>
@@ -33,7 +34,8 @@ struct ForwardForm {
   using T = T_;
   static constexpr int kDim = kDim_;
   static constexpr bool kGeneral = kOptions != Options::kNone;
-  static constexpr bool kMasked = kOptions == Options::kMask;
+  static constexpr bool kDrops = kOptions == Options::kDropout;
+  static constexpr bool kMasked = kOptions == Options::kMask || kDrops;
   static constexpr bool kMasksKeys = kOptions == Options::kSome;
   // Who fills the slot of a tile of keys: who starts its copy, and who writes what masks it.
   static constexpr int kKeyFillers = kMasksKeys ? 33 : 1;
@@ -64,7 +66,7 @@ struct MaskedForwardTile : ForwardTile {
 };
 
 template <typename Form>
-struct ForwardMemory {
+struct ForwardMemory : std::conditional_t<Form::kDrops, DropoutMemory, NoDropout> {
   alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
   alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];

@@ -201,6 +201,12 @@ __device__ __forceinline__ void hold(float (&values)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
+// The values are no longer needed: the next product gives others.
+template <int kCount>
+__device__ __forceinline__ void forget(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "=f"(values[i]));
+}
 
 // A number that all lanes have. Operands of products lie in uniform registers; a value that the
 // compiler does not know to be the same in all lanes is moved there before each product, and with

@@ -7,10 +7,35 @@
 
 #include "core/attention/hopper_ptx.cuh"
 #include "core/attention/hopper_work.cuh"
+#include "core/attention/kept_elements.cuh"
 
 namespace fused_norm::hopper {
 
-// What becomes of query . key.
+// Dropout (dropout.h); threshold 0: none.
+struct DropoutArgs {
+  const int64_t* rng;
+  uint32_t threshold;
+  float scale;
+  int32_t heads;  // of queries
+
+  // Of no head yet. Read once, as shared memory leaves the first-level cache no room.
+  __device__ __forceinline__ Dropout read() const {
+    return {static_cast<uint64_t>(rng[0]), static_cast<uint64_t>(rng[1]), 0, threshold};
+  }
+  __device__ __forceinline__ Dropout of_head(Dropout dropout, const WorkTile& work,
+                                             int head) const {
+    dropout.row = work.sequence * heads + head;
+    return dropout;
+  }
+};
+
+// Shared memory of kernels with dropout, and of others. (A member would take room.)
+struct DropoutMemory {
+  Dropout dropout;
+};
+struct NoDropout {};
+
+// What becomes of query . key, and of probabilities.
 struct ScoreArgs {
   bool general;  // forward: scores need more than the exponent's scale, a band and a mask
   // tanh takes query . key times tanh_scale. `factor` is softcap, or the scale without it: slopes
@@ -25,6 +50,7 @@ struct ScoreArgs {
   int64_t alibi_batch_stride;
   const void* sink;
   DType sink_dtype;
+  DropoutArgs dropout;
 };
 
 // Two rows of a thread: largest score so far, and the sum over the thread's own columns.

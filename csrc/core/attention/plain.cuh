@@ -207,10 +207,10 @@ struct Head {
   __device__ __forceinline__ void draw(A (&kept)[4], int i, int query, int key) const {
     const int first = key + tile_col();
     uint32_t bits = ~0u;
-    if (rules.drops()) bits = rules.dropout().kept(query + tile_row() + i, first) >> first % 8;
+    if (rules.drops()) bits = rules.dropout().kept(query + tile_row() + i, first);
     const A scale = rules.drops() ? static_cast<A>(rules.params.dropout_scale) : A(1);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) kept[j] = bits >> j & 1 ? scale : A(0);
+    for (int j = 0; j < 4; ++j) kept[j] = Dropout::keeps(bits, first + j) ? scale : A(0);
   }
 };
 

@@ -17,8 +17,10 @@ constexpr int64_t kSummedBytes = 17 << 20, kUnevenSummedBytes = 25 << 20;
 
 // Columns of a tile for both head dimensions.
 int dim_of(const AttentionParams& params) {
-  return kHopperDims[hopper_dim_index(
-      std::min(std::max(params.head_dim, params.value_dim), kHopperDims[4]))];
+  const int columns = std::min(std::max(params.head_dim, params.value_dim), kHopperDims[4]);
+  int index = hopper_dim_index(columns);
+  if (params.dropout_threshold > 0 && columns <= 128 && !hopper_drops(kHopperDims[index])) ++index;
+  return kHopperDims[index];
 }
 
 // Whether tiles take unlike times.
@@ -171,7 +173,7 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 #ifdef FUSED_NORM_WITH_HOPPER
   const auto fits = [](int columns) { return columns % 8 == 0 && columns >= 8 && columns <= 256; };
   return device.capability == 90 && size_of(params.dtype) == 2 && fits(params.head_dim) &&
-         fits(params.value_dim) && params.dropout_threshold == 0;
+         fits(params.value_dim) && (params.dropout_threshold == 0 || hopper_drops(dim_of(params)));
 #else
   (void)params, (void)device;
   return false;
@@ -191,8 +193,9 @@ bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
   const AttentionParams& forward = params.forward;
   return params.dmask != nullptr && attention_rows(forward) > 0 &&
          hopper_takes_backward(forward, device) && dim_of(forward) <= 128 &&
-         forward.query_offsets == nullptr && size_of(forward.mask.dtype) == 2 &&
-         params.mask_shape[2] == forward.queries && params.mask_shape[3] == forward.keys;
+         forward.dropout_threshold == 0 && forward.query_offsets == nullptr &&
+         size_of(forward.mask.dtype) == 2 && params.mask_shape[2] == forward.queries &&
+         params.mask_shape[3] == forward.keys;
 }
 
 QueryParts query_parts(const AttentionParams& params, int rows) {

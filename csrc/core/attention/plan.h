@@ -97,7 +97,8 @@ constexpr int hopper_dim_index(int dim) {
 }
 
 // Tiles by kHopperDims, as large as registers and shared memory allow. Forward: of calls without a
-// mask of pairs, and with one. `stages`: tiles of queries, keys and values in shared memory.
+// mask of pairs, and with one or dropout. `stages`: tiles of queries, keys and values in shared
+// memory.
 struct HopperForwardTiles {
   int keys, query_stages, key_stages, value_stages;
 };
@@ -109,6 +110,9 @@ constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
 constexpr int hopper_most_groups(int dim, bool masks = false) {
   return dim <= 96 && (dim == 96 || !masks) ? 3 : 2;
 }
+// Whether there are kernels with dropout for so many columns of a tile. Fewer than 128 columns take
+// the next that has them.
+constexpr bool hopper_drops(int dim) { return dim == 64 || dim == 128; }
 // Dense plain scores: two where fewer rows or blocks idle. No sum depends on how many there are.
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
 // Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
@@ -171,8 +175,8 @@ int most_heads_of_part(const AttentionParams& params);
 // The call whose queries are this one's keys, each head as often as it has parts.
 AttentionParams with_sides_changed(AttentionParams params, int parts);
 
-// Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, without dropout;
-// whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
+// Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, with dropout up to
+// 128; whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
 // compiled.
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
 // What the forward pass takes, if the queries' statistics have indices of 32 bits. A mask has to be
@@ -180,7 +184,8 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 // tiles; but the kernel of all gradients takes any mask of keys, which needs no tiles.
 constexpr int kMaxMaskedBackwardDim = 192;
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device);
-// Of these the mask's gradient: of dense 16-bit masks of all queries and keys, up to 128 columns.
+// Of these the mask's gradient: of dense 16-bit masks of all queries and keys, up to 128 columns,
+// without dropout.
 bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
                                 const DeviceProperties& device);
 

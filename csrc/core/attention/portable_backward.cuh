@@ -72,7 +72,7 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
         [&](int m, int n, int e, int, int) { gradient[m][n][e] *= scores[m][n][e]; });
   } else {
     multiply_values();
-    KeptElements<S::kOfKeys, kM, kN> kept;
+    DroppedTile<S::kOfKeys, kM, kN> kept;
     kept.draw(rules, place);
     kept.apply(gradient);
     subtract_delta();

@@ -141,7 +141,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     }
     advance_softmax<S>(scores, rows, out, unit);
     if constexpr (S::kGeneral) {
-      KeptElements<false, S::kM, S::kN> kept;
+      DroppedTile<false, S::kM, S::kN> kept;
       kept.draw(rules, place);
       kept.apply(scores);
     }

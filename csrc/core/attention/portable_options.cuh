@@ -2,6 +2,7 @@
 // branch. A tile has queries as rows and keys as columns, or, kTransposed, the reverse.
 #pragma once
 
+#include "core/attention/kept_elements.cuh"
 #include "core/attention/portable.cuh"
 
 namespace fused_norm::portable {
@@ -163,58 +164,29 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
   return kLog2E;
 }
 
-// Which elements of a tile dropout keeps. Lanes share draws, as a draw serves eight keys of a
-// query: of every other eight columns of the tile, a lane draws once for itself and those it shares
-// with.
+// Dropout of a tile: what it keeps is multiplied by the scale.
 template <bool kTransposed, int kM, int kN>
-class KeptElements {
+class DroppedTile {
  public:
   __device__ __forceinline__ void draw(const ScoreRules<float>& rules,
                                        const TilePlace<kTransposed>& place) {
     drops_ = rules.drops();
     if (!drops_) return;
-    const Dropout dropout = rules.dropout();
     scale_ = static_cast<float>(rules.params.dropout_scale);
-    static_assert(kN <= 8 && kN % 2 == 0);
-    // Eight columns of keys take two draws, of the two rows that four lanes share. Eight of queries
-    // take four, of two columns and two rows, whose keys eight lanes share.
-    constexpr int kShare = kTransposed ? 8 : 4, kStep = kTransposed ? 4 : 1;  // lanes, and apart
-    const int lane = threadIdx.x % 32, turn = lane / kStep % kShare;
-    const int of_column = turn / (kShare / 2);  // of the two times eight
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
-      const int row = place.row + m * 16;
-      uint32_t bytes = 0;
-#pragma unroll 2  // registers
-      for (int n = 0; n < kN; n += 2) {
-        const int column = place.col + (n + of_column) * 8;
-        const int query = kTransposed ? column + turn % 2 : row + turn % 2 * 8;
-        const int key = kTransposed ? row + turn / 2 % 2 * 8 : column;
-        bytes |= dropout.kept(query, key) << (n * 4);
-      }
-      kept_[m] = 0;
-#pragma unroll
-      for (int from = 0; from < kShare; ++from) {
-        const int other = lane - turn * kStep + from * kStep;
-        const uint32_t drawn = __shfl_sync(0xffffffffu, bytes, other);
-        // Of each byte the lane's key, or its two: 4 n + e is the bit of element (n, e).
-        kept_[m] |= kTransposed ? (drawn >> lane / 4 & 0x01010101) << from
-                                : (drawn >> lane % 4 * 2 & 0x03030303) << 2 * from;
-      }
-    }
+    for (int m = 0; m < kM; ++m) kept_[m].draw(rules.dropout(), place.row + m * 16, place.col);
   }
-  // Multiplies by the scale or 0.
   __device__ __forceinline__ void apply(float (&weights)[kM][kN][4]) const {
     if (!drops_) return;
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      weights[m][n][e] = kept_[m] >> (n * 4 + e) & 1 ? weights[m][n][e] * scale_ : 0;
+      weights[m][n][e] = kept_[m].keeps(n * 4 + e) ? weights[m][n][e] * scale_ : 0;
     });
   }
 
  private:
-  uint32_t kept_[kM] = {};
-  float scale_ = 1;
-  bool drops_ = false;
+  KeptElements<kTransposed, 4 * kN, 2> kept_[kM];
+  float scale_;
+  bool drops_;
 };
 
 }  // namespace fused_norm::portable
