@@ -21,6 +21,7 @@ from attention_reference import (
     check,
     compose,
     forced,
+    kept,
     laid_out,
     run,
     takes,
@@ -1034,6 +1035,24 @@ class TestDropout:
         assert abs(dropped.float().mean().item() - 0.25) < 5 * (0.25 * 0.75 / count) ** 0.5
         assert not torch.equal(dropped[0, 0], dropped[0, 1])
         assert not torch.equal(dropped[0, 0], dropped[1, 0])
+
+    @pytest.mark.parametrize("draws", [1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    @each_tier
+    def test_any_probability(self, tier, draws):
+        """Of 2^16 numbers so many drop a key: beside the contract's generator."""
+        device, dtype = ("cpu", FP32) if tier == "cpu" else ("cuda", BF16)
+        if not takes_type(tier, dtype):
+            pytest.skip("the tier does not take it")
+        p = draws / 2**16
+        q = torch.zeros(2, 3, 64, 64, device=device, dtype=dtype)
+        v = torch.eye(64, device=device, dtype=dtype).expand(2, 3, 64, 64)
+        torch.manual_seed(11)
+        rng = torch.empty(2, dtype=torch.int64, device=device).random_().tolist()
+        torch.manual_seed(11)
+        with forced("auto" if tier == "cpu" else tier):
+            out = fn.flash_attention(q, q, v, dropout_p=p)
+        wanted = kept(p, rng, 2, 3, 64, 64, device) / 64
+        torch.testing.assert_close(out, wanted.to(dtype))
 
     @each_tier
     def test_gradients_use_the_same_mask(self, tier, seed):

@@ -331,6 +331,12 @@ TEST(AttentionHopperPlan, DropsUpTo128Columns) {
     EXPECT_TRUE(hopper_takes_backward(params, chip)) << columns;
     EXPECT_EQ(hopper_plan(params).dim, dim) << columns;
     EXPECT_TRUE(hopper_plan(params).general);
+    params.mask.data = &params;  // of keys
+    EXPECT_TRUE(hopper_takes_forward(params, chip)) << columns;
+    params.mask.row_stride = 512;
+    params.mask.dtype = params.dtype;
+    EXPECT_FALSE(hopper_takes_forward(params, chip)) << columns;
+    EXPECT_TRUE(hopper_takes_backward(params, chip)) << columns;
   }
   for (int columns : {136, 192, 256}) {
     AttentionParams params = call(columns, 512, 512);

@@ -109,7 +109,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
   if (attention_rows(call) == 0) return cudaSuccess;
   const AttentionParams params = with_group_as_queries(call);
   if (tier == AttentionTier::kPlain) return attention_forward_plain(params, stream);
-  if (tier == AttentionTier::kHopper) {
+  if (tier == AttentionTier::kHopper && hopper_takes_forward(params, device)) {
     return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
       return hopper.forward(params, device, workspace, stream);
     });

@@ -46,21 +46,31 @@ struct Dropout {
   uint32_t row, threshold;
 
   // Of the eight keys that `key` is among, bit i is 1 where the probability of key 2 i is kept, and
-  // bit 16 + i where that of key 2 i + 1 is.
+  // bit 16 + i where that of key 2 i + 1 is. The threshold is at least 1.
   FUSED_NORM_HOST_DEVICE uint32_t kept(uint32_t query, uint32_t key) const {
     const PhiloxWords drawn =
         philox(key / 8, query, row, static_cast<uint32_t>(offset), static_cast<uint32_t>(seed),
                static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32));
-    // Both halves of a word at once: the highest bit of each says whether it is at least the
-    // threshold. Where the highest bits of both are alike, the difference of the others does.
+    // Both halves of a word at once.
+    uint32_t kept = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    // What is not below threshold - 1, less that, and at most 1.
+    const uint32_t below = threshold - 1, twice = below << 16 | below;
+    const uint32_t less = ((0u - below) & 0xFFFF) * 0x00010001u;
+    for (int i = 0; i < 4; ++i) {
+      kept += __viaddmin_u16x2(__vmaxu2(drawn.word[i], twice), less, 0x00010001u) << i;
+    }
+#else
+    // The highest bit of each says whether it is at least the threshold. Where the highest bits of
+    // both are alike, the difference of the others does.
     constexpr uint32_t kHighest = 0x80008000;
     const uint32_t twice = threshold << 16 | threshold;
-    uint32_t kept = 0;
     for (int i = 0; i < 4; ++i) {
       const uint32_t word = drawn.word[i], rest = (word | kHighest) - (twice & ~kHighest);
       const uint32_t is_kept = (word & ~twice) | (~(word ^ twice) & rest);
       kept |= is_kept >> (15 - i) & 0x00010001u << i;
     }
+#endif
     return kept;
   }
   static FUSED_NORM_HOST_DEVICE bool keeps(uint32_t kept, uint32_t key) {

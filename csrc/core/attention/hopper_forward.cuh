@@ -60,7 +60,11 @@ class Consumer {
       if (Form::kMasked && work.again) {
         mend(work);
       } else if (tiles_.first < tiles_.end) {
-        has_scores = run_loop(work, has_scores);
+        // Each kind of mask has a loop of its own: one for all kinds waits for its instructions.
+        const MaskKind kind = Form::kMasked ? args_.mask_kind : MaskKind::kAny;
+        has_scores = kind == MaskKind::kNarrow    ? run_tiles<MaskKind::kNarrow>(work, has_scores)
+                     : kind == MaskKind::kBoolean ? run_tiles<MaskKind::kBoolean>(work, has_scores)
+                                                  : run_tiles<MaskKind::kAny>(work, has_scores);
         if (has_scores) continue;
         if (Form::kMasked) give_verdict();
       } else {
@@ -96,17 +100,6 @@ class Consumer {
     return first < end ? KeyTiles{first, end} : KeyTiles{};
   }
 
-  // Kinds of masks have loops of their own: one for all waits for its instructions.
-  __device__ __forceinline__ bool run_loop(const WorkTile& work, bool has_scores) {
-    const MaskKind kind = Form::kMasked ? args_.mask_kind : MaskKind::kAny;
-    if constexpr (Form::kDrops) {
-      if (kind == MaskKind::kNone) return run_tiles<MaskKind::kNone>(work, has_scores);
-    } else {
-      if (kind == MaskKind::kNarrow) return run_tiles<MaskKind::kNarrow>(work, has_scores);
-      if (kind == MaskKind::kBoolean) return run_tiles<MaskKind::kBoolean>(work, has_scores);
-    }
-    return run_tiles<MaskKind::kAny>(work, has_scores);
-  }
   // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
   // finished, and the scores of the next are made.
   template <MaskKind kMask>
@@ -195,7 +188,6 @@ class Consumer {
           [&](int i) { return scores_[i] != -INFINITY && 8 * (i / 2 % 2) < rows; });
       softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
       round<T>(weights, scores_);
-      if constexpr (Form::kDrops) draw(work, tile).drop(weights);
       rescale_values();
       multiply_values(weights, [] {});
       wait_products<0>();
@@ -273,15 +265,14 @@ class Consumer {
     if (Form::kGeneral && kMask == MaskKind::kAny && args_.general)
       general_scores(
           args_, work, [&] { return work.head; }, scores_, thread_row_, column, [] {});
-    constexpr bool kAdds = Form::kMasked && kMask != MaskKind::kNone;
-    if (kAdds && mask_changes(args_, work, tile)) {
+    if (Form::kMasked && mask_changes(args_, work, tile)) {
       const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
       wait(memory_.mask_full[slot], mask_turn_++ / slots % 2);
       Form::Mask::template add<false, kMends, kMask>(
           args_.mask, memory_.mask + slot * Form::Mask::kSlotBytes, thread_row_, lane_ % 4 * 2,
           args_.factor_for_mask, scores_);
       arrive(memory_.mask_empty[slot]);
-    } else if (kAdds && args_.adds_mask) {
+    } else if (Form::kMasked && args_.adds_mask) {
 #pragma unroll
       for (int i = 0; i < kKeys / 2; ++i) scores_[i] *= args_.factor_for_mask;
     }

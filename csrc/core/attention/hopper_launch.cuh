@@ -182,7 +182,6 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   const bool narrow = size_of(params.mask.dtype) == 2, boolean = params.mask.boolean;
   if (!args.general && (boolean || narrow))
     args.mask_kind = boolean ? MaskKind::kBoolean : MaskKind::kNarrow;
-  if (!args.general && params.mask.data == nullptr) args.mask_kind = MaskKind::kNone;
   args.mask = mapped_mask(params, /*backward=*/false, ticket);
   args.out = params.out;
   args.value_dim = params.value_dim;

@@ -16,8 +16,8 @@ constexpr int kOfConsumers = 3;  // a named barrier
 
 __host__ __device__ constexpr int mask_pitch(int keys, int bytes) { return keys * bytes + 16; }
 
-// kNarrow: numbers of 16 bits. kAny: of all kinds, or none. kNone: no mask.
-enum class MaskKind { kAny, kNarrow, kBoolean, kNone };
+// kNarrow: numbers of 16 bits. kAny: of all kinds.
+enum class MaskKind { kAny, kNarrow, kBoolean };
 
 // A tile of kRows queries by kKeys keys of a mask of booleans, or of numbers of T or (where
 // kMaxBytes is 4) fp32: as it is in the tensor but for 16 bytes more a row, so that rows lie in

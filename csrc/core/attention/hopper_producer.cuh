@@ -35,8 +35,8 @@ struct ForwardForm {
   static constexpr int kDim = kDim_;
   static constexpr bool kGeneral = kOptions != Options::kNone;
   static constexpr bool kDrops = kOptions == Options::kDropout;
-  static constexpr bool kMasked = kOptions == Options::kMask || kDrops;
-  static constexpr bool kMasksKeys = kOptions == Options::kSome;
+  static constexpr bool kMasked = kOptions == Options::kMask;
+  static constexpr bool kMasksKeys = kOptions == Options::kSome || kDrops;
   // Who fills the slot of a tile of keys: who starts its copy, and who writes what masks it.
   static constexpr int kKeyFillers = kMasksKeys ? 33 : 1;
   static constexpr HopperForwardTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];

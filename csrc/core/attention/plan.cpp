@@ -70,8 +70,8 @@ AttentionParams with_group_as_queries(AttentionParams params) {
 
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
                           const DeviceProperties& device) {
-  // Forward; of the backward pass what hopper_takes_backward().
-  if (tier == AttentionTier::kHopper) return hopper_takes_forward(params, device);
+  // For what it does not take of a pass, the portable tier's kernels serve.
+  if (tier == AttentionTier::kHopper) return hopper_takes(params, device);
   if (tier != AttentionTier::kPortable) return tier == AttentionTier::kPlain;
   return size_of(params.dtype) == 2 && params.head_dim % 8 == 0 && params.value_dim % 8 == 0 &&
          params.head_dim <= kMaxPortableHeadDim && params.value_dim <= kMaxPortableHeadDim;
@@ -169,7 +169,7 @@ int hopper_forward_groups(const AttentionParams& params, const DeviceProperties&
   return two ? 2 : hopper_most_groups(dim_of(params));
 }
 
-bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device) {
+bool hopper_takes(const AttentionParams& params, const DeviceProperties& device) {
 #ifdef FUSED_NORM_WITH_HOPPER
   const auto fits = [](int columns) { return columns % 8 == 0 && columns >= 8 && columns <= 256; };
   return device.capability == 90 && size_of(params.dtype) == 2 && fits(params.head_dim) &&
@@ -180,9 +180,15 @@ bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties&
 #endif
 }
 
+bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device) {
+  return hopper_takes(params, device) &&
+         (params.dropout_threshold == 0 || params.mask.data == nullptr ||
+          attention_masks_keys(params));
+}
+
 bool hopper_takes_backward(const AttentionParams& params, const DeviceProperties& device) {
   const AttentionMask& mask = params.mask;
-  return hopper_takes_forward(params, device) &&
+  return hopper_takes(params, device) &&
          query_statistics(query_parts(params, kStatisticRows)) <= INT32_MAX &&
          (mask.data == nullptr || (hopper_fuses(params) && attention_masks_keys(params)) ||
           (dim_of(params) <= kMaxMaskedBackwardDim && (mask.boolean || size_of(mask.dtype) == 2)));

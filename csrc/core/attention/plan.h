@@ -97,8 +97,7 @@ constexpr int hopper_dim_index(int dim) {
 }
 
 // Tiles by kHopperDims, as large as registers and shared memory allow. Forward: of calls without a
-// mask of pairs, and with one or dropout. `stages`: tiles of queries, keys and values in shared
-// memory.
+// mask of pairs, and with one. `stages`: tiles of queries, keys and values in shared memory.
 struct HopperForwardTiles {
   int keys, query_stages, key_stages, value_stages;
 };
@@ -178,8 +177,10 @@ AttentionParams with_sides_changed(AttentionParams params, int parts);
 // Dense and packed, 16 bit, head dimensions that are multiples of 8 up to 256, with dropout up to
 // 128; whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
 // compiled.
+bool hopper_takes(const AttentionParams& params, const DeviceProperties& device);
+// That, but dropout with a mask of queries and keys.
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
-// What the forward pass takes, if the queries' statistics have indices of 32 bits. A mask has to be
+// What Hopper takes, if the queries' statistics have indices of 32 bits. A mask has to be
 // of 16 bit or boolean, and the head dimension at most this, as shared memory has no room for other
 // tiles; but the kernel of all gradients takes any mask of keys, which needs no tiles.
 constexpr int kMaxMaskedBackwardDim = 192;
