@@ -94,19 +94,30 @@ def philox(counter, key, rounds=7):
     return torch.stack([a, b, c, d], -1)
 
 
-def kept(p, rng, batch, heads, queries, keys, device):
-    """What dropout multiplies the probabilities by, (batch, heads, queries, keys) in fp64, by the
-    contract in docs/attention.md."""
+def halves(rng, batch, heads, queries, keys, device):
+    """The 16 bits that dropout draws for each probability, by the contract in docs/attention.md."""
     low, (seed, offset) = 2**32 - 1, rng
     packs = torch.arange((keys + 7) // 8, device=device).expand(batch * heads, queries, -1)
     query = torch.arange(queries, device=device)[:, None].expand_as(packs)
     row = torch.arange(batch * heads, device=device)[:, None, None].expand_as(packs)
     counter = (packs, query, row, torch.full_like(packs, offset & low))
     drawn = philox(counter, (seed & low, (seed >> 32 ^ offset >> 32) & low))
-    halves = torch.stack([drawn & 0xFFFF, drawn >> 16], -1).flatten(2)[..., :keys]
+    of_rows = torch.stack([drawn & 0xFFFF, drawn >> 16], -1).flatten(2)[..., :keys]
+    return of_rows.reshape(batch, heads, queries, keys)
+
+
+def kept(p, *drawn_for):
+    """What dropout multiplies the probabilities by, (batch, heads, queries, keys) in fp64."""
     threshold = round(p * 2**16)
-    keeps = (halves >= threshold).double() / (1 - threshold / 2**16)
-    return keeps.view(batch, heads, queries, keys)
+    return (halves(*drawn_for) >= threshold).double() / (1 - threshold / 2**16)
+
+
+def drawn_by(seed, device):
+    """Sets torch's seed; the seed and the offset that a call with dropout then draws."""
+    torch.manual_seed(seed)
+    rng = torch.empty(2, dtype=torch.int64, device=device).random_().tolist()
+    torch.manual_seed(seed)
+    return rng
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +155,7 @@ class Case:
         """What dropout multiplies the probabilities by, or None."""
         if not self.dropout:
             return None
-        torch.manual_seed(DROPOUT_SEED)
-        rng = torch.empty(2, dtype=torch.int64, device=device).random_().tolist()
+        rng = drawn_by(DROPOUT_SEED, device)
         return kept(self.dropout, rng, *self.heads[:2], *self.size, device)
 
     @property
@@ -214,6 +224,11 @@ LONG = [
     Case(BF16, (3, 4097), (64, 64), (1, 2, 1), "causal"),
     Case(FP32, (4097, 3), (32, 32), (1, 2, 2), "causal", layout="bshd"),
     Case(FP16, (1100, 1029), (64, 64), (1, 2, 2), "left 17", sink="same"),
+    Case(BF16, (330, 520), (128, 128), (1, 4, 2), "causal", dropout=0.4),
+    Case(BF16, (200, 520), (96, 128), (2, 2, 1), "full", "bool keys", dropout=0.4),
+    # More tiles than there are multiprocessors.
+    Case(BF16, (300, 300), (64, 64), (4, 40, 40), "causal", dropout=0.4),
+    Case(FP16, (300, 300), (128, 128), (4, 40, 40), "causal", dropout=0.4),
 ]
 
 

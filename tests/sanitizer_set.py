@@ -287,7 +287,9 @@ STAGES = [
     Case(BF16, (150, 330), (64, 64), (3, 24, 24), "causal", "float heads"),
     Case(BF16, (150, 330), (128, 128), (3, 12, 12), "full", "float heads"),
     Case(BF16, (70, 520), (64, 64), (1, 1, 1), "causal", dropout=0.4),
-    Case(BF16, (330, 520), (128, 128), (1, 1, 1), "full", "float", dropout=0.4),
+    Case(BF16, (70, 520), (128, 128), (1, 1, 1), "causal", dropout=0.4),
+    Case(BF16, (330, 520), (128, 128), (1, 1, 1), "both", "bool keys", dropout=0.4),
+    Case(BF16, (330, 200), (128, 128), (1, 1, 1), "full", "float", dropout=0.4),
 ]
 
 

@@ -16,11 +16,14 @@ from attention_reference import (
     FP64,
     LONG,
     SAMPLE,
+    UNIT,
     Case,
     attend,
     check,
     compose,
+    drawn_by,
     forced,
+    halves,
     kept,
     laid_out,
     run,
@@ -325,6 +328,17 @@ def test_which_tier_makes_gradients(seed):
         assert tiers(dim, attn_mask=randn(generator, 70, 70)) == {"portable"}
         of_dropout = {"hopper" if dim <= 128 else "portable"}
         assert tiers(dim, dropout_p=0.5) == tiers(dim, dropout_p=0.5, softcap=9.0) == of_dropout
+
+    def of_forward(**options):
+        names = kernels_of([lambda: fn.flash_attention(*tensors, dropout_p=0.5, **options)])
+        return {tier for tier in ("hopper", "portable") if any(tier in name for name in names)}
+
+    for dim in (64, 72, 128, 160):
+        tensors = [randn(generator, 2, 2, 70, dim, dtype=BF16) for _ in range(3)]
+        seen = randn(generator, 2, 1, 70, 70) > 0
+        of_dropout = {"hopper" if dim <= 128 else "portable"}
+        assert of_forward() == of_forward(attn_mask=seen[..., :1, :]) == of_dropout
+        assert of_forward(attn_mask=seen) == {"portable"}
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 512), (2, 1, 512, 1)], ids=str)
@@ -1036,23 +1050,61 @@ class TestDropout:
         assert not torch.equal(dropped[0, 0], dropped[0, 1])
         assert not torch.equal(dropped[0, 0], dropped[1, 0])
 
-    @pytest.mark.parametrize("draws", [1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+    @pytest.mark.parametrize("place", [0.0, 0.3, 0.5, 0.7, 1.0])
     @each_tier
-    def test_any_probability(self, tier, draws):
-        """Of 2^16 numbers so many drop a key: beside the contract's generator."""
+    def test_probability_to_the_bit(self, tier, place):
+        """A probability is dropped where its 16 bits are below p, and kept where they are p."""
         device, dtype = ("cpu", FP32) if tier == "cpu" else ("cuda", BF16)
         if not takes_type(tier, dtype):
             pytest.skip("the tier does not take it")
-        p = draws / 2**16
         q = torch.zeros(2, 3, 64, 64, device=device, dtype=dtype)
-        v = torch.eye(64, device=device, dtype=dtype).expand(2, 3, 64, 64)
-        torch.manual_seed(11)
-        rng = torch.empty(2, dtype=torch.int64, device=device).random_().tolist()
-        torch.manual_seed(11)
+        k = torch.zeros(2, 3, 320, 64, device=device, dtype=dtype)
+        v = torch.eye(64, device=device, dtype=dtype).repeat(5, 1).expand(2, 3, 320, 64)
+        rng = drawn_by(11, device)
+        drawn = halves(rng, 2, 3, 64, 320, device)
+        in_order = drawn.unique()
+        half = in_order[round(place * (len(in_order) - 2))].item()
+        for draws in (max(half, 1), half + 1):
+            drawn_by(11, device)
+            with forced("auto" if tier == "cpu" else tier):
+                out = fn.flash_attention(q, k, v, dropout_p=draws / 2**16)
+            keep = kept(draws / 2**16, rng, 2, 3, 64, 320, device)
+            assert ((keep != 0) == (drawn >= draws)).all()
+            torch.testing.assert_close(out, (keep @ v.double() / 320).to(dtype))
+
+    def test_none_where_p_is_far_below_a_draw(self, device, generator):
+        q, k, v = self.tensors(generator)
+        assert same_bits(fn.flash_attention(q, k, v, dropout_p=1e-6), fn.flash_attention(q, k, v))
+
+    @pytest.mark.parametrize("p", [0.4, 0.9])
+    @pytest.mark.parametrize("dim", [64, 128])
+    @each_tier
+    def test_packed(self, tier, dim, p, seed):
+        """A draw is of the sequence's number, and of places in the sequence."""
+        device, dtype = ("cpu", FP32) if tier == "cpu" else ("cuda", BF16)
+        if not takes_type(tier, dtype):
+            pytest.skip("the tier does not take it")
+        generator, lengths = rand_generator(device, seed), (9, 0, 300, 70)
+        offsets = (1, *itertools.accumulate(lengths, initial=1))[1:]  # the first row is outside
+        cu = torch.tensor(offsets, dtype=torch.int32, device=device)
+        q, k, v = (randn(generator, offsets[-1], 2, dim, dtype=dtype) for _ in range(3))
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        dout = randn(generator, *q.shape, dtype=dtype)
+        rng = drawn_by(11, device)
         with forced("auto" if tier == "cpu" else tier):
-            out = fn.flash_attention(q, q, v, dropout_p=p)
-        wanted = kept(p, rng, 2, 3, 64, 64, device) / 64
-        torch.testing.assert_close(out, wanted.to(dtype))
+            out = fn.flash_attention_varlen(*leaves, cu, cu, 300, 300, causal=True, dropout_p=p)
+            results = [out, *torch.autograd.grad(out, leaves, dout)]
+        for number, (begin, length) in enumerate(zip(offsets, lengths, strict=False)):
+            part = [t.detach()[begin : begin + length].double() for t in (q, k, v, dout)]
+            *inputs, of_out = (t.transpose(0, 1)[None] for t in part)
+            inputs = [t.requires_grad_() for t in inputs]
+            keep = kept(p, rng, 4, 2, length, length, device)[number : number + 1]
+            exact, _ = compose(*inputs, window=(None, 0), keep=keep)
+            wanted = [exact, *torch.autograd.grad(exact, inputs, of_out)]
+            for result, expected in zip(results, wanted, strict=True):
+                error = result[begin : begin + length].transpose(0, 1)[None].double() - expected
+                roundings = 64 if dtype == FP32 else 8  # of scores; of what is 16 bits
+                assert error.norm() <= roundings * UNIT[dtype] * expected.norm()
 
     @each_tier
     def test_gradients_use_the_same_mask(self, tier, seed):
@@ -1092,7 +1144,7 @@ class TestDropout:
         q, k, v = self.tensors(generator, BF16)
         rng = torch.tensor([2**62 + 12345, 2**40 + 7])
         masks = []
-        for tier in ("cpu", "plain", "portable"):
+        for tier in ("cpu", "plain", "portable", "auto"):
             device = "cpu" if tier == "cpu" else "cuda"
             eye = torch.eye(48, dtype=BF16, device=device)[:41].expand(2, 3, 41, 48)
             with forced("auto" if tier == "cpu" else tier):
@@ -1101,7 +1153,7 @@ class TestDropout:
                     0.0, None, None, False, 0.5,
                 )  # fmt: skip
             masks.append((out != 0).cpu())
-        assert torch.equal(masks[0], masks[1]) and torch.equal(masks[0], masks[2])
+        assert all(torch.equal(mask, masks[0]) for mask in masks)
 
 
 class TestFlashAttn:

@@ -126,16 +126,26 @@ def close(value, expected):
 
 
 @pytest.mark.parametrize(
-    "dim, kv_heads", [*((dim, 10) for dim in DIMS), (64, 1), (128, 2), (192, 1), (256, 2)]
+    "dim, kv_heads, p",
+    [
+        *((dim, 10, 0.0) for dim in DIMS),
+        (64, 1, 0.0),
+        (128, 2, 0.0),
+        (192, 1, 0.0),
+        (256, 2, 0.0),
+        (64, 1, 0.1),
+        (128, 2, 0.1),
+    ],
 )
-def test_a_thousand_repeats_beside_other_work(dim, kv_heads, seed):
+def test_a_thousand_repeats_beside_other_work(dim, kv_heads, p, seed):
     generator = rand_generator("cuda", seed)
     q, dout = (randn(generator, 2, 10, 333, dim, dtype=BF16) for _ in range(2))
     k, v = (randn(generator, 2, kv_heads, 333, dim, dtype=BF16) for _ in range(2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
 
     def step():
-        out, lse = fn.flash_attention(*leaves, causal=True, return_lse=True)
+        torch.manual_seed(seed)
+        out, lse = fn.flash_attention(*leaves, causal=True, dropout_p=p, return_lse=True)
         return [out, lse, *torch.autograd.grad(out, leaves, dout)]
 
     first = [t.detach().clone() for t in step()]
@@ -161,7 +171,9 @@ for tier in ("portable", "hopper"):
             for size in ((1, 1), (1, 700), (700, 1), (300, 300), (129, 1025), (1025, 129)):
                 for band in ("full", "causal", "left 17", "both"):
                     for more in ({}, {"mask": "bool"}, {"mask": "float", "sink": "same"},
-                                 {"softcap": 5.0, "alibi": "heads", "layout": "bshd"}):
+                                 {"softcap": 5.0, "alibi": "heads", "layout": "bshd"},
+                                 {"dropout": 0.4}):
+                        if "dropout" in more and dim > 128: continue
                         heads = (2, 2, 1) if more else (2, 10, 2)  # the latter take parts
                         case = Case(BF16, size, (dim, dim), heads, band, **more)
                         print(tier, case, flush=True)

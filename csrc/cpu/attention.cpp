@@ -154,6 +154,7 @@ template <typename Acc>
 void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, Acc* x, int64_t n) {
   const Dropout dropout{p.seed, p.offset, static_cast<uint32_t>(row),
                         dropout_threshold(p.dropout_p)};
+  if (dropout.threshold == 0) return;
   const Acc scale = static_cast<Acc>(dropout_scale(dropout.threshold));
   uint32_t kept = 0;
   for (int64_t i = 0; i < n; ++i) {

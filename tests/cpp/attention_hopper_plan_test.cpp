@@ -181,6 +181,8 @@ TEST(AttentionHopperPlan, ScratchHoldsTicketsCountersAndSums) {
     fused.softcap = 30;
     EXPECT_TRUE(hopper_plan(fused).general);
     EXPECT_EQ(hopper_scratch(fused, true).all, scratch.all);
+    fused.dropout_threshold = 1;
+    EXPECT_EQ(hopper_scratch(fused, true).all, scratch.all);
   }
 }
 
@@ -338,6 +340,12 @@ TEST(AttentionHopperPlan, DropsUpTo128Columns) {
     EXPECT_FALSE(hopper_takes_forward(params, chip)) << columns;
     EXPECT_TRUE(hopper_takes_backward(params, chip)) << columns;
   }
+  AttentionParams unlike = call(64, 512, 512);
+  unlike.dropout_threshold = 1;
+  unlike.value_dim = 72;
+  EXPECT_EQ(hopper_plan(unlike).dim, 128);
+  unlike.value_dim = 136;
+  EXPECT_FALSE(hopper_takes_forward(unlike, chip));
   for (int columns : {136, 192, 256}) {
     AttentionParams params = call(columns, 512, 512);
     params.dropout_threshold = 1;

@@ -148,7 +148,7 @@ TEST(AttentionTiles, HoldWhatKernelsTakeForGranted) {
     EXPECT_EQ(tiles.own() % rows_at_once, 0);
     EXPECT_EQ(tiles.others % rows_at_once, 0);
     EXPECT_EQ(tiles.others % 16, 0);
-    EXPECT_LE(tiles.others, general ? 64 : 128);  // general: a word of dropout's bits
+    EXPECT_LE(tiles.others, general ? 64 : 128);
     EXPECT_LE(tiles.others, tiles.threads());
     EXPECT_TRUE(tiles.stages == 1 || tiles.stages == 2);
   };

@@ -15,7 +15,8 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// The compiler adds a zero to the product's upper half.
+// One instruction. Of a 64-bit product in C++ the compiler makes two: the second adds 0 to the
+// upper half.
 FUSED_NORM_HOST_DEVICE uint64_t wide_product(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -54,7 +55,7 @@ struct Dropout {
     // Both halves of a word at once.
     uint32_t kept = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    // What is not below threshold - 1, less that, and at most 1.
+    // max(half, threshold - 1) - (threshold - 1), at most 1: that is 1 where half >= threshold.
     const uint32_t below = threshold - 1, twice = below << 16 | below;
     const uint32_t less = ((0u - below) & 0xFFFF) * 0x00010001u;
     for (int i = 0; i < 4; ++i) {

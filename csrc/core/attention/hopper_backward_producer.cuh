@@ -76,10 +76,13 @@ struct BackwardForm {
   static constexpr int kSecondStages = kTiles.second_stages, kWeightStages = 2;
   static constexpr int kOwn = kApart ? kHopperApartRows : kHopperOwnRows;
   static constexpr int kThreads = 128 * (kGroups + 1);
-  // What a thread of either kind has (ForwardForm). With dropout the compiler needs more for
-  // chunks.
+  // What a thread of either kind has (ForwardForm). With dropout the warps that write
+  // chunks need more.
   static constexpr int kProducerRegisters = kDrops ? 56 : 40;
   static constexpr int kConsumerRegisters = kDrops ? 224 : 232;
+  static_assert(kProducerRegisters + kGroups * kConsumerRegisters <=
+                (kGroups + 1) * (65536 / kThreads / 8 * 8));
+  static_assert(!kDrops || (kAll && kGeneral));
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (!kApart || kSecondStages >= 2));
   // Of kAll: the groups share dquery of a tile by its queries, or by the columns of 64 queries.

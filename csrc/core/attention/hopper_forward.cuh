@@ -147,7 +147,7 @@ class Consumer {
   __device__ __forceinline__ void step(const WorkTile& work, int tile, Weights& weights) {
     Kept kept;
     if constexpr (Form::kDrops) {
-      // Before the products, which would slow it and take its registers.
+      // Before the products: beside them draws are slower, and there are fewer registers.
       kept = draw(work, tile);
       kept.hold();
       forget(scores_);

@@ -180,8 +180,8 @@ class FusedConsumer : public KeysConsumer<Form> {
     } while (advance<Form>(args_, work, steps));
     this->release(memory_.own_empty[own_slot_]);
   }
-  // Which probabilities dropout keeps. Before a tile's products, which would slow it and take its
-  // registers.
+  // Which probabilities dropout keeps. Before a tile's products: beside them draws are slower, and
+  // there are fewer registers.
   __device__ __forceinline__ void draw(const WorkTile& work, int tile, int heads) {
     kept_.draw(args_.dropout.of_head(memory_.dropout, work, query_head<Form>(args_, work, heads)),
                work.first + this->row_in_tile(), tile * Form::kOthers + lane_ % 4 * 2);

@@ -24,8 +24,8 @@ struct ForwardArgs : WorkArgs, ScoreArgs {
 };
 
 // What a form of the kernel takes beside plain scores. kNone: nothing, so its loop is short. kSome:
-// softcap, slopes, masks of keys. kMask: softcap, slopes, other masks. kDropout: that, and all
-// else.
+// softcap, slopes, masks of keys. kMask: softcap, slopes, other masks. kDropout: dropout, and what
+// kSome takes.
 enum class Options { kNone, kSome, kMask, kDropout };
 
 // A form of the kernel. kGroups: multiplying warpgroups.

@@ -29,7 +29,7 @@ struct DropoutArgs {
   }
 };
 
-// Shared memory of kernels with dropout, and of others. (A member would take room.)
+// A base of the shared memory of kernels with dropout, and of others, where it takes no room.
 struct DropoutMemory {
   Dropout dropout;
 };

@@ -11,7 +11,7 @@ namespace fused_norm {
 //
 // A draw serves eight keys of a query: two each of four lanes, or one each of eight lanes
 // (kOfKeys). So of every sixteen columns a lane makes one draw for all that share it, and they
-// exchange. kUnroll: so many draws at once, as registers allow.
+// exchange. kUnroll: how many draws are made at once; more need more registers.
 template <bool kOfKeys, int kCount, int kUnroll = 4>
 class KeptElements {
   static_assert(kCount % 8 == 0);
@@ -45,7 +45,7 @@ class KeptElements {
     }
   }
   // Has it drawn now. The compiler would draw when an element is looked at, as nothing orders the
-  // two: so here is something that hardly ever happens and needs the words.
+  // two: so here is something that seldom happens, unless p is near 1, and needs the words.
   __device__ __forceinline__ void hold() const {
     uint32_t any = 0;
     for (uint32_t word : words_) any |= word;

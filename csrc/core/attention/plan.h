@@ -109,8 +109,8 @@ constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
 constexpr int hopper_most_groups(int dim, bool masks = false) {
   return dim <= 96 && (dim == 96 || !masks) ? 3 : 2;
 }
-// Whether there are kernels with dropout for so many columns of a tile. Fewer than 128 columns take
-// the next that has them.
+// Whether there are kernels with dropout for so many columns of a tile. A call of up to 128 columns
+// takes the next width that has them.
 constexpr bool hopper_drops(int dim) { return dim == 64 || dim == 128; }
 // Dense plain scores: two where fewer rows or blocks idle. No sum depends on how many there are.
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
@@ -178,7 +178,7 @@ AttentionParams with_sides_changed(AttentionParams params, int parts);
 // 128; whatever the tensors' alignment (attention_is_aligned()). Nothing where the kernels were not
 // compiled.
 bool hopper_takes(const AttentionParams& params, const DeviceProperties& device);
-// That, but dropout with a mask of queries and keys.
+// What Hopper takes, but for dropout beside a mask of queries and keys.
 bool hopper_takes_forward(const AttentionParams& params, const DeviceProperties& device);
 // What Hopper takes, if the queries' statistics have indices of 32 bits. A mask has to be
 // of 16 bit or boolean, and the head dimension at most this, as shared memory has no room for other
