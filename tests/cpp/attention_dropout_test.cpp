@@ -30,7 +30,6 @@ TEST(AttentionDropout, TakesHalvesOfAWordInTheOrderOfKeys) {
   }
 }
 
-// Both halves of a word are compared at once.
 TEST(AttentionDropout, ComparesWithAnyThreshold) {
   for (uint32_t threshold : {1u, 0x7FFFu, 0x8000u, 0x8001u, 0xFFFEu, 0xFFFFu}) {
     for (uint32_t query = 0; query < 5000; ++query) {

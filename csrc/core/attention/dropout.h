@@ -41,41 +41,40 @@ FUSED_NORM_HOST_DEVICE PhiloxWords philox(uint32_t c0, uint32_t c1, uint32_t c2,
   return {{c0, c1, c2, c3}};
 }
 
+// Bits come in two halves of a word, as pairs of 16-bit numbers do: the even ones, and the odd
+// ones.
+FUSED_NORM_HOST_DEVICE constexpr uint32_t bit_of(uint32_t i) { return i / 2 + i % 2 * 16; }
+
 // What a call draws from for one head of one sequence, whose `row` is batch index * heads + head.
 struct Dropout {
   uint64_t seed, offset;
   uint32_t row, threshold;
 
-  // Of the eight keys that `key` is among, bit i is 1 where the probability of key 2 i is kept, and
-  // bit 16 + i where that of key 2 i + 1 is. The threshold is at least 1.
+  // Of the eight keys that `key` is among, bit_of(i) is 1 where the probability of the i-th is
+  // kept. The threshold is at least 1.
   FUSED_NORM_HOST_DEVICE uint32_t kept(uint32_t query, uint32_t key) const {
     const PhiloxWords drawn =
         philox(key / 8, query, row, static_cast<uint32_t>(offset), static_cast<uint32_t>(seed),
                static_cast<uint32_t>(seed >> 32) ^ static_cast<uint32_t>(offset >> 32));
-    // Both halves of a word at once.
     uint32_t kept = 0;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-    // max(half, threshold - 1) - (threshold - 1), at most 1: that is 1 where half >= threshold.
+    // Both halves of a word at once: max(half, threshold - 1) - (threshold - 1), at most 1, is 1
+    // where half >= threshold.
     const uint32_t below = threshold - 1, twice = below << 16 | below;
     const uint32_t less = ((0u - below) & 0xFFFF) * 0x00010001u;
     for (int i = 0; i < 4; ++i) {
       kept += __viaddmin_u16x2(__vmaxu2(drawn.word[i], twice), less, 0x00010001u) << i;
     }
 #else
-    // The highest bit of each says whether it is at least the threshold. Where the highest bits of
-    // both are alike, the difference of the others does.
-    constexpr uint32_t kHighest = 0x80008000;
-    const uint32_t twice = threshold << 16 | threshold;
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t word = drawn.word[i], rest = (word | kHighest) - (twice & ~kHighest);
-      const uint32_t is_kept = (word & ~twice) | (~(word ^ twice) & rest);
-      kept |= is_kept >> (15 - i) & 0x00010001u << i;
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t half = drawn.word[i / 2] >> i % 2 * 16 & 0xFFFF;
+      kept |= (half >= threshold ? 1u : 0u) << bit_of(i);
     }
 #endif
     return kept;
   }
   static FUSED_NORM_HOST_DEVICE bool keeps(uint32_t kept, uint32_t key) {
-    return kept >> (key % 8 / 2 + key % 2 * 16) & 1;
+    return kept >> bit_of(key % 8) & 1;
   }
 };
 

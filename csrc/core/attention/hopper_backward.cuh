@@ -72,8 +72,8 @@ class BackwardConsumer {
       const int row = work.first + row_in_tile();
       if constexpr (kFirst)
         store(work, row, args_.first, first_sums_, args_.gradient_scale, args_.head_dim);
-      const float kept = Form::kDrops ? args_.dropout.scale : 1;
-      if constexpr (kSecond) store(work, row, args_.second, second_sums_, kept, args_.value_dim);
+      const float scale = Form::kDrops ? args_.dropout.scale : 1;
+      if constexpr (kSecond) store(work, row, args_.second, second_sums_, scale, args_.value_dim);
     }
   }
 

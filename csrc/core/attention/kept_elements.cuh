@@ -38,8 +38,7 @@ class KeptElements {
       for (int from = 0; from < kShare; ++from) {
         const uint32_t of_lane = __shfl_sync(~0u, drawn, lane + (from - turn) * kApart);
         // Of each draw the lane's key, or its two.
-        const int key = lane / 4, place = from / 2 + from % 2 * 16;
-        words_[word] |= kOfKeys ? (of_lane >> (key / 2 + key % 2 * 16) & 0x1111) << place
+        words_[word] |= kOfKeys ? (of_lane >> bit_of(lane / 4) & 0x1111) << bit_of(from)
                                 : (of_lane >> lane % 4 & 0x11111111) << from;
       }
     }
@@ -52,7 +51,7 @@ class KeptElements {
     if (any == 0) asm volatile("nanosleep.u32 1;" ::: "memory");
   }
   __device__ __forceinline__ bool keeps(int i) const {
-    return words_[i / 32] >> (i / 2 % 16 + i % 2 * 16) & 1;
+    return words_[i / 32] >> bit_of(i % 32) & 1;
   }
   // Multiplies elements by `scale`, or 0.
   __device__ __forceinline__ void apply(float (&elements)[kCount], float scale) {
@@ -74,7 +73,7 @@ class KeptElements {
   }
 
  private:
-  uint32_t words_[kWords];  // element i of 32: bit i / 2, or 16 + i / 2
+  uint32_t words_[kWords];  // of 32 elements each: bit_of(i) is element i's
 };
 
 }  // namespace fused_norm
