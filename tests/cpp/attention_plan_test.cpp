@@ -170,5 +170,78 @@ TEST(AttentionTiles, HoldWhatKernelsTakeForGranted) {
   }
 }
 
+AttentionParams window(int batch, int heads, int rows = 49, int dim = 32) {
+  AttentionParams params = call(DType::kBFloat16, dim, dim);
+  params.batch = batch;
+  params.heads = params.kv_heads = heads;
+  params.queries = params.keys = rows;
+  params.mask = {&params, false, DType::kBFloat16, 0, rows * rows, rows, 1};
+  return params;
+}
+
+TEST(AttentionWindows, AreShortDenseAndPlainButForTheMask) {
+  const AttentionParams params = window(100, 3);
+  EXPECT_TRUE(window_takes_forward(params));
+  EXPECT_TRUE(window_takes_backward({params}));
+  for (int rows : {1, 64}) EXPECT_TRUE(window_takes_forward(window(100, 3, rows, 8)));
+  EXPECT_FALSE(window_takes_forward(window(100, 3, 65)));
+  EXPECT_FALSE(window_takes_forward(window(100, 3, 49, 40)));
+  EXPECT_FALSE(window_takes_forward(window(0, 3)));
+  const auto changed = [&](auto change) {
+    AttentionParams other = params;
+    change(other);
+    return window_takes_forward(other) || window_takes_backward({other});
+  };
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 0; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 65; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.value_dim = 40; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.kv_heads = 1; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.softcap = 5; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.scale = -1; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.dropout_threshold = 1; }));
+  EXPECT_FALSE(changed([&](AttentionParams& p) { p.sink = &params; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.dtype = DType::kFloat32; }));
+  static constexpr int32_t kOffsets[2] = {};
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.query_offsets = p.key_offsets = kOffsets; }));
+  // Without a mask forward has the kernels, and so the bits, of packed calls.
+  AttentionParams unmasked = params;
+  unmasked.mask = {};
+  EXPECT_FALSE(window_takes_forward(unmasked));
+  EXPECT_TRUE(window_takes_backward({unmasked}));
+  // A mask's gradient that is a sum over queries or keys takes another kernel.
+  AttentionBackwardParams backward{params};
+  backward.dmask = &backward;
+  for (int shape : {1, 49}) {
+    backward.mask_shape[0] = 1, backward.mask_shape[1] = 3;
+    backward.mask_shape[2] = shape, backward.mask_shape[3] = 49;
+    EXPECT_EQ(window_takes_backward(backward), shape == 49);
+  }
+}
+
+// Parts are of one size but the last, and none is empty.
+TEST(AttentionWindows, PartsAreAllPairsOfAMask) {
+  for (int rows : {49, 130}) {
+    for (int batch : {1, 2, 7, 64, 395, 396, 2048, 8192}) {
+      for (int heads : {1, 3, 24}) {
+        for (bool one_batch : {false, true}) {
+          for (bool one_head : {false, true}) {
+            AttentionBackwardParams params{window(batch, heads, rows)};
+            params.dmask = &params;
+            params.mask_shape[0] = one_batch ? 1 : batch;
+            params.mask_shape[1] = one_head ? 1 : heads;
+            params.mask_shape[2] = params.mask_shape[3] = rows;
+            const MaskShare share = mask_share(params);
+            EXPECT_EQ(int64_t{share.batch} * share.heads * share.served, int64_t{batch} * heads);
+            EXPECT_GE(share.parts * share.pairs, share.served);
+            EXPECT_LT((share.parts - 1) * share.pairs, share.served);
+            EXPECT_LE(share.parts, rows > kWindowRows ? kMaskGradientBlocks : kWindowBlocks);
+            EXPECT_EQ(mask_sums_bytes(params) > 0, share.parts > 1);
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace fused_norm

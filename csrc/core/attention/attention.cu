@@ -109,6 +109,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
   if (attention_rows(call) == 0) return cudaSuccess;
   const AttentionParams params = with_group_as_queries(call);
   if (tier == AttentionTier::kPlain) return attention_forward_plain(params, stream);
+  if (window_takes_forward(params)) return attention_forward_window(params, stream);
   if (tier == AttentionTier::kHopper && hopper_takes_forward(params, device)) {
     return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
       return hopper.forward(params, device, workspace, stream);
@@ -120,7 +121,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
-  return statistics_bytes(params.forward) +
+  return statistics_bytes(params.forward) + mask_sums_bytes(params) +
          (tier == AttentionTier::kHopper ? hopper_scratch(params.forward, /*backward=*/true).all
                                          : 0);
 }
@@ -129,8 +130,13 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       const DeviceProperties& device, AttentionTier tier,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
-  char* scratch = static_cast<char*>(workspace) + statistics_bytes(forward);
+  char* const mask_sums = static_cast<char*>(workspace) + statistics_bytes(forward);
+  char* const scratch = mask_sums + mask_sums_bytes(params);
   AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
+  gradient.mask_sums = reinterpret_cast<float*>(mask_sums);
+  if (tier != AttentionTier::kPlain && window_takes_backward(params)) {
+    return attention_backward_window(gradient, stream);
+  }
   const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);
   if (on_hopper) {
     gradient.zeros = reinterpret_cast<uint32_t*>(scratch);

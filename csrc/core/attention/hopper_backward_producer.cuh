@@ -49,8 +49,10 @@ struct BackwardArgs : WorkArgs, ScoreArgs {
   // Of kAll: dquery, and its sums. Of kKeys too: those of dkey and dvalue, where there are parts.
   AttentionTensor dquery;
   ChunkSums sums, own_sums;
-  void* dmask;                     // of kOfMask: (mask_batch, mask_heads, queries, keys)
-  int32_t mask_batch, mask_heads;  // of dmask: 1 where one serves all
+  // Of kOfMask: dmask, (share.batch, share.heads, queries, keys), or the sums of its parts.
+  MaskShare share;
+  void* dmask;
+  float* mask_sums;
 };
 
 // The gradients that a kernel makes. kKeys: dkey and dvalue (hopper_apart.cuh). kAll: these and the

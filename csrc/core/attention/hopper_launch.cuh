@@ -244,8 +244,8 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   if constexpr (Form::kOfMask) {
     args.mask.bits = nullptr;
     args.dmask = gradient.params.dmask;
-    args.mask_batch = gradient.params.mask_shape[0];
-    args.mask_heads = gradient.params.mask_shape[1];
+    args.share = mask_share(gradient.params);
+    args.mask_sums = gradient.mask_sums;
     set_work<Form::kOwn>(params, false, 1, false, nullptr, &args);
     return detail::launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
                           {sizeof(BackwardMemory<Form>)}, stream, args);

@@ -7,42 +7,44 @@
 
 namespace fused_norm::hopper {
 
-// Calls use(work, tile, seen) for the block's tiles of the mask: `work` has the queries, and the
-// sequence and head that are the mask's; `tile` are the keys. Not seen: the band hides it all.
+// Calls use(work, tile, seen, part) for the block's tiles of the mask: `work` has the queries, and
+// the sequence and head that are the mask's; `tile` are the keys. Not seen: the band hides it all.
+// `part`: of the pairs that the tile serves.
 template <typename Form, typename Use>
 __device__ __forceinline__ void for_mask_tiles(const BackwardArgs& args, Use use) {
   const uint32_t key_tiles = (args.keys + Form::kOthers - 1) / Form::kOthers;
-  const uint32_t tiles = args.mask_batch * args.mask_heads * args.query_tiles * key_tiles;
+  const MaskShare& share = args.share;
+  const uint32_t tiles = share.batch * share.heads * args.query_tiles * key_tiles;
 #pragma unroll 1
-  for (uint32_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-    const uint32_t row = index / key_tiles, pair = row / args.query_tiles;
-    const int tile = index % key_tiles;
+  for (uint32_t index = blockIdx.x; index < tiles * share.parts; index += gridDim.x) {
+    const uint32_t at = index / share.parts, row = at / key_tiles, pair = row / args.query_tiles;
+    const int tile = at % key_tiles;
     WorkTile work;
     work.first = row % args.query_tiles * Form::kOwn;
-    work.sequence = pair / args.mask_heads;
-    work.head = pair % args.mask_heads;
+    work.sequence = pair / share.heads;
+    work.head = pair % share.heads;
     work.query_begin = work.key_begin = 0;
     work.queries = args.queries;
     work.keys = args.keys;
     const KeyTiles tiles_seen =
         key_tiles_of<Form::kOthers>(work, band_of(args, work), work.first, Form::kOwn);
-    use(work, tile, tile >= tiles_seen.first && tile < tiles_seen.end);
+    use(work, tile, tile >= tiles_seen.first && tile < tiles_seen.end, index % share.parts);
   }
 }
 
-// Calls use(sequence, head, is_last) for all that a tile of the mask serves.
+// Calls use(sequence, head, is_last) for a part of what a tile of the mask serves.
 template <typename Use>
-__device__ __forceinline__ void for_served(const BackwardArgs& args, const WorkTile& work,
+__device__ __forceinline__ void for_served(const BackwardArgs& args, const WorkTile& work, int part,
                                            Use use) {
-  const bool all_sequences = args.mask_batch == 1, all_heads = args.mask_heads == 1;
-  const int end = all_sequences ? args.batch : work.sequence + 1;
-  const int head_end = all_heads ? args.heads : work.head + 1;
+  const MaskShare& share = args.share;
+  const int end = min((part + 1) * share.pairs, share.served);
 #pragma unroll 1
-  for (int sequence = all_sequences ? 0 : work.sequence; sequence < end; ++sequence) {
-#pragma unroll 1
-    for (int head = all_heads ? 0 : work.head; head < head_end; ++head) {
-      use(sequence, head, sequence == end - 1 && head == head_end - 1);
-    }
+  for (int pair = part * share.pairs; pair < end; ++pair) {
+    const int of_heads = share.heads == 1 ? pair % args.heads : work.head;
+    const int sequence = share.batch > 1    ? work.sequence
+                         : share.heads == 1 ? pair / args.heads
+                                            : pair;
+    use(sequence, of_heads, pair + 1 == end);
   }
 }
 
@@ -52,9 +54,9 @@ __device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMem
   using OwnTile = typename Form::OwnTile;
   using OtherTile = typename Form::OtherTile;
   RingPlace<Form::kFirstStages> place;
-  for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen) {
+  for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen, int part) {
     if (!seen) return;
-    for_served(args, work, [&](int sequence, int head, bool) {
+    for_served(args, work, part, [&](int sequence, int head, bool) {
       const int slot = place.slot(), key = tile * Form::kOthers, kv_head = head / args.heads_per_kv;
       CopyBarrier& full = memory.first_full[slot];
       wait(memory.first_empty[slot], place.parity() ^ 1);
@@ -79,7 +81,7 @@ template <typename Form>
 __device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
                                                   BackwardMemory<Form>& memory) {
   uint32_t turn = 0;
-  for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen) {
+  for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen, int) {
     if (!seen) return;
     __syncwarp();  // copies diverge
     wait(memory.mask_empty, turn++ % 2 ^ 1);
@@ -104,18 +106,18 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
 
   __device__ __forceinline__ void run() {
     uint32_t mask_parity = 0;
-    for_mask_tiles<Form>(args_, [&](WorkTile& work, int tile, bool seen) {
-      const int of_mask = work.sequence * args_.mask_heads + work.head;
+    for_mask_tiles<Form>(args_, [&](WorkTile& work, int tile, bool seen, int part) {
+      const int of_mask = work.sequence * args_.share.heads + work.head;
       float sums[kOthers / 2] = {};
       if (seen) {
         wait(memory_.mask_full, mask_parity);
         mask_parity ^= 1;
-        for_served(args_, work, [&](int sequence, int head, bool is_last) {
+        for_served(args_, work, part, [&](int sequence, int head, bool is_last) {
           work.sequence = sequence;
           add_weights(work, tile, head, is_last, sums);
         });
       }
-      store_sums(work, tile, of_mask, sums);
+      store_sums(work, tile, of_mask, part, sums);
     });
   }
 
@@ -154,24 +156,30 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
     }
   }
 
-  __device__ __forceinline__ void store_sums(const WorkTile& work, int tile, int of_mask,
+  __device__ __forceinline__ void store_sums(const WorkTile& work, int tile, int of_mask, int part,
                                              const float (&sums)[kOthers / 2]) {
-    const int columns = work.keys - tile * kOthers;
+    const int masks = args_.share.batch * args_.share.heads, columns = work.keys - tile * kOthers;
+    const bool in_parts = args_.share.parts > 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work.first + this->row_in_tile() + 8 * r;
-      T* out = row < work.queries
-                   ? static_cast<T*>(args_.dmask) +
-                         (int64_t{of_mask} * work.queries + row) * work.keys + tile * kOthers
-                   : nullptr;
-      if (work.keys % 8 == 0) {
-        store_row<T>(sums, r, 1, out, columns);
+      const bool stores = row < work.queries;
+      const int64_t at =
+          (int64_t{part * masks + of_mask} * work.queries + row) * work.keys + tile * kOthers;
+      T* const out = static_cast<T*>(args_.dmask) + at;
+      if (!in_parts && work.keys % 8 == 0) {
+        store_row<T>(sums, r, 1, stores ? out : nullptr, columns);
         continue;
       }
 #pragma unroll
       for (int i = 0; i < kOthers / 2; ++i) {
         const int column = 8 * (i / 4) + lane_ % 4 * 2 + i % 2;
-        if (i / 2 % 2 == r && out != nullptr && column < columns) out[column] = T(sums[i]);
+        if (i / 2 % 2 != r || !stores || column >= columns) continue;
+        if (in_parts) {
+          args_.mask_sums[at + column] = sums[i];
+        } else {
+          out[column] = T(sums[i]);
+        }
       }
     }
   }

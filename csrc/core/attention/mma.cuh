@@ -48,14 +48,15 @@ FUSED_NORM_MULTIPLY(__nv_bfloat16, "bf16")
 FUSED_NORM_MULTIPLY(__half, "f16")
 #undef FUSED_NORM_MULTIPLY
 
-// Rows of kDim 16-bit elements in shared memory, 64, 128 or 256. Chunk c of 16 bytes of row r lies
-// at chunk c ^ (r % 8), so that eight rows' chunks of one column lie in different banks.
+// Rows of kDim 16-bit elements in shared memory, 32, 64, 128 or 256. Chunk c of 16 bytes of row r
+// lies at chunk c ^ (r % 8), so that eight rows' chunks of one column lie in different banks; of
+// 32 elements, two rows of which pass all banks, at c ^ (r / 2 % 4).
 template <int kDim>
 struct Tile {
   static constexpr int kPitch = kDim * 2, kChunks = kDim / 8;
 
   __device__ __forceinline__ static uint32_t at(uint32_t base, int row, int chunk) {
-    return base + row * kPitch + ((chunk ^ (row % 8)) * 16);
+    return base + row * kPitch + ((chunk ^ (kDim == 32 ? row / 2 % 4 : row % 8)) * 16);
   }
 };
 
@@ -97,6 +98,13 @@ template <int kDim>
 __device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base) {
   const int lane = threadIdx.x % 32;
   return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+}
+
+// For 16 x 16 of a left factor whose rows are columns of the tile from `first` on, a multiple of 16.
+template <int kDim>
+__device__ __forceinline__ LaneRow<kDim> left_columns(uint32_t base, int first) {
+  const int lane = threadIdx.x % 32;
+  return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, first / 8 + lane / 8 % 2);
 }
 
 // Accumulators of a warp: 16 kM rows, 8 kN columns.
@@ -178,6 +186,25 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kN>& acc,
         multiply(acc[m][n], a[m], b[0], b[1], T());
         multiply(acc[m][n + 1], a[m], b[2], b[3], T());
       }
+    }
+  }
+}
+
+// acc += left x rows, over kDepth rows of both tiles: `left` names the factor's rows by
+// left_columns, `rows` the other tile's by left_rows.
+template <typename T, int kDepth, int kLeft, int kDim, int kN>
+__device__ __forceinline__ void multiply_columns(float (&acc)[kN][4], const LaneRow<kLeft>& left,
+                                                 const LaneRow<kDim>& rows) {
+#pragma unroll
+  for (int k = 0; k < kDepth; k += 16) {
+    uint32_t a[4];
+    load_transposed(a, left.at(0, k));
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      load_transposed(b, rows.at(n / 2, k));
+      multiply(acc[n], a, b[0], b[1], T());
+      multiply(acc[n + 1], a, b[2], b[3], T());
     }
   }
 }

@@ -61,7 +61,7 @@ constexpr int attention_tiles_index(int head_dim, int value_dim) {
 // The first of a pair is for plain scores, the second for others, which need registers for their
 // options.
 constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
-    {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
+    {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 32, 1}},
     {{64, 4, 2, 64, 1}, {128, 4, 2, 32, 1}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
@@ -74,6 +74,30 @@ constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
 };
 constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
     {64, 8, 1, 64, 1}, {128, 8, 1, 64, 1}, {256, 4, 1, 32, 1}};
+
+// Short dense sequences with a mask, as windows of an image, have kernels of their own on every chip
+// (window.cu): of up to so many queries, keys and columns, with plain scores but for the mask. No
+// packed call has a mask whose bits would have to be the same. Backward also without a mask.
+constexpr int kWindowRows = 64, kWindowColumns = 32;
+bool window_takes_forward(const AttentionParams& params);
+bool window_takes_backward(const AttentionBackwardParams& params);
+// So many blocks, whatever a chip's multiprocessors, as sums of parts depend on it: of windows,
+// forward and backward, and on Hopper of a mask's gradient.
+constexpr int kWindowForwardBlocks = 528, kWindowBlocks = 396, kMaskGradientBlocks = 264;
+
+// A mask's gradient adds up what all (sequence, head) pairs give that have the mask in common. Where
+// there are few tiles of masks, the pairs of each come in parts, a block each, whose sums a kernel
+// adds up.
+struct MaskShare {
+  int32_t batch, heads;  // of masks: 1 where one serves all
+  int32_t served;        // pairs that have a mask in common
+  int32_t parts, pairs;  // parts of these, and pairs of a part
+};
+// Of windows, by what the call's mask has in common.
+MaskShare window_share(const AttentionParams& params, int64_t blocks);
+// Of the pairs of a mask's gradient, for windows and on Hopper, and bytes of fp32 sums of its parts.
+MaskShare mask_share(const AttentionBackwardParams& params);
+size_t mask_sums_bytes(const AttentionBackwardParams& params);
 
 // Whether blocks of keys make both gradients, or every other one each: dkey and dvalue of a head
 // dimension of 256 do not fit in the registers of a warp's 16 rows.

@@ -1,0 +1,168 @@
+"""Attention's kernels of windows: short dense sequences with a mask, all gradients in one kernel. And
+the gradient of a mask that few blocks' tiles share among many sequences, in parts."""
+
+import pytest
+import torch
+from attention_reference import (
+    BANDS,
+    BF16,
+    FP16,
+    Case,
+    attend,
+    check,
+    covering_sample,
+    forced,
+    run,
+    takes,
+    tensors_of,
+)
+from harness import Verdict, kernels_of, rand_generator, randn, same_bits, unwritten_is_nan
+
+import fused_norm.functional as fn
+
+pytestmark = pytest.mark.cuda
+
+FACTORS = {
+    "dtype": [BF16, FP16],
+    "size": [(1, 1), (1, 64), (64, 1), (7, 49), (49, 49), (64, 64), (33, 17), (50, 64)],
+    "dims": [(8, 8), (32, 32), (24, 16), (16, 32), (13, 29)],
+    "heads": [(1, 1, 1), (5, 3, 3), (40, 4, 4), (300, 3, 3)],
+    "band": list(BANDS),
+    "mask": ["none", "bool", "bool keys", "float", "float heads", "float rows", "fp32",
+             "float keys"],
+    "layout": ["bhsd", "bshd", "qkv", "transposed"],
+    "scale": [None, 0.3],
+    "lse": [False, True],
+}  # fmt: skip
+# Masks of few tiles that many sequences share, on Hopper: of 64 columns and of 128, of one head and
+# of all.
+IN_PARTS = [
+    Case(BF16, (49, 49), (40, 40), (300, 3, 3), "full", "float heads"),
+    Case(FP16, (144, 130), (32, 32), (70, 2, 2), "causal", "float heads"),
+    Case(BF16, (130, 257), (128, 128), (40, 4, 2), "full", "float heads"),
+]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_sample(part, seed):
+    verdict = Verdict()
+    for case in covering_sample(FACTORS)[part::4]:
+        tensors = tensors_of(case, rand_generator("cuda", seed))
+        sizes = {t.numel() * t.element_size() for t in tensors.values()}
+        with unwritten_is_nan("cuda", *sizes):
+            results = run(attend(case), case, tensors)
+        verdict.add(str(case), check(case, tensors, results))
+    verdict.check()
+
+
+@pytest.mark.parametrize("case", IN_PARTS, ids=str)
+@pytest.mark.parametrize("tier", ["portable", "hopper"])
+def test_gradient_of_a_mask_in_parts(tier, case, seed):
+    if not takes(tier, case):
+        pytest.skip(f"no kernel of the {tier} tier")
+    tensors = tensors_of(case, rand_generator("cuda", seed))
+    with forced(tier), unwritten_is_nan("cuda", tensors["attn_mask"].nbytes):
+        verdict = Verdict()
+        verdict.add(str(case), check(case, tensors, run(attend(case), case, tensors)))
+    verdict.check()
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (6, 1), (1, 3), (6, 3)], ids=str)
+@pytest.mark.parametrize("dim", [32, 64])
+def test_one_mask_for_some(dim, shape, seed):
+    """A mask of one sequence or head for all, or of each: its gradient is of its own shape."""
+    generator = rand_generator("cuda", seed)
+    q, k, v, dout = (randn(generator, 6, 3, 49, dim, dtype=torch.float64) for _ in range(4))
+    mask = randn(generator, *shape, 49, 49, dtype=torch.float64)
+
+    def gradient(dtype):
+        leaf = mask.to(dtype).requires_grad_()
+        out = fn.flash_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=leaf)
+        return torch.autograd.grad(out, leaf, dout.to(dtype))[0]
+
+    exact = gradient(torch.float64)
+    error = (gradient(BF16).double() - exact).abs().max()
+    assert error <= 2**-6 * exact.abs().max()
+
+
+def windows(generator, batch, heads, length, dim=32, dtype=BF16):
+    tensors = [randn(generator, batch, heads, length, dim, dtype=dtype) for _ in range(4)]
+    return [t.requires_grad_(i < 3) for i, t in enumerate(tensors)]
+
+
+@pytest.mark.parametrize("length", [49, 64])
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
+def test_bits(length, masked, seed):
+    """A sequence alone and among 700 has the same bits, and so has each run."""
+    generator = rand_generator("cuda", seed)
+    q, k, v, dout = windows(generator, 700, 3, length)
+    mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_() if masked else None
+
+    def results(at):
+        leaves = [t[at].detach().requires_grad_() for t in (q, k, v)]
+        out, lse = fn.flash_attention(*leaves, attn_mask=mask, return_lse=True)
+        inputs = [*leaves, mask] if masked else leaves
+        return [out, lse, *torch.autograd.grad((out, lse), inputs, (dout[at], torch.ones_like(lse)))]
+
+    whole = results(slice(None))
+    for _ in range(20):
+        for a, b in zip(whole, results(slice(None)), strict=True):
+            assert same_bits(a, b)
+    for i in (0, 1, 350, 699):
+        for a, b in zip(whole[:5], results(slice(i, i + 1))[:5], strict=True):
+            assert same_bits(a[i : i + 1], b)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
+@pytest.mark.parametrize("hides", [False, float("-inf"), -3e38], ids=str)
+def test_hidden_keys_may_hold_anything(hides, poison, seed):
+    generator = rand_generator("cuda", seed)
+    q, k, v, dout = windows(generator, 9, 3, 49)
+    mask = randn(generator, 1, 3, 49, 49, dtype=BF16)
+    if hides is False:
+        mask = mask > -1
+    mask[..., 11] = hides
+    clean = None
+    for value in (0.0, poison):
+        kk, vv = k.detach().clone(), v.detach().clone()
+        kk[:, :, 11] = vv[:, :, 11] = value
+        leaves = [q, kk.requires_grad_(), vv.requires_grad_()]
+        out, lse = fn.flash_attention(*leaves, attn_mask=mask, return_lse=True)
+        results = [out, lse, *torch.autograd.grad(out, leaves, dout)]
+        if clean is None:
+            clean = results
+        for a, b in zip(clean, results, strict=True):
+            assert same_bits(a, b)
+
+
+def test_queries_that_see_nothing(seed):
+    """The first queries of a causal call with fewer keys; what they hold reaches nobody."""
+    generator = rand_generator("cuda", seed)
+    q, dout = (randn(generator, 5, 2, 60, 32, dtype=BF16) for _ in range(2))
+    k, v = (randn(generator, 5, 2, 40, 32, dtype=BF16).requires_grad_() for _ in range(2))
+    mask = randn(generator, 1, 2, 60, 40, dtype=BF16)
+    q[:, :, :20] = dout[:, :, :20] = float("nan")
+    q.requires_grad_()
+    out, lse = fn.flash_attention(q, k, v, attn_mask=mask, causal=True, return_lse=True)
+    assert (out[:, :, :20] == 0).all() and (lse[:, :, :20] == -torch.inf).all()
+    gradients = torch.autograd.grad(out, (q, k, v), dout)
+    assert (gradients[0][:, :, :20] == 0).all()
+    assert all(g.isfinite().all() for g in gradients)
+
+
+def test_which_kernels_run(seed):
+    """One kernel forward and one backward, and one that adds up the mask's gradient."""
+    generator = rand_generator("cuda", seed)
+    q, k, v, dout = windows(generator, 700, 3, 49)
+    mask = randn(generator, 1, 3, 49, 49, dtype=BF16).requires_grad_()
+
+    def step(**options):
+        out = fn.flash_attention(q, k, v, attn_mask=mask, **options)
+        torch.autograd.grad(out, (q, k, v, mask), dout)
+
+    for tier in ("auto", "portable"):
+        with forced(tier):
+            names = kernels_of([step])
+            assert sum("attention_window" in name for name in names) == 2
+            assert sum("attention_sum_parts" in name for name in names) == 1
+            assert not any("attention_window" in name for name in kernels_of([lambda: step(softcap=5.0)]))
