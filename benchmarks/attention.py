@@ -104,9 +104,10 @@ MODELS = {
     "DeepSeek-V3, 16 heads": (1, 16, 1, 4096, 4096, 192, 128, True, "none"),
     "BERT large": (32, 16, 1, 512, 512, 64, 64, False, "none"),
     "BERT base": (256, 12, 1, 128, 128, 64, 64, False, "none"),
+    "BERT base, short": (512, 12, 1, 64, 64, 64, 64, False, "padding"),
     "BERT large, training": (32, 16, 1, 512, 512, 64, 64, False, "dropout"),
     "GPT-2, training": (16, 12, 1, 1024, 1024, 64, 64, True, "dropout"),
-    "T5 base": (16, 12, 1, 512, 512, 64, 64, False, "bias"),
+    "T5 base": (16, 12, 1, 512, 512, 64, 64, False, "bias gradient"),
     "ViT-B/16": (64, 12, 1, 197, 197, 64, 64, False, "none"),
     "ViT-H/14": (64, 16, 1, 257, 257, 80, 80, False, "none"),
     "SigLIP so400m": (32, 16, 1, 729, 729, 72, 72, False, "none"),
@@ -118,9 +119,11 @@ MODELS = {
     "SDXL": (4, 10, 1, 4096, 4096, 64, 64, False, "none"),
     "CogVideoX, 24 heads": (1, 24, 1, 17776, 17776, 64, 64, False, "none"),
     "Wan 1.3B": (1, 12, 1, 32760, 32760, 128, 128, False, "none"),
-    "AlphaFold, rows": (128, 4, 1, 384, 384, 32, 32, False, "bias"),
-    "BEiT-B/16": (64, 12, 1, 197, 197, 64, 64, False, "bias"),
-    "Swin-T, windows with a bias": (2048, 6, 1, 49, 49, 32, 32, False, "bias"),
+    "AlphaFold, rows": (128, 4, 1, 384, 384, 32, 32, False, "bias gradient"),
+    "BEiT-B/16": (64, 12, 1, 197, 197, 64, 64, False, "bias gradient"),
+    "Swin-T, windows with a bias": (2048, 6, 1, 49, 49, 32, 32, False, "bias gradient"),
+    "Swin-T, shifted windows": (2048, 6, 1, 49, 49, 32, 32, False, "own bias gradient"),
+    "Swin-B, 384 pixels": (512, 8, 1, 144, 144, 32, 32, False, "bias gradient"),
 }
 
 
@@ -151,7 +154,9 @@ def cells(quick):
     found += [Cell("windows", 128, 16384, True, window) for window in (512, 4096)]
     for packed, d in itertools.product(((2048,) * 8, MIXED), (64, 128)):
         found.append(Cell("packed", d, max(packed), True, lengths=packed))
-    found += [Cell("options", d, 4096, option=o) for d in (64, 128) for o in OPTIONS]
+    found += [
+        Cell("options", d, 4096, option=o) for d in (64, 128) for o in OPTIONS if "own" not in o
+    ]
     found += of_models()
     # The last one's work is so little that its time is the host's.
     return [*found, Cell("host", 64, 128, tokens=128, width=128)]
@@ -174,6 +179,12 @@ OPTIONS = {
     "boolean": lambda c: {"attn_mask": torch.rand(1, 1, c.length, c.keys) > 0.25},
     "bias": lambda c: {"attn_mask": torch.randn(1, c.heads, c.length, c.keys).bfloat16()},
     "bias gradient": lambda c: {"attn_mask": OPTIONS["bias"](c)["attn_mask"].requires_grad_()},
+    # A bias for each sequence.
+    "own bias gradient": lambda c: {
+        "attn_mask": torch.randn(len(c.sequences), c.heads, c.length, c.keys)
+        .bfloat16()
+        .requires_grad_()
+    },
 }
 
 

@@ -7,6 +7,7 @@ from attention_reference import (
     BANDS,
     BF16,
     FP16,
+    FP32,
     Case,
     attend,
     check,
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.cuda
 FACTORS = {
     "dtype": [BF16, FP16],
     "size": [(1, 1), (1, 64), (64, 1), (7, 49), (49, 49), (64, 64), (33, 17), (50, 64)],
-    "dims": [(8, 8), (32, 32), (24, 16), (16, 32), (13, 29)],
+    "dims": [(8, 8), (32, 32), (24, 16), (16, 32), (13, 29), (64, 64), (40, 64), (48, 16)],
     "heads": [(1, 1, 1), (5, 3, 3), (40, 4, 4), (300, 3, 3)],
     "band": list(BANDS),
     "mask": ["none", "bool", "bool keys", "float", "float heads", "float rows", "fp32",
@@ -34,12 +35,14 @@ FACTORS = {
     "scale": [None, 0.3],
     "lse": [False, True],
 }  # fmt: skip
-# Masks of few tiles that many sequences share, on Hopper: of 64 columns and of 128, of one head and
-# of all.
+# Masks of few tiles that many sequences share: of 64 columns and of 128 on Hopper, of one head and of
+# all; and in the plain tier.
 IN_PARTS = [
-    Case(BF16, (49, 49), (40, 40), (300, 3, 3), "full", "float heads"),
+    Case(BF16, (49, 150), (40, 40), (300, 3, 3), "full", "float heads"),
     Case(FP16, (144, 130), (32, 32), (70, 2, 2), "causal", "float heads"),
     Case(BF16, (130, 257), (128, 128), (40, 4, 2), "full", "float heads"),
+    Case(BF16, (70, 70), (32, 32), (40, 4, 2), "full", "fp32"),
+    Case(FP32, (49, 49), (32, 32), (150, 2, 2), "full", "float heads"),
 ]
 
 
@@ -56,7 +59,7 @@ def test_sample(part, seed):
 
 
 @pytest.mark.parametrize("case", IN_PARTS, ids=str)
-@pytest.mark.parametrize("tier", ["portable", "hopper"])
+@pytest.mark.parametrize("tier", ["plain", "portable", "hopper"])
 def test_gradient_of_a_mask_in_parts(tier, case, seed):
     if not takes(tier, case):
         pytest.skip(f"no kernel of the {tier} tier")
@@ -68,7 +71,7 @@ def test_gradient_of_a_mask_in_parts(tier, case, seed):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (6, 1), (1, 3), (6, 3)], ids=str)
-@pytest.mark.parametrize("dim", [32, 64])
+@pytest.mark.parametrize("dim", [32, 64, 80])
 def test_one_mask_for_some(dim, shape, seed):
     """A mask of one sequence or head for all, or of each: its gradient is of its own shape."""
     generator = rand_generator("cuda", seed)
@@ -85,17 +88,17 @@ def test_one_mask_for_some(dim, shape, seed):
     assert error <= 2**-6 * exact.abs().max()
 
 
-def windows(generator, batch, heads, length, dim=32, dtype=BF16):
-    tensors = [randn(generator, batch, heads, length, dim, dtype=dtype) for _ in range(4)]
+def windows(generator, batch, heads, length, dim=32):
+    tensors = [randn(generator, batch, heads, length, dim, dtype=BF16) for _ in range(4)]
     return [t.requires_grad_(i < 3) for i, t in enumerate(tensors)]
 
 
-@pytest.mark.parametrize("length", [49, 64])
+@pytest.mark.parametrize("length, dim", [(49, 32), (64, 32), (49, 64)])
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
-def test_bits(length, masked, seed):
+def test_bits(length, dim, masked, seed):
     """A sequence alone and among 700 has the same bits, and so has each run."""
     generator = rand_generator("cuda", seed)
-    q, k, v, dout = windows(generator, 700, 3, length)
+    q, k, v, dout = windows(generator, 700, 3, length, dim)
     mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_() if masked else None
 
     def results(at):

@@ -80,13 +80,16 @@ struct Launch {
   }
 
   // A mask whose rows tensor cores read in packs of 16 bytes, the last one too: itself, or one
-  // copy, of what is not broadcast. One of keys alone, or broadcast over them, is read in place.
+  // copy, of what is not broadcast. One of keys alone, or broadcast over them, or of windows is
+  // read in place.
   Tensor readable_mask(Tensor mask) const {
     const int64_t pack = 16 / mask.element_size(), keys = mask.size(3);
     bool fits = reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0 &&
                 mask.stride(3) == 1 && keys % pack == 0;
     for (int d = 0; d < 3; ++d) fits &= stride_of(mask, d) % pack == 0;
-    if (!aligned || fits || stride_of(mask, 2) == 0 || stride_of(mask, 3) == 0) return mask;
+    if (!aligned || fits || stride_of(mask, 2) == 0 || stride_of(mask, 3) == 0 ||
+        attention_is_window(params))
+      return mask;
     for (int d = 0; d < 3; ++d) {
       if (mask.stride(d) == 0) mask = mask.narrow(d, 0, 1);
     }
@@ -162,15 +165,6 @@ void set_options(const AttentionCall& call, Launch* launch) {
   p.top_left = call.top_left;
   p.dropout_threshold = dropout_threshold(call.dropout_p);
   p.dropout_scale = dropout_scale(p.dropout_threshold);
-  if (has(call.attn_mask)) {
-    const Tensor read =
-        launch->owned.emplace_back(launch->readable_mask(of_four_dims(*call.attn_mask)));
-    const Tensor mask = read.expand({p.batch, p.heads, p.queries, p.keys});
-    const bool boolean = mask.scalar_type() == at::kBool;
-    const DType dtype = boolean ? p.dtype : to_dtype(mask.scalar_type());
-    const auto [data, batch, head, row] = as_tensor(mask, /*packed=*/false);
-    p.mask = {data, boolean, dtype, batch, head, row, stride_of(mask, 3)};
-  }
   if (has(call.alibi_slopes)) {
     p.alibi_slopes = static_cast<const float*>(launch->contiguous(*call.alibi_slopes));
     p.alibi_batch_stride = call.alibi_slopes->dim() == 2 ? p.heads : 0;
@@ -181,6 +175,15 @@ void set_options(const AttentionCall& call, Launch* launch) {
     p.sink_dtype = to_dtype(sink.scalar_type());
   }
   if (call.dropout_p > 0) p.rng = static_cast<const int64_t*>(launch->contiguous(*call.rng));
+  if (has(call.attn_mask)) {
+    const Tensor read =
+        launch->owned.emplace_back(launch->readable_mask(of_four_dims(*call.attn_mask)));
+    const Tensor mask = read.expand({p.batch, p.heads, p.queries, p.keys});
+    const bool boolean = mask.scalar_type() == at::kBool;
+    const DType dtype = boolean ? p.dtype : to_dtype(mask.scalar_type());
+    const auto [data, batch, head, row] = as_tensor(mask, /*packed=*/false);
+    p.mask = {data, boolean, dtype, batch, head, row, stride_of(mask, 3)};
+  }
 }
 
 // Whether a tensor-core tier takes the call once its tensors are aligned and padded. The portable

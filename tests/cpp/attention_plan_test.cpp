@@ -183,9 +183,11 @@ TEST(AttentionWindows, AreShortDenseAndPlainButForTheMask) {
   const AttentionParams params = window(100, 3);
   EXPECT_TRUE(window_takes_forward(params));
   EXPECT_TRUE(window_takes_backward({params}));
-  for (int rows : {1, 64}) EXPECT_TRUE(window_takes_forward(window(100, 3, rows, 8)));
+  for (int rows : {1, 64}) {
+    for (int dim : {8, 32, 64}) EXPECT_TRUE(window_takes_forward(window(100, 3, rows, dim)));
+  }
   EXPECT_FALSE(window_takes_forward(window(100, 3, 65)));
-  EXPECT_FALSE(window_takes_forward(window(100, 3, 49, 40)));
+  EXPECT_FALSE(window_takes_forward(window(100, 3, 49, 72)));
   EXPECT_FALSE(window_takes_forward(window(0, 3)));
   const auto changed = [&](auto change) {
     AttentionParams other = params;
@@ -194,7 +196,7 @@ TEST(AttentionWindows, AreShortDenseAndPlainButForTheMask) {
   };
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 0; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 65; }));
-  EXPECT_FALSE(changed([](AttentionParams& p) { p.value_dim = 40; }));
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.value_dim = 72; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.kv_heads = 1; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.softcap = 5; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.scale = -1; }));
@@ -234,7 +236,7 @@ TEST(AttentionWindows, PartsAreAllPairsOfAMask) {
             EXPECT_EQ(int64_t{share.batch} * share.heads * share.served, int64_t{batch} * heads);
             EXPECT_GE(share.parts * share.pairs, share.served);
             EXPECT_LT((share.parts - 1) * share.pairs, share.served);
-            EXPECT_LE(share.parts, rows > kWindowRows ? kMaskGradientBlocks : kWindowBlocks);
+            EXPECT_LE(share.parts, (rows > kWindowRows ? 1 : 3) * kSharedBy);
             EXPECT_EQ(mask_sums_bytes(params) > 0, share.parts > 1);
           }
         }

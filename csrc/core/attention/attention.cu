@@ -133,9 +133,11 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   char* const mask_sums = static_cast<char*>(workspace) + statistics_bytes(forward);
   char* const scratch = mask_sums + mask_sums_bytes(params);
   AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
+  gradient.share = mask_share(params);
   gradient.mask_sums = reinterpret_cast<float*>(mask_sums);
   if (tier != AttentionTier::kPlain && window_takes_backward(params)) {
-    return attention_backward_window(gradient, stream);
+    const cudaError_t error = attention_backward_window(gradient, stream);
+    return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
   }
   const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);
   if (on_hopper) {
@@ -158,11 +160,16 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
     left.dquery.data = left.dkey.data = left.dvalue.data = nullptr;
   }
   if (error != cudaSuccess) return error;
-  if (tier == AttentionTier::kPlain) return attention_backward_plain(gradient, stream);
-  // The portable tier's kernels also serve what else a call on Hopper needs.
-  return with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
-    return attention_backward_portable<decltype(t)>(gradient, stream);
-  });
+  if (tier == AttentionTier::kPlain) {
+    error = attention_backward_plain(gradient, stream);
+  } else {
+    // The portable tier's kernels also serve what else a call on Hopper needs.
+    error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
+      return attention_backward_portable<decltype(t)>(gradient, stream);
+    });
+  }
+  gradient.params.dmask = params.dmask;
+  return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
 }
 
 }  // namespace fused_norm

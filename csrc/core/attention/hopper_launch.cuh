@@ -244,7 +244,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   if constexpr (Form::kOfMask) {
     args.mask.bits = nullptr;
     args.dmask = gradient.params.dmask;
-    args.share = mask_share(gradient.params);
+    args.share = gradient.share;
     args.mask_sums = gradient.mask_sums;
     set_work<Form::kOwn>(params, false, 1, false, nullptr, &args);
     return detail::launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,

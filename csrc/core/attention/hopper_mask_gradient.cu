@@ -6,7 +6,7 @@ cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const Device
                                  void* scratch, cudaStream_t stream) {
   using namespace hopper;
   const AttentionParams& params = gradient.params.forward;
-  const cudaError_t error = with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
     const auto launch = [&](auto dim) {
       using Form = BackwardForm<decltype(zero), dim.value, Makes::kMask, true>;
       return launch_backward_form<Form>(gradient, device, nullptr, static_cast<char*>(scratch),
@@ -15,7 +15,6 @@ cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const Device
     return hopper_plan(params).dim == 64 ? launch(std::integral_constant<int, 64>())
                                          : launch(std::integral_constant<int, 128>());
   });
-  return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
 }
 
 }  // namespace fused_norm

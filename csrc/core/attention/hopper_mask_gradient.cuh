@@ -40,11 +40,9 @@ __device__ __forceinline__ void for_served(const BackwardArgs& args, const WorkT
   const int end = min((part + 1) * share.pairs, share.served);
 #pragma unroll 1
   for (int pair = part * share.pairs; pair < end; ++pair) {
-    const int of_heads = share.heads == 1 ? pair % args.heads : work.head;
-    const int sequence = share.batch > 1    ? work.sequence
-                         : share.heads == 1 ? pair / args.heads
-                                            : pair;
-    use(sequence, of_heads, pair + 1 == end);
+    int sequence = work.sequence, head = work.head;
+    share.set_pair(pair, args.heads, &sequence, &head);
+    use(sequence, head, pair + 1 == end);
   }
 }
 

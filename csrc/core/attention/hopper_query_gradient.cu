@@ -9,6 +9,7 @@ namespace hopper {
 struct QueryGradientArgs : WorkArgs {
   ChunkSums sums;
   AttentionTensor dquery;
+  bool is_half;
   float scale;
   int32_t head_dim, dim;  // of dquery, and of the tiles
 };
@@ -16,10 +17,8 @@ struct QueryGradientArgs : WorkArgs {
 // Of tiles of kRows queries; a tile has two chunks, of 64 queries each, or of 64 columns and the
 // rest.
 template <int kRows>
-__global__ void __launch_bounds__(256, 4)  // without the 4 the compiler spills
-    attention_query_gradient_hopper(const __grid_constant__ QueryGradientArgs args, bool is_half) {
-  __shared__ WorkTile work;
-  __shared__ ListPlace place;
+__device__ __forceinline__ void round_sums(const QueryGradientArgs& args, WorkTile& work,
+                                           ListPlace& place) {
   constexpr bool kByQueries = kRows == 128;
   const int half = threadIdx.x / 128, thread = threadIdx.x % 128;
   const int columns = kByQueries || half == 0 ? 64 : args.dim - 64;
@@ -58,9 +57,16 @@ __global__ void __launch_bounds__(256, 4)  // without the 4 the compiler spills
         store_row<T>(values, r, args.scale, out, args.head_dim - column);
       }
     };
-    is_half ? store(__half()) : store(__nv_bfloat16());
+    args.is_half ? store(__half()) : store(__nv_bfloat16());
     __syncthreads();
   }
+}
+
+__global__ void __launch_bounds__(256, 4)  // without the 4 the compiler spills
+    attention_query_gradient_hopper(const __grid_constant__ QueryGradientArgs args, int rows) {
+  __shared__ WorkTile work;
+  __shared__ ListPlace place;
+  rows == 128 ? round_sums<128>(args, work, place) : round_sums<64>(args, work, place);
 }
 
 }  // namespace hopper
@@ -76,6 +82,7 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   QueryGradientArgs args{};
   args.sums = dquery_sums(hopper_scratch(params, /*backward=*/true), static_cast<char*>(scratch));
   args.dquery = gradient.params.dquery;
+  args.is_half = params.dtype == DType::kFloat16;
   args.scale = static_cast<float>(params.scale);
   args.head_dim = params.head_dim;
   args.dim = plan.dim;
@@ -84,9 +91,8 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
     const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, &args);
     if (tiles == 0) return cudaSuccess;
     const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
-    return detail::launch(attention_query_gradient_hopper<rows.value>,
-                          static_cast<unsigned>(blocks), 256, {}, stream, args,
-                          params.dtype == DType::kFloat16);
+    return detail::launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {},
+                          stream, args, rows.value);
   };
   return kHopperFusedTiles[plan.general][hopper_dim_index(args.dim)].others == 128
              ? launch(std::integral_constant<int, 128>())

@@ -100,7 +100,8 @@ __device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base) {
   return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, lane / 8 % 2);
 }
 
-// For 16 x 16 of a left factor whose rows are columns of the tile from `first` on, a multiple of 16.
+// For 16 x 16 of a left factor whose rows are columns of the tile from `first` on, a multiple
+// of 16.
 template <int kDim>
 __device__ __forceinline__ LaneRow<kDim> left_columns(uint32_t base, int first) {
   const int lane = threadIdx.x % 32;

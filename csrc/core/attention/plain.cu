@@ -173,8 +173,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // dsink = -sum over queries of exp(sink - lse) * delta; a block a head.
 template <typename A>
-__global__ void __launch_bounds__(kThreads, kBlocks<A>)
-    attention_sinks(const __grid_constant__ AttentionGradient g) {
+__device__ __forceinline__ void add_sinks(const AttentionGradient& g) {
   const AttentionParams& params = g.params.forward;
   const int head = blockIdx.x;
   constexpr int kRows = 8 * kWarpSize;  // that a warp takes at a time
@@ -208,6 +207,24 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
     });
   }
 }
+__global__ void __launch_bounds__(kThreads)
+    attention_sinks(const __grid_constant__ AttentionGradient g) {
+  g.params.forward.dtype == DType::kFloat64 ? add_sinks<double>(g) : add_sinks<float>(g);
+}
+
+// A thread an element of a mask's gradient: adds its sums of all parts, in their order.
+__global__ void __launch_bounds__(kThreads)
+    attention_sum_parts(const __grid_constant__ AttentionGradient g, int64_t elements) {
+  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (at >= elements) return;
+  float sum = 0;
+#pragma unroll 8
+  for (int part = 0; part < g.share.parts; ++part) sum += g.mask_sums[part * elements + at];
+  with_option_storage<float>(g.params.forward.mask.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    static_cast<T*>(g.params.dmask)[at] = static_cast<T>(sum);
+  });
+}
 
 }  // namespace
 }  // namespace plain
@@ -238,9 +255,17 @@ cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t st
 cudaError_t attention_sink_gradient(const AttentionGradient& g, cudaStream_t stream) {
   using namespace plain;
   const dim3 heads(g.params.forward.heads);
-  return with_arithmetic(g.params.forward.dtype, [&](auto a) {
-    return detail::launch(attention_sinks<decltype(a)>, heads, dim3(kThreads), {}, stream, g);
-  });
+  return detail::launch(attention_sinks, heads, dim3(kThreads), {}, stream, g);
+}
+
+cudaError_t attention_sum_mask(const AttentionGradient& g, cudaStream_t stream) {
+  using namespace plain;
+  if (g.params.dmask == nullptr || g.share.parts == 1) return cudaSuccess;
+  const int* shape = g.params.mask_shape;
+  const int64_t elements = int64_t{shape[0]} * shape[1] * shape[2] * shape[3];
+  return detail::launch(attention_sum_parts,
+                        dim3(static_cast<unsigned>(ceil_div(elements, kThreads))), dim3(kThreads),
+                        {}, stream, g, elements);
 }
 
 }  // namespace fused_norm

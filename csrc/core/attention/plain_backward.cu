@@ -1,5 +1,6 @@
 // The plain tier's backward kernels.
 #include <algorithm>
+#include <type_traits>
 
 #include "core/attention/plain.cuh"
 
@@ -82,28 +83,13 @@ __device__ __forceinline__ void gradient_tile(const AttentionGradient& g, Shared
   }
 }
 
-template <typename A, bool kOfKeys>
-__global__ void __launch_bounds__(kThreads, kBlocks<A>)
-    attention_plain_gradient(const __grid_constant__ AttentionGradient g, int tiles, int chunks) {
-  extern __shared__ char memory[];
-  Shared<A>& shared = *reinterpret_cast<Shared<A>*>(memory);
-  for_tiles<kTile, kOfKeys>(g.params.forward, tiles, chunks,
-                            [&](const Sequence& s, int head, int row, int chunk) {
-                              gradient_tile<A, kOfKeys>(g, shared, s, head, row, chunk * kChunk);
-                            });
-}
-
 // A block has a tile of the mask and sums what its elements serve, in order.
 template <typename A>
-__global__ void __launch_bounds__(kThreads, kBlocks<A>)
-    attention_plain_mask_gradient(const __grid_constant__ AttentionGradient g, int key_tiles,
-                                  int query_tiles) {
-  extern __shared__ char memory[];
-  Shared<A>& shared = *reinterpret_cast<Shared<A>*>(memory);
-  const Place place = place_of(key_tiles, query_tiles, g.params.mask_shape[1]);
+__device__ __forceinline__ void mask_gradient(const AttentionGradient& g, Shared<A>& shared,
+                                              const Place& place) {
   Fragment<A> acc = {};
   for_served<kTile, kTile>(
-      g.params, place, [&](const Sequence& s, int head, int query, const Range& keys) {
+      g, place, [&](const Sequence& s, int head, int query, const Range& keys) {
         const Head<A> h(g.params.forward, g.params.dout, s, head, {0, s.queries}, {0, s.keys});
         for (int key = keys.begin / kTile * kTile; key < keys.end; key += kTile) {
           Fragment<A> probability, gradient;
@@ -113,7 +99,26 @@ __global__ void __launch_bounds__(kThreads, kBlocks<A>)
       });
   store_scores(shared, acc);
   __syncthreads();
-  store_mask_tile<kTile, kTile>(g.params, place, shared.scores[0], kTile + 1);
+  store_mask_tile<kTile, kTile>(g, place, shared.scores[0], kTile + 1);
+}
+
+// `parts`: chunks of columns, or of a mask tiles of its queries.
+enum class Of { kQueries, kKeys, kMask };
+template <typename A>
+__global__ void __launch_bounds__(kThreads, kBlocks<A>)
+    attention_plain_gradient(const __grid_constant__ AttentionGradient g, int tiles, int parts,
+                             Of of) {
+  extern __shared__ char memory[];
+  Shared<A>& shared = *reinterpret_cast<Shared<A>*>(memory);
+  const auto run = [&](auto of_keys) {
+    for_tiles<kTile, of_keys.value>(
+        g.params.forward, tiles, parts, [&](const Sequence& s, int head, int row, int part) {
+          gradient_tile<A, of_keys.value>(g, shared, s, head, row, part * kChunk);
+        });
+  };
+  if (of == Of::kMask)
+    return mask_gradient(g, shared, place_of(tiles, parts, g.params.mask_shape[1]));
+  of == Of::kKeys ? run(std::true_type()) : run(std::false_type());
 }
 
 }  // namespace
@@ -125,24 +130,24 @@ cudaError_t attention_backward_plain(const AttentionGradient& g, cudaStream_t st
   const int* mask = g.params.mask_shape;
   return with_arithmetic(params.dtype, [&](auto a) {
     using A = decltype(a);
-    const auto launch = [&](auto kernel, int tiles, int chunks, int heads, int batch) {
-      return launch_tiles(kernel, g, tiles, chunks, heads, batch, kThreads, sizeof(Shared<A>),
-                          stream);
+    const auto launch = [&](Of of, int tiles, int parts, int heads, int batch) {
+      return launch_tiles(attention_plain_gradient<A>, g, tiles, parts, heads, batch, kThreads,
+                          sizeof(Shared<A>), stream, of);
     };
     cudaError_t error = cudaSuccess;
     if (g.params.dquery.data != nullptr) {
-      error = launch(attention_plain_gradient<A, false>, tiles_of(params.queries, kTile),
-                     chunks_of(params.head_dim), params.heads, sequences_of(params));
+      error = launch(Of::kQueries, tiles_of(params.queries, kTile), chunks_of(params.head_dim),
+                     params.heads, sequences_of(params));
     }
     if (error == cudaSuccess &&
         (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
-      error = launch(attention_plain_gradient<A, true>, tiles_of(params.keys, kTile),
+      error = launch(Of::kKeys, tiles_of(params.keys, kTile),
                      chunks_of(std::max(params.head_dim, params.value_dim)), params.kv_heads,
                      sequences_of(params));
     }
     if (error == cudaSuccess && g.params.dmask != nullptr) {
-      error = launch(attention_plain_mask_gradient<A>, tiles_of(mask[3], kTile),
-                     tiles_of(mask[2], kTile), mask[1], mask[0]);
+      error = launch(Of::kMask, tiles_of(mask[3], kTile), tiles_of(mask[2], kTile), mask[1],
+                     mask[0] * g.share.parts);
     }
     return error;
   });

@@ -36,67 +36,80 @@ int cached_heads(const AttentionParams& params, int64_t rows) {
       std::clamp<int64_t>(kCachedBytes / std::max<int64_t>(bytes, 1), 1, kMostHeads));
 }
 
-// Whether the kernels of windows take a call, but for its mask.
-bool is_window(const AttentionParams& params) {
-  const auto fits = [](int32_t size, int most) { return size > 0 && size <= most; };
-  AttentionParams unmasked = params;
-  unmasked.mask.data = nullptr;
-  return size_of(params.dtype) == 2 && params.query_offsets == nullptr && params.batch > 0 &&
-         params.heads == params.kv_heads &&
-         int64_t{params.batch} * params.heads <= INT32_MAX && fits(params.queries, kWindowRows) &&
-         fits(params.keys, kWindowRows) && fits(params.head_dim, kWindowColumns) &&
-         fits(params.value_dim, kWindowColumns) && params.sink == nullptr &&
-         attention_scores_are_plain(unmasked);
-}
-
-// Of masks of so many tiles each.
-MaskShare share_of(const AttentionParams& params, bool one_batch, bool one_head, int64_t tiles,
-                   int64_t blocks) {
+// Without parts.
+MaskShare share_of(const AttentionParams& params, bool one_batch, bool one_head) {
   MaskShare share{one_batch ? 1 : params.batch, one_head ? 1 : params.heads};
-  const int64_t masks = int64_t{share.batch} * share.heads;
-  const int64_t served = int64_t{params.batch} * params.heads / masks;
-  const int64_t pairs = std::clamp<int64_t>(ceil_div(masks * tiles * served, blocks), 1, served);
-  share.served = static_cast<int32_t>(served);
-  share.parts = static_cast<int32_t>(ceil_div(served, pairs));
-  share.pairs = static_cast<int32_t>(ceil_div(served, int64_t{share.parts}));
+  share.served =
+      static_cast<int32_t>(int64_t{params.batch} * params.heads / share.batch / share.heads);
+  share.parts = 1;
+  share.pairs = share.served;
   return share;
+}
+// In at most so many parts, of one size.
+void set_parts(MaskShare* share, int64_t parts) {
+  share->pairs = static_cast<int32_t>(ceil_div(share->served, std::max<int64_t>(parts, 1)));
+  share->parts = static_cast<int32_t>(ceil_div(share->served, share->pairs));
 }
 
 }  // namespace
 
+bool attention_is_window(const AttentionParams& params) {
+  const auto fits = [](int32_t size, int most) { return size > 0 && size <= most; };
+  AttentionParams unmasked = params;
+  unmasked.mask.data = nullptr;
+  return size_of(params.dtype) == 2 && params.query_offsets == nullptr && params.batch > 0 &&
+         params.heads == params.kv_heads && int64_t{params.batch} * params.heads <= INT32_MAX &&
+         fits(params.queries, kWindowRows) && fits(params.keys, kWindowRows) &&
+         fits(params.head_dim, kWindowColumns) && fits(params.value_dim, kWindowColumns) &&
+         params.sink == nullptr && attention_scores_are_plain(unmasked);
+}
+
 bool window_takes_forward(const AttentionParams& params) {
-  return params.mask.data != nullptr && is_window(params);
+  return params.mask.data != nullptr && attention_is_window(params);
 }
 
 bool window_takes_backward(const AttentionBackwardParams& params) {
   const AttentionParams& forward = params.forward;
-  return is_window(forward) &&
-         (params.dmask == nullptr || (params.mask_shape[2] == forward.queries &&
-                                      params.mask_shape[3] == forward.keys));
+  return attention_is_window(forward) &&
+         (params.dmask == nullptr ||
+          (params.mask_shape[2] == forward.queries && params.mask_shape[3] == forward.keys));
 }
 
-MaskShare window_share(const AttentionParams& params, int64_t blocks) {
-  return share_of(params, params.mask.batch_stride == 0, params.mask.head_stride == 0, 1, blocks);
+MaskShare window_share(const AttentionParams& params, int blocks) {
+  MaskShare share = share_of(params, params.mask.batch_stride == 0, params.mask.head_stride == 0);
+  set_parts(&share, blocks / std::max(1, share.batch * share.heads));
+  return share;
 }
 
 MaskShare mask_share(const AttentionBackwardParams& params) {
   const AttentionParams& forward = params.forward;
-  const bool windows = window_takes_backward(params);
-  if (params.dmask == nullptr) return window_share(forward, kWindowBlocks);
-  const int others = kHopperMaskGradientTiles[hopper_dim_index(dim_of(forward))].others;
-  const int64_t tiles =
-      windows ? 1
-              : ceil_div(forward.queries, kHopperOwnRows) *
-                    ceil_div(forward.keys, std::max(others, 1));
-  return share_of(forward, params.mask_shape[0] == 1, params.mask_shape[1] == 1, tiles,
-                  windows ? kWindowBlocks : kMaskGradientBlocks);
+  const int* shape = params.mask_shape;
+  const int blocks = kSharedBy * window_blocks(window_columns(forward), true);
+  if (params.dmask == nullptr) return window_share(forward, blocks);
+  MaskShare share = share_of(forward, shape[0] == 1, shape[1] == 1);
+  const int64_t masks = int64_t{share.batch} * share.heads;
+  if (forward.dtype == DType::kFloat64 || share.served == 0) return share;
+  if (window_takes_backward(params)) {
+    set_parts(&share, blocks / masks);
+    return share;
+  }
+  // Other kernels have a block a multiprocessor. To store and add up a part's sums takes as long as
+  // three pairs.
+  const int64_t tiles = masks * ceil_div(shape[2], 128) * ceil_div(shape[3], 128);
+  MaskShare best = share;
+  int64_t least = ceil_div(tiles, kSharedBy) * share.served;
+  for (int parts = 2; parts <= std::min(share.served, kSharedBy); ++parts) {
+    set_parts(&share, parts);
+    const int64_t time = ceil_div(tiles * share.parts, kSharedBy) * (share.pairs + 3);
+    if (time < least) least = time, best = share;
+  }
+  return best;
 }
 
 size_t mask_sums_bytes(const AttentionBackwardParams& params) {
-  const MaskShare share = mask_share(params);
-  if (params.dmask == nullptr || share.parts == 1) return 0;
-  const size_t floats = size_t{1} * share.parts * share.batch * share.heads *
-                        params.forward.queries * params.forward.keys;
+  const int parts = mask_share(params).parts, *shape = params.mask_shape;
+  if (params.dmask == nullptr || parts == 1) return 0;
+  const size_t floats = size_t{1} * parts * shape[0] * shape[1] * shape[2] * shape[3];
   return (sizeof(float) * floats + 127) / 128 * 128;
 }
 

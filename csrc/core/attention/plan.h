@@ -61,7 +61,7 @@ constexpr int attention_tiles_index(int head_dim, int value_dim) {
 // The first of a pair is for plain scores, the second for others, which need registers for their
 // options.
 constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
-    {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 32, 1}},
+    {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
     {{64, 4, 2, 64, 1}, {128, 4, 2, 32, 1}, {256, 4, 1, 32, 1}},
 };
 constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
@@ -75,29 +75,41 @@ constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
 constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
     {64, 8, 1, 64, 1}, {128, 8, 1, 64, 1}, {256, 4, 1, 32, 1}};
 
-// Short dense sequences with a mask, as windows of an image, have kernels of their own on every chip
-// (window.cu): of up to so many queries, keys and columns, with plain scores but for the mask. No
-// packed call has a mask whose bits would have to be the same. Backward also without a mask.
-constexpr int kWindowRows = 64, kWindowColumns = 32;
+// Short dense sequences with a mask, as windows of an image, have kernels of their own on every
+// chip (window.cu): of up to so many queries, keys and columns, with plain scores but for the mask.
+// No packed call has a mask whose bits would have to be the same. Backward also without a mask.
+constexpr int kWindowRows = 64, kWindowColumns = 64;
+constexpr int window_columns(const AttentionParams& params) {  // of a tile
+  return params.head_dim <= 32 && params.value_dim <= 32 ? 32 : 64;
+}
+// Blocks of a multiprocessor, by the registers of a thread.
+constexpr int window_blocks(int columns, bool backward) {
+  return (columns == 32 ? 4 : 3) - backward;
+}
+bool attention_is_window(const AttentionParams& params);  // but for its mask
 bool window_takes_forward(const AttentionParams& params);
 bool window_takes_backward(const AttentionBackwardParams& params);
-// So many blocks, whatever a chip's multiprocessors, as sums of parts depend on it: of windows,
-// forward and backward, and on Hopper of a mask's gradient.
-constexpr int kWindowForwardBlocks = 528, kWindowBlocks = 396, kMaskGradientBlocks = 264;
 
-// A mask's gradient adds up what all (sequence, head) pairs give that have the mask in common. Where
-// there are few tiles of masks, the pairs of each come in parts, a block each, whose sums a kernel
-// adds up.
+// The (sequence, head) pairs that have a mask in common. Its gradient is a sum over them: where
+// there are few tiles of masks, pairs come in parts, a block each, and a kernel adds up the parts'
+// fp32 sums. The windows of a block have a mask in common too.
 struct MaskShare {
   int32_t batch, heads;  // of masks: 1 where one serves all
   int32_t served;        // pairs that have a mask in common
   int32_t parts, pairs;  // parts of these, and pairs of a part
+
+  // Of `all_heads` heads, the pair `i` of those of mask (batch, head), of which it makes the
+  // pair's.
+  FUSED_NORM_HOST_DEVICE void set_pair(int i, int all_heads, int* of_batch, int* head) const {
+    if (heads == 1) *head = i % all_heads;
+    if (batch == 1) *of_batch = heads == 1 ? i / all_heads : i;
+  }
 };
-// Of windows, by what the call's mask has in common.
-MaskShare window_share(const AttentionParams& params, int64_t blocks);
-// Of the pairs of a mask's gradient, for windows and on Hopper, and bytes of fp32 sums of its parts.
+// Multiprocessors for which work is shared, whatever a chip has, as the order of sums follows.
+constexpr int kSharedBy = 132;
+MaskShare window_share(const AttentionParams& params, int blocks);
 MaskShare mask_share(const AttentionBackwardParams& params);
-size_t mask_sums_bytes(const AttentionBackwardParams& params);
+size_t mask_sums_bytes(const AttentionBackwardParams& params);  // 0 of one part
 
 // Whether blocks of keys make both gradients, or every other one each: dkey and dvalue of a head
 // dimension of 256 do not fit in the registers of a warp's 16 rows.

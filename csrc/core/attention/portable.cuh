@@ -142,10 +142,11 @@ cudaError_t with_shape(const AttentionParams& params, Launch launch) {
   const int index = attention_tiles_index(params.head_dim, params.value_dim);
   const auto with = [&](auto general) {
     constexpr bool kGeneral = decltype(general)::value;
-    // Of 256 columns one kernel serves both.
+    // Gradients of 256 columns have the same tiles with options and without: one kernel.
+    constexpr bool kGeneralOfMost = kGeneral || kKernel != Kernel::kForward;
     return index == 0   ? launch(Shape<T, kKernel, kGeneral, 0>())
            : index == 1 ? launch(Shape<T, kKernel, kGeneral, 1>())
-                        : launch(Shape<T, kKernel, true, 2>());
+                        : launch(Shape<T, kKernel, kGeneralOfMost, 2>());
   };
   if constexpr (kKernel != Kernel::kMaskGradient) {
     if (attention_scores_are_plain(params)) return with(std::false_type());

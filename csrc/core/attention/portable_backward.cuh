@@ -281,7 +281,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
   typename S::Scores sums;
   mma::clear(sums);
   for_served<S::kOwn, S::kOthers>(
-      g.params, place, [&](const Sequence& s, int head, int query, const Range& keys) {
+      g, place, [&](const Sequence& s, int head, int query, const Range& keys) {
         __syncthreads();  // the tiles before are done with
         Side<typename S::T, false>(g, s, head)
             .template copy<S, S::kOwn>(shared_address(shared), query,
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         sums[m][n][e];
   });
   __syncthreads();
-  store_mask_tile<S::kOwn, S::kOthers>(g.params, place, tile, kPitch);
+  store_mask_tile<S::kOwn, S::kOthers>(g, place, tile, kPitch);
 }
 
 }  // namespace portable
@@ -325,7 +325,7 @@ cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t
       using S = decltype(shape);
       const int* mask = g.params.mask_shape;
       return launch_tiles(attention_portable_mask_gradient<S>, g, tiles_of(mask[3], S::kOthers),
-                          tiles_of(mask[2], S::kOwn), mask[1], mask[0], S::kThreads,
+                          tiles_of(mask[2], S::kOwn), mask[1], mask[0] * g.share.parts, S::kThreads,
                           S::kSharedBytes, stream);
     });
   }

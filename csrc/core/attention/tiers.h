@@ -19,12 +19,16 @@ struct AttentionGradient {
   // Words of scratch memory that the kernel of the statistics zeroes, for Hopper's kernels.
   uint32_t* zeros;
   int64_t zero_words;
-  float* mask_sums;  // mask_sums_bytes()
+  // How a mask's gradient is shared, and where the sums of its parts are: one behind the other.
+  MaskShare share;
+  float* mask_sums;
 };
 
-// What every tier needs: delta, and the sink's gradient from it (plain.cu).
+// What every tier needs: delta, and the sink's gradient from it; and, if a mask's gradient has
+// parts, their sum (plain.cu).
 cudaError_t attention_delta_gradient(const AttentionGradient& gradient, cudaStream_t stream);
 cudaError_t attention_sink_gradient(const AttentionGradient& gradient, cudaStream_t stream);
+cudaError_t attention_sum_mask(const AttentionGradient& gradient, cudaStream_t stream);
 
 cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention_backward_plain(const AttentionGradient& gradient, cudaStream_t stream);
@@ -38,8 +42,6 @@ cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaS
 // Where window_takes_forward() or window_takes_backward(): all gradients.
 cudaError_t attention_forward_window(const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention_backward_window(const AttentionGradient& gradient, cudaStream_t stream);
-// Adds up the sums of a mask's gradient, if it has parts.
-cudaError_t attention_sum_mask(const AttentionGradient& gradient, cudaStream_t stream);
 
 // By the columns of a tile; instantiated in hopper_*.cu. The forward pass of calls that
 // hopper_takes_forward(), and dquery, dkey and dvalue of those that hopper_takes_backward().

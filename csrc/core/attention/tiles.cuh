@@ -82,38 +82,46 @@ __device__ __forceinline__ Range served(int index, int mask_size, int all) {
 }
 
 // What a block's tile of the mask, kQueries by kKeys, serves: tiles are counted along keys, parts
-// along queries, heads and batches are the mask's. Calls use(sequence, head, query, keys) with a
-// tile of queries and the keys that it sees, in one order.
+// along queries, heads and batches are the mask's, each batch once for each part of the pairs that
+// share it. Calls use(sequence, head, query, keys) with a tile of queries and the keys that it
+// sees, in one order.
 template <int kQueries, int kKeys, typename Use>
-__device__ __forceinline__ void for_served(const AttentionBackwardParams& params,
-                                           const Place& place, Use use) {
-  const int* shape = params.mask_shape;
-  const Range batches = served(place.batch, shape[0], params.forward.batch);
-  const Range heads = served(place.head, shape[1], params.forward.heads);
-  for (int batch = batches.begin; batch < batches.end; ++batch) {
-    const Sequence s = sequence_of(params.forward, batch);
-    const Band band = band_of(params.forward, s);
+__device__ __forceinline__ void for_served(const AttentionGradient& g, const Place& place,
+                                           Use use) {
+  const AttentionParams& params = g.params.forward;
+  const MaskShare& share = g.share;
+  const int* shape = g.params.mask_shape;
+  const int part = place.batch % share.parts;
+  const int end = min((part + 1) * share.pairs, share.served);
+  for (int pair = part * share.pairs; pair < end; ++pair) {
+    int batch = place.batch / share.parts, head = place.head;
+    share.set_pair(pair, params.heads, &batch, &head);
+    const Sequence s = sequence_of(params, batch);
+    const Band band = band_of(params, s);
     const Range queries = served(place.part, shape[2], (s.queries + kQueries - 1) / kQueries);
     const Range keys = served(place.tile, shape[3], (s.keys + kKeys - 1) / kKeys);
-    for (int head = heads.begin; head < heads.end; ++head) {
-      for (int i = queries.begin; i < queries.end; ++i) {
-        const int query = i * kQueries;
-        const Range seen = band.keys_of(query, min(query + kQueries, s.queries), s.keys);
-        const Range range{max(keys.begin * kKeys, seen.begin), min(keys.end * kKeys, seen.end)};
-        if (query < s.queries && range.begin < range.end) use(s, head, query, range);
-      }
+    for (int i = queries.begin; i < queries.end; ++i) {
+      const int query = i * kQueries;
+      const Range seen = band.keys_of(query, min(query + kQueries, s.queries), s.keys);
+      const Range range{max(keys.begin * kKeys, seen.begin), min(keys.end * kKeys, seen.end)};
+      if (query < s.queries && range.begin < range.end) use(s, head, query, range);
     }
   }
 }
 
-// Writes a tile of the mask's gradient, which lies in shared memory with `pitch` elements a row,
-// summed over its rows and columns where the mask has one for all.
+// Writes a tile of the mask's gradient, or of the sums of a part of it. The tile lies in shared
+// memory with `pitch` elements a row, and is summed over its rows and columns where the mask has
+// one for all.
 template <int kQueries, int kKeys, typename A>
-__device__ __forceinline__ void store_mask_tile(const AttentionBackwardParams& params,
-                                                const Place& place, const A* tile, int pitch) {
-  const int rows = params.mask_shape[2], cols = params.mask_shape[3];
+__device__ __forceinline__ void store_mask_tile(const AttentionGradient& g, const Place& place,
+                                                const A* tile, int pitch) {
+  const int* shape = g.params.mask_shape;
+  const int rows = shape[2], cols = shape[3], parts = g.share.parts;
   const int sum_rows = rows == 1 ? kQueries : 1, sum_cols = cols == 1 ? kKeys : 1;
-  const int64_t first = (int64_t{place.batch} * params.mask_shape[1] + place.head) * rows;
+  const int64_t mask = int64_t{place.batch % parts} * shape[0] + place.batch / parts;
+  const int64_t first = (mask * shape[1] + place.head) * rows;
+  const DType dtype = parts > 1 ? DType::kFloat32 : g.params.forward.mask.dtype;
+  void* const to = parts > 1 ? g.mask_sums : g.params.dmask;
   for (int at = threadIdx.x; at < kQueries * kKeys; at += blockDim.x) {
     const int i = at / kKeys, j = at % kKeys;
     const int row = place.part * kQueries + i, col = place.tile * kKeys + j;
@@ -122,9 +130,9 @@ __device__ __forceinline__ void store_mask_tile(const AttentionBackwardParams& p
     for (int r = 0; r < sum_rows; ++r) {
       for (int c = 0; c < sum_cols; ++c) sum += tile[(i + r) * pitch + j + c];
     }
-    with_option_storage<A>(params.forward.mask.dtype, [&](auto t) {
+    with_option_storage<A>(dtype, [&](auto t) {
       using T = decltype(t);
-      static_cast<T*>(params.dmask)[(first + row) * cols + col] = static_cast<T>(sum);
+      static_cast<T*>(to)[(first + row) * cols + col] = static_cast<T>(sum);
     });
   }
 }

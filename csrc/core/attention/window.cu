@@ -8,11 +8,13 @@
 namespace fused_norm {
 namespace window {
 
-template <typename T_>
+constexpr int kThreads = kWindowRows / 16 * kWarpSize;  // a warp has 16 queries
+
+template <typename T_, int kDim_>
 struct Shape {
   using T = T_;
-  static constexpr int kDim = kWindowColumns, kOwn = kWindowRows, kOthers = kWindowRows;
-  static constexpr int kM = 1, kN = kOthers / 8, kThreads = kOwn / 16 * kWarpSize;
+  static constexpr int kDim = kDim_, kOwn = kWindowRows, kOthers = kWindowRows;
+  static constexpr int kM = 1, kN = kOthers / 8, kThreads = window::kThreads;
   static constexpr int kTileBytes = kOwn * kDim * 2, kWeightBytes = kOwn * kOthers * 2;
   using Scores = mma::Accumulators<kM, kN>;
   using Out = mma::Accumulators<kM, kDim / 8>;
@@ -37,10 +39,8 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
   const int end = min(mask_end * share.served, share.parts > 1 ? first + share.pairs : INT_MAX);
   const auto with_pair = [&](int pair, auto run) {
     const int of_mask = pair / share.served, member = pair % share.served;
-    const int head = share.heads == 1 ? member % params.heads : of_mask % share.heads;
-    const int batch = share.batch > 1    ? of_mask / share.heads
-                      : share.heads == 1 ? member / params.heads
-                                         : member;
+    int batch = of_mask / share.heads, head = of_mask % share.heads;
+    share.set_pair(member, params.heads, &batch, &head);
     run(Sequence{batch, 0, params.queries, 0, params.keys}, head, of_mask, member);
   };
   const auto start = [&](int pair, int stage) {
@@ -106,11 +106,11 @@ __device__ __forceinline__ void multiply(typename S::Out& acc, const typename S:
   mma::multiply_weights<typename S::T>(acc, weights, mma::left_rows<S::kDim>(base + tile, 0));
 }
 
-template <typename T>
-__global__ void __launch_bounds__(Shape<T>::kThreads, 4)
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads, window_blocks(kDim, false))
     attention_window_forward(const __grid_constant__ AttentionParams params,
                              const __grid_constant__ Work work) {
-  using S = Shape<T>;
+  using S = Shape<T, kDim>;
   extern __shared__ __align__(1024) char shared[];
   constexpr uint32_t kKeys = S::kTileBytes, kValues = 2 * S::kTileBytes, kStage = 3 * S::kTileBytes;
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
@@ -130,46 +130,46 @@ __global__ void __launch_bounds__(Shape<T>::kThreads, 4)
     copy(params.value, kValues, seen, params.value_dim);
   };
   for_pairs<S>(work, params, load,
-            [&](const Sequence& s, int head, int, int stage, bool is_first, bool) {
-    if (is_first) read_mask<S>(params, band, s, head, added);
-    const uint32_t tiles = stage * kStage;
-    typename S::Scores scores;
-    mma::multiply_rows<T>(scores, mma::left_rows<S::kDim>(base + tiles, warp_row),
-                          mma::right_rows<S::kDim>(base + tiles + kKeys));
-    add_mask<S>(scores, added, unit);
-    float factor[2];
+               [&](const Sequence& s, int head, int, int stage, bool is_first, bool) {
+                 if (is_first) read_mask<S>(params, band, s, head, added);
+                 const uint32_t tiles = stage * kStage;
+                 typename S::Scores scores;
+                 mma::multiply_rows<T>(scores, mma::left_rows<S::kDim>(base + tiles, warp_row),
+                                       mma::right_rows<S::kDim>(base + tiles + kKeys));
+                 add_mask<S>(scores, added, unit);
+                 float factor[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float max = -INFINITY, sum = 0;
+                 for (int r = 0; r < 2; ++r) {
+                   float max = -INFINITY, sum = 0;
 #pragma unroll
-      for (int n = 0; n < S::kN; ++n) {
-        max = fmaxf(max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
-      }
-      max = quad_max(max);
-      const float shift = max == -INFINITY ? 0 : max;
+                   for (int n = 0; n < S::kN; ++n) {
+                     max = fmaxf(max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
+                   }
+                   max = quad_max(max);
+                   const float shift = max == -INFINITY ? 0 : max;
 #pragma unroll
-      for (int n = 0; n < S::kN; ++n) {
+                   for (int n = 0; n < S::kN; ++n) {
 #pragma unroll
-        for (int e = 2 * r; e < 2 * r + 2; ++e) {
-          scores[0][n][e] = exp2_fast(scores[0][n][e] - shift);
-          sum += scores[0][n][e];
-        }
-      }
-      sum = quad_sum(sum);
-      factor[r] = sum == 0 ? 0 : 1 / sum;
-      const int row = warp_row + 8 * r + lane / 4;
-      if (lane % 4 == 0 && row < s.queries) {
-        static_cast<float*>(params.lse)[first_lse(params, s, head) + row] =
-            sum == 0 ? -INFINITY : (shift + log2f(sum)) * kLn2;
-      }
-    }
-    typename S::Out out;
-    multiply<S>(out, scores, shared, tiles + kValues);
-    mma::for_elements<S::kM, S::kDim / 8>(
-        [&](int m, int n, int e, int, int) { out[m][n][e] *= factor[e / 2]; });
-    portable::store_tile<S>(params.out, s, head, 0, shared + tiles, out, 0, s.queries,
-                            params.value_dim);
-  });
+                     for (int e = 2 * r; e < 2 * r + 2; ++e) {
+                       scores[0][n][e] = exp2_fast(scores[0][n][e] - shift);
+                       sum += scores[0][n][e];
+                     }
+                   }
+                   sum = quad_sum(sum);
+                   factor[r] = sum == 0 ? 0 : 1 / sum;
+                   const int row = warp_row + 8 * r + lane / 4;
+                   if (lane % 4 == 0 && row < s.queries) {
+                     static_cast<float*>(params.lse)[first_lse(params, s, head) + row] =
+                         sum == 0 ? -INFINITY : (shift + log2f(sum)) * kLn2;
+                   }
+                 }
+                 typename S::Out out;
+                 multiply<S>(out, scores, shared, tiles + kValues);
+                 mma::for_elements<S::kM, S::kDim / 8>(
+                     [&](int m, int n, int e, int, int) { out[m][n][e] *= factor[e / 2]; });
+                 portable::store_tile<S>(params.out, s, head, 0, shared + tiles, out, 0, s.queries,
+                                         params.value_dim);
+               });
 }
 
 // Rounds a warp's weights and stores them as rows of a tile.
@@ -184,8 +184,8 @@ __device__ __forceinline__ void store_weights(char* tile, const typename S::Scor
   });
 }
 
-// Two threads a row: its exponent, +inf of a row that sees nothing, and delta = rowsum(dout * out) -
-// dlse, of tiles of dout and out.
+// Two threads a row: its exponent, +inf of a row that sees nothing, and delta = rowsum(dout * out)
+// - dlse, of tiles of dout and out.
 template <typename S>
 __device__ __forceinline__ void find_statistics(const AttentionGradient& g, const Sequence& s,
                                                 int head, const char* dout, const char* out,
@@ -216,7 +216,7 @@ __device__ __forceinline__ void find_statistics(const AttentionGradient& g, cons
   statistics[row] = {lse == -INFINITY ? INFINITY : lse * kLog2E, sum};
 }
 
-// Writes the sums of a mask's gradient, or those of a part of its pairs, for attention_sum_parts.
+// Writes the sums of a mask's gradient, or those of a part of its pairs, for attention_sum_mask().
 template <typename S>
 __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Work& work, int mask,
                                            const typename S::Scores& sums) {
@@ -225,7 +225,8 @@ __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Wor
                                          threadIdx.x / 32 * 16);
   const bool in_parts = work.share.parts > 1;
   const int64_t first =
-      (int64_t{in_parts ? static_cast<int>(blockIdx.x % work.share.parts) : 0} * work.masks + mask) *
+      (int64_t{in_parts ? static_cast<int>(blockIdx.x % work.share.parts) : 0} * work.masks +
+       mask) *
       params.queries * params.keys;
   with_option_storage<float>(in_parts ? DType::kFloat32 : params.mask.dtype, [&](auto zero) {
     using Stored = decltype(zero);
@@ -238,11 +239,11 @@ __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Wor
   });
 }
 
-template <typename T>
-__global__ void __launch_bounds__(Shape<T>::kThreads, 3)
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads, window_blocks(kDim, true))
     attention_window_gradient(const __grid_constant__ AttentionGradient g,
                               const __grid_constant__ Work work) {
-  using S = Shape<T>;
+  using S = Shape<T, kDim>;
   extern __shared__ __align__(1024) char shared[];
   constexpr uint32_t kTile = S::kTileBytes, kKeys = kTile, kValues = 2 * kTile, kDout = 3 * kTile;
   constexpr uint32_t kOut = 4 * kTile, kStage = 5 * kTile, kWeights = 2 * kStage;
@@ -269,119 +270,101 @@ __global__ void __launch_bounds__(Shape<T>::kThreads, 3)
     copy(g.params.dout, kDout, queries, params.value_dim);
     copy(params.out, kOut, queries, params.value_dim);
   };
-  for_pairs<S>(work, params, load,
-            [&](const Sequence& s, int head, int mask, int stage, bool is_first, bool is_last) {
-    if (is_first) {
-      read_mask<S>(params, band, s, head, added);
-      mma::clear(sums);
-    }
-    const uint32_t tiles = stage * kStage;
-    find_statistics<S>(g, s, head, shared + tiles + kDout, shared + tiles + kOut, statistics);
-    __syncwarp();  // a warp's rows are its own
+  for_pairs<S>(
+      work, params, load,
+      [&](const Sequence& s, int head, int mask, int stage, bool is_first, bool is_last) {
+        if (is_first) {
+          read_mask<S>(params, band, s, head, added);
+          mma::clear(sums);
+        }
+        const uint32_t tiles = stage * kStage;
+        find_statistics<S>(g, s, head, shared + tiles + kDout, shared + tiles + kOut, statistics);
+        __syncwarp();  // a warp's rows are its own
 
-    typename S::Scores weights, gradient;
-    mma::multiply_rows<T>(weights, mma::left_rows<S::kDim>(base + tiles, warp_row),
-                          mma::right_rows<S::kDim>(base + tiles + kKeys));
-    mma::multiply_rows<T>(gradient, mma::left_rows<S::kDim>(base + tiles + kDout, warp_row),
-                          mma::right_rows<S::kDim>(base + tiles + kValues));
-    add_mask<S>(weights, added, unit);
-    const int row = warp_row + threadIdx.x % 32 / 4;
-    const float2 of_row[2] = {statistics[row], statistics[row + 8]};
-    mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
-      const float p = exp2_fast(weights[m][n][e] - of_row[e / 2].x);
-      weights[m][n][e] = p;
-      gradient[m][n][e] = p == 0 ? 0 : p * (gradient[m][n][e] - of_row[e / 2].y);
-      sums[m][n][e] += gradient[m][n][e];
-    });
-    store_weights<S>(shared + kWeights, weights);
-    store_weights<S>(shared + kWeights + S::kWeightBytes, gradient);
-    typename S::Out dquery, dkey, dvalue;
-    multiply<S>(dquery, gradient, shared, tiles + kKeys);  // with a barrier
-    mma::clear(dkey);
-    mma::clear(dvalue);
-    const auto rows = [&](uint32_t tile) { return mma::left_rows<S::kDim>(base + tile, 0); };
-    const auto columns = [&](uint32_t tile) {
-      return mma::left_columns<S::kOthers>(base + tile, warp_row);
-    };
-    mma::multiply_columns<T, S::kOwn>(dvalue[0], columns(kWeights), rows(tiles + kDout));
-    mma::multiply_columns<T, S::kOwn>(dkey[0], columns(kWeights + S::kWeightBytes), rows(tiles));
-    const float scale = static_cast<float>(params.scale);
-    mma::for_elements<S::kM, S::kDim / 8>([&](int m, int n, int e, int, int) {
-      dquery[m][n][e] *= scale;
-      dkey[m][n][e] *= scale;
-    });
-    const auto store = [&](const AttentionTensor& to, uint32_t tile, const typename S::Out& acc,
-                           int end, int cols) {
-      portable::store_tile<S>(to, s, head, 0, shared + tiles + tile, acc, 0, end, cols);
-    };
-    store(g.params.dquery, kOut, dquery, s.queries, params.head_dim);
-    store(g.params.dkey, kKeys, dkey, s.keys, params.head_dim);
-    store(g.params.dvalue, kValues, dvalue, s.keys, params.value_dim);
-    if (is_last && g.params.dmask != nullptr) store_mask<S>(g, work, mask, sums);
-  });
+        typename S::Scores weights, gradient;
+        mma::multiply_rows<T>(weights, mma::left_rows<S::kDim>(base + tiles, warp_row),
+                              mma::right_rows<S::kDim>(base + tiles + kKeys));
+        mma::multiply_rows<T>(gradient, mma::left_rows<S::kDim>(base + tiles + kDout, warp_row),
+                              mma::right_rows<S::kDim>(base + tiles + kValues));
+        add_mask<S>(weights, added, unit);
+        const int row = warp_row + threadIdx.x % 32 / 4;
+        const float2 of_row[2] = {statistics[row], statistics[row + 8]};
+        mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
+          const float p = exp2_fast(weights[m][n][e] - of_row[e / 2].x);
+          weights[m][n][e] = p;
+          gradient[m][n][e] = p == 0 ? 0 : p * (gradient[m][n][e] - of_row[e / 2].y);
+          sums[m][n][e] += gradient[m][n][e];
+        });
+        store_weights<S>(shared + kWeights, weights);
+        store_weights<S>(shared + kWeights + S::kWeightBytes, gradient);
+        typename S::Out dquery, dkey, dvalue;
+        multiply<S>(dquery, gradient, shared, tiles + kKeys);  // with a barrier
+        mma::clear(dkey);
+        mma::clear(dvalue);
+        const auto rows = [&](uint32_t tile) { return mma::left_rows<S::kDim>(base + tile, 0); };
+        const auto columns = [&](uint32_t tile) {
+          return mma::left_columns<S::kOthers>(base + tile, warp_row);
+        };
+        mma::multiply_columns<T, S::kOwn>(dvalue[0], columns(kWeights), rows(tiles + kDout));
+        mma::multiply_columns<T, S::kOwn>(dkey[0], columns(kWeights + S::kWeightBytes),
+                                          rows(tiles));
+        const float scale = static_cast<float>(params.scale);
+        mma::for_elements<S::kM, S::kDim / 8>([&](int m, int n, int e, int, int) {
+          dquery[m][n][e] *= scale;
+          dkey[m][n][e] *= scale;
+        });
+        const auto store = [&](const AttentionTensor& to, uint32_t tile, const typename S::Out& acc,
+                               int end, int cols) {
+          portable::store_tile<S>(to, s, head, 0, shared + tiles + tile, acc, 0, end, cols);
+        };
+        store(g.params.dquery, kOut, dquery, s.queries, params.head_dim);
+        store(g.params.dkey, kKeys, dkey, s.keys, params.head_dim);
+        store(g.params.dvalue, kValues, dvalue, s.keys, params.value_dim);
+        if (is_last && g.params.dmask != nullptr) store_mask<S>(g, work, mask, sums);
+      });
 }
 
-constexpr int kSumThreads = 256;
-
-// A thread an element: adds its numbers of all parts, in their order.
-__global__ void __launch_bounds__(kSumThreads)
-    attention_sum_parts(const float* parts, int count, int64_t elements, void* to, DType dtype) {
-  const int64_t at = int64_t{blockIdx.x} * kSumThreads + threadIdx.x;
-  if (at >= elements) return;
-  float sum = 0;
-#pragma unroll 8
-  for (int i = 0; i < count; ++i) sum += parts[i * elements + at];
-  with_option_storage<float>(dtype, [&](auto zero) {
-    static_cast<decltype(zero)*>(to)[at] = static_cast<decltype(zero)>(sum);
-  });
-}
-
-// The work of a kernel of so many blocks at once.
-Work work_of(const AttentionParams& params, const MaskShare& share, int64_t blocks) {
+// Launches a kernel for the pairs of a call, `blocks` at once.
+template <typename Params>
+cudaError_t launch_pairs(void (*kernel)(Params, Work), const Params& params, const MaskShare& share,
+                         int blocks, int shared_bytes, cudaStream_t stream) {
   const int32_t masks = share.batch * share.heads;
-  const auto of_block = share.parts > 1 ? 1 : ceil_div(masks, std::min<int64_t>(blocks, masks));
-  return {share, masks, static_cast<int32_t>(of_block)};
+  const auto of_block =
+      static_cast<int32_t>(share.parts > 1 ? 1 : ceil_div(masks, std::min(blocks, masks)));
+  const dim3 grid(static_cast<unsigned>(ceil_div(masks, of_block) * share.parts));
+  return detail::launch(kernel, grid, kThreads, {shared_bytes}, stream, params,
+                        Work{share, masks, of_block});
 }
-dim3 grid_of(const Work& work) {
-  return dim3(static_cast<unsigned>(ceil_div(work.masks, work.masks_of_block) * work.share.parts));
+
+// run(shape) with the shape of a call's kernels.
+template <typename Run>
+cudaError_t with_shape(const AttentionParams& params, Run run) {
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    return window_columns(params) == 32 ? run(Shape<T, 32>()) : run(Shape<T, 64>());
+  });
 }
 
 }  // namespace window
 
-cudaError_t attention_sum_mask(const AttentionGradient& gradient, cudaStream_t stream) {
-  const AttentionBackwardParams& params = gradient.params;
-  const int parts = mask_share(params).parts;
-  if (params.dmask == nullptr || parts == 1) return cudaSuccess;
-  const int* shape = params.mask_shape;
-  const int64_t elements = int64_t{shape[0]} * shape[1] * shape[2] * shape[3];
-  const auto blocks = static_cast<unsigned>(ceil_div(elements, window::kSumThreads));
-  return detail::launch(window::attention_sum_parts, blocks, window::kSumThreads, {}, stream,
-                        gradient.mask_sums, parts, elements, params.dmask, params.forward.mask.dtype);
-}
-
 cudaError_t attention_forward_window(const AttentionParams& params, cudaStream_t stream) {
   using namespace window;
-  const Work work =
-      work_of(params, window_share(params, kWindowForwardBlocks), kWindowForwardBlocks);
-  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
-    using S = Shape<decltype(zero)>;
-    return detail::launch(attention_window_forward<typename S::T>, grid_of(work), S::kThreads,
-                          {6 * S::kTileBytes}, stream, params, work);
+  return with_shape(params, [&](auto shape) {
+    using S = decltype(shape);
+    constexpr int kBlocks = kSharedBy * window_blocks(S::kDim, false);
+    return launch_pairs(attention_window_forward<typename S::T, S::kDim>, params,
+                        window_share(params, kBlocks), kBlocks, 6 * S::kTileBytes, stream);
   });
 }
 
 cudaError_t attention_backward_window(const AttentionGradient& gradient, cudaStream_t stream) {
   using namespace window;
-  const AttentionBackwardParams& params = gradient.params;
-  const Work work = work_of(params.forward, mask_share(params), kWindowBlocks);
-  const cudaError_t error =
-      with_dtype<__half, __nv_bfloat16>(params.forward.dtype, [&](auto zero) {
-        using S = Shape<decltype(zero)>;
-        constexpr int kBytes = 10 * S::kTileBytes + 2 * S::kWeightBytes + S::kOwn * 8;
-        return detail::launch(attention_window_gradient<typename S::T>, grid_of(work), S::kThreads,
-                              {kBytes}, stream, gradient, work);
-      });
-  return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
+  return with_shape(gradient.params.forward, [&](auto shape) {
+    using S = decltype(shape);
+    constexpr int kBytes = 10 * S::kTileBytes + 2 * S::kWeightBytes + S::kOwn * sizeof(float2);
+    return launch_pairs(attention_window_gradient<typename S::T, S::kDim>, gradient, gradient.share,
+                        kSharedBy * window_blocks(S::kDim, true), kBytes, stream);
+  });
 }
 
 }  // namespace fused_norm
