@@ -99,6 +99,7 @@ MODELS = {
     "GPT-2": (16, 12, 1, 1024, 1024, 64, 64, True, "none"),
     "Llama 3 8B": (1, 32, 4, 8192, 8192, 128, 128, True, "none"),
     "Llama 3 8B, decoding": (32, 32, 4, 1, 4096, 128, 128, False, "none"),
+    "Llama 3 8B, decoding one": (1, 32, 4, 1, 8192, 128, 128, False, "none"),
     "Gemma 2 9B": (2, 16, 2, 4096, 4096, 256, 256, True, "none"),
     "Gemma 2B": (1, 8, 8, 8192, 8192, 256, 256, True, "none"),
     "DeepSeek-V3, 16 heads": (1, 16, 1, 4096, 4096, 192, 128, True, "none"),

@@ -86,6 +86,65 @@ def test_unlike_lengths(dim, heads, kv_heads, causal, seed):
         assert result[:100].eq(0).all() and result[-200:].eq(0).all()
 
 
+FEW = [
+    Case(BF16, (1, 5000), (128, 128), (2, 4, 4)),
+    Case(FP16, (1, 5000), (128, 128), (2, 8, 2), scale=0.3),
+    Case(BF16, (1, 700), (120, 128), (1, 40, 2)),  # twenty heads share keys
+    Case(BF16, (8, 9000), (128, 128), (3, 4, 2), "causal", sink="same"),
+    Case(BF16, (5, 3000), (128, 128), (2, 4, 2), "left 17"),
+    Case(BF16, (3, 2000), (128, 128), (2, 2, 2), "full", "bool keys"),
+    Case(FP16, (1, 4097), (128, 128), (2, 4, 4), "full", "float keys", softcap=5.0),
+    Case(BF16, (7, 1500), (128, 128), (2, 4, 2), "causal", dropout=0.4),
+    Case(BF16, (4, 1100), (192, 128), (2, 4, 2), "causal", alibi="batch"),
+    Case(BF16, (1, 20000), (256, 256), (1, 8, 1)),
+    Case(BF16, (8, 600), (64, 64), (1, 4, 2), "causal"),
+]
+
+
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_queries(case, seed):
+    """As in decoding."""
+    tensors = tensors_of(case, rand_generator("cuda", seed))
+    sizes = {t.numel() * t.element_size() for t in tensors.values()}
+    with unwritten_is_nan("cuda", *sizes):
+        results = run(attend(case), case, tensors)
+    verdict = Verdict()
+    verdict.add(str(case), check(case, tensors, results))
+    verdict.check()
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+def test_bits_of_few_queries(dim, causal, seed):
+    """A sequence of few queries has the bits that it has alone, beside others of few and of many;
+    and so has each run."""
+    generator = rand_generator("cuda", seed)
+    queries = [1, 8, 300, 3, 1, 9, 0, 1, 2]
+    keys = [5000, 9000, 300, 513, 512, 3000, 700, 20000, 1]
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to("cuda", torch.int32) for n in (queries, keys))
+    q = randn(generator, sum(queries), 8, dim, dtype=BF16)
+    k, v = (randn(generator, sum(keys), 2, dim, dtype=BF16) for _ in range(2))
+
+    def packed():
+        return fn.flash_attention_varlen(
+            q, k, v, cu_q, cu_k, 300, 20000, causal=causal, return_lse=True
+        )
+
+    out, lse = packed()
+    for _ in range(20):
+        for a, b in zip((out, lse), packed(), strict=True):
+            assert same_bits(a, b)
+    of_q, of_k = (t.split(n) for t, n in ((q, queries), (k, keys)))
+    of_v, outs, lses = v.split(keys), out.split(queries), lse.split(queries, 1)
+    for i, sequence in enumerate(zip(of_q, of_k, of_v, strict=True)):
+        one = [t.transpose(0, 1)[None] for t in sequence]
+        for batch in (1, 5):
+            many = [t.expand(batch, *t.shape[1:]) for t in one]
+            alone = fn.flash_attention(*many, causal=causal, return_lse=True)
+            assert same_bits(alone[0][-1].transpose(0, 1), outs[i]), (queries[i], keys[i])
+            assert same_bits(alone[1][-1], lses[i])
+
+
 @pytest.mark.parametrize("dim", [64, 128])
 def test_131072_tokens(dim, seed):
     """37 rows of each result against fp64; the rows' statistics are the kernel's, whose own rows

@@ -1,5 +1,5 @@
-"""Attention's kernels of windows: short dense sequences with a mask, all gradients in one kernel. And
-the gradient of a mask that few blocks' tiles share among many sequences, in parts."""
+"""Attention's kernels of windows: short dense sequences with a mask, all gradients in one kernel.
+And the gradient of a mask of few tiles that many sequences share, in parts."""
 
 import pytest
 import torch
@@ -35,8 +35,8 @@ FACTORS = {
     "scale": [None, 0.3],
     "lse": [False, True],
 }  # fmt: skip
-# Masks of few tiles that many sequences share: of 64 columns and of 128 on Hopper, of one head and of
-# all; and in the plain tier.
+# Masks of few tiles that many sequences share: of 64 columns and of 128 on Hopper, of one head and
+# of all; and in the plain tier.
 IN_PARTS = [
     Case(BF16, (49, 150), (40, 40), (300, 3, 3), "full", "float heads"),
     Case(FP16, (144, 130), (32, 32), (70, 2, 2), "causal", "float heads"),
@@ -105,7 +105,8 @@ def test_bits(length, dim, masked, seed):
         leaves = [t[at].detach().requires_grad_() for t in (q, k, v)]
         out, lse = fn.flash_attention(*leaves, attn_mask=mask, return_lse=True)
         inputs = [*leaves, mask] if masked else leaves
-        return [out, lse, *torch.autograd.grad((out, lse), inputs, (dout[at], torch.ones_like(lse)))]
+        gradients = torch.autograd.grad((out, lse), inputs, (dout[at], torch.ones_like(lse)))
+        return [out, lse, *gradients]
 
     whole = results(slice(None))
     for _ in range(20):
@@ -168,4 +169,5 @@ def test_which_kernels_run(seed):
             names = kernels_of([step])
             assert sum("attention_window" in name for name in names) == 2
             assert sum("attention_sum_parts" in name for name in names) == 1
-            assert not any("attention_window" in name for name in kernels_of([lambda: step(softcap=5.0)]))
+            capped = kernels_of([lambda: step(softcap=5.0)])
+            assert not any("attention_window" in name for name in capped)

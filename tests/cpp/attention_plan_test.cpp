@@ -238,6 +238,8 @@ TEST(AttentionWindows, PartsAreAllPairsOfAMask) {
             EXPECT_LT((share.parts - 1) * share.pairs, share.served);
             EXPECT_LE(share.parts, (rows > kWindowRows ? 1 : 3) * kSharedBy);
             EXPECT_EQ(mask_sums_bytes(params) > 0, share.parts > 1);
+            params.forward.batch = 0;
+            EXPECT_EQ(mask_share(params).parts, 1);
           }
         }
       }

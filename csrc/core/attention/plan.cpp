@@ -38,17 +38,20 @@ int cached_heads(const AttentionParams& params, int64_t rows) {
 
 // Without parts.
 MaskShare share_of(const AttentionParams& params, bool one_batch, bool one_head) {
-  MaskShare share{one_batch ? 1 : params.batch, one_head ? 1 : params.heads};
-  share.served =
-      static_cast<int32_t>(int64_t{params.batch} * params.heads / share.batch / share.heads);
+  MaskShare share{};
+  share.batch = one_batch ? 1 : params.batch;
+  share.heads = one_head ? 1 : params.heads;
+  share.served = static_cast<int32_t>(int64_t{params.batch} * params.heads /
+                                      std::max<int64_t>(1, int64_t{share.batch} * share.heads));
   share.parts = 1;
   share.pairs = share.served;
   return share;
 }
 // In at most so many parts, of one size.
 void set_parts(MaskShare* share, int64_t parts) {
-  share->pairs = static_cast<int32_t>(ceil_div(share->served, std::max<int64_t>(parts, 1)));
-  share->parts = static_cast<int32_t>(ceil_div(share->served, share->pairs));
+  const int64_t served = std::max(share->served, 1);
+  share->pairs = static_cast<int32_t>(ceil_div(served, std::max<int64_t>(parts, 1)));
+  share->parts = static_cast<int32_t>(ceil_div(served, share->pairs));
 }
 
 }  // namespace
@@ -58,10 +61,11 @@ bool attention_is_window(const AttentionParams& params) {
   AttentionParams unmasked = params;
   unmasked.mask.data = nullptr;
   return size_of(params.dtype) == 2 && params.query_offsets == nullptr && params.batch > 0 &&
-         params.heads == params.kv_heads && int64_t{params.batch} * params.heads <= INT32_MAX &&
-         fits(params.queries, kWindowRows) && fits(params.keys, kWindowRows) &&
-         fits(params.head_dim, kWindowColumns) && fits(params.value_dim, kWindowColumns) &&
-         params.sink == nullptr && attention_scores_are_plain(unmasked);
+         params.heads > 0 && params.heads == params.kv_heads &&
+         int64_t{params.batch} * params.heads <= INT32_MAX && fits(params.queries, kWindowRows) &&
+         fits(params.keys, kWindowRows) && fits(params.head_dim, kWindowColumns) &&
+         fits(params.value_dim, kWindowColumns) && params.sink == nullptr &&
+         attention_scores_are_plain(unmasked);
 }
 
 bool window_takes_forward(const AttentionParams& params) {
@@ -88,7 +92,7 @@ MaskShare mask_share(const AttentionBackwardParams& params) {
   if (params.dmask == nullptr) return window_share(forward, blocks);
   MaskShare share = share_of(forward, shape[0] == 1, shape[1] == 1);
   const int64_t masks = int64_t{share.batch} * share.heads;
-  if (forward.dtype == DType::kFloat64 || share.served == 0) return share;
+  if (forward.dtype == DType::kFloat64) return share;
   if (window_takes_backward(params)) {
     set_parts(&share, blocks / masks);
     return share;

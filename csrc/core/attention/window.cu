@@ -10,6 +10,7 @@ namespace window {
 
 constexpr int kThreads = kWindowRows / 16 * kWarpSize;  // a warp has 16 queries
 
+// A kernel's constants, and tiles of a pair in shared memory, which has the next pair's too.
 template <typename T_, int kDim_>
 struct Shape {
   using T = T_;
@@ -19,16 +20,33 @@ struct Shape {
   using Scores = mma::Accumulators<kM, kN>;
   using Out = mma::Accumulators<kM, kDim / 8>;
 };
+template <typename S>
+struct ForwardTiles {
+  char query[S::kTileBytes], key[S::kTileBytes], value[S::kTileBytes];
+};
+template <typename S>
+struct BackwardTiles : ForwardTiles<S> {
+  char dout[S::kTileBytes], out[S::kTileBytes];
+};
+template <typename S>
+struct BackwardMemory {
+  BackwardTiles<S> stage[2];
+  char weights[S::kWeightBytes], gradient[S::kWeightBytes];  // P and W
+  float2 statistics[S::kOwn];                                // of a query: exponent and delta
+};
 
 // The pairs of a block, and how they share masks.
 struct Work {
   MaskShare share;
   int32_t masks, masks_of_block;  // of the call, and of a block whose masks are not in parts
 };
+struct Pair {
+  Sequence s;
+  int head, mask;          // `mask`: its index among all
+  bool is_first, is_last;  // of the block's pairs with this mask
+};
 
-// Calls load(sequence, head, stage) for each of a block's pairs, one ahead, and use(sequence, head,
-// mask, stage, is_first, is_last): `mask` is its index, of whose pairs it is the block's first or
-// last.
+// Calls load(pair, stage) for each of a block's pairs, one ahead, and use(pair, stage).
 template <typename S, typename Load, typename Use>
 __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParams& params,
                                           Load load, Use use) {
@@ -37,40 +55,58 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
   const int mask_end = min(mask + work.masks_of_block, work.masks);
   const int first = mask * share.served + part * share.pairs;
   const int end = min(mask_end * share.served, share.parts > 1 ? first + share.pairs : INT_MAX);
-  const auto with_pair = [&](int pair, auto run) {
-    const int of_mask = pair / share.served, member = pair % share.served;
-    int batch = of_mask / share.heads, head = of_mask % share.heads;
-    share.set_pair(member, params.heads, &batch, &head);
-    run(Sequence{batch, 0, params.queries, 0, params.keys}, head, of_mask, member);
+  const auto pair_of = [&](int index) {
+    const int of_mask = index / share.served, member = index % share.served;
+    Pair pair{{0, 0, params.queries, 0, params.keys}, of_mask % share.heads, of_mask};
+    pair.s.batch = of_mask / share.heads;
+    share.set_pair(member, params.heads, &pair.s.batch, &pair.head);
+    pair.is_first = index == first || member == 0;
+    pair.is_last = index + 1 == end || member + 1 == share.served;
+    return pair;
   };
-  const auto start = [&](int pair, int stage) {
-    with_pair(pair, [&](const Sequence& s, int head, int, int) {
-      load(s, head, stage);
-      if (share.served > 1) return;
-      portable::prefetch_mask<S::kOwn>(ScoreRules<float>(params, s, head), 0, s.queries, 0, s.keys);
-    });
-    detail::commit_copies();
-  };
-  for (int pair = first - 1, stage = 1; pair < end; ++pair, stage ^= 1) {
+  for (int index = first - 1, stage = 1; index < end; ++index, stage ^= 1) {
     detail::wait_for_copies<0>();
     __syncthreads();  // and the other stage is done with
-    if (pair + 1 < end) start(pair + 1, stage ^ 1);
-    if (pair < first) continue;
-    with_pair(pair, [&](const Sequence& s, int head, int of_mask, int member) {
-      const bool is_last = member + 1 == share.served || pair + 1 == end;
-      use(s, head, of_mask, stage, pair == first || member == 0, is_last);
-    });
+    if (index + 1 < end) {
+      const Pair next = pair_of(index + 1);
+      load(next, stage ^ 1);
+      detail::commit_copies();
+      if (share.served == 1) {
+        portable::prefetch_mask<S::kOwn>(ScoreRules<float>(params, next.s, next.head), 0,
+                                         params.queries, 0, params.keys);
+      }
+    }
+    if (index >= first) use(pair_of(index), stage);
   }
+}
+
+// Starts to copy the rows of a head to a tile; zeros outside `valid`.
+template <typename S>
+__device__ __forceinline__ void copy(char* tile, const AttentionTensor& tensor, const Pair& pair,
+                                     Range valid, int cols) {
+  portable::copy_rows<S, S::kOwn>(shared_address(tile),
+                                  row_of<const typename S::T>(tensor, pair.s.batch, pair.head, 0),
+                                  tensor.row_stride, 0, valid, cols);
+}
+
+// acc = left x right^T, of a warp's rows of one tile and all of another.
+template <typename S>
+__device__ __forceinline__ void multiply_rows(typename S::Scores& acc, const char* left,
+                                              const char* right) {
+  mma::multiply_rows<typename S::T>(
+      acc, mma::left_rows<S::kDim>(shared_address(left), threadIdx.x / 32 * 16),
+      mma::right_rows<S::kDim>(shared_address(right)));
 }
 
 // What is added to a thread's scores, as exponents of 2: the mask, and -inf where the band or the
 // end of the sequence hides the key.
 template <typename S>
-__device__ __forceinline__ void read_mask(const AttentionParams& params, const Band& band,
-                                          const Sequence& s, int head, typename S::Scores& added) {
+__device__ __forceinline__ void read_mask(const AttentionParams& params, const Pair& pair,
+                                          typename S::Scores& added) {
   const AttentionMask& mask = params.mask;
+  const Sequence& s = pair.s;
   const portable::TilePlace<false> place(s, 0, 0, threadIdx.x / 32 * 16);
-  const int64_t corner = s.batch * mask.batch_stride + head * mask.head_stride;
+  const int64_t corner = s.batch * mask.batch_stride + pair.head * mask.head_stride;
   mma::clear(added);
   hopper::with_mask_reader(mask, [&](auto read) {
     mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int row, int col) {
@@ -79,31 +115,76 @@ __device__ __forceinline__ void read_mask(const AttentionParams& params, const B
       added[m][n][e] = kLog2E * read(corner + query * mask.row_stride + key * mask.key_stride);
     });
   });
-  portable::hide_outside(added, band, place);
+  portable::hide_outside(added, band_of(params, s), place);
 }
 
-// A thread's query . key become exponents of 2. What is hidden is -inf, whatever the key holds.
+// Query . key as exponents of 2. What is hidden is -inf, whatever the key holds.
 template <typename S>
-__device__ __forceinline__ void add_mask(typename S::Scores& scores,
-                                         const typename S::Scores& added, float unit) {
+__device__ __forceinline__ void make_scores(typename S::Scores& scores, const char* query,
+                                            const char* key, const typename S::Scores& added,
+                                            double scale) {
+  const float unit = static_cast<float>(scale) * kLog2E;
+  multiply_rows<S>(scores, query, key);
   mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
     const float a = added[m][n][e];
     scores[m][n][e] = a == -INFINITY ? a : fmaf(scores[m][n][e], unit, a);
   });
 }
 
-// acc += weights x rows of a tile. A NaN or Inf in a row without a weight spoils all: then once
-// more without such rows.
+// acc = weights x rows of a tile; once more without unseen rows if a NaN or Inf in one spoils it.
 template <typename S>
-__device__ __forceinline__ void multiply(typename S::Out& acc, const typename S::Scores& weights,
-                                         char* shared, uint32_t tile) {
-  const uint32_t base = shared_address(shared);
-  mma::clear(acc);
-  mma::multiply_weights<typename S::T>(acc, weights, mma::left_rows<S::kDim>(base + tile, 0));
+__device__ __forceinline__ void multiply_weights(typename S::Out& acc,
+                                                 const typename S::Scores& weights, char* tile) {
+  const auto multiply = [&] {
+    mma::clear(acc);
+    mma::multiply_weights<typename S::T>(acc, weights,
+                                         mma::left_rows<S::kDim>(shared_address(tile), 0));
+  };
+  multiply();
   if (!__syncthreads_or(mma::has_nan(acc))) return;
-  portable::clear_unseen_rows<S>(shared + tile, weights);
+  portable::clear_unseen_rows<S>(tile, weights);
+  multiply();
+}
+// acc = weights^T x rows of a tile, for 16 columns of the weights that all warps stored.
+template <typename S>
+__device__ __forceinline__ void multiply_columns(typename S::Out& acc, const char* weights,
+                                                 const char* tile) {
   mma::clear(acc);
-  mma::multiply_weights<typename S::T>(acc, weights, mma::left_rows<S::kDim>(base + tile, 0));
+  mma::multiply_columns<typename S::T, S::kOwn>(
+      acc[0], mma::left_columns<S::kOthers>(shared_address(weights), threadIdx.x / 32 * 16),
+      mma::left_rows<S::kDim>(shared_address(tile), 0));
+}
+
+// Scores become probabilities times their row's sum, 1 / factor; writes the log-sum-exp.
+template <typename S>
+__device__ __forceinline__ void softmax(const AttentionParams& params, const Pair& pair,
+                                        typename S::Scores& scores, float (&factor)[2]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float max = -INFINITY, sum = 0;
+#pragma unroll
+    for (int n = 0; n < S::kN; ++n) {
+      max = fmaxf(max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
+    }
+    max = quad_max(max);
+    const float shift = max == -INFINITY ? 0 : max;
+#pragma unroll
+    for (int n = 0; n < S::kN; ++n) {
+#pragma unroll
+      for (int e = 2 * r; e < 2 * r + 2; ++e) {
+        scores[0][n][e] = exp2_fast(scores[0][n][e] - shift);
+        sum += scores[0][n][e];
+      }
+    }
+    sum = quad_sum(sum);
+    factor[r] = sum == 0 ? 0 : 1 / sum;
+    const int row = threadIdx.x / 32 * 16 + 8 * r + lane / 4;
+    if (lane % 4 == 0 && row < params.queries) {
+      static_cast<float*>(params.lse)[first_lse(params, pair.s, pair.head) + row] =
+          sum == 0 ? -INFINITY : (shift + log2f(sum)) * kLn2;
+    }
+  }
 }
 
 template <typename T, int kDim>
@@ -112,64 +193,30 @@ __global__ void __launch_bounds__(kThreads, window_blocks(kDim, false))
                              const __grid_constant__ Work work) {
   using S = Shape<T, kDim>;
   extern __shared__ __align__(1024) char shared[];
-  constexpr uint32_t kKeys = S::kTileBytes, kValues = 2 * S::kTileBytes, kStage = 3 * S::kTileBytes;
-  const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16;
+  auto* const stages = reinterpret_cast<ForwardTiles<S>*>(shared);
   const Band band = band_of(params, {0, 0, params.queries, 0, params.keys});
-  const Range seen = band.keys_of(0, params.queries, params.keys);
-  const float unit = static_cast<float>(params.scale) * kLog2E;
-  const uint32_t base = shared_address(shared);
-  typename S::Scores added;
-  const auto load = [&](const Sequence& s, int head, int stage) {
-    const auto copy = [&](const AttentionTensor& tensor, uint32_t tile, Range valid, int cols) {
-      portable::copy_rows<S, S::kOwn>(base + stage * kStage + tile,
-                                      row_of<const T>(tensor, s.batch, head, 0), tensor.row_stride,
-                                      0, valid, cols);
-    };
-    copy(params.query, 0, {0, s.queries}, params.head_dim);
-    copy(params.key, kKeys, seen, params.head_dim);
-    copy(params.value, kValues, seen, params.value_dim);
+  const Range queries{0, params.queries}, keys = band.keys_of(0, params.queries, params.keys);
+  const auto load = [&](const Pair& pair, int stage) {
+    ForwardTiles<S>& to = stages[stage];
+    copy<S>(to.query, params.query, pair, queries, params.head_dim);
+    copy<S>(to.key, params.key, pair, keys, params.head_dim);
+    copy<S>(to.value, params.value, pair, keys, params.value_dim);
   };
-  for_pairs<S>(work, params, load,
-               [&](const Sequence& s, int head, int, int stage, bool is_first, bool) {
-                 if (is_first) read_mask<S>(params, band, s, head, added);
-                 const uint32_t tiles = stage * kStage;
-                 typename S::Scores scores;
-                 mma::multiply_rows<T>(scores, mma::left_rows<S::kDim>(base + tiles, warp_row),
-                                       mma::right_rows<S::kDim>(base + tiles + kKeys));
-                 add_mask<S>(scores, added, unit);
-                 float factor[2];
-#pragma unroll
-                 for (int r = 0; r < 2; ++r) {
-                   float max = -INFINITY, sum = 0;
-#pragma unroll
-                   for (int n = 0; n < S::kN; ++n) {
-                     max = fmaxf(max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
-                   }
-                   max = quad_max(max);
-                   const float shift = max == -INFINITY ? 0 : max;
-#pragma unroll
-                   for (int n = 0; n < S::kN; ++n) {
-#pragma unroll
-                     for (int e = 2 * r; e < 2 * r + 2; ++e) {
-                       scores[0][n][e] = exp2_fast(scores[0][n][e] - shift);
-                       sum += scores[0][n][e];
-                     }
-                   }
-                   sum = quad_sum(sum);
-                   factor[r] = sum == 0 ? 0 : 1 / sum;
-                   const int row = warp_row + 8 * r + lane / 4;
-                   if (lane % 4 == 0 && row < s.queries) {
-                     static_cast<float*>(params.lse)[first_lse(params, s, head) + row] =
-                         sum == 0 ? -INFINITY : (shift + log2f(sum)) * kLn2;
-                   }
-                 }
-                 typename S::Out out;
-                 multiply<S>(out, scores, shared, tiles + kValues);
-                 mma::for_elements<S::kM, S::kDim / 8>(
-                     [&](int m, int n, int e, int, int) { out[m][n][e] *= factor[e / 2]; });
-                 portable::store_tile<S>(params.out, s, head, 0, shared + tiles, out, 0, s.queries,
-                                         params.value_dim);
-               });
+  typename S::Scores added;
+  for_pairs<S>(work, params, load, [&](const Pair& pair, int stage) {
+    ForwardTiles<S>& tiles = stages[stage];
+    if (pair.is_first) read_mask<S>(params, pair, added);
+    typename S::Scores scores;
+    make_scores<S>(scores, tiles.query, tiles.key, added, params.scale);
+    float factor[2];
+    softmax<S>(params, pair, scores, factor);
+    typename S::Out out;
+    multiply_weights<S>(out, scores, tiles.value);
+    mma::for_elements<S::kM, S::kDim / 8>(
+        [&](int m, int n, int e, int, int) { out[m][n][e] *= factor[e / 2]; });
+    portable::store_tile<S>(params.out, pair.s, pair.head, 0, tiles.query, out, 0, params.queries,
+                            params.value_dim);
+  });
 }
 
 // Rounds a warp's weights and stores them as rows of a tile.
@@ -185,10 +232,10 @@ __device__ __forceinline__ void store_weights(char* tile, const typename S::Scor
 }
 
 // Two threads a row: its exponent, +inf of a row that sees nothing, and delta = rowsum(dout * out)
-// - dlse, of tiles of dout and out.
+// - dlse, of tiles of dout and out. A warp's rows are its own.
 template <typename S>
-__device__ __forceinline__ void find_statistics(const AttentionGradient& g, const Sequence& s,
-                                                int head, const char* dout, const char* out,
+__device__ __forceinline__ void find_statistics(const AttentionGradient& g, const Pair& pair,
+                                                const char* dout, const char* out,
                                                 float2* statistics) {
   using Tile = mma::Tile<S::kDim>;
   const int row = threadIdx.x / 2, half = threadIdx.x % 2;
@@ -206,14 +253,29 @@ __device__ __forceinline__ void find_statistics(const AttentionGradient& g, cons
     add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w);
   }
   sum += __shfl_xor_sync(~0u, sum, 1);
-  if (half != 0) return;
   float lse = -INFINITY;
-  if (row < s.queries) {
-    const int64_t at = first_lse(g.params.forward, s, head) + row;
+  if (row < pair.s.queries) {
+    const int64_t at = first_lse(g.params.forward, pair.s, pair.head) + row;
     lse = static_cast<const float*>(g.params.forward.lse)[at];
     if (g.params.dlse != nullptr) sum -= static_cast<const float*>(g.params.dlse)[at];
   }
-  statistics[row] = {lse == -INFINITY ? INFINITY : lse * kLog2E, sum};
+  if (half == 0) statistics[row] = {lse == -INFINITY ? INFINITY : lse * kLog2E, sum};
+  __syncwarp();
+}
+
+// P, and W = P (D - delta), of which dmask is the sum. On entry they are exponents and D.
+template <typename S>
+__device__ __forceinline__ void differentiate(typename S::Scores& weights,
+                                              typename S::Scores& gradient,
+                                              typename S::Scores& sums, const float2* statistics) {
+  const float2* const of_thread = statistics + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  const float2 of_row[2] = {of_thread[0], of_thread[8]};
+  mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
+    const float p = exp2_fast(weights[m][n][e] - of_row[e / 2].x);
+    weights[m][n][e] = p;
+    gradient[m][n][e] = p == 0 ? 0 : p * (gradient[m][n][e] - of_row[e / 2].y);
+    sums[m][n][e] += gradient[m][n][e];
+  });
 }
 
 // Writes the sums of a mask's gradient, or those of a part of its pairs, for attention_sum_mask().
@@ -224,10 +286,8 @@ __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Wor
   const portable::TilePlace<false> place({0, 0, params.queries, 0, params.keys}, 0, 0,
                                          threadIdx.x / 32 * 16);
   const bool in_parts = work.share.parts > 1;
-  const int64_t first =
-      (int64_t{in_parts ? static_cast<int>(blockIdx.x % work.share.parts) : 0} * work.masks +
-       mask) *
-      params.queries * params.keys;
+  const int64_t of_part = int64_t{blockIdx.x % work.share.parts} * work.masks;
+  const int64_t first = (of_part + mask) * params.queries * params.keys;
   with_option_storage<float>(in_parts ? DType::kFloat32 : params.mask.dtype, [&](auto zero) {
     using Stored = decltype(zero);
     auto* to = static_cast<Stored*>(in_parts ? g.mask_sums : g.params.dmask) + first;
@@ -245,83 +305,52 @@ __global__ void __launch_bounds__(kThreads, window_blocks(kDim, true))
                               const __grid_constant__ Work work) {
   using S = Shape<T, kDim>;
   extern __shared__ __align__(1024) char shared[];
-  constexpr uint32_t kTile = S::kTileBytes, kKeys = kTile, kValues = 2 * kTile, kDout = 3 * kTile;
-  constexpr uint32_t kOut = 4 * kTile, kStage = 5 * kTile, kWeights = 2 * kStage;
-  constexpr uint32_t kStatistics = kWeights + 2 * S::kWeightBytes;
+  auto& memory = *reinterpret_cast<BackwardMemory<S>*>(shared);
   const AttentionParams& params = g.params.forward;
-  const int warp_row = threadIdx.x / 32 * 16;
   const Band band = band_of(params, {0, 0, params.queries, 0, params.keys});
   // Queries that see no key, and keys that no query sees, may hold a NaN.
   const Range keys = band.keys_of(0, params.queries, params.keys);
   const Range queries = band.queries_of(0, params.keys, params.queries);
-  const float unit = static_cast<float>(params.scale) * kLog2E;
-  const uint32_t base = shared_address(shared);
-  float2* const statistics = reinterpret_cast<float2*>(shared + kStatistics);
-  typename S::Scores added, sums;
-  const auto load = [&](const Sequence& s, int head, int stage) {
-    const auto copy = [&](const AttentionTensor& tensor, uint32_t tile, Range valid, int cols) {
-      portable::copy_rows<S, S::kOwn>(base + stage * kStage + tile,
-                                      row_of<const T>(tensor, s.batch, head, 0), tensor.row_stride,
-                                      0, valid, cols);
-    };
-    copy(params.query, 0, queries, params.head_dim);
-    copy(params.key, kKeys, keys, params.head_dim);
-    copy(params.value, kValues, keys, params.value_dim);
-    copy(g.params.dout, kDout, queries, params.value_dim);
-    copy(params.out, kOut, queries, params.value_dim);
+  const auto load = [&](const Pair& pair, int stage) {
+    BackwardTiles<S>& to = memory.stage[stage];
+    copy<S>(to.query, params.query, pair, queries, params.head_dim);
+    copy<S>(to.key, params.key, pair, keys, params.head_dim);
+    copy<S>(to.value, params.value, pair, keys, params.value_dim);
+    copy<S>(to.dout, g.params.dout, pair, queries, params.value_dim);
+    copy<S>(to.out, params.out, pair, queries, params.value_dim);
   };
-  for_pairs<S>(
-      work, params, load,
-      [&](const Sequence& s, int head, int mask, int stage, bool is_first, bool is_last) {
-        if (is_first) {
-          read_mask<S>(params, band, s, head, added);
-          mma::clear(sums);
-        }
-        const uint32_t tiles = stage * kStage;
-        find_statistics<S>(g, s, head, shared + tiles + kDout, shared + tiles + kOut, statistics);
-        __syncwarp();  // a warp's rows are its own
-
-        typename S::Scores weights, gradient;
-        mma::multiply_rows<T>(weights, mma::left_rows<S::kDim>(base + tiles, warp_row),
-                              mma::right_rows<S::kDim>(base + tiles + kKeys));
-        mma::multiply_rows<T>(gradient, mma::left_rows<S::kDim>(base + tiles + kDout, warp_row),
-                              mma::right_rows<S::kDim>(base + tiles + kValues));
-        add_mask<S>(weights, added, unit);
-        const int row = warp_row + threadIdx.x % 32 / 4;
-        const float2 of_row[2] = {statistics[row], statistics[row + 8]};
-        mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
-          const float p = exp2_fast(weights[m][n][e] - of_row[e / 2].x);
-          weights[m][n][e] = p;
-          gradient[m][n][e] = p == 0 ? 0 : p * (gradient[m][n][e] - of_row[e / 2].y);
-          sums[m][n][e] += gradient[m][n][e];
-        });
-        store_weights<S>(shared + kWeights, weights);
-        store_weights<S>(shared + kWeights + S::kWeightBytes, gradient);
-        typename S::Out dquery, dkey, dvalue;
-        multiply<S>(dquery, gradient, shared, tiles + kKeys);  // with a barrier
-        mma::clear(dkey);
-        mma::clear(dvalue);
-        const auto rows = [&](uint32_t tile) { return mma::left_rows<S::kDim>(base + tile, 0); };
-        const auto columns = [&](uint32_t tile) {
-          return mma::left_columns<S::kOthers>(base + tile, warp_row);
-        };
-        mma::multiply_columns<T, S::kOwn>(dvalue[0], columns(kWeights), rows(tiles + kDout));
-        mma::multiply_columns<T, S::kOwn>(dkey[0], columns(kWeights + S::kWeightBytes),
-                                          rows(tiles));
-        const float scale = static_cast<float>(params.scale);
-        mma::for_elements<S::kM, S::kDim / 8>([&](int m, int n, int e, int, int) {
-          dquery[m][n][e] *= scale;
-          dkey[m][n][e] *= scale;
-        });
-        const auto store = [&](const AttentionTensor& to, uint32_t tile, const typename S::Out& acc,
-                               int end, int cols) {
-          portable::store_tile<S>(to, s, head, 0, shared + tiles + tile, acc, 0, end, cols);
-        };
-        store(g.params.dquery, kOut, dquery, s.queries, params.head_dim);
-        store(g.params.dkey, kKeys, dkey, s.keys, params.head_dim);
-        store(g.params.dvalue, kValues, dvalue, s.keys, params.value_dim);
-        if (is_last && g.params.dmask != nullptr) store_mask<S>(g, work, mask, sums);
-      });
+  typename S::Scores added, sums;
+  for_pairs<S>(work, params, load, [&](const Pair& pair, int stage) {
+    BackwardTiles<S>& tiles = memory.stage[stage];
+    if (pair.is_first) {
+      read_mask<S>(params, pair, added);
+      mma::clear(sums);
+    }
+    find_statistics<S>(g, pair, tiles.dout, tiles.out, memory.statistics);
+    typename S::Scores weights, gradient;
+    make_scores<S>(weights, tiles.query, tiles.key, added, params.scale);
+    multiply_rows<S>(gradient, tiles.dout, tiles.value);
+    differentiate<S>(weights, gradient, sums, memory.statistics);
+    store_weights<S>(memory.weights, weights);
+    store_weights<S>(memory.gradient, gradient);
+    typename S::Out dquery, dkey, dvalue;
+    multiply_weights<S>(dquery, gradient, tiles.key);  // with a barrier
+    multiply_columns<S>(dvalue, memory.weights, tiles.dout);
+    multiply_columns<S>(dkey, memory.gradient, tiles.query);
+    const float scale = static_cast<float>(params.scale);
+    mma::for_elements<S::kM, S::kDim / 8>([&](int m, int n, int e, int, int) {
+      dquery[m][n][e] *= scale;
+      dkey[m][n][e] *= scale;
+    });
+    const auto store = [&](const AttentionTensor& to, char* tile, const typename S::Out& acc,
+                           int rows, int cols) {
+      portable::store_tile<S>(to, pair.s, pair.head, 0, tile, acc, 0, rows, cols);
+    };
+    store(g.params.dquery, tiles.out, dquery, params.queries, params.head_dim);
+    store(g.params.dkey, tiles.key, dkey, params.keys, params.head_dim);
+    store(g.params.dvalue, tiles.value, dvalue, params.keys, params.value_dim);
+    if (pair.is_last && g.params.dmask != nullptr) store_mask<S>(g, work, pair.mask, sums);
+  });
 }
 
 // Launches a kernel for the pairs of a call, `blocks` at once.
@@ -353,7 +382,8 @@ cudaError_t attention_forward_window(const AttentionParams& params, cudaStream_t
     using S = decltype(shape);
     constexpr int kBlocks = kSharedBy * window_blocks(S::kDim, false);
     return launch_pairs(attention_window_forward<typename S::T, S::kDim>, params,
-                        window_share(params, kBlocks), kBlocks, 6 * S::kTileBytes, stream);
+                        window_share(params, kBlocks), kBlocks, 2 * sizeof(ForwardTiles<S>),
+                        stream);
   });
 }
 
@@ -361,9 +391,9 @@ cudaError_t attention_backward_window(const AttentionGradient& gradient, cudaStr
   using namespace window;
   return with_shape(gradient.params.forward, [&](auto shape) {
     using S = decltype(shape);
-    constexpr int kBytes = 10 * S::kTileBytes + 2 * S::kWeightBytes + S::kOwn * sizeof(float2);
     return launch_pairs(attention_window_gradient<typename S::T, S::kDim>, gradient, gradient.share,
-                        kSharedBy * window_blocks(S::kDim, true), kBytes, stream);
+                        kSharedBy * window_blocks(S::kDim, true), sizeof(BackwardMemory<S>),
+                        stream);
   });
 }
 
