@@ -82,7 +82,11 @@ def _norm(
     out_dtype = out_dtype or _out_dtype(input, rms, memory_efficient)
     options = (normalized_shape, eps, weight_offset, rms, out_dtype, residual, residual_dtype)
     if not is_compiling:
-        outputs = _C.norm(input, weight, bias, *options, memory_efficient)
+        try:
+            outputs = _C.norm(input, weight, bias, *options, memory_efficient)
+        except ValueError:  # of an int of more than 64 bits, which does not say where
+            _arguments.shape(normalized_shape)
+            raise
         return outputs or _retry(input, weight, bias, *options, memory_efficient)
     _arguments.optional_tensor("weight", weight)
     _arguments.optional_tensor("bias", bias)
