@@ -80,7 +80,7 @@ struct Launch {
   }
 
   // A mask whose rows tensor cores read in packs of 16 bytes, the last one too: itself, or one
-  // copy, of what is not broadcast. One of keys alone, or broadcast over them, or of windows is
+  // copy, of what is not broadcast. One of keys alone, or broadcast over them, or of one tile is
   // read in place.
   Tensor readable_mask(Tensor mask) const {
     const int64_t pack = 16 / mask.element_size(), keys = mask.size(3);
@@ -88,7 +88,7 @@ struct Launch {
                 mask.stride(3) == 1 && keys % pack == 0;
     for (int d = 0; d < 3; ++d) fits &= stride_of(mask, d) % pack == 0;
     if (!aligned || fits || stride_of(mask, 2) == 0 || stride_of(mask, 3) == 0 ||
-        attention_is_window(params))
+        attention_is_one_tile(params))
       return mask;
     for (int d = 0; d < 3; ++d) {
       if (mask.stride(d) == 0) mask = mask.narrow(d, 0, 1);

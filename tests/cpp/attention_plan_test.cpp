@@ -170,7 +170,7 @@ TEST(AttentionTiles, HoldWhatKernelsTakeForGranted) {
   }
 }
 
-AttentionParams window(int batch, int heads, int rows = 49, int dim = 32) {
+AttentionParams one_tile(int batch, int heads, int rows = 49, int dim = 32) {
   AttentionParams params = call(DType::kBFloat16, dim, dim);
   params.batch = batch;
   params.heads = params.kv_heads = heads;
@@ -179,20 +179,20 @@ AttentionParams window(int batch, int heads, int rows = 49, int dim = 32) {
   return params;
 }
 
-TEST(AttentionWindows, AreShortDenseAndPlainButForTheMask) {
-  const AttentionParams params = window(100, 3);
-  EXPECT_TRUE(window_takes_forward(params));
-  EXPECT_TRUE(window_takes_backward({params}));
+TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
+  const AttentionParams params = one_tile(100, 3);
+  EXPECT_TRUE(one_tile_takes_forward(params));
+  EXPECT_TRUE(one_tile_takes_backward({params}));
   for (int rows : {1, 64}) {
-    for (int dim : {8, 32, 64}) EXPECT_TRUE(window_takes_forward(window(100, 3, rows, dim)));
+    for (int dim : {8, 32, 64}) EXPECT_TRUE(one_tile_takes_forward(one_tile(100, 3, rows, dim)));
   }
-  EXPECT_FALSE(window_takes_forward(window(100, 3, 65)));
-  EXPECT_FALSE(window_takes_forward(window(100, 3, 49, 72)));
-  EXPECT_FALSE(window_takes_forward(window(0, 3)));
+  EXPECT_FALSE(one_tile_takes_forward(one_tile(100, 3, 65)));
+  EXPECT_FALSE(one_tile_takes_forward(one_tile(100, 3, 49, 72)));
+  EXPECT_FALSE(one_tile_takes_forward(one_tile(0, 3)));
   const auto changed = [&](auto change) {
     AttentionParams other = params;
     change(other);
-    return window_takes_forward(other) || window_takes_backward({other});
+    return one_tile_takes_forward(other) || one_tile_takes_backward({other});
   };
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 0; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 65; }));
@@ -208,26 +208,26 @@ TEST(AttentionWindows, AreShortDenseAndPlainButForTheMask) {
   // Without a mask forward has the kernels, and so the bits, of packed calls.
   AttentionParams unmasked = params;
   unmasked.mask = {};
-  EXPECT_FALSE(window_takes_forward(unmasked));
-  EXPECT_TRUE(window_takes_backward({unmasked}));
+  EXPECT_FALSE(one_tile_takes_forward(unmasked));
+  EXPECT_TRUE(one_tile_takes_backward({unmasked}));
   // A mask's gradient that is a sum over queries or keys takes another kernel.
   AttentionBackwardParams backward{params};
   backward.dmask = &backward;
   for (int shape : {1, 49}) {
     backward.mask_shape[0] = 1, backward.mask_shape[1] = 3;
     backward.mask_shape[2] = shape, backward.mask_shape[3] = 49;
-    EXPECT_EQ(window_takes_backward(backward), shape == 49);
+    EXPECT_EQ(one_tile_takes_backward(backward), shape == 49);
   }
 }
 
 // Parts are of one size but the last, and none is empty.
-TEST(AttentionWindows, PartsAreAllPairsOfAMask) {
+TEST(AttentionOneTile, PartsAreAllPairsOfAMask) {
   for (int rows : {49, 130}) {
     for (int batch : {1, 2, 7, 64, 395, 396, 2048, 8192}) {
       for (int heads : {1, 3, 24}) {
         for (bool one_batch : {false, true}) {
           for (bool one_head : {false, true}) {
-            AttentionBackwardParams params{window(batch, heads, rows)};
+            AttentionBackwardParams params{one_tile(batch, heads, rows)};
             params.dmask = &params;
             params.mask_shape[0] = one_batch ? 1 : batch;
             params.mask_shape[1] = one_head ? 1 : heads;
@@ -236,7 +236,7 @@ TEST(AttentionWindows, PartsAreAllPairsOfAMask) {
             EXPECT_EQ(int64_t{share.batch} * share.heads * share.served, int64_t{batch} * heads);
             EXPECT_GE(share.parts * share.pairs, share.served);
             EXPECT_LT((share.parts - 1) * share.pairs, share.served);
-            EXPECT_LE(share.parts, (rows > kWindowRows ? 1 : 3) * kSharedBy);
+            EXPECT_LE(share.parts, (rows > kOneTileRows ? 1 : 3) * kSharedBy);
             EXPECT_EQ(mask_sums_bytes(params) > 0, share.parts > 1);
             params.forward.batch = 0;
             EXPECT_EQ(mask_share(params).parts, 1);

@@ -109,7 +109,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
   if (attention_rows(call) == 0) return cudaSuccess;
   const AttentionParams params = with_group_as_queries(call);
   if (tier == AttentionTier::kPlain) return attention_forward_plain(params, stream);
-  if (window_takes_forward(params)) return attention_forward_window(params, stream);
+  if (one_tile_takes_forward(params)) return attention_forward_one_tile(params, stream);
   if (tier == AttentionTier::kHopper && hopper_takes_forward(params, device)) {
     return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
       return hopper.forward(params, device, workspace, stream);
@@ -135,8 +135,8 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
   gradient.share = mask_share(params);
   gradient.mask_sums = reinterpret_cast<float*>(mask_sums);
-  if (tier != AttentionTier::kPlain && window_takes_backward(params)) {
-    const cudaError_t error = attention_backward_window(gradient, stream);
+  if (tier != AttentionTier::kPlain && one_tile_takes_backward(params)) {
+    const cudaError_t error = attention_backward_one_tile(gradient, stream);
     return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
   }
   const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);

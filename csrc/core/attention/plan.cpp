@@ -56,30 +56,30 @@ void set_parts(MaskShare* share, int64_t parts) {
 
 }  // namespace
 
-bool attention_is_window(const AttentionParams& params) {
+bool attention_is_one_tile(const AttentionParams& params) {
   const auto fits = [](int32_t size, int most) { return size > 0 && size <= most; };
   AttentionParams unmasked = params;
   unmasked.mask.data = nullptr;
   return size_of(params.dtype) == 2 && params.query_offsets == nullptr && params.batch > 0 &&
          params.heads > 0 && params.heads == params.kv_heads &&
-         int64_t{params.batch} * params.heads <= INT32_MAX && fits(params.queries, kWindowRows) &&
-         fits(params.keys, kWindowRows) && fits(params.head_dim, kWindowColumns) &&
-         fits(params.value_dim, kWindowColumns) && params.sink == nullptr &&
+         int64_t{params.batch} * params.heads <= INT32_MAX && fits(params.queries, kOneTileRows) &&
+         fits(params.keys, kOneTileRows) && fits(params.head_dim, kOneTileColumns) &&
+         fits(params.value_dim, kOneTileColumns) && params.sink == nullptr &&
          attention_scores_are_plain(unmasked);
 }
 
-bool window_takes_forward(const AttentionParams& params) {
-  return params.mask.data != nullptr && attention_is_window(params);
+bool one_tile_takes_forward(const AttentionParams& params) {
+  return params.mask.data != nullptr && attention_is_one_tile(params);
 }
 
-bool window_takes_backward(const AttentionBackwardParams& params) {
+bool one_tile_takes_backward(const AttentionBackwardParams& params) {
   const AttentionParams& forward = params.forward;
-  return attention_is_window(forward) &&
+  return attention_is_one_tile(forward) &&
          (params.dmask == nullptr ||
           (params.mask_shape[2] == forward.queries && params.mask_shape[3] == forward.keys));
 }
 
-MaskShare window_share(const AttentionParams& params, int blocks) {
+MaskShare one_tile_share(const AttentionParams& params, int blocks) {
   MaskShare share = share_of(params, params.mask.batch_stride == 0, params.mask.head_stride == 0);
   set_parts(&share, blocks / std::max(1, share.batch * share.heads));
   return share;
@@ -88,12 +88,12 @@ MaskShare window_share(const AttentionParams& params, int blocks) {
 MaskShare mask_share(const AttentionBackwardParams& params) {
   const AttentionParams& forward = params.forward;
   const int* shape = params.mask_shape;
-  const int blocks = kSharedBy * window_blocks(window_columns(forward), true);
-  if (params.dmask == nullptr) return window_share(forward, blocks);
+  const int blocks = kSharedBy * one_tile_blocks(one_tile_columns(forward), true);
+  if (params.dmask == nullptr) return one_tile_share(forward, blocks);
   MaskShare share = share_of(forward, shape[0] == 1, shape[1] == 1);
   const int64_t masks = int64_t{share.batch} * share.heads;
   if (forward.dtype == DType::kFloat64) return share;
-  if (window_takes_backward(params)) {
+  if (one_tile_takes_backward(params)) {
     set_parts(&share, blocks / masks);
     return share;
   }

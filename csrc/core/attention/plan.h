@@ -76,38 +76,39 @@ constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
     {64, 8, 1, 64, 1}, {128, 8, 1, 64, 1}, {256, 4, 1, 32, 1}};
 
 // Short dense sequences with a mask, as windows of an image, have kernels of their own on every
-// chip (window.cu): of up to so many queries, keys and columns, with plain scores but for the mask.
-// No packed call has a mask whose bits would have to be the same. Backward also without a mask.
-constexpr int kWindowRows = 64, kWindowColumns = 64;
-constexpr int window_columns(const AttentionParams& params) {  // of a tile
+// chip (one_tile.cu): of up to so many queries, keys and columns, with plain scores but for the
+// mask. No packed call has a mask whose bits would have to be the same. Backward also without a
+// mask.
+constexpr int kOneTileRows = 64, kOneTileColumns = 64;
+constexpr int one_tile_columns(const AttentionParams& params) {  // of a tile
   return params.head_dim <= 32 && params.value_dim <= 32 ? 32 : 64;
 }
 // Blocks of a multiprocessor, by the registers of a thread.
-constexpr int window_blocks(int columns, bool backward) {
+constexpr int one_tile_blocks(int columns, bool backward) {
   return (columns == 32 ? 4 : 3) - backward;
 }
-bool attention_is_window(const AttentionParams& params);  // but for its mask
-bool window_takes_forward(const AttentionParams& params);
-bool window_takes_backward(const AttentionBackwardParams& params);
+bool attention_is_one_tile(const AttentionParams& params);  // but for its mask
+bool one_tile_takes_forward(const AttentionParams& params);
+bool one_tile_takes_backward(const AttentionBackwardParams& params);
 
-// The (sequence, head) pairs that have a mask in common. Its gradient is a sum over them: where
-// there are few tiles of masks, pairs come in parts, a block each, and a kernel adds up the parts'
-// fp32 sums. The windows of a block have a mask in common too.
+// The (sequence, head) pairs that have a mask in common. Its gradient is a sum over them. Where
+// there are few tiles of masks, the pairs come in parts, a block each, and one more kernel adds up
+// the parts' fp32 sums. Blocks of the kernels of one tile walk over such pairs too.
 struct MaskShare {
   int32_t batch, heads;  // of masks: 1 where one serves all
   int32_t served;        // pairs that have a mask in common
   int32_t parts, pairs;  // parts of these, and pairs of a part
 
-  // Of `all_heads` heads, the pair `i` of those of mask (batch, head), of which it makes the
-  // pair's.
+  // `*of_batch`, `*head`: on entry the mask's; on return those of the pair `i` that has it.
   FUSED_NORM_HOST_DEVICE void set_pair(int i, int all_heads, int* of_batch, int* head) const {
     if (heads == 1) *head = i % all_heads;
     if (batch == 1) *of_batch = heads == 1 ? i / all_heads : i;
   }
 };
-// Multiprocessors for which work is shared, whatever a chip has, as the order of sums follows.
+// Work is shared by so many multiprocessors, whatever a chip has: the order of sums follows from
+// it.
 constexpr int kSharedBy = 132;
-MaskShare window_share(const AttentionParams& params, int blocks);
+MaskShare one_tile_share(const AttentionParams& params, int blocks);
 MaskShare mask_share(const AttentionBackwardParams& params);
 size_t mask_sums_bytes(const AttentionBackwardParams& params);  // 0 of one part
 

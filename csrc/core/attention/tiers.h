@@ -39,9 +39,9 @@ cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream
 template <typename T>
 cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaStream_t stream);
 
-// Where window_takes_forward() or window_takes_backward(): all gradients.
-cudaError_t attention_forward_window(const AttentionParams& params, cudaStream_t stream);
-cudaError_t attention_backward_window(const AttentionGradient& gradient, cudaStream_t stream);
+// Where one_tile_takes_forward() or one_tile_takes_backward(): all gradients.
+cudaError_t attention_forward_one_tile(const AttentionParams& params, cudaStream_t stream);
+cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaStream_t stream);
 
 // By the columns of a tile; instantiated in hopper_*.cu. The forward pass of calls that
 // hopper_takes_forward(), and dquery, dkey and dvalue of those that hopper_takes_backward().

@@ -6,16 +6,16 @@
 #include "core/attention/portable_options.cuh"
 
 namespace fused_norm {
-namespace window {
+namespace one_tile {
 
-constexpr int kThreads = kWindowRows / 16 * kWarpSize;  // a warp has 16 queries
+constexpr int kThreads = kOneTileRows / 16 * kWarpSize;  // a warp has 16 queries
 
 // A kernel's constants, and tiles of a pair in shared memory, which has the next pair's too.
 template <typename T_, int kDim_>
 struct Shape {
   using T = T_;
-  static constexpr int kDim = kDim_, kOwn = kWindowRows, kOthers = kWindowRows;
-  static constexpr int kM = 1, kN = kOthers / 8, kThreads = window::kThreads;
+  static constexpr int kDim = kDim_, kOwn = kOneTileRows, kOthers = kOneTileRows;
+  static constexpr int kM = 1, kN = kOthers / 8, kThreads = one_tile::kThreads;
   static constexpr int kTileBytes = kOwn * kDim * 2, kWeightBytes = kOwn * kOthers * 2;
   using Scores = mma::Accumulators<kM, kN>;
   using Out = mma::Accumulators<kM, kDim / 8>;
@@ -188,9 +188,9 @@ __device__ __forceinline__ void softmax(const AttentionParams& params, const Pai
 }
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads, window_blocks(kDim, false))
-    attention_window_forward(const __grid_constant__ AttentionParams params,
-                             const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, false))
+    attention_one_tile_forward(const __grid_constant__ AttentionParams params,
+                               const __grid_constant__ Work work) {
   using S = Shape<T, kDim>;
   extern __shared__ __align__(1024) char shared[];
   auto* const stages = reinterpret_cast<ForwardTiles<S>*>(shared);
@@ -300,9 +300,9 @@ __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Wor
 }
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads, window_blocks(kDim, true))
-    attention_window_gradient(const __grid_constant__ AttentionGradient g,
-                              const __grid_constant__ Work work) {
+__global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, true))
+    attention_one_tile_gradient(const __grid_constant__ AttentionGradient g,
+                                const __grid_constant__ Work work) {
   using S = Shape<T, kDim>;
   extern __shared__ __align__(1024) char shared[];
   auto& memory = *reinterpret_cast<BackwardMemory<S>*>(shared);
@@ -370,30 +370,30 @@ template <typename Run>
 cudaError_t with_shape(const AttentionParams& params, Run run) {
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
     using T = decltype(zero);
-    return window_columns(params) == 32 ? run(Shape<T, 32>()) : run(Shape<T, 64>());
+    return one_tile_columns(params) == 32 ? run(Shape<T, 32>()) : run(Shape<T, 64>());
   });
 }
 
-}  // namespace window
+}  // namespace one_tile
 
-cudaError_t attention_forward_window(const AttentionParams& params, cudaStream_t stream) {
-  using namespace window;
+cudaError_t attention_forward_one_tile(const AttentionParams& params, cudaStream_t stream) {
+  using namespace one_tile;
   return with_shape(params, [&](auto shape) {
     using S = decltype(shape);
-    constexpr int kBlocks = kSharedBy * window_blocks(S::kDim, false);
-    return launch_pairs(attention_window_forward<typename S::T, S::kDim>, params,
-                        window_share(params, kBlocks), kBlocks, 2 * sizeof(ForwardTiles<S>),
+    constexpr int kBlocks = kSharedBy * one_tile_blocks(S::kDim, false);
+    return launch_pairs(attention_one_tile_forward<typename S::T, S::kDim>, params,
+                        one_tile_share(params, kBlocks), kBlocks, 2 * sizeof(ForwardTiles<S>),
                         stream);
   });
 }
 
-cudaError_t attention_backward_window(const AttentionGradient& gradient, cudaStream_t stream) {
-  using namespace window;
+cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaStream_t stream) {
+  using namespace one_tile;
   return with_shape(gradient.params.forward, [&](auto shape) {
     using S = decltype(shape);
-    return launch_pairs(attention_window_gradient<typename S::T, S::kDim>, gradient, gradient.share,
-                        kSharedBy * window_blocks(S::kDim, true), sizeof(BackwardMemory<S>),
-                        stream);
+    return launch_pairs(attention_one_tile_gradient<typename S::T, S::kDim>, gradient,
+                        gradient.share, kSharedBy * one_tile_blocks(S::kDim, true),
+                        sizeof(BackwardMemory<S>), stream);
   });
 }
 

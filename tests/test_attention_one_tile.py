@@ -1,4 +1,4 @@
-"""Attention's kernels of windows: short dense sequences with a mask, all gradients in one kernel.
+"""Attention's kernels of one tile: short dense sequences with a mask, all gradients in one kernel.
 And the gradient of a mask of few tiles that many sequences share, in parts."""
 
 import pytest
@@ -88,7 +88,7 @@ def test_one_mask_for_some(dim, shape, seed):
     assert error <= 2**-6 * exact.abs().max()
 
 
-def windows(generator, batch, heads, length, dim=32):
+def short(generator, batch, heads, length, dim=32):
     tensors = [randn(generator, batch, heads, length, dim, dtype=BF16) for _ in range(4)]
     return [t.requires_grad_(i < 3) for i, t in enumerate(tensors)]
 
@@ -98,7 +98,7 @@ def windows(generator, batch, heads, length, dim=32):
 def test_bits(length, dim, masked, seed):
     """A sequence alone and among 700 has the same bits, and so has each run."""
     generator = rand_generator("cuda", seed)
-    q, k, v, dout = windows(generator, 700, 3, length, dim)
+    q, k, v, dout = short(generator, 700, 3, length, dim)
     mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_() if masked else None
 
     def results(at):
@@ -121,7 +121,7 @@ def test_bits(length, dim, masked, seed):
 @pytest.mark.parametrize("hides", [False, float("-inf"), -3e38], ids=str)
 def test_hidden_keys_may_hold_anything(hides, poison, seed):
     generator = rand_generator("cuda", seed)
-    q, k, v, dout = windows(generator, 9, 3, 49)
+    q, k, v, dout = short(generator, 9, 3, 49)
     mask = randn(generator, 1, 3, 49, 49, dtype=BF16)
     if hides is False:
         mask = mask > -1
@@ -157,7 +157,7 @@ def test_queries_that_see_nothing(seed):
 def test_which_kernels_run(seed):
     """One kernel forward and one backward, and one that adds up the mask's gradient."""
     generator = rand_generator("cuda", seed)
-    q, k, v, dout = windows(generator, 700, 3, 49)
+    q, k, v, dout = short(generator, 700, 3, 49)
     mask = randn(generator, 1, 3, 49, 49, dtype=BF16).requires_grad_()
 
     def step(**options):
@@ -167,7 +167,7 @@ def test_which_kernels_run(seed):
     for tier in ("auto", "portable"):
         with forced(tier):
             names = kernels_of([step])
-            assert sum("attention_window" in name for name in names) == 2
+            assert sum("attention_one_tile" in name for name in names) == 2
             assert sum("attention_sum_parts" in name for name in names) == 1
             capped = kernels_of([lambda: step(softcap=5.0)])
-            assert not any("attention_window" in name for name in capped)
+            assert not any("attention_one_tile" in name for name in capped)
