@@ -77,8 +77,7 @@ constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
 
 // Short dense sequences with a mask, as windows of an image, have kernels of their own on every
 // chip (one_tile.cu): of up to so many queries, keys and columns, with plain scores but for the
-// mask. No packed call has a mask whose bits would have to be the same. Backward also without a
-// mask.
+// mask. No packed call has a mask, and so these bits. Backward also without one.
 constexpr int kOneTileRows = 64, kOneTileColumns = 64;
 constexpr int one_tile_columns(const AttentionParams& params) {  // of a tile
   return params.head_dim <= 32 && params.value_dim <= 32 ? 32 : 64;
