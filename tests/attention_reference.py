@@ -257,6 +257,7 @@ def tensors_of(case: Case, generator) -> dict:
         "float heads": (1, heads, queries, keys),
         "float rows": (queries, 1),
         "fp32": (heads, 1, keys),
+        "fp32 heads": (heads, queries, keys),
         "float keys": (batch, 1, 1, keys),
     }
     made = {}
@@ -268,7 +269,7 @@ def tensors_of(case: Case, generator) -> dict:
         made[name] = laid_out(randn(generator, *shape, dtype=case.dtype), case.layout)
     shape = shapes[case.mask]
     if shape is not None:
-        dtype = FP32 if case.mask == "fp32" else case.dtype
+        dtype = FP32 if case.mask.startswith("fp32") else case.dtype
         made["attn_mask"] = randn(generator, *shape, dtype=dtype)
         if case.mask.startswith("bool"):
             made["attn_mask"] = made["attn_mask"] > -0.5

@@ -27,9 +27,9 @@ FACTORS = {
     "dtype": [BF16, FP16],
     "size": [(1, 1), (1, 64), (64, 1), (7, 49), (49, 49), (64, 64), (33, 17), (50, 64)],
     "dims": [(8, 8), (32, 32), (24, 16), (16, 32), (13, 29), (64, 64), (40, 64), (48, 16)],
-    "heads": [(1, 1, 1), (5, 3, 3), (40, 4, 4), (300, 3, 3)],
+    "heads": [(1, 1, 1), (5, 3, 3), (40, 4, 4), (300, 3, 3), (1100, 2, 2)],
     "band": list(BANDS),
-    "mask": ["none", "bool", "bool keys", "float", "float heads", "float rows", "fp32",
+    "mask": ["bool", "bool keys", "float", "float heads", "float rows", "fp32", "fp32 heads",
              "float keys"],
     "layout": ["bhsd", "bshd", "qkv", "transposed"],
     "scale": [None, 0.3],
@@ -67,7 +67,9 @@ def test_gradient_of_a_mask_in_parts(tier, case, seed):
     with forced(tier), unwritten_is_nan("cuda", tensors["attn_mask"].nbytes):
         verdict = Verdict()
         verdict.add(str(case), check(case, tensors, run(attend(case), case, tensors)))
+        names = kernels_of([lambda: run(attend(case), case, tensors)])
     verdict.check()
+    assert any("attention_sum_parts" in name for name in names)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (6, 1), (1, 3), (6, 3)], ids=str)
@@ -94,18 +96,18 @@ def short(generator, batch, heads, length, dim=32):
 
 
 @pytest.mark.parametrize("length, dim", [(49, 32), (64, 32), (49, 64)])
-@pytest.mark.parametrize("masked", [True, False], ids=["mask", "no mask"])
-def test_bits(length, dim, masked, seed):
+def test_bits(length, dim, seed):
     """A sequence alone and among 700 has the same bits, and so has each run."""
     generator = rand_generator("cuda", seed)
     q, k, v, dout = short(generator, 700, 3, length, dim)
-    mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_() if masked else None
+    mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_()
 
     def results(at):
         leaves = [t[at].detach().requires_grad_() for t in (q, k, v)]
         out, lse = fn.flash_attention(*leaves, attn_mask=mask, return_lse=True)
-        inputs = [*leaves, mask] if masked else leaves
-        gradients = torch.autograd.grad((out, lse), inputs, (dout[at], torch.ones_like(lse)))
+        gradients = torch.autograd.grad(
+            (out, lse), [*leaves, mask], (dout[at], torch.ones_like(lse))
+        )
         return [out, lse, *gradients]
 
     whole = results(slice(None))
@@ -152,6 +154,61 @@ def test_queries_that_see_nothing(seed):
     gradients = torch.autograd.grad(out, (q, k, v), dout)
     assert (gradients[0][:, :, :20] == 0).all()
     assert all(g.isfinite().all() for g in gradients)
+
+
+def test_packed_sequences_have_the_bits_of_dense_ones(seed):
+    """Without a mask, as packed calls have none: both passes."""
+    generator = rand_generator("cuda", seed)
+    lengths = [49, 64, 1, 200, 17]
+    cu = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+    leaves = [randn(generator, sum(lengths), 3, 32, dtype=BF16).requires_grad_() for _ in range(3)]
+    dout = randn(generator, sum(lengths), 3, 32, dtype=BF16)
+    out = fn.flash_attention_varlen(*leaves, cu, cu, 200, 200)
+    packed = [t.split(lengths) for t in (out, *torch.autograd.grad(out, leaves, dout))]
+    for i, douts in enumerate(dout.split(lengths)):
+        alone = [t.detach().split(lengths)[i].transpose(0, 1)[None] for t in leaves]
+        alone = [t.requires_grad_() for t in alone]
+        one = fn.flash_attention(*alone)
+        results = [one, *torch.autograd.grad(one, alone, douts.transpose(0, 1)[None])]
+        for a, b in zip(results, packed, strict=True):
+            assert same_bits(a[0].transpose(0, 1), b[i]), lengths[i]
+
+
+@pytest.mark.parametrize("layout", ["odd offset", "transposed", "every other", "expanded"])
+def test_masks_are_read_in_place(layout, seed):
+    generator = rand_generator("cuda", seed)
+    q, k, v, dout = short(generator, 9, 3, 49)
+    mask = randn(generator, 1, 3, 49, 49, dtype=BF16)
+    laid_out = {
+        "odd offset": lambda: randn(generator, mask.numel() + 1, dtype=BF16)[1:].view_as(mask),
+        "transposed": lambda: torch.empty_like(mask).mT,
+        "every other": lambda: torch.empty(1, 3, 49, 98, dtype=BF16, device="cuda")[..., ::2],
+        "expanded": lambda: torch.empty_like(mask),
+    }[layout]().copy_(mask)
+    if layout == "expanded":
+        laid_out = laid_out.expand(9, 3, 49, 49)
+
+    def results(mask):
+        out, lse = fn.flash_attention(q, k, v, attn_mask=mask, return_lse=True)
+        return [out, lse, *torch.autograd.grad(out, (q, k, v), dout)]
+
+    for a, b in zip(results(mask), results(laid_out), strict=True):
+        assert same_bits(a, b)
+
+
+def test_single_queries_of_heads_that_share_keys(seed):
+    """With a mask of keys and few of them: each head as alone."""
+    generator = rand_generator("cuda", seed)
+    q = randn(generator, 3, 8, 1, 32, dtype=BF16)
+    k, v = (randn(generator, 3, 2, 50, 32, dtype=BF16) for _ in range(2))
+    seen = randn(generator, 3, 1, 1, 50) > -0.5
+    out, lse = fn.flash_attention(q, k, v, attn_mask=seen, return_lse=True)
+    for head in range(8):
+        of_head, of_keys = slice(head, head + 1), slice(head // 4, head // 4 + 1)
+        alone = fn.flash_attention(
+            q[:, of_head], k[:, of_keys], v[:, of_keys], attn_mask=seen, return_lse=True
+        )
+        assert same_bits(alone[0], out[:, of_head]) and same_bits(alone[1], lse[:, of_head])
 
 
 def test_which_kernels_run(seed):

@@ -182,7 +182,7 @@ AttentionParams one_tile(int batch, int heads, int rows = 49, int dim = 32) {
 TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
   const AttentionParams params = one_tile(100, 3);
   EXPECT_TRUE(one_tile_takes_forward(params));
-  EXPECT_TRUE(one_tile_takes_backward({params}));
+  EXPECT_TRUE(one_tile_takes_backward(params));
   for (int rows : {1, 64}) {
     for (int dim : {8, 32, 64}) EXPECT_TRUE(one_tile_takes_forward(one_tile(100, 3, rows, dim)));
   }
@@ -192,7 +192,7 @@ TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
   const auto changed = [&](auto change) {
     AttentionParams other = params;
     change(other);
-    return one_tile_takes_forward(other) || one_tile_takes_backward({other});
+    return one_tile_takes_forward(other) || one_tile_takes_backward(other);
   };
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 0; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 65; }));
@@ -205,24 +205,50 @@ TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
   EXPECT_FALSE(changed([](AttentionParams& p) { p.dtype = DType::kFloat32; }));
   static constexpr int32_t kOffsets[2] = {};
   EXPECT_FALSE(changed([](AttentionParams& p) { p.query_offsets = p.key_offsets = kOffsets; }));
-  // Without a mask forward has the kernels, and so the bits, of packed calls.
-  AttentionParams unmasked = params;
-  unmasked.mask = {};
-  EXPECT_FALSE(one_tile_takes_forward(unmasked));
-  EXPECT_TRUE(one_tile_takes_backward({unmasked}));
-  // A mask's gradient that is a sum over queries or keys takes another kernel.
-  AttentionBackwardParams backward{params};
-  backward.dmask = &backward;
-  for (int shape : {1, 49}) {
-    backward.mask_shape[0] = 1, backward.mask_shape[1] = 3;
-    backward.mask_shape[2] = shape, backward.mask_shape[3] = 49;
-    EXPECT_EQ(one_tile_takes_backward(backward), shape == 49);
+  // Without a mask a call has the kernels, and so the bits, of packed calls.
+  EXPECT_FALSE(changed([](AttentionParams& p) { p.mask = {}; }));
+  const float slope = 1;
+  EXPECT_FALSE(changed([&](AttentionParams& p) { p.alibi_slopes = &slope; }));
+  // Backward a mask that has a gradient of its own, a sum over queries or keys, takes other
+  // kernels, whether that is wanted or not.
+  for (bool boolean : {false, true}) {
+    for (bool of_keys : {false, true}) {
+      AttentionParams broadcast = params;
+      broadcast.mask.boolean = boolean;
+      (of_keys ? broadcast.mask.row_stride : broadcast.mask.key_stride) = 0;
+      EXPECT_TRUE(one_tile_takes_forward(broadcast));
+      EXPECT_EQ(one_tile_takes_backward(broadcast), boolean);
+      (of_keys ? broadcast.queries : broadcast.keys) = 1;
+      EXPECT_TRUE(one_tile_takes_backward(broadcast));
+    }
   }
+  // As queries of one head, single queries of heads that share keys.
+  AttentionParams group = params;
+  group.queries = 1;
+  group.heads = 12;
+  EXPECT_FALSE(one_tile_takes_forward(group));
+  EXPECT_TRUE(one_tile_takes_forward(with_group_as_queries(group)));
+}
+
+TEST(AttentionOneTile, BlocksHavePairsOfOneMask) {
+  const auto share = [](int64_t batch_stride, int64_t head_stride) {
+    AttentionParams params = one_tile(700, 3);
+    params.mask.batch_stride = batch_stride;
+    params.mask.head_stride = head_stride;
+    return one_tile_share(params, 396);
+  };
+  EXPECT_EQ(share(0, 0).served, 2100);
+  EXPECT_EQ(share(0, 0).parts, 350);  // of six pairs each
+  EXPECT_EQ(share(0, 2401).served, 700);
+  EXPECT_EQ(share(0, 2401).parts, 117);
+  EXPECT_EQ(share(2401, 0).served, 3);
+  EXPECT_EQ(share(2401, 0).parts, 1);
+  EXPECT_EQ(share(7203, 2401).served, 1);
 }
 
 // Parts are of one size but the last, and none is empty.
 TEST(AttentionOneTile, PartsAreAllPairsOfAMask) {
-  for (int rows : {49, 130}) {
+  for (int rows : {49, 130, 2000}) {
     for (int batch : {1, 2, 7, 64, 395, 396, 2048, 8192}) {
       for (int heads : {1, 3, 24}) {
         for (bool one_batch : {false, true}) {
@@ -238,6 +264,7 @@ TEST(AttentionOneTile, PartsAreAllPairsOfAMask) {
             EXPECT_LT((share.parts - 1) * share.pairs, share.served);
             EXPECT_LE(share.parts, (rows > kOneTileRows ? 1 : 3) * kSharedBy);
             EXPECT_EQ(mask_sums_bytes(params) > 0, share.parts > 1);
+            EXPECT_LE(mask_sums_bytes(params), size_t{kMostMaskSums});
             params.forward.batch = 0;
             EXPECT_EQ(mask_share(params).parts, 1);
           }

@@ -135,7 +135,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
   gradient.share = mask_share(params);
   gradient.mask_sums = reinterpret_cast<float*>(mask_sums);
-  if (tier != AttentionTier::kPlain && one_tile_takes_backward(params)) {
+  if (tier != AttentionTier::kPlain && one_tile_takes_backward(forward)) {
     const cudaError_t error = attention_backward_one_tile(gradient, stream);
     return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
   }

@@ -308,7 +308,7 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, true))
   auto& memory = *reinterpret_cast<BackwardMemory<S>*>(shared);
   const AttentionParams& params = g.params.forward;
   const Band band = band_of(params, {0, 0, params.queries, 0, params.keys});
-  // Queries that see no key, and keys that no query sees, may hold a NaN.
+  // Queries that see no key by the band, and keys that no query sees, may hold a NaN.
   const Range keys = band.keys_of(0, params.queries, params.keys);
   const Range queries = band.queries_of(0, params.keys, params.queries);
   const auto load = [&](const Pair& pair, int stage) {
@@ -353,13 +353,11 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, true))
   });
 }
 
-// Launches a kernel for the pairs of a call, `blocks` at once.
+// Launches a kernel for the pairs of a call, about `blocks` at once.
 template <typename Params>
 cudaError_t launch_pairs(void (*kernel)(Params, Work), const Params& params, const MaskShare& share,
                          int blocks, int shared_bytes, cudaStream_t stream) {
-  const int32_t masks = share.batch * share.heads;
-  const auto of_block =
-      static_cast<int32_t>(share.parts > 1 ? 1 : ceil_div(masks, std::min(blocks, masks)));
+  const int32_t masks = share.batch * share.heads, of_block = std::max(1, masks / blocks);
   const dim3 grid(static_cast<unsigned>(ceil_div(masks, of_block) * share.parts));
   return detail::launch(kernel, grid, kThreads, {shared_bytes}, stream, params,
                         Work{share, masks, of_block});

@@ -25,7 +25,8 @@ struct AttentionTensor {
 constexpr float kHidingMask = -1e38f;
 
 // An additive or boolean mask over (batch, query head, query, key); a stride is 0 where the mask
-// broadcasts. Null data: none. Aligned rows, if not all one, can be read in packs of 16 bytes.
+// broadcasts. Null data: none. Aligned rows, if not all one, can be read in packs of 16 bytes, but
+// for calls of one tile (plan.h).
 struct AttentionMask {
   void* data;
   bool boolean;  // else of `dtype`: the query's, or fp32. True: the key takes part

@@ -62,7 +62,7 @@ bool attention_is_one_tile(const AttentionParams& params) {
   unmasked.mask.data = nullptr;
   return size_of(params.dtype) == 2 && params.query_offsets == nullptr && params.batch > 0 &&
          params.heads > 0 && params.heads == params.kv_heads &&
-         int64_t{params.batch} * params.heads <= INT32_MAX && fits(params.queries, kOneTileRows) &&
+         int64_t{params.batch} * params.heads <= 1 << 30 && fits(params.queries, kOneTileRows) &&
          fits(params.keys, kOneTileRows) && fits(params.head_dim, kOneTileColumns) &&
          fits(params.value_dim, kOneTileColumns) && params.sink == nullptr &&
          attention_scores_are_plain(unmasked);
@@ -72,16 +72,16 @@ bool one_tile_takes_forward(const AttentionParams& params) {
   return params.mask.data != nullptr && attention_is_one_tile(params);
 }
 
-bool one_tile_takes_backward(const AttentionBackwardParams& params) {
-  const AttentionParams& forward = params.forward;
-  return attention_is_one_tile(forward) &&
-         (params.dmask == nullptr ||
-          (params.mask_shape[2] == forward.queries && params.mask_shape[3] == forward.keys));
+bool one_tile_takes_backward(const AttentionParams& params) {
+  const AttentionMask& mask = params.mask;
+  const bool of_pairs =
+      (params.queries == 1 || mask.row_stride != 0) && (params.keys == 1 || mask.key_stride != 0);
+  return one_tile_takes_forward(params) && (mask.boolean || of_pairs);
 }
 
 MaskShare one_tile_share(const AttentionParams& params, int blocks) {
   MaskShare share = share_of(params, params.mask.batch_stride == 0, params.mask.head_stride == 0);
-  set_parts(&share, blocks / std::max(1, share.batch * share.heads));
+  set_parts(&share, blocks / std::max<int64_t>(1, int64_t{share.batch} * share.heads));
   return share;
 }
 
@@ -90,19 +90,21 @@ MaskShare mask_share(const AttentionBackwardParams& params) {
   const int* shape = params.mask_shape;
   const int blocks = kSharedBy * one_tile_blocks(one_tile_columns(forward), true);
   if (params.dmask == nullptr) return one_tile_share(forward, blocks);
-  MaskShare share = share_of(forward, shape[0] == 1, shape[1] == 1);
-  const int64_t masks = int64_t{share.batch} * share.heads;
-  if (forward.dtype == DType::kFloat64) return share;
-  if (one_tile_takes_backward(params)) {
+  const MaskShare whole = share_of(forward, shape[0] == 1, shape[1] == 1);
+  const int64_t masks = int64_t{whole.batch} * whole.heads;
+  if (forward.dtype == DType::kFloat64) return whole;
+  MaskShare share = whole, best = whole;
+  if (one_tile_takes_backward(forward)) {
     set_parts(&share, blocks / masks);
     return share;
   }
-  // Other kernels have a block a multiprocessor. To store and add up a part's sums takes as long as
-  // three pairs.
+  // An estimate: other kernels have a block a multiprocessor and tiles of 128 x 128. To store and
+  // add up a part's sums takes as long as three pairs. Parts are to gain a tenth.
   const int64_t tiles = masks * ceil_div(shape[2], 128) * ceil_div(shape[3], 128);
-  MaskShare best = share;
-  int64_t least = ceil_div(tiles, kSharedBy) * share.served;
-  for (int parts = 2; parts <= std::min(share.served, kSharedBy); ++parts) {
+  const int64_t bytes = sizeof(float) * masks * shape[2] * shape[3];
+  int64_t least = ceil_div(tiles, kSharedBy) * whole.served * 9 / 10;
+  const int64_t most = std::min<int64_t>(kSharedBy, kMostMaskSums / std::max<int64_t>(bytes, 1));
+  for (int parts = 2; parts <= std::min<int64_t>(whole.served, most); ++parts) {
     set_parts(&share, parts);
     const int64_t time = ceil_div(tiles * share.parts, kSharedBy) * (share.pairs + 3);
     if (time < least) least = time, best = share;
@@ -111,8 +113,9 @@ MaskShare mask_share(const AttentionBackwardParams& params) {
 }
 
 size_t mask_sums_bytes(const AttentionBackwardParams& params) {
+  if (params.dmask == nullptr) return 0;
   const int parts = mask_share(params).parts, *shape = params.mask_shape;
-  if (params.dmask == nullptr || parts == 1) return 0;
+  if (parts == 1) return 0;
   const size_t floats = size_t{1} * parts * shape[0] * shape[1] * shape[2] * shape[3];
   return (sizeof(float) * floats + 127) / 128 * 128;
 }

@@ -77,7 +77,7 @@ constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
 
 // Short dense sequences with a mask, as windows of an image, have kernels of their own on every
 // chip (one_tile.cu): of up to so many queries, keys and columns, with plain scores but for the
-// mask. No packed call has a mask, and so these bits. Backward also without one.
+// mask. Without one they have the bits of packed calls, which never have a mask.
 constexpr int kOneTileRows = 64, kOneTileColumns = 64;
 constexpr int one_tile_columns(const AttentionParams& params) {  // of a tile
   return params.head_dim <= 32 && params.value_dim <= 32 ? 32 : 64;
@@ -88,7 +88,8 @@ constexpr int one_tile_blocks(int columns, bool backward) {
 }
 bool attention_is_one_tile(const AttentionParams& params);  // but for its mask
 bool one_tile_takes_forward(const AttentionParams& params);
-bool one_tile_takes_backward(const AttentionBackwardParams& params);
+// Of masks of booleans, or of pairs of queries and keys, whether they need a gradient or not.
+bool one_tile_takes_backward(const AttentionParams& params);
 
 // The (sequence, head) pairs that have a mask in common. Its gradient is a sum over them. Where
 // there are few tiles of masks, the pairs come in parts, a block each, and one more kernel adds up
@@ -107,6 +108,7 @@ struct MaskShare {
 // Work is shared by so many multiprocessors, whatever a chip has: the order of sums follows from
 // it.
 constexpr int kSharedBy = 132;
+constexpr int64_t kMostMaskSums = 32 << 20;  // bytes, of more than one part
 MaskShare one_tile_share(const AttentionParams& params, int blocks);
 MaskShare mask_share(const AttentionBackwardParams& params);
 size_t mask_sums_bytes(const AttentionBackwardParams& params);  // 0 of one part

@@ -81,10 +81,10 @@ __device__ __forceinline__ Range served(int index, int mask_size, int all) {
   return mask_size == 1 ? Range{0, all} : Range{index, index + 1};
 }
 
-// What a block's tile of the mask, kQueries by kKeys, serves: tiles are counted along keys, parts
-// along queries, heads and batches are the mask's, each batch once for each part of the pairs that
-// share it. Calls use(sequence, head, query, keys) with a tile of queries and the keys that it
-// sees, in one order.
+// What a block's tile of the mask, kQueries by kKeys, serves: place.tile counts along keys,
+// place.part along queries, heads and batches are the mask's, each batch as often as the pairs that
+// share it have parts. Calls use(sequence, head, query, keys) with a tile of queries and the keys
+// that it sees, in one order.
 template <int kQueries, int kKeys, typename Use>
 __device__ __forceinline__ void for_served(const AttentionGradient& g, const Place& place,
                                            Use use) {
