@@ -8,7 +8,7 @@ import math
 import random
 
 import torch
-from harness import randn
+from harness import rand_generator, randn, unwritten_is_nan
 
 import fused_norm.functional as fn
 from fused_norm import _C
@@ -357,6 +357,14 @@ def run(call, case: Case, tensors, dtype=None) -> dict:
     for (name, leaf), gradient in zip(leaves.items(), gradients, strict=True):
         results["d" + name] = torch.zeros_like(leaf) if gradient is None else gradient
     return results
+
+
+def run_drawn(case: Case, device, seed) -> tuple[dict, dict]:
+    """(tensors, results) of a case of random numbers, in memory that is NaN before."""
+    tensors = tensors_of(case, rand_generator(device, seed))
+    sizes = {t.numel() * t.element_size() for t in tensors.values()}
+    with unwritten_is_nan(device, *sizes):
+        return tensors, run(attend(case), case, tensors)
 
 
 def check(case: Case, tensors, ours: dict) -> dict:

@@ -1,7 +1,6 @@
 """Attention's values, on the CPU and by the CUDA kernels: against fp64, rows that see nothing, what
 is hidden, what is the same to the bit, packed sequences, torch's and flash-attn's functions."""
 
-import contextlib
 import dataclasses
 import itertools
 
@@ -27,6 +26,7 @@ from attention_reference import (
     kept,
     laid_out,
     run,
+    run_drawn,
     takes,
     takes_type,
     tensors_of,
@@ -54,14 +54,10 @@ each_tier = pytest.mark.parametrize(
 
 def run_case(case, tier, seed):
     """(tensors, results)."""
-    device = "cpu" if tier == "cpu" else "cuda"
-    tensors = tensors_of(case, rand_generator(device, seed))
-    sizes = {t.numel() * t.element_size() for t in tensors.values()}
-    with contextlib.ExitStack() as stack:
-        if tier != "cpu":
-            stack.enter_context(forced(tier))
-        stack.enter_context(unwritten_is_nan(device, *sizes))
-        return tensors, run(attend(case), case, tensors)
+    if tier == "cpu":
+        return run_drawn(case, "cpu", seed)
+    with forced(tier):
+        return run_drawn(case, "cuda", seed)
 
 
 PARTS = 8  # of the sample, so that processes share it

@@ -14,10 +14,10 @@ from attention_reference import (
     covering_sample,
     forced,
     run,
+    run_drawn,
     takes,
-    tensors_of,
 )
-from harness import Verdict, kernels_of, rand_generator, randn, same_bits, unwritten_is_nan
+from harness import Verdict, kernels_of, rand_generator, randn, same_bits
 
 import fused_norm.functional as fn
 
@@ -50,10 +50,7 @@ IN_PARTS = [
 def test_sample(part, seed):
     verdict = Verdict()
     for case in covering_sample(FACTORS)[part::4]:
-        tensors = tensors_of(case, rand_generator("cuda", seed))
-        sizes = {t.numel() * t.element_size() for t in tensors.values()}
-        with unwritten_is_nan("cuda", *sizes):
-            results = run(attend(case), case, tensors)
+        tensors, results = run_drawn(case, "cuda", seed)
         verdict.add(str(case), check(case, tensors, results))
     verdict.check()
 
@@ -63,11 +60,11 @@ def test_sample(part, seed):
 def test_gradient_of_a_mask_in_parts(tier, case, seed):
     if not takes(tier, case):
         pytest.skip(f"no kernel of the {tier} tier")
-    tensors = tensors_of(case, rand_generator("cuda", seed))
-    with forced(tier), unwritten_is_nan("cuda", tensors["attn_mask"].nbytes):
-        verdict = Verdict()
-        verdict.add(str(case), check(case, tensors, run(attend(case), case, tensors)))
+    with forced(tier):
+        tensors, results = run_drawn(case, "cuda", seed)
         names = kernels_of([lambda: run(attend(case), case, tensors)])
+    verdict = Verdict()
+    verdict.add(str(case), check(case, tensors, results))
     verdict.check()
     assert any("attention_sum_parts" in name for name in names)
 

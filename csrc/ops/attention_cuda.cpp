@@ -80,8 +80,8 @@ struct Launch {
   }
 
   // A mask whose rows tensor cores read in packs of 16 bytes, the last one too: itself, or one
-  // copy, of what is not broadcast. One of keys alone, or broadcast over them, or of one tile is
-  // read in place.
+  // copy, of what is not broadcast. A mask of keys alone, one broadcast over them, and that of a
+  // call of one tile are read in place.
   Tensor readable_mask(Tensor mask) const {
     const int64_t pack = 16 / mask.element_size(), keys = mask.size(3);
     bool fits = reinterpret_cast<uintptr_t>(mask.const_data_ptr()) % 16 == 0 &&

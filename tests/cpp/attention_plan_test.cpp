@@ -263,8 +263,8 @@ TEST(AttentionOneTile, PartsAreAllPairsOfAMask) {
             EXPECT_GE(share.parts * share.pairs, share.served);
             EXPECT_LT((share.parts - 1) * share.pairs, share.served);
             EXPECT_LE(share.parts, (rows > kOneTileRows ? 1 : 3) * kSharedBy);
-            EXPECT_EQ(mask_sums_bytes(params) > 0, share.parts > 1);
-            EXPECT_LE(mask_sums_bytes(params), size_t{kMostMaskSums});
+            EXPECT_EQ(mask_sums_bytes(params, share) > 0, share.parts > 1);
+            EXPECT_LE(mask_sums_bytes(params, share), size_t{kMostMaskSums});
             params.forward.batch = 0;
             EXPECT_EQ(mask_share(params).parts, 1);
           }

@@ -121,7 +121,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
-  return statistics_bytes(params.forward) + mask_sums_bytes(params) +
+  return statistics_bytes(params.forward) + mask_sums_bytes(params, mask_share(params)) +
          (tier == AttentionTier::kHopper ? hopper_scratch(params.forward, /*backward=*/true).all
                                          : 0);
 }
@@ -131,9 +131,9 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
   char* const mask_sums = static_cast<char*>(workspace) + statistics_bytes(forward);
-  char* const scratch = mask_sums + mask_sums_bytes(params);
   AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
   gradient.share = mask_share(params);
+  char* const scratch = mask_sums + mask_sums_bytes(params, gradient.share);
   gradient.mask_sums = reinterpret_cast<float*>(mask_sums);
   if (tier != AttentionTier::kPlain && one_tile_takes_backward(forward)) {
     const cudaError_t error = attention_backward_one_tile(gradient, stream);

@@ -118,7 +118,7 @@ __device__ __forceinline__ void read_mask(const AttentionParams& params, const P
   portable::hide_outside(added, band_of(params, s), place);
 }
 
-// Query . key as exponents of 2. What is hidden is -inf, whatever the key holds.
+// Query . key as exponents of 2. A hidden key's is -inf, whatever the key holds.
 template <typename S>
 __device__ __forceinline__ void make_scores(typename S::Scores& scores, const char* query,
                                             const char* key, const typename S::Scores& added,

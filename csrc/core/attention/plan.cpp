@@ -112,11 +112,10 @@ MaskShare mask_share(const AttentionBackwardParams& params) {
   return best;
 }
 
-size_t mask_sums_bytes(const AttentionBackwardParams& params) {
-  if (params.dmask == nullptr) return 0;
-  const int parts = mask_share(params).parts, *shape = params.mask_shape;
-  if (parts == 1) return 0;
-  const size_t floats = size_t{1} * parts * shape[0] * shape[1] * shape[2] * shape[3];
+size_t mask_sums_bytes(const AttentionBackwardParams& params, const MaskShare& share) {
+  const int* shape = params.mask_shape;
+  if (params.dmask == nullptr || share.parts == 1) return 0;
+  const size_t floats = size_t{1} * share.parts * shape[0] * shape[1] * shape[2] * shape[3];
   return (sizeof(float) * floats + 127) / 128 * 128;
 }
 

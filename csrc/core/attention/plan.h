@@ -105,13 +105,13 @@ struct MaskShare {
     if (batch == 1) *of_batch = heads == 1 ? i / all_heads : i;
   }
 };
-// Work is shared by so many multiprocessors, whatever a chip has: the order of sums follows from
+// Work is dealt out as for so many multiprocessors on every chip: the order of sums follows from
 // it.
 constexpr int kSharedBy = 132;
 constexpr int64_t kMostMaskSums = 32 << 20;  // bytes, of more than one part
 MaskShare one_tile_share(const AttentionParams& params, int blocks);
 MaskShare mask_share(const AttentionBackwardParams& params);
-size_t mask_sums_bytes(const AttentionBackwardParams& params);  // 0 of one part
+size_t mask_sums_bytes(const AttentionBackwardParams& params, const MaskShare& share);
 
 // Whether blocks of keys make both gradients, or every other one each: dkey and dvalue of a head
 // dimension of 256 do not fit in the registers of a warp's 16 rows.
