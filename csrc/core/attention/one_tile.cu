@@ -107,11 +107,9 @@ __device__ __forceinline__ void read_mask(const AttentionParams& params, const P
   const Sequence& s = pair.s;
   const portable::TilePlace<false> place(s, 0, 0, threadIdx.x / 32 * 16);
   const int64_t corner = s.batch * mask.batch_stride + pair.head * mask.head_stride;
-  mma::clear(added);
   hopper::with_mask_reader(mask, [&](auto read) {
     mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int row, int col) {
       const int query = min(place.row + row, s.queries - 1), key = min(place.col + col, s.keys - 1);
-      if (mask.data == nullptr) return;
       added[m][n][e] = kLog2E * read(corner + query * mask.row_stride + key * mask.key_stride);
     });
   });
@@ -144,7 +142,9 @@ __device__ __forceinline__ void multiply_weights(typename S::Out& acc,
   if (!__syncthreads_or(mma::has_nan(acc))) return;
   portable::clear_unseen_rows<S>(tile, weights);
   multiply();
+  __syncthreads();  // a caller may write to the tile
 }
+
 // acc = weights^T x rows of a tile, for 16 columns of the weights that all warps stored.
 template <typename S>
 __device__ __forceinline__ void multiply_columns(typename S::Out& acc, const char* weights,
@@ -333,22 +333,20 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, true))
     differentiate<S>(weights, gradient, sums, memory.statistics);
     store_weights<S>(memory.weights, weights);
     store_weights<S>(memory.gradient, gradient);
-    typename S::Out dquery, dkey, dvalue;
-    multiply_weights<S>(dquery, gradient, tiles.key);  // with a barrier
-    multiply_columns<S>(dvalue, memory.weights, tiles.dout);
-    multiply_columns<S>(dkey, memory.gradient, tiles.query);
-    const float scale = static_cast<float>(params.scale);
-    mma::for_elements<S::kM, S::kDim / 8>([&](int m, int n, int e, int, int) {
-      dquery[m][n][e] *= scale;
-      dkey[m][n][e] *= scale;
-    });
-    const auto store = [&](const AttentionTensor& to, char* tile, const typename S::Out& acc,
+    const auto store = [&](const AttentionTensor& to, char* tile, typename S::Out& acc, float scale,
                            int rows, int cols) {
+      mma::for_elements<S::kM, S::kDim / 8>(
+          [&](int m, int n, int e, int, int) { acc[m][n][e] *= scale; });
       portable::store_tile<S>(to, pair.s, pair.head, 0, tile, acc, 0, rows, cols);
     };
-    store(g.params.dquery, tiles.out, dquery, params.queries, params.head_dim);
-    store(g.params.dkey, tiles.key, dkey, params.keys, params.head_dim);
-    store(g.params.dvalue, tiles.value, dvalue, params.keys, params.value_dim);
+    const float scale = static_cast<float>(params.scale);
+    typename S::Out acc;
+    multiply_weights<S>(acc, gradient, tiles.key);  // with a barrier
+    store(g.params.dquery, tiles.out, acc, scale, params.queries, params.head_dim);
+    multiply_columns<S>(acc, memory.weights, tiles.dout);
+    store(g.params.dvalue, tiles.value, acc, 1, params.keys, params.value_dim);
+    multiply_columns<S>(acc, memory.gradient, tiles.query);
+    store(g.params.dkey, tiles.key, acc, scale, params.keys, params.head_dim);
     if (pair.is_last && g.params.dmask != nullptr) store_mask<S>(g, work, pair.mask, sums);
   });
 }
