@@ -290,12 +290,13 @@ STAGES = [
     Case(BF16, (70, 520), (128, 128), (1, 1, 1), "causal", dropout=0.4),
     Case(BF16, (330, 520), (128, 128), (1, 1, 1), "both", "bool keys", dropout=0.4),
     Case(BF16, (330, 200), (128, 128), (1, 1, 1), "full", "float", dropout=0.4),
-    # Short sequences, of one tile: more pairs than two for each block, of one mask and of many.
+    # Short sequences, of one tile: more pairs than two for each block, of one mask, many and none.
     # And a mask's gradient in parts on Hopper. There are two tiles of keys, as racecheck takes no
     # notice of bar.arrive, by which a warp gives the dquery of a single tile back. And no block has
     # five tiles, as it takes none of an arrival behind __syncwarp(), by which that warp leaves one.
     Case(BF16, (49, 49), (32, 32), (300, 3, 3), "causal", "float heads"),
     Case(BF16, (40, 64), (24, 64), (600, 2, 2), "full", "bool"),
+    Case(BF16, (16, 30), (64, 64), (700, 2, 2)),
     Case(BF16, (49, 150), (40, 40), (40, 3, 3), "full", "float heads"),
 ]
 

@@ -1,5 +1,7 @@
-"""Attention's kernels of one tile: short dense sequences with a mask, all gradients in one kernel.
+"""Attention's kernels of one tile: short dense sequences, all gradients in one kernel.
 And the gradient of a mask of few tiles that many sequences share, in parts."""
+
+import random
 
 import pytest
 import torch
@@ -25,12 +27,13 @@ pytestmark = pytest.mark.cuda
 
 FACTORS = {
     "dtype": [BF16, FP16],
-    "size": [(1, 1), (1, 64), (64, 1), (7, 49), (49, 49), (64, 64), (33, 17), (50, 64)],
+    "size": [(1, 1), (1, 64), (64, 1), (7, 49), (49, 49), (64, 64), (33, 17), (50, 64), (8, 8),
+             (16, 16), (24, 24), (64, 16)],
     "dims": [(8, 8), (32, 32), (24, 16), (16, 32), (13, 29), (64, 64), (40, 64), (48, 16)],
     "heads": [(1, 1, 1), (5, 3, 3), (40, 4, 4), (300, 3, 3), (1100, 2, 2)],
     "band": list(BANDS),
-    "mask": ["bool", "bool keys", "float", "float heads", "float rows", "fp32", "fp32 heads",
-             "float keys"],
+    "mask": ["none", "bool", "bool keys", "float", "float heads", "float rows", "fp32",
+             "fp32 heads", "float keys"],
     "layout": ["bhsd", "bshd", "qkv", "transposed"],
     "scale": [None, 0.3],
     "lse": [False, True],
@@ -92,20 +95,23 @@ def short(generator, batch, heads, length, dim=32):
     return [t.requires_grad_(i < 3) for i, t in enumerate(tensors)]
 
 
-@pytest.mark.parametrize("length, dim", [(49, 32), (64, 32), (49, 64)])
-def test_bits(length, dim, seed):
+@pytest.mark.parametrize("masked", [True, False], ids=["mask", "none"])
+@pytest.mark.parametrize("length, dim", [(49, 32), (64, 32), (49, 64), (16, 64), (17, 40)])
+def test_bits(length, dim, masked, seed):
     """A sequence alone and among 700 has the same bits, and so has each run."""
     generator = rand_generator("cuda", seed)
     q, k, v, dout = short(generator, 700, 3, length, dim)
-    mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_()
+    mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_() if masked else None
 
     def results(at):
         leaves = [t[at].detach().requires_grad_() for t in (q, k, v)]
         out, lse = fn.flash_attention(*leaves, attn_mask=mask, return_lse=True)
-        gradients = torch.autograd.grad(
-            (out, lse), [*leaves, mask], (dout[at], torch.ones_like(lse))
-        )
-        return [out, lse, *gradients]
+        inputs = leaves + [mask] * masked
+        return [
+            out,
+            lse,
+            *torch.autograd.grad((out, lse), inputs, (dout[at], torch.ones_like(lse))),
+        ]
 
     whole = results(slice(None))
     for _ in range(20):
@@ -138,6 +144,23 @@ def test_hidden_keys_may_hold_anything(hides, poison, seed):
             assert same_bits(a, b)
 
 
+@pytest.mark.parametrize("length", [12, 40])
+def test_keys_outside_the_window_may_hold_anything(length, seed):
+    """Without a mask: the first keys are hidden from every query by the window."""
+    generator = rand_generator("cuda", seed)
+    q, dout = (randn(generator, 9, 3, length, 32, dtype=BF16).requires_grad_() for _ in range(2))
+    k, v = (randn(generator, 9, 3, 60, 32, dtype=BF16) for _ in range(2))
+    results = []
+    for value in (0.0, torch.nan):
+        for t in (k, v):
+            t[:, :, : 60 - length - 5] = value
+        leaves = [q, *(t.clone().requires_grad_() for t in (k, v))]
+        out, lse = fn.flash_attention(*leaves, window=(5, 0), return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out, leaves, dout)])
+    for a, b in zip(*results, strict=True):
+        assert same_bits(a, b)
+
+
 def test_queries_that_see_nothing(seed):
     """The first queries of a causal call with fewer keys; what they hold reaches nobody."""
     generator = rand_generator("cuda", seed)
@@ -153,22 +176,42 @@ def test_queries_that_see_nothing(seed):
     assert all(g.isfinite().all() for g in gradients)
 
 
-def test_packed_sequences_have_the_bits_of_dense_ones(seed):
-    """Without a mask, as packed calls have none: both passes."""
-    generator = rand_generator("cuda", seed)
-    lengths = [49, 64, 1, 200, 17]
-    cu = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
-    leaves = [randn(generator, sum(lengths), 3, 32, dtype=BF16).requires_grad_() for _ in range(3)]
-    dout = randn(generator, sum(lengths), 3, 32, dtype=BF16)
-    out = fn.flash_attention_varlen(*leaves, cu, cu, 200, 200)
-    packed = [t.split(lengths) for t in (out, *torch.autograd.grad(out, leaves, dout))]
-    for i, douts in enumerate(dout.split(lengths)):
-        alone = [t.detach().split(lengths)[i].transpose(0, 1)[None] for t in leaves]
-        alone = [t.requires_grad_() for t in alone]
-        one = fn.flash_attention(*alone)
-        results = [one, *torch.autograd.grad(one, alone, douts.transpose(0, 1)[None])]
-        for a, b in zip(results, packed, strict=True):
-            assert same_bits(a[0].transpose(0, 1), b[i]), lengths[i]
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("tier", ["portable", "hopper"])
+def test_packed_sequences_have_the_bits_of_dense_ones(tier, dtype, seed):
+    """Without a mask, as packed calls have none: output and log-sum-exp, of other kernels."""
+    generator, draw = rand_generator("cuda", seed), random.Random(seed)
+    for _ in range(60):
+        heads, dim, value_dim = (
+            draw.choice([1, 3]),
+            draw.choice([8, 24, 32, 64]),
+            draw.choice([8, 64]),
+        )
+        sizes = [(draw.randint(1, 64), draw.randint(1, 64)) for _ in range(8)] + [(200, 200)]
+        large = draw.choice([0.1, 1.0, 4.0])
+        q, k, v = (
+            large * randn(generator, sum(n[of_keys] for n in sizes), heads, columns, dtype=dtype)
+            for of_keys, columns in ((0, dim), (1, dim), (1, value_dim))
+        )
+        cu_q, cu_k = (
+            torch.tensor([0, *(n[i] for n in sizes)]).cumsum(0).to("cuda", torch.int32)
+            for i in (0, 1)
+        )
+        options = {"causal": draw.random() < 0.5, "scale": draw.choice([None, 0.3, 2.0])}
+        options |= {"window": draw.choice([None, (5, 9), (17, 0)]), "return_lse": True}
+        with forced(tier):
+            out, lse = fn.flash_attention_varlen(q, k, v, cu_q, cu_k, 200, 200, **options)
+            for i, (queries, keys) in enumerate(sizes):
+                parts = [
+                    t[cu[i] : cu[i + 1]].transpose(0, 1)[None]
+                    for t, cu in ((q, cu_q), (k, cu_k), (v, cu_k))
+                ]
+                one, one_lse = fn.flash_attention(*parts, **options)
+                assert same_bits(one[0].transpose(0, 1), out[cu_q[i] : cu_q[i + 1]]), (
+                    queries,
+                    keys,
+                )
+                assert same_bits(one_lse[0], lse[:, cu_q[i] : cu_q[i + 1]])
 
 
 @pytest.mark.parametrize("layout", ["odd offset", "transposed", "every other", "expanded"])
@@ -209,19 +252,24 @@ def test_single_queries_of_heads_that_share_keys(seed):
 
 
 def test_which_kernels_run(seed):
-    """One kernel forward and one backward, and one that adds up the mask's gradient."""
+    """One kernel forward and one backward, and one that adds up the mask's gradient. Without a mask
+    the portable tier's forward pass has the kernel of its packed calls."""
     generator = rand_generator("cuda", seed)
     q, k, v, dout = short(generator, 700, 3, 49)
-    mask = randn(generator, 1, 3, 49, 49, dtype=BF16).requires_grad_()
+    bias = randn(generator, 1, 3, 49, 49, dtype=BF16).requires_grad_()
 
-    def step(**options):
+    def step(mask=None, **options):
         out = fn.flash_attention(q, k, v, attn_mask=mask, **options)
-        torch.autograd.grad(out, (q, k, v, mask), dout)
+        torch.autograd.grad(out, (q, k, v) if mask is None else (q, k, v, mask), dout)
 
     for tier in ("auto", "portable"):
         with forced(tier):
-            names = kernels_of([step])
+            names = kernels_of([lambda: step(bias)])
             assert sum("attention_one_tile" in name for name in names) == 2
             assert sum("attention_sum_parts" in name for name in names) == 1
-            capped = kernels_of([lambda: step(softcap=5.0)])
+            names = kernels_of([step])
+            hopper = tier == "auto" and torch.cuda.get_device_capability()[0] == 9
+            assert sum("attention_one_tile" in name for name in names) == 1 + hopper
+            assert len([name for name in names if "attention" in name]) == 2
+            capped = kernels_of([lambda: step(bias, softcap=5.0)])
             assert not any("attention_one_tile" in name for name in capped)

@@ -101,7 +101,8 @@ cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scra
 
 size_t attention_forward_workspace(const AttentionParams& call, AttentionTier tier) {
   const AttentionParams params = with_group_as_queries(call);
-  return tier == AttentionTier::kHopper ? hopper_scratch(params, /*backward=*/false).all : 0;
+  if (tier != AttentionTier::kHopper || one_tile_takes_forward(params, tier)) return 0;
+  return hopper_scratch(params, /*backward=*/false).all;
 }
 
 cudaError_t launch_attention_forward(const AttentionParams& call, const DeviceProperties& device,
@@ -109,7 +110,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
   if (attention_rows(call) == 0) return cudaSuccess;
   const AttentionParams params = with_group_as_queries(call);
   if (tier == AttentionTier::kPlain) return attention_forward_plain(params, stream);
-  if (one_tile_takes_forward(params)) return attention_forward_one_tile(params, stream);
+  if (one_tile_takes_forward(params, tier)) return attention_forward_one_tile(params, stream);
   if (tier == AttentionTier::kHopper && hopper_takes_forward(params, device)) {
     return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
       return hopper.forward(params, device, workspace, stream);
@@ -121,7 +122,9 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
-  return statistics_bytes(params.forward) + mask_sums_bytes(params, mask_share(params)) +
+  const size_t sums = mask_sums_bytes(params, mask_share(params));
+  if (tier != AttentionTier::kPlain && one_tile_takes_backward(params.forward)) return sums;
+  return sums + statistics_bytes(params.forward) +
          (tier == AttentionTier::kHopper ? hopper_scratch(params.forward, /*backward=*/true).all
                                          : 0);
 }
@@ -130,11 +133,12 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
                                       const DeviceProperties& device, AttentionTier tier,
                                       void* workspace, cudaStream_t stream) {
   const AttentionParams& forward = params.forward;
-  char* const mask_sums = static_cast<char*>(workspace) + statistics_bytes(forward);
-  AttentionGradient gradient{params, workspace, query_parts(forward, kStatisticRows)};
-  gradient.share = mask_share(params);
-  char* const scratch = mask_sums + mask_sums_bytes(params, gradient.share);
-  gradient.mask_sums = reinterpret_cast<float*>(mask_sums);
+  const MaskShare share = mask_share(params);
+  char* const statistics = static_cast<char*>(workspace) + mask_sums_bytes(params, share);
+  char* const scratch = statistics + statistics_bytes(forward);
+  AttentionGradient gradient{params, statistics, query_parts(forward, kStatisticRows)};
+  gradient.share = share;
+  gradient.mask_sums = static_cast<float*>(workspace);
   if (tier != AttentionTier::kPlain && one_tile_takes_backward(forward)) {
     const cudaError_t error = attention_backward_one_tile(gradient, stream);
     return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;

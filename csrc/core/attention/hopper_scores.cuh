@@ -1,7 +1,6 @@
-// Scores of a tile in a warpgroup's registers: its options, what it hides, and its softmax.
+// Scores of a tile in a warpgroup's registers: its options, and what it hides.
 #pragma once
 
-#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -52,60 +51,6 @@ struct ScoreArgs {
   DType sink_dtype;
   DropoutArgs dropout;
 };
-
-// Two rows of a thread: largest score so far, and the sum over the thread's own columns.
-struct RowState {
-  float largest[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0, 0};
-};
-
-// Scores become exp2(exponent (score - largest)); what was summed so far is to be multiplied by
-// `rescale`. `lowest` bounds exponent * largest: rows of -inf, or far below it, give zeros.
-template <int kCount>
-__device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& rows,
-                                             float exponent, float lowest, float (&rescale)[2]) {
-#pragma unroll
-  for (int row = 0; row < 2; ++row) {
-    float a = rows.largest[row], b = scores[2 * row];
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      a = fmaxf(a, scores[i + 2 * row]);
-      b = fmaxf(b, scores[i + 2 * row + 1]);
-    }
-    const float largest = quad_max(fmaxf(a, b));
-    const float base = fmaxf(largest * exponent, lowest);
-    rescale[row] =
-        rows.largest[row] == largest ? 1.f : exp2_fast(fmaf(rows.largest[row], exponent, -base));
-    rows.largest[row] = largest;
-    float even = 0, odd = 0;
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      float& first = scores[i + 2 * row];
-      float& second = scores[i + 2 * row + 1];
-      first = exp2_fast(fmaf(first, exponent, -base));
-      second = exp2_fast(fmaf(second, exponent, -base));
-      even += first;
-      odd += second;
-    }
-    rows.sum[row] = fmaf(rows.sum[row], rescale[row], even + odd);
-  }
-}
-
-// What the softmax multiplies the sums of a thread's two rows by, and their log-sum-exp, -inf of a
-// row that saw nothing.
-__device__ __forceinline__ void softmax_end(const RowState& rows, float exponent, float sink,
-                                            float (&factor)[2], float (&lse)[2]) {
-  sink *= kLog2E;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]), largest = rows.largest[r] * exponent;
-    const float base = fmaxf(largest, sink);
-    const float shrink = largest == base ? 1.f : exp2_fast(largest - base);
-    const float total = sum * shrink + (sink == -INFINITY ? 0.f : exp2_fast(sink - base));
-    factor[r] = sum == 0 ? 0.f : __fdividef(shrink, total);
-    lse[r] = (base + __log2f(total)) * kLn2;
-  }
-}
 
 // Makes `hidden` what lies behind or before the band of a thread's two rows, of which `row` is the
 // first. `column`: its first one.

@@ -1,5 +1,6 @@
-// Attention of short sequences with a mask, as of an image's windows: the queries of a head are one
-// tile and its keys another, so that a block makes all of a head at once, backward every gradient.
+// Attention of short sequences, as of an image's windows or a video's frames: the queries of a head
+// are one tile and its keys another, so that a block makes all of a head at once, backward every
+// gradient.
 // A block walks over (sequence, head) pairs that have the same mask. A thread keeps its part of the
 // mask in registers, and backward the sums of its gradient.
 #include "core/attention/hopper_mask_map.cuh"
@@ -39,6 +40,7 @@ struct BackwardMemory {
 struct Work {
   MaskShare share;
   int32_t masks, masks_of_block;  // of the call, and of a block whose masks are not in parts
+  float exponent;                 // query . key times it is an exponent of 2
 };
 struct Pair {
   Sequence s;
@@ -80,6 +82,9 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
   }
 }
 
+// A warp's first row of a tile.
+__device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; }
+
 // Starts to copy the rows of a head to a tile; zeros outside `valid`.
 template <typename S>
 __device__ __forceinline__ void copy(char* tile, const AttentionTensor& tensor, const Pair& pair,
@@ -93,9 +98,8 @@ __device__ __forceinline__ void copy(char* tile, const AttentionTensor& tensor, 
 template <typename S>
 __device__ __forceinline__ void multiply_rows(typename S::Scores& acc, const char* left,
                                               const char* right) {
-  mma::multiply_rows<typename S::T>(
-      acc, mma::left_rows<S::kDim>(shared_address(left), threadIdx.x / 32 * 16),
-      mma::right_rows<S::kDim>(shared_address(right)));
+  mma::multiply_rows<typename S::T>(acc, mma::left_rows<S::kDim>(shared_address(left), first_row()),
+                                    mma::right_rows<S::kDim>(shared_address(right)));
 }
 
 // What is added to a thread's scores, as exponents of 2: the mask, and -inf where the band or the
@@ -105,27 +109,29 @@ __device__ __forceinline__ void read_mask(const AttentionParams& params, const P
                                           typename S::Scores& added) {
   const AttentionMask& mask = params.mask;
   const Sequence& s = pair.s;
-  const portable::TilePlace<false> place(s, 0, 0, threadIdx.x / 32 * 16);
+  const portable::TilePlace<false> place(s, 0, 0, first_row());
   const int64_t corner = s.batch * mask.batch_stride + pair.head * mask.head_stride;
-  hopper::with_mask_reader(mask, [&](auto read) {
-    mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int row, int col) {
-      const int query = min(place.row + row, s.queries - 1), key = min(place.col + col, s.keys - 1);
-      added[m][n][e] = kLog2E * read(corner + query * mask.row_stride + key * mask.key_stride);
+  mma::clear(added);
+  if (mask.data != nullptr) {
+    hopper::with_mask_reader(mask, [&](auto read) {
+      mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int row, int col) {
+        row = min(place.row + row, s.queries - 1), col = min(place.col + col, s.keys - 1);
+        added[m][n][e] = kLog2E * read(corner + row * mask.row_stride + col * mask.key_stride);
+      });
     });
-  });
+  }
   portable::hide_outside(added, band_of(params, s), place);
 }
 
-// Query . key as exponents of 2. A hidden key's is -inf, whatever the key holds.
+// Query . key, times `factor`, and what is added. A hidden key's is -inf, whatever the key holds.
 template <typename S>
 __device__ __forceinline__ void make_scores(typename S::Scores& scores, const char* query,
                                             const char* key, const typename S::Scores& added,
-                                            double scale) {
-  const float unit = static_cast<float>(scale) * kLog2E;
+                                            float factor) {
   multiply_rows<S>(scores, query, key);
   mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
     const float a = added[m][n][e];
-    scores[m][n][e] = a == -INFINITY ? a : fmaf(scores[m][n][e], unit, a);
+    scores[m][n][e] = a == -INFINITY ? a : fmaf(scores[m][n][e], factor, a);
   });
 }
 
@@ -142,7 +148,6 @@ __device__ __forceinline__ void multiply_weights(typename S::Out& acc,
   if (!__syncthreads_or(mma::has_nan(acc))) return;
   portable::clear_unseen_rows<S>(tile, weights);
   multiply();
-  __syncthreads();  // a caller may write to the tile
 }
 
 // acc = weights^T x rows of a tile, for 16 columns of the weights that all warps stored.
@@ -151,39 +156,25 @@ __device__ __forceinline__ void multiply_columns(typename S::Out& acc, const cha
                                                  const char* tile) {
   mma::clear(acc);
   mma::multiply_columns<typename S::T, S::kOwn>(
-      acc[0], mma::left_columns<S::kOthers>(shared_address(weights), threadIdx.x / 32 * 16),
+      acc[0], mma::left_columns<S::kOthers>(shared_address(weights), first_row()),
       mma::left_rows<S::kDim>(shared_address(tile), 0));
 }
 
 // Scores become probabilities times their row's sum, 1 / factor; writes the log-sum-exp.
 template <typename S>
 __device__ __forceinline__ void softmax(const AttentionParams& params, const Pair& pair,
-                                        typename S::Scores& scores, float (&factor)[2]) {
+                                        typename S::Scores& scores, float exponent,
+                                        float (&factor)[2]) {
+  RowState rows;
+  float rescale[2], lse[2];
+  softmax_step(reinterpret_cast<float(&)[4 * S::kN]>(scores), rows, exponent, -FLT_MAX, rescale);
+  softmax_end(rows, exponent, -INFINITY, factor, lse);
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float max = -INFINITY, sum = 0;
-#pragma unroll
-    for (int n = 0; n < S::kN; ++n) {
-      max = fmaxf(max, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
-    }
-    max = quad_max(max);
-    const float shift = max == -INFINITY ? 0 : max;
-#pragma unroll
-    for (int n = 0; n < S::kN; ++n) {
-#pragma unroll
-      for (int e = 2 * r; e < 2 * r + 2; ++e) {
-        scores[0][n][e] = exp2_fast(scores[0][n][e] - shift);
-        sum += scores[0][n][e];
-      }
-    }
-    sum = quad_sum(sum);
-    factor[r] = sum == 0 ? 0 : 1 / sum;
-    const int row = threadIdx.x / 32 * 16 + 8 * r + lane / 4;
-    if (lane % 4 == 0 && row < params.queries) {
-      static_cast<float*>(params.lse)[first_lse(params, pair.s, pair.head) + row] =
-          sum == 0 ? -INFINITY : (shift + log2f(sum)) * kLn2;
-    }
+    const int row = first_row() + 8 * r + lane / 4;
+    if (lane % 4 != 0 || row >= params.queries) continue;
+    static_cast<float*>(params.lse)[first_lse(params, pair.s, pair.head) + row] = lse[r];
   }
 }
 
@@ -202,14 +193,15 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, false))
     copy<S>(to.key, params.key, pair, keys, params.head_dim);
     copy<S>(to.value, params.value, pair, keys, params.value_dim);
   };
+  const bool masked = params.mask.data != nullptr;
   typename S::Scores added;
   for_pairs<S>(work, params, load, [&](const Pair& pair, int stage) {
     ForwardTiles<S>& tiles = stages[stage];
     if (pair.is_first) read_mask<S>(params, pair, added);
     typename S::Scores scores;
-    make_scores<S>(scores, tiles.query, tiles.key, added, params.scale);
+    make_scores<S>(scores, tiles.query, tiles.key, added, masked ? work.exponent : 1);
     float factor[2];
-    softmax<S>(params, pair, scores, factor);
+    softmax<S>(params, pair, scores, masked ? 1 : work.exponent, factor);
     typename S::Out out;
     multiply_weights<S>(out, scores, tiles.value);
     mma::for_elements<S::kM, S::kDim / 8>(
@@ -222,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, false))
 // Rounds a warp's weights and stores them as rows of a tile.
 template <typename S>
 __device__ __forceinline__ void store_weights(char* tile, const typename S::Scores& weights) {
-  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16 + lane / 4;
+  const int lane = threadIdx.x % 32, first = first_row() + lane / 4;
   mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int row, int) {
     if (e % 2 == 1) return;
     *reinterpret_cast<uint32_t*>(tile + mma::Tile<S::kOthers>::at(0, first + row, n) +
@@ -268,7 +260,7 @@ template <typename S>
 __device__ __forceinline__ void differentiate(typename S::Scores& weights,
                                               typename S::Scores& gradient,
                                               typename S::Scores& sums, const float2* statistics) {
-  const float2* const of_thread = statistics + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
+  const float2* const of_thread = statistics + first_row() + threadIdx.x % 32 / 4;
   const float2 of_row[2] = {of_thread[0], of_thread[8]};
   mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
     const float p = exp2_fast(weights[m][n][e] - of_row[e / 2].x);
@@ -283,8 +275,7 @@ template <typename S>
 __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Work& work, int mask,
                                            const typename S::Scores& sums) {
   const AttentionParams& params = g.params.forward;
-  const portable::TilePlace<false> place({0, 0, params.queries, 0, params.keys}, 0, 0,
-                                         threadIdx.x / 32 * 16);
+  const portable::TilePlace<false> place({0, 0, params.queries, 0, params.keys}, 0, 0, first_row());
   const bool in_parts = work.share.parts > 1;
   const int64_t of_part = int64_t{blockIdx.x % work.share.parts} * work.masks;
   const int64_t first = (of_part + mask) * params.queries * params.keys;
@@ -328,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, true))
     }
     find_statistics<S>(g, pair, tiles.dout, tiles.out, memory.statistics);
     typename S::Scores weights, gradient;
-    make_scores<S>(weights, tiles.query, tiles.key, added, params.scale);
+    make_scores<S>(weights, tiles.query, tiles.key, added, work.exponent);
     multiply_rows<S>(gradient, tiles.dout, tiles.value);
     differentiate<S>(weights, gradient, sums, memory.statistics);
     store_weights<S>(memory.weights, weights);
@@ -354,11 +345,12 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, true))
 // Launches a kernel for the pairs of a call, about `blocks` at once.
 template <typename Params>
 cudaError_t launch_pairs(void (*kernel)(Params, Work), const Params& params, const MaskShare& share,
-                         int blocks, int shared_bytes, cudaStream_t stream) {
+                         double scale, int blocks, int shared_bytes, cudaStream_t stream) {
   const int32_t masks = share.batch * share.heads, of_block = std::max(1, masks / blocks);
+  const auto exponent = static_cast<float>(scale * 1.4426950408889634);
   const dim3 grid(static_cast<unsigned>(ceil_div(masks, of_block) * share.parts));
   return detail::launch(kernel, grid, kThreads, {shared_bytes}, stream, params,
-                        Work{share, masks, of_block});
+                        Work{share, masks, of_block, exponent});
 }
 
 // run(shape) with the shape of a call's kernels.
@@ -378,8 +370,8 @@ cudaError_t attention_forward_one_tile(const AttentionParams& params, cudaStream
     using S = decltype(shape);
     constexpr int kBlocks = kSharedBy * one_tile_blocks(S::kDim, false);
     return launch_pairs(attention_one_tile_forward<typename S::T, S::kDim>, params,
-                        one_tile_share(params, kBlocks), kBlocks, 2 * sizeof(ForwardTiles<S>),
-                        stream);
+                        one_tile_share(params, kBlocks), params.scale, kBlocks,
+                        2 * sizeof(ForwardTiles<S>), stream);
   });
 }
 
@@ -388,8 +380,9 @@ cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaS
   return with_shape(gradient.params.forward, [&](auto shape) {
     using S = decltype(shape);
     return launch_pairs(attention_one_tile_gradient<typename S::T, S::kDim>, gradient,
-                        gradient.share, kSharedBy * one_tile_blocks(S::kDim, true),
-                        sizeof(BackwardMemory<S>), stream);
+                        gradient.share, gradient.params.forward.scale,
+                        kSharedBy * one_tile_blocks(S::kDim, true), sizeof(BackwardMemory<S>),
+                        stream);
   });
 }
 

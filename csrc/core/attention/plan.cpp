@@ -68,15 +68,16 @@ bool attention_is_one_tile(const AttentionParams& params) {
          attention_scores_are_plain(unmasked);
 }
 
-bool one_tile_takes_forward(const AttentionParams& params) {
-  return params.mask.data != nullptr && attention_is_one_tile(params);
+bool one_tile_takes_forward(const AttentionParams& params, AttentionTier tier) {
+  return (params.mask.data != nullptr || tier == AttentionTier::kHopper) &&
+         attention_is_one_tile(params);
 }
 
 bool one_tile_takes_backward(const AttentionParams& params) {
   const AttentionMask& mask = params.mask;
   const bool of_pairs =
       (params.queries == 1 || mask.row_stride != 0) && (params.keys == 1 || mask.key_stride != 0);
-  return one_tile_takes_forward(params) && (mask.boolean || of_pairs);
+  return attention_is_one_tile(params) && (mask.data == nullptr || mask.boolean || of_pairs);
 }
 
 MaskShare one_tile_share(const AttentionParams& params, int blocks) {

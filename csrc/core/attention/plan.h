@@ -75,9 +75,8 @@ constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
 constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
     {64, 8, 1, 64, 1}, {128, 8, 1, 64, 1}, {256, 4, 1, 32, 1}};
 
-// Short dense sequences with a mask, as windows of an image, have kernels of their own on every
-// chip (one_tile.cu): of up to so many queries, keys and columns, with plain scores but for the
-// mask. Without one they have the bits of packed calls, which never have a mask.
+// Short dense sequences, as windows of an image, have kernels of their own on every chip
+// (one_tile.cu): of up to so many queries, keys and columns, with plain scores but for a mask.
 constexpr int kOneTileRows = 64, kOneTileColumns = 64;
 constexpr int one_tile_columns(const AttentionParams& params) {  // of a tile
   return params.head_dim <= 32 && params.value_dim <= 32 ? 32 : 64;
@@ -87,8 +86,9 @@ constexpr int one_tile_blocks(int columns, bool backward) {
   return (columns == 32 ? 4 : 3) - backward;
 }
 bool attention_is_one_tile(const AttentionParams& params);  // but for its mask
-bool one_tile_takes_forward(const AttentionParams& params);
-// Of masks of booleans, or of pairs of queries and keys, whether they need a gradient or not.
+// Without a mask only on Hopper, where the bits are those of packed calls.
+bool one_tile_takes_forward(const AttentionParams& params, AttentionTier tier);
+// Without a mask, or with one of booleans or of pairs, whether it needs a gradient or not.
 bool one_tile_takes_backward(const AttentionParams& params);
 
 // The (sequence, head) pairs that have a mask in common. Its gradient is a sum over them. Where
