@@ -1,7 +1,6 @@
 // Scores of a tile in a warpgroup's registers: its options, and what it hides.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
 #include "core/attention/hopper_ptx.cuh"

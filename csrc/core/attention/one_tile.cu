@@ -1,8 +1,7 @@
 // Attention of short sequences, as of an image's windows or a video's frames: the queries of a head
 // are one tile and its keys another, so that a block makes all of a head at once, backward every
-// gradient.
-// A block walks over (sequence, head) pairs that have the same mask. A thread keeps its part of the
-// mask in registers, and backward the sums of its gradient.
+// gradient. A block walks over (sequence, head) pairs that have the same mask. A thread keeps its
+// part of the mask in registers, and backward the sums of its gradient.
 #include "core/attention/hopper_mask_map.cuh"
 #include "core/attention/portable_options.cuh"
 
@@ -48,9 +47,8 @@ struct Pair {
   bool is_first, is_last;  // of the block's pairs with this mask
 };
 
-// Calls load(pair, stage) for each of a block's pairs, one ahead, and use(pair, stage). Those that
-// have a mask in common follow each other: of one head, where a mask serves all sequences, else of
-// one sequence.
+// Calls load(pair, stage) for each of a block's pairs, one ahead, and use(pair, stage). Pairs with
+// one mask follow each other: where it serves all sequences those of a head, else of a sequence.
 template <typename S, typename Load, typename Use>
 __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParams& params,
                                           Load load, Use use) {
@@ -64,9 +62,8 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
   // Of the next pair; counted, as divisions took a fifth of the time.
   int outer = first / turns, inner = first % turns, member = first % share.served;
   const auto load_next = [&](int index, int stage) {
-    Pair pair{{of_head ? inner : outer, 0, params.queries, 0, params.keys},
-              of_head ? outer : inner};
-    pair.index = index;
+    const int batch = of_head ? inner : outer, head = of_head ? outer : inner;
+    Pair pair{{batch, 0, params.queries, 0, params.keys}, head, index};
     pair.is_first = index == first || member == 0;
     if (++member == share.served) member = 0;
     pair.is_last = index + 1 == end || member == 0;
@@ -89,9 +86,6 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
   }
 }
 
-// A warp's first row of a tile.
-__device__ __forceinline__ int first_row() { return threadIdx.x / 32 * 16; }
-
 // Starts to copy the rows of a head to a tile; zeros outside `valid`.
 template <typename S>
 __device__ __forceinline__ void copy(char* tile, const AttentionTensor& tensor, const Pair& pair,
@@ -105,8 +99,9 @@ __device__ __forceinline__ void copy(char* tile, const AttentionTensor& tensor, 
 template <typename S>
 __device__ __forceinline__ void multiply_rows(typename S::Scores& acc, const char* left,
                                               const char* right) {
-  mma::multiply_rows<typename S::T>(acc, mma::left_rows<S::kDim>(shared_address(left), first_row()),
-                                    mma::right_rows<S::kDim>(shared_address(right)));
+  mma::multiply_rows<typename S::T>(
+      acc, mma::left_rows<S::kDim>(shared_address(left), threadIdx.x / 32 * 16),
+      mma::right_rows<S::kDim>(shared_address(right)));
 }
 
 // What is added to a thread's scores, as exponents of 2: the mask, and -inf where the band or the
@@ -116,7 +111,7 @@ __device__ __forceinline__ void read_mask(const AttentionParams& params, const P
                                           typename S::Scores& added) {
   const AttentionMask& mask = params.mask;
   const Sequence& s = pair.s;
-  const portable::TilePlace<false> place(s, 0, 0, first_row());
+  const portable::TilePlace<false> place(s, 0, 0, threadIdx.x / 32 * 16);
   const int64_t corner = s.batch * mask.batch_stride + pair.head * mask.head_stride;
   mma::clear(added);
   if (mask.data != nullptr) {
@@ -163,7 +158,7 @@ __device__ __forceinline__ void multiply_columns(typename S::Out& acc, const cha
                                                  const char* tile) {
   mma::clear(acc);
   mma::multiply_columns<typename S::T, S::kOwn>(
-      acc[0], mma::left_columns<S::kOthers>(shared_address(weights), first_row()),
+      acc[0], mma::left_columns<S::kOthers>(shared_address(weights), threadIdx.x / 32 * 16),
       mma::left_rows<S::kDim>(shared_address(tile), 0));
 }
 
@@ -179,7 +174,7 @@ __device__ __forceinline__ void softmax(const AttentionParams& params, const Pai
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row() + 8 * r + lane / 4;
+    const int row = threadIdx.x / 32 * 16 + 8 * r + lane / 4;
     if (lane % 4 != 0 || row >= params.queries) continue;
     static_cast<float*>(params.lse)[first_lse(params, pair.s, pair.head) + row] = lse[r];
   }
@@ -221,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, one_tile_blocks(kDim, false))
 // Rounds a warp's weights and stores them as rows of a tile.
 template <typename S>
 __device__ __forceinline__ void store_weights(char* tile, const typename S::Scores& weights) {
-  const int lane = threadIdx.x % 32, first = first_row() + lane / 4;
+  const int lane = threadIdx.x % 32, first = threadIdx.x / 32 * 16 + lane / 4;
   mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int row, int) {
     if (e % 2 == 1) return;
     *reinterpret_cast<uint32_t*>(tile + mma::Tile<S::kOthers>::at(0, first + row, n) +
@@ -267,7 +262,7 @@ template <typename S>
 __device__ __forceinline__ void differentiate(typename S::Scores& weights,
                                               typename S::Scores& gradient,
                                               typename S::Scores& sums, const float2* statistics) {
-  const float2* const of_thread = statistics + first_row() + threadIdx.x % 32 / 4;
+  const float2* const of_thread = statistics + threadIdx.x / 32 * 16 + threadIdx.x % 32 / 4;
   const float2 of_row[2] = {of_thread[0], of_thread[8]};
   mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int, int) {
     const float p = exp2_fast(weights[m][n][e] - of_row[e / 2].x);
@@ -282,7 +277,8 @@ template <typename S>
 __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Work& work, int mask,
                                            const typename S::Scores& sums) {
   const AttentionParams& params = g.params.forward;
-  const portable::TilePlace<false> place({0, 0, params.queries, 0, params.keys}, 0, 0, first_row());
+  const portable::TilePlace<false> place({0, 0, params.queries, 0, params.keys}, 0, 0,
+                                         threadIdx.x / 32 * 16);
   const bool in_parts = work.share.parts > 1;
   const int64_t of_part = int64_t{blockIdx.x % work.share.parts} * work.masks;
   const int64_t first = (of_part + mask) * params.queries * params.keys;
@@ -355,10 +351,9 @@ template <typename Params>
 cudaError_t launch_pairs(void (*kernel)(Params, Work), const Params& params, const MaskShare& share,
                          double scale, int blocks, int shared_bytes, cudaStream_t stream) {
   const int32_t masks = share.batch * share.heads, of_block = std::max(1, masks / blocks);
-  const auto exponent = static_cast<float>(scale * 1.4426950408889634);
-  const dim3 grid(static_cast<unsigned>(ceil_div(masks, of_block) * share.parts));
-  return detail::launch(kernel, grid, kThreads, {shared_bytes}, stream, params,
-                        Work{share, masks, of_block, exponent});
+  const Work work{share, masks, of_block, static_cast<float>(scale * 1.4426950408889634)};
+  return detail::launch(kernel, static_cast<unsigned>(ceil_div(masks, of_block) * share.parts),
+                        kThreads, {shared_bytes}, stream, params, work);
 }
 
 // run(shape) with the shape of a call's kernels.
@@ -387,10 +382,10 @@ cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaS
   using namespace one_tile;
   return with_shape(gradient.params.forward, [&](auto shape) {
     using S = decltype(shape);
+    constexpr int kBlocks = kSharedBy * one_tile_blocks(S::kDim, true);
     return launch_pairs(attention_one_tile_gradient<typename S::T, S::kDim>, gradient,
-                        gradient.share, gradient.params.forward.scale,
-                        kSharedBy * one_tile_blocks(S::kDim, true), sizeof(BackwardMemory<S>),
-                        stream);
+                        gradient.share, gradient.params.forward.scale, kBlocks,
+                        sizeof(BackwardMemory<S>), stream);
   });
 }
 
