@@ -16,14 +16,15 @@ from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
 from fused_norm import _ops
 
 
-def _beside(ndim, *dims) -> list:
+def _beside(tensor, *dims) -> list:
     """Placements of a tensor that is whole along these dimensions."""
-    whole = {dim % ndim for dim in dims if ndim}
-    return [Replicate(), *(Shard(d) for d in range(ndim) if d not in whole)]
+    whole = {dim % tensor.ndim for dim in dims if tensor.ndim}
+    return [Replicate(), *(Shard(d) for d in range(tensor.ndim) if d not in whole)]
 
 
-def _of_rows(tensor, normalized_shape) -> list:
-    return [Replicate(), *map(Shard, range(tensor.ndim - len(normalized_shape)))]
+def _of_rows(call) -> list:
+    """Placements of a norm's first argument, whose last dimensions are a row."""
+    return _beside(call[0], *range(-len(call.normalized_shape), 0))
 
 
 def _summed(placement):
@@ -40,21 +41,21 @@ def _of_gradients(call, names, placements) -> list:
 def _norm(call):
     if call.room is not None:
         raise NotImplementedError("norm_forward lists no columns of a DTensor")
-    for p in _of_rows(call.input, call.normalized_shape):
+    for p in _of_rows(call):
         outputs = [p] if call.residual is None else [p, p]
         # An RMSNorm's mean is an empty tensor, the same everywhere.
         yield [*outputs, Replicate() if call.rms else p, p], {"input": p, "residual": p}
 
 
 def _norm_backward(call):
-    for p in _of_rows(call.dy, call.normalized_shape):
+    for p in _of_rows(call):
         outputs = _of_gradients(call, ("dy", "weight", "bias"), (p, _summed(p), _summed(p)))
         inputs = dict.fromkeys(("dy", "saved", "rstd", "dresidual"), p)
         yield outputs, inputs | {"mean": Replicate() if call.rms else p}
 
 
 def _gated(call):
-    for p in _of_rows(call.input, call.normalized_shape):
+    for p in _of_rows(call):
         yield [p, p], {"input": p, "gate": p}
 
 
@@ -65,19 +66,15 @@ def _gated_backward(call):
 
 
 def _softmax(call):
-    for p in _beside(call.input.ndim, call.dim):
-        yield [p], {"input": p}
-
-
-def _softmax_backward(call):
-    for p in _beside(call.dy.ndim, call.dim):
-        yield [p], {"dy": p, "output": p}
+    """Of forward and backward: all their tensors are alike."""
+    for p in _beside(call[0], call.dim):
+        yield [p], {"input": p, "dy": p, "output": p}
 
 
 def _masked_softmax(call):
     input, mask = call.input, call.mask
     # A query's number tells what it may see.
-    for p in _beside(input.ndim, -1, *([-2] if call.causal else [])):
+    for p in _beside(input, -1, *([-2] if call.causal else [])):
         of_mask = Replicate()
         if mask is not None and isinstance(p, Shard):
             dim = p.dim - input.ndim + mask.ndim
@@ -119,7 +116,7 @@ def _attention_backward(call):
 
 
 def _attention_rng(call):
-    for p in _beside(call.query.ndim):
+    for p in _beside(call.query):
         yield [Replicate()], {"query": p}
 
 
@@ -163,7 +160,7 @@ for _op, _rule in {
     _ops.rms_norm_gated_forward: _gated,
     _ops.rms_norm_gated_backward: _gated_backward,
     _ops.softmax_forward: _softmax,
-    _ops.softmax_backward: _softmax_backward,
+    _ops.softmax_backward: _softmax,
     _ops.scaled_masked_softmax: _masked_softmax,
     _ops.attention_forward: _attention,
     _ops.attention_backward: _attention_backward,
