@@ -37,9 +37,12 @@ GatedCall = call_type(rms_norm_gated_forward)
 AttentionCall = call_type(attention_forward)
 
 
-def heads_at(call) -> int:
-    """Of attention: where the heads of query, key and value are, from the end."""
-    return 3 if call.cu_seqlens_q is None else 2
+def head_dims(call) -> dict[str, int]:
+    """Of a call of attention: where the heads of each of its tensors are, from the end."""
+    rows = 3 if call.cu_seqlens_q is None else 2
+    dims = dict.fromkeys(("query", "key", "value", "dout", "out"), rows)
+    dims |= {"attn_mask": 3, "alibi_slopes": 1, "sink": 1, "dlse": 2, "lse": 2}
+    return {name: dim for name, dim in dims.items() if getattr(call, name, None) is not None}
 
 
 def check(op, *args) -> None:

@@ -86,21 +86,19 @@ def _masked_softmax(call):
 def _keeps_groups(call, tensors) -> bool:
     """Of attention: whether a group of query heads is where its key head is."""
     keys = tensors["query" if call.key is None else "key"]
-    heads = keys.ndim - _ops.heads_at(call)
+    heads = keys.ndim - _ops.head_dims(call)["query"]
     return keys.shape[heads] % keys.num_shards_map[heads] == 0
 
 
 def _attention(call):
     """A call is split over the processes by sequences, by heads, or not at all."""
     packed = call.cu_seqlens_q is not None
-    places = dict.fromkeys(("query", "key", "value"), _ops.heads_at(call))
-    places |= {"attn_mask": 3, "alibi_slopes": 1, "sink": 1}
     yield [Replicate()] * 2, {}
     for split in [1] if packed else [0, 1]:  # the dimension of (batch, heads)
         inputs = {}
-        for name, heads_at in places.items():
+        for name, heads_at in _ops.head_dims(call).items():
             tensor = getattr(call, name)
-            dim = -1 if tensor is None else tensor.ndim - heads_at - (1 - split)
+            dim = tensor.ndim - heads_at - (1 - split)
             if dim >= 0 and not (name == "attn_mask" and tensor.shape[dim] == 1):
                 inputs[name] = Shard(dim)
         yield [Shard(split), Shard(0 if packed else split)], inputs
@@ -108,10 +106,9 @@ def _attention(call):
 
 def _attention_backward(call):
     names = ("query", "key", "value", "attn_mask", "sink")
-    for (of_out, of_lse), inputs in _attention(call):
+    for (of_out, _), inputs in _attention(call):
         # What every process has whole got its share of the gradient from its own part.
         placements = [inputs.get(name, _summed(of_out)) for name in names]
-        inputs |= {"dout": of_out, "out": of_out, "dlse": of_lse, "lse": of_lse}
         yield _of_gradients(call, names, placements), inputs
 
 

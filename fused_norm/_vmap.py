@@ -93,10 +93,8 @@ def _scaled_masked_softmax(info, in_dims, input, mask, *options):
     return _ops.scaled_masked_softmax(rows, mask, *options).view(x.shape), 0
 
 
-def _into_heads(tensor, dim, batch_size, heads_at) -> Tensor | None:
+def _into_heads(tensor, dim, batch_size, heads_at) -> Tensor:
     """The batch within the heads, which are ``heads_at`` from the end, before what was there."""
-    if tensor is None:
-        return None
     tensor = _with_batch(tensor, dim, batch_size).movedim(0, -heads_at - 1)
     return tensor.flatten(-heads_at - 1, -heads_at)
 
@@ -105,10 +103,8 @@ def _out_of_heads(tensor, size, at, heads=-1) -> Tensor | None:
     return None if tensor is None else tensor.unflatten(-at, (size, heads)).movedim(-at - 1, 0)
 
 
-def _mask_with_heads(mask, dim, batch_size, heads) -> Tensor | None:
+def _mask_with_heads(mask, dim, batch_size, heads) -> Tensor:
     """The mask with the batch within its heads; as it is if it has neither."""
-    if mask is None:
-        return None
     shape = _shape_of_one(mask, dim)
     if dim is None and (len(shape) < 3 or shape[-3] == 1):
         return mask
@@ -124,16 +120,16 @@ def _with_heads(call, dims, batch_size):
             raise RuntimeError(f"{name} must not have a dimension of vmap: it is of all calls")
     if dims.rng is not None:  # one seed is enough where heads differ in number
         call = call._replace(rng=call.rng.select(dims.rng, 0))
-    places = dict.fromkeys(("query", "key", "value", "dout", "out"), _ops.heads_at(call))
-    places |= {"dlse": 2, "lse": 2, "alibi_slopes": 1, "sink": 1}
-    tensors = {
-        name: _into_heads(getattr(call, name), getattr(dims, name), batch_size, heads_at)
-        for name, heads_at in places.items()
-        if name in call._fields
-    }
-    heads = _shape_of_one(call.query, dims.query)[-_ops.heads_at(call)]
-    mask = _mask_with_heads(call.attn_mask, dims.attn_mask, batch_size, heads)
-    return call._replace(attn_mask=mask, **tensors)
+    places = _ops.head_dims(call)
+    heads = _shape_of_one(call.query, dims.query)[-places["query"]]
+    tensors = {}
+    for name, heads_at in places.items():
+        tensor, dim = getattr(call, name), getattr(dims, name)
+        if name == "attn_mask":
+            tensors[name] = _mask_with_heads(tensor, dim, batch_size, heads)
+        else:
+            tensors[name] = _into_heads(tensor, dim, batch_size, heads_at)
+    return call._replace(**tensors)
 
 
 @torch.library.register_vmap("fused_norm::attention_forward")
@@ -141,7 +137,7 @@ def _attention_forward(info, in_dims, *args):
     _check(_ops.attention_forward, in_dims, args)
     call, dims, size = _ops.AttentionCall(*args), _ops.AttentionCall(*in_dims), info.batch_size
     out, lse = _ops.attention_forward(*_with_heads(call, dims, size))
-    at = _ops.heads_at(call)
+    at = _ops.head_dims(call)["query"]
     heads = _shape_of_one(call.query, dims.query)[-at]  # an empty batch does not tell them
     return (_out_of_heads(out, size, at, heads), _out_of_heads(lse, size, 2, heads)), (0, 0)
 
@@ -186,8 +182,9 @@ def _attention_backward(info, in_dims, *args):
     # own heads. Without a batch there are no heads.
     if call.dropout_p > 0 or call.output_mask[3] or size == 0:
         return _one_after_another(_ops.attention_backward, info, in_dims, *args)
+    at = _ops.head_dims(call)["query"]
     *of_qkv, _, dsink = _ops.attention_backward(*_with_heads(call, dims, size))
-    results = [_out_of_heads(gradient, size, _ops.heads_at(call)) for gradient in of_qkv]
+    results = [_out_of_heads(gradient, size, at) for gradient in of_qkv]
     return _all_batch_first([*results, None, _out_of_heads(dsink, size, 1)])
 
 
