@@ -94,5 +94,9 @@ _library.impl(
     "norm_statistics_backward", _decompositions.statistics_backward, "CompositeImplicitAutograd"
 )
 # torch.vmap: torch's own rules for the decompositions. Those of the others are in _vmap.py.
-for _function in (_decompositions.norm_backward, _decompositions.softmax_backward):
+for _function in (
+    _decompositions.norm_backward,
+    _decompositions.rms_norm_gated_backward,
+    _decompositions.softmax_backward,
+):
     _library.impl(_function.__name__, _function, "FuncTorchBatched")

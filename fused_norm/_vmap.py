@@ -142,34 +142,21 @@ def _attention_forward(info, in_dims, *args):
     return (_out_of_heads(out, size, at, heads), _out_of_heads(lse, size, 2, heads)), (0, 0)
 
 
-def _all_batch_first(results) -> tuple:
-    """The results, some of which may be None, and their batch dimensions."""
-    return tuple(results), tuple(None if result is None else 0 for result in results)
-
-
-def _one_after_another(op, info, in_dims, *args) -> tuple:
+def _one_after_another(op, size, in_dims, args) -> list[Tensor | None]:
     """The results of a call for each element of the batch, or of one of zeros if it has none."""
 
     def element(arg, dim, i):
         if not isinstance(dim, int):
             return arg
-        return arg.select(dim, i) if info.batch_size else arg.new_zeros(_shape_of_one(arg, dim))
+        return arg.select(dim, i) if size else arg.new_zeros(_shape_of_one(arg, dim))
 
     results = []
-    for i in range(max(info.batch_size, 1)):
+    for i in range(max(size, 1)):
         pairs = zip(args, in_dims, strict=True)
         results.append(op(*(element(arg, dim, i) for arg, dim in pairs)))
-    return _all_batch_first(
-        [
-            None if each[0] is None else torch.stack(each)[: info.batch_size]
-            for each in zip(*results, strict=True)
-        ]
-    )
-
-
-@torch.library.register_vmap("fused_norm::rms_norm_gated_backward")
-def _rms_norm_gated_backward(info, in_dims, *args):
-    return _one_after_another(_ops.rms_norm_gated_backward, info, in_dims, *args)
+    return [
+        None if each[0] is None else torch.stack(each)[:size] for each in zip(*results, strict=True)
+    ]
 
 
 _Backward = _ops.call_type(_ops.attention_backward)
@@ -181,11 +168,13 @@ def _attention_backward(info, in_dims, *args):
     # A mask's gradient is of each call, and dropout's mask is that of forward, which counted its
     # own heads. Without a batch there are no heads.
     if call.dropout_p > 0 or call.output_mask[3] or size == 0:
-        return _one_after_another(_ops.attention_backward, info, in_dims, *args)
-    at = _ops.head_dims(call)["query"]
-    *of_qkv, _, dsink = _ops.attention_backward(*_with_heads(call, dims, size))
-    results = [_out_of_heads(gradient, size, at) for gradient in of_qkv]
-    return _all_batch_first([*results, None, _out_of_heads(dsink, size, 1)])
+        results = _one_after_another(_ops.attention_backward, size, in_dims, args)
+    else:
+        at = _ops.head_dims(call)["query"]
+        *of_qkv, _, dsink = _ops.attention_backward(*_with_heads(call, dims, size))
+        results = [_out_of_heads(gradient, size, at) for gradient in of_qkv]
+        results += [None, _out_of_heads(dsink, size, 1)]
+    return tuple(results), tuple(None if result is None else 0 for result in results)
 
 
 @torch.library.register_vmap("fused_norm::attention_rng")
