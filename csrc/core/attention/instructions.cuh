@@ -64,8 +64,8 @@ __device__ __forceinline__ float tanh_near(float exponent) {
   return ratio * exponent;
 }
 
-// The softmax of Hopper's kernels and those of one tile, which so have the same bits. Two rows of a
-// thread: largest score so far, and the sum over the thread's own columns.
+// The softmax of rows, tile by tile. Hopper's kernels and those of one tile both call it, so that
+// they have the same bits. Of a thread's two rows: largest score so far, sum over its own columns.
 struct RowState {
   float largest[2] = {-INFINITY, -INFINITY};
   float sum[2] = {0, 0};

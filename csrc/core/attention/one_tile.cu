@@ -43,7 +43,7 @@ struct Work {
 };
 struct Pair {
   Sequence s;
-  int head, index;
+  int head, index;         // `index`: among the call's pairs
   bool is_first, is_last;  // of the block's pairs with this mask
 };
 
@@ -59,7 +59,7 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
   const int end = min(mask_end * share.served, share.parts > 1 ? first + share.pairs : INT_MAX);
   const bool of_head = share.batch == 1 && share.heads > 1;
   const int turns = of_head ? params.batch : params.heads;
-  // Of the next pair; counted, as divisions took a fifth of the time.
+  // Of the next pair. They are counted: divisions for each pair took up to a fifth of the time.
   int outer = first / turns, inner = first % turns, member = first % share.served;
   const auto load_next = [&](int index, int stage) {
     const int batch = of_head ? inner : outer, head = of_head ? outer : inner;
