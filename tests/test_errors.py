@@ -102,6 +102,12 @@ CASES = {
         lambda make: fn.rms_norm(make(3, 48, dtype=torch.int32), [48]),
         ["input", "Int|int32"],
     ),
+    "integer input, memory_efficient": (
+        lambda make: fn.rms_norm(
+            make(3, 48, dtype=torch.int32), [48], make(48).requires_grad_(), memory_efficient=True
+        ),
+        ["input", "Int|int32"],
+    ),
     "bool input": (
         lambda make: fn.layer_norm(make(3, 48, dtype=torch.bool), [48]),
         ["input", "Bool|bool"],

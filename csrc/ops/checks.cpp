@@ -17,6 +17,10 @@ std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor) {
 
 bool is_16_bit(at::ScalarType type) { return type == at::kHalf || type == at::kBFloat16; }
 
+bool is_floating(at::ScalarType type) {
+  return is_16_bit(type) || type == at::kFloat || type == at::kDouble;
+}
+
 at::ScalarType accumulate_dtype(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
 }
@@ -28,8 +32,8 @@ void check_layout(const at::Tensor& tensor, const char* name) {
 }
 
 void check_floating(at::ScalarType type, const char* name) {
-  TORCH_CHECK(is_16_bit(type) || type == at::kFloat || type == at::kDouble, name,
-              " must be float16, bfloat16, float32 or float64, but is ", type);
+  TORCH_CHECK(is_floating(type), name, " must be float16, bfloat16, float32 or float64, but is ",
+              type);
 }
 
 void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& other,

@@ -23,13 +23,12 @@ inline at::Tensor or_undefined(const OptionalTensor& tensor) {
 std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor);
 
 bool is_16_bit(at::ScalarType type);
+bool is_floating(at::ScalarType type);  // float16, bfloat16, float32 or float64
 
 // The precision of sums and statistics: fp64 of fp64, else fp32.
 at::ScalarType accumulate_dtype(at::ScalarType type);
 
 void check_layout(const at::Tensor& tensor, const char* name);
-
-// float16, bfloat16, float32 or float64.
 void check_floating(at::ScalarType type, const char* name);
 
 // On the device of another argument, and of its shape.

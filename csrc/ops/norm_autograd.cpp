@@ -139,14 +139,10 @@ SymInt room_of(const NormCall& call) {
   const OptionalTensor &weight = call.weight, &bias = call.bias;
   if (!has(weight) && !has(bias)) return 0;
   if (is_subclass(call.input) || is_subclass(weight) || is_subclass(bias)) return kSaveInput;
-  int64_t cols = 1;
-  for (const SymInt& size : call.normalized_shape) {
-    const std::optional<int64_t> known = size.maybe_as_int();
-    if (!known.has_value()) return kSaveInput;
-    cols *= *known;
-  }
-  return choose_room({or_undefined(weight), or_undefined(bias), call.weight_offset, cols,
-                      call.x_dtype(), call.y_dtype()});
+  const auto shape = c10::asIntArrayRefSlowOpt(call.normalized_shape);
+  if (!shape.has_value()) return kSaveInput;
+  return choose_room({or_undefined(weight), or_undefined(bias), call.weight_offset,
+                      c10::multiply_integers(*shape), call.x_dtype(), call.y_dtype()});
 }
 
 // On record: differentiable in all that depends on the input. `room` is kSaveInput, or that for

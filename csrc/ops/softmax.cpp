@@ -87,7 +87,7 @@ void check_call(const SoftmaxCall& call) {
   if (!has(mask)) return;
   check_layout(*mask, "mask");
   const ScalarType type = mask->scalar_type();
-  TORCH_CHECK(type == at::kBool || is_16_bit(type) || type == at::kFloat || type == at::kDouble,
+  TORCH_CHECK(type == at::kBool || is_floating(type),
               "mask must be bool (true: masked out) or, to be added, float16, bfloat16, float32 or "
               "float64, but is ",
               type);
