@@ -1,8 +1,9 @@
 // exp() in a form that compilers vectorise, for the softmaxes and attention on the CPU.
 #pragma once
 
+#include <c10/util/bit_cast.h>
+
 #include <cstdint>
-#include <cstring>
 
 #include "cpu/rows.h"
 
@@ -34,14 +35,6 @@ struct Exp<double> {
   static constexpr int kDegree = 13;  // the next term is 4e-18
 };
 
-template <typename To, typename From>
-inline To bits_as(From from) {
-  To to;
-  static_assert(sizeof(to) == sizeof(from));
-  std::memcpy(&to, &from, sizeof(to));
-  return to;
-}
-
 constexpr double one_over_factorial(int k) { return k == 0 ? 1 : one_over_factorial(k - 1) / k; }
 
 template <typename Acc, int k>
@@ -64,10 +57,10 @@ inline Acc exponential(Acc x) {
   const Acc n = shifted - C::kMagic;
   const Acc r = (x - n * C::kLn2High) - n * C::kLn2Low;
   // 2^n as two factors, each of them a normal number also where 2^n is not.
-  const Bits biased = bits_as<Bits>(shifted) - bits_as<Bits>(C::kMagic) + 2 * C::kBias;
+  const Bits biased = c10::bit_cast<Bits>(shifted) - c10::bit_cast<Bits>(C::kMagic) + 2 * C::kBias;
   const Bits half = biased >> 1;
-  const Acc scale = bits_as<Acc>(half << C::kMantissa);
-  const Acc rest = bits_as<Acc>((biased - half) << C::kMantissa);
+  const Acc scale = c10::bit_cast<Acc>(half << C::kMantissa);
+  const Acc rest = c10::bit_cast<Acc>((biased - half) << C::kMantissa);
   return series<Acc, 0>(r) * scale * rest;
 }
 

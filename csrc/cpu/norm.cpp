@@ -11,7 +11,6 @@
 
 #include <vector>
 
-#include "core/norm/recoverable.h"
 #include "cpu/rows.h"
 
 namespace fused_norm::cpu {
@@ -71,13 +70,6 @@ at::Tensor add_chunks(const at::Tensor& sums) {
   return sums[0];
 }
 
-DType core_dtype(at::ScalarType type) {
-  return type == at::kHalf       ? DType::kFloat16
-         : type == at::kBFloat16 ? DType::kBFloat16
-         : type == at::kFloat    ? DType::kFloat32
-                                 : DType::kFloat64;
-}
-
 template <typename Acc>
 void forward(const at::Tensor& input, const NormColumns& norm, double eps, bool rms,
              const at::Tensor& output, const at::Tensor& mean, const at::Tensor& rstd) {
@@ -106,19 +98,10 @@ void forward(const at::Tensor& input, const NormColumns& norm, double eps, bool 
   });
 }
 
-// xhat = (y - bias) / g of rows of the output from `first` on, but for the listed columns.
-template <typename Acc>
-at::Tensor recovered(const at::Tensor& y, const Affine<Acc>& affine, const NormBackward& call,
-                     int64_t first) {
-  const at::Tensor xhat = (y - affine.bias).div_(affine.weight);
-  if (!call.columns.defined()) return xhat;
-  return xhat.index_copy_(1, call.columns, call.side.narrow(0, first, y.size(0)));
-}
-
 template <typename Acc>
 void backward(const NormBackward& call) {
   const int64_t rows = call.rstd.numel(), cols = call.norm.cols;
-  const bool rms = call.rms, from_output = call.from_output;
+  const bool rms = call.rms, from_output = call.from_output, lists = call.columns.defined();
   const auto as_rows = [&](const at::Tensor& t) {
     return t.defined() ? t.reshape({rows, cols}) : t;
   };
@@ -138,7 +121,10 @@ void backward(const NormBackward& call) {
   const auto do_block = [&](int64_t chunk, int64_t first, int64_t count, Scratch& scratch) {
     const at::Tensor dy_block = rows_of<Acc>(dy, first, count, scratch[0]);
     at::Tensor source = rows_of<Acc>(saved, first, count, scratch[1]);
-    if (from_output) source = recovered(source, affine, call, first);
+    if (from_output) {  // xhat
+      source = (source - affine.bias).div_(affine.weight);
+      if (lists) source.index_copy_(1, call.columns, call.side.narrow(0, first, count));
+    }
     const Acc* d = dy_block.const_data_ptr<Acc>();
     const Acc* from = source.const_data_ptr<Acc>();
     const NewRows<Acc> made(to, first, count, scratch[2]);
@@ -205,28 +191,17 @@ void norm_backward(const NormBackward& call) {
   in_precision_of(call.norm.x_dtype, [&](auto acc) { backward<decltype(acc)>(call); });
 }
 
-at::Tensor lost_columns(const NormColumns& norm, bool precise) {
-  std::vector<int64_t> lost;
+at::Tensor columns_beyond(const RecoverableLimits<double>& limits, const NormColumns& norm) {
+  std::vector<int64_t> beyond;
   in_precision_of(norm.x_dtype, [&](auto acc) {
     using Acc = decltype(acc);
     const Affine<Acc> affine(norm);
     const Acc *g = affine.g(), *b = affine.b();
-    const DType y = core_dtype(norm.y_dtype);
-    const auto limits = precise ? precise_limits<Acc>(y) : recoverable_limits<Acc>(y);
     for (int64_t col = 0; col < norm.cols; ++col) {
-      if (!meets(limits, g[col], b[col])) lost.push_back(col);
+      if (!meets<double>(limits, g[col], b[col])) beyond.push_back(col);
     }
   });
-  return at::tensor(lost, at::kLong);
-}
-
-at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                       const at::Tensor& columns) {
-  const at::NoGradGuard no_grad;
-  const at::Tensor rows = x.reshape({rstd.numel(), -1});
-  at::Tensor xhat = rows.index_select(1, columns).to(rstd.scalar_type());
-  if (mean.defined()) xhat.sub_(mean.view({-1, 1}));
-  return xhat.mul_(rstd.view({-1, 1}));
+  return at::tensor(beyond, at::kLong);
 }
 
 }  // namespace fused_norm::cpu

@@ -7,6 +7,8 @@
 
 #include <array>
 
+#include "core/norm/recoverable.h"
+
 namespace fused_norm {
 
 // The parameters of a norm, and what decides which of its columns are recoverable. Without a weight
@@ -27,13 +29,8 @@ namespace cpu {
 void norm_forward(const at::Tensor& x, const NormColumns& norm, double eps, bool rms,
                   const at::Tensor& y, const at::Tensor& mean, const at::Tensor& rstd);
 
-// The columns that are not recoverable from an output of y_dtype, or not precise
-// (core/norm/recoverable.h): int64, ascending.
-at::Tensor lost_columns(const NormColumns& norm, bool precise);
-
-// xhat of some columns of x, (rows, columns), in the accumulation type; mean undefined with rms.
-at::Tensor gather_xhat(const at::Tensor& x, const at::Tensor& mean, const at::Tensor& rstd,
-                       const at::Tensor& columns);
+// The columns that do not meet the limits: int64, ascending.
+at::Tensor columns_beyond(const RecoverableLimits<double>& limits, const NormColumns& norm);
 
 struct NormBackward {
   const at::Tensor &dy, &saved;   // saved: x, or with from_output y

@@ -64,7 +64,6 @@ using Form = std::tuple<int64_t, int64_t, int64_t, double, int64_t, at::ScalarTy
 // What is known of a norm.
 struct Watch {
   int64_t cols;
-  c10::DeviceIndex device;
   Overflow overflow;
   // What looks remember (columns.h): the totals of calls on `stream`, those of captured calls, and
   // the history, which all share. Where such calls run at once one may see a parameter move a step
@@ -225,7 +224,7 @@ Watch* find_or_make_watch(const NormColumns& norm, bool captured,
     const auto stream = c10::cuda::getCurrentCUDAStream();
     const size_t bytes = 2 * kTotalsBytes + norm.cols * (norm.bias.defined() ? 4 : 2) *
                                                 c10::elementSize(accumulate_dtype(norm.x_dtype));
-    Watch fresh{norm.cols, norm.first().device().index(), overflow_of(norm, 0), stream,
+    Watch fresh{norm.cols, overflow_of(norm, 0), stream,
                 c10::cuda::CUDACachingAllocator::get()->allocate(bytes)};
     void* const start = fresh.memory.get();
     C10_CUDA_CHECK(cudaMemsetAsync(start, 0xff, bytes, stream));  // NaN
@@ -298,18 +297,17 @@ int64_t room_on_gpu(const NormColumns& norm, int generation) {
   return room;
 }
 
-// For what the current streams of all devices have in hand. Not for other streams: one may wait for
-// another process, which waits for what this one is to launch next.
-void wait_for_reports() {
+// For what the current streams of all devices have in hand, with the lock open meanwhile. Not for
+// other streams: one may wait for another process, which waits for what this one is to launch next.
+void wait_for_reports(std::unique_lock<std::mutex>& lock) {
   std::set<c10::DeviceIndex> devices;
-  {
-    const std::lock_guard lock(mutex);
-    for (const Watch* watch : watches.all) devices.insert(watch->device);
-  }
+  for (const Watch* watch : watches.all) devices.insert(watch->stream.device_index());
+  lock.unlock();
   for (const c10::DeviceIndex device : devices) {
     const c10::cuda::CUDAGuard guard(device);
     c10::cuda::stream_synchronize(c10::cuda::getCurrentCUDAStream(device));
   }
+  lock.lock();
 }
 
 // Before an optimizer's step. One that is captured does not happen yet.
@@ -324,11 +322,7 @@ void settle(bool changed_unseen) {
     waits |= watch->rooms.any() && (watch->rooms.are_near(report, watch->cols) ||
                                     !watch->history.covers(report, watch->captured));
   }
-  if (waits) {
-    lock.unlock();
-    wait_for_reports();
-    lock.lock();
-  }
+  if (waits) wait_for_reports(lock);
   for (Watch* watch : watches.all) {
     if (waits) watch->history.waited();
     const Report report = newest_report(*watch);
@@ -358,7 +352,8 @@ int64_t choose_room(const NormColumns& norm, int generation) {
 #endif
   if (!param.is_cpu()) return kSaveInput;
   // A call on a CPU looks at its parameters. On a GPU that would be a wait.
-  const int64_t lost = cpu::lost_columns(norm, /*precise=*/true).numel();
+  const auto limits = precise_limits<double>(to_dtype(norm.y_dtype));
+  const int64_t lost = cpu::columns_beyond(limits, norm).numel();
   const std::lock_guard lock(mutex);
   return room_of(norm, lost, generation >= 0, generation >= 0);
 }
@@ -423,9 +418,7 @@ void check_overflow() {
   if (watches.unnamed == nullptr) return;
   volatile uint32_t& signal = watches.unnamed->overflow_signal;
   if (signal == 0) return;
-  lock.unlock();
-  if (may_wait()) wait_for_reports();  // so that all is known
-  lock.lock();
+  if (may_wait()) wait_for_reports(lock);  // so that all is known
   signal = 0;
   std::vector<Overflow> overflows;
   const auto take = [&](ColumnReport* report, const Overflow& overflow) {

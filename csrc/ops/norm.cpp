@@ -162,15 +162,17 @@ void forward_on_cpu(const NormCall& call, const NormColumns& norm, const Results
   const Tensor x = has(call.residual) ? add_residual(call, out) : call.input;
   cpu::norm_forward(x, norm, call.eps, call.rms, out.y, out.mean, out.rstd);
   if (room == 0) return;
-  Tensor lost = cpu::lost_columns(norm, /*precise=*/true);
-  if (lost.numel() > room) lost = cpu::lost_columns(norm, /*precise=*/false);
+  const DType y = to_dtype(norm.y_dtype);
+  Tensor lost = cpu::columns_beyond(precise_limits<double>(y), norm);
+  if (lost.numel() > room) lost = cpu::columns_beyond(recoverable_limits<double>(y), norm);
   note_listing(norm, lost.numel(), room);
   const Tensor listed = lost.slice(0, 0, room);
   out.columns.zero_().slice(0, 1, 1 + listed.numel()).copy_(listed);
   out.columns.select(0, 0).fill_(lost.numel());
-  out.side.zero_()
-      .slice(1, 0, listed.numel())
-      .copy_(cpu::gather_xhat(x, call.rms ? Tensor() : out.mean, out.rstd, listed));
+  Tensor xhat = out.side.zero_().slice(1, 0, listed.numel());
+  xhat.copy_(x.reshape({out.rstd.numel(), norm.cols}).index_select(1, listed));
+  if (!call.rms) xhat.sub_(out.mean.view({-1, 1}));
+  xhat.mul_(out.rstd.view({-1, 1}));
 }
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -293,7 +295,8 @@ void backward_on_cpu(const NormBackwardCall& call, const NormColumns& norm, cons
     TORCH_CHECK(col >= 0 && col < norm.cols, "columns must be those of normalized_shape, 0 to ",
                 norm.cols - 1, ", but holds ", col);
   }
-  const Tensor lost = cpu::lost_columns(norm, /*precise=*/false);
+  const auto limits = recoverable_limits<double>(to_dtype(norm.y_dtype));
+  const Tensor lost = cpu::columns_beyond(limits, norm);
   if (lost.numel() > 0) {
     const Tensor unlisted = at::isin(lost, listed, /*assume_unique=*/false, /*invert=*/true);
     const int64_t missing = unlisted.sum().item<int64_t>();

@@ -106,7 +106,7 @@ struct Geometry {
   int64_t dim, outer, cols, inner;
 
   std::array<int64_t, 3> shape() const { return {outer, cols, inner}; }
-  bool rows() const { return inner == 1; }
+  bool rows() const { return inner == 1; }  // of the dimensions from `dim` on
 };
 
 // `dim` has been checked.
@@ -140,12 +140,6 @@ void check_tier_holds(SoftmaxPass pass, const Geometry& geometry, ScalarType x, 
               "tier is '", wanted_name(), "', which does not hold rows of ", geometry.cols,
               " elements of ", x,
               is_backward(pass) ? " in the backward pass" : " in the forward pass");
-}
-
-// Rows along the tensor's last dimension but for ones after it.
-Rows as_softmax_rows(const Tensor& tensor, const Geometry& geometry) {
-  if (geometry.dim + 1 == tensor.dim()) return as_rows(tensor, 1);
-  return as_rows(tensor.dim() == 0 ? tensor.reshape({1}) : tensor.flatten(geometry.dim), 1);
 }
 
 // `mask` has input's shape by expand(). Owns its memory through the tensor it returns, which is the
@@ -192,7 +186,7 @@ void forward_on_cuda(const SoftmaxCall& call, const Geometry& geometry, const Te
   }
   check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
                    y_dtype);
-  const Rows x = as_softmax_rows(call.input, geometry);
+  const Rows x = as_rows(call.input, call.input.dim() - geometry.dim);
   SoftmaxForwardParams params{geometry.outer, cols, to_dtype(x_dtype), to_dtype(y_dtype), call.log};
   x.set(&params.x, &params.x_layout);
   params.y = y.mutable_data_ptr();
@@ -218,7 +212,8 @@ void backward_on_cuda(const Tensor& dy, const Tensor& output, const Geometry& ge
     return launch(launch_softmax_columns_backward, params);
   }
   check_tier_holds(backward_pass(log), geometry, x_dtype, y_dtype);
-  const Rows dy_rows = as_softmax_rows(dy, geometry), y_rows = as_softmax_rows(output, geometry);
+  const int64_t row_dims = dy.dim() - geometry.dim;
+  const Rows dy_rows = as_rows(dy, row_dims), y_rows = as_rows(output, row_dims);
   SoftmaxBackwardParams params{geometry.outer,    cols, to_dtype(x_dtype),
                                to_dtype(y_dtype), log,  scale};
   dy_rows.set(&params.dy, &params.dy_layout);
@@ -300,6 +295,7 @@ const auto& backward_op() { return operator_of<&softmax_backward>("softmax_backw
 template <typename Self, typename Call>
 struct RecordedSoftmax : torch::autograd::Function<Self> {
   static constexpr bool is_traceable = true;
+  using Saved = std::tuple<int64_t, bool, ScalarType, double>;  // beside the output
 
   static const auto& op() { return operator_of<kernel_for<Call>>(Self::kName); }
 
@@ -307,8 +303,7 @@ struct RecordedSoftmax : torch::autograd::Function<Self> {
     const Tensor output = op().below_autograd(call);
     ctx->save_for_backward({saved_result(output)});
     ctx->set_materialize_grads(false);
-    ctx->saved_data["call"] = std::tuple<int64_t, bool, ScalarType, double>(
-        call.dim, call.log, input.scalar_type(), call.scale);
+    ctx->saved_data["call"] = Saved(call.dim, call.log, input.scalar_type(), call.scale);
     return output;
   }
 
@@ -316,8 +311,7 @@ struct RecordedSoftmax : torch::autograd::Function<Self> {
     if (!grads[0].defined()) return variable_list(2);
     Tensor output = ctx->get_saved_variables()[0];
     make_result(&output, 0);
-    const auto [dim, log, input_dtype, scale] =
-        ctx->saved_data["call"].to<std::tuple<int64_t, bool, ScalarType, double>>();
+    const auto [dim, log, input_dtype, scale] = ctx->saved_data["call"].to<Saved>();
     return {backward_op().in_backward(grads[0], output, dim, log, input_dtype, scale), Tensor()};
   }
 };
