@@ -307,13 +307,8 @@ def _qualified(cls: type) -> str:
     return f"{cls.__module__.partition('.')[0]}.{cls.__qualname__}"
 
 
-def _looks_like_a_norm(cls: type) -> bool:
-    """By its base class, or the last words of its name: not a block that contains one, such as
-    PreNormBlock."""
-    return issubclass(cls, (nn.LayerNorm, nn.RMSNorm)) or _is_name_of_a_norm(cls.__name__)
-
-
 def _is_name_of_a_norm(name: str) -> bool:
+    """By its last words: not that of a block that contains a norm, such as PreNormBlock."""
     return re.search(r"(norm(alization)?(gated)?|norm[123]d)$", name.lower()) is not None
 
 
@@ -407,7 +402,8 @@ def convert(
             form = form or _form_of(module, forms)
             reason = form if isinstance(form, str) else _to_form(module, form, flag)
         if reason is not None:
-            if named or _looks_like_a_norm(cls):
+            is_torchs = isinstance(module, (nn.LayerNorm, nn.RMSNorm))
+            if named or is_torchs or _is_name_of_a_norm(cls.__name__):
                 report.skipped.append(Skipped(name, _qualified(cls), reason))
             continue
         report.replaced.append(Replaced(name, _qualified(cls), flag))

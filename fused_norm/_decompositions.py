@@ -20,9 +20,8 @@ def _row_dims(normalized_shape) -> list[int]:
     return list(range(-len(normalized_shape), 0))
 
 
-def _affine(weight, bias, weight_offset, dtype):
-    g = None if weight is None else weight.to(dtype) + weight_offset
-    return g, None if bias is None else bias.to(dtype)
+def _effective_weight(call, dtype: torch.dtype) -> Tensor | None:
+    return None if call.weight is None else call.weight.to(dtype) + call.weight_offset
 
 
 def add(input: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
@@ -49,11 +48,10 @@ def norm_forward(*args) -> list[Tensor]:
         x = x - mean
     rstd = torch.rsqrt((x * x).mean(dims, keepdim=True) + call.eps)
     output = x * rstd
-    g, b = _affine(call.weight, call.bias, call.weight_offset, dtype)
-    if g is not None:
-        output = output * g
-    if b is not None:
-        output = output + b
+    if call.weight is not None:
+        output = output * _effective_weight(call, dtype)
+    if call.bias is not None:
+        output = output + call.bias.to(dtype)
     output = output.to(out_dtype)
     if room is None:
         return [output, *sums, mean, rstd]
@@ -110,8 +108,8 @@ def _xhat(call) -> Tensor:
     if not call.from_output:
         x = saved.to(dtype)
         return (x if call.rms else x - call.mean) * rstd
-    g, b = _affine(call.weight, call.bias, call.weight_offset, dtype)
-    y = saved.to(dtype)
+    g, y = _effective_weight(call, dtype), saved.to(dtype)
+    b = None if call.bias is None else call.bias.to(dtype)
     if side is None or columns.numel() == 1:
         xhat = y if b is None else y - b
         return xhat if g is None else xhat / g
@@ -154,7 +152,7 @@ def norm_backward(*args) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     dy, xhat = call.dy.to(dtype), _xhat(call)
     dx = dweight = dbias = None
     if call.output_mask[0]:
-        g, _ = _affine(weight, None, call.weight_offset, dtype)
+        g = _effective_weight(call, dtype)
         dx = _project(dy if g is None else dy * g, xhat, call.rstd, dims, call.rms)
         dx = dx if call.dresidual is None else dx + call.dresidual.to(dtype)
         dx = dx.to(call.input_dtype)
@@ -204,8 +202,8 @@ def rms_norm_gated_forward(*args) -> tuple[Tensor, Tensor]:
     x = x if call.norm_before_gate else x * act
     rstd = torch.rsqrt((x * x).mean(-1, keepdim=True) + call.eps)
     y = x * rstd
-    g, _ = _affine(call.weight, None, call.weight_offset, dtype)
-    if g is not None:
+    if call.weight is not None:
+        g = _effective_weight(call, dtype)
         y = y * g.reshape(*g.shape[: -len(call.normalized_shape)], *groups)
     y = y * act if call.norm_before_gate else y
     return y.reshape(input.shape).to(input.dtype), rstd.squeeze(-1)

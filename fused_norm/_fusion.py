@@ -12,6 +12,7 @@ in the same kernel as the sum, as a dropout's output is: that would have to be s
 is less than another one that stands behind it in the graph.
 """
 
+import dataclasses
 import itertools
 import operator
 
@@ -35,6 +36,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 make_fallback(_MM_ADDING, require_contiguous, warn=False)  # Inductor calls it as it is
 
 
+@dataclasses.dataclass(frozen=True)
 class FuseResiduals(CustomGraphPass):
     """The pass. All its instances are equal, so that code is not compiled anew for another one."""
 
@@ -51,12 +53,6 @@ class FuseResiduals(CustomGraphPass):
 
     def uuid(self) -> bytes:
         return get_hash_for_files((__file__,))
-
-    def __eq__(self, other) -> bool:
-        return type(other) is FuseResiduals
-
-    def __hash__(self) -> int:
-        return hash(FuseResiduals)
 
 
 def _arguments(node: fx.Node) -> dict:
