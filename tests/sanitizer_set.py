@@ -290,6 +290,10 @@ STAGES = [
     Case(BF16, (70, 520), (128, 128), (1, 1, 1), "causal", dropout=0.4),
     Case(BF16, (330, 520), (128, 128), (1, 1, 1), "both", "bool keys", dropout=0.4),
     Case(BF16, (330, 200), (128, 128), (1, 1, 1), "full", "float", dropout=0.4),
+    # Few queries, whose keys come in parts.
+    Case(BF16, (1, 2500), (128, 128), (1, 4, 2)),
+    Case(BF16, (5, 2500), (64, 64), (2, 2, 2), "full", "bool keys"),
+    Case(BF16, (4, 2500), (128, 128), (1, 2, 1), "causal", "float"),
     # Short sequences, of one tile: more pairs than two for each block, of one mask, many and none.
     # And a mask's gradient in parts on Hopper. There are two tiles of keys, as racecheck takes no
     # notice of bar.arrive, by which a warp gives the dquery of a single tile back. And no block has

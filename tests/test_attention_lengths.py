@@ -1,6 +1,7 @@
 """Attention's fast kernels at every short length, at odd long ones and at 131072; the same bits a
 thousand times beside other work; and no call that waits for ever."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from attention_reference import (
     FP16,
     Case,
     check,
+    forced,
     run_drawn,
+    takes_type,
 )
 from harness import Verdict, rand_generator, randn, same_bits
 
@@ -84,21 +87,26 @@ def test_unlike_lengths(dim, heads, kv_heads, causal, seed):
 FEW = [
     Case(BF16, (1, 5000), (128, 128), (2, 4, 4)),
     Case(FP16, (1, 5000), (128, 128), (2, 8, 2), scale=0.3),
-    Case(BF16, (1, 700), (120, 128), (1, 40, 2)),  # twenty heads share keys
+    Case(BF16, (1, 1700), (120, 128), (1, 40, 2)),  # twenty heads share keys
     Case(BF16, (8, 9000), (128, 128), (3, 4, 2), "causal", sink="same"),
     Case(BF16, (5, 3000), (128, 128), (2, 4, 2), "left 17"),
     Case(BF16, (3, 2000), (128, 128), (2, 2, 2), "full", "bool keys"),
     Case(FP16, (1, 4097), (128, 128), (2, 4, 4), "full", "float keys", softcap=5.0),
-    Case(BF16, (7, 1500), (128, 128), (2, 4, 2), "causal", dropout=0.4),
-    Case(BF16, (4, 1100), (192, 128), (2, 4, 2), "causal", alibi="batch"),
+    Case(BF16, (7, 2500), (128, 128), (2, 4, 2), "causal", dropout=0.4),
+    Case(BF16, (4, 2500), (192, 128), (2, 4, 2), "causal", alibi="batch"),
     Case(BF16, (1, 20000), (256, 256), (1, 8, 1)),
-    Case(BF16, (8, 600), (64, 64), (1, 4, 2), "causal"),
+    Case(BF16, (8, 1600), (64, 64), (1, 4, 2), "causal"),
+    Case(BF16, (8, 3000), (64, 64), (2, 4, 2), "full", "float"),
+    Case(FP16, (3, 2200), (40, 64), (2, 4, 2), "causal", softcap=5.0, sink="fp32"),
+    Case(BF16, (1, 2500), (96, 96), (2, 4, 2), "full", sink="same"),
+    Case(FP16, (8, 2000), (192, 256), (1, 2, 1), "causal", "bool"),
+    Case(BF16, (1, 6000), (128, 128), (2, 4, 2), "left 17"),
 ]
 
 
 @pytest.mark.parametrize("case", FEW, ids=str)
 def test_few_queries(case, seed):
-    """As in decoding."""
+    """As in decoding: many keys come in parts."""
     tensors, results = run_drawn(case, "cuda", seed)
     verdict = Verdict()
     verdict.add(str(case), check(case, tensors, results))
@@ -106,13 +114,13 @@ def test_few_queries(case, seed):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("dim", [64, 128, 192, 256])
+@pytest.mark.parametrize("dim", DIMS)
 def test_bits_of_few_queries(dim, causal, seed):
     """A sequence of few queries has the bits that it has alone, beside others of few and of many;
     and so has each run."""
     generator = rand_generator("cuda", seed)
     queries = [1, 8, 300, 3, 1, 9, 0, 1, 2]
-    keys = [5000, 9000, 300, 513, 512, 3000, 700, 20000, 1]
+    keys = [5000, 9000, 300, 1025, 1024, 3000, 1700, 20000, 1]
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to("cuda", torch.int32) for n in (queries, keys))
     q = randn(generator, sum(queries), 8, dim, dtype=BF16)
     k, v = (randn(generator, sum(keys), 2, dim, dtype=BF16) for _ in range(2))
@@ -135,6 +143,28 @@ def test_bits_of_few_queries(dim, causal, seed):
             alone = fn.flash_attention(*many, causal=causal, return_lse=True)
             assert same_bits(alone[0][-1].transpose(0, 1), outs[i]), (queries[i], keys[i])
             assert same_bits(alone[1][-1], lses[i])
+
+
+@pytest.mark.parametrize("offset", [0.0, -60.0, -3000.0])
+@pytest.mark.parametrize("dim", DIMS)
+def test_scores_that_grow(dim, offset, seed):
+    """From key to key and back: what exponents are relative to moves little by little, at once or
+    never, and lies below 0."""
+    generator = rand_generator("cuda", seed)
+    q, k, v = (randn(generator, 2, 3, 1500, dim, dtype=BF16) for _ in range(3))
+    blocks = torch.arange(1500, device="cuda") // 100
+    steps = (0.5, 3.0, 40.0, -0.5, -3.0, -40.0)
+    for step, tier in itertools.product(steps, ("portable", "hopper")):
+        if not takes_type(tier, BF16):
+            continue
+        q[..., 0] = 1.0
+        k[..., 0] = offset + step * blocks
+        options = {"scale": 0.7, "causal": True, "return_lse": True}
+        exact, exact_lse = fn.flash_attention(q.double(), k.double(), v.double(), **options)
+        with forced(tier):
+            out, lse = fn.flash_attention(q, k, v, **options)
+        assert (out.double() - exact).abs().max() <= 2**-6 * exact.abs().max(), (step, tier)
+        assert ((lse - exact_lse).abs() <= 2e-4 * (1 + exact_lse.abs())).all(), (step, tier)
 
 
 @pytest.mark.parametrize("dim", [64, 128])

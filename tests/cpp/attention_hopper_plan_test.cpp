@@ -253,6 +253,59 @@ TEST(AttentionHopperPlan, DenseSequencesHavePartsOfTheirOwn) {
   EXPECT_EQ(parts.first(1, 2, 0), 251 * (params.heads + 2));
 }
 
+// As in decoding. The form's tile of keys sets how many a part has.
+TEST(AttentionHopperPlan, ManyKeysOfFewQueriesComeInParts) {
+  for (int dim : {64, 96, 128, 192, 256}) {
+    AttentionParams params = with_group_as_queries(call(dim, 8, 5000));
+    KeyParts parts = key_parts(params);
+    EXPECT_GE(parts.keys, kKeysOfPart);
+    EXPECT_LT(parts.keys, kKeysOfPart + 128);
+    EXPECT_EQ(parts.rows, 8);
+    EXPECT_EQ(parts.count(8, 5000), (5000 + parts.keys - 1) / parts.keys);
+    EXPECT_EQ(parts.count(8, parts.keys), 1);
+    const size_t rows = 2 * 16 * 8 * size_t{1} * parts.count(8, 5000);
+    EXPECT_EQ(hopper_scratch(params, false).all, rows * (dim + 1) * sizeof(float));
+    params.keys = parts.keys;
+    EXPECT_EQ(key_parts(params).count(8, parts.keys), 1);
+    EXPECT_EQ(hopper_scratch(params, false).all, 0);
+    EXPECT_EQ(key_parts(with_group_as_queries(call(dim, 9, 5000))).count(9, 5000), 1);
+    // The backward pass has none.
+    EXPECT_EQ(hopper_scratch(call(dim, 8, 5000), true).key_part_sums, 0);
+  }
+}
+
+// A group of heads as the queries of one: its keys have the parts that each head's would have.
+TEST(AttentionHopperPlan, GroupsHaveThePartsOfTheirHeads) {
+  AttentionParams params = call(128, 1, 5000);
+  const int count = key_parts(params).count(1, 5000);
+  EXPECT_EQ(count, 1);  // few_queries is unset
+  params.heads = 80;
+  params = with_group_as_queries(params);
+  EXPECT_EQ(params.queries, 20);
+  EXPECT_EQ(key_parts(params).count(20, 5000), 5);
+  EXPECT_EQ(key_parts(params).rows, 20);
+}
+
+// Packed, parts of sequences lie one behind the other and share no rows.
+TEST(AttentionHopperPlan, PartsOfPackedSequencesHaveRowsOfTheirOwn) {
+  const int32_t queries[] = {0}, keys[] = {0};
+  AttentionParams params = with_group_as_queries(call(128, 2, 0));
+  params.query_offsets = queries, params.key_offsets = keys;
+  for (int first : {0, 1, 1023, 1024, 1200}) {
+    for (int length : {1024, 1025, 2047, 2048, 2049, 100000}) {
+      params.total_keys = first + 2 * length;
+      const KeyParts parts = key_parts(params);
+      ASSERT_EQ(parts.few, 8);
+      const int count = parts.count(2, length);
+      EXPECT_LE(parts.row(0, 3, first, count), parts.row(1, 3, first + length, 0));
+      EXPECT_LE(parts.row(1, 3, first + length, count), parts.row(-1, 4, 0, 0));
+      EXPECT_LE(parts.row(1, 15, first + length, count), parts.of.all * parts.rows);
+    }
+  }
+  params.key_offsets = queries;  // as many keys as queries
+  EXPECT_LT(key_parts(params).few, 0);
+}
+
 TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {
   EXPECT_FALSE(hopper_takes_backward(call(128, 512, 512), kA100));
   EXPECT_FALSE(hopper_takes_forward(call(128, 512, 512), kA100));

@@ -179,24 +179,20 @@ AttentionParams one_tile(int batch, int heads, int rows = 49, int dim = 32) {
   return params;
 }
 
-bool takes_forward(const AttentionParams& params) {
-  return one_tile_takes_forward(params, AttentionTier::kHopper);
-}
-
 TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
   const AttentionParams params = one_tile(100, 3);
-  EXPECT_TRUE(takes_forward(params));
+  EXPECT_TRUE(attention_is_one_tile(params));
   EXPECT_TRUE(one_tile_takes_backward(params));
   for (int rows : {1, 64}) {
-    for (int dim : {8, 32, 64}) EXPECT_TRUE(takes_forward(one_tile(100, 3, rows, dim)));
+    for (int dim : {8, 32, 64}) EXPECT_TRUE(attention_is_one_tile(one_tile(100, 3, rows, dim)));
   }
-  EXPECT_FALSE(takes_forward(one_tile(100, 3, 65)));
-  EXPECT_FALSE(takes_forward(one_tile(100, 3, 49, 72)));
-  EXPECT_FALSE(takes_forward(one_tile(0, 3)));
+  EXPECT_FALSE(attention_is_one_tile(one_tile(100, 3, 65)));
+  EXPECT_FALSE(attention_is_one_tile(one_tile(100, 3, 49, 72)));
+  EXPECT_FALSE(attention_is_one_tile(one_tile(0, 3)));
   const auto changed = [&](auto change) {
     AttentionParams other = params;
     change(other);
-    return takes_forward(other) || one_tile_takes_backward(other);
+    return attention_is_one_tile(other) || one_tile_takes_backward(other);
   };
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 0; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.keys = 65; }));
@@ -209,13 +205,10 @@ TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
   EXPECT_FALSE(changed([](AttentionParams& p) { p.dtype = DType::kFloat32; }));
   static constexpr int32_t kOffsets[2] = {};
   EXPECT_FALSE(changed([](AttentionParams& p) { p.query_offsets = p.key_offsets = kOffsets; }));
-  // Without a mask the output has the bits of packed calls, which these kernels have on Hopper.
   AttentionParams unmasked = params;
   unmasked.mask = {};
   EXPECT_TRUE(one_tile_takes_backward(unmasked));
-  EXPECT_TRUE(takes_forward(unmasked));
-  EXPECT_FALSE(one_tile_takes_forward(unmasked, AttentionTier::kPortable));
-  EXPECT_TRUE(one_tile_takes_forward(params, AttentionTier::kPortable));
+  EXPECT_TRUE(attention_is_one_tile(unmasked));
   const float slope = 1;
   EXPECT_FALSE(changed([&](AttentionParams& p) { p.alibi_slopes = &slope; }));
   // Backward a mask that has a gradient of its own, a sum over queries or keys, takes other
@@ -225,7 +218,7 @@ TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
       AttentionParams broadcast = params;
       broadcast.mask.boolean = boolean;
       (of_keys ? broadcast.mask.row_stride : broadcast.mask.key_stride) = 0;
-      EXPECT_TRUE(takes_forward(broadcast));
+      EXPECT_TRUE(attention_is_one_tile(broadcast));
       EXPECT_EQ(one_tile_takes_backward(broadcast), boolean);
       (of_keys ? broadcast.queries : broadcast.keys) = 1;
       EXPECT_TRUE(one_tile_takes_backward(broadcast));
@@ -235,8 +228,8 @@ TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
   AttentionParams group = params;
   group.queries = 1;
   group.heads = 12;
-  EXPECT_FALSE(takes_forward(group));
-  EXPECT_TRUE(takes_forward(with_group_as_queries(group)));
+  EXPECT_FALSE(attention_is_one_tile(group));
+  EXPECT_TRUE(attention_is_one_tile(with_group_as_queries(group)));
 }
 
 TEST(AttentionOneTile, BlocksHavePairsOfOneMask) {

@@ -101,7 +101,7 @@ cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scra
 
 size_t attention_forward_workspace(const AttentionParams& call, AttentionTier tier) {
   const AttentionParams params = with_group_as_queries(call);
-  if (tier != AttentionTier::kHopper || one_tile_takes_forward(params, tier)) return 0;
+  if (tier != AttentionTier::kHopper || attention_is_one_tile(params)) return 0;
   return hopper_scratch(params, /*backward=*/false).all;
 }
 
@@ -110,10 +110,16 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
   if (attention_rows(call) == 0) return cudaSuccess;
   const AttentionParams params = with_group_as_queries(call);
   if (tier == AttentionTier::kPlain) return attention_forward_plain(params, stream);
-  if (one_tile_takes_forward(params, tier)) return attention_forward_one_tile(params, stream);
+  if (attention_is_one_tile(params)) return attention_forward_one_tile(params, stream);
   if (tier == AttentionTier::kHopper && hopper_takes_forward(params, device)) {
+    KeyParts parts = key_parts(params);
+    char* const sums =
+        static_cast<char*>(workspace) + hopper_scratch(params, /*backward=*/false).key_part_sums;
+    parts.values = reinterpret_cast<float*>(sums);
+    parts.lse = parts.values + parts.of.all * parts.rows * params.value_dim;
     return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
-      return hopper.forward(params, device, workspace, stream);
+      const cudaError_t error = hopper.forward(params, parts, device, workspace, stream);
+      return error == cudaSuccess ? attention_join_parts(params, parts, stream) : error;
     });
   }
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
@@ -141,7 +147,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
   gradient.mask_sums = static_cast<float*>(workspace);
   if (tier != AttentionTier::kPlain && one_tile_takes_backward(forward)) {
     const cudaError_t error = attention_backward_one_tile(gradient, stream);
-    return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
+    return error == cudaSuccess ? attention_finish_gradients(gradient, stream) : error;
   }
   const bool on_hopper = tier == AttentionTier::kHopper && hopper_takes_backward(forward, device);
   if (on_hopper) {
@@ -149,9 +155,6 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
     gradient.zero_words = hopper_scratch(forward, /*backward=*/true).zeros / sizeof(uint32_t);
   }
   cudaError_t error = attention_delta_gradient(gradient, stream);
-  if (error == cudaSuccess && params.dsink != nullptr) {
-    error = attention_sink_gradient(gradient, stream);
-  }
   if (error == cudaSuccess && on_hopper) {
     AttentionBackwardParams& left = gradient.params;
     const bool of_mask = hopper_makes_mask_gradient(left, device);
@@ -173,7 +176,7 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
     });
   }
   gradient.params.dmask = params.dmask;
-  return error == cudaSuccess ? attention_sum_mask(gradient, stream) : error;
+  return error == cudaSuccess ? attention_finish_gradients(gradient, stream) : error;
 }
 
 }  // namespace fused_norm

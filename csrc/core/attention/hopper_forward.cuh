@@ -28,6 +28,7 @@ class Consumer {
   static constexpr int kOfGroup = 4, kTurn = 7, kConsumers = 128 * Form::kGroups;
   // Scores far below this weigh 0: such are those that a mask's number hides, times exponent.
   static constexpr float kLowest = Form::kMasked ? kHidingMask : -FLT_MAX;
+  static constexpr Moves kMoves = Form::kGeneral ? Moves::kByFloats : Moves::kByIntegers;
   using Weights = uint32_t[kKeys / 4];  // probabilities, rounded
   using Kept = KeptElements<false, kKeys / 2>;
 
@@ -56,7 +57,7 @@ class Consumer {
       }
 #pragma unroll
       for (int i = 0; i < kDim / 2; ++i) values_[i] = 0;
-      rows_ = RowState();
+      rows_ = RowState(kLowest);
       if (Form::kMasked && work.again) {
         mend(work);
       } else if (tiles_.first < tiles_.end) {
@@ -75,7 +76,7 @@ class Consumer {
         pass(count, count - 1);
         end_rows(work);
       }
-      store_rows();
+      __builtin_expect(work.parts > 1, false) ? store_part(work) : store_rows();
     }
   }
 
@@ -94,8 +95,7 @@ class Consumer {
   __device__ __forceinline__ KeyTiles tiles_of(const WorkTile& work, const Band& band) const {
     if constexpr (!kPasses) return {work.first_tile, work.end_tile};
     const KeyTiles own = key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
-    if constexpr (!Form::kMasksKeys) return own;
-    // Of those that are there: the mask leaves some out.
+    // Of those that are there: a mask leaves some out, and other parts have the rest.
     const int first = max(own.first, work.first_tile), end = min(own.end, work.end_tile);
     return first < end ? KeyTiles{first, end} : KeyTiles{};
   }
@@ -103,7 +103,7 @@ class Consumer {
   // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
   // finished, and the scores of the next are made.
   template <MaskKind kMask>
-  __device__ __forceinline__ bool run_tiles(const WorkTile& work, bool has_scores) {
+  __device__ __forceinline__ bool run_tiles(const PartTile& work, bool has_scores) {
     Weights weights;
     if (!has_scores) {
       pass(work.end_tile - tiles_.end, work.end_tile - tiles_.end);
@@ -114,7 +114,7 @@ class Consumer {
       end_scores();
     }
     hide<false, kMask>(work, tiles_.end - 1);
-    softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
+    softmax_step<Moves::kFirst>(scores_, rows_, args_.exponent, rescale_);
     round<T>(weights, scores_);
     if constexpr (Form::kDrops) draw(work, tiles_.end - 1).drop(weights);
 
@@ -124,7 +124,7 @@ class Consumer {
     wait(memory_.value_full[value_place_.slot()], value_place_.parity());
     clear(work, tiles_.first);
     multiply_values(weights, [] {});
-    if (kEarly && tiles_.first == work.first_tile && next_starts()) {
+    if (kEarly && tiles_.first == work.first_tile && next_starts() && work.parts == 1) {
       start_scores();
       end_rows(work);
       open(memory_.work[work_place_.slot()]);
@@ -161,7 +161,7 @@ class Consumer {
     wait_products<1>();
     hold(scores_);
     hide<false, kMask>(work, tile);
-    softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
+    const bool moves = softmax_step<kMoves>(scores_, rows_, args_.exponent, rescale_);
     // The compiler would wait before it takes the exponentials, as nothing orders the two: so here
     // is something that never happens and needs their sums.
     if (rows_.sum[0] < 0 || rows_.sum[1] < 0) asm volatile("nanosleep.u32 1;" ::: "memory");
@@ -169,11 +169,11 @@ class Consumer {
     leave_value();
     round<T>(weights, scores_);
     if constexpr (Form::kDrops) kept.drop(weights);
-    rescale_values();
+    if (moves) rescale_values();
   }
 
   // The tile again, step by step (MaskVerdict).
-  __device__ __forceinline__ void mend(const WorkTile& work) {
+  __device__ __forceinline__ void mend(const PartTile& work) {
 #pragma unroll 1
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
       Weights weights;
@@ -186,9 +186,9 @@ class Consumer {
       memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
           memory_.value[value_place_.slot()],
           [&](int i) { return scores_[i] != -INFINITY && 8 * (i / 2 % 2) < rows; });
-      softmax_step(scores_, rows_, args_.exponent, kLowest, rescale_);
+      if (softmax_step<Moves::kByFloats>(scores_, rows_, args_.exponent, rescale_))
+        rescale_values();
       round<T>(weights, scores_);
-      rescale_values();
       multiply_values(weights, [] {});
       wait_products<0>();
       leave_value();
@@ -199,21 +199,24 @@ class Consumer {
 
   // Writes lse of the thread's rows, and says what becomes of their values: it needs none of them,
   // so the last product may run meanwhile.
-  __device__ __forceinline__ void end_rows(const WorkTile& work) {
+  __device__ __forceinline__ void end_rows(const PartTile& work) {
     const int row = work.first + thread_row_;
     const int rows = args_.query_offsets == nullptr ? args_.queries : args_.total_queries;
-    const int64_t at =
-        (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
+    int64_t at = (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
     T* const out = row_of<T>(args_.out, work, work.head, row);
+    float* to = args_.lse;
+    const bool of_part = work.parts > 1;
+    if (of_part) at = work.part_row + row, to = args_.parts.lse;
     float lse[2];
-    const float sink = work.key_begin < 0 ? -INFINITY : sink_of<T>(args_, work.head);
-    softmax_end(rows_, args_.exponent, sink, factor_, lse);
+    // Of a part, the sink is added when the parts are joined.
+    const float sink = work.key_begin < 0 || of_part ? -INFINITY : sink_of<T>(args_, work.head);
+    softmax_end(rows_, sink, factor_, lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (Form::kDrops) factor_[r] *= args_.dropout.scale;
       const bool stores = row + 8 * r < work.queries;
       out_[r] = stores ? out + 8 * r * args_.out.row_stride : nullptr;
-      if (stores && lane_ % 4 == 0) args_.lse[at + 8 * r] = lse[r];
+      if (stores && lane_ % 4 == 0) to[at + 8 * r] = lse[r];
     }
   }
   // Says whether the sums of the rows that are stored are spoiled.
@@ -223,6 +226,15 @@ class Consumer {
   __device__ __forceinline__ void store_rows() const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) store_row<T>(values_, r, factor_[r], out_[r], args_.value_dim);
+  }
+
+  // What a part of the keys gives.
+  __device__ __forceinline__ void store_part(const PartTile& work) const {
+    const int64_t at = work.part_row + work.first + thread_row_;
+    float* const to = args_.parts.values + at * args_.value_dim;
+#pragma unroll
+    for (int r = 0; r < 2 && work.first + thread_row_ + 8 * r < work.queries; ++r)
+      store_row(values_, r, factor_[r], to + 8 * r * args_.value_dim, args_.value_dim);
   }
 
   // Whether the warpgroup takes part in the next tile from its first keys on.
@@ -314,9 +326,7 @@ class Consumer {
     kept.draw(dropout, work.first + thread_row_, tile * kKeys);
     return kept;
   }
-  // Most tiles leave the largest scores of all rows as they were.
   __device__ __forceinline__ void rescale_values() {
-    if (__all_sync(~0u, rescale_[0] == 1 && rescale_[1] == 1)) return;
 #pragma unroll
     for (int i = 0; i < kDim / 2; ++i) values_[i] *= rescale_[i / 2 % 2];
   }
@@ -373,7 +383,7 @@ class Consumer {
 
   // Of a tile of queries: the warpgroup's tiles of keys, and the thread's sums.
   KeyTiles tiles_;
-  RowState rows_;
+  RowState rows_{kLowest};
   float values_[kDim / 2];
   // What becomes of the thread's two rows of values: times `factor_`, to `out_`; null: nowhere.
   float factor_[2];

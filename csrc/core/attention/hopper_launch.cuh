@@ -95,11 +95,11 @@ struct MapMaker {
   }
 };
 
-// Says that a kernel's work is that of `params`, in tiles of kRows queries; returns the most tiles
-// that there may be.
+// Says that a kernel's work is that of `params`, in tiles of kRows queries, each once for at most
+// so many parts of its keys; returns the most tiles that there may be.
 template <int kRows>
 int64_t set_work(const AttentionParams& params, bool in_order, int section, bool batch_first,
-                 uint32_t* ticket, WorkArgs* args) {
+                 uint32_t* ticket, int parts, WorkArgs* args) {
   args->batch = params.batch;
   args->heads = params.heads;
   args->heads_per_kv = params.heads / params.kv_heads;
@@ -109,7 +109,7 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
   args->key_offsets = params.key_offsets;
   args->total_queries = params.total_queries;
   args->total_keys = params.total_keys;
-  args->query_tiles = (params.queries + kRows - 1) / kRows;
+  args->query_tiles = (params.queries + kRows - 1) / kRows * parts;
   args->section = static_cast<int32_t>(
       std::min<int64_t>(section, std::max<int64_t>(1, int64_t{params.heads} * params.batch)));
   args->longest_first = in_order;
@@ -122,7 +122,7 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
   args->window_right = limit(params.window_right);
   args->top_left = params.top_left;
   const int64_t tiles = params.query_offsets != nullptr
-                            ? params.total_queries / kRows + params.batch + 2
+                            ? (params.total_queries / kRows + params.batch + 2) * int64_t{parts}
                             : int64_t{params.batch} * args->query_tiles;
   return tiles * params.heads;
 }
@@ -131,8 +131,9 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
 template <typename Form, int kRows, typename Memory, typename Args>
 cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, bool in_order,
                           int section, bool batch_first, const DeviceProperties& device,
-                          uint32_t* ticket, cudaStream_t stream, Args* args) {
-  const int64_t tiles = set_work<kRows>(params, in_order, section, batch_first, ticket, args);
+                          uint32_t* ticket, cudaStream_t stream, Args* args, int parts = 1) {
+  const int64_t tiles =
+      set_work<kRows>(params, in_order, section, batch_first, ticket, parts, args);
   if (tiles == 0) return cudaSuccess;
   static_assert(sizeof(Memory) <= 227 * 1024);
   const auto blocks = std::min<int64_t>(device.sm_count, tiles);
@@ -169,8 +170,9 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
 }
 
 template <typename Form>
-cudaError_t launch_forward_form(const AttentionParams& params, const DeviceProperties& device,
-                                uint32_t* ticket, cudaStream_t stream) {
+cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& parts,
+                                const DeviceProperties& device, uint32_t* ticket,
+                                cudaStream_t stream) {
   ForwardArgs args{};
   MapMaker<Form::KeyTile::kPanelColumns> map{params};
   map(params.query, false, params.head_dim, Form::kRows, &args.query);
@@ -186,10 +188,14 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   args.out = params.out;
   args.value_dim = params.value_dim;
   args.lse = static_cast<float*>(params.lse);
+  args.parts = parts;
+  const bool packed = params.query_offsets != nullptr;
+  args.key_parts = parts.count(params.queries, params.keys);
+  const int most = parts.few < 0 ? 1 : packed ? params.total_keys / parts.keys + 1 : args.key_parts;
   const HopperPlan plan = hopper_plan(params);
   return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(
       attention_forward_hopper<Form>, params, plan.in_order, plan.forward_section, plan.batch_first,
-      device, plan.in_order ? ticket : nullptr, stream, &args);
+      device, plan.in_order ? ticket : nullptr, stream, &args, most);
 }
 
 inline ChunkSums dquery_sums(const HopperScratch& layout, char* scratch) {
@@ -246,7 +252,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
     args.dmask = gradient.params.dmask;
     args.share = gradient.share;
     args.mask_sums = gradient.mask_sums;
-    set_work<Form::kOwn>(params, false, 1, false, nullptr, &args);
+    set_work<Form::kOwn>(params, false, 1, false, nullptr, 1, &args);
     return detail::launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
                           {sizeof(BackwardMemory<Form>)}, stream, args);
   }
@@ -263,13 +269,13 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
 }  // namespace hopper
 
 template <int kDim>
-cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
+cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params, const KeyParts& parts,
                                         const DeviceProperties& device, void* scratch,
                                         cudaStream_t stream) {
   using namespace hopper;
   const auto launch = [&](auto form) {
-    return launch_forward_form<decltype(form)>(params, device, static_cast<uint32_t*>(scratch),
-                                               stream);
+    return launch_forward_form<decltype(form)>(params, parts, device,
+                                               static_cast<uint32_t*>(scratch), stream);
   };
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -88,7 +88,7 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   args.dim = plan.dim;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
   const auto launch = [&](auto rows) {
-    const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, &args);
+    const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, 1, &args);
     if (tiles == 0) return cudaSuccess;
     const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
     return detail::launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {},

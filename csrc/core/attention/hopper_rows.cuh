@@ -57,4 +57,17 @@ __device__ __forceinline__ void store_row(const float (&values)[kCount], int row
   }
 }
 
+// The same in fp32.
+template <int kCount>
+__device__ __forceinline__ void store_row(const float (&values)[kCount], int row, float factor,
+                                          float* out, int columns) {
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) {
+    const int column = 8 * i + threadIdx.x % 4 * 2, at = 4 * i + 2 * row;
+    if (column >= columns) return;
+    *reinterpret_cast<float2*>(out + column) =
+        make_float2(values[at] * factor, values[at + 1] * factor);
+  }
+}
+
 }  // namespace fused_norm::hopper

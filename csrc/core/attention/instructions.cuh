@@ -64,55 +64,102 @@ __device__ __forceinline__ float tanh_near(float exponent) {
   return ratio * exponent;
 }
 
-// The softmax of rows, tile by tile. Hopper's kernels and those of one tile both call it, so that
-// they have the same bits. Of a thread's two rows: largest score so far, sum over its own columns.
+// The softmax of rows, tile by tile. All tensor-core kernels call it, so that those of a tier have
+// the same bits. Of a thread's two rows: an exponent of the row, which is subtracted from all
+// others, and the sum over the thread's own columns. At first a base is `lowest`: rows of -inf, or
+// of exponents that are no larger, give zeros.
 struct RowState {
-  float largest[2] = {-INFINITY, -INFINITY};
-  float sum[2] = {0, 0};
+  float base[2], sum[2] = {0, 0};
+
+  __device__ __forceinline__ explicit RowState(float lowest = -FLT_MAX) : base{lowest, lowest} {}
 };
 
-// Scores become exp2(exponent (score - largest)); what was summed so far is to be multiplied by
-// `rescale`. `lowest` bounds exponent * largest: rows of -inf, or far below it, give zeros.
+// Of a thread's own columns of a row.
 template <int kCount>
-__device__ __forceinline__ void softmax_step(float (&scores)[kCount], RowState& rows,
-                                             float exponent, float lowest, float (&rescale)[2]) {
+__device__ __forceinline__ float largest_of_row(const float (&scores)[kCount], int row) {
+  float a = scores[2 * row], b = scores[2 * row + 1];
+#pragma unroll
+  for (int i = 4; i < kCount; i += 4) {
+    a = fmaxf(a, scores[i + 2 * row]);
+    b = fmaxf(b, scores[i + 2 * row + 1]);
+  }
+  return fmaxf(a, b);
+}
+// That, or 0 if it is negative: by integers, of which one instruction takes three.
+template <int kCount>
+__device__ __forceinline__ float largest_or_zero_of_row(const float (&scores)[kCount], int row) {
+  int a = 0;
+#pragma unroll
+  for (int i = 2 * row; i < kCount; i += 4) {
+    a = max(max(a, __float_as_int(scores[i])), __float_as_int(scores[i + 1]));
+  }
+  return __int_as_float(a);
+}
+
+// How softmax_step() finds whether a base moves. kFirst: in a row's first tile it always does.
+// kByFloats: by the largest score. kByIntegers: by that or 0, which is faster, but looks at all
+// scores again if a base is far below 0.
+enum class Moves { kFirst, kByFloats, kByIntegers };
+
+// Scores become exp2(exponent score - base). A base moves, to the row's largest exponent, only when
+// that is larger by kSlack: so most tiles leave all sums as they are, and no lane asks the others
+// for their maxima. True: bases of the warp have moved, and what was summed so far is to be
+// multiplied by `rescale`.
+template <Moves kMoves, int kCount>
+__device__ __forceinline__ bool softmax_step(float (&scores)[kCount], RowState& rows,
+                                             float exponent, float (&rescale)[2]) {
+  constexpr float kSlack = 8;
+  const auto exceeds = [&](float score, int row) {
+    return fmaf(score, exponent, -rows.base[row]) > kSlack;
+  };
+  float largest[2];
+  bool moves = kMoves == Moves::kFirst;
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
-    float a = rows.largest[row], b = scores[2 * row];
-#pragma unroll
-    for (int i = 0; i < kCount; i += 4) {
-      a = fmaxf(a, scores[i + 2 * row]);
-      b = fmaxf(b, scores[i + 2 * row + 1]);
+    if constexpr (kMoves == Moves::kByIntegers) {
+      moves |= exceeds(largest_or_zero_of_row(scores, row), row);
+    } else {
+      largest[row] = largest_of_row(scores, row);
+      moves |= exceeds(largest[row], row);
     }
-    const float largest = quad_max(fmaxf(a, b));
-    const float base = fmaxf(largest * exponent, lowest);
-    rescale[row] =
-        rows.largest[row] == largest ? 1.f : exp2_fast(fmaf(rows.largest[row], exponent, -base));
-    rows.largest[row] = largest;
+  }
+  if (kMoves != Moves::kFirst) moves = __any_sync(~0u, moves);
+  if (moves) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      if (kMoves == Moves::kByIntegers) largest[row] = largest_of_row(scores, row);
+      const float most = quad_max(largest[row]), before = rows.base[row];
+      if (exceeds(most, row)) rows.base[row] = most * exponent;
+      rescale[row] = exp2_fast(before - rows.base[row]);
+      rows.sum[row] *= rescale[row];
+    }
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
     float even = 0, odd = 0;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       float& first = scores[i + 2 * row];
       float& second = scores[i + 2 * row + 1];
-      first = exp2_fast(fmaf(first, exponent, -base));
-      second = exp2_fast(fmaf(second, exponent, -base));
+      first = exp2_fast(fmaf(first, exponent, -rows.base[row]));
+      second = exp2_fast(fmaf(second, exponent, -rows.base[row]));
       even += first;
       odd += second;
     }
-    rows.sum[row] = fmaf(rows.sum[row], rescale[row], even + odd);
+    rows.sum[row] += even + odd;
   }
+  return moves;
 }
 
 // What the softmax multiplies the sums of a thread's two rows by, and their log-sum-exp, -inf of a
 // row that saw nothing.
-__device__ __forceinline__ void softmax_end(const RowState& rows, float exponent, float sink,
-                                            float (&factor)[2], float (&lse)[2]) {
+__device__ __forceinline__ void softmax_end(const RowState& rows, float sink, float (&factor)[2],
+                                            float (&lse)[2]) {
   sink *= kLog2E;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]), largest = rows.largest[r] * exponent;
-    const float base = fmaxf(largest, sink);
-    const float shrink = largest == base ? 1.f : exp2_fast(largest - base);
+    const float sum = quad_sum(rows.sum[r]), base = fmaxf(rows.base[r], sink);
+    const float shrink = rows.base[r] == base ? 1.f : exp2_fast(rows.base[r] - base);
     const float total = sum * shrink + (sink == -INFINITY ? 0.f : exp2_fast(sink - base));
     factor[r] = sum == 0 ? 0.f : __fdividef(shrink, total);
     lse[r] = (base + __log2f(total)) * kLn2;

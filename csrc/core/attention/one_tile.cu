@@ -169,8 +169,9 @@ __device__ __forceinline__ void softmax(const AttentionParams& params, const Pai
                                         float (&factor)[2]) {
   RowState rows;
   float rescale[2], lse[2];
-  softmax_step(reinterpret_cast<float(&)[4 * S::kN]>(scores), rows, exponent, -FLT_MAX, rescale);
-  softmax_end(rows, exponent, -INFINITY, factor, lse);
+  softmax_step<Moves::kFirst>(reinterpret_cast<float(&)[4 * S::kN]>(scores), rows, exponent,
+                              rescale);
+  softmax_end(rows, -INFINITY, factor, lse);
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -272,7 +273,8 @@ __device__ __forceinline__ void differentiate(typename S::Scores& weights,
   });
 }
 
-// Writes the sums of a mask's gradient, or those of a part of its pairs, for attention_sum_mask().
+// Writes the sums of a mask's gradient, or those of a part of its pairs, for
+// attention_finish_gradients().
 template <typename S>
 __device__ __forceinline__ void store_mask(const AttentionGradient& g, const Work& work, int mask,
                                            const typename S::Scores& sums) {

@@ -171,11 +171,10 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// dsink = -sum over queries of exp(sink - lse) * delta; a block a head.
+// dsink = -sum over queries of exp(sink - lse) * delta; by a block.
 template <typename A>
-__device__ __forceinline__ void add_sinks(const AttentionGradient& g) {
+__device__ __forceinline__ void add_sinks(const AttentionGradient& g, int head) {
   const AttentionParams& params = g.params.forward;
-  const int head = blockIdx.x;
   constexpr int kRows = 8 * kWarpSize;  // that a warp takes at a time
   const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
   A sum = 0;
@@ -207,15 +206,9 @@ __device__ __forceinline__ void add_sinks(const AttentionGradient& g) {
     });
   }
 }
-__global__ void __launch_bounds__(kThreads)
-    attention_sinks(const __grid_constant__ AttentionGradient g) {
-  g.params.forward.dtype == DType::kFloat64 ? add_sinks<double>(g) : add_sinks<float>(g);
-}
-
 // A thread an element of a mask's gradient: adds its sums of all parts, in their order.
-__global__ void __launch_bounds__(kThreads)
-    attention_sum_parts(const __grid_constant__ AttentionGradient g, int64_t elements) {
-  const int64_t at = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+__device__ __forceinline__ void add_mask_parts(const AttentionGradient& g, int64_t elements,
+                                               int64_t at) {
   if (at >= elements) return;
   float sum = 0;
 #pragma unroll 8
@@ -224,6 +217,15 @@ __global__ void __launch_bounds__(kThreads)
     using T = decltype(zero);
     static_cast<T*>(g.params.dmask)[at] = static_cast<T>(sum);
   });
+}
+
+// The first blocks have the sinks of a head each, the others what is left of a mask's gradient.
+__global__ void __launch_bounds__(kThreads)
+    attention_last_sums(const __grid_constant__ AttentionGradient g, int sinks, int64_t elements) {
+  const int block = static_cast<int>(blockIdx.x) - sinks;
+  if (block >= 0) return add_mask_parts(g, elements, int64_t{block} * kThreads + threadIdx.x);
+  const bool wide = g.params.forward.dtype == DType::kFloat64;
+  wide ? add_sinks<double>(g, blockIdx.x) : add_sinks<float>(g, blockIdx.x);
 }
 
 }  // namespace
@@ -252,20 +254,16 @@ cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t st
   });
 }
 
-cudaError_t attention_sink_gradient(const AttentionGradient& g, cudaStream_t stream) {
+cudaError_t attention_finish_gradients(const AttentionGradient& g, cudaStream_t stream) {
   using namespace plain;
-  const dim3 heads(g.params.forward.heads);
-  return detail::launch(attention_sinks, heads, dim3(kThreads), {}, stream, g);
-}
-
-cudaError_t attention_sum_mask(const AttentionGradient& g, cudaStream_t stream) {
-  using namespace plain;
-  if (g.params.dmask == nullptr || g.share.parts == 1) return cudaSuccess;
   const int* shape = g.params.mask_shape;
-  const int64_t elements = int64_t{shape[0]} * shape[1] * shape[2] * shape[3];
-  return detail::launch(attention_sum_parts,
-                        dim3(static_cast<unsigned>(ceil_div(elements, kThreads))), dim3(kThreads),
-                        {}, stream, g, elements);
+  const bool sums = g.params.dmask != nullptr && g.share.parts > 1;
+  const int64_t elements = sums ? int64_t{shape[0]} * shape[1] * shape[2] * shape[3] : 0;
+  const int sinks = g.params.dsink != nullptr ? g.params.forward.heads : 0;
+  const dim3 blocks(static_cast<unsigned>(sinks + ceil_div(elements, kThreads)));
+  if (blocks.x == 0) return cudaSuccess;
+  return detail::launch(attention_last_sums, blocks, dim3(kThreads), {}, stream, g, sinks,
+                        elements);
 }
 
 }  // namespace fused_norm

@@ -68,11 +68,6 @@ bool attention_is_one_tile(const AttentionParams& params) {
          attention_scores_are_plain(unmasked);
 }
 
-bool one_tile_takes_forward(const AttentionParams& params, AttentionTier tier) {
-  return (params.mask.data != nullptr || tier == AttentionTier::kHopper) &&
-         attention_is_one_tile(params);
-}
-
 bool one_tile_takes_backward(const AttentionParams& params) {
   const AttentionMask& mask = params.mask;
   const bool of_pairs =
@@ -133,12 +128,14 @@ int64_t attention_rows(const AttentionParams& params) {
 }
 
 AttentionParams with_group_as_queries(AttentionParams params) {
+  params.few_queries = kFewQueries;
   const bool sees_all = params.window_left < 0 && (params.window_right < 0 || !params.top_left);
   const bool of_heads = params.alibi_slopes != nullptr || params.sink != nullptr;
   if (params.queries != 1 || params.heads <= params.kv_heads || !sees_all || of_heads ||
       params.query_offsets != nullptr || params.dropout_threshold != 0)
     return params;
   params.queries = params.heads / params.kv_heads;
+  params.few_queries *= params.queries;
   params.heads = params.kv_heads;
   params.window_right = -1;
   for (AttentionTensor* tensor : {&params.query, &params.out}) {
@@ -300,6 +297,25 @@ MaskMapSize mask_map_size(const AttentionParams& params) {
           params.keys / (32 * kKeysOfBit) + 2};
 }
 
+KeyParts key_parts(const AttentionParams& params) {
+  const bool packed = params.query_offsets != nullptr;
+  const bool masked = params.mask.data != nullptr && !attention_masks_keys(params);
+  const int tile = kHopperForwardTiles[masked][hopper_dim_index(dim_of(params))].keys;
+  KeyParts parts{};
+  parts.few = -1;
+  parts.keys = static_cast<int32_t>(ceil_div(kKeysOfPart, tile) * tile);
+  if ((packed ? params.total_keys : params.keys) <= parts.keys) return parts;
+  // Where sequences have as many keys as queries, few queries have few keys.
+  if (packed ? params.query_offsets == params.key_offsets : params.queries > params.few_queries)
+    return parts;
+  AttentionParams of_keys = with_sides_changed(params, 1);
+  of_keys.heads = params.heads;
+  parts.of = query_parts(of_keys, parts.keys);
+  parts.few = params.few_queries;
+  parts.rows = packed ? params.few_queries : params.queries;
+  return parts;
+}
+
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
   const bool fuses = backward && hopper_fuses(params);
   HopperScratch scratch{};
@@ -326,6 +342,9 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
   if (attention_maps_mask(params)) {
     const MaskMapSize size = mask_map_size(params);
     scratch.mask_map = take(size.arrays() * size.words * sizeof(uint32_t));
+  }
+  if (const KeyParts key = key_parts(params); !backward && key.few >= 0) {
+    scratch.key_part_sums = take(key.of.all * key.rows * (params.value_dim + 1) * sizeof(float));
   }
   if (fuses) {
     const bool sums =

@@ -23,8 +23,10 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 // From this scale on kernels multiply after they take the maximum: -inf times it is -inf.
 constexpr float kSmallestPlainScale = 1e-30f;
 
-// The same forward pass. Heads that share keys and have one query each, as in decoding, become the
-// queries of one head, so that its keys are read once; if no option tells heads or places apart.
+// The same forward pass, with few_queries set. Heads that share keys and have one query each, as in
+// decoding, become the queries of one head, so that its keys are read once; if no option tells
+// heads or places apart.
+constexpr int kFewQueries = 8;
 AttentionParams with_group_as_queries(AttentionParams params);
 
 // Whether all that a score needs is its scale, which is positive, and the band of visible keys.
@@ -85,9 +87,7 @@ constexpr int one_tile_columns(const AttentionParams& params) {  // of a tile
 constexpr int one_tile_blocks(int columns, bool backward) {
   return (columns == 32 ? 4 : 3) - backward;
 }
-bool attention_is_one_tile(const AttentionParams& params);  // but for its mask
-// Without a mask only on Hopper, where the bits are those of packed calls.
-bool one_tile_takes_forward(const AttentionParams& params, AttentionTier tier);
+bool attention_is_one_tile(const AttentionParams& params);
 // Without a mask, or with one of booleans or of pairs, whether it needs a gradient or not.
 bool one_tile_takes_backward(const AttentionParams& params);
 
@@ -254,6 +254,25 @@ FUSED_NORM_HOST_DEVICE int64_t first_statistic(const QueryParts& parts, int sequ
   return parts.first(sequence, head, begin / kStatisticRows) * kStatisticRows;
 }
 
+// Forward on Hopper, the keys of a sequence of few queries come in parts of `keys`, each to a
+// block, as one block for all would leave others without work. A part of a head has `rows` rows of
+// sums, of value_dim columns: its own softmax's results in fp32, and their log-sum-exps. How many
+// parts there are follows from the sequence alone, as do its bits.
+constexpr int kKeysOfPart = 1024;
+struct KeyParts {
+  QueryParts of;  // parts of keys, not of queries
+  int32_t few, rows, keys;
+  float *values, *lse;
+
+  FUSED_NORM_HOST_DEVICE int count(int queries, int sequence_keys) const {
+    return queries > few || sequence_keys <= keys ? 1 : (sequence_keys - 1) / keys + 1;
+  }
+  // The first of a part's rows.
+  FUSED_NORM_HOST_DEVICE int64_t row(int sequence, int head, int key_begin, int part) const {
+    return (of.first(sequence, head, key_begin / keys) + part) * rows;
+  }
+};
+
 // A mask's map has for each block of kQueriesOfBit queries of a head of the mask two arrays of
 // bits, each bit for kKeysOfBit keys. Masks of keys have one block. Two neighbouring words are read
 // at once, so an array has a word more than it has bits for.
@@ -272,10 +291,12 @@ MaskMapSize mask_map_size(const AttentionParams& params);
 // keys has parts, the two warpgroups of each tile of keys have a chunk of their sums too,
 // whose counters follow.
 struct HopperScratch {
-  size_t zeros, mask_map, chunks, key_counters, key_chunks, all;
+  size_t zeros, mask_map, chunks, key_counters, key_chunks, key_part_sums, all;
   QueryParts tiles, key_tiles;
 };
 constexpr size_t kHopperTicketBytes = 16;
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward);
+// Without their sums; no parts where `few` is negative.
+KeyParts key_parts(const AttentionParams& params);
 
 }  // namespace fused_norm

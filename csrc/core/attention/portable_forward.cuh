@@ -7,82 +7,46 @@
 namespace fused_norm {
 namespace portable {
 
-// Of a thread's 2 kM rows: row r is 8 r + lane / 4 of the warp's.
-template <int kM>
-struct RowStatistics {
-  // The exponents' reference, a maximum of scores seen, and this thread's part of the sum.
-  float max[2 * kM], sum[2 * kM];
-};
-
-// Turns scores into probabilities relative to the rows' references. A reference moves only when
-// the maximum has grown by 2^8, so that most tiles leave the output as it is; a row's references
-// depend on the row alone. `unit`: scores times it are exponents of 2.
-template <typename S>
-__device__ __forceinline__ void advance_softmax(typename S::Scores& scores,
-                                                RowStatistics<S::kM>& rows, typename S::Out& out,
-                                                float unit) {
-  const float slack = 8 / unit;
-  bool moves = false;
-  float rescale[2 * S::kM];
+// A thread's two rows of a result, by a factor each.
+template <int kN>
+__device__ __forceinline__ void multiply_rows(float (&values)[kN][4], const float (&factor)[2]) {
 #pragma unroll
-  for (int r = 0; r < 2 * S::kM; ++r) {
-    float max = -INFINITY;
+  for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int n = 0; n < S::kN; ++n) {
-      max = fmaxf(max, fmaxf(scores[r / 2][n][r % 2 * 2], scores[r / 2][n][r % 2 * 2 + 1]));
-    }
-    max = quad_max(max);
-    rescale[r] = 1;
-    if (max > rows.max[r] + slack) {
-      rescale[r] = exp2_fast((rows.max[r] - max) * unit);
-      rows.max[r] = max;
-      moves = true;
-    }
-    const float shift = rows.max[r] == -INFINITY ? 0 : rows.max[r] * unit;
-    float sum = 0;
-#pragma unroll
-    for (int n = 0; n < S::kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        float& score = scores[r / 2][n][r % 2 * 2 + e];
-        score = exp2_fast(fmaf(score, unit, -shift));
-        sum += score;
-      }
-    }
-    rows.sum[r] = rows.sum[r] * rescale[r] + sum;
+    for (int e = 0; e < 4; ++e) values[n][e] *= factor[e / 2];
   }
-  if (!__any_sync(0xffffffffu, moves)) return;
-  mma::for_elements<S::kM, S::kDim / 8>(
-      [&](int m, int n, int e, int, int) { out[m][n][e] *= rescale[m * 2 + e / 2]; });
+}
+
+// The online softmax of a tile; `unit`: scores times it are exponents of 2.
+template <typename S>
+__device__ __forceinline__ void advance_softmax(typename S::Scores& scores, RowState (&rows)[S::kM],
+                                                typename S::Out& out, float unit) {
+#pragma unroll
+  for (int m = 0; m < S::kM; ++m) {
+    float rescale[2];
+    auto& of_rows = reinterpret_cast<float(&)[4 * S::kN]>(scores[m]);
+    if (softmax_step<Moves::kByFloats>(of_rows, rows[m], unit, rescale))
+      multiply_rows(out[m], rescale);
+  }
 }
 
 // Divides by the sums, sink included, and writes the log-sum-exp.
 template <typename S>
 __device__ __forceinline__ void finish_rows(const AttentionParams& params, const Sequence& s,
-                                            int head, int query, RowStatistics<S::kM>& rows,
-                                            typename S::Out& out, float unit) {
-  const float sink = read_sink<float>(params, s, head) * kLog2E;
+                                            int head, int query, RowState (&rows)[S::kM],
+                                            typename S::Out& out) {
+  const float sink = read_sink<float>(params, s, head);
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int r = 0; r < 2 * S::kM; ++r) {
-    float sum = quad_sum(rows.sum[r]);
-    const float max = rows.max[r] == -INFINITY ? -INFINITY : rows.max[r] * unit;
-    const float last_max = fmaxf(max, sink);
-    float scale = 1;
-    if (sink != -INFINITY) {
-      scale = exp2_fast(max - last_max);
-      sum = sum * scale + exp2_fast(sink - last_max);
-    }
-    const float factor = sum == 0 ? 0 : scale / sum;
+  for (int m = 0; m < S::kM; ++m) {
+    float factor[2], lse[2];
+    softmax_end(rows[m], sink, factor, lse);
+    multiply_rows(out[m], factor);
 #pragma unroll
-    for (int n = 0; n < S::kDim / 8; ++n) {
-      out[r / 2][n][r % 2 * 2] *= factor;
-      out[r / 2][n][r % 2 * 2 + 1] *= factor;
-    }
-    const int row = query + r * 8 + lane / 4;
-    if (lane % 4 == 0 && row < s.queries) {
-      static_cast<float*>(params.lse)[first_lse(params, s, head) + row] =
-          sum == 0 ? -INFINITY : (last_max + log2f(sum)) * kLn2;
+    for (int r = 0; r < 2; ++r) {
+      const int row = query + 16 * m + 8 * r + lane / 4;
+      if (lane % 4 == 0 && row < s.queries)
+        static_cast<float*>(params.lse)[first_lse(params, s, head) + row] = lse[r];
     }
   }
 }
@@ -100,7 +64,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   const int query_end = min(query + S::kOwn, s.queries);
   const Range range = band.keys_of(query, query_end, s.keys);
   const ScoreRules<float> rules(params, s, head);
-  float unit = static_cast<float>(params.scale) * kLog2E;
+  float unit = static_cast<float>(params.scale * 1.4426950408889634);  // as that of one tile
 
   const uint32_t query_tile = shared_address(shared);
   const uint32_t key_tile = query_tile + S::kOwnBytes, value_tile = key_tile + S::kOtherBytes;
@@ -114,10 +78,8 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   };
 
   typename S::Out out;
-  RowStatistics<S::kM> rows;
+  RowState rows[S::kM];
   mma::clear(out);
-#pragma unroll
-  for (int r = 0; r < 2 * S::kM; ++r) rows.max[r] = -INFINITY, rows.sum[r] = 0;
   int key = range.begin / kKeys * kKeys;
   copy_rows<S, S::kOwn>(query_tile, row_of<const T>(params.query, s.batch, head, s.query_begin),
                         params.query.row_stride, query, {query, query_end}, params.head_dim);
@@ -157,7 +119,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     mma::multiply_weights<T>(out, scores, value_rows);
   }
   detail::wait_for_copies<0>();
-  finish_rows<S>(params, s, head, query + warp_row, rows, out, unit);
+  finish_rows<S>(params, s, head, query + warp_row, rows, out);
   const bool has_nan = S::kGeneral && mma::has_nan(out);
   // The output takes the queries' place.
   store_tile<S>(params.out, s, head, s.query_begin, shared, out, query, query_end,

@@ -24,11 +24,10 @@ struct AttentionGradient {
   float* mask_sums;
 };
 
-// What every tier needs: delta, and the sink's gradient from it; and, if a mask's gradient has
-// parts, their sum (plain.cu).
+// What every tier needs: delta; and in the end the sink's gradient from it and, if a mask's
+// gradient has parts, their sum (plain.cu).
 cudaError_t attention_delta_gradient(const AttentionGradient& gradient, cudaStream_t stream);
-cudaError_t attention_sink_gradient(const AttentionGradient& gradient, cudaStream_t stream);
-cudaError_t attention_sum_mask(const AttentionGradient& gradient, cudaStream_t stream);
+cudaError_t attention_finish_gradients(const AttentionGradient& gradient, cudaStream_t stream);
 
 cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention_backward_plain(const AttentionGradient& gradient, cudaStream_t stream);
@@ -39,7 +38,7 @@ cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream
 template <typename T>
 cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaStream_t stream);
 
-// Where one_tile_takes_forward() or one_tile_takes_backward(): all gradients.
+// Where attention_is_one_tile() or one_tile_takes_backward(): all gradients.
 cudaError_t attention_forward_one_tile(const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaStream_t stream);
 
@@ -48,11 +47,15 @@ cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaS
 // `scratch`: hopper_scratch(), with its zeros set.
 template <int kDim>
 struct HopperLaunch {
-  static cudaError_t forward(const AttentionParams& params, const DeviceProperties& device,
-                             void* scratch, cudaStream_t stream);
+  static cudaError_t forward(const AttentionParams& params, const KeyParts& parts,
+                             const DeviceProperties& device, void* scratch, cudaStream_t stream);
   static cudaError_t backward(const AttentionGradient& gradient, const DeviceProperties& device,
                               void* scratch, cudaStream_t stream);
 };
+
+// Joins what the parts of a head's keys gave (key_parts.cu).
+cudaError_t attention_join_parts(const AttentionParams& params, const KeyParts& parts,
+                                 cudaStream_t stream);
 
 // The mask's gradient, where hopper_makes_mask_gradient().
 cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
