@@ -145,6 +145,16 @@ def test_bits_of_few_queries(dim, causal, seed):
             assert same_bits(alone[1][-1], lses[i])
 
 
+def test_many_keys_and_no_sequence(seed):
+    """Rows outside every sequence, beside keys that could come in parts."""
+    generator = rand_generator("cuda", seed)
+    q = randn(generator, 5, 2, 64, dtype=BF16)
+    k, v = (randn(generator, 3000, 2, 64, dtype=BF16) for _ in range(2))
+    cu_q, cu_k = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
+    out, lse = fn.flash_attention_varlen(q, k, v, cu_q, cu_k, 5, 3000, return_lse=True)
+    assert out.eq(0).all() and lse.eq(-torch.inf).all()
+
+
 @pytest.mark.parametrize("offset", [0.0, -60.0, -3000.0])
 @pytest.mark.parametrize("dim", DIMS)
 def test_scores_that_grow(dim, offset, seed):

@@ -109,7 +109,8 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
   args->key_offsets = params.key_offsets;
   args->total_queries = params.total_queries;
   args->total_keys = params.total_keys;
-  args->query_tiles = (params.queries + kRows - 1) / kRows * parts;
+  const bool packed = params.query_offsets != nullptr;
+  args->query_tiles = packed ? 0 : (params.queries + kRows - 1) / kRows * parts;
   args->section = static_cast<int32_t>(
       std::min<int64_t>(section, std::max<int64_t>(1, int64_t{params.heads} * params.batch)));
   args->longest_first = in_order;
@@ -121,9 +122,8 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
   args->window_left = limit(params.window_left);
   args->window_right = limit(params.window_right);
   args->top_left = params.top_left;
-  const int64_t tiles = params.query_offsets != nullptr
-                            ? (params.total_queries / kRows + params.batch + 2) * int64_t{parts}
-                            : int64_t{params.batch} * args->query_tiles;
+  const int64_t tiles = packed ? (params.total_queries / kRows + params.batch + 2) * int64_t{parts}
+                               : int64_t{params.batch} * args->query_tiles;
   return tiles * params.heads;
 }
 

@@ -65,9 +65,9 @@ __device__ __forceinline__ float tanh_near(float exponent) {
 }
 
 // The softmax of rows, tile by tile. All tensor-core kernels call it, so that those of a tier have
-// the same bits. Of a thread's two rows: an exponent of the row, which is subtracted from all
-// others, and the sum over the thread's own columns. At first a base is `lowest`: rows of -inf, or
-// of exponents that are no larger, give zeros.
+// the same bits. Of a thread's two rows: the exponent that is subtracted from all of the row's, and
+// the sum over the thread's own columns. At first a base is `lowest`: rows of -inf, or of exponents
+// that are no larger, give zeros.
 struct RowState {
   float base[2], sum[2] = {0, 0};
 

@@ -19,7 +19,7 @@ __device__ __forceinline__ float warp_max(float x) {
 }
 
 // A block has a row of a head of its sequence at a time. A thread adds up four columns of every
-// `slots`-th part; then the first slot those of all slots.
+// `slots`-th part; then the threads of slot 0 add up what the slots have.
 __global__ void __launch_bounds__(kThreads)
     attention_join_parts_kernel(const __grid_constant__ AttentionParams params,
                                 const __grid_constant__ KeyParts parts) {

@@ -56,7 +56,9 @@ struct AttentionParams {
   int32_t batch, heads, kv_heads;
   int32_t queries, keys;  // of a sequence; of the longest one where sequences are packed
   int32_t head_dim, value_dim;
-  int32_t few_queries;  // forward: sequences of at most so many may have their keys in parts
+  // Forward: sequences of at most so many queries may have their keys in parts; 0: none. Set by
+  // with_group_as_queries().
+  int32_t few_queries;
 
   // Packed sequences: batch + 1 offsets each, on the device, and how many rows the tensors have.
   // Null: dense. Kernels clamp offsets to [0, total] and to ascending order; rows outside every
