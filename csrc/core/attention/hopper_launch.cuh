@@ -189,9 +189,9 @@ cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& p
   args.value_dim = params.value_dim;
   args.lse = static_cast<float*>(params.lse);
   args.parts = parts;
-  const bool packed = params.query_offsets != nullptr;
-  args.key_parts = parts.count(params.queries, params.keys);
-  const int most = parts.few < 0 ? 1 : packed ? params.total_keys / parts.keys + 1 : args.key_parts;
+  args.dense_parts = parts.count(params.queries, params.keys);
+  const bool packed_parts = params.query_offsets != nullptr && parts.few >= 0;
+  const int most = packed_parts ? params.total_keys / parts.keys + 1 : args.dense_parts;
   const HopperPlan plan = hopper_plan(params);
   return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(
       attention_forward_hopper<Form>, params, plan.in_order, plan.forward_section, plan.batch_first,

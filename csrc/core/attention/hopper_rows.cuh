@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_row(const float (&values)[kCount], int row
   }
 }
 
-// The same in fp32.
+// The same in fp32, of a row that is there; each thread stores what it has.
 template <int kCount>
 __device__ __forceinline__ void store_row(const float (&values)[kCount], int row, float factor,
                                           float* out, int columns) {

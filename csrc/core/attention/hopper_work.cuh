@@ -27,7 +27,7 @@ struct WorkArgs {
 // Forward, where the keys of few queries come in parts.
 struct PartsArgs : WorkArgs {
   KeyParts parts;
-  int32_t key_parts;  // of a dense sequence
+  int32_t dense_parts;  // of a dense sequence's keys
 };
 
 // A block notes of its first so many tiles of keys which a mask changes.
@@ -192,7 +192,7 @@ class WorkList {
     const uint32_t width = min(static_cast<uint32_t>(args_.section), pairs - first_pair);
     const uint32_t pair = first_pair + rest % width;
     uint32_t tile = args_.longest_first ? tiles - 1 - rest / width : rest / width;
-    if constexpr (kInParts) tile = take_part(tile, args_.key_parts, work);
+    if constexpr (kInParts) tile = take_part(tile, args_.dense_parts, work);
     work->first = tile * kRows;
     work->sequence = work->batch = args_.batch_first ? pair % args_.batch : pair / args_.heads;
     work->head = args_.batch_first ? pair / args_.batch : pair % args_.heads;

@@ -308,10 +308,10 @@ KeyParts key_parts(const AttentionParams& params) {
   // Where sequences have as many keys as queries, few queries have few keys.
   if (packed ? params.query_offsets == params.key_offsets : params.queries > params.few_queries)
     return parts;
-  parts.packed = packed;
-  parts.heads = params.heads;
+  AttentionParams of_keys = with_sides_changed(params, 1);
+  of_keys.heads = params.heads;
+  parts.of = query_parts(of_keys, parts.keys);
   parts.few = params.few_queries;
-  parts.of_head = packed ? 2 * (params.total_keys / parts.keys) : parts.count(0, params.keys);
   parts.rows = packed ? params.few_queries : params.queries;
   return parts;
 }
@@ -344,8 +344,7 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     scratch.mask_map = take(size.arrays() * size.words * sizeof(uint32_t));
   }
   if (const KeyParts key = key_parts(params); !backward && key.few >= 0) {
-    scratch.key_part_sums =
-        take(key.all_rows(params.batch) * (params.value_dim + 1) * sizeof(float));
+    scratch.key_part_sums = take(key.all_rows() * (params.value_dim + 1) * sizeof(float));
   }
   if (fuses) {
     const bool sums =

@@ -1,6 +1,7 @@
 // Which kernels a call of attention takes, and their tiles. Pure host functions of the call and the
 // chip. A sum's tiles follow from head dimension and options alone, never from the batch or the
-// number of multiprocessors: a row's sums have one order.
+// number of multiprocessors; its parts (KeyParts) from the sequence's own lengths too: a row's sums
+// have one order.
 #pragma once
 
 #include <cstddef>
@@ -257,14 +258,11 @@ FUSED_NORM_HOST_DEVICE int64_t first_statistic(const QueryParts& parts, int sequ
 // Forward on Hopper, the keys of a sequence of few queries come in parts of `keys`, each to a
 // block, as one block for all would leave others without work. A part of a head has `rows` rows of
 // sums, of value_dim columns: its own softmax's results in fp32, and their log-sum-exps. How many
-// parts there are follows from the sequence alone, as do its bits. Packed, the first one of a
-// sequence is number 2 (first key / keys) of its head: no two share one, as n keys in parts have at
-// most 2 (n / keys).
+// parts there are follows from the sequence alone, as do its bits.
 constexpr int kKeysOfPart = 1024;
 struct KeyParts {
-  int64_t of_head;  // of a head of a dense sequence, or of all packed ones
-  int32_t heads, few, rows, keys;
-  bool packed;
+  QueryParts of;  // parts of keys, not of queries
+  int32_t few, rows, keys;
   float *values, *lse;
 
   FUSED_NORM_HOST_DEVICE int count(int queries, int sequence_keys) const {
@@ -272,11 +270,9 @@ struct KeyParts {
   }
   // The first of a part's rows.
   FUSED_NORM_HOST_DEVICE int64_t row(int sequence, int head, int key_begin, int part) const {
-    const int64_t first = packed ? head * of_head + 2 * (key_begin / keys)
-                                 : (int64_t{sequence} * heads + head) * of_head;
-    return (first + part) * rows;
+    return (of.first(sequence, head, key_begin / keys) + part) * rows;
   }
-  int64_t all_rows(int batch) const { return of_head * heads * (packed ? 1 : batch) * rows; }
+  int64_t all_rows() const { return of.all * rows; }
 };
 
 // A mask's map has for each block of kQueriesOfBit queries of a head of the mask two arrays of
