@@ -173,8 +173,8 @@ def test_scores_that_grow(dim, offset, seed):
         exact, exact_lse = fn.flash_attention(q.double(), k.double(), v.double(), **options)
         with forced(tier):
             out, lse = fn.flash_attention(q, k, v, **options)
-        # Of max |v|, which the first row has: 2^-9 for P, 2^-9 for out, and as much for exponents of
-        # 3000, whose products and sums are fp32; twice that.
+        # Of max |v|, which the first row has: 2^-9 for P, 2^-9 for out, and as much for exponents
+        # of 3000, whose products and sums are fp32; twice that.
         assert (out.double() - exact).abs().max() <= 2**-6 * exact.abs().max(), (step, tier)
         assert ((lse - exact_lse).abs() <= 2e-4 * (1 + exact_lse.abs())).all(), (step, tier)
 
