@@ -385,7 +385,8 @@ def test_rows_that_see_nothing(tier, seed):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_tier
 def test_the_lowest_sink(tier, dtype, seed):
-    """As one that is switched off: its gradient is a number, also where a query sees nothing."""
+    """As one that is switched off: its gradient is a number, also where a query sees nothing, whose
+    log-sum-exp is the sink."""
     if not takes_type(tier, dtype):
         pytest.skip("the tier does not take it")
     case = Case(dtype, (300, 24), (64, 64), (40, 2, 2), "causal", sink="same", lse=True)
@@ -395,6 +396,47 @@ def test_the_lowest_sink(tier, dtype, seed):
         results = run(attend(case), case, tensors)
     for name in ("out", "dquery", "dkey", "dvalue", "dsink"):
         assert results[name].isfinite().all(), name
+    lse = results["lse"][:, :, : 300 - 24]  # before the first key
+    assert torch.allclose(lse, torch.full_like(lse, tensors["sink"][0].item())), lse
+
+
+@each_tier
+def test_exponents_beyond_fp32(tier, seed):
+    """A score whose exponent of 2 is beyond fp32 gives the value of its key, or NaN: not 0. Other
+    rows are as they were."""
+    device = "cpu" if tier == "cpu" else "cuda"
+    if not takes_type(tier, BF16):
+        pytest.skip("the tier does not take it")
+    generator = rand_generator(device, seed)
+    q, k, v = (randn(generator, 1, 1, 200, 64, dtype=BF16) for _ in range(3))
+    with forced("auto" if tier == "cpu" else tier):
+        for key in (3, 150):  # its tile is the last or the first that the kernels see
+            large_q, large_k = q.clone(), k.clone()
+            large_q[..., 0], large_k[..., 0] = 0.0, 0.0
+            expected = fn.flash_attention(large_q, large_k, v, scale=1.0)
+            large_q[..., 77, :], large_k[..., key, 0] = 0.0, 2.0**63
+            large_q[..., 77, 0] = 1.75 * 2.0**64  # 3.0e38, and 4.3e38 as an exponent of 2
+            out = fn.flash_attention(large_q, large_k, v, scale=1.0)
+            row = out[..., 77, :]
+            assert row.isnan().all() or same_bits(row, v[..., key, :].contiguous()), row
+            others = torch.arange(200, device=device) != 77
+            assert same_bits(out[..., others, :], expected[..., others, :])
+
+
+@pytest.mark.parametrize("p", [0.9, 0.999])
+@each_tier
+def test_dropout_that_keeps_little_in_fp16(tier, p, seed):
+    """Probabilities times 1 / (1 - p) may be beyond fp16."""
+    device = "cpu" if tier == "cpu" else "cuda"
+    if not takes_type(tier, FP16):
+        pytest.skip("the tier does not take it")
+    generator = rand_generator(device, seed)
+    q, k, v = (randn(generator, 2, 4, 300, 64, dtype=FP16) for _ in range(3))
+    # Scores grow with the keys, so that exponents lie above what they are relative to.
+    q[..., 0], k[..., 0] = 1.0, torch.arange(300, device=device) * 0.25
+    with forced("auto" if tier == "cpu" else tier):
+        out = fn.flash_attention(q, k, v, dropout_p=p)
+    assert out.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)

@@ -155,6 +155,19 @@ def test_many_keys_and_no_sequence(seed):
     assert out.eq(0).all() and lse.eq(-torch.inf).all()
 
 
+def test_memory_of_many_short_sequences():
+    """Scratch memory for parts of keys grows with the keys, not with the sequences."""
+    count, keys, heads, dim = 20000, 8, 2, 64
+    q, k, v = (torch.zeros(count * n, heads, dim, dtype=BF16, device="cuda") for n in (1, keys, keys))
+    cu_q, cu_k = (torch.arange(count + 1, device="cuda", dtype=torch.int32) * n for n in (1, keys))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = fn.flash_attention_varlen(q, k, v, cu_q, cu_k, 1, keys)
+    taken = torch.cuda.max_memory_allocated() - before - out.nbytes
+    of_parts = 2 * (count * keys // 1024 + 1) * heads * 8 * (dim + 1) * 4
+    assert taken <= of_parts + 8 * 2**20, taken
+
+
 @pytest.mark.parametrize("offset", [0.0, -60.0, -3000.0])
 @pytest.mark.parametrize("dim", DIMS)
 def test_scores_that_grow(dim, offset, seed):

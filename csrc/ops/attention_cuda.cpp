@@ -171,8 +171,7 @@ void set_options(const AttentionCall& call, Launch* launch) {
   }
   if (has(call.sink)) {
     const Tensor sink = p.dtype == DType::kFloat64 ? call.sink->to(at::kDouble) : *call.sink;
-    p.sink = launch->contiguous(sink);
-    p.sink_dtype = to_dtype(sink.scalar_type());
+    p.sink = {launch->contiguous(sink), to_dtype(sink.scalar_type())};
   }
   if (call.dropout_p > 0) p.rng = static_cast<const int64_t*>(launch->contiguous(*call.rng));
   if (has(call.attn_mask)) {

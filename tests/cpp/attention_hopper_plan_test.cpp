@@ -60,8 +60,8 @@ TEST(AttentionHopperPlan, WarpgroupsFollowTheQueries) {
     return hopper_forward_groups(params, kH200);
   };
   for (int dim : {64, 96}) {
-    for (int queries : {1, 128, 197, 256, 577}) EXPECT_EQ(groups(dim, 64, queries), 2);
-    for (int queries : {192, 512, 576, 1024, 4096}) EXPECT_EQ(groups(dim, 64, queries), 3);
+    for (int queries : {1, 128, 197, 256}) EXPECT_EQ(groups(dim, 64, queries), 2);
+    for (int queries : {192, 257, 512, 577, 1024, 4096}) EXPECT_EQ(groups(dim, 64, queries), 3);
     EXPECT_EQ(groups(dim, 1, 576), 2);
   }
   for (int dim : {128, 192, 256}) EXPECT_EQ(groups(dim, 64, 4096), 2);
@@ -298,10 +298,13 @@ TEST(AttentionHopperPlan, PartsOfPackedSequencesHaveRowsOfTheirOwn) {
       ASSERT_EQ(parts.few, 8);
       const int count = parts.count(2, length);
       EXPECT_LE(parts.row(0, 3, first, count), parts.row(1, 3, first + length, 0));
-      EXPECT_LE(parts.row(1, 3, first + length, count), parts.row(-1, 4, 0, 0));
-      EXPECT_LE(parts.row(1, 15, first + length, count), parts.all_rows());
+      EXPECT_LE(parts.row(1, 3, first + length, count), parts.row(0, 4, 0, 0));
+      EXPECT_LE(parts.row(1, 15, first + length, count), parts.all_rows(params.batch));
     }
   }
+  params.total_keys = 1 << 20;
+  params.batch = 1 << 20;  // of one key each: they need no memory of their own
+  EXPECT_EQ(key_parts(params).all_rows(params.batch), 2 * 1024 * 16 * 8);
   params.batch = 0;
   EXPECT_LT(key_parts(params).few, 0);
   params.batch = 2;

@@ -72,7 +72,8 @@ TEST(AttentionTier, SingleQueriesOfAGroupAreOneHeads) {
     EXPECT_EQ(at(one.mask.head_stride, one.mask.row_stride), head * params.mask.head_stride);
   }
   EXPECT_EQ(one.window_right, -1);
-  params.top_left = true;  // it sees the first key alone
+  EXPECT_EQ(one.sink.rows, 3);  // a sink for each head, as before
+  params.top_left = true;       // it sees the first key alone
   EXPECT_EQ(with_group_as_queries(params).queries, 1);
   params.window_right = -1;
   params.queries = 2;
@@ -104,7 +105,7 @@ TEST(AttentionScores, OptionsOfScoresMakeThemGeneral) {
   EXPECT_TRUE(attention_scores_are_plain(params));
   AttentionParams changed = params;
   changed.window_right = 0;
-  changed.sink = &changed;
+  changed.sink.data = &changed;
   EXPECT_TRUE(attention_scores_are_plain(changed));
   for (double scale : {0., -1., 1e-35}) {
     changed = params;
@@ -201,7 +202,7 @@ TEST(AttentionOneTile, AreShortDenseAndPlainButForTheMask) {
   EXPECT_FALSE(changed([](AttentionParams& p) { p.softcap = 5; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.scale = -1; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.dropout_threshold = 1; }));
-  EXPECT_FALSE(changed([&](AttentionParams& p) { p.sink = &params; }));
+  EXPECT_FALSE(changed([&](AttentionParams& p) { p.sink.data = &params; }));
   EXPECT_FALSE(changed([](AttentionParams& p) { p.dtype = DType::kFloat32; }));
   static constexpr int32_t kOffsets[2] = {};
   EXPECT_FALSE(changed([](AttentionParams& p) { p.query_offsets = p.key_offsets = kOffsets; }));

@@ -116,7 +116,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
     char* const sums =
         static_cast<char*>(workspace) + hopper_scratch(params, /*backward=*/false).key_part_sums;
     parts.values = reinterpret_cast<float*>(sums);
-    parts.lse = parts.values + parts.all_rows() * params.value_dim;
+    parts.lse = parts.values + parts.all_rows(params.batch) * params.value_dim;
     return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
       const cudaError_t error = hopper.forward(params, parts, device, workspace, stream);
       return error == cudaSuccess ? attention_join_parts(params, parts, stream) : error;

@@ -124,8 +124,7 @@ struct NoMemory {};
 template <typename Form>
 struct BackwardMemory
     : std::conditional_t<Form::kAll, FusedMemory<Form>,
-                         std::conditional_t<Form::kApart, ApartMemory<Form>, NoMemory>>,
-      std::conditional_t<Form::kDrops, DropoutMemory, NoDropout> {
+                         std::conditional_t<Form::kApart, ApartMemory<Form>, NoMemory>> {
   alignas(1024) char own_first[Form::kOwnStages][Form::OwnTile::kBytes];
   alignas(1024) char own_second[Form::kOwnStages][Form::OwnTile::kBytes];
   alignas(1024) char first[Form::kFirstStages][Form::OtherTile::kBytes];
@@ -147,6 +146,7 @@ struct BackwardMemory
   WorkTile work[kWorks];
   ListPlace place;
   uint32_t count[4 * Form::kGroups];  // of each consumer's warp, as its registers are few
+  std::conditional_t<Form::kDrops, Dropout, NoDropout> dropout;
 };
 
 // Whether scores pass through tiles of a mask.

@@ -207,9 +207,12 @@ class Consumer {
     float* to = args_.lse;
     const bool of_part = work.parts > 1;
     if (of_part) at = work.part_row + row, to = args_.parts.lse;
-    float lse[2];
+    float lse[2], sink[2];
     // Of a part, the sink is added when the parts are joined.
-    const float sink = work.key_begin < 0 || of_part ? -INFINITY : sink_of<T>(args_, work.head);
+    const bool has_sink = work.key_begin >= 0 && !of_part;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      sink[r] = has_sink ? sink_of<T>(args_, work.head, row + 8 * r) : -INFINITY;
     softmax_end(rows_, sink, factor_, lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

@@ -56,7 +56,6 @@ inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArg
   args->alibi_slopes = params.alibi_slopes;
   args->alibi_batch_stride = params.alibi_batch_stride;
   args->sink = params.sink;
-  args->sink_dtype = params.sink_dtype;
   args->dropout = {params.rng, params.dropout_threshold, static_cast<float>(params.dropout_scale),
                    params.heads};
 }

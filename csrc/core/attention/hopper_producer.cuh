@@ -66,7 +66,7 @@ struct MaskedForwardTile : ForwardTile {
 };
 
 template <typename Form>
-struct ForwardMemory : std::conditional_t<Form::kDrops, DropoutMemory, NoDropout> {
+struct ForwardMemory {
   alignas(1024) char query[Form::kQueryStages][Form::QueryTile::kBytes];
   alignas(1024) char key[Form::kKeyStages][Form::KeyTile::kBytes];
   alignas(1024) char value[Form::kValueStages][Form::KeyTile::kBytes];
@@ -85,6 +85,7 @@ struct ForwardMemory : std::conditional_t<Form::kDrops, DropoutMemory, NoDropout
   alignas(8) float key_added[Form::kKeyStages][kMaskedKeys];
   bool key_hidden[Form::kGroups][kMaskedKeys];  // of a warpgroup's last tile of keys
   MaskVerdict<Form::kKeys> verdict;
+  std::conditional_t<Form::kDrops, Dropout, NoDropout> dropout;
 
   // By one thread.
   __device__ __forceinline__ void init() {

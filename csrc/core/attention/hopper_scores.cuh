@@ -27,10 +27,7 @@ struct DropoutArgs {
   }
 };
 
-// A base of the shared memory of kernels with dropout, and of others, where it takes no room.
-struct DropoutMemory {
-  Dropout dropout;
-};
+// What kernels without dropout have in the place of Dropout.
 struct NoDropout {};
 
 // What becomes of query . key, and of probabilities.
@@ -46,8 +43,7 @@ struct ScoreArgs {
   float mask_factor;  // a mask of keys times this is added to scores; log2(e) / exponent
   const float* alibi_slopes;
   int64_t alibi_batch_stride;
-  const void* sink;
-  DType sink_dtype;
+  AttentionSinks sink;
   DropoutArgs dropout;
 };
 
@@ -141,11 +137,12 @@ __device__ __forceinline__ void general_scores(const ScoreArgs& args, const Work
 }
 
 template <typename T>
-__device__ __forceinline__ float sink_of(const ScoreArgs& args, int head) {
-  if (args.sink == nullptr) return -INFINITY;
-  return args.sink_dtype == DType::kFloat32
-             ? static_cast<const float*>(args.sink)[head]
-             : static_cast<float>(static_cast<const T*>(args.sink)[head]);
+__device__ __forceinline__ float sink_of(const ScoreArgs& args, int head, int row) {
+  const AttentionSinks& sink = args.sink;
+  if (sink.data == nullptr) return -INFINITY;
+  const int at = sink.place(head, row);
+  return sink.dtype == DType::kFloat32 ? static_cast<const float*>(sink.data)[at]
+                                       : static_cast<float>(static_cast<const T*>(sink.data)[at]);
 }
 
 }  // namespace fused_norm::hopper

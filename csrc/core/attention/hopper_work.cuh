@@ -82,7 +82,10 @@ struct RingPlace {
 // end. Earlier, a block with a long tile would hold one that idle blocks could compute.
 constexpr int kTicketSteps = 8;
 __device__ __forceinline__ uint32_t next_index(const WorkArgs& args, uint32_t index) {
-  if (args.ticket == nullptr) return index + gridDim.x;
+  // From round to round a block moves on by one place: else it might have the last tile of every
+  // head, which is often cut.
+  if (args.ticket == nullptr)
+    return index + 1 + (index % gridDim.x == gridDim.x - 1 ? 0 : gridDim.x);
   return threadIdx.x % 32 == 0 ? gridDim.x + atomicAdd(args.ticket, 1) : 0;
 }
 

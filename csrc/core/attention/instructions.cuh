@@ -129,7 +129,8 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kCount], RowState& 
     for (int row = 0; row < 2; ++row) {
       if (kMoves == Moves::kByIntegers) largest[row] = largest_of_row(scores, row);
       const float most = quad_max(largest[row]), before = rows.base[row];
-      if (exceeds(most, row)) rows.base[row] = most * exponent;
+      // Not Inf, from which a row whose exponents are beyond fp32 would have zeros: it has NaN.
+      if (exceeds(most, row)) rows.base[row] = fminf(most * exponent, FLT_MAX);
       rescale[row] = exp2_fast(before - rows.base[row]);
       rows.sum[row] *= rescale[row];
     }
@@ -151,18 +152,19 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kCount], RowState& 
   return moves;
 }
 
-// What the softmax multiplies the sums of a thread's two rows by, and their log-sum-exp, -inf of a
-// row that saw nothing.
-__device__ __forceinline__ void softmax_end(const RowState& rows, float sink, float (&factor)[2],
-                                            float (&lse)[2]) {
-  sink *= kLog2E;
+// What the softmax multiplies the sums of a thread's two rows by, and their log-sum-exp: that of
+// its sink where a row saw nothing.
+__device__ __forceinline__ void softmax_end(const RowState& rows, const float (&sink)[2],
+                                            float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const float sum = quad_sum(rows.sum[r]), base = fmaxf(rows.base[r], sink);
+    const float sink_exponent = sink[r] * kLog2E;
+    const float sum = quad_sum(rows.sum[r]), base = fmaxf(rows.base[r], sink_exponent);
     const float shrink = rows.base[r] == base ? 1.f : exp2_fast(rows.base[r] - base);
-    const float total = sum * shrink + (sink == -INFINITY ? 0.f : exp2_fast(sink - base));
+    const float of_sink = sink[r] == -INFINITY ? 0.f : exp2_fast(sink_exponent - base);
+    const float total = sum * shrink + of_sink;
     factor[r] = sum == 0 ? 0.f : __fdividef(shrink, total);
-    lse[r] = (base + __log2f(total)) * kLn2;
+    lse[r] = sum == 0 ? sink[r] : (base + __log2f(total)) * kLn2;
   }
 }
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   const int pack = threadIdx.x % packs, slot = threadIdx.x / packs;
   for (int turn = blockIdx.y; turn < s.queries * params.heads; turn += gridDim.y) {
     const int head = turn % params.heads, row = turn / params.heads;
-    const float sink = read_sink<float>(params, s, head);
+    const float sink = read_sink<float>(params, s, head, row);
     const int64_t first = parts.row(batch, head, s.key_begin, 0) + row;
     const float* const lse = parts.lse + first;
     const auto* const values =

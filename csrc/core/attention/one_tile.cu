@@ -171,7 +171,7 @@ __device__ __forceinline__ void softmax(const AttentionParams& params, const Pai
   float rescale[2], lse[2];
   softmax_step<Moves::kFirst>(reinterpret_cast<float(&)[4 * S::kN]>(scores), rows, exponent,
                               rescale);
-  softmax_end(rows, -INFINITY, factor, lse);
+  softmax_end(rows, {-INFINITY, -INFINITY}, factor, lse);
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -38,6 +38,18 @@ struct AttentionMask {
 // few such numbers fit in 32 bits.
 constexpr int32_t kMaxAttentionRows = 1 << 29;
 
+// Sinks of the heads, contiguous.
+struct AttentionSinks {
+  const void* data;  // null: none
+  DType dtype;       // the query's, or fp32 (fp64 for fp64)
+  int32_t rows;      // forward: the rows of a head have so many, one each; 0: they share one
+
+  // That of a row, which may lie past the head's last one.
+  FUSED_NORM_HOST_DEVICE int place(int head, int row) const {
+    return rows == 0 ? head : head * rows + (row < rows ? row : rows - 1);
+  }
+};
+
 // What forward and backward share. Key and value have `kv_heads` heads; query head h reads head
 // h / (heads / kv_heads) of them.
 //
@@ -74,8 +86,7 @@ struct AttentionParams {
   AttentionMask mask;
   const float* alibi_slopes;  // (heads) or (batch, heads); null: none
   int64_t alibi_batch_stride;
-  const void* sink;            // (heads), contiguous; null: none
-  DType sink_dtype;            // the query's, or fp32 (fp64 for fp64)
+  AttentionSinks sink;
   uint32_t dropout_threshold;  // dropout.h; 0: no dropout
   double dropout_scale;        // of the probabilities that are kept
   const int64_t* rng;          // with dropout: seed and offset, on the device

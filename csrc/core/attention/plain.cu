@@ -1,4 +1,6 @@
 // The plain tier's forward kernel, and the kernels of every tier's backward pass.
+#include <limits>
+
 #include "core/attention/plain.cuh"
 #include "core/attention/plan.h"
 
@@ -71,9 +73,9 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
     multiply_scores<A, false>(acc, shared, params.dtype, h.values, key, col);
   }
 
-  const A sink = read_sink<A>(params, s, head);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
+    const A sink = read_sink<A>(params, s, head, query + tile_row() + i);
     const A last_max = fmax(max[i], sink), rescale = exp_difference(max[i], last_max);
     const A total = sum[i] * rescale + exp_difference(sink, last_max);
     const A factor = total == 0 ? A(0) : rescale / total;
@@ -162,7 +164,10 @@ __global__ void __launch_bounds__(kThreads)
       if (dlse != nullptr) sum -= dlse[first + row];
       const A lse = static_cast<const A*>(params.lse)[first + row];
       const bool sees_nothing = lse == kLowest<A>;
-      const A exponent = sees_nothing ? -kLowest<A> : lse * static_cast<A>(1.4426950408889634);
+      // That of the lowest sink would be -inf, and P of hidden scores NaN.
+      constexpr A kLeast = std::numeric_limits<A>::lowest();
+      const A finite = lse * static_cast<A>(1.4426950408889634);
+      const A exponent = sees_nothing ? -kLowest<A> : finite < kLeast ? kLeast : finite;
       if (sees_nothing) sum = 0;  // not the NaN that dlse may have here
       A* const statistic = statistics_of<A>(g, s, head) + row;
       statistic[0] = sum;
@@ -181,7 +186,7 @@ __device__ __forceinline__ void add_sinks(const AttentionGradient& g, int head) 
   int turn = 0;
   for (int batch = 0; batch < params.batch; ++batch) {
     const Sequence s = sequence_of(params, batch);
-    const A sink = read_sink<A>(params, s, head);
+    const A sink = read_sink<A>(params, s, head, 0);
     const A* const delta = statistics_of<A>(g, s, head);
     const A* const lse = static_cast<const A*>(params.lse) + first_lse(params, s, head);
     for (int first = 0; first < s.queries; first += kRows) {
@@ -200,7 +205,7 @@ __device__ __forceinline__ void add_sinks(const AttentionGradient& g, int head) 
     if (threadIdx.x < half) of_thread[threadIdx.x] += of_thread[threadIdx.x + half];
   }
   if (threadIdx.x == 0) {
-    with_option_storage<A>(params.sink_dtype, [&](auto t) {
+    with_option_storage<A>(params.sink.dtype, [&](auto t) {
       using T = decltype(t);
       static_cast<T*>(g.params.dsink)[head] = static_cast<T>(of_thread[0]);
     });

@@ -64,7 +64,7 @@ bool attention_is_one_tile(const AttentionParams& params) {
          params.heads > 0 && params.heads == params.kv_heads &&
          int64_t{params.batch} * params.heads <= 1 << 30 && fits(params.queries, kOneTileRows) &&
          fits(params.keys, kOneTileRows) && fits(params.head_dim, kOneTileColumns) &&
-         fits(params.value_dim, kOneTileColumns) && params.sink == nullptr &&
+         fits(params.value_dim, kOneTileColumns) && params.sink.data == nullptr &&
          attention_scores_are_plain(unmasked);
 }
 
@@ -130,11 +130,11 @@ int64_t attention_rows(const AttentionParams& params) {
 AttentionParams with_group_as_queries(AttentionParams params) {
   params.few_queries = kFewQueries;
   const bool sees_all = params.window_left < 0 && (params.window_right < 0 || !params.top_left);
-  const bool of_heads = params.alibi_slopes != nullptr || params.sink != nullptr;
-  if (params.queries != 1 || params.heads <= params.kv_heads || !sees_all || of_heads ||
-      params.query_offsets != nullptr || params.dropout_threshold != 0)
+  if (params.queries != 1 || params.heads <= params.kv_heads || !sees_all ||
+      params.alibi_slopes != nullptr || params.query_offsets != nullptr ||
+      params.dropout_threshold != 0)
     return params;
-  params.queries = params.heads / params.kv_heads;
+  params.queries = params.sink.rows = params.heads / params.kv_heads;
   params.few_queries *= params.queries;
   params.heads = params.kv_heads;
   params.window_right = -1;
@@ -239,12 +239,13 @@ AttentionParams with_sides_changed(AttentionParams params, int parts) {
 }
 
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device) {
-  // Of blocks in turn: two warpgroups take longer than two of three.
-  const auto time = [&](int groups, double of_group) {
-    const int64_t tiles = ceil_div(params.queries, 64 * groups) * params.batch * params.heads;
-    return of_group * groups * ceil_div(tiles, device.sm_count);
+  // Of blocks in turn: a tile takes as long as its warpgroups that have rows, and two more.
+  const auto time = [&](int groups) {
+    const int64_t tiles = std::max<int64_t>(ceil_div(params.queries, 64 * groups), 1);
+    const int64_t rounds = ceil_div(tiles * params.batch * params.heads, device.sm_count);
+    return rounds * (2 + static_cast<double>(ceil_div(params.queries, 64)) / tiles);
   };
-  const bool two = params.query_offsets == nullptr && time(2, 1.17) < time(3, 1);
+  const bool two = params.query_offsets == nullptr && time(2) <= time(3);
   return two ? 2 : hopper_most_groups(dim_of(params));
 }
 
@@ -308,10 +309,10 @@ KeyParts key_parts(const AttentionParams& params) {
   // Where sequences have as many keys as queries, few queries have few keys.
   if (packed ? params.query_offsets == params.key_offsets : params.queries > params.few_queries)
     return parts;
-  AttentionParams of_keys = with_sides_changed(params, 1);
-  of_keys.heads = params.heads;
-  parts.of = query_parts(of_keys, parts.keys);
+  parts.packed = packed;
+  parts.heads = params.heads;
   parts.few = params.few_queries;
+  parts.of_head = packed ? 2 * (params.total_keys / parts.keys) : parts.count(0, params.keys);
   parts.rows = packed ? params.few_queries : params.queries;
   return parts;
 }
@@ -344,7 +345,8 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
     scratch.mask_map = take(size.arrays() * size.words * sizeof(uint32_t));
   }
   if (const KeyParts key = key_parts(params); !backward && key.few >= 0) {
-    scratch.key_part_sums = take(key.all_rows() * (params.value_dim + 1) * sizeof(float));
+    scratch.key_part_sums =
+        take(key.all_rows(params.batch) * (params.value_dim + 1) * sizeof(float));
   }
   if (fuses) {
     const bool sums =

@@ -25,8 +25,8 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 constexpr float kSmallestPlainScale = 1e-30f;
 
 // The same forward pass, with few_queries set. Heads that share keys and have one query each, as in
-// decoding, become the queries of one head, so that its keys are read once; if no option tells
-// heads or places apart.
+// decoding, become the queries of one head, so that its keys are read once; if no option but sinks
+// tells heads or places apart.
 constexpr int kFewQueries = 8;
 AttentionParams with_group_as_queries(AttentionParams params);
 
@@ -258,11 +258,14 @@ FUSED_NORM_HOST_DEVICE int64_t first_statistic(const QueryParts& parts, int sequ
 // Forward on Hopper, the keys of a sequence of few queries come in parts of `keys`, each to a
 // block, as one block for all would leave others without work. A part of a head has `rows` rows of
 // sums, of value_dim columns: its own softmax's results in fp32, and their log-sum-exps. How many
-// parts there are follows from the sequence alone, as do its bits.
+// parts there are follows from the sequence alone, as do its bits. Packed, the first one of a
+// sequence is number 2 (first key / keys) of its head: no two share one, as n keys in parts have at
+// most 2 (n / keys).
 constexpr int kKeysOfPart = 1024;
 struct KeyParts {
-  QueryParts of;  // parts of keys, not of queries
-  int32_t few, rows, keys;
+  int64_t of_head;  // of a head of a dense sequence, or of all packed ones
+  int32_t heads, few, rows, keys;
+  bool packed;
   float *values, *lse;
 
   FUSED_NORM_HOST_DEVICE int count(int queries, int sequence_keys) const {
@@ -270,9 +273,11 @@ struct KeyParts {
   }
   // The first of a part's rows.
   FUSED_NORM_HOST_DEVICE int64_t row(int sequence, int head, int key_begin, int part) const {
-    return (of.first(sequence, head, key_begin / keys) + part) * rows;
+    const int64_t first = packed ? head * of_head + 2 * (key_begin / keys)
+                                 : (int64_t{sequence} * heads + head) * of_head;
+    return (first + part) * rows;
   }
-  int64_t all_rows() const { return of.all * rows; }
+  int64_t all_rows(int batch) const { return of_head * heads * (packed ? 1 : batch) * rows; }
 };
 
 // A mask's map has for each block of kQueriesOfBit queries of a head of the mask two arrays of

@@ -74,7 +74,8 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
     multiply_values();
     DroppedTile<S::kOfKeys, kM, kN> kept;
     kept.draw(rules, place);
-    kept.apply(gradient);
+    const float dropout_scale = static_cast<float>(rules.params.dropout_scale);
+    kept.apply(gradient, dropout_scale);
     subtract_delta();
     unit =
         apply_options<typename S::T>(scores, S::kBySoftcapped ? nullptr : gradient, rules, place);
@@ -84,7 +85,7 @@ __device__ __forceinline__ void differentiate(typename S::Scores& scores,
       const float p = scores[m][n][e];
       gradient[m][n][e] = p == 0 ? 0 : p * gradient[m][n][e];
     });
-    kept.apply(scores);
+    kept.apply(scores, dropout_scale);
   }
 }
 

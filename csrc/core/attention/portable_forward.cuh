@@ -30,21 +30,25 @@ __device__ __forceinline__ void advance_softmax(typename S::Scores& scores, RowS
   }
 }
 
-// Divides by the sums, sink included, and writes the log-sum-exp.
+// Divides by the sums, sink included, multiplies by dropout's scale, and writes the log-sum-exp.
 template <typename S>
 __device__ __forceinline__ void finish_rows(const AttentionParams& params, const Sequence& s,
                                             int head, int query, RowState (&rows)[S::kM],
                                             typename S::Out& out) {
-  const float sink = read_sink<float>(params, s, head);
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, first = query + lane / 4;
 #pragma unroll
   for (int m = 0; m < S::kM; ++m) {
-    float factor[2], lse[2];
+    float factor[2], lse[2], sink[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sink[r] = read_sink<float>(params, s, head, first + 16 * m + 8 * r);
     softmax_end(rows[m], sink, factor, lse);
+    if (S::kGeneral) {
+      for (float& of_row : factor) of_row *= static_cast<float>(params.dropout_scale);
+    }
     multiply_rows(out[m], factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = query + 16 * m + 8 * r + lane / 4;
+      const int row = first + 16 * m + 8 * r;
       if (lane % 4 == 0 && row < s.queries)
         static_cast<float*>(params.lse)[first_lse(params, s, head) + row] = lse[r];
     }
@@ -105,7 +109,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     if constexpr (S::kGeneral) {
       DroppedTile<false, S::kM, S::kN> kept;
       kept.draw(rules, place);
-      kept.apply(scores);
+      kept.apply(scores, 1);
     }
     if (is_last) {
       detail::wait_for_copies<0>();

@@ -164,7 +164,7 @@ __device__ __forceinline__ float apply_options(float (&scores)[kM][kN][4], float
   return kLog2E;
 }
 
-// Dropout of a tile: what it keeps is multiplied by the scale.
+// Dropout of a tile: what it keeps is multiplied by `scale`.
 template <bool kTransposed, int kM, int kN>
 class DroppedTile {
  public:
@@ -172,20 +172,18 @@ class DroppedTile {
                                        const TilePlace<kTransposed>& place) {
     drops_ = rules.drops();
     if (!drops_) return;
-    scale_ = static_cast<float>(rules.params.dropout_scale);
 #pragma unroll
     for (int m = 0; m < kM; ++m) kept_[m].draw(rules.dropout(), place.row + m * 16, place.col);
   }
-  __device__ __forceinline__ void apply(float (&weights)[kM][kN][4]) const {
+  __device__ __forceinline__ void apply(float (&weights)[kM][kN][4], float scale) const {
     if (!drops_) return;
     mma::for_elements<kM, kN>([&](int m, int n, int e, int, int) {
-      weights[m][n][e] = kept_[m].keeps(n * 4 + e) ? weights[m][n][e] * scale_ : 0;
+      weights[m][n][e] = kept_[m].keeps(n * 4 + e) ? weights[m][n][e] * scale : 0;
     });
   }
 
  private:
   KeptElements<kTransposed, 4 * kN, 2> kept_[kM];
-  float scale_;
   bool drops_;
 };
 

@@ -78,12 +78,14 @@ __device__ __forceinline__ A read_option(const void* data, DType dtype, int64_t 
   return value;
 }
 
-// The sink of a head, -inf without one or outside every sequence.
+// The sink of a row, -inf without one or outside every sequence.
 template <typename A>
-__device__ __forceinline__ A read_sink(const AttentionParams& params, const Sequence& s, int head) {
-  return params.sink == nullptr || is_outside(params, s)
+__device__ __forceinline__ A read_sink(const AttentionParams& params, const Sequence& s, int head,
+                                       int row) {
+  const AttentionSinks& sink = params.sink;
+  return sink.data == nullptr || is_outside(params, s)
              ? -static_cast<A>(INFINITY)
-             : read_option<A>(params.sink, params.sink_dtype, head);
+             : read_option<A>(sink.data, sink.dtype, sink.place(head, row));
 }
 
 struct Range {
