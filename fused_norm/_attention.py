@@ -107,7 +107,7 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
         if k != v:  # unlike key and value share no heads
             key, value = (t.repeat_interleave(q // t.size(-3), -3) for t in (key, value))
             k = q
-    else:
+    elif not q == k == v:
         q = max(heads) if 0 not in heads else 0
         if any(count not in (1, q) for count in heads):
             raise RuntimeError(
@@ -125,7 +125,7 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
     if mask is not None and mask.dim() > 3 and len(batch) > 1:
         mask = _with_ndim(mask, len(batch) + 3)
-        if mask.shape[:-3].numel() != 1:
+        if not all(_torch.is_known(size == 1) for size in mask.shape[:-3]):
             mask = mask.expand(*batch, -1, -1, -1)
         mask = mask.flatten(0, -4)
 

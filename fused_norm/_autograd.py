@@ -21,8 +21,9 @@ def _overflow_message(overflows: list[tuple[int, str, int]]) -> str:
         for address, description, columns in overflows
     )
     return (
-        f"memory_efficient=True: {norms} whose weight became zero, or small beside the bias, since "
-        "the parameters were last looked at. The gradients of that backward pass are NaN: discard "
+        f"memory_efficient=True: {norms} whose weight is zero, or small beside the bias, and was "
+        "not when the parameters were last looked at, or is not in the norm that this code was "
+        "compiled for. The gradients of that backward pass are NaN: discard "
         "them, and repeat the step. To be seen in time, change parameters in place under "
         "torch.no_grad(), not through .data, before the forward pass; capture CUDA graphs anew; or "
         "use memory_efficient=False for this norm"

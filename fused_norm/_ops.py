@@ -69,7 +69,11 @@ def check_rows(op, call) -> None:
     shape, whole = tuple(call.normalized_shape), tuple(call.input.shape)
     tensors = {n: t for n, t in call._asdict().items() if isinstance(t, torch.Tensor)}
     rows = tensors.keys() - {"weight", "bias"}
-    fits = whole[-len(shape) :] == shape and all(tuple(tensors[n].shape) == whole for n in rows)
+    fits = whole[-len(shape) :] == shape and all(
+        len(tensors[n].shape) == len(whole)
+        and not any(_torch.is_known(a != b) for a, b in zip(tensors[n].shape, whole, strict=True))
+        for n in rows
+    )
     args = {
         name: (shape if fits and name in rows else tuple(tensor.shape), tensor.dtype)
         for name, tensor in tensors.items()

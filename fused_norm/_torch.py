@@ -98,6 +98,13 @@ def is_exporting() -> bool:
     return torch.compiler._is_exporting_flag
 
 
+def is_known(condition) -> bool:
+    """Whether it holds for certain. Of sizes that a tracer knows only when it runs it may not."""
+    if torch.compiler.is_compiling():
+        return torch.fx.experimental.symbolic_shapes.guard_or_false(condition)
+    return bool(condition)
+
+
 def in_functorch() -> bool:
     """Whether a transform of torch.func is at work; there is no public way to ask."""
     return torch._C._functorch.maybe_current_level() is not None

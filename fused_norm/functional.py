@@ -251,12 +251,14 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
+    if type(dtype) is int:  # torch.nn.functional's order by position, where torch.softmax has dtype
+        dtype, stacklevel = (stacklevel if isinstance(stacklevel, torch.dtype) else None), dtype
     if has_torch_function_variadic(input) and _torch.is_overridden(input):
         return _torch.overridden(log_softmax if log else softmax, input, dim, dtype)
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
     if dim is None:
-        dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel)
+        dim = _softmax_dim("log_softmax" if log else "softmax", input.dim(), stacklevel + 1)
     else:
         dim = _arguments.integer("dim", dim)
     if type(input) is not Tensor and input.is_nested:
@@ -304,7 +306,7 @@ def softmax(
         RuntimeError: input's dtype, layout or size does not fit; the message names it.
         TypeError: input is no tensor, or ``dtype`` no dtype.
     """
-    return _softmax(input, dim, dtype, False, stacklevel=_stacklevel + 1)
+    return _softmax(input, dim, dtype, False, _stacklevel)
 
 
 def log_softmax(
@@ -315,7 +317,7 @@ def log_softmax(
     A drop-in for :func:`torch.nn.functional.log_softmax`. Arguments, result and errors are those of
     :func:`softmax`.
     """
-    return _softmax(input, dim, dtype, True, stacklevel=_stacklevel + 1)
+    return _softmax(input, dim, dtype, True, _stacklevel)
 
 
 @_torch.overridable

@@ -592,6 +592,19 @@ def test_export(kind, memory_efficient, autocast, device, generator):
             torch.testing.assert_close(ours, exact, rtol=2**-6, atol=2**-6)
 
 
+def test_export_of_sizes_that_depend_on_data():
+    """input and residual have the same number of rows, under two names."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x, residual, keep):
+            return fn.add_rms_norm(x[keep], residual[keep], (8,))
+
+    args = torch.randn(3, 8), torch.randn(3, 8), torch.tensor([True, False, True])
+    exported = torch.export.export(Model(), args).module()
+    for ours, exact in zip(exported(*args), Model()(*args), strict=True):
+        assert same_bits(ours, exact)
+
+
 @each_flag
 @each_kind
 def test_a_deep_stack_keeps_one_activation_a_norm(kind, memory_efficient, device, generator):

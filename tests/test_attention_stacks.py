@@ -405,6 +405,34 @@ class TestCompile:
             exported = torch.export.export(Model(), (q,), dynamic_shapes=rows, strict=strict)
             assert same_bits(exported.module()(q), Model()(q))
 
+    @pytest.mark.parametrize("option", ["none", "batched mask", "slopes", "sink"])
+    def test_sizes_that_depend_on_data(self, option):
+        """Three to five dimensions, options of as many elements; exported and compiled."""
+
+        class Model(torch.nn.Module):
+            def forward(self, x, seen, keep):
+                i = keep.nonzero()[:, 0]
+                if option == "none":
+                    return fn.scaled_dot_product_attention(x[i], x[i], x[i], is_causal=True)
+                if option == "batched mask":
+                    q = x[i][:, None, None]
+                    return fn.scaled_dot_product_attention(q, q, q, seen[i])
+                q = x[i][None]
+                if option == "slopes":
+                    return fn.flash_attention(q, q, q, alibi_slopes=seen[i, 0, 0, 0, 0].float())
+                return fn.flash_attention(q, q, q, sink=seen[i, 0, 0, 0, 0].float())
+
+        model = Model()
+        args = torch.randn(3, 5, 8), torch.ones(3, 1, 1, 5, 5).tril().bool()
+        exported = torch.export.export(model, (*args, torch.tensor([True, False, True]))).module()
+        torch._dynamo.reset()
+        with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            for keep in ([True, False, True], [True, True, True]):
+                expected = model(*args, torch.tensor(keep))
+                for made in (exported, compiled):
+                    assert same_bits(made(*args, torch.tensor(keep)), expected)
+
     def test_make_fx_of_a_scale_that_depends_on_a_shape(self):
         def attention(q):
             return fn.scaled_dot_product_attention(q, q, q, scale=q.size(-1) ** -0.25)

@@ -666,6 +666,8 @@ def test_report_names_what_happened():
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Dropout(0.5, True))),
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Identity(), nn.Flatten(), nn.ELU(inplace=True)),
         lambda: nn.Sequential(nn.Sequential(nn.LayerNorm(4), nn.Identity()), nn.ReLU(inplace=True)),
+        # In evaluation a dropout gives back its input.
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.1), nn.ReLU(inplace=True)).eval(),
     ],
 )
 def test_in_place_activation_after_a_norm(net):

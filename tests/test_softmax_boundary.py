@@ -71,6 +71,15 @@ def test_in_place_of_torchs(name, monkeypatch):
         module(None)(x)
 
 
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_arguments_by_position(name):
+    """torch.softmax has dtype as the third, torch.nn.functional.softmax _stacklevel."""
+    x = torch.randn(3, 4)
+    for rest in ((), (FP64,), (3,), (3, FP64), (3, None)):
+        theirs = getattr(torch.nn.functional if 3 in rest else torch, name)(x, -1, *rest)
+        torch.testing.assert_close(getattr(fn, name)(x, -1, *rest), theirs)
+
+
 @each_function
 @pytest.mark.parametrize("shape", [(), (5,), (3, 4), (2, 3, 4), (2, 3, 4, 5)], ids=str)
 def test_no_dim_is_torchs_rule_and_warning(shape, name, device, generator):

@@ -202,7 +202,7 @@ namespace {
 void check_slopes(const OptionalTensor& slopes) {
   TORCH_CHECK(!needs_grad(slopes) && !any_tensor(has_tangent, slopes),
               "alibi_slopes requires grad, but attention does not differentiate them: pass "
-              "alibi_slopes.detach(), or a float attn_mask");
+              "alibi_slopes.detach()");
 }
 
 Forward differentiate_attention(const AttentionCall& call) {

@@ -140,17 +140,16 @@ void check_attention_without_rng(const AttentionCall& call) {
     TORCH_CHECK(slopes.scalar_type() == at::kFloat, "alibi_slopes must be float32, but is ",
                 slopes.scalar_type());
     const SymInt batch = call.is_packed() ? call.cu_seqlens_q->sym_size(0) - 1 : query.sym_size(0);
-    const bool fits =
-        (slopes.dim() == 1 && slopes.sym_size(0) == heads) ||
-        (slopes.dim() == 2 && slopes.sym_size(0) == batch && slopes.sym_size(1) == heads);
-    TORCH_CHECK(fits, "alibi_slopes must be (heads,) = (", heads, ",) or (batch, heads) = (", batch,
-                ", ", heads, "), but has shape ", slopes.sym_sizes());
+    const c10::SymIntArrayRef sizes = slopes.sym_sizes();
+    TORCH_SYM_CHECK(are_alike(sizes, {heads}).sym_or(are_alike(sizes, {batch, heads})),
+                    "alibi_slopes must be (heads,) = (", heads, ",) or (batch, heads) = (", batch,
+                    ", ", heads, "), but has shape ", sizes);
   }
   if (has(call.sink)) {
     check_beside(*call.sink, "sink", query);
     check_option_type(*call.sink, "sink", query, "");
-    TORCH_CHECK(call.sink->dim() == 1 && call.sink->sym_size(0) == heads,
-                "sink must be (heads,) = (", heads, ",), but has shape ", call.sink->sym_sizes());
+    TORCH_SYM_CHECK(are_alike(call.sink->sym_sizes(), {heads}), "sink must be (heads,) = (", heads,
+                    ",), but has shape ", call.sink->sym_sizes());
   }
   check_options(call);
 }

@@ -42,10 +42,18 @@ void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& 
               other_name, " is on ", other.device());
 }
 
+c10::SymBool are_alike(c10::SymIntArrayRef sizes, c10::SymIntArrayRef others) {
+  c10::SymBool alike = sizes.size() == others.size();
+  for (size_t i = 0; i < std::min(sizes.size(), others.size()); ++i)
+    alike = alike.sym_and(sizes[i].sym_eq(others[i]));
+  return alike;
+}
+
 void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& other,
                 const char* other_name) {
-  TORCH_CHECK(tensor.sym_sizes() == other.sym_sizes(), name, " must have the shape of ", other_name,
-              " ", other.sym_sizes(), ", but has shape ", tensor.sym_sizes());
+  TORCH_SYM_CHECK(are_alike(tensor.sym_sizes(), other.sym_sizes()), name,
+                  " must have the shape of ", other_name, " ", other.sym_sizes(),
+                  ", but has shape ", tensor.sym_sizes());
   check_device(tensor, name, other, other_name);
 }
 

@@ -31,6 +31,8 @@ at::ScalarType accumulate_dtype(at::ScalarType type);
 void check_layout(const at::Tensor& tensor, const char* name);
 void check_floating(at::ScalarType type, const char* name);
 
+// Whether sizes are equal: a tracer may know that only at run time.
+c10::SymBool are_alike(c10::SymIntArrayRef sizes, c10::SymIntArrayRef others);
 // On the device of another argument, and of its shape.
 void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& other,
                   const char* other_name);

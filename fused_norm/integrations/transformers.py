@@ -429,6 +429,10 @@ def attention(
         else:
             attention_mask = attention_mask.masked_fill(hidden, float("-inf"))
     if attention_mask is not None and attention_mask.dtype not in (torch.bool, torch.float32):
+        if not attention_mask.is_floating_point():
+            raise ValueError(
+                f"attention_mask must be of bool or floating numbers, but is {attention_mask.dtype}"
+            )
         attention_mask = attention_mask.to(query.dtype)
     if s_aux is not None and s_aux.dtype is not torch.float32:
         s_aux = s_aux.to(query.dtype)

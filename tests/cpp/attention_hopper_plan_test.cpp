@@ -69,6 +69,8 @@ TEST(AttentionHopperPlan, WarpgroupsFollowTheQueries) {
   const int32_t offsets[] = {0};
   packed.query_offsets = packed.key_offsets = offsets;
   EXPECT_EQ(hopper_forward_groups(packed, kH200), 3);
+  packed.queries = 128;  // of the longest
+  EXPECT_EQ(hopper_forward_groups(packed, kH200), 2);
 }
 
 TEST(AttentionHopperPlan, OnlyPositiveScalesAndBandsArePlain) {

@@ -374,6 +374,15 @@ def test_what_it_cannot_do_is_an_error():
             fused.attention(model, query, key, key, places)
 
 
+def test_a_mask_of_integers_is_an_error():
+    """It would be added to the scores."""
+    inputs = batch(None)
+    length = inputs["input_ids"].shape[1]
+    inputs["attention_mask"] = torch.ones(1, 1, length, length, dtype=torch.long).tril()
+    with pytest.raises(ValueError, match="attention_mask must be of bool.*int64"):
+        run(make("llama", "fused_norm"), inputs)
+
+
 def test_a_model_with_a_table_of_its_own_takes_the_function_of_torch(monkeypatch):
     config = transformers.FalconConfig(
         vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4

@@ -204,16 +204,14 @@ class Consumer {
     const int rows = args_.query_offsets == nullptr ? args_.queries : args_.total_queries;
     int64_t at = (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
     T* const out = row_of<T>(args_.out, work, work.head, row);
-    float* to = args_.lse;
-    const bool of_part = work.parts > 1;
-    if (of_part) at = work.part_row + row, to = args_.parts.lse;
-    float lse[2], sink[2];
+    float *to = args_.lse, lse[2];
     // Of a part, the sink is added when the parts are joined.
-    const bool has_sink = work.key_begin >= 0 && !of_part;
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      sink[r] = has_sink ? sink_of<T>(args_, work.head, row + 8 * r) : -INFINITY;
-    softmax_end(rows_, sink, factor_, lse);
+    const bool of_part = work.parts > 1, adds_sink = work.key_begin >= 0 && !of_part;
+    if (of_part) at = work.part_row + row, to = args_.parts.lse;
+    const auto sink = [&](int of_row) {
+      return adds_sink ? sink_of<T>(args_, work.head, of_row) : -INFINITY;
+    };
+    softmax_end(rows_, {sink(row), sink(row + 8)}, factor_, lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (Form::kDrops) factor_[r] *= args_.dropout.scale;

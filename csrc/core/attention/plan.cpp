@@ -245,7 +245,9 @@ int hopper_forward_groups(const AttentionParams& params, const DeviceProperties&
     const int64_t rounds = ceil_div(tiles * params.batch * params.heads, device.sm_count);
     return rounds * (2 + static_cast<double>(ceil_div(params.queries, 64)) / tiles);
   };
-  const bool two = params.query_offsets == nullptr && time(2) <= time(3);
+  // Of packed sequences only the longest is known.
+  const bool packed = params.query_offsets != nullptr;
+  const bool two = packed ? params.queries <= 128 : time(2) <= time(3);
   return two ? 2 : hopper_most_groups(dim_of(params));
 }
 

@@ -151,7 +151,7 @@ constexpr int hopper_most_groups(int dim, bool masks = false) {
 // Whether there are kernels with dropout for so many columns of a tile. A call of up to 128 columns
 // takes the next width that has them.
 constexpr bool hopper_drops(int dim) { return dim == 64 || dim == 128; }
-// Dense plain scores: two where fewer rows or blocks idle. No sum depends on how many there are.
+// Plain scores: two where fewer rows or blocks idle. No sum depends on how many there are.
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
 // Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
 // side shared memory has, of query or key, and of dout or value.

@@ -36,19 +36,19 @@ __device__ __forceinline__ void finish_rows(const AttentionParams& params, const
                                             int head, int query, RowState (&rows)[S::kM],
                                             typename S::Out& out) {
   const int lane = threadIdx.x % 32, first = query + lane / 4;
+  const auto sink = [&](int row) { return read_sink<float>(params, s, head, row); };
 #pragma unroll
   for (int m = 0; m < S::kM; ++m) {
-    float factor[2], lse[2], sink[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) sink[r] = read_sink<float>(params, s, head, first + 16 * m + 8 * r);
-    softmax_end(rows[m], sink, factor, lse);
+    float factor[2], lse[2];
+    const int of_m = first + 16 * m;
+    softmax_end(rows[m], {sink(of_m), sink(of_m + 8)}, factor, lse);
     if (S::kGeneral) {
       for (float& of_row : factor) of_row *= static_cast<float>(params.dropout_scale);
     }
     multiply_rows(out[m], factor);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const int row = first + 16 * m + 8 * r;
+      const int row = of_m + 8 * r;
       if (lane % 4 == 0 && row < s.queries)
         static_cast<float*>(params.lse)[first_lse(params, s, head) + row] = lse[r];
     }
