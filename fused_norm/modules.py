@@ -135,7 +135,7 @@ class Softmax(torch.nn.Softmax):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional._softmax(input, self.dim, None, False, stacklevel=6)
+        return functional._softmax(input, self.dim, None, False, stacklevel=5)
 
 
 class LogSoftmax(torch.nn.LogSoftmax):
@@ -145,4 +145,4 @@ class LogSoftmax(torch.nn.LogSoftmax):
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional._softmax(input, self.dim, None, True, stacklevel=6)
+        return functional._softmax(input, self.dim, None, True, stacklevel=5)
