@@ -251,8 +251,8 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
-    if type(dtype) is int:  # torch.nn.functional's order by position, where torch.softmax has dtype
-        dtype, stacklevel = (stacklevel if isinstance(stacklevel, torch.dtype) else None), dtype
+    if type(stacklevel) is not int:  # torch.nn.functional's order, by position
+        dtype, stacklevel = stacklevel, dtype
     if has_torch_function_variadic(input) and _torch.is_overridden(input):
         return _torch.overridden(log_softmax if log else softmax, input, dim, dtype)
     if type(input) is not Tensor:
