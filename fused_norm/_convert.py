@@ -312,13 +312,13 @@ def _is_name_of_a_norm(name: str) -> bool:
     return re.search(r"(norm(alization)?(gated)?|norm[123]d)$", name.lower()) is not None
 
 
-_PASS_ON = (nn.Identity, nn.Flatten, nn.Unflatten, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_PASS_ON += (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+# They give back their input, or a view of it; dropouts in evaluation.
+_PASS_ON = (nn.Identity, nn.Flatten, nn.Unflatten, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
+_PASS_ON += (nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def _leaves(module: nn.Module) -> list[nn.Module]:
-    """Of an nn.Sequential the modules that it calls one after the other, else the module; without
-    those that give back their input, or a view of it, as dropouts do in evaluation."""
+    """The modules that run one after the other, without those that may pass their input on."""
     if isinstance(module, nn.Sequential):
         return [leaf for child in module for leaf in _leaves(child)]
     passes = isinstance(module, _PASS_ON) and getattr(module, "inplace", False) is not True

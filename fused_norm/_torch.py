@@ -99,7 +99,7 @@ def is_exporting() -> bool:
 
 
 def is_known(condition) -> bool:
-    """Whether it holds for certain. Of sizes that a tracer knows only when it runs it may not."""
+    """Whether it holds. False where it is about sizes that a tracer does not know."""
     if torch.compiler.is_compiling():
         return torch.fx.experimental.symbolic_shapes.guard_or_false(condition)
     return bool(condition)

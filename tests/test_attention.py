@@ -423,19 +423,18 @@ def test_exponents_beyond_fp32(tier, seed):
             assert same_bits(out[..., others, :], expected[..., others, :])
 
 
-@pytest.mark.parametrize("p", [0.9, 0.999])
 @each_tier
-def test_dropout_that_keeps_little_in_fp16(tier, p, seed):
+def test_dropout_that_keeps_little_in_fp16(tier, seed):
     """Probabilities times 1 / (1 - p) may be beyond fp16."""
     device = "cpu" if tier == "cpu" else "cuda"
     if not takes_type(tier, FP16):
         pytest.skip("the tier does not take it")
     generator = rand_generator(device, seed)
     q, k, v = (randn(generator, 2, 4, 300, 64, dtype=FP16) for _ in range(3))
-    # Scores grow with the keys, so that exponents lie above what they are relative to.
+    # Scores grow with the keys: exponents are up to 8 larger than what they are relative to.
     q[..., 0], k[..., 0] = 1.0, torch.arange(300, device=device) * 0.25
     with forced("auto" if tier == "cpu" else tier):
-        out = fn.flash_attention(q, k, v, dropout_p=p)
+        out = fn.flash_attention(q, k, v, dropout_p=0.999)
     assert out.isfinite().all()
 
 

@@ -166,7 +166,10 @@ def test_memory_of_many_short_sequences():
     out = fn.flash_attention_varlen(q, k, v, cu_q, cu_k, 1, keys)
     taken = torch.cuda.max_memory_allocated() - before - out.nbytes
     of_parts = 2 * (count * keys // 1024 + 1) * heads * 8 * (dim + 1) * 4
-    assert taken <= of_parts + 8 * 2**20, taken
+    lse = count * heads * 4
+    # The allocator's blocks, of these and of out, may each be larger than what was asked for, by
+    # less than 2 MiB. Eight rows of sums a sequence would be 83 MB.
+    assert taken <= of_parts + lse + 3 * 2**21, taken
 
 
 @pytest.mark.parametrize("offset", [0.0, -60.0, -3000.0])

@@ -407,7 +407,7 @@ class TestCompile:
 
     @pytest.mark.parametrize("option", ["none", "batched mask", "slopes", "sink"])
     def test_sizes_that_depend_on_data(self, option):
-        """Three to five dimensions, options of as many elements; exported and compiled."""
+        """Batches of three and five dimensions; slopes and sinks of as many heads."""
 
         class Model(torch.nn.Module):
             def forward(self, x, seen, keep):
