@@ -209,7 +209,7 @@ class BackwardConsumer {
   __device__ __forceinline__ void start_products(const WorkTile& work, int tile, bool cut) {
     wait(memory_.second_full[second_slot()], tiles_ / Form::kSecondStages % 2);
     if (cut) clear(work, tile, memory_.second[second_slot()]);
-    multiply(products_, own_second(), second_, second_slot(), values_are_narrow());
+    multiply<Form::kKept>(products_, own_second(), second_, second_slot(), values_are_narrow());
   }
 
   // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
@@ -229,12 +229,13 @@ class BackwardConsumer {
   __device__ __forceinline__ bool values_are_narrow() const {
     return kDim > kNarrow && args_.value_dim <= kNarrow;
   }
+  template <int kKept = 0>
   __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot,
                                            bool narrow = false) {
     own += own_slot_ * (OwnTile::kBytes / 16);
     const int at = uniform<(kDim > 192)>(slot) * OtherTile::kBytes;
     const uint64_t others = OtherTile::along_rows(tiles + at, 0);
-    start_product<T, OwnTile, OtherTile>(to, own, others, narrow);
+    start_product<T, OwnTile, OtherTile, kKept>(to, own, others, narrow, kept_second_);
   }
   __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles, int slot,
                                       bool narrow = false) {
@@ -311,12 +312,9 @@ class BackwardConsumer {
   }
   // Reads what with_statistics() will use before it is needed, if there are registers for it:
   // reads of shared memory are slow while products read it too.
-  static constexpr bool kReadsAhead = Form::kAll && !kGeneral;
   __device__ __forceinline__ void read_ahead(int which) {
 #pragma unroll
-    for (int i = 0; kReadsAhead && i < kOthers / 2; i += 4) {
-      columns_[i / 4] = statistics_of_columns(which, i);
-    }
+    for (int i = 0; i < Form::kReadAhead; ++i) columns_[i] = statistics_of_columns(which, 4 * i);
   }
   // use(i, the statistic of element i: of its row, or of its column).
   template <typename Use>
@@ -324,7 +322,8 @@ class BackwardConsumer {
 #pragma unroll
     for (int i = 0; i < kOthers / 2; i += 4) {
       if constexpr (Form::kOfKeys) {
-        const float2 two = kReadsAhead ? columns_[i / 4] : statistics_of_columns(which, i);
+        const float2 two =
+            i / 4 < Form::kReadAhead ? columns_[i / 4] : statistics_of_columns(which, i);
         use(i, two.x), use(i + 1, two.y), use(i + 2, two.x), use(i + 3, two.y);
       } else {
         use(i, rows[0]), use(i + 1, rows[0]), use(i + 2, rows[1]), use(i + 3, rows[1]);
@@ -390,8 +389,9 @@ class BackwardConsumer {
 
   KeyTiles whole_;  // of a tile of the own side; options leave no registers for it
   float exponents_[2], delta_[2];
-  float2 columns_[kReadsAhead ? kOthers / 8 : 1];  // a statistic, read ahead
-  KeptElements<true, kOthers / 2> kept_;           // of kDrops
+  float2 columns_[Form::kReadAhead ? Form::kReadAhead : 1];  // a statistic, read ahead
+  uint32_t kept_second_[Form::kKept ? Form::kKept : 1][4];   // of the own tile
+  KeptElements<true, kOthers / 2> kept_;                     // of kDrops
   Scores scores_, products_;
   Weights first_weights_, second_weights_;  // W and P, rounded
   Sums first_sums_, second_sums_;

@@ -85,13 +85,18 @@ struct BackwardForm {
   static_assert(kProducerRegisters + kGroups * kConsumerRegisters <=
                 (kGroups + 1) * (65536 / kThreads / 8 * 8));
   static_assert(!kDrops || (kAll && kGeneral));
+  // Where options leave registers, they take so many blocks of 16 columns of the own second tile,
+  // as products are slower while they read both factors from shared memory; and statistics of so
+  // many of a thread's pairs of columns.
+  static constexpr int kKept = kGeneral || !kAll ? 0 : kDim == 64 ? 2 : kDim == 96 ? 6 : 0;
+  static constexpr int kReadAhead = kGeneral || !kAll ? 0 : 8;
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (!kApart || kSecondStages >= 2));
-  // Of kAll: the groups share dquery of a tile by its queries, or by the columns of 64 queries.
+  // Of kAll: the two chunks of a tile's dquery have 64 queries each, or 64 columns and the rest.
   static constexpr bool kByQueries = kOthers == 128;
   static_assert(!kAll || (kByQueries ? kDim == 64 : kOthers == 64 && kDim > 64 && kDim <= 128));
-  static __host__ __device__ constexpr int chunk_elements(int group) {
-    return kByQueries || group == 0 ? kChunkElements : 64 * (kDim - 64);
+  static __host__ __device__ constexpr int chunk_elements(int half) {
+    return kByQueries || half == 0 ? kChunkElements : 64 * (kDim - 64);
   }
   using OwnTile = SharedTile<kOwn, kDim>;
   using OtherTile = SharedTile<kOthers, kDim>;
@@ -117,7 +122,6 @@ struct FusedMemory {
 template <typename Form>
 struct ApartMemory {
   uint4 weights[Form::kWeightStages][Form::kOthers / 16][128];
-  CopyBarrier weights_full[Form::kWeightStages], weights_empty[Form::kWeightStages];
 };
 struct NoMemory {};
 
@@ -135,17 +139,18 @@ struct BackwardMemory
                                                        : 2;  // none
   alignas(128) float statistics[Form::kFirstStages][2][kStageQueries];
   float key_mask[Form::kAll ? Form::kOwn : 1];  // what a mask adds to the own keys' exponents
-  alignas(16) char mask[Form::kMasks ? Form::Mask::kBytes : 16];
+  alignas(16) char mask[Form::kMasks ? Form::Mask::kBytes : 1];
   CopyBarrier mask_full, mask_empty;
   MaskVerdict<Form::kMends ? Form::kOthers : 8> verdict;
   CopyBarrier own_full[Form::kOwnStages], own_empty[Form::kOwnStages];
   CopyBarrier first_full[Form::kFirstStages], first_empty[Form::kFirstStages];
   CopyBarrier second_full[Form::kSecondStages], second_empty[Form::kSecondStages];
+  CopyBarrier weights_full[Form::kWeightStages], weights_empty[Form::kWeightStages];
   // The producer fills one while consumers may still finish the one before the one at work.
   static constexpr int kWorks = 4;
   WorkTile work[kWorks];
   ListPlace place;
-  uint32_t count[4 * Form::kGroups];  // of each consumer's warp, as its registers are few
+  uint32_t count[Form::kGeneral ? 4 * Form::kGroups : 1];  // of consumers' warps: BackwardConsumer
   std::conditional_t<Form::kDrops, Dropout, NoDropout> dropout;
 };
 

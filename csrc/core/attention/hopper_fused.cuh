@@ -1,6 +1,7 @@
 // All gradients in one kernel: the backward kernel of a tile of keys (see hopper_backward.cuh),
 // whose W also gives the tile's part of dquery, W^T times the keys. W goes through shared memory,
-// as the sum runs over the keys of both warpgroups, which meet there once a tile.
+// as the sum runs over the keys of both warpgroups. They make that part by turns, tile by tile: one
+// multiplies for it while the other takes exponentials.
 //
 // Tiles of keys add to dquery in the order of the keys, so that its bits are always the same. A
 // tile of queries has fp32 sums in two chunks, each of 64 queries and at most 64 columns as the
@@ -13,12 +14,13 @@
 #include "core/attention/hopper_apart.cuh"
 #include "core/attention/hopper_mask_gradient.cuh"
 #include "core/attention/hopper_own_keys.cuh"
+#include "core/attention/mma.cuh"
 
 namespace fused_norm::hopper {
 
-// Named barriers; a group adds its index. The chunk warp says that its group may write the chunk,
-// the group that the chunk is there. Both groups meet at the last one, when W is there.
-constexpr int kChunkIsFree = 6, kChunkIsThere = 8, kWeightsAreThere = 10;
+// Named barriers; a chunk adds its index. Its warp says that a group may write the chunk, the group
+// that the chunk is there.
+constexpr int kChunkIsFree = 6, kChunkIsThere = 8;
 constexpr int kChunkThreads = 128 + 32;
 
 // Whether a mask's map lets a tile of queries see the own tile of keys.
@@ -71,7 +73,7 @@ __device__ __forceinline__ void store_chunks(const BackwardArgs& args,
   } while (advance<Form>(args, work, steps));
 }
 
-// Adds chunks to dquery's sums as the group `half` makes them. One warp.
+// Adds one of each tile's two chunks to dquery's sums. One warp.
 template <typename Form>
 __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMemory<Form>& memory,
                                            int half) {
@@ -137,20 +139,19 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
   }
 }
 
-// A multiplying warpgroup, whose chunks have kElements elements.
-template <typename Form, int kElements>
+// A multiplying warpgroup.
+template <typename Form>
 class FusedConsumer : public KeysConsumer<Form> {
   using Base = KeysConsumer<Form>;
   using T = typename Form::T;
   using OwnTile = typename Form::OwnTile;
   using WeightTile = typename BackwardMemory<Form>::WeightTile;
-  static constexpr int kConsumers = Base::kConsumers, kWeightStages = Form::kWeightStages;
+  static constexpr int kWeightStages = Form::kWeightStages;
   static constexpr bool kByQueries = Form::kByQueries, kGeneral = Form::kGeneral;
   using Base::args_, Base::memory_, Base::group_, Base::lane_, Base::own_slot_;
   using Base::first_sums_, Base::second_sums_;
   using Base::kept_, Base::tiles_, Base::first_, Base::second_;
   using Base::masks_, Base::scores_, Base::products_, Base::first_weights_, Base::second_weights_;
-  using Chunk = float[kElements / 128];
 
  public:
   using Base::Base;
@@ -161,11 +162,13 @@ class FusedConsumer : public KeysConsumer<Form> {
 
  private:
   // All tiles of others, of all heads of the group. Products run in the order
-  //   S and D   second += P Y'   the chunk W^T X   first += W Y
-  // P's exponentials are taken under D, and a chunk is stored under the first sum. None is under
-  // way from one turn to the next, as the compiler would lose sight of it.
+  //   S and D   second += P Y'   first += W Y
+  // P's exponentials are taken under D. The group that makes the chunks W^T X has one before its
+  // last product and one behind. None is under way from one turn to the next, as the compiler would
+  // lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
     this->clear_own(work);
+    if constexpr (Form::kKept > 0) keep_second();
     auto steps = steps_of_walk<Form>(args_, work);
 #pragma unroll 1
     do {
@@ -179,6 +182,18 @@ class FusedConsumer : public KeysConsumer<Form> {
       add_tile();
     } while (advance<Form>(args_, work, steps));
     this->release(memory_.own_empty[own_slot_]);
+  }
+  // Reads the first columns of the own second tile, 16 rows and columns of a warp at once.
+  __device__ __forceinline__ void keep_second() {
+    constexpr int kParts = OwnTile::kRowBytes / 16;
+    const int row = this->row_in_tile() - lane_ / 4 + lane_ % 16;
+    const uint32_t at = shared_address(memory_.own_second[own_slot_]) + row * OwnTile::kRowBytes;
+#pragma unroll
+    for (int i = 0; i < Form::kKept; ++i) {
+      const int part = (2 * i % kParts + lane_ / 16) ^ (kParts == 8 ? row % 8 : row / 2 % 4);
+      mma::load_matrices(this->kept_second_[i],
+                         at + 2 * i / kParts * OwnTile::kPanelBytes + 16 * part);
+    }
   }
   // Which probabilities dropout keeps. Before a tile's products: beside them draws are slower, and
   // there are fewer registers.
@@ -208,30 +223,34 @@ class FusedConsumer : public KeysConsumer<Form> {
     this->differentiate(cut);
     store_weights();
   }
-  // Adds a tile to the sums, gives it back, and hands its chunk over.
+  // Adds a tile to the sums, and gives it back.
   __device__ __forceinline__ void add_tile() {
-    this->add(second_sums_, second_weights_, second_, this->second_slot());
     CopyBarrier::order_writes();
-    named_sync(kWeightsAreThere, kConsumers);
-    Chunk chunk;
-    start_chunk(chunk);
-    this->add(first_sums_, first_weights_, first_, this->first_slot());
-    wait_products<2>();
-    hold(second_sums_);
-    this->leave_second();
-    wait_products<1>();
-    store_chunk(chunk);
-    wait_products<0>();
-    hold(first_sums_);
+    // Each thread, as racecheck does not follow an arrival for a warp. Chunks are safe without it.
+    arrive(memory_.weights_full[stage()]);
+    this->add(second_sums_, second_weights_, second_, this->second_slot());
+    if (tiles_ % 2 == group_) {
+      add_and_make_chunks();
+    } else {
+      this->add(first_sums_, first_weights_, first_, this->first_slot());
+      wait_products<1>();
+      hold(second_sums_);
+      this->leave_second();
+      wait_products<0>();
+      hold(first_sums_);
+    }
     this->release(memory_.first_empty[this->first_slot()]);
     ++tiles_;
   }
+  // Where the tile's W lies. Two tiles later nobody multiplies it any more: a group comes there
+  // only after chunks of its own, for which it waited for the other's W of a later tile.
+  __device__ __forceinline__ int stage() const { return tiles_ % kWeightStages; }
+  static_assert(Form::kGroups == 2 && kWeightStages == 2);
 
-  // Rounds a tile's P and W, and stores W where both groups read it. W of two tiles before lay
-  // there: both groups have multiplied it, as they met at the tile between.
+  // Rounds a tile's P and W, and stores W where both groups read it.
   __device__ __forceinline__ void store_weights() {
     // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
-    const uint32_t row = shared_address(memory_.weights[tiles_ % kWeightStages]) +
+    const uint32_t row = shared_address(memory_.weights[stage()]) +
                          (this->row_in_tile() - lane_ / 4 + lane_ % 16) * WeightTile::kRowBytes;
 #pragma unroll
     for (int block = 0; block < Form::kOthers / 16; ++block) {
@@ -246,26 +265,43 @@ class FusedConsumer : public KeysConsumer<Form> {
                      first_weights_ + 4 * block);
     }
   }
-  __device__ __forceinline__ void start_chunk(Chunk& chunk) {
-    constexpr int kPanels = 64 / OwnTile::kPanelColumns;  // of the first group
-    const int panel = kByQueries ? group_ : 0, own_panel = kByQueries ? 0 : group_ * kPanels;
+  __device__ __forceinline__ void add_and_make_chunks() {
+    float first[kChunkElements / 128], second[Form::chunk_elements(1) / 128];
+    wait(memory_.weights_full[stage()], tiles_ / kWeightStages % 2);
+    wait_products<0>();
+    hold(second_sums_);
+    this->leave_second();
+    start_chunk<0>(first);
+    this->add(first_sums_, first_weights_, first_, this->first_slot());
+    wait_products<1>();
+    store_chunk(first, 0);
+    start_chunk<1>(second);
+    wait_products<1>();
+    hold(first_sums_);
+    wait_products<0>();
+    store_chunk(second, 1);
+  }
+  template <int kHalf, int kCount>
+  __device__ __forceinline__ void start_chunk(float (&chunk)[kCount]) {
+    constexpr int kOwn = 64 / OwnTile::kPanelColumns * OwnTile::kPanelBytes;  // of 64 columns
     start_product_down<T, WeightTile, OwnTile>(
         chunk,
-        WeightTile::down_columns(shared_address(memory_.weights[tiles_ % kWeightStages]) +
-                                 panel * WeightTile::kPanelBytes),
+        WeightTile::down_columns(shared_address(memory_.weights[stage()]) +
+                                 (kByQueries ? kHalf * WeightTile::kPanelBytes : 0)),
         OwnTile::down_columns(shared_address(memory_.own_first[own_slot_]) +
-                              own_panel * OwnTile::kPanelBytes));
+                              (kByQueries ? 0 : kHalf * kOwn)));
   }
-  __device__ __forceinline__ void store_chunk(Chunk& chunk) {
+  template <int kCount>
+  __device__ __forceinline__ void store_chunk(float (&chunk)[kCount], int half) {
     hold(chunk);
-    named_sync(kChunkIsFree + group_, kChunkThreads);
-    float4* to = memory_.chunk[group_] + threadIdx.x % 128;
+    named_sync(kChunkIsFree + half, kChunkThreads);
+    float4* to = memory_.chunk[half] + threadIdx.x % 128;
 #pragma unroll
-    for (int i = 0; i < kElements / 512; ++i) {
-      to[128 * i] = make_float4(chunk[4 * i], chunk[4 * i + 1], chunk[4 * i + 2], chunk[4 * i + 3]);
+    for (int i = 0; i < kCount; i += 4) {
+      to[32 * i] = make_float4(chunk[i], chunk[i + 1], chunk[i + 2], chunk[i + 3]);
     }
     CopyBarrier::order_writes();
-    named_arrive(kChunkIsThere + group_, kChunkThreads);
+    named_arrive(kChunkIsThere + half, kChunkThreads);
   }
 };
 
@@ -288,7 +324,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     if constexpr (Form::kDrops) memory.dropout = args.dropout.read();
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
-    if constexpr (Form::kApart) init_ring(memory.weights_full, memory.weights_empty, 128, 128);
+    init_ring(memory.weights_full, memory.weights_empty, Form::kApart ? 128 : 256, 128);
     CopyBarrier::order_inits();
   }
   __syncthreads();
@@ -316,11 +352,8 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       }
     } else if constexpr (!Form::kAll) {
       BackwardConsumer<Form>(args, memory, group - 1).run();
-    } else if (constexpr bool kAlike = Form::chunk_elements(1) == kChunkElements;
-               kAlike || group == 1) {
-      FusedConsumer<Form, kChunkElements>(args, memory, group - 1).run();
     } else {
-      FusedConsumer<Form, Form::chunk_elements(1)>(args, memory, 1).run();
+      FusedConsumer<Form>(args, memory, group - 1).run();
     }
   }
 }

@@ -54,7 +54,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   // are rare. (Kernels that walk over keys look at their sums instead: MaskVerdict.)
   __device__ __forceinline__ void find_unseen(const WorkTile& work) {
     constexpr int kParts = OwnTile::kRowBytes / 16;  // of a row of a panel
-    const int first = 64 * group_ + threadIdx.x % 128 / 32 * 16;
+    const int first = 16 * (static_cast<int>(threadIdx.x) / 32 - 4);  // 64 keys of a group
     uint32_t spoiled = 0;  // a bit a row
 #pragma unroll 1
     for (int i = lane_; i < 16 * kParts * OwnTile::kPanels; i += 32) {

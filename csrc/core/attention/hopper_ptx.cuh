@@ -246,12 +246,12 @@ __device__ __forceinline__ int uniform(int number) {
 #define FUSED_NORM_D256 \
   FUSED_NORM_D192, FUSED_NORM_8(96), FUSED_NORM_8(104), FUSED_NORM_8(112), FUSED_NORM_8(120)
 
-// shared(): both operands from shared memory, along_rows() or kDown down_columns(); D = A B where
-// not `accumulate`. registers(): A from registers, B a down_columns() operand. The indices of
-// operands after D's registers, i0 to i4, are N / 2 and on.
+// D = A B where not `accumulate`, of B a tile's rows, or kDown down_columns(). shared(): A is such
+// an operand too. registers(): A is registers. The indices of operands after D's registers, i0 to
+// i6, are N / 2 and on.
 template <typename T, int N>
 struct Product;
-#define FUSED_NORM_PRODUCT(T, type, n, i0, i1, i2, i3, i4)                                       \
+#define FUSED_NORM_PRODUCT(T, type, n, i0, i1, i2, i3, i4, i5, i6)                               \
   template <>                                                                                    \
   struct Product<T, n> {                                                                         \
     template <bool kDown>                                                                        \
@@ -264,42 +264,52 @@ struct Product;
                    : FUSED_NORM_D##n                                                             \
                    : "l"(left), "l"(right), "r"(static_cast<int>(accumulate)), "n"(kDown));      \
     }                                                                                            \
+    template <bool kDown>                                                                        \
     static __device__ __forceinline__ void registers(float (&d)[n / 2], const uint32_t* left,    \
-                                                     uint64_t right) {                           \
-      asm volatile("wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
+                                                     uint64_t right, bool accumulate) {          \
+      asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #i5                                      \
+                   ", 0;\n"                                                                      \
+                   "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32." type "." type               \
                    " {" FUSED_NORM_R##n "}, {%" #i0 ",%" #i1 ",%" #i2 ",%" #i3 "}, %" #i4        \
-                                        ", 1, 1, 1, 1;"                                          \
+                                        ", p, 1, 1, %" #i6 ";\n}"                                \
                    : FUSED_NORM_D##n                                                             \
-                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right));        \
+                   : "r"(left[0]), "r"(left[1]), "r"(left[2]), "r"(left[3]), "l"(right),         \
+                     "r"(static_cast<int>(accumulate)), "n"(kDown));                             \
     }                                                                                            \
   };
 #define FUSED_NORM_PRODUCTS(...)                 \
   FUSED_NORM_PRODUCT(__half, "f16", __VA_ARGS__) \
   FUSED_NORM_PRODUCT(__nv_bfloat16, "bf16", __VA_ARGS__)
-FUSED_NORM_PRODUCTS(32, 16, 17, 18, 19, 20)
-FUSED_NORM_PRODUCTS(64, 32, 33, 34, 35, 36)
-FUSED_NORM_PRODUCTS(80, 40, 41, 42, 43, 44)
-FUSED_NORM_PRODUCTS(96, 48, 49, 50, 51, 52)
-FUSED_NORM_PRODUCTS(112, 56, 57, 58, 59, 60)
-FUSED_NORM_PRODUCTS(128, 64, 65, 66, 67, 68)
-FUSED_NORM_PRODUCTS(192, 96, 97, 98, 99, 100)
-FUSED_NORM_PRODUCTS(256, 128, 129, 130, 131, 132)
+FUSED_NORM_PRODUCTS(32, 16, 17, 18, 19, 20, 21, 22)
+FUSED_NORM_PRODUCTS(64, 32, 33, 34, 35, 36, 37, 38)
+FUSED_NORM_PRODUCTS(80, 40, 41, 42, 43, 44, 45, 46)
+FUSED_NORM_PRODUCTS(96, 48, 49, 50, 51, 52, 53, 54)
+FUSED_NORM_PRODUCTS(112, 56, 57, 58, 59, 60, 61, 62)
+FUSED_NORM_PRODUCTS(128, 64, 65, 66, 67, 68, 69, 70)
+FUSED_NORM_PRODUCTS(192, 96, 97, 98, 99, 100, 101, 102)
+FUSED_NORM_PRODUCTS(256, 128, 129, 130, 131, 132, 133, 134)
 #undef FUSED_NORM_PRODUCTS
 #undef FUSED_NORM_PRODUCT
 
 // Starts D = A B^T of two tiles' rows, or D += A B of packed numbers and a tile, along all of the
 // sum: batches of their own. `narrow`: columns of the tiles from kNarrow on are zeros, and those of
-// D are left as they are.
+// D are left as they are. `kept`: A's first kKept blocks.
 constexpr int kNarrow = 128;
-template <typename T, typename Left, typename Right, int kCount>
+template <typename T, typename Left, typename Right, int kKept = 0, int kCount>
 __device__ __forceinline__ void start_product(float (&d)[kCount], uint64_t left, uint64_t right,
-                                              bool narrow = false) {
+                                              bool narrow = false,
+                                              const uint32_t (*kept)[4] = nullptr) {
   fence_products();
 #pragma unroll
   for (int step = 0; step < Left::kColumns / 16; ++step) {
     if (step >= kNarrow / 16 && narrow) break;
-    Product<T, 2 * kCount>::template shared<false>(d, left + Left::row_step(step),
-                                                   right + Right::row_step(step), step > 0);
+    if (step < kKept) {
+      Product<T, 2 * kCount>::template registers<false>(d, kept[step],
+                                                        right + Right::row_step(step), step > 0);
+    } else {
+      Product<T, 2 * kCount>::template shared<false>(d, left + Left::row_step(step),
+                                                     right + Right::row_step(step), step > 0);
+    }
   }
   commit_products();
 }
@@ -325,8 +335,8 @@ __device__ __forceinline__ void start_sum(float (&d)[kCount], const uint32_t (&w
 #pragma unroll
     for (int step = 0; step < Right::kRows / 16; ++step) {
       if (step == Right::kRows / 16 - 3) before_last();
-      Product<T, 2 * sizeof(sums) / sizeof(float)>::registers(sums, weights + 4 * step,
-                                                              right + Right::column_step(step));
+      Product<T, 2 * sizeof(sums) / sizeof(float)>::template registers<true>(
+          sums, weights + 4 * step, right + Right::column_step(step), true);
     }
   };
   if (narrow) {
