@@ -53,9 +53,9 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   // Only those are looked for that hold a NaN, an Inf, or numbers whose product may be one: they
   // are rare. (Kernels that walk over keys look at their sums instead: MaskVerdict.)
   __device__ __forceinline__ void find_unseen(const WorkTile& work) {
-    constexpr int kParts = OwnTile::kRowBytes / 16;  // of a row of a panel
+    constexpr int kParts = OwnTile::kRowBytes / 16;                   // of a row of a panel
     const int first = 16 * (static_cast<int>(threadIdx.x) / 32 - 4);  // 64 keys of a group
-    uint32_t spoiled = 0;  // a bit a row
+    uint32_t spoiled = 0;                                             // a bit a row
 #pragma unroll 1
     for (int i = lane_; i < 16 * kParts * OwnTile::kPanels; i += 32) {
       const int row = i / kParts % 16;
