@@ -167,7 +167,7 @@ def scaled_dot_product_attention(
             at most 1, to a multiple of 2^-16. Pass 0.0 for evaluation: it is not known here.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).
             Not with ``attn_mask``.
-        scale: ``None`` is ``1 / sqrt(D)``.
+        scale: finite; ``None`` is ``1 / sqrt(D)``.
         enable_gqa: ``Hq`` may be a multiple of ``Hk``.
 
     Returns:
