@@ -346,9 +346,6 @@ def main():
 
     for name in [argument for argument in sys.argv[1:] if argument not in parts] or families:
         families[name](pools, chosen, report)
-    # Autograd's threads free what they hold a little later. One that does so without Python ends
-    # the process badly ("terminate called without an active exception").
-    time.sleep(1)
 
 
 if __name__ == "__main__":

@@ -209,7 +209,8 @@ class BackwardConsumer {
   __device__ __forceinline__ void start_products(const WorkTile& work, int tile, bool cut) {
     wait(memory_.second_full[second_slot()], tiles_ / Form::kSecondStages % 2);
     if (cut) clear(work, tile, memory_.second[second_slot()]);
-    multiply<Form::kKept>(products_, own_second(), second_, second_slot(), values_are_narrow());
+    multiply<Form::kOwnBlocks>(products_, own_second(), second_, second_slot(),
+                               values_are_narrow());
   }
 
   // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
@@ -229,13 +230,13 @@ class BackwardConsumer {
   __device__ __forceinline__ bool values_are_narrow() const {
     return kDim > kNarrow && args_.value_dim <= kNarrow;
   }
-  template <int kKept = 0>
+  template <int kBlocks = 0>
   __device__ __forceinline__ void multiply(Scores& to, uint64_t own, uint32_t tiles, int slot,
                                            bool narrow = false) {
     own += own_slot_ * (OwnTile::kBytes / 16);
     const int at = uniform<(kDim > 192)>(slot) * OtherTile::kBytes;
     const uint64_t others = OtherTile::along_rows(tiles + at, 0);
-    start_product<T, OwnTile, OtherTile, kKept>(to, own, others, narrow, kept_second_);
+    start_product<T, OwnTile, OtherTile, kBlocks>(to, own, others, narrow, own_blocks_);
   }
   __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles, int slot,
                                       bool narrow = false) {
@@ -310,8 +311,7 @@ class BackwardConsumer {
     return *reinterpret_cast<const float2*>(memory_.statistics[first_slot()][which] + 2 * i +
                                             lane_ % 4 * 2);
   }
-  // Reads what with_statistics() will use before it is needed, if there are registers for it:
-  // reads of shared memory are slow while products read it too.
+  // Reads early what with_statistics() will use: to read shared memory beside products is slow.
   __device__ __forceinline__ void read_ahead(int which) {
 #pragma unroll
     for (int i = 0; i < Form::kReadAhead; ++i) columns_[i] = statistics_of_columns(which, 4 * i);
@@ -389,9 +389,9 @@ class BackwardConsumer {
 
   KeyTiles whole_;  // of a tile of the own side; options leave no registers for it
   float exponents_[2], delta_[2];
-  float2 columns_[Form::kReadAhead ? Form::kReadAhead : 1];  // a statistic, read ahead
-  uint32_t kept_second_[Form::kKept ? Form::kKept : 1][4];   // of the own tile
-  KeptElements<true, kOthers / 2> kept_;                     // of kDrops
+  float2 columns_[Form::kReadAhead ? Form::kReadAhead : 1];          // a statistic, read ahead
+  uint32_t own_blocks_[Form::kOwnBlocks ? Form::kOwnBlocks : 1][4];  // of the own second tile
+  KeptElements<true, kOthers / 2> kept_;                             // of kDrops
   Scores scores_, products_;
   Weights first_weights_, second_weights_;  // W and P, rounded
   Sums first_sums_, second_sums_;

@@ -85,10 +85,10 @@ struct BackwardForm {
   static_assert(kProducerRegisters + kGroups * kConsumerRegisters <=
                 (kGroups + 1) * (65536 / kThreads / 8 * 8));
   static_assert(!kDrops || (kAll && kGeneral));
-  // Where options leave registers, they take so many blocks of 16 columns of the own second tile,
-  // as products are slower while they read both factors from shared memory; and statistics of so
-  // many of a thread's pairs of columns.
-  static constexpr int kKept = kGeneral || !kAll ? 0 : kDim == 64 ? 2 : kDim == 96 ? 6 : 0;
+  // Kernels without options have registers to spare. They hold the first blocks of 16 columns of
+  // the own second tile, so that D's product reads one factor, not two, from shared memory; and a
+  // statistic of a thread's first pairs of columns.
+  static constexpr int kOwnBlocks = kGeneral || !kAll ? 0 : kDim == 64 ? 2 : kDim == 96 ? 6 : 0;
   static constexpr int kReadAhead = kGeneral || !kAll ? 0 : 8;
   // A tile's scores are started while the tile before is still read.
   static_assert(kFirstStages >= 2 && (!kApart || kSecondStages >= 2));

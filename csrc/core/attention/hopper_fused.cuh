@@ -168,7 +168,7 @@ class FusedConsumer : public KeysConsumer<Form> {
   // lose sight of it.
   __device__ __forceinline__ void walk(const WorkTile& work) {
     this->clear_own(work);
-    if constexpr (Form::kKept > 0) keep_second();
+    if constexpr (Form::kOwnBlocks > 0) load_own_blocks();
     auto steps = steps_of_walk<Form>(args_, work);
 #pragma unroll 1
     do {
@@ -183,16 +183,21 @@ class FusedConsumer : public KeysConsumer<Form> {
     } while (advance<Form>(args_, work, steps));
     this->release(memory_.own_empty[own_slot_]);
   }
-  // Reads the first columns of the own second tile, 16 rows and columns of a warp at once.
-  __device__ __forceinline__ void keep_second() {
-    constexpr int kParts = OwnTile::kRowBytes / 16;
-    const int row = this->row_in_tile() - lane_ / 4 + lane_ % 16;
-    const uint32_t at = shared_address(memory_.own_second[own_slot_]) + row * OwnTile::kRowBytes;
+  // A warp moves 16 x 16 elements at once, of which each lane has the address of a row of 8. Its
+  // row in the own tile:
+  __device__ __forceinline__ int row_of_address() const {
+    return this->row_in_tile() - lane_ / 4 + lane_ % 16;
+  }
+  // Reads the first columns of the own second tile.
+  __device__ __forceinline__ void load_own_blocks() {
+    using Panel = mma::Tile<OwnTile::kPanelColumns>;
+    const int row = row_of_address();
+    const uint32_t tile = shared_address(memory_.own_second[own_slot_]);
 #pragma unroll
-    for (int i = 0; i < Form::kKept; ++i) {
-      const int part = (2 * i % kParts + lane_ / 16) ^ (kParts == 8 ? row % 8 : row / 2 % 4);
-      mma::load_matrices(this->kept_second_[i],
-                         at + 2 * i / kParts * OwnTile::kPanelBytes + 16 * part);
+    for (int i = 0; i < Form::kOwnBlocks; ++i) {
+      const uint32_t panel = tile + 2 * i / Panel::kChunks * OwnTile::kPanelBytes;
+      mma::load_matrices(this->own_blocks_[i],
+                         Panel::at(panel, row, 2 * i % Panel::kChunks + lane_ / 16));
     }
   }
   // Which probabilities dropout keeps. Before a tile's products: beside them draws are slower, and
@@ -226,7 +231,8 @@ class FusedConsumer : public KeysConsumer<Form> {
   // Adds a tile to the sums, and gives it back.
   __device__ __forceinline__ void add_tile() {
     CopyBarrier::order_writes();
-    // Each thread, as racecheck does not follow an arrival for a warp. Chunks are safe without it.
+    // Every thread arrives. Racecheck does not follow one that arrives for its warp, nor the named
+    // barriers of the chunks: by this one it sees that the groups write chunks by turns.
     arrive(memory_.weights_full[stage()]);
     this->add(second_sums_, second_weights_, second_, this->second_slot());
     if (tiles_ % 2 == group_) {
@@ -249,9 +255,8 @@ class FusedConsumer : public KeysConsumer<Form> {
 
   // Rounds a tile's P and W, and stores W where both groups read it.
   __device__ __forceinline__ void store_weights() {
-    // A warp stores 16 x 16 elements at once, of which each lane has the address of a row of 8.
-    const uint32_t row = shared_address(memory_.weights[stage()]) +
-                         (this->row_in_tile() - lane_ / 4 + lane_ % 16) * WeightTile::kRowBytes;
+    const uint32_t row =
+        shared_address(memory_.weights[stage()]) + row_of_address() * WeightTile::kRowBytes;
 #pragma unroll
     for (int block = 0; block < Form::kOthers / 16; ++block) {
 #pragma unroll
@@ -324,6 +329,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     if constexpr (Form::kDrops) memory.dropout = args.dropout.read();
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
+    // W of both groups, or of kApart one group's P.
     init_ring(memory.weights_full, memory.weights_empty, Form::kApart ? 128 : 256, 128);
     CopyBarrier::order_inits();
   }

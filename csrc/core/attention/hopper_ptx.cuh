@@ -293,18 +293,18 @@ FUSED_NORM_PRODUCTS(256, 128, 129, 130, 131, 132, 133, 134)
 
 // Starts D = A B^T of two tiles' rows, or D += A B of packed numbers and a tile, along all of the
 // sum: batches of their own. `narrow`: columns of the tiles from kNarrow on are zeros, and those of
-// D are left as they are. `kept`: A's first kKept blocks.
+// D are left as they are. `blocks`: the first kBlocks of A, in registers.
 constexpr int kNarrow = 128;
-template <typename T, typename Left, typename Right, int kKept = 0, int kCount>
+template <typename T, typename Left, typename Right, int kBlocks = 0, int kCount>
 __device__ __forceinline__ void start_product(float (&d)[kCount], uint64_t left, uint64_t right,
                                               bool narrow = false,
-                                              const uint32_t (*kept)[4] = nullptr) {
+                                              const uint32_t (*blocks)[4] = nullptr) {
   fence_products();
 #pragma unroll
   for (int step = 0; step < Left::kColumns / 16; ++step) {
     if (step >= kNarrow / 16 && narrow) break;
-    if (step < kKept) {
-      Product<T, 2 * kCount>::template registers<false>(d, kept[step],
+    if (step < kBlocks) {
+      Product<T, 2 * kCount>::template registers<false>(d, blocks[step],
                                                         right + Right::row_step(step), step > 0);
     } else {
       Product<T, 2 * kCount>::template shared<false>(d, left + Left::row_step(step),
