@@ -1,6 +1,7 @@
 """What callers pass as options, as the operators take it: a number as a float, a flag as a bool, a
 shape as ints. Each function raises a TypeError that names the argument where that cannot be."""
 
+import math
 import numbers
 import operator
 from collections.abc import Sequence
@@ -76,6 +77,15 @@ def number(name: str, value) -> float:
     return _refuse(name, "a number", value)
 
 
+def finite(name: str, value, least: float = -math.inf) -> float:
+    """As :func:`number`, but finite and at least ``least``, which is 0 or no limit."""
+    value = number(name, value)
+    if not (math.isfinite(value) and value >= least):
+        limit = " and not negative" if least == 0 else ""
+        raise RuntimeError(f"{name} must be finite{limit}, but is {value}")
+    return value
+
+
 def optional_number(name: str, value) -> float | None:
     """As :func:`number`, or None."""
     return None if value is None else number(name, value)
@@ -116,8 +126,8 @@ def integer(name: str, value) -> int:
 FLOATING = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def softmax_dtype(value) -> torch.dtype:
-    """The dtype that a softmax is asked for. torch takes float for fp64."""
+def floating_dtype(value) -> torch.dtype:
+    """The dtype that parameters or an output are asked for in. torch takes float for fp64."""
     if value is float:
         return torch.float64
     if not isinstance(value, torch.dtype):
@@ -135,3 +145,27 @@ def shape(value) -> tuple:
         return _refuse("normalized_shape", "an int or a sequence of ints", value)
     exact = [n if type(n) is torch.SymInt else integer("normalized_shape", n) for n in value]
     return tuple(exact)
+
+
+def parameter_shape(value) -> tuple:
+    """As :func:`shape`, of a module's parameters."""
+    value = shape(value)
+    if not value or any(n < 0 for n in value):
+        raise RuntimeError(
+            "normalized_shape must have at least one dimension, and none of negative size, but is "
+            f"{list(value)}"
+        )
+    return value
+
+
+def group_size(value, normalized_shape: tuple) -> int | None:
+    """The size of groups that rows of ``normalized_shape`` can be cut into, or None."""
+    if value is None:
+        return None
+    value = integer("group_size", value)
+    if value < 1 or math.prod(normalized_shape) % value:
+        raise RuntimeError(
+            f"group_size must be at least 1 and divide the {math.prod(normalized_shape)} elements "
+            f"of normalized_shape {list(normalized_shape)}, but is {value}"
+        )
+    return value

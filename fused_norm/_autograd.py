@@ -21,12 +21,13 @@ def _overflow_message(overflows: list[tuple[int, str, int]]) -> str:
         for address, description, columns in overflows
     )
     return (
-        f"memory_efficient=True: {norms}: its weight is zero there, or small beside the bias, but "
-        "was not when it was last looked at. (Code that norms share looks at the one that it was "
-        "compiled for.) The gradients of that backward pass are NaN: discard them, and repeat the "
-        "step. To be seen in time, change parameters in place under torch.no_grad(), not through "
-        ".data, before the forward pass; capture CUDA graphs anew; or use memory_efficient=False "
-        "for this norm"
+        f"memory_efficient=True: {norms}. Of these columns the weight is zero, or small beside the "
+        "bias, and there are more of them than the call had room for. The gradients of that "
+        "backward pass are NaN: discard them, and repeat the step. Compiled code is compiled anew "
+        "then, with more room. A CUDA graph must be captured anew. An exported program has the "
+        "same room always: export it with memory_efficient=False for this norm. Other code sees "
+        "a change of parameters before the call, if it is made in place under torch.no_grad(), not "
+        "through .data"
     )
 
 

@@ -325,18 +325,19 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
     return [] if passes else [module]
 
 
-def _followed_by_in_place(model: nn.Module) -> dict[nn.Module, str]:
-    """{module: name of the in-place module after it}, in the order in which parents hold their
-    children: the order of calls within nn.Sequential, and a guess elsewhere."""
+def _before_in_place(model: nn.Module) -> dict[nn.Module, str]:
+    """{module: how it stands to the in-place module after it}, in the order in which parents hold
+    their children: the order of calls within nn.Sequential, and a guess elsewhere."""
     found = {}
     for parent_name, parent in model.named_modules():
-        before = None
+        before, is_called_so = None, isinstance(parent, nn.Sequential)
         for name, child in parent._modules.items():
             leaves = [] if child is None else _leaves(child)
             if not leaves:
                 continue
             if before is not None and getattr(leaves[0], "inplace", False) is True:
-                found[before] = f"{parent_name}.{name}".lstrip(".")
+                relation = "followed by " if is_called_so else "declared right before "
+                found[before] = relation + f"{parent_name}.{name}".lstrip(".")
             before = leaves[-1]
     return found
 
@@ -365,7 +366,9 @@ def convert(
             this library that do not have it yet, such as those of an earlier call: these count as
             replaced too. False leaves the flag of this library's norms as it is. A norm that is
             followed by a module that changes its input in place, such as ``ReLU(inplace=True)``,
-            is converted without the flag, and a warning names the two.
+            is converted without the flag, and a warning names the two. Outside of
+            ``nn.Sequential`` it is the module declared right after the norm that counts; where
+            forward calls another one, set ``memory_efficient`` of the norm afterwards.
         classes: classes of norms whose instances are compared although they have submodules,
             buffers, or arguments of forward with defaults. These are of no use afterwards: forward
             then takes the input alone.
@@ -383,7 +386,7 @@ def convert(
     for cls in classes:
         if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
             raise TypeError(f"classes must hold subclasses of torch.nn.Module, but has {cls!r:.80}")
-    in_place = _followed_by_in_place(model) if memory_efficient else {}
+    in_place = _before_in_place(model) if memory_efficient else {}
     report, forms = ConvertReport([], []), {}
     for name, module in list(model.named_modules()):
         cls = type(module)
@@ -400,7 +403,7 @@ def convert(
             if not memory_efficient:
                 reason = "it is one of this library's"
             elif reason is None and not flag:
-                reason = f"it is followed by {in_place[module]}, which changes its input in place"
+                reason = f"it is {in_place[module]}, which changes its input in place"
             reason = reason or _set_flag(module)
         elif reason is None:
             form = _form_of_torchs(module) or (None if named else _why_not_foreign(module, cls))
@@ -414,9 +417,10 @@ def convert(
         report.replaced.append(Replaced(name, _qualified(cls), flag))
         if memory_efficient and not flag:
             warnings.warn(
-                f"the norm {name or 'model'} is followed by {in_place[module]}, which changes its "
-                "input in place: memory_efficient stays off there, as backward needs the norm's "
-                "output unchanged (pass inplace=False to the module that follows to have both)",
+                f"the norm {name or 'model'} is {in_place[module]}, which changes its input in "
+                "place: memory_efficient stays off there, as backward needs the norm's output "
+                "unchanged. Pass inplace=False to that module to have both; if its input is not "
+                "the norm's output, set memory_efficient of the norm to True",
                 stacklevel=2,
             )
     return report

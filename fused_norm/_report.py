@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from fused_norm import _arguments, _ops, _torch
-from fused_norm.modules import LayerNorm, RMSNorm
+from fused_norm.modules import LayerNorm, RMSNorm, RMSNormGated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class NormMemory:
     name: str
     memory_efficient: bool
     saved_bytes: int  # with the flag as it is
-    efficient_bytes: int  # with memory_efficient=True
+    efficient_bytes: int  # with memory_efficient=True, which an RMSNormGated does not have
     columns: int
     lost_columns: int  # not recoverable: they are saved beside the output, or the input is
     columns_at_risk: int  # these, and those within a factor two of it
@@ -99,7 +99,8 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
             different norms.
     """
     _arguments.module("model", model)
-    norms = {name: m for name, m in model.named_modules() if isinstance(m, (LayerNorm, RMSNorm))}
+    classes = (LayerNorm, RMSNorm, RMSNormGated)
+    norms = {name: m for name, m in model.named_modules() if isinstance(m, classes)}
     for name, module in norms.items():
         if any(parameter.is_meta for parameter in module.parameters()):
             raise RuntimeError(f"{name or 'model'} is on the meta device, where nothing is saved")
@@ -107,7 +108,7 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
     as_it_is = _run(model, norms, example_inputs, keywords)
     try:
         for module in norms.values():
-            module.memory_efficient = True
+            module.memory_efficient = not isinstance(module, RMSNormGated)
         efficient = _run(model, norms, example_inputs, keywords)
     finally:
         for name, module in norms.items():
@@ -124,6 +125,8 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
 
 def _columns(module, out_dtype) -> tuple[int, int]:
     """How many columns are not recoverable, and how many are or nearly so."""
+    if isinstance(module, RMSNormGated):  # it saves its input
+        return 0, 0
     parameters = (module.weight, getattr(module, "bias", None))
     weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters)
     if weight is None and bias is None:

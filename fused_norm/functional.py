@@ -268,7 +268,7 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     if dtype is None:
         dtype = _softmax_out_dtype(input)
     elif dtype is not torch.float32 or input.dtype not in _autocast.SIXTEEN_BIT:
-        dtype = _arguments.softmax_dtype(dtype)
+        dtype = _arguments.floating_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(dtype), None
     if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:

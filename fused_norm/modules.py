@@ -14,17 +14,23 @@ class _Norm:
     weight_offset: float = 0.0
 
     def __init__(self, normalized_shape, eps, affine, *others, memory_efficient, weight_offset):
-        offset = _arguments.number("weight_offset", weight_offset)
+        shape = _arguments.parameter_shape(normalized_shape)
+        if eps is not None or isinstance(self, torch.nn.LayerNorm):
+            eps = _arguments.finite("eps", eps, least=0)
+        offset = _arguments.finite("weight_offset", weight_offset)
         if offset != 0 and not affine:
             raise ValueError(
                 f"weight_offset is {offset}, but with elementwise_affine=False there is no weight "
                 "to add it to"
             )
         flag = _arguments.flag("memory_efficient", memory_efficient)
+        *_, dtype = others
+        if dtype is not None:
+            _arguments.floating_dtype(dtype)
         # reset_parameters(), called by the base class, needs it; a float may be set before
         # Module.__init__.
         self.weight_offset = offset
-        super().__init__(_arguments.shape(normalized_shape), eps, affine, *others)
+        super().__init__(shape, eps, affine, *others)
         self.memory_efficient = flag
 
     def reset_parameters(self) -> None:
@@ -61,7 +67,6 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
         weight_offset: float = 0.0,
     ) -> None:  # fmt: skip
         options = {"memory_efficient": memory_efficient, "weight_offset": weight_offset}
-        eps = _arguments.number("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype, **options)
 
     def forward(self, input: Tensor) -> Tensor:
@@ -82,7 +87,6 @@ class RMSNorm(_Norm, torch.nn.RMSNorm):
         device=None, dtype=None, *, memory_efficient: bool = False, weight_offset: float = 0.0,
     ) -> None:  # fmt: skip
         options = {"memory_efficient": memory_efficient, "weight_offset": weight_offset}
-        eps = _arguments.optional_number("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
 
     def forward(self, x: Tensor) -> Tensor:  # torch's name
@@ -106,13 +110,20 @@ class RMSNormGated(_Norm, torch.nn.RMSNorm):
         group_size: int | None = None, weight_offset: float = 0.0,
     ) -> None:  # fmt: skip
         options = {"memory_efficient": False, "weight_offset": weight_offset}
-        eps = _arguments.optional_number("eps", eps)
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
         self.norm_before_gate = _arguments.flag("norm_before_gate", norm_before_gate)
         self.activation = _gated.activation_of(activation)
-        if group_size is not None:
-            group_size = _arguments.integer("group_size", group_size)
-        self.group_size = group_size
+        self.group_size = _arguments.group_size(group_size, self.normalized_shape)
+
+    @property
+    def memory_efficient(self) -> bool:
+        """False: backward needs the input and the gate."""
+        return False
+
+    @memory_efficient.setter
+    def memory_efficient(self, value) -> None:
+        if _arguments.flag("memory_efficient", value):
+            raise ValueError("memory_efficient is True, but a gated norm saves input and gate")
 
     def forward(self, input: Tensor, gate: Tensor) -> Tensor:
         return functional.rms_norm_gated(

@@ -681,6 +681,28 @@ def test_in_place_activation_after_a_norm(net):
     convert(model)  # without the flag there is nothing to warn of
 
 
+class Declared(nn.Module):
+    """What is declared after the norm is not what its output goes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.act = nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(self.linear(self.norm(x)))
+
+
+def test_the_order_of_declaration_is_called_so():
+    """The warning says what was seen, and how to have the flag all the same."""
+    model = Declared()
+    with pytest.warns(UserWarning, match="declared right before act.*set memory_efficient of the"):
+        convert(model, memory_efficient=True)
+    model.norm.memory_efficient = True
+    model(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    with pytest.warns(UserWarning, match="the norm 0 is followed by 1, which"):
+        convert(nn.Sequential(nn.LayerNorm(4), nn.ReLU(inplace=True)), memory_efficient=True)
+
+
 def test_no_warning_where_nothing_is_in_place(recwarn):
     model = nn.Sequential(nn.ReLU(inplace=True), nn.LayerNorm(4), nn.ReLU())
     assert convert(model, memory_efficient=True).replaced[0].memory_efficient

@@ -504,6 +504,21 @@ def test_convert_leaves_it_alone():
     assert len(fused_norm.convert(model)) == 0 and type(model[0]) is fused_norm.RMSNormGated
 
 
+def test_it_has_no_memory_efficient(generator):
+    """It says so where the flag is set, and a report of a model's memory counts what it saves."""
+    norm = fused_norm.RMSNormGated(64)
+    assert norm.memory_efficient is False
+    norm.memory_efficient = False
+    with pytest.raises(ValueError, match="memory_efficient is True, but a gated norm saves input"):
+        norm.memory_efficient = True
+    assert "memory_efficient" not in repr(norm)
+    x, z, _, _ = draw(generator, 20, 64, FP32)
+    [line] = fused_norm.memory_report(norm, x.requires_grad_(), z)
+    assert line.saved_bytes == line.efficient_bytes == 20 * 4  # its rstd: the rest is the caller's
+    assert (line.memory_efficient, line.columns, line.lost_columns) == (False, 64, 0)
+    assert norm.memory_efficient is False
+
+
 @pytest.mark.parametrize(
     "change, error, message",
     [

@@ -214,6 +214,26 @@ def test_backward_on_a_cpu_raises_at_once(kind, generator):
     assert norm.weight.grad.isfinite().all()
 
 
+@each_kind
+def test_an_exported_program_has_the_same_room_always(kind, device, generator):
+    """The error says what helps there."""
+    norm = make(kind).to(device)
+    x = randn(generator, 6, COLS, dtype=FP64)
+    program = torch.export.export(norm, (x,)).module()
+    with torch.no_grad():
+        program.weight[:LEAST] = 0
+    program(x).sum().backward()
+    assert program.weight.grad.isfinite().all()
+    with torch.no_grad():
+        program.weight[: LEAST + 1] = 0
+    optimizer = torch.optim.SGD(program.parameters(), lr=1e-2)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{NO_ROOM} 1 column.*memory_efficient=False for"):
+            program(x).sum().backward()
+            optimizer.step()
+        assert program.weight.isfinite().all()
+
+
 @pytest.mark.cuda
 @each_kind
 def test_compiled_evaluation_raises(kind, seed):

@@ -60,6 +60,37 @@ def test_constructed_like_torchs(ours, theirs, args, kwargs, generator):
     torch.testing.assert_close(mine(x), other(x), **tolerance)
 
 
+NAN = float("nan")
+OF_EVERY_NORM = [
+    ((-8,), {"elementwise_affine": False}, RuntimeError, r"negative size, but is \[-8\]"),
+    (((),), {}, RuntimeError, r"at least one dimension, .* but is \[\]"),
+    ((8,), {"eps": -1}, RuntimeError, "eps must be finite and not negative, but is -1"),
+    ((8,), {"eps": NAN}, RuntimeError, "eps must be finite and not negative, but is nan"),
+    ((8,), {"eps": "1e-5"}, TypeError, "eps must be a number, but is '1e-5'"),
+    ((8,), {"weight_offset": NAN}, RuntimeError, "weight_offset must be finite, but is nan"),
+    ((8,), {"dtype": "float16"}, TypeError, "dtype must be a torch.dtype, but is 'float16'"),
+    ((8,), {"dtype": torch.int32}, RuntimeError, "dtype must be float16, .* but is torch.int32"),
+]
+OF_GATED = [
+    ((8,), {"group_size": 0}, RuntimeError, "group_size must be at least 1 .* but is 0"),
+    ((8,), {"group_size": 3}, RuntimeError, "divide the 8 elements .* but is 3"),
+    ((8,), {"group_size": 2.5}, TypeError, "group_size must be an int, but is 2.5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("norm", "args", "kwargs", "error", "message"),
+    [
+        (norm, *case)
+        for norm in (fn.LayerNorm, fn.RMSNorm, fn.RMSNormGated)
+        for case in OF_EVERY_NORM + (OF_GATED if norm is fn.RMSNormGated else [])
+    ],
+)
+def test_constructors_refuse_what_a_call_would(norm, args, kwargs, error, message):
+    with pytest.raises(error, match=message):
+        norm(*args, **kwargs)
+
+
 def test_repr_shows_what_is_not_torchs():
     assert "memory_efficient=True" in repr(fn.LayerNorm(8, memory_efficient=True))
     norm = fn.RMSNorm(8, memory_efficient=True, weight_offset=1.0)
