@@ -145,27 +145,3 @@ def shape(value) -> tuple:
         return _refuse("normalized_shape", "an int or a sequence of ints", value)
     exact = [n if type(n) is torch.SymInt else integer("normalized_shape", n) for n in value]
     return tuple(exact)
-
-
-def parameter_shape(value) -> tuple:
-    """As :func:`shape`, of a module's parameters."""
-    value = shape(value)
-    if not value or any(n < 0 for n in value):
-        raise RuntimeError(
-            "normalized_shape must have at least one dimension, and none of negative size, but is "
-            f"{list(value)}"
-        )
-    return value
-
-
-def group_size(value, normalized_shape: tuple) -> int | None:
-    """The size of groups that rows of ``normalized_shape`` can be cut into, or None."""
-    if value is None:
-        return None
-    value = integer("group_size", value)
-    if value < 1 or math.prod(normalized_shape) % value:
-        raise RuntimeError(
-            f"group_size must be at least 1 and divide the {math.prod(normalized_shape)} elements "
-            f"of normalized_shape {list(normalized_shape)}, but is {value}"
-        )
-    return value

@@ -1,5 +1,7 @@
 """Modules: torch's own norms and softmaxes, run by this library."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -14,7 +16,9 @@ class _Norm:
     weight_offset: float = 0.0
 
     def __init__(self, normalized_shape, eps, affine, *others, memory_efficient, weight_offset):
-        shape = _arguments.parameter_shape(normalized_shape)
+        shape = _arguments.shape(normalized_shape)
+        if not shape or min(shape) < 0:
+            raise RuntimeError(f"normalized_shape must have sizes from 0 on, but is {list(shape)}")
         if eps is not None or isinstance(self, torch.nn.LayerNorm):
             eps = _arguments.finite("eps", eps, least=0)
         offset = _arguments.finite("weight_offset", weight_offset)
@@ -113,7 +117,14 @@ class RMSNormGated(_Norm, torch.nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype, **options)
         self.norm_before_gate = _arguments.flag("norm_before_gate", norm_before_gate)
         self.activation = _gated.activation_of(activation)
-        self.group_size = _arguments.group_size(group_size, self.normalized_shape)
+        if group_size is not None:
+            cols = math.prod(self.normalized_shape)
+            group_size = _arguments.integer("group_size", group_size)
+            if group_size < 1 or cols % group_size:
+                raise RuntimeError(
+                    f"group_size must divide the {cols} columns, but is {group_size}"
+                )
+        self.group_size = group_size
 
     @property
     def memory_efficient(self) -> bool:

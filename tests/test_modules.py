@@ -62,8 +62,8 @@ def test_constructed_like_torchs(ours, theirs, args, kwargs, generator):
 
 NAN = float("nan")
 OF_EVERY_NORM = [
-    ((-8,), {"elementwise_affine": False}, RuntimeError, r"negative size, but is \[-8\]"),
-    (((),), {}, RuntimeError, r"at least one dimension, .* but is \[\]"),
+    ((-8,), {"elementwise_affine": False}, RuntimeError, r"normalized_shape must .* but is \[-8\]"),
+    (((),), {}, RuntimeError, r"normalized_shape must .* but is \[\]"),
     ((8,), {"eps": -1}, RuntimeError, "eps must be finite and not negative, but is -1"),
     ((8,), {"eps": NAN}, RuntimeError, "eps must be finite and not negative, but is nan"),
     ((8,), {"eps": "1e-5"}, TypeError, "eps must be a number, but is '1e-5'"),
@@ -72,8 +72,8 @@ OF_EVERY_NORM = [
     ((8,), {"dtype": torch.int32}, RuntimeError, "dtype must be float16, .* but is torch.int32"),
 ]
 OF_GATED = [
-    ((8,), {"group_size": 0}, RuntimeError, "group_size must be at least 1 .* but is 0"),
-    ((8,), {"group_size": 3}, RuntimeError, "divide the 8 elements .* but is 3"),
+    ((8,), {"group_size": 0}, RuntimeError, "group_size must divide the 8 columns, but is 0"),
+    ((8,), {"group_size": 3}, RuntimeError, "group_size must divide the 8 columns, but is 3"),
     ((8,), {"group_size": 2.5}, TypeError, "group_size must be an int, but is 2.5"),
 ]
 
