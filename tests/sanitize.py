@@ -18,12 +18,19 @@ from pathlib import Path
 
 SET = Path(__file__).with_name("sanitizer_set.py")
 PARTS = {"norm": 16, "add": 8, "softmax": 6, "attention": 6, "stages": 5}
+# initcheck does not see what bulk stores (TMA) write to global memory. This kernel reads the sums
+# that they made; tests/test_attention.py runs it on memory that held NaN before. What an excluded
+# kernel writes counts as never written: parts that copy such a gradient still have reports. And so
+# have those whose mask is copied to rows of whole packs: nothing depends on what follows the keys.
+OPTIONS = {
+    "initcheck": ["--kernel-name-exclude", "kernel_substring=attention_query_gradient_hopper"]
+}
 CLEAN = re.compile(r"ERROR SUMMARY: 0 errors|RACECHECK SUMMARY: 0 hazards displayed")
 
 
 def check(tool, family, part):
     """(whether the part is clean, what to say of it)"""
-    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "1"]
+    command = ["compute-sanitizer", "--tool", tool, *OPTIONS.get(tool, ()), "--error-exitcode", "1"]
     done = subprocess.run(
         [*command, sys.executable, SET, family, part],
         env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(SET.parents[1])},

@@ -48,7 +48,7 @@ class RandomCase(Case):
     left: int | None = None
     right: int | None = None
     hidden: tuple | None = None  # (first row, end, first column, end)
-    hides_by_least: bool = False  # the dtype's lowest number in place of -inf
+    hides_by_least: bool = False  # the dtype's lowest number in place of -inf, but for fp16's
     tier: str = "auto"
     seed: int = 0
 
@@ -64,7 +64,7 @@ class RandomCase(Case):
             by = -math.inf
             if mask.dtype == torch.bool:
                 by = False
-            elif self.hides_by_least:
+            elif self.hides_by_least and mask.dtype != FP16:
                 by = torch.finfo(mask.dtype).min
             mask[..., top:bottom, first:end] = by
         return made
