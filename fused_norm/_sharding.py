@@ -136,15 +136,15 @@ def _register(op, rule) -> None:
             [*outputs, *(inputs.get(name, Replicate()) for name in specs)]
             for outputs, inputs in rules
         ]
-
-        def is_valid(inputs, outputs):
-            of_attention = rule in (_attention, _attention_backward)
-            return not of_attention or _keeps_groups(call, dict(zip(specs, inputs, strict=True)))
-
-        count = len(rules[0][0])
-        return expand_to_full_mesh_op_strategy(
-            call[0].mesh, schema, placements, input_index=count, is_valid_strategy_cb=is_valid
-        )
+        count, mesh = len(rules[0][0]), call[0].mesh
+        ways = expand_to_full_mesh_op_strategy(mesh, schema, placements, input_index=count)
+        if rule in (_attention, _attention_backward):
+            ways.strategies = [
+                way
+                for way in ways.strategies
+                if _keeps_groups(call, dict(zip(specs, way.input_specs, strict=True)))
+            ]
+        return ways
 
     # On what comes after the tensors a rule may depend.
     info = RuntimeSchemaInfo(min(options, default=len(arguments)), needs_pytree=True)
