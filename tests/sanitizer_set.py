@@ -347,6 +347,14 @@ def main():
     for name in [argument for argument in sys.argv[1:] if argument not in parts] or families:
         families[name](pools, chosen, report)
 
+    # The thread of autograd may still hold tensors of the last call. Where it lets go of them while
+    # Python ends, it asks for the interpreter's lock, and the process is terminated. It has let go
+    # of them when it makes another gradient.
+    last = torch.ones((), device="cuda", requires_grad=True)
+    total = last.sum()
+    total.backward()
+    torch.cuda.synchronize()
+
 
 if __name__ == "__main__":
     main()
