@@ -24,10 +24,9 @@ def _overflow_message(overflows: list[tuple[int, str, int]]) -> str:
         f"memory_efficient=True: {norms}. Of these columns the weight is zero, or small beside the "
         "bias, and there are more of them than the call had room for. The gradients of that "
         "backward pass are NaN: discard them, and repeat the step. Compiled code is compiled anew "
-        "then, with more room. A CUDA graph must be captured anew. An exported program has the "
-        "same room always: export it with memory_efficient=False for this norm. Other code sees "
-        "a change of parameters before the call, if it is made in place under torch.no_grad(), not "
-        "through .data"
+        "then, with more room. A CUDA graph must be captured anew. An exported program keeps its "
+        "room: export it with memory_efficient=False for this norm. Eager code has enough room if "
+        "parameters are changed in place under torch.no_grad(), not through .data"
     )
 
 

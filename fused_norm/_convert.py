@@ -326,8 +326,9 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
 
 
 def _before_in_place(model: nn.Module) -> dict[nn.Module, str]:
-    """{module: how it stands to the in-place module after it}, in the order in which parents hold
-    their children: the order of calls within nn.Sequential, and a guess elsewhere."""
+    """{module: "followed by" or "declared right before", and the name of the in-place module after
+    it}. Parents hold their children in the order of calls if they are nn.Sequential; elsewhere
+    that is a guess."""
     found = {}
     for parent_name, parent in model.named_modules():
         before, is_called_so = None, isinstance(parent, nn.Sequential)

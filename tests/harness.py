@@ -375,6 +375,25 @@ class Verdict:
         assert not wrong, f"{len(wrong)} of {len(ratios)} measures:\n" + "\n".join(wrong[:20])
 
 
+def fuzz(cases, check, examples):
+    """Calls check(case) with so many random cases of a strategy of hypothesis."""
+    from hypothesis import HealthCheck, given, note, settings
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        derandomize=False,
+        print_blob=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=cases)
+    def run(case):
+        note(str(case))
+        check(case)
+
+    run()
+
+
 def bits(tensor):
     """The tensor's bits as integers, so that equal means equal bits (NaN and -0 too)."""
     return tensor.contiguous().view(

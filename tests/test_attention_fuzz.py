@@ -26,8 +26,7 @@ from attention_reference import (
     takes,
     tensors_of,
 )
-from harness import Verdict, rand_generator, randn, same_bits, unwritten_is_nan
-from hypothesis import HealthCheck, given, note, settings
+from harness import Verdict, fuzz, rand_generator, randn, same_bits, unwritten_is_nan
 from hypothesis import strategies as st
 
 import fused_norm.functional as fn
@@ -48,7 +47,7 @@ class RandomCase(Case):
     left: int | None = None
     right: int | None = None
     hidden: tuple | None = None  # (first row, end, first column, end)
-    hides_by_least: bool = False  # the dtype's lowest number in place of -inf, but for fp16's
+    hides_by_least: bool = False  # its dtype's lowest number, not -inf. fp16's hides nothing.
     tier: str = "auto"
     seed: int = 0
 
@@ -183,34 +182,10 @@ def check_packed(case, device):
             assert same_bits(a, b), f"{name}, sequence {n}"
 
 
-FAMILIES = {"dense": (cases, check_case), "packed": (packed_cases, check_packed)}
-
-
-def fuzz(family, device):
-    draw, check_drawn = FAMILIES[family]
-
-    @settings(
-        max_examples=CASES[device],
-        deadline=None,
-        derandomize=False,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=draw(device))
-    def run_all(case):
-        note(str(case))
-        check_drawn(case, device)
-
-    return run_all
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cpu(family):
-    fuzz(family, "cpu")()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("family", FAMILIES)
-def test_cuda(family):
-    fuzz(family, "cuda")()
-    torch.cuda.synchronize()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+@pytest.mark.parametrize(
+    ("draw", "check_drawn"), [(cases, check_case), (packed_cases, check_packed)],
+    ids=["dense", "packed"],
+)  # fmt: skip
+def test_random_calls(draw, check_drawn, device):
+    fuzz(draw(device), lambda case: check_drawn(case, device), CASES[device])

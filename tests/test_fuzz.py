@@ -21,9 +21,10 @@ from harness import (
     apply,
     check_add_call,
     check_call,
+    fuzz,
     randn,
 )
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 LAYOUTS = ["contiguous", "offset", "columns", "permuted", "expanded", "strided", "2-D slice"]
@@ -261,33 +262,20 @@ FAMILIES = {
 }
 
 
-def fuzz(family, device):
+def run_family(family, device):
     draw, check_case = FAMILIES[family]
-
-    @settings(
-        max_examples=CASES[device],
-        deadline=None,
-        derandomize=False,
-        print_blob=True,
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(case=draw(device))
-    def run(case):
-        note(str(case))
-        check_case(case, device)
-
-    return run
+    fuzz(draw(device), lambda case: check_case(case, device), CASES[device])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cpu(family):
-    fuzz(family, "cpu")()
+    run_family(family, "cpu")
 
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cuda(family):
-    fuzz(family, "cuda")()
+    run_family(family, "cuda")
     torch.cuda.synchronize()
 
 

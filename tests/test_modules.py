@@ -86,7 +86,7 @@ OF_GATED = [
         for case in OF_EVERY_NORM + (OF_GATED if norm is fn.RMSNormGated else [])
     ],
 )
-def test_constructors_refuse_what_a_call_would(norm, args, kwargs, error, message):
+def test_constructors_check_their_options(norm, args, kwargs, error, message):
     with pytest.raises(error, match=message):
         norm(*args, **kwargs)
 
