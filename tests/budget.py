@@ -27,8 +27,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (3041, 2300),
-    "lines of norm": (5506, 3000),
+    "lines of common": (2993, 2300),
+    "lines of norm": (5503, 3000),
     "lines of softmax": (2797, 2000),
     "lines of gated RMSNorm": (176, 200),
     "lines of attention": (7968, 4500),

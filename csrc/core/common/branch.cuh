@@ -6,14 +6,16 @@
 
 namespace fused_norm {
 
-// Calls run(flag).
+// Calls run(flag), and returns what that does.
 template <typename Run>
-__device__ __forceinline__ void with_flag(bool flag, Run run) {
-  if (flag) {
-    run(std::true_type());
-  } else {
-    run(std::false_type());
-  }
+__device__ __forceinline__ auto with_flag(bool flag, Run run) {
+  if (flag) return run(std::true_type());
+  return run(std::false_type());
+}
+// The same for what is known already.
+template <bool kFlag, typename Run>
+__device__ __forceinline__ auto with_flag(std::bool_constant<kFlag> flag, Run run) {
+  return run(flag);
 }
 
 // Calls run(number), which is one from kFirst to before kEnd.

@@ -145,13 +145,6 @@ __device__ __forceinline__ Words<kBytes> shifted_bytes(const Words<kBytes>& low,
   return out;
 }
 
-// The word that holds byte `byte`, by shifting all words down: an index would move them to local
-// memory.
-template <int kBytes>
-__device__ __forceinline__ uint32_t word_at(const Words<kBytes>& words, int byte) {
-  return shifted_bytes<kBytes>(words, words, byte & (kBytes - 4)).at[0];
-}
-
 // One access of kBytes through the read-only path.
 template <int kBytes>
 __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
@@ -193,6 +186,18 @@ __device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, 
     if (i < count) elements[i] = __ldg(reinterpret_cast<const T*>(address) + i);
   }
   return bit_copy<Words<sizeof(T) * N>>(elements);
+}
+
+// Elements [begin, end) of a pack. A function, as few lanes of a row need it.
+template <typename T, int N>
+__device__ __noinline__ void store_elements(char* address, Words<sizeof(T) * N> pack, int begin,
+                                            int end) {
+  T elements[N];
+  memcpy(elements, &pack, sizeof(pack));
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if (i >= begin && i < end) reinterpret_cast<T*>(address)[i] = elements[i];
+  }
 }
 
 // One access of kBytes to global memory, which the kernel does not read again. As assembly: the

@@ -1,57 +1,9 @@
-// Where rows start, and stores of parts of a granule.
+// Where rows start.
 #pragma once
 
 #include "core/common/pack.cuh"
 
 namespace fused_norm {
-
-namespace detail {
-
-// Bytes [first, kBytes) of a granule, in pieces of 2, 4 and 8.
-template <typename T, int kBytes>
-__device__ __forceinline__ void store_from(char* start, const Words<kBytes>& words, int first) {
-  if constexpr (sizeof(T) == 2) {
-    if (first & 2) {
-      *reinterpret_cast<uint16_t*>(start + first) =
-          static_cast<uint16_t>(word_at(words, first) >> 16);
-      first += 2;
-    }
-  }
-  if (first & 4) {
-    *reinterpret_cast<uint32_t*>(start + first) =
-        kBytes == 8 || first < 8 ? words.at[1] : words.at[kBytes / 4 - 1];
-    first += 4;
-  }
-  if (kBytes == 16 && first == 8)
-    *reinterpret_cast<uint2*>(start + 8) = {words.at[kBytes / 8], words.at[kBytes / 4 - 1]};
-}
-
-// Bytes [0, end) of a granule.
-template <typename T, int kBytes>
-__device__ __forceinline__ void store_to(char* start, const Words<kBytes>& words, int end) {
-  if (kBytes == 16 && (end & 8)) *reinterpret_cast<uint2*>(start) = {words.at[0], words.at[1]};
-  if (end & 4)
-    *reinterpret_cast<uint32_t*>(start + (end & 8)) =
-        kBytes == 8 || !(end & 8) ? words.at[0] : words.at[kBytes / 8];
-  if constexpr (sizeof(T) == 2) {
-    if (end & 2) {
-      *reinterpret_cast<uint16_t*>(start + (end & 12)) = static_cast<uint16_t>(word_at(words, end));
-    }
-  }
-}
-
-// Elements [begin, end) of a pack that starts at column `col`.
-template <typename T, int N>
-__device__ void store_elements(T* row, int col, const Pack<T, N>& pack, int begin, int end) {
-  T elements[N];
-  memcpy(elements, &pack, sizeof(pack));
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (i >= begin && i < end) row[col + i] = elements[i];
-  }
-}
-
-}  // namespace detail
 
 // n / divisor, for n below 2^31.
 __device__ __forceinline__ uint32_t divide(uint32_t n, const Divider& by) {

@@ -160,44 +160,37 @@ class SliceWriter {
     const int step = slice_step<N>(group);
     const int count = end_ - p * step;  // N or more: a whole pack; 0 or less: nothing
     char* const own = start_ + int64_t{p} * step * sizeof(T);
-    if (kRegular || shift_ == 0) {
-      if (kRegular ? count > 0 : count >= N) {
+    if constexpr (kRegular) {
+      if (count > 0) detail::store_streamed<kBytes>(own, pack.words);
+      return;
+    }
+    if (shift_ == 0) {
+      if (count >= N) {
         detail::store_streamed<kBytes>(own, pack.words);
-      } else if (!kRegular) {
-        detail::store_elements(reinterpret_cast<T*>(own), 0, pack, 0, count);
+      } else if (count > 0) {
+        detail::store_elements<T, N>(own, pack.words, 0, count);
       }
       return;
     }
-    const Words<kBytes>& words = pack.words;
     Words<kBytes> before;
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) {
       const uint32_t previous =
-          __shfl_sync(group.mask(), words.at[i], group.lane() - 1, group.lanes());
+          __shfl_sync(group.mask(), pack.words.at[i], group.lane() - 1, group.lanes());
       before.at[i] = group.lane() == 0 ? carried_.at[i] : previous;
       carried_.at[i] = previous;
     }
-    const Words<kBytes> granule = detail::shifted_bytes<kBytes>(before, words, kBytes - shift_);
     // Own columns in the granule shared with the lane before.
     const int head = (kBytes - shift_) / static_cast<int>(sizeof(T));
-    const bool starts = p == 0 && group.lane() == 0;
-    const bool ends = p == kPacks - 1 && group.lane() == group.lanes() - 1;
-    if (count >= N) {
-      if (starts) {
-        detail::store_from<T>(own - shift_, granule, shift_);
-      } else {
-        detail::store_streamed<kBytes>(own - shift_, granule);
-      }
-      // The next lane writes this one's tail with its own head, if it has all of that.
-      if (ends || count - N < head) {
-        detail::store_to<T>(own - shift_ + kBytes,
-                            detail::shifted_bytes<kBytes>(words, words, kBytes - shift_), shift_);
-      }
-    } else if (count > 0) {  // the row's end
-      const bool whole = !starts && count >= head;
-      if (whole) detail::store_streamed<kBytes>(own - shift_, granule);
-      detail::store_elements(reinterpret_cast<T*>(own), 0, pack, whole ? head : 0, count);
+    const bool starts = p == 0 && group.lane() == 0, whole = !starts && count >= head;
+    if (whole) {
+      detail::store_streamed<kBytes>(
+          own - shift_, detail::shifted_bytes<kBytes>(before, pack.words, kBytes - shift_));
     }
+    // The next lane writes this one's other columns with its own head, if it has all of that.
+    const bool ends = p == kPacks - 1 && group.lane() == group.lanes() - 1;
+    const int begin = whole ? head : 0, end = !ends && count >= N + head ? head : min(count, N);
+    if (begin < end) detail::store_elements<T, N>(own, pack.words, begin, end);
   }
 
  private:

@@ -261,7 +261,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 
 // Blocks, in clusters of `splits`: `look_blocks`, if that is asked for, that look at the
 // parameters; one cluster for each tile of columns; and one block for each row. kLists: from the
-// output, with room for a list.
+// output, where there may be a list, or rows are not regular.
 template <typename X, bool kLists>
 __global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
@@ -288,7 +288,7 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
       with_flag(kLists || in.from_output, [&](auto is_output) {
         constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
         constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
-        if constexpr (kLists && kSaved == Saved::kInput) return;
+        if constexpr (kSaved == Saved::kInput ? kLists : !kLists && !kRegular) return;
         if (row < 0) {
           few_columns<kRegular, kRms, kSaved, kLists>(in, gradients, block / splits, block % splits,
                                                       splits, shared);

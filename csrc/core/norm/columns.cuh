@@ -90,12 +90,12 @@ struct SideOut {
 
   // Keeps xhat at the thread's places from `place` on, up to `end`, the first of column `col`, or
   // -1, whose value is x. Others are read again, from the L2 cache: they may be in registers of any
-  // thread.
-  template <bool kRms, typename Load>
+  // thread. RMSNorm's mean is 0.
+  template <typename Load>
   __device__ __forceinline__ void keep(int place, int end, int col, A x, const Load& load,
                                        int64_t row, int first, int cols, A mean, A rstd) const {
     while (true) {
-      if (col >= 0) side[row * room + place] = kRms ? x * rstd : (x - mean) * rstd;
+      if (col >= 0) side[row * room + place] = (x - mean) * rstd;
       place += blockDim.x;
       if (place >= end) return;
       col = column(place, first, cols);

@@ -1,6 +1,7 @@
 // Forward kernels: statistics of a row, then the normalized row.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/columns.cuh"
@@ -19,9 +20,8 @@ struct StatisticsOut {
   __device__ __forceinline__ A rstd_of(A squares) const {
     return reciprocal_root_mean<kExact>(squares, cols, per_cols, eps);
   }
-  template <bool kRms>
-  __device__ void write(int64_t row, A row_mean, A row_rstd) const {
-    if (!kRms) mean[row] = row_mean;
+  __device__ __forceinline__ void write(int64_t row, A row_mean, A row_rstd, bool rms) const {
+    if (!rms) mean[row] = row_mean;
     rstd[row] = row_rstd;
   }
 };
@@ -132,7 +132,7 @@ class ParamsAhead {
 };
 
 // Writes a thread's columns of y, of centred values. finish(p, xhat) has a pack before the weight.
-template <bool kRms, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
+template <bool kBias, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
           typename Bounds, typename Params, typename Store, typename A, typename Finish>
 __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks, kPacked>& values,
                                                  const Group& group, const Bounds& bounds, A rstd,
@@ -151,15 +151,15 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] *= rstd;
     finish(p, x);
-    writer.store(p, store.template apply<!kRms>(x, g, b), group);
+    writer.store(p, store.template apply<kBias>(x, g, b), group);
   }
 }
 
 // The end of norm_forward_once() where columns may be listed, for kCols columns a thread. A
 // function that finds out anew where it is, so that it takes no registers before. Where no value
-// came ahead, each group has written its row's statistics.
-template <bool kRms, int kCols, bool kMaySpread, typename Params, typename Load,
-          typename Statistics, typename A>
+// came ahead (Params is void), each group has written its row's statistics.
+template <int kCols, bool kMaySpread, typename Params, typename Load, typename Statistics,
+          typename A>
 __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out, A mean, A rstd) {
   const RowCluster cluster;
   const int blocks = kMaySpread ? cluster.blocks() : 1, rank = kMaySpread ? cluster.rank() : 0;
@@ -167,37 +167,42 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
   const int64_t row = int64_t{blockIdx.x / blocks} * blockDim.y + threadIdx.y;
   const int places = out.listed.places();
   if (places == 0) return;
-  if (!Params::kListed) __syncthreads();
+  constexpr bool kAhead = !std::is_void_v<Params>;
+  if (!kAhead) __syncthreads();
   if (row >= load.rows) return;
   const int col = out.listed.column(threadIdx.x, first, part_cols);
   A x = 0;
-  if (Params::kListed && Params::list_is_ready()) {
-    if (col >= 0) x = Params::take_listed(col);
-  } else if (col >= 0) {
-    x = static_cast<A>(load.value(row, col));
+  bool is_there = false;
+  if constexpr (kAhead) {
+    is_there = Params::list_is_ready();
+    if (is_there && col >= 0) x = Params::take_listed(col);
   }
-  if (!Params::kListed) {
-    mean = kRms ? 0 : out.mean[row];
+  if (!is_there && col >= 0) x = static_cast<A>(load.value(row, col));
+  if (!kAhead) {
+    mean = out.mean == nullptr ? A(0) : out.mean[row];
     rstd = out.rstd[row];
   }
-  out.listed.template keep<kRms>(threadIdx.x, places, col, x, load, row, first, part_cols, mean,
-                                 rstd);
+  out.listed.keep(threadIdx.x, places, col, x, load, row, first, part_cols, mean, rstd);
 }
 
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
 // A group of threads takes one row and is done; that the others of its multiprocessor are at other
 // rows, and other blocks follow, keeps the memory busy.
-template <typename Form, bool kRms, int kPacks, bool kWholeWarps, typename Load, typename Store>
+//
+// rms: whether this is RMSNorm, as a constant for all rows but shifted ones, whose code is long and
+// seldom runs.
+template <typename Form, int kPacks, bool kWholeWarps, typename Rms, typename Load, typename Store>
 __device__ __forceinline__ void norm_forward_once(
-    const Load& load, const Store& store, const StatisticsOf<Load, Store>& out,
+    Rms rms, const Load& load, const Store& store, const StatisticsOf<Load, Store>& out,
     ForwardShared<Accumulator<typename Load::Input>>& shared) {
   constexpr RowsLie kLie = Form::kLie;
   using X = typename Load::Input;
   using A = Accumulator<X>;
   constexpr int N = kPackElements<X, typename Store::Output>;
+  constexpr bool kBias = !std::is_same_v<Rms, std::true_type>;
   // Values that may be centred about the mean of a block's part of the row first, and then about
   // the row's, must not be rounded twice.
-  constexpr bool kTwice = !kRms && !kCorrectsMean<X> && kPacks == kMostPacks;
+  constexpr bool kTwice = kBias && !kCorrectsMean<X> && kPacks == kMostPacks;
   constexpr bool kPacked = kTwice || kPacks * N > held_values(kLie);
 
   const RowGroup<kWholeWarps> group;
@@ -217,7 +222,7 @@ __device__ __forceinline__ void norm_forward_once(
   SliceValues<X, N, kPacks, kPacked> values;
   int first_param = 0;
   if constexpr (Load::kGates) first_param = load.first_param(row);
-  ParamsAhead<Form, !kRms, N, kPacks, Load, Store> params(store, first_param + col, group);
+  ParamsAhead<Form, kBias, N, kPacks, Load, Store> params(store, first_param + col, group);
   from.fetch(group);
   params.fetch(group, bounds);
   constexpr bool kListed = decltype(params)::kListed;
@@ -231,25 +236,28 @@ __device__ __forceinline__ void norm_forward_once(
 
   const A own_cols = static_cast<A>(spread ? min(part_cols, load.cols - part_first) : load.cols);
   const A per_own = spread ? reciprocal(own_cols) : out.per_cols;
-  auto statistics = part_statistics<kRms>(group, values, bounds, own_cols, per_own, shared.slots);
-  if (spread) {
+  const auto statistics = with_flag(rms, [&](auto is_rms) {
+    constexpr bool kRms = decltype(is_rms)::value;
+    auto part = part_statistics<kRms>(group, values, bounds, own_cols, per_own, shared.slots);
+    if (!spread) return part;
     cluster.wait();
-    statistics = merge_parts<kRms>(cluster.gather(statistics, shared.cluster_slots), blocks_per_row,
-                                   part_cols, load.cols, out.per_cols);
-  }
-  if (!kRms && (kCorrectsMean<X> || spread)) values.centre(statistics.mean, bounds);
+    return merge_parts<kRms>(cluster.gather(part, shared.cluster_slots), blocks_per_row, part_cols,
+                             load.cols, out.per_cols);
+  });
+  if (!rms && (kCorrectsMean<X> || spread)) values.centre(statistics.mean, bounds);
   if (kLie != RowsLie::kRegular) values.forget();
   const A rstd = out.rstd_of(statistics.squares);
   if (group.thread() == 0 && (part_first == 0 || out.listed.room > 0) && row < load.rows)
-    out.template write<kRms>(row, statistics.mean, rstd);
+    out.write(row, statistics.mean, rstd, rms);
 
-  write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
-                               [&](int p, auto& xhat) {
-                                 if constexpr (Load::kGates) from.finish(p, xhat);
-                               });
+  write_normalized<kBias, kLie>(values, group, bounds, rstd, params, store, row, col, left,
+                                [&](int p, auto& xhat) {
+                                  if constexpr (Load::kGates) from.finish(p, xhat);
+                                });
   if constexpr (!Load::kGates) {
     if (out.listed.room > 0)
-      keep_listed<kRms, kPacks * N, kPacks == kMostPacks, decltype(params)>(
+      keep_listed<kPacks * N, kPacks == kMostPacks,
+                  std::conditional_t<kListed, decltype(params), void>>(
           load, out, kListed ? statistics.mean : A(0), kListed ? rstd : A(0));
   }
 }
@@ -261,18 +269,18 @@ __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_
                            const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
   using X = typename Load::Input;
-  constexpr BrokenRows kBroken = broken_rows(Load::kAdds, std::is_same_v<X, typename Store::Output>,
-                                             kWholeWarps, kPacks, sizeof(X));
-  auto run = [&](auto rms) {
-    constexpr bool kRms = decltype(rms)::value;
-    store.template with_form<X, !kRms, kBroken.dealt_out, kBroken.shifted>(lie, [&](auto form) {
-      norm_forward_once<decltype(form), kRms, kPacks, kWholeWarps>(load, store, out, shared);
-    });
+  constexpr bool kDealsOut =
+      deals_out(Load::kAdds, std::is_same_v<X, typename Store::Output>, kPacks, sizeof(X));
+  auto run = [&](auto form, auto rms) {
+    norm_forward_once<decltype(form), kPacks, kWholeWarps>(rms, load, store, out, shared);
   };
-  if constexpr (!Load::kGates) {  // a gate is RMSNorm's
-    if (out.mean != nullptr) return run(std::false_type());
-  }
-  run(std::true_type());
+  std::conditional_t<Load::kGates, std::true_type, bool> rms{};  // a gate is RMSNorm's
+  if constexpr (!Load::kGates) rms = out.mean == nullptr;
+  if (lie == RowsLie::kShifted) return run(RowForm<RowsLie::kShifted, X, void>(), rms);
+  with_flag(rms, [&](auto is_rms) {
+    store.template with_form<X, !decltype(is_rms)::value, kDealsOut>(
+        lie, [&](auto form) { run(form, is_rms); });
+  });
 }
 
 }  // namespace fused_norm

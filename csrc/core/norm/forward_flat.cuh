@@ -95,7 +95,7 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
     store_rows(own, 0, cols, columns, x);
     const int64_t row = tiles.first_row() + r + lane;
     if (lane < kRows && row < of.load.rows)
-      of.out.template write<kRms>(row, of_lane(mean, lane), of_lane(rstd, lane));
+      of.out.write(row, of_lane(mean, lane), of_lane(rstd, lane), kRms);
   });
 }
 

@@ -84,12 +84,12 @@ __device__ __forceinline__ void norm_forward_walk(
     statistics = merge_parts<kRms>(parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols);
     if (!kRms) values.centre(statistics.mean, bounds);
     const float rstd = out.rstd_of(statistics.squares);
-    if (group.thread() == 0 && first_col == 0) out.template write<kRms>(row, statistics.mean, rstd);
+    if (group.thread() == 0 && first_col == 0) out.write(row, statistics.mean, rstd, kRms);
     if (listed >= 0)
-      out.listed.template keep<kRms>(place, places, listed, static_cast<float>(listed_x), load, row,
-                                     first_col, cols, statistics.mean, rstd);
-    write_normalized<kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
-                                 [](int, auto&) {});
+      out.listed.keep(place, places, listed, static_cast<float>(listed_x), load, row, first_col,
+                      cols, statistics.mean, rstd);
+    write_normalized<!kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
+                                  [](int, auto&) {});
     slot.next(slots);
   }
 }

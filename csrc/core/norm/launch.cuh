@@ -41,9 +41,9 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
                                 : store.template all_of<true>(kDTypeOf<X>);
   const bool whole_warps = plan.threads_per_row >= kWarpSize;
-  const bool dealt_out =
-      params.cols % plan.pack != 0 && typed && plan.threads_per_row >= kMinDealtOutLanes &&
-      broken_rows(Load::kAdds, std::is_same_v<X, Y>, whole_warps, plan.packs, sizeof(X)).dealt_out;
+  const bool dealt_out = params.cols % plan.pack != 0 && typed &&
+                         plan.threads_per_row >= kMinDealtOutLanes &&
+                         deals_out(Load::kAdds, std::is_same_v<X, Y>, plan.packs, sizeof(X));
   const bool regular = reads_regular && IsRegular{params.cols, plan.pack}(params.y, params.y_dtype);
   const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols)
                       : regular ? RowsLie::kRegular
@@ -97,11 +97,11 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   if (clusters == 0) return cudaSuccess;
   const int kinds = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput);
   const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
-  return detail::launch(
-      params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
-      static_cast<int>(clusters * splits), plan.threads_per_row,
-      {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look, regular,
-      looks * splits, tiles, splits);
+  const bool lists = params.from_output && (params.list.room > 0 || !regular);
+  return detail::launch(lists ? norm_backward_few<X, true> : norm_backward_few<X, false>,
+                        static_cast<int>(clusters * splits), plan.threads_per_row,
+                        {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look,
+                        regular, looks * splits, tiles, splits);
 }
 
 template <typename Y, typename S>

@@ -42,16 +42,11 @@ constexpr int forward_threads(bool adds, int packs) {
 }
 constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
-// Forward: how a kernel takes rows that are not whole packs. Kernels that are seldom asked for have
-// no code for dealing them out, and shift them, as they do rows of whole packs. So does every
-// kernel where not all parameters are of the rows' type.
-struct BrokenRows {
-  bool dealt_out;  // in elements or pairs
-  bool shifted;    // with the type of the parameters known to the kernel, as regular rows have it
-};
-constexpr BrokenRows broken_rows(bool adds, bool one_dtype, bool whole_warps, int packs, int size) {
-  const bool dealt_out = one_dtype && !adds && (packs != kMostPacks || size == 4);
-  return {dealt_out, adds || (dealt_out ? !whole_warps : packs == kMostPacks)};
+// Forward: whether a kernel deals out rows that are not whole packs, in elements or pairs. Kernels
+// that are seldom asked for have no code for that, and shift them, as they do rows of whole packs.
+// So does every kernel where not all parameters are of the rows' type.
+constexpr bool deals_out(bool adds, bool one_dtype, int packs, int size) {
+  return one_dtype && !adds && (packs != kMostPacks || size == 4);
 }
 // To fewer lanes they are not dealt out: these would read too little side by side.
 constexpr int kMinDealtOutLanes = 8;
@@ -115,8 +110,8 @@ constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
 constexpr int kFlatTensors = 2;
 
 // Tiles in backward likewise: more columns take more registers, and have kernels of their own.
-constexpr int kFlatClasses = 7, kShorterFlatClasses = 5;
-constexpr int kFlatUnits[kFlatClasses] = {2, 3, 5, 7, 9, 13, 17};
+constexpr int kFlatClasses = 5, kShorterFlatClasses = 3;
+constexpr int kFlatUnits[kFlatClasses] = {3, 5, 9, 13, 17};
 constexpr int flat_rows_at_once(int units) { return units <= 3 ? 4 : units <= 5 ? 2 : 1; }
 constexpr int flat_sure_units(int row_class) {
   return row_class == 0 ? 0 : kFlatUnits[row_class - 1];

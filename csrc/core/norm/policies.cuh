@@ -137,7 +137,8 @@ struct AffineStore {
   Accumulator<T> weight_offset;
 
   // Weight and (kBias) bias of a pack's columns from `col` on; Param is their type where they are
-  // there and the offset is zero, or void: found out here. kWhole: the packs are whole.
+  // there and the offset is zero, or void: found out here. kWhole: the packs are whole. Where there
+  // is no bias, nothing is added: not even zero, to which -0 would give way.
   template <typename Form, bool kBias, bool kWhole, int N, typename Group, typename A>
   __device__ __forceinline__ void load(int col, const Group& group, A (&g)[N], A (&b)[N]) const {
     using Param = typename Form::Param;
@@ -157,7 +158,7 @@ struct AffineStore {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
         g[i] = A(1);
-        b[i] = A(0);
+        b[i] = A(-0.0);
       }
       if (weight.data) {
         get(weight, g);
@@ -168,7 +169,6 @@ struct AffineStore {
     }
   }
 
-  // Without a bias nothing is added, whatever the form: not even zero, to which -0 would give way.
   template <bool kBias, int N, typename A>
   __device__ __forceinline__ Pack<T, N> apply(const A (&xhat)[N], const A (&g)[N],
                                               const A (&b)[N]) const {
@@ -187,9 +187,9 @@ struct AffineStore {
            (!kBias || (bias.data && bias.dtype == dtype));
   }
 
-  // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel.
-  // kDealsOut, kTypedShift: of BrokenRows.
-  template <typename X, bool kBias, bool kDealsOut, bool kTypedShift, typename Run>
+  // Calls run(form) with the row form that fits best, where rows are not shifted. Chosen once, at
+  // the top of a kernel. kDealsOut: deals_out().
+  template <typename X, bool kBias, bool kDealsOut, typename Run>
   __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
     if constexpr (kDealsOut) {
       if constexpr (kInPairs<X>) {
@@ -197,13 +197,7 @@ struct AffineStore {
       }
       if (lie == RowsLie::kElements) return run(RowForm<RowsLie::kElements, X, X>());
     }
-    const bool typed = all_of<kBias>(kDTypeOf<X>);
-    if (lie == RowsLie::kShifted) {
-      if constexpr (kTypedShift) {
-        if (typed) return run(RowForm<RowsLie::kShifted, X, X>());
-      }
-      run(RowForm<RowsLie::kShifted, X, void>());
-    } else if (typed) {
+    if (all_of<kBias>(kDTypeOf<X>)) {
       run(RowForm<RowsLie::kRegular, X, X>());
     } else if (!std::is_same_v<X, float> && all_of<kBias>(DType::kFloat32)) {
       run(RowForm<RowsLie::kRegular, X, float>());

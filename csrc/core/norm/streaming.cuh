@@ -51,7 +51,7 @@ __device__ __forceinline__ void norm_forward_twice(const StreamedForward<A>& in)
   const Statistics of_row = group.reduce_warps(of_warp, Statistics(), slots, Statistics::merge);
   const A mean = of_row.row_mean();
   const A rstd = in.out.rstd_of(of_row.sum_of_squares());
-  if (group.thread() == 0 && cols > 0) in.out.template write<kRms>(row, mean, rstd);
+  if (group.thread() == 0 && cols > 0) in.out.write(row, mean, rstd, kRms);
 
   for (int col = first; col < cols; col += step) {
     const int left = cols - col;
