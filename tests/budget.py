@@ -27,10 +27,10 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (2993, 2300),
-    "lines of norm": (5503, 3000),
+    "lines of common": (2876, 2300),
+    "lines of norm": (5424, 3000),
     "lines of softmax": (2797, 2000),
-    "lines of gated RMSNorm": (176, 200),
+    "lines of gated RMSNorm": (173, 200),
     "lines of attention": (7968, 4500),
     "lines of csrc/ops": (3788, 2300),
     "lines of csrc/cpu, attention apart": (718, 600),

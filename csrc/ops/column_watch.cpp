@@ -252,7 +252,7 @@ void take_look(const NormColumns& norm, const ColumnWatch& watch) {
   const c10::impl::ExcludeDispatchKeyGuard no_python(
       c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
+  const Tensor weight = aligned(norm.weight), bias = aligned(norm.bias);
   const auto stream = c10::cuda::getCurrentCUDAStream();
   check_launch(launch_column_look(
       {static_cast<int32_t>(norm.cols), to_dtype(norm.x_dtype), to_dtype(norm.y_dtype),

@@ -51,10 +51,14 @@ c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& t
   return dims;
 }
 
-Rows as_rows(const at::Tensor& tensor, int64_t row_dims) {
-  if (auto layout = find_layout(tensor, row_dims)) return {tensor, *layout};
-  at::Tensor copy = tensor.contiguous();
-  return {copy, *find_layout(copy, row_dims)};
+Rows as_rows(const at::Tensor& tensor, int64_t row_dims, int pack) {
+  const auto layout = find_layout(tensor, row_dims);
+  const int64_t cols = c10::multiply_integers(tensor.sizes().slice(tensor.dim() - row_dims));
+  const bool packed = pack > 0 && cols % pack == 0;
+  const DType dtype = to_dtype(tensor.scalar_type());
+  if (layout && (!packed || start_on_packs(tensor.const_data_ptr(), dtype, *layout, pack)))
+    return {tensor, *layout};
+  return as_rows(tensor.clone(at::MemoryFormat::Contiguous), row_dims);
 }
 
 DType to_dtype(at::ScalarType type) {
@@ -64,7 +68,7 @@ DType to_dtype(at::ScalarType type) {
   return type == at::kFloat ? DType::kFloat32 : DType::kFloat64;
 }
 
-at::Tensor aligned_param(const at::Tensor& tensor) {
+at::Tensor aligned(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   const bool aligned = reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
   return aligned ? tensor.contiguous() : tensor.clone(at::MemoryFormat::Contiguous);

@@ -31,16 +31,16 @@ struct Rows {
 // The dimensions before `end`, inner to outer, as the fewest (size, stride) that say the same.
 c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& tensor, int64_t end);
 
-// The last `row_dims` dimensions of `tensor` make up a row. The tensor must not be empty.
-Rows as_rows(const at::Tensor& tensor, int64_t row_dims);
+// The last `row_dims` dimensions of `tensor` make up a row. The tensor must not be empty. Rows of
+// whole packs, of `pack` elements, start on pack boundaries: if need be in a copy.
+Rows as_rows(const at::Tensor& tensor, int64_t row_dims, int pack = 0);
 
 DType to_dtype(at::ScalarType type);
 
-// `tensor` itself, or a copy where it is not contiguous or does not start on 16 bytes, as kernels
-// read parameters. Undefined stays undefined.
-at::Tensor aligned_param(const at::Tensor& tensor);
+// `tensor`, if need be as a contiguous copy that starts on 16 bytes. Undefined stays undefined.
+at::Tensor aligned(const at::Tensor& tensor);
 
-// The kernels' view of an aligned_param().
+// The kernels' view of what aligned() gives.
 ParamVector to_param(const at::Tensor& tensor);
 
 #ifdef FUSED_NORM_WITH_CUDA

@@ -185,17 +185,18 @@ void forward_on_cuda(const NormCall& call, const NormColumns& norm, const Result
                     call.input.scalar_type() == norm.y_dtype &&
                     norm_forward_adds(static_cast<int32_t>(norm.cols), to_dtype(norm.x_dtype),
                                       to_dtype(norm.y_dtype), current_device_properties());
+  const int pack = pack_elements(to_dtype(norm.x_dtype), to_dtype(norm.y_dtype));
   const Rows x = as_rows(adds                 ? *call.residual
                          : has(call.residual) ? add_residual(call, out)
                                               : call.input,
-                         row_dims);
-  const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
+                         row_dims, pack);
+  const Tensor weight = aligned(norm.weight), bias = aligned(norm.bias);
   auto params = norm_params<NormForwardParams>(norm, out.rstd.numel(), call.rms, weight, bias);
   params.eps = call.eps;
   x.set(&params.x, &params.x_layout);
   std::optional<Rows> addend;
   if (adds) {
-    addend = as_rows(call.input, row_dims);
+    addend = as_rows(call.input, row_dims, pack);
     addend->set(&params.addend, &params.addend_layout);
     params.sum = out.residual_out.mutable_data_ptr();
   }
@@ -319,8 +320,9 @@ void backward_on_cuda(const NormBackwardCall& call, const NormColumns& norm,
                       const Tensor& dresidual, const Gradients<3>& made) {
   const c10::cuda::CUDAGuard guard(call.dy.device());
   const int64_t row_dims = static_cast<int64_t>(call.normalized_shape.size());
-  const Rows dy = as_rows(call.dy, row_dims), saved = as_rows(call.saved, row_dims);
-  const Tensor weight = aligned_param(norm.weight), bias = aligned_param(norm.bias);
+  const int pack = pack_elements(to_dtype(norm.x_dtype), to_dtype(norm.y_dtype));
+  const Rows dy = as_rows(call.dy, row_dims, pack), saved = as_rows(call.saved, row_dims, pack);
+  const Tensor weight = aligned(norm.weight), bias = aligned(norm.bias);
   auto params = norm_params<NormBackwardParams>(norm, call.rstd.numel(), call.rms, weight, bias);
   params.from_output = call.from_output;
   dy.set(&params.dy, &params.dy_layout);
@@ -367,7 +369,7 @@ Gradients<3> norm_backward(const NormBackwardCall& call) {
     check_saved(call, norm.cols);
     if (has(call.dresidual)) {
       check_layout(*call.dresidual, "dresidual");
-      dresidual = call.dresidual->contiguous();
+      dresidual = aligned(*call.dresidual);
       check_given(dresidual, "dresidual", call.input_dtype, dy.sym_sizes(), dy);
     }
   }

@@ -111,8 +111,7 @@ at::Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTen
 
 #ifdef FUSED_NORM_WITH_CUDA
 
-// What the launches of norms and gated norms have in common. `weight` and `bias` are
-// aligned_param()s.
+// What launches of norms and gated norms have in common. `weight` and `bias` are aligned().
 template <typename Params>
 Params norm_params(const NormColumns& norm, int64_t rows, bool rms, const at::Tensor& weight,
                    const at::Tensor& bias) {

@@ -146,15 +146,9 @@ Gradients<3> backward_by_chain(const GatedBackwardCall& pass) {
 
 #ifdef FUSED_NORM_WITH_CUDA
 
-// A tensor of a call as rows of (..., groups, cols). The kernels read packs where there are several
-// groups, and in backward: a tensor that is not aligned as these is copied.
-Rows rows_of(const Tensor& tensor, at::IntArrayRef shape, bool packs) {
-  const Rows rows = as_rows(tensor.reshape(shape), 1);
-  const int64_t pack = 16 / tensor.element_size();
-  const bool aligned = reinterpret_cast<uintptr_t>(rows.tensor.const_data_ptr()) % 16 == 0 &&
-                       rows.layout.stride % pack == 0 && rows.layout.outer_stride % pack == 0;
-  if (!packs || aligned) return rows;
-  return as_rows(rows.tensor.clone(at::MemoryFormat::Contiguous), 1);
+// A tensor of a call as rows of (..., groups, cols). Forward is fp32 `within`.
+Rows rows_of(const Tensor& tensor, at::IntArrayRef shape, DType within) {
+  return as_rows(tensor.reshape(shape), 1, pack_elements(to_dtype(tensor.scalar_type()), within));
 }
 
 // What forward and backward have in common.
@@ -163,7 +157,7 @@ struct Launch {
   const c10::SymDimVector sym_shape = shape_of(call);
   const at::IntArrayRef shape = C10_AS_INTARRAYREF_SLOW(sym_shape);  // (..., groups, columns)
   const int64_t groups = shape.end()[-2];
-  const Tensor weight = aligned_param(or_undefined(call.weight));
+  const Tensor weight = aligned(or_undefined(call.weight));
 
   bool has_kernels(bool backward) const {
     return groups <= (1 << 16) &&
@@ -200,8 +194,8 @@ Forward forward_cuda(const GatedCall& call) {
   const c10::cuda::CUDAGuard guard(call.input.device());
   const Launch gated{call};
   if (!gated.has_kernels(/*backward=*/false)) return forward_by_chain(call);
-  const Rows x = rows_of(call.input, gated.shape, gated.groups > 1);
-  const Rows z = rows_of(call.gate, gated.shape, gated.groups > 1);
+  const Rows x = rows_of(call.input, gated.shape, DType::kFloat32);
+  const Rows z = rows_of(call.gate, gated.shape, DType::kFloat32);
   const Tensor y = new_like(call.input);
   const Tensor rstd = new_tensor(y, lead_of(gated.sym_shape), at::kFloat);
   auto params = gated.params<NormForwardParams>(z);
@@ -223,8 +217,9 @@ Gradients<3> backward_cuda(const GatedBackwardCall& pass) {
   const c10::cuda::CUDAGuard guard(dy.device());
   const Launch gated{call};
   if (!gated.has_kernels(/*backward=*/true)) return backward_by_chain(pass);
-  const Rows d = rows_of(dy, gated.shape, true), x = rows_of(call.input, gated.shape, true);
-  const Rows z = rows_of(call.gate, gated.shape, true);
+  const DType dtype = to_dtype(dy.scalar_type());
+  const Rows d = rows_of(dy, gated.shape, dtype), x = rows_of(call.input, gated.shape, dtype);
+  const Rows z = rows_of(call.gate, gated.shape, dtype);
   auto params = gated.params<NormBackwardParams>(z);
   d.set(&params.dy, &params.dy_layout);
   x.set(&params.saved, &params.saved_layout);

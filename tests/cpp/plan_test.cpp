@@ -158,7 +158,7 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
       SCOPED_TRACE(testing::Message() << rows << " x " << cols);
       const FlatRows tiles = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, false, chip).tiles;
       const bool goes = dtypes.x == dtypes.y && size_of(dtypes.x) == 2 && cols % 8 != 0 &&
-                        cols >= 17 && cols <= 17 * 32 && chip.max_cluster_blocks > 1;
+                        cols <= 17 * 32 && chip.max_cluster_blocks > 1;
       ASSERT_EQ(tiles.slots > 0, goes);
       if (!goes) continue;
       const int units = kForwardTileUnits[tiles.row_class];
@@ -325,8 +325,7 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         }
         check_registers(plan, chip);
         // Rows that are dealt out in elements or pairs: to whole warps, of which there are kernels.
-        EXPECT_TRUE(!plan.dealt_out ||
-                    (cols % plan.pack != 0 && plan.threads_per_row % 32 == 0 && plan.packs == 1));
+        EXPECT_TRUE(cols % plan.pack == 0 || (plan.threads_per_row % 32 == 0 && plan.packs == 1));
       }
     }
   });
@@ -382,16 +381,14 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOut) {
   const auto plan_for = [](int cols, const DeviceProperties& chip) {
     return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, false, chip);
   };
-  EXPECT_FALSE(plan_for(37, kA100).dealt_out);  // would leave most of a warp idle
-  EXPECT_FALSE(plan_for(1000, kH200).dealt_out);
-  EXPECT_EQ(plan_for(91, kA100).threads_per_row, 32);
+  for (int cols : {7, 37, 91}) EXPECT_EQ(plan_for(cols, kA100).threads_per_row, 32);
   EXPECT_EQ(plan_for(777, kA100).packs, 1);
   EXPECT_EQ(plan_for(777, kA100).rows_per_block, 2);
-  for (int cols : {1022, 1278}) EXPECT_TRUE(plan_for(cols, kH200).dealt_out);
-  for (int cols : {91, 126, 777}) EXPECT_TRUE(plan_for(cols, kA100).dealt_out);
-  for (int cols : {1281, 1500, 3333, 3334, 8191})
+  for (int cols : {1022, 1278}) EXPECT_EQ(plan_for(cols, kH200).tier, Tier::kRegisters);
+  for (int cols : {1281, 1500, 3333, 3334, 8191}) {
     EXPECT_EQ(plan_for(cols, kH200).tier, Tier::kRing);
-  EXPECT_FALSE(plan_for(3333, kA100).dealt_out);  // there are no bulk copies: shifted
+    EXPECT_EQ(plan_for(cols, kA100).tier, Tier::kStreaming);  // there are no bulk copies
+  }
 }
 
 TEST(BackwardPlan, RowsGoInTiles) {
@@ -400,9 +397,9 @@ TEST(BackwardPlan, RowsGoInTiles) {
     return plan_norm_backward(rows, cols, x, y, false, false, chip).tier == Tier::kFlat;
   };
   // Those that are not whole packs, and those that would leave many lanes without one.
-  for (int cols : {17, 33, 65, 126, 129, 257, 513, 543}) EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {1, 15, 17, 33, 65, 126, 129, 257, 513, 543}) EXPECT_TRUE(goes(cols)) << cols;
   for (int cols : {72, 80, 96, 136, 144, 264, 384, 400, 520}) EXPECT_TRUE(goes(cols)) << cols;
-  for (int cols : {15, 16, 24, 40, 48, 64, 104, 112, 128, 192, 224, 240, 256, 512, 545, 640, 3333})
+  for (int cols : {8, 16, 24, 40, 48, 64, 104, 112, 128, 192, 224, 240, 256, 512, 545, 640, 3333})
     EXPECT_FALSE(goes(cols)) << cols;
   for (int64_t rows : {1, 7, 1 << 24})
     EXPECT_TRUE(goes(65, DType::kBFloat16, DType::kBFloat16, rows));
@@ -417,7 +414,7 @@ TEST(BackwardPlan, TilesOfEveryLength) {
     for (bool from_output : {false, true}) {
       const DType dtype = DType::kBFloat16;
       const auto plan = plan_norm_backward(1 << 20, cols, dtype, dtype, from_output, false, kH200);
-      if (cols % 8 != 0) EXPECT_EQ(plan.tier == Tier::kFlat, cols >= 17 && cols <= 17 * 32);
+      if (cols % 8 != 0) EXPECT_EQ(plan.tier == Tier::kFlat, cols <= 17 * 32);
       if (plan.tier == Tier::kFlat) check_flat(plan, kH200, 1 << 20, cols, from_output ? 3 : 1);
     }
   }

@@ -16,9 +16,7 @@ struct IsRegular {
   int cols, pack;
 
   bool operator()(const void* data, DType dtype, const RowLayout& layout) const {
-    const int64_t bytes = int64_t{pack} * size_of(dtype);
-    return reinterpret_cast<uintptr_t>(data) % bytes == 0 && cols % pack == 0 &&
-           layout.stride % pack == 0 && layout.outer_stride % pack == 0;
+    return cols % pack == 0 && start_on_packs(data, dtype, layout, pack);
   }
   bool operator()(const void* data, DType dtype) const {
     return (*this)(data, dtype, one_stride(cols));

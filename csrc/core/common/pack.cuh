@@ -1,6 +1,4 @@
 // Packs: the unit of memory access. A pack is N consecutive elements of a row, up to 16 bytes.
-// Column c of a row belongs to pack c / N whatever the row's alignment, so that a row's arithmetic
-// never depends on where it lies.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -188,18 +186,6 @@ __device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, 
   return bit_copy<Words<sizeof(T) * N>>(elements);
 }
 
-// Elements [begin, end) of a pack. A function, as few lanes of a row need it.
-template <typename T, int N>
-__device__ __noinline__ void store_elements(char* address, Words<sizeof(T) * N> pack, int begin,
-                                            int end) {
-  T elements[N];
-  memcpy(elements, &pack, sizeof(pack));
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    if (i >= begin && i < end) reinterpret_cast<T*>(address)[i] = elements[i];
-  }
-}
-
 // One access of kBytes to global memory, which the kernel does not read again. As assembly: the
 // compiler takes apart stores of structs in some kernels, four accesses in place of one.
 template <int kBytes>
@@ -297,24 +283,18 @@ __device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
   }
 }
 
-// N parameters of type T from column `col` (a multiple of N, in the row) on, in the accumulator's
-// precision. `data` is 16-byte aligned. Zero past `cols`, which regular rows never reach.
-template <typename T, bool kRegular, int N, typename A>
-__device__ __forceinline__ void load_params_of(const void* data, int col, int cols, A (&out)[N]) {
+// N parameters of type T from column `col` on, a multiple of N, in the accumulator's precision.
+// `data` is 16-byte aligned.
+template <typename T, int N, typename A>
+__device__ __forceinline__ void load_params_of(const void* data, int col, A (&out)[N]) {
   constexpr int kStep = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
   const char* const address =
       static_cast<const char*>(data) + static_cast<int64_t>(col) * sizeof(T);
 #pragma unroll
   for (int first = 0; first < N; first += kStep) {
-    Pack<T, kStep> pack{};
-    const char* const from = address + first * sizeof(T);
-    if (kRegular || col + first + kStep <= cols) {
-      pack.words = detail::load_words<sizeof(T) * kStep>(from);
-    } else if (col + first < cols) {
-      pack.words = detail::load_elements<T, kStep>(from, cols - (col + first));
-    }
     Accumulator<T> part[kStep];
-    unpack(pack, part);
+    unpack(Pack<T, kStep>{detail::load_words<sizeof(T) * kStep>(address + first * sizeof(T))},
+           part);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) out[first + i] = static_cast<A>(part[i]);
   }
@@ -333,15 +313,6 @@ __device__ __forceinline__ void with_param_type(DType dtype, Run run) {
   } else {
     run(__half());
   }
-}
-
-// The same for a dtype known only at run time: one branch a pack, the same for every thread.
-template <typename X, bool kRegular, int N, typename A>
-__device__ __forceinline__ void load_params(const ParamVector& params, int col, int cols,
-                                            A (&out)[N]) {
-  with_param_type<X>(params.dtype, [&](auto type) {
-    load_params_of<decltype(type), kRegular>(params.data, col, cols, out);
-  });
 }
 
 }  // namespace fused_norm

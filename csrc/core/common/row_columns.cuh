@@ -1,5 +1,5 @@
 // A thread's share of a row: kPacks packs, those of a warp next to each other in memory. Pack p of
-// lane l of warp w starts at column ((w * kPacks + p) * 32 + l) * N, whatever the row's alignment.
+// lane l of warp w starts at column ((w * kPacks + p) * 32 + l) * N.
 // Rows that are not whole packs are dealt out within those 32 * N columns in units of U elements,
 // pairs if the row's length is even and else one by one: pack p then holds the U columns from
 // (w * kPacks + p) * 32 * N + l * U on and those 32 * U, 64 * U, ... further on. (For 32 read the
@@ -13,23 +13,21 @@ namespace fused_norm {
 // How the rows of a launch lie. Kernels hold all forms and branch once.
 enum class RowsLie {
   kRegular,   // each starts on a pack boundary and is a whole number of packs
-  kShifted,   // whole packs, which start anywhere
-  kPairs,     // not whole packs, but an even number of elements
-  kElements,  // any
+  kPairs,     // not whole packs, but an even number of elements; anywhere
+  kElements,  // not whole packs; anywhere
 };
-constexpr bool dealt_out(RowsLie lie) {
-  return lie == RowsLie::kPairs || lie == RowsLie::kElements;
-}
+constexpr bool dealt_out(RowsLie lie) { return lie != RowsLie::kRegular; }
 
 // Whether rows of T are dealt out in pairs where they can be: fp32, whose elements are as wide,
 // gains little.
 template <typename T>
 constexpr bool kInPairs = sizeof(T) == 2;
 
-// How the rows of a launch lie that are dealt out.
+// How rows of T lie, of which those that are whole packs start on pack boundaries.
 template <typename T>
-constexpr RowsLie dealt_out_as(int cols) {
-  return kInPairs<T> && cols % 2 == 0 ? RowsLie::kPairs : RowsLie::kElements;
+constexpr RowsLie rows_lie(int cols, int pack, bool in_pairs = true) {
+  if (cols % pack == 0) return RowsLie::kRegular;
+  return in_pairs && kInPairs<T> && cols % 2 == 0 ? RowsLie::kPairs : RowsLie::kElements;
 }
 
 // How many columns of a thread's pack, of `pack`, follow each other.

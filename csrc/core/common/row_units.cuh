@@ -52,53 +52,78 @@ __device__ __forceinline__ Unit<T, kUnit> load_unit(const T* from) {
   }
 }
 
-// Reads slices.
+// Reads slices. Units stay apart until all are asked for: to put them together waits for them. Of
+// so many units that they would fill the registers the rest is asked for when the first are packs.
 template <typename T, int N, RowsLie kLie, int kPacks>
 class UnitReader {
-  static constexpr int kUnit = unit_of(kLie, N);
+  static constexpr int kUnit = unit_of(kLie, N), kMostUnits = 32;
+  static constexpr bool kLate = kPacks * N / kUnit > kMostUnits;
+  static constexpr int kAtOnce = kLate ? 2 : kPacks;  // packs
 
  public:
-  // Units stay apart until all are asked for: to put them together waits for them.
   struct Loaded {
-    Unit<T, kUnit> units[kPacks][N / kUnit] = {};
+    Unit<T, kUnit> units[kAtOnce][N / kUnit] = {};
   };
 
   template <typename Group>
-  __device__ __forceinline__ void fetch(const T* at, int left, bool, const Group& group,
-                                        Loaded& loaded) const {
-    const int step = slice_step<N>(group);
-    with_units<kUnit>(at, [&](auto whole) {
+  __device__ __forceinline__ void fetch(const T* at, int left, const Group& group, Loaded& loaded) {
+    at_ = at;
+    left_ = left;
+    if (!kLate) load(0, group, loaded);
+  }
+
+  template <typename Group, typename Put>
+  __device__ __forceinline__ void extract(const Loaded& fetched, const Group& group,
+                                          Put put) const {
+    if constexpr (!kLate) {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) {
-        visit_units<kLie, N>(group, left - p * step, [&](int i, bool inside) {
+      for (int p = 0; p < kPacks; ++p) put(p, pack_of(fetched.units[p]));
+    } else {
+#pragma unroll
+      for (int first = 0; first < kPacks; first += kAtOnce) {
+        Loaded loaded;
+        load(first, group, loaded);
+#pragma unroll
+        for (int p = 0; p < kAtOnce; ++p) put(first + p, pack_of(loaded.units[p]));
+      }
+    }
+  }
+
+ private:
+  template <typename Group>
+  __device__ __forceinline__ void load(int first, const Group& group, Loaded& loaded) const {
+    const int step = slice_step<N>(group);
+    with_units<kUnit>(at_, [&](auto whole) {
+#pragma unroll  // the other way round the compiler has one load wait for another
+      for (int p = kAtOnce - 1; p >= 0; --p) {
+        const int from = (first + p) * step;
+        visit_units<kLie, N>(group, left_ - from, [&](int i, bool inside) {
           if (inside) {
             loaded.units[p][i / kUnit] =
-                load_unit<kUnit, decltype(whole)::value>(at + p * step + i * group.lanes());
+                load_unit<kUnit, decltype(whole)::value>(at_ + from + i * group.lanes());
           }
         });
       }
     });
   }
-
-  template <typename Group, typename Put>
-  __device__ __forceinline__ void extract(const Loaded& loaded, int, const Group&, Put put) const {
+  __device__ __forceinline__ static Pack<T, N> pack_of(const Unit<T, kUnit> (&units)[N / kUnit]) {
+    Pack<T, N> pack;
+    if constexpr (sizeof(T) * kUnit < 4) {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      Pack<T, N> pack;
-      if constexpr (sizeof(T) * kUnit < 4) {
-#pragma unroll
-        for (int i = 0; i < N / 2; ++i)
-          pack.words.at[i] = loaded.units[p][2 * i].at[0] | loaded.units[p][2 * i + 1].at[0] << 16;
-      } else {
-        memcpy(&pack, loaded.units[p], sizeof(pack));
-      }
-      put(p, pack);
+      for (int i = 0; i < N / 2; ++i)
+        pack.words.at[i] = units[2 * i].at[0] | units[2 * i + 1].at[0] << 16;
+    } else {
+      memcpy(&pack, units, sizeof(pack));
     }
+    return pack;
   }
+
+  const T* at_;
+  int left_;
 };
 
 // Writes them.
-template <typename T, int N, RowsLie kLie, int kPacks>
+template <typename T, int N, RowsLie kLie>
 class UnitWriter {
   static constexpr int kUnit = unit_of(kLie, N);
 

@@ -40,12 +40,9 @@ class SliceBounds {
 #pragma unroll
         for (int i = first; i < first + unit_of(kLie, N); ++i) visit(i, inside);
       });
-    } else if (kLie == RowsLie::kRegular || left(p) >= N) {
-#pragma unroll
-      for (int i = 0; i < N; ++i) visit(i, true);
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) visit(i, i < left(p));
+      for (int i = 0; i < N; ++i) visit(i, true);
     }
   }
 

@@ -47,6 +47,12 @@ constexpr RowLayout two_strides(uint32_t inner, int64_t stride, int64_t outer_st
   return {stride, outer_stride, inner, divider.multiplier, divider.shift};
 }
 
+// Whether every row starts on a boundary of packs of so many elements.
+inline bool start_on_packs(const void* data, DType dtype, const RowLayout& layout, int pack) {
+  return reinterpret_cast<uintptr_t>(data) % (pack * size_of(dtype)) == 0 &&
+         layout.stride % pack == 0 && layout.outer_stride % pack == 0;
+}
+
 // A vector of `cols` parameters in its own dtype; `data` is null when the norm has none.
 struct ParamVector {
   const void* data;

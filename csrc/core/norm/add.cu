@@ -9,11 +9,7 @@ cudaError_t add_forward(const NormForwardParams& params, const NormForwardPlan& 
   const AddLoad<X, Y> load{input_load<X>(params.x, params.x_layout, params),
                            input_load<Y>(params.addend, params.addend_layout, params),
                            static_cast<X*>(params.sum), params.rows, params.cols};
-  const IsRegular is_regular{params.cols, plan.pack};
-  const bool regular = is_regular(params.x, params.x_dtype, params.x_layout) &&
-                       is_regular(params.addend, params.y_dtype, params.addend_layout) &&
-                       is_regular(params.sum, params.x_dtype);
-  return norm_forward_from<Y>(load, regular, params, plan, stream);
+  return norm_forward_from<Y>(load, params, plan, stream);
 }
 
 }  // namespace

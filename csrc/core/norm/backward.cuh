@@ -106,8 +106,7 @@ __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, 
                                           float (&w)[kPacks][N]) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    // The lanes of shifted rows exchange what they write.
-    if (kLie != RowsLie::kShifted && p * kSliceStep<N> >= left) break;
+    if (p * kSliceStep<N> >= left) break;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (past_half(i)) break;
@@ -118,16 +117,9 @@ __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, 
       params.get(kWeight, p, g);
       rows.finish(p, dx - out.dx + p * kSliceStep<N>, g, xhat[p], w[p]);
     }
-    if (out.dresidual != nullptr) {
-      const int64_t at = dx - out.dx + p * kSliceStep<N>;
-      const int left_of_pack = left - p * kSliceStep<N>;
-      if constexpr (dealt_out(kLie)) {
-        out.template add_residual_apart<kLie>(at, left_of_pack, w[p]);
-      } else {
-        out.template add_residual<kLie == RowsLie::kRegular>(at, left_of_pack, in.rows * in.cols,
-                                                             w[p]);
-      }
-    }
+    if (out.dresidual != nullptr)
+      out.template add_residual<kLie>(dx - out.dx + p * kSliceStep<N>, left - p * kSliceStep<N>,
+                                      w[p]);
     round_to(pack, w[p]);
     writer.store(p, pack, group);
   }
@@ -208,6 +200,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
 
   wait_for_prerequisites();
   out.clear_totals();
+  const int listed_columns = kFromOutput ? in.list.count() : 0;
   using Params = StagedParams<kPacks, N, kSaved, !kRms>;
   const Params params(staged, group.thread());
   float* const behind_params = staged + Params::floats(max(group.threads(), kWarpSize));
@@ -229,7 +222,6 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   if (at.row < in.rows) look_ahead();
   if (kRegular) params.template stage_all<kLie>(in, group, col);
   using Share = ListedShare<kLie, Params, 1, false, X, Y, typename In::Kept>;
-  const int listed_columns = kFromOutput ? in.list.count() : 0;
   auto listed = [&] { return listed_share<Share>(in, out, group, staged, listed_columns); };
   auto next_listed =
       begin_listed<Share>(listed, listed_columns > 0, group, at.row < in.rows, at.row);
@@ -256,7 +248,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
     sum_up_group<kRms>(group, sums, sum_w, sum_wx);
     if (out.dx == nullptr) continue;
     const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
-    WriterOf<X, N, kLie, kPacks> writer;
+    WriterOf<X, N, kLie> writer;
     writer.open(dx, row_left);
     Pack<X, N> pack;
     write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, writer, pack,
@@ -272,10 +264,6 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
 // Rows that are not whole packs go in pairs where that is often asked for.
 template <typename X, typename Y>
 constexpr bool kBackwardInPairs = kInPairs<X>&& std::is_same_v<X, Y>;
-template <typename X, typename Y>
-constexpr RowsLie backward_deals_out(int cols) {
-  return kBackwardInPairs<X, Y> ? dealt_out_as<X>(cols) : RowsLie::kElements;
-}
 
 template <RowsLie kLie>
 using ConstantLie = std::integral_constant<RowsLie, kLie>;
@@ -294,8 +282,6 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
   };
   if (lie == RowsLie::kRegular) {
     run(ConstantLie<RowsLie::kRegular>());
-  } else if (lie == RowsLie::kShifted) {
-    run(ConstantLie<RowsLie::kShifted>());
   } else if constexpr (kPacks == 1) {
     if constexpr (kBackwardInPairs<X, Y>) {
       if (lie == RowsLie::kPairs) return run(ConstantLie<RowsLie::kPairs>());

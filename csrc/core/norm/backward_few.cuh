@@ -54,7 +54,7 @@ __device__ __forceinline__ void sum_up_row(const Params& params, int left, float
 }
 
 // The dx of a row.
-template <bool kRegular, bool kRms, Saved kSaved, bool kLists, typename X>
+template <bool kRms, Saved kSaved, bool kLists, typename X>
 __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
                                          const BackwardOutput<X, float>& out, int64_t row,
                                          FewRowSums::Slots& slots) {
@@ -64,11 +64,8 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const RowGroup<true> group;
   const int col = slice_column<N, kPacks>(group);
   const int left = in.cols - col;
-  SliceReader<X, N, kRegular, kPacks> saved, dy;
-  typename SliceReader<X, N, kRegular, kPacks>::Loaded saved_loaded, dy_loaded;
-  auto follow = [&](const RowLayout& layout) {
-    return kRegular || rows_follow(layout, row, in.rows, in.cols, N);
-  };
+  PackReader<X, N, kPacks> saved, dy;
+  typename PackReader<X, N, kPacks>::Loaded saved_loaded, dy_loaded;
   constexpr bool kFromOutput = kSaved == Saved::kOutput;
   // Each thread stages its own parameters, which it need not hold in registers while the row is
   // under way; three of each column before that, as they would take too many.
@@ -81,9 +78,8 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
 #pragma unroll 1  // which is less code to fetch
   for (int p = 0; kLists && p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
   if (kFromOutput && !kLists) stage();
-  saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, follow(in.saved_layout), group,
-              saved_loaded);
-  dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, follow(in.dy_layout), group, dy_loaded);
+  saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, group, saved_loaded);
+  dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, group, dy_loaded);
   if (out.dresidual != nullptr)
     out.template prefetch_residual<RowsLie::kRegular, N, kPacks>(row * in.cols + col, left);
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
@@ -102,26 +98,24 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
-  saved.extract(saved_loaded, left, group,
-                [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
-  dy.extract(dy_loaded, left, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
+  saved.extract(saved_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
+  dy.extract(dy_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
   float g[N], of_w[N], of_wx[N];
   sum_up_row<kRms, kFromOutput>(params, left, mean, rstd, xhat, w, g, of_w, of_wx, sum_w, sum_wx);
   if (kLists && listed.any()) sum_wx += listed.add_up(row, own_listed);
   sum_up_group<kRms>(group, sums, sum_w, sum_wx);
   const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
-  SliceWriter<X, N, kRegular, kPacks> writer;
+  PackWriter<X, N> writer;
   writer.open(out.dx + row * in.cols + col, left);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    if (kRegular && p * kSliceStep<N> >= left) break;
+    if (p * kSliceStep<N> >= left) break;
 #pragma unroll
     for (int i = 0; i < N; ++i) w[p][i] = gradient.at(w[p][i], xhat[p][i]);
-    if (out.dresidual != nullptr) {
-      out.template add_residual<kRegular>(row * in.cols + col + p * kSliceStep<N>,
-                                          left - p * kSliceStep<N>, in.rows * in.cols, w[p]);
-    }
+    if (out.dresidual != nullptr)
+      out.template add_residual<RowsLie::kRegular>(row * in.cols + col + p * kSliceStep<N>,
+                                                   left - p * kSliceStep<N>, w[p]);
     Pack<X, N> pack;
     round_to(pack, w[p]);
     writer.store(p, pack, group);
@@ -177,7 +171,7 @@ __device__ __forceinline__ void write_columns(const In& in, const ColumnGradient
 
 // The sums over the rows split, split + splits, ... of a tile of columns, and over its blocks,
 // which are a cluster. A thread takes one pack of some rows.
-template <bool kRegular, bool kRms, Saved kSaved, bool kLists, typename X>
+template <bool kRms, Saved kSaved, bool kLists, typename X>
 __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in,
                                             const ColumnGradients& gradients, int tile, int split,
                                             int splits, FewShared& shared) {
@@ -203,16 +197,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
   if (col < in.cols) {
     auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
       const X* const from = row_start(base, layout, row) + col;
-      Pack<X, N> pack;
-      if (kRegular) {
-        pack.words = detail::load_words<16>(reinterpret_cast<const char*>(from));
-      } else {
-        X elements[N];
-#pragma unroll
-        for (int i = 0; i < N; ++i) elements[i] = __ldg(from + i);
-        memcpy(&pack, elements, sizeof(pack));
-      }
-      return pack;
+      return Pack<X, N>{detail::load_words<16>(reinterpret_cast<const char*>(from))};
     };
     for (int64_t row = int64_t{thread / kLanes} * splits + split; row < in.rows;
          row += kRows * step) {
@@ -261,14 +246,14 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
 
 // Blocks, in clusters of `splits`: `look_blocks`, if that is asked for, that look at the
 // parameters; one cluster for each tile of columns; and one block for each row. kLists: from the
-// output, where there may be a list, or rows are not regular.
+// output, where there may be a list.
 template <typename X, bool kLists>
 __global__ void __launch_bounds__(backward_threads(2), 2)
     norm_backward_few(const __grid_constant__ BackwardInput<X, X, float> in,
                       const __grid_constant__ BackwardOutput<X, float> out,
                       const __grid_constant__ ColumnGradients gradients,
-                      const __grid_constant__ ColumnLook<float> look, bool regular, int look_blocks,
-                      int tiles, int splits) {
+                      const __grid_constant__ ColumnLook<float> look, int look_blocks, int tiles,
+                      int splits) {
   __shared__ FewShared shared;
   int block = blockIdx.x;
   meet_previous_kernel();
@@ -283,19 +268,17 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   block -= look_blocks;
   const int64_t row = block - tiles * splits;
   if (row >= in.rows) return;
-  with_flag(regular, [&](auto is_regular) {
-    with_flag(in.rms, [&](auto is_rms) {
-      with_flag(kLists || in.from_output, [&](auto is_output) {
-        constexpr bool kRegular = decltype(is_regular)::value, kRms = decltype(is_rms)::value;
-        constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
-        if constexpr (kSaved == Saved::kInput ? kLists : !kLists && !kRegular) return;
-        if (row < 0) {
-          few_columns<kRegular, kRms, kSaved, kLists>(in, gradients, block / splits, block % splits,
-                                                      splits, shared);
-        } else {
-          few_rows<kRegular, kRms, kSaved, kLists>(in, out, row, shared.slots);
-        }
-      });
+  with_flag(in.rms, [&](auto is_rms) {
+    with_flag(kLists || in.from_output, [&](auto is_output) {
+      constexpr bool kRms = decltype(is_rms)::value;
+      constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
+      if constexpr (kLists && kSaved == Saved::kInput) return;
+      if (row < 0) {
+        few_columns<kRms, kSaved, kLists>(in, gradients, block / splits, block % splits, splits,
+                                          shared);
+      } else {
+        few_rows<kRms, kSaved, kLists>(in, out, row, shared.slots);
+      }
     });
   });
 }

@@ -72,43 +72,21 @@ struct BackwardOutput {
     }
   }
 
-  // Adds to a pack of dx, which starts at element `at` of `size`; `left` columns of the row remain
-  // from there on. Values past the row's end get anything.
-  template <bool kRegular, int N>
-  __device__ __forceinline__ void add_residual(int64_t at, int left, int64_t size,
-                                               A (&gradient)[N]) const {
-    if (left <= 0) return;
-    constexpr int kBytes = sizeof(X) * N;
-    const char* const from = reinterpret_cast<const char*>(dresidual + at);
-    const int shift = kRegular ? 0 : static_cast<int>(reinterpret_cast<uintptr_t>(from) % kBytes);
-    Pack<X, N> residual;
-    if (shift == 0 && (kRegular || left >= N)) {
-      residual.words = detail::load_words<kBytes>(from);
-    } else if (size - at < 2 * N) {  // granules might reach past the tensor
-      residual.words = detail::load_elements<X, N>(from, left);
-    } else {
-      residual.words =
-          detail::shifted_bytes<kBytes>(detail::load_words<kBytes>(from - shift),
-                                        detail::load_words<kBytes>(from - shift + kBytes), shift);
-    }
-    A added[N];
-    unpack(residual, added);
-#pragma unroll
-    for (int i = 0; i < N; ++i) gradient[i] += added[i];
-  }
-
-  // The same, element by element.
+  // Adds to a pack of dx, which starts at element `at`; `left` columns of the row remain from there
+  // on. Values past the row's end get anything.
   template <RowsLie kLie, int N>
-  __device__ __forceinline__ void add_residual_apart(int64_t at, int left, A (&gradient)[N]) const {
+  __device__ __forceinline__ void add_residual(int64_t at, int left, A (&gradient)[N]) const {
+    constexpr int kAtOnce = dealt_out(kLie) ? 1 : N;
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
+    for (int i = 0; i < N; i += kAtOnce) {
       const int column = column_in_pack(kLie, N, i);
       if (column >= left) break;
-      float added[1];
-      unpack(Pack<X, 1>{detail::load_words<sizeof(X)>(
+      A added[kAtOnce];
+      unpack(Pack<X, kAtOnce>{detail::load_words<sizeof(X) * kAtOnce>(
                  reinterpret_cast<const char*>(dresidual + at + column))},
              added);
-      gradient[i] += added[0];
+#pragma unroll
+      for (int e = 0; e < kAtOnce; ++e) gradient[i + e] += added[e];
     }
   }
 };
@@ -174,13 +152,13 @@ struct ColumnParams {
  private:
   template <RowsLie kLie>
   __device__ static void load_vector(const ParamVector& params, int col, int cols, A (&out)[N]) {
-    if constexpr (!dealt_out(kLie)) {
-      if (col < cols) load_params<A, false>(params, col, cols, out);
-    } else {
-      with_param_type<A>(params.dtype, [&](auto type) {
+    with_param_type<A>(params.dtype, [&](auto type) {
+      if constexpr (dealt_out(kLie)) {
         load_apart<decltype(type), kLie>(params.data, col, cols, out);
-      });
-    }
+      } else if (col < cols) {
+        load_params_of<decltype(type)>(params.data, col, out);
+      }
+    });
   }
   // No load waits for another; past the end, the last column's.
   template <typename T, RowsLie kLie>

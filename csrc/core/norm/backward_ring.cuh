@@ -326,8 +326,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
 template <typename X, typename Y, typename S, bool kRms, Saved kSaved>
 __global__ void __launch_bounds__(ring_kernel(kSaved == Saved::kOutput, kRms).most_threads, 1)
     norm_backward_ring(const __grid_constant__ BackwardInput<Y, S, float> in,
-                       const __grid_constant__ BackwardOutput<X, float> out, bool regular,
-                       int stages, int partial_sets, int rows_in_sequence) {
+                       const __grid_constant__ BackwardOutput<X, float> out, int stages,
+                       int partial_sets, int rows_in_sequence) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
@@ -335,10 +335,8 @@ __global__ void __launch_bounds__(ring_kernel(kSaved == Saved::kOutput, kRms).mo
     norm_backward_late<decltype(lie)::value, kRms, kSaved>(in, out, stages, partial_sets,
                                                            rows_in_sequence, shared);
   };
-  if (regular) {
+  if (in.cols % N == 0) {
     run(std::integral_constant<RowsLie, RowsLie::kRegular>());
-  } else if (in.cols % N == 0) {
-    run(std::integral_constant<RowsLie, RowsLie::kShifted>());
   } else {
     run(std::integral_constant<RowsLie, RowsLie::kElements>());
   }

@@ -7,52 +7,46 @@
 
 namespace fused_norm {
 
-// Each thread loads its own columns of the next row, from `col` on.
+// Each thread loads its own columns of the next row, from `col` on; rows that are dealt out.
 template <typename Y, typename S, int N, RowsLie kLie, int kPacks, typename Group>
 class RowsInRegisters {
  public:
   // Of the rows row, row + stride, ...
   __device__ RowsInRegisters(const BackwardInput<Y, S, float>& in, const Group& group, int col,
                              int64_t row, int64_t stride)
-      : in_(in),
+      : rows_(in.rows),
         group_(group),
         left_(in.cols - col),
         saved_at_(in.saved, in.saved_layout, min(row, in.rows - 1), stride, col),
         dy_at_(in.dy, in.dy_layout, min(row, in.rows - 1), stride, col) {}
   // Of no row if that is past the end.
   __device__ __forceinline__ void ask_for_first(int64_t row) {
-    if (row < in_.rows) fetch(row);
+    if (row < rows_) fetch();
   }
 
-  // The row at hand; of one past the end, anything. All lanes of a warp take part.
+  // The row at hand; of one past the end, anything.
   __device__ __forceinline__ void take(int64_t, float (&saved)[kPacks][N],
                                        float (&dy)[kPacks][N]) const {
-    saved_.extract(saved_loaded_, left_, group_,
+    saved_.extract(saved_loaded_, group_,
                    [&](int p, const Pack<S, N>& pack) { unpack(pack, saved[p]); });
-    dy_.extract(dy_loaded_, left_, group_,
-                [&](int p, const Pack<Y, N>& pack) { unpack(pack, dy[p]); });
+    dy_.extract(dy_loaded_, group_, [&](int p, const Pack<Y, N>& pack) { unpack(pack, dy[p]); });
   }
   // Asks for the next one, which is `row`.
   __device__ __forceinline__ void ask_for(int64_t row) {
     saved_at_.step(row);
     dy_at_.step(row);
-    fetch(row);
+    fetch();
   }
 
  private:
-  __device__ __forceinline__ void fetch(int64_t row) {
-    constexpr bool kShifted = kLie == RowsLie::kShifted;
-    saved_.fetch(saved_at_.at(), left_,
-                 kShifted && rows_follow(in_.saved_layout, row, in_.rows, in_.cols, N), group_,
-                 saved_loaded_);
-    dy_.fetch(dy_at_.at(), left_,
-              kShifted && rows_follow(in_.dy_layout, row, in_.rows, in_.cols, N), group_,
-              dy_loaded_);
+  __device__ __forceinline__ void fetch() {
+    saved_.fetch(saved_at_.at(), left_, group_, saved_loaded_);
+    dy_.fetch(dy_at_.at(), left_, group_, dy_loaded_);
   }
 
   using SavedReader = ReaderOf<S, N, kLie, kPacks>;
   using GradientReader = ReaderOf<Y, N, kLie, kPacks>;
-  const BackwardInput<Y, S, float>& in_;
+  int64_t rows_;
   const Group& group_;
   int left_;
   RowCursor<const S> saved_at_;

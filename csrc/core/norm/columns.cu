@@ -30,12 +30,12 @@ struct ListInput {
     if (of.weight.data && of.bias.data && of.weight.dtype == of.bias.dtype &&
         col + kListPack <= of.cols) {  // both are on their way at once
       with_param_type<A>(of.weight.dtype, [&](auto type) {
-        load_params_of<decltype(type), true>(of.weight.data, col, of.cols, g);
-        load_params_of<decltype(type), true>(of.bias.data, col, of.cols, b);
+        load_params_of<decltype(type)>(of.weight.data, col, g);
+        load_params_of<decltype(type)>(of.bias.data, col, b);
       });
     } else {
-      if (of.weight.data) load_params<A, false>(of.weight, col, of.cols, g);
-      if (of.bias.data) load_params<A, false>(of.bias, col, of.cols, b);
+      if (of.weight.data) load(of.weight, col, g);
+      if (of.bias.data) load(of.bias, col, b);
     }
     Bits bits{};
 #pragma unroll
@@ -46,6 +46,20 @@ struct ListInput {
       bits.lost |= uint32_t{inside && !meets(precise, effective, b[i])} << i;
     }
     return bits;
+  }
+
+ private:
+  // Zero past the end.
+  __device__ __forceinline__ void load(const ParamVector& params, int col,
+                                       A (&out)[kListPack]) const {
+    if (col + kListPack <= of.cols) {
+      with_param_type<A>(params.dtype,
+                         [&](auto type) { load_params_of<decltype(type)>(params.data, col, out); });
+    } else {
+#pragma unroll
+      for (int i = 0; i < kListPack; ++i)
+        out[i] = col + i < of.cols ? load_param<A>(params, col + i) : A(0);
+    }
   }
 };
 

@@ -53,8 +53,8 @@ template <typename Form, bool kBias, int N, int kPacks, typename Load, typename 
           bool kWalks = false>
 class ParamsAhead {
   using X = typename Load::Input;
-  static constexpr bool kWhole = Form::kLie == RowsLie::kRegular;
-  static constexpr bool kTyped = kWhole && std::is_same_v<typename Form::Param, X>;
+  static constexpr bool kTyped =
+      Form::kLie == RowsLie::kRegular && std::is_same_v<typename Form::Param, X>;
   static constexpr bool kAhead = kTyped && (kWalks || params_ahead(kPacks));
 
  public:
@@ -110,7 +110,7 @@ class ParamsAhead {
       unpack(at(0, p)->pack, g);
       if (kBias) unpack(at(1, p)->pack, b);
     } else {
-      store_.template load<Form, kBias, kWhole>(col_ + p * slice_step<N>(group), group, g, b);
+      store_.template load<Form, kBias>(col_ + p * slice_step<N>(group), group, g, b);
     }
   }
 
@@ -138,15 +138,14 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
                                                  const Group& group, const Bounds& bounds, A rstd,
                                                  const Params& params, const Store& store,
                                                  int64_t row, int col, int left, Finish finish) {
-  WriterOf<typename Store::Output, N, kLie, kPacks> writer;
+  WriterOf<typename Store::Output, N, kLie> writer;
   writer.open(store.y + row * store.cols + col, left);
   params.wait();
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    // The lanes of shifted rows exchange what they write.
-    if (kLie != RowsLie::kShifted && !bounds.reach(p)) break;
+    if (!bounds.reach(p)) break;
     A x[N], g[N], b[N];
-    if (bounds.reach(p)) params.get(p, group, g, b);
+    params.get(p, group, g, b);
     values.get(p, bounds, x);
 #pragma unroll
     for (int i = 0; i < N; ++i) x[i] *= rstd;
@@ -189,8 +188,8 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
 // A group of threads takes one row and is done; that the others of its multiprocessor are at other
 // rows, and other blocks follow, keeps the memory busy.
 //
-// rms: whether this is RMSNorm, as a constant for all rows but shifted ones, whose code is long and
-// seldom runs.
+// rms: whether this is RMSNorm, as a constant for all rows but those whose code is long and seldom
+// runs.
 template <typename Form, int kPacks, bool kWholeWarps, typename Rms, typename Load, typename Store>
 __device__ __forceinline__ void norm_forward_once(
     Rms rms, const Load& load, const Store& store, const StatisticsOf<Load, Store>& out,
@@ -262,23 +261,25 @@ __device__ __forceinline__ void norm_forward_once(
   }
 }
 
-// kWholeWarps: else rows have less than a warp's lanes.
+// kWholeWarps: else rows have less than a warp's lanes. `typed`: of rows that are dealt out,
+// whether all parameters are of their type and the kernel has code for that.
 template <typename Load, typename Store, int kPacks, bool kWholeWarps>
 __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_blocks(Load::kAdds))
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
-                           const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie) {
+                           const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie,
+                           bool typed) {
   __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
   using X = typename Load::Input;
-  constexpr bool kDealsOut =
-      deals_out(Load::kAdds, std::is_same_v<X, typename Store::Output>, kPacks, sizeof(X));
+  constexpr bool kTypes = deals_out_typed(Load::kAdds, std::is_same_v<X, typename Store::Output>,
+                                          kPacks, kWholeWarps, sizeof(X));
   auto run = [&](auto form, auto rms) {
     norm_forward_once<decltype(form), kPacks, kWholeWarps>(rms, load, store, out, shared);
   };
   std::conditional_t<Load::kGates, std::true_type, bool> rms{};  // a gate is RMSNorm's
   if constexpr (!Load::kGates) rms = out.mean == nullptr;
-  if (lie == RowsLie::kShifted) return run(RowForm<RowsLie::kShifted, X, void>(), rms);
+  if (dealt_out(lie) && !typed) return run(RowForm<RowsLie::kElements, X, void>(), rms);
   with_flag(rms, [&](auto is_rms) {
-    store.template with_form<X, !decltype(is_rms)::value, kDealsOut>(
+    store.template with_form<X, !decltype(is_rms)::value, kTypes>(
         lie, [&](auto form) { run(form, is_rms); });
   });
 }

@@ -6,15 +6,12 @@ namespace fused_norm {
 cudaError_t norm_gated_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                                cudaStream_t stream) {
   const Gate& gate = params.gate;
-  const IsRegular is_regular{params.cols, plan.pack};
-  const bool regular = is_regular(params.x, params.x_dtype, params.x_layout) &&
-                       is_regular(gate.data, params.x_dtype, gate.layout);
   return with_dtype<__half, __nv_bfloat16, float>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     const GatedLoad<X> load{input_load<X>(params.x, params.x_layout, params),
                             input_load<X>(gate.data, gate.layout, params), gate.form, params.rows,
                             params.cols};
-    return norm_forward_from<X>(load, regular, params, plan, stream);
+    return norm_forward_from<X>(load, params, plan, stream);
   });
 }
 

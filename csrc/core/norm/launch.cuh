@@ -30,9 +30,8 @@ StatisticsOf<Load, AffineStore<Y>> statistics_out(const NormForwardParams& param
           {params.list.room, params.list.columns, static_cast<A*>(params.list.side)}};
 }
 
-// `reads_regular`: what the policy reads and writes by itself is regular.
 template <typename Y, typename Load>
-cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormForwardParams& params,
+cudaError_t norm_forward_from(const Load& load, const NormForwardParams& params,
                               const NormForwardPlan& plan, cudaStream_t stream) {
   using X = typename Load::Input;
   using Store = AffineStore<Y>;
@@ -41,23 +40,15 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
   const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
                                 : store.template all_of<true>(kDTypeOf<X>);
   const bool whole_warps = plan.threads_per_row >= kWarpSize;
-  const bool dealt_out = params.cols % plan.pack != 0 && typed &&
-                         plan.threads_per_row >= kMinDealtOutLanes &&
-                         deals_out(Load::kAdds, std::is_same_v<X, Y>, plan.packs, sizeof(X));
-  const bool regular = reads_regular && IsRegular{params.cols, plan.pack}(params.y, params.y_dtype);
-  const RowsLie lie = dealt_out ? dealt_out_as<X>(params.cols)
-                      : regular ? RowsLie::kRegular
-                                : RowsLie::kShifted;
+  const RowsLie lie = rows_lie<X>(params.cols, plan.pack);
   KernelPlan launched = plan;
-  auto run = [&](auto kernel, auto form) {
-    return detail::launch_plan(kernel, launched, stream, load, store, out, form);
-  };
   if (lie == RowsLie::kRegular && typed) {
     if constexpr (std::is_same_v<Load, InputLoad<Y>>) {
       if (plan.ring.slots > 0) {
         launched.blocks = plan.ring.blocks;
         launched.shared_bytes = plan.ring.shared_bytes;
-        return run(norm_forward_ring<X>, plan.ring.slots);
+        return detail::launch_plan(norm_forward_ring<X>, launched, stream, load, store, out,
+                                   plan.ring.slots);
       }
     }
     const int of_thread = (params_ahead(plan.packs) ? params_bytes(plan.packs, !params.rms) : 0) +
@@ -65,10 +56,15 @@ cudaError_t norm_forward_from(const Load& load, bool reads_regular, const NormFo
     launched.shared_bytes =
         std::max(plan.shared_bytes, plan.threads_per_row * plan.rows_per_block * of_thread);
   }
-  if (!whole_warps) return run(norm_forward_registers<Load, Store, 4, false>, lie);
-  if (plan.packs == 2) return run(norm_forward_registers<Load, Store, 2, true>, lie);
-  if (plan.packs == 4) return run(norm_forward_registers<Load, Store, 4, true>, lie);
-  return run(norm_forward_registers<Load, Store, kMostPacks, true>, lie);
+  const bool deals_typed = typed && deals_out_typed(Load::kAdds, std::is_same_v<X, Y>, plan.packs,
+                                                    whole_warps, sizeof(X));
+  auto run = [&](auto kernel) {
+    return detail::launch_plan(kernel, launched, stream, load, store, out, lie, deals_typed);
+  };
+  if (!whole_warps) return run(norm_forward_registers<Load, Store, 4, false>);
+  if (plan.packs == 2) return run(norm_forward_registers<Load, Store, 2, true>);
+  if (plan.packs == 4) return run(norm_forward_registers<Load, Store, 4, true>);
+  return run(norm_forward_registers<Load, Store, kMostPacks, true>);
 }
 
 template <typename X>
@@ -80,8 +76,7 @@ template <typename X>
 cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
                                    const BackwardOutput<X, float>& out,
                                    const ColumnLook<float>& look, const NormBackwardParams& params,
-                                   const NormBackwardPlan& plan, bool regular,
-                                   cudaStream_t stream) {
+                                   const NormBackwardPlan& plan, cudaStream_t stream) {
   const ColumnGradients gradients{{params.dweight, params.dbias},
                                   {params.weight.dtype, params.bias.dtype}};
   const int tiles =
@@ -97,11 +92,11 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   if (clusters == 0) return cudaSuccess;
   const int kinds = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput);
   const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
-  const bool lists = params.from_output && (params.list.room > 0 || !regular);
-  return detail::launch(lists ? norm_backward_few<X, true> : norm_backward_few<X, false>,
-                        static_cast<int>(clusters * splits), plan.threads_per_row,
-                        {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look,
-                        regular, looks * splits, tiles, splits);
+  return detail::launch(
+      params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
+      static_cast<int>(clusters * splits), plan.threads_per_row,
+      {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look, looks * splits,
+      tiles, splits);
 }
 
 template <typename Y, typename S>
@@ -143,18 +138,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
       error = norm_flat_backward(in, out, plan, stream);
   } else {
-    const IsRegular is_regular{params.cols, plan.pack};
-    const bool regular = is_regular(params.dy, params.y_dtype, params.dy_layout) &&
-                         is_regular(params.saved, kDTypeOf<S>, params.saved_layout) &&
-                         is_regular(params.dx, params.x_dtype) &&
-                         is_regular(params.dresidual, params.x_dtype);
     if constexpr (std::is_same_v<X, Y>) {
-      if (plan.few_splits > 0)
-        return norm_backward_few_rows(in, out, look, params, plan, regular, stream);
+      if (plan.few_splits > 0) return norm_backward_few_rows(in, out, look, params, plan, stream);
     }
-    const RowsLie lie = plan.dealt_out ? backward_deals_out<X, Y>(params.cols)
-                        : regular      ? RowsLie::kRegular
-                                       : RowsLie::kShifted;
+    const RowsLie lie = rows_lie<X>(params.cols, plan.pack, kBackwardInPairs<X, Y>);
     KernelPlan launched = plan;
     auto run = [&](auto kernel, auto... how) {
       return detail::launch_plan(kernel, launched, stream, in, out, how...);
@@ -165,7 +152,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       constexpr bool kRms = !kForBothNorms<X, Y>;
       error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kSaved>
                              : norm_backward_ring<X, Y, S, false, kSaved>,
-                  regular, plan.stages, plan.partial_sets, plan.rows_in_sequence);
+                  plan.stages, plan.partial_sets, plan.rows_in_sequence);
     } else {
       error = run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kSaved, 1>
                                   : norm_backward_registers<X, Y, S, kSaved, 2>,
@@ -180,9 +167,8 @@ template <typename X>
 cudaError_t NormOf<X>::forward(const NormForwardParams& params, const NormForwardPlan& plan,
                                cudaStream_t stream) {
   const auto load = input_load<X>(params.x, params.x_layout, params);
-  const bool regular = IsRegular{params.cols, plan.pack}(params.x, params.x_dtype, params.x_layout);
   return with_dtype<X, float>(params.y_dtype, [&](auto y) {
-    return norm_forward_from<decltype(y)>(load, regular, params, plan, stream);
+    return norm_forward_from<decltype(y)>(load, params, plan, stream);
   });
 }
 

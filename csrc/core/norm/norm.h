@@ -33,6 +33,8 @@ struct Gate {
   void* gradient;  // backward: if dx is asked for; contiguous
 };
 
+// Rows that are whole packs (pack_elements() of x's dtype and y's) start on pack boundaries, of
+// every tensor; the parameters on 16 bytes.
 struct NormForwardParams {
   int64_t rows;
   int32_t cols;
@@ -62,10 +64,11 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
                                 cudaStream_t stream);
 
 // Whether there are kernels with a gate: not for fp64, nor for the longest rows; in backward, and
-// with groups, for whole packs (of 16 bytes, in forward four elements) that are aligned as such.
+// with groups, for whole packs (of 16 bytes, in forward four elements).
 bool norm_gates(int32_t cols, int32_t groups, DType x_dtype, bool backward,
                 const DeviceProperties& device);
 
+// As in NormForwardParams, rows of whole packs start on pack boundaries.
 struct NormBackwardParams {
   int64_t rows;
   int32_t cols;

@@ -42,14 +42,12 @@ constexpr int forward_threads(bool adds, int packs) {
 }
 constexpr int forward_blocks(bool adds) { return adds ? 1 : 2; }
 
-// Forward: whether a kernel deals out rows that are not whole packs, in elements or pairs. Kernels
-// that are seldom asked for have no code for that, and shift them, as they do rows of whole packs.
-// So does every kernel where not all parameters are of the rows' type.
-constexpr bool deals_out(bool adds, bool one_dtype, int packs, int size) {
-  return one_dtype && !adds && (packs != kMostPacks || size == 4);
+// Forward: whether a kernel has code of its own for rows that are dealt out, in elements or pairs,
+// where all parameters are of the rows' type. Others have one that deals out elements, whatever the
+// parameters' types and the norm. (Short 16-bit rows go in tiles.)
+constexpr bool deals_out_typed(bool adds, bool one_dtype, int packs, bool whole_warps, int size) {
+  return one_dtype && !adds && (size == 4 || (whole_warps && packs != kMostPacks));
 }
-// To fewer lanes they are not dealt out: these would read too little side by side.
-constexpr int kMinDealtOutLanes = 8;
 
 // Shared memory of a thread for weight and (bias) bias of so many packs, as they are; and behind
 // those of all threads for a value (lists).
@@ -91,7 +89,6 @@ struct NormBackwardPlan : NormPlan {
   int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
-  bool dealt_out;   // kRegisters, one pack: rows that are not whole packs, in elements or pairs
   FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };

@@ -158,14 +158,13 @@ int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties&
   return rows <= kRows * rows_at_once * splits ? splits : 0;
 }
 
-// Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs, but for
-// the shortest, of which most lanes would have nothing; and of whole packs those that would leave
+// Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs; and of
+// whole packs those that would leave
 // so many more lanes without a column as packs, which go to a power of two of them. From the
 // output, whose parameters are read anew for each row, that must be many.
 bool goes_flat(int cols, int pack, bool from_output) {
-  constexpr int kMinCols = 17;
   const int row_class = flat_class_of(kFlatUnits, cols);
-  if (cols < kMinCols || row_class == kFlatClasses) return false;
+  if (row_class == kFlatClasses) return false;
   if (cols % pack != 0) return true;
   int lanes = 1;
   while (lanes * pack < cols) lanes *= 2;
@@ -202,20 +201,19 @@ bool plan_flat(int64_t rows, int cols, int column_vectors, const DevicePropertie
 // How rows lie in registers: `groups` of so many threads a block, none where there is no room.
 struct RegistersShape {
   int packs, threads, groups, shared_bytes;
-  bool dealt_out;
 };
 
 RegistersShape registers_shape(const BackwardCall& call, int pack) {
   const int64_t row_packs = ceil_div(call.cols, pack);
-  const bool whole_packs = call.cols % pack == 0;
-  // Rows that are not whole packs are dealt out in elements or pairs to whole warps. The shortest
-  // would leave most of a warp idle, and are shifted; so are the longest, if no ring takes them.
-  constexpr int kFewPacks = kWarpSize / 4, kManyPacks = 5 * kWarpSize;
-  const bool dealt_out = !whole_packs && row_packs > kFewPacks && row_packs <= kManyPacks;
+  // Rows that are not whole packs are dealt out to whole warps, one pack a thread. Long ones would
+  // leave few groups to a block.
+  constexpr int kMostDealtOut = 5 * kWarpSize;
+  const bool dealt_out = call.cols % pack != 0;
+  if (dealt_out && row_packs > kMostDealtOut) return {};
   // One pack a thread leaves more threads to a multiprocessor than two, but the sums of a row then
-  // go over more warps, and in one warp nobody waits. To put packs together takes registers.
+  // go over more warps, and in one warp nobody waits.
   const bool single = row_packs <= kWarpSize || dealt_out ||
-                      (whole_packs && row_packs > 2 * kWarpSize && row_packs <= 3 * kWarpSize);
+                      (row_packs > 2 * kWarpSize && row_packs <= 3 * kWarpSize);
   const int packs = single ? 1 : 2;
   const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   const int threads = dealt_out ? std::max(needed, kWarpSize) : needed;
@@ -238,18 +236,15 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   int groups = call.x == DType::kFloat64 ? 0 : backward_threads(packs) / threads;
   while (groups > 0 && shared_bytes(groups) + kStaticShared > call.device.shared_bytes_per_block)
     --groups;
-  return {packs, threads, groups, groups > 0 ? static_cast<int>(shared_bytes(groups)) : 0,
-          dealt_out};
+  return {packs, threads, groups, groups > 0 ? static_cast<int>(shared_bytes(groups)) : 0};
 }
 
 // Long rows pass through a ring in shared memory, which leaves registers to more threads; shorter
 // ones too, where they would fill but a part of a block's threads, but not from the output: the
-// parameters of each column are read too often there. And so do all but short rows that are not
-// whole packs.
-bool goes_by_ring(const BackwardCall& call, int pack, const RegistersShape& shape) {
+// parameters of each column are read too often there.
+bool goes_by_ring(const BackwardCall& call, const RegistersShape& shape) {
   if (call.x == DType::kFloat64 || !call.bulk_copies()) return false;
   if (shape.groups == 0) return true;
-  if (call.cols % pack != 0) return shape.packs == 2;
   const int most = backward_threads(shape.packs);
   const bool fills = shape.threads <= most / 2 || shape.threads > most * 7 / 8;
   return !fills && shape.packs == 2 && !call.from_output;
@@ -257,7 +252,7 @@ bool goes_by_ring(const BackwardCall& call, int pack, const RegistersShape& shap
 
 void plan_registers(const BackwardCall& call, const RegistersShape& shape, NormBackwardPlan& plan) {
   const DeviceProperties& device = call.device;
-  const auto [packs, threads, groups, shared_bytes, dealt_out] = shape;
+  const auto [packs, threads, groups, shared_bytes] = shape;
   plan.tier = Tier::kRegisters;
   plan.packs = packs;
   plan.threads_per_row = threads;
@@ -275,7 +270,7 @@ void plan_registers(const BackwardCall& call, const RegistersShape& shape, NormB
   // Static shared memory of the kernel for few rows, rounded up, beside its parameters.
   constexpr int kFewStatic = 8 * 1024;
   const int params = (call.from_output ? 3 : 1) * threads * packs * plan.pack * 4;
-  if (!call.gated() && packs == 2 && call.x == call.y && call.cols % plan.pack == 0 &&
+  if (!call.gated() && packs == 2 && call.x == call.y &&
       params + kFewStatic <= device.shared_bytes_per_block)
     plan.few_splits = few_splits(call.rows, call.cols, threads * plan.pack / kFewColumns, device);
 }
@@ -311,8 +306,7 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
       plan_flat(rows, cols, from_output ? 3 : 1, device, plan))
     return plan;
   const RegistersShape shape = registers_shape(call, plan.pack);
-  plan.dealt_out = shape.dealt_out;
-  if (goes_by_ring(call, plan.pack, shape) && plan_ring(call, plan)) return plan;
+  if (goes_by_ring(call, shape) && plan_ring(call, plan)) return plan;
   plan.cluster_blocks = 1;
   if (shape.groups > 0) {
     plan_registers(call, shape, plan);

@@ -83,12 +83,10 @@ void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_hal
 
 // Forward of short rows in tiles; no slots where there can be none. Longer ones are dealt out.
 FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
-  constexpr int kMinCols = 17;
   constexpr int64_t kMostBytes = 17 * 1024;
   FlatRows flat{};
   const int row_class = flat_class_of(kForwardTileUnits, cols);
-  if (cols < kMinCols || row_class == kForwardTileClasses || device.max_cluster_blocks == 1)
-    return flat;
+  if (row_class == kForwardTileClasses || device.max_cluster_blocks == 1) return flat;
   flat.row_class = row_class;
   const int64_t room = flat_room(flat, kMaxFlatSlots, kForwardTileBlocks, device);
   plan_tiles(rows, cols, kFlatWarps * forward_tile_rows(kForwardTileUnits[row_class]),

@@ -38,20 +38,17 @@ struct InputLoad {
    public:
     __device__ Slice(const InputLoad& load, int64_t row, int col)
         : at_(row_start(load.x + col, load.layout, min(row, load.rows - 1))),
-          // Of a row past the end not even the granule in which it would start is read.
-          left_(row < load.rows ? load.cols - col : -N),
-          rows_follow_(kLie == RowsLie::kShifted &&
-                       rows_follow(load.layout, row, load.rows, load.cols, N)) {}
+          left_(row < load.rows ? load.cols - col : -N) {}  // past the end: nothing is read
 
     template <typename Group>
     __device__ __forceinline__ void fetch(const Group& group) {
-      reader_.fetch(at_, left_, rows_follow_, group, loaded_);
+      reader_.fetch(at_, left_, group, loaded_);
     }
 
-    // Calls put(p, pack) with what was fetched. All lanes of a warp take part.
+    // Calls put(p, pack) with what was fetched.
     template <typename Group, typename Put>
     __device__ __forceinline__ void extract(const Group& group, Put put) const {
-      reader_.extract(loaded_, left_, group, put);
+      reader_.extract(loaded_, group, put);
     }
 
     // Where a column of the row lies, counted from the slice's first.
@@ -61,7 +58,6 @@ struct InputLoad {
     using Reader = ReaderOf<T, N, kLie, kPacks>;
     const T* at_;
     int left_;
-    bool rows_follow_;
     Reader reader_;
     typename Reader::Loaded loaded_;
   };
@@ -122,7 +118,7 @@ struct AddLoad {
     bool adds_;
     typename InputLoad<T>::template Slice<N, kLie, kPacks> x_;
     typename InputLoad<Addend>::template Slice<N, kLie, kPacks> addend_;
-    WriterOf<T, N, kLie, kPacks> sum_;
+    WriterOf<T, N, kLie> sum_;
   };
 };
 
@@ -137,18 +133,24 @@ struct AffineStore {
   Accumulator<T> weight_offset;
 
   // Weight and (kBias) bias of a pack's columns from `col` on; Param is their type where they are
-  // there and the offset is zero, or void: found out here. kWhole: the packs are whole. Where there
-  // is no bias, nothing is added: not even zero, to which -0 would give way.
-  template <typename Form, bool kBias, bool kWhole, int N, typename Group, typename A>
+  // there and the offset is zero, or void: found out here. Where there is no bias, nothing is
+  // added: not even zero, to which -0 would give way.
+  template <typename Form, bool kBias, int N, typename Group, typename A>
   __device__ __forceinline__ void load(int col, const Group& group, A (&g)[N], A (&b)[N]) const {
     using Param = typename Form::Param;
-    auto get = [&](const ParamVector& params, A(&out)[N]) {
+    auto get_as = [&](auto type, const ParamVector& params, A(&out)[N]) {
       if constexpr (dealt_out(Form::kLie)) {
-        load_params_apart<Param, Form::kLie>(params.data, col, cols, group, out);
-      } else if constexpr (std::is_void_v<Param>) {
-        load_params<typename Form::Input, kWhole>(params, col, cols, out);
+        load_params_apart<decltype(type), Form::kLie>(params.data, col, cols, group, out);
       } else {
-        load_params_of<Param, kWhole>(params.data, col, cols, out);
+        load_params_of<decltype(type)>(params.data, col, out);
+      }
+    };
+    auto get = [&](const ParamVector& params, A(&out)[N]) {
+      if constexpr (std::is_void_v<Param>) {
+        with_param_type<typename Form::Input>(params.dtype,
+                                              [&](auto type) { get_as(type, params, out); });
+      } else {
+        get_as(Param(), params, out);
       }
     };
     if constexpr (!std::is_void_v<Param>) {
@@ -187,22 +189,21 @@ struct AffineStore {
            (!kBias || (bias.data && bias.dtype == dtype));
   }
 
-  // Calls run(form) with the row form that fits best, where rows are not shifted. Chosen once, at
-  // the top of a kernel. kDealsOut: deals_out().
-  template <typename X, bool kBias, bool kDealsOut, typename Run>
+  // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel. kTypes:
+  // deals_out_typed().
+  template <typename X, bool kBias, bool kTypes, typename Run>
   __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
-    if constexpr (kDealsOut) {
+    if (lie == RowsLie::kRegular) {
+      if (!std::is_same_v<X, float> && all_of<kBias>(DType::kFloat32))
+        return run(RowForm<RowsLie::kRegular, X, float>());
+      if (all_of<kBias>(kDTypeOf<X>)) return run(RowForm<RowsLie::kRegular, X, X>());
+      return run(RowForm<RowsLie::kRegular, X, void>());
+    }
+    if constexpr (kTypes) {
       if constexpr (kInPairs<X>) {
         if (lie == RowsLie::kPairs) return run(RowForm<RowsLie::kPairs, X, X>());
       }
-      if (lie == RowsLie::kElements) return run(RowForm<RowsLie::kElements, X, X>());
-    }
-    if (all_of<kBias>(kDTypeOf<X>)) {
-      run(RowForm<RowsLie::kRegular, X, X>());
-    } else if (!std::is_same_v<X, float> && all_of<kBias>(DType::kFloat32)) {
-      run(RowForm<RowsLie::kRegular, X, float>());
-    } else {
-      run(RowForm<RowsLie::kRegular, X, void>());
+      run(RowForm<RowsLie::kElements, X, X>());
     }
   }
 };

@@ -16,7 +16,7 @@ struct RingRow {
 };
 
 // A thread's columns, the same in every row: kPacks packs, the columns of pack p being
-// first + p * kSliceStep<N> + column(i), as in row_columns.cuh. Rows that are not regular are read
+// first + p * kSliceStep<N> + column(i), as in row_columns.cuh. Rows that are dealt out are read
 // from shared memory element by element.
 template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
 class RingSlice {
@@ -25,7 +25,6 @@ class RingSlice {
   static constexpr int kPacks = kRingCols / N;
   static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
-  static constexpr bool kDealtOut = dealt_out(kLie);
   // From the output a column has more parameters. A thread keeps its weights, so that shared memory
   // is read no more often and leaves room for more stages.
   static constexpr bool kKeepsWeights = kFromOutput;
@@ -122,7 +121,8 @@ class RingSlice {
         float w[N];
         gradient(p, w);
         if (p * kStep >= writes_) continue;
-        if (out_.dresidual != nullptr) add_residual(dx_ - out_.dx, p, w);
+        if (out_.dresidual != nullptr)
+          out_.template add_residual<kLie>(dx_ - out_.dx + p * kStep, left_ - p * kStep, w);
         store(p, w);
       }
     }
@@ -160,18 +160,19 @@ class RingSlice {
   }
 
   __device__ __forceinline__ float in_row(int p, float sum) const {
-    return kDealtOut || inside(p) ? sum : 0.0f;
+    return !kRegular || inside(p) ? sum : 0.0f;
   }
 
   // Keeps the compiler from reading the next pack early, where registers are few.
   __device__ __forceinline__ static void one_by_one() {
-    if (kDealtOut) asm volatile("" ::: "memory");
+    if (!kRegular) asm volatile("" ::: "memory");
   }
 
   template <typename T>
   __device__ __forceinline__ void read(const T* row, int p, float (&out)[N]) const {
-    const T* const from = row + (kDealtOut ? own_ + p * kStep : min(own_ + p * kStep, last_));
+    const int at = own_ + p * kStep;
     if constexpr (kRegular) {
+      const T* const from = row + min(at, last_);
       const auto aligned = *reinterpret_cast<const AlignedPack<T, N>*>(from);
       unpack(aligned.pack, out);
     } else {
@@ -179,7 +180,7 @@ class RingSlice {
       keep(left);  // or the compiler would keep a predicate for each column
 #pragma unroll
       for (int i = 0; i < N; ++i)
-        out[i] = !kDealtOut || column(i) < left ? static_cast<float>(from[column(i)]) : 0.0f;
+        out[i] = column(i) < left ? static_cast<float>(row[at + column(i)]) : 0.0f;
     }
   }
 
@@ -197,20 +198,11 @@ class RingSlice {
     }
   }
 
-  __device__ __forceinline__ void add_residual(int64_t at, int p, float (&gradient)[N]) const {
-    if constexpr (kRegular) {
-      out_.template add_residual<true>(at + p * kStep, N, 0, gradient);
-    } else {
-      out_.template add_residual_apart<kLie>(at + p * kStep, left_ - p * kStep, gradient);
-    }
-  }
-
   __device__ __forceinline__ void store_pack(int p, const Pack<X, N>& pack) const {
     detail::store_streamed<sizeof(pack)>(reinterpret_cast<char*>(dx_ + p * kStep), pack.words);
   }
   __device__ __forceinline__ void store(int p, const float (&gradient)[N]) const {
-    if (kRegular ||
-        (!kDealtOut && reinterpret_cast<uintptr_t>(out_.dx) % sizeof(Pack<X, N>) == 0)) {
+    if constexpr (kRegular) {
       Pack<X, N> pack;
       round_to(pack, gradient);
       store_pack(p, pack);
