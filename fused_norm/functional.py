@@ -117,8 +117,8 @@ def layer_norm(
     method.
 
     Args:
-        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64. Rows may be strided: slices
-            of a packed tensor and transposed batches are read in place.
+        input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64. Slices and transposed batches
+            are read in place; CUDA copies rows of whole multiples of 16 bytes that start elsewhere.
         normalized_shape: the dimensions to normalize over.
         weight, bias: ``normalized_shape``, in input's dtype or fp32; fp32 input also takes 16-bit
             ones.
