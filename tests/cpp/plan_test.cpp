@@ -289,11 +289,11 @@ void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
 TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
     for (int64_t rows : kRows) {
-      for (int form = 0; form < 4; ++form) {
-        const bool from_output = form % 2 != 0, rms = form / 2 != 0;
+      for (int form = 0; form < 6; ++form) {
+        const bool lists = form % 3 == 2, from_output = form % 3 != 0, rms = form / 3 != 0;
         SCOPED_TRACE(testing::Message() << rows << " x " << cols << " form " << form);
         const NormBackwardPlan plan =
-            plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, rms, chip);
+            plan_norm_backward(rows, cols, dtypes.x, dtypes.y, from_output, rms, chip, 0, lists);
         EXPECT_GE(plan.partials, 1);
         EXPECT_LE(plan.partials, 65535);  // gridDim.y of the column tiles
         EXPECT_TRUE(plan.sum_threads == kSumThreads || plan.sum_threads == kFewSumThreads);
@@ -324,6 +324,10 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
           continue;
         }
         check_registers(plan, chip);
+        if (from_output) {  // weight, scale and shifts, of each group where it has its own
+          const int threads = plan.threads_per_row * (lists ? plan.rows_per_block : 1);
+          EXPECT_GE(plan.shared_bytes, threads * plan.packs * plan.pack * 4 * 4);
+        }
         // Rows that are dealt out in elements or pairs: to whole warps, of which there are kernels.
         EXPECT_TRUE(cols % plan.pack == 0 || (plan.threads_per_row % 32 == 0 && plan.packs == 1));
       }

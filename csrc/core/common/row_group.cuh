@@ -29,6 +29,10 @@ __device__ __forceinline__ void meet_at(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Keeps a value in its register: what is made of few instructions would be made anew at each use.
+__device__ __forceinline__ void keep(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)); }
+
 // The blockDim.x threads of equal threadIdx.y share a row: 1, 2, 4, 8 or 16 lanes of a warp, or
 // whole warps (kFullWarps: always). A block holds blockDim.y such groups. Groups of one warp or
 // less never wait for anyone.
@@ -38,6 +42,7 @@ class RowGroup {
   static constexpr bool kWholeWarps = kFullWarps;
 
   __device__ RowGroup() : lanes_(min(blockDim.x, kWarpSize)) {
+    if (!kFullWarps) keep(lanes_);
     const int warps = this->warps();
     while (warp_lanes_ < warps) warp_lanes_ *= 2;
   }
@@ -129,10 +134,6 @@ class RowGroup {
   int warp_lanes_ = 1;  // the number of warps, rounded up to a power of two
   int turn_ = 0;
 };
-
-// Keeps a value in its register: what is made of few instructions would be made anew at each use.
-__device__ __forceinline__ void keep(int& value) { asm volatile("" : "+r"(value)); }
-__device__ __forceinline__ void keep(float& value) { asm volatile("" : "+f"(value)); }
 
 // The sum over kLanes neighbours, in all of them.
 template <int kLanes, typename A>

@@ -3,6 +3,8 @@
 // way takes no registers.
 #pragma once
 
+#include <cuda_pipeline_primitives.h>
+
 #include <cuda/std/tuple>
 
 #include "core/common/row_slice.cuh"
@@ -31,12 +33,12 @@ class SliceQueue {
       if (p * step >= left) break;
       for_each([&](auto& tensor) {
         auto* const to = tensor.slot(turn_ ^ 1, p);
-        detail::copy_async<sizeof(*to)>(to, tensor.at.at() + p * step);
+        // (16 bytes go past the first-level cache, where they would have a place while under way.)
+        __pipeline_memcpy_async(to, tensor.at.at() + p * step, sizeof(*to));
       });
     }
     detail::commit_copies();
   }
-  __device__ __forceinline__ void ask_for(int64_t) const {}
 
  protected:
   // Asks for the row after `row`, which is next at hand, and waits for that.

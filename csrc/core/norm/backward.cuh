@@ -4,7 +4,7 @@
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/gated.cuh"
-#include "core/norm/listed_share.cuh"
+#include "core/norm/listed_values.cuh"
 #include "core/norm/partial_sums.cuh"
 #include "core/norm/staged_params.cuh"
 
@@ -57,20 +57,20 @@ __device__ __forceinline__ auto open_rows(const In& in, const Group& group, int 
 
 // Pass 1 of a row, of which `left` columns remain from the thread's first on: makes xhat of what
 // was saved and w of dy, and adds them to the columns' sums and to what the thread has of the
-// row's. past_half(i): the row ends before element i. (The arrays of a pack are the caller's: for
-// those of an inlined function the compiler takes other registers.)
-template <bool kRms, bool kFromOutput, typename Params, typename PastHalf, int kPacks, int N>
-__device__ __forceinline__ void add_up_row(const Params& params, PastHalf past_half, int left,
-                                           float mean, float rstd, float (&xhat)[kPacks][N],
-                                           float (&w)[kPacks][N], float (&dweight)[kPacks][N],
-                                           float (&dbias)[kPacks][N], float (&g)[N],
-                                           float (&of_w)[N], float (&of_wx)[N], float& sum_w,
-                                           float& sum_wx) {
+// row's. past_half(i): the row ends before element i.
+template <bool kRms, bool kFromOutput, typename Params, typename Listed, typename PastHalf,
+          int kPacks, int N>
+__device__ __forceinline__ void add_up_row(const Params& params, const Listed& listed,
+                                           PastHalf past_half, int left, float mean, float rstd,
+                                           float (&xhat)[kPacks][N], float (&w)[kPacks][N],
+                                           float (&dweight)[kPacks][N], float (&dbias)[kPacks][N],
+                                           float& sum_w, float& sum_wx) {
+  float g[N], of_w[N], of_wx[N];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if (p * kSliceStep<N> >= left) break;
     if constexpr (kFromOutput) {
-      params.take_back(p, xhat[p]);
+      params.take_back(p, xhat[p], listed.any(), listed.turn());
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
@@ -125,58 +125,6 @@ __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, 
   }
 }
 
-// The listed columns, `columns` in all, shared by the threads of a group. Made anew at each use, as
-// it would take registers between.
-template <typename Share, typename In, typename Out, typename Group>
-__device__ __forceinline__ Share listed_share(const In& in, const Out& out, const Group& group,
-                                              float* staged, int columns) {
-  int thread, index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
-  asm volatile("mov.u32 %0, %%tid.y;" : "=r"(index));
-  return Share(in, out, staged, 0, thread, group.threads(), 0, columns,
-               int64_t{blockIdx.x} * group.groups() + index);
-}
-
-// Before the first row: the listed columns' owners take their xhat for zero from here on. Gives the
-// row's values.
-template <typename Share, typename Listed, typename Group>
-__device__ __forceinline__ typename Share::Held begin_listed(const Listed& listed, bool any,
-                                                             const Group& group, bool has_row,
-                                                             int64_t row) {
-  if (!any) return {};
-  listed().begin();
-  if (group.index() == 0) listed().clear();
-  __syncthreads();
-  return has_row ? listed().load(row) : typename Share::Held{};
-}
-
-// Writes dx of a row's listed columns, when their owners have.
-template <typename Listed, typename Group, typename Held, typename Gradient>
-__device__ __forceinline__ void write_listed(const Listed& listed, const Group& group, int64_t row,
-                                             int64_t rows, const Held& held,
-                                             const Gradient& gradient) {
-  group.warps() > 1 ? meet_at(group.index() + 1, group.threads()) : __syncwarp();
-  if (row < rows) listed().write_dx(row, held, gradient);
-}
-
-// Writes the block's partial rows.
-template <RowsLie kLie, bool kRms, typename In, typename Out, typename Group, typename Listed,
-          int kPacks, int N>
-__device__ __forceinline__ void write_block(const In& in, const Out& out, const Group& group,
-                                            int listed_columns, const Listed& listed, float* staged,
-                                            float (&dweight)[kPacks][N],
-                                            float (&dbias)[kPacks][N]) {
-  const int64_t partial = int64_t{blockIdx.x} * in.cols;
-  auto of_block = [&](float* partials) { return partials ? partials + partial : nullptr; };
-  if (listed_columns > 0) __threadfence_block();
-  write_partials<kLie, !kRms>(group, dweight, dbias, staged, in.cols,
-                              of_block(out.dweight_partials), of_block(out.dbias_partials));
-  if (listed_columns > 0 && out.dweight_partials) {
-    __syncthreads();
-    listed().write_partials(of_block(out.dweight_partials), group.index(), group.groups());
-  }
-}
-
 // Persistent blocks walk over the rows. A group of threads keeps its columns' sums in registers;
 // its next rows are on their way (backward_rows.cuh). Column parameters are staged once in shared
 // memory, as fp32, while the first rows are under way.
@@ -200,10 +148,12 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
 
   wait_for_prerequisites();
   out.clear_totals();
-  const int listed_columns = kFromOutput ? in.list.count() : 0;
-  using Params = StagedParams<kPacks, N, kSaved, !kRms>;
-  const Params params(staged, group.thread());
-  float* const behind_params = staged + Params::floats(max(group.threads(), kWarpSize));
+  using Params = StagedParams<kPacks, N, kSaved, !kRms, 2>;
+  ListedValues<kLie, Params> listed(in.list, kFromOutput);
+  const int first_thread = listed.any() ? group.index() * group.threads() : 0;
+  const Params params(staged, first_thread + group.thread());
+  const int own_params = kFromOutput && in.list.room > 0 ? group.groups() : 1;
+  float* const behind_params = staged + Params::floats(group.threads() * own_params);
   auto rows = open_rows<kLie, kPacks, N>(in, group, col, at.row, at.stride, behind_params);
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
@@ -217,34 +167,30 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   X* dx = out.dx + at.row * in.cols + col;
   // Packs that wait in registers would leave none to the parameters.
-  if (!kRegular) params.template stage_all<kLie>(in, group, col);
+  if (!kRegular) params.template stage_all<kLie>(in, group, col, !listed.any());
   rows.ask_for_first(at.row);
   if (at.row < in.rows) look_ahead();
-  if (kRegular) params.template stage_all<kLie>(in, group, col);
-  using Share = ListedShare<kLie, Params, 1, false, X, Y, typename In::Kept>;
-  auto listed = [&] { return listed_share<Share>(in, out, group, staged, listed_columns); };
-  auto next_listed =
-      begin_listed<Share>(listed, listed_columns > 0, group, at.row < in.rows, at.row);
-  // A block's groups stay together to the last of its rows, as warps may hold several.
-  for (; at.first < in.rows; at.first += at.stride) {
+  if (kRegular) params.template stage_all<kLie>(in, group, col, !listed.any());
+  if (kFromOutput) listed.begin(params, at.row, at.row + at.stride, in.rows);
+  // Groups of less than a warp stay together to the last of their block's rows.
+  constexpr bool kTogether = !decltype(group)::kWholeWarps;
+  for (; (kTogether ? at.first : at.row) < in.rows; at.first += at.stride) {
     float xhat[kPacks][N], w[kPacks][N];
     rows.take(at.row, xhat, w);
     const float mean = next_mean, rstd = next_rstd;
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
-    const int row_left = at.row < in.rows ? left : 0;
+    const int row_left = !kTogether || at.row < in.rows ? left : 0;
     float sum_w = 0, sum_wx = 0;
-    const auto own_listed = next_listed;
-    if (listed_columns > 0 && at.row < in.rows) sum_wx = listed().add_up(at.row, own_listed);
     at.row += at.stride;
     if (at.row < in.rows) {
-      rows.ask_for(at.row);
+      if constexpr (!kRegular) rows.ask_for(at.row);
       look_ahead();
-      if (listed_columns > 0) next_listed = listed().load(at.row);
+      if (listed.any()) listed.bring(params, at.row, at.row + at.stride, in.rows);
     }
 
-    float g[N], of_w[N], of_wx[N];
-    add_up_row<kRms, kFromOutput>(params, past_half, row_left, mean, rstd, xhat, w, dweight, dbias,
-                                  g, of_w, of_wx, sum_w, sum_wx);
+    add_up_row<kRms, kFromOutput>(params, listed, past_half, row_left, mean, rstd, xhat, w, dweight,
+                                  dbias, sum_w, sum_wx);
+    if (listed.any()) listed.next_turn(group);
     sum_up_group<kRms>(group, sums, sum_w, sum_wx);
     if (out.dx == nullptr) continue;
     const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
@@ -254,11 +200,12 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
     write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, writer, pack,
                     xhat, w);
     dx += at.stride * in.cols;
-    if (listed_columns > 0)
-      write_listed(listed, group, at.row - at.stride, in.rows, own_listed, gradient);
   }
   launch_dependents();
-  write_block<kLie, kRms>(in, out, group, listed_columns, listed, staged, dweight, dbias);
+  const int64_t partial = int64_t{blockIdx.x} * in.cols;
+  auto of_block = [&](float* partials) { return partials ? partials + partial : nullptr; };
+  write_partials<kLie, !kRms>(group, dweight, dbias, staged, in.cols,
+                              of_block(out.dweight_partials), of_block(out.dbias_partials));
 }
 
 // Rows that are not whole packs go in pairs where that is often asked for.

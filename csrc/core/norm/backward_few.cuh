@@ -6,7 +6,7 @@
 #include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
-#include "core/norm/listed_share.cuh"
+#include "core/norm/listed_values.cuh"
 #include "core/norm/partial_sums.cuh"
 #include "core/norm/staged_params.cuh"
 
@@ -30,18 +30,16 @@ struct FewShared {
 };
 
 // Makes xhat of what was saved and w of dy, and adds them to what the thread has of the row's sums.
-// (g, of_w and of_wx are the caller's, of one pack: for arrays of an inlined function the compiler
-// takes other registers.)
-template <bool kRms, bool kFromOutput, typename Params, int kPacks, int N>
-__device__ __forceinline__ void sum_up_row(const Params& params, int left, float mean, float rstd,
-                                           float (&xhat)[kPacks][N], float (&w)[kPacks][N],
-                                           float (&g)[N], float (&of_w)[N], float (&of_wx)[N],
-                                           float& sum_w, float& sum_wx) {
+template <bool kRms, bool kFromOutput, typename Params, typename Listed, int kPacks, int N>
+__device__ __forceinline__ void sum_up_row(const Params& params, const Listed& listed, int left,
+                                           float mean, float rstd, float (&xhat)[kPacks][N],
+                                           float (&w)[kPacks][N], float& sum_w, float& sum_wx) {
+  float g[N], of_w[N], of_wx[N];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if (p * kSliceStep<N> >= left) break;
     params.get(kWeight, p, g);
-    if constexpr (kFromOutput) params.take_back(p, xhat[p]);
+    if constexpr (kFromOutput) params.take_back(p, xhat[p], listed.any(), listed.turn());
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if (!kFromOutput) xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
@@ -62,14 +60,13 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   extern __shared__ __align__(16) float few_staged[];
 
   const RowGroup<true> group;
-  const int col = slice_column<N, kPacks>(group);
-  const int left = in.cols - col;
+  const int col = slice_column<N, kPacks>(group), left = in.cols - col;
   PackReader<X, N, kPacks> saved, dy;
   typename PackReader<X, N, kPacks>::Loaded saved_loaded, dy_loaded;
   constexpr bool kFromOutput = kSaved == Saved::kOutput;
   // Each thread stages its own parameters, which it need not hold in registers while the row is
   // under way; three of each column before that, as they would take too many.
-  using Params = StagedParams<kPacks, N, kSaved>;
+  using Params = StagedParams<kPacks, N, kSaved, !kRms, 1>;
   const Params params(few_staged, group.thread());
   auto stage = [&] {
 #pragma unroll
@@ -85,25 +82,16 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
-  using Listed = ListedShare<RowsLie::kRegular, Params, 1, false, X, X, X>;
-  const Listed listed(in, out, few_staged, 0, group.thread(), group.threads(), 0,
-                      kLists ? in.list.count() : 0);
-  typename Listed::Held own_listed{};
-  if (kLists && listed.any()) {
-    own_listed = listed.load(row);
-    __syncthreads();
-    listed.clear();
-    __syncthreads();
-  }
+  ListedValues<RowsLie::kRegular, Params> listed(in.list, kLists);
+  if (listed.any()) __syncthreads();
+  listed.begin(params, row, in.rows, in.rows);
   FewRowSums sums(group, slots);
 
   float xhat[kPacks][N], w[kPacks][N];
   saved.extract(saved_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
   dy.extract(dy_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
-  float g[N], of_w[N], of_wx[N];
-  sum_up_row<kRms, kFromOutput>(params, left, mean, rstd, xhat, w, g, of_w, of_wx, sum_w, sum_wx);
-  if (kLists && listed.any()) sum_wx += listed.add_up(row, own_listed);
+  sum_up_row<kRms, kFromOutput>(params, listed, left, mean, rstd, xhat, w, sum_w, sum_wx);
   sum_up_group<kRms>(group, sums, sum_w, sum_wx);
   const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
   PackWriter<X, N> writer;
@@ -119,10 +107,6 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
     Pack<X, N> pack;
     round_to(pack, w[p]);
     writer.store(p, pack, group);
-  }
-  if (kLists && listed.any()) {
-    __syncthreads();
-    listed.write_dx(row, own_listed, gradient);
   }
 }
 

@@ -51,7 +51,7 @@ struct BackwardOutput {
   A* dbias_partials;
   const X* dresidual;  // null, or what is added to dx, which lies likewise
   LookTotals* totals;  // null, or what stage 2 wants to be zero
-  A* listed_sums;      // null, or for each group that shares the list a value for each place
+  A* listed_sums;      // null, or for each cluster of the ring a value for each place
 
   // By all threads of a kernel, once nothing before it runs.
   __device__ __forceinline__ void clear_totals() const {

@@ -107,9 +107,6 @@ struct RingRows {
   }
 };
 
-// Places in the list of a lane, of which it holds the values of rows to come.
-constexpr int kListedHeld = 4;
-
 // The listed columns of a block, by one warp that has none of its own. While the others work on a
 // row it adds up the next one and writes dx of the row before the row before, which the others have
 // written. It asks for what it needs one turn ahead, and meets the others at each of their
@@ -178,16 +175,14 @@ __device__ __forceinline__ void run_lister(const BackwardInput<Y, S, float>& in,
                                            const RingRows& rows, const RowCluster& cluster,
                                            LateSums<kRms>& sums, bool has_mean,
                                            RingShared<kRms>& shared) {
-  const auto [listed_first, listed_end] = in.list.places(block_first, block_first + block_cols);
-  ListedShare<kLie, Params, kListedHeld, true, X, Y, S> listed(
-      in, out, staged, block_first, lane, kWarpSize, listed_first, listed_end, rows.first);
-  listed.begin();
+  const ListedShare<X, Y, S> listed(in, out, in.list.places(block_first, block_first + block_cols),
+                                    rows.first);
   if (lane == 0) shared.lists = listed.any();
   cluster.arrive();
   __syncthreads();
   cluster.wait();
   if (listed.any()) {
-    listed.clear();
+    listed.template clear<kLie, Params>(staged, block_first);
     __syncthreads();
   }
   norm_backward_listed<kRms>(listed, in, out, rows, sums, has_mean, shared.statistics);
@@ -262,7 +257,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
   constexpr RingKernel kKernel = ring_kernel(kSaved == Saved::kOutput, kRms);
-  static_assert(kKernel.param_vectors == param_kinds(kSaved, !kRms, !Slice::kKeepsWeights));
+  static_assert(kKernel.param_vectors ==
+                param_kinds(kSaved, Slice::Params::kRows, !Slice::kKeepsWeights));
   extern __shared__ __align__(128) float staged[];
 
   // One more warp takes the listed columns, where there may be any.

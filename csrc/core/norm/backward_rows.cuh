@@ -77,6 +77,8 @@ class RowsInQueue : public SliceQueue<N, kPacks, Group, S, Y> {
     for (int p = 0; p < kPacks; ++p) {
       unpack(this->template pack<0>(p), saved[p]);
       unpack(this->template pack<1>(p), dy[p]);
+#pragma unroll
+      for (int i = 0; i < N; ++i) keep(saved[p][i]), keep(dy[p][i]);
     }
   }
 };

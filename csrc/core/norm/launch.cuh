@@ -90,8 +90,8 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   }
   const int64_t clusters = looks + tiles + (rows + splits - 1) / splits;
   if (clusters == 0) return cudaSuccess;
-  const int kinds = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput);
-  const int shared_bytes = kinds * plan.threads_per_row * plan.packs * plan.pack * 4;
+  const int vectors = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput, 1);
+  const int shared_bytes = vectors * plan.threads_per_row * plan.packs * plan.pack * 4;
   return detail::launch(
       params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
       static_cast<int>(clusters * splits), plan.threads_per_row,
@@ -132,7 +132,8 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       workspace.dbias,
       static_cast<const X*>(params.dresidual),
       workspace.cleared,
-      params.list.room > 0 && params.dweight && plan.few_splits == 0 ? workspace.rest : nullptr};
+      params.list.room > 0 && params.dweight && plan.tier == Tier::kRing ? workspace.rest
+                                                                         : nullptr};
   cudaError_t error = cudaErrorInvalidValue;
   if (plan.tier == Tier::kFlat) {
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)

@@ -17,7 +17,8 @@ NormForwardPlan plan_of(const NormForwardParams& params, const DeviceProperties&
 
 NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {
   return plan_norm_backward(params.rows, params.cols, params.x_dtype, params.y_dtype,
-                            params.from_output, params.rms, device, params.gate.form.groups);
+                            params.from_output, params.rms, device, params.gate.form.groups,
+                            params.list.room > 0);
 }
 
 }  // namespace
@@ -61,10 +62,10 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
-  const size_t groups =
-      static_cast<size_t>(plan.blocks / plan.cluster_blocks) * plan.rows_per_block;
   const size_t listed =
-      plan.tier == Tier::kRegisters || plan.tier == Tier::kRing ? groups * params.list.room : 0;
+      plan.tier == Tier::kRing
+          ? static_cast<size_t>(plan.blocks / plan.cluster_blocks) * params.list.room
+          : 0;
   return kTotalsBytes +
          element * (2 * static_cast<size_t>(plan.partials) * params.cols + means + listed);
 }

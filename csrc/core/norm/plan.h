@@ -155,8 +155,10 @@ constexpr int streamed_columns(bool forward, int accumulator_size) {
 constexpr int kMaxRowMeansThreads = 512, kTileThreads = 128;
 constexpr int kSumThreads = 512, kFewSumThreads = 128;
 
+// lists: whether the forward call had room for listed columns.
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
-                                    bool rms, const DeviceProperties& device, int gate_groups = 0);
+                                    bool rms, const DeviceProperties& device, int gate_groups = 0,
+                                    bool lists = false);
 
 // Rows up to a warp's packs take the lanes they need, as a power of two; longer rows whole warps.
 inline int threads_for(int64_t row_packs, int packs) {

@@ -20,6 +20,7 @@ struct BackwardCall {
   DType x, y;
   bool from_output, rms;
   int gate_groups;
+  bool lists;
   const DeviceProperties& device;
 
   bool gated() const { return gate_groups > 0; }
@@ -218,20 +219,20 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   const int threads = dealt_out ? std::max(needed, kWarpSize) : needed;
 
-  // Shared memory holds the weight as fp32, and with it bias and 1 / weight, and rows on their way;
-  // in the end the sums of dweight and dbias.
-  const int param_vectors =  // RMSNorm has no shift
-      !call.from_output              ? 1
-      : call.rms && call.x == call.y ? 2
-                                     : 3;
-  const int64_t params = int64_t{std::max(threads, kWarpSize)} * packs * pack * param_vectors * 4;
+  // Shared memory holds the weight as fp32, from the output 1 / weight and shifts of two rows too,
+  // for each group where columns may be listed; and rows on their way. In the end it holds the sums
+  // of dweight and dbias.
+  const int vector = packs * pack * 4;
   const int dy_bytes = call.dy_size() * (call.gated() ? 2 : 1);
   const int64_t row_bytes =
       dealt_out ? 0
                 : int64_t{threads} * slice_queue_bytes(packs, pack, call.saved_size(), dy_bytes);
+  auto vectors = [&](int groups, int count) {
+    return ceil_div(int64_t{groups} * threads, kWarpSize) * kWarpSize * vector * count;
+  };
   auto shared_bytes = [&](int groups) {
-    const int64_t sums = int64_t{groups} * threads * packs * pack * 2 * 4;
-    return std::max(params + groups * row_bytes, sums);
+    const int64_t params = vectors(call.lists ? groups : 1, call.from_output ? 4 : 1);
+    return std::max(params + groups * row_bytes, vectors(groups, 2));
   };
   int groups = call.x == DType::kFloat64 ? 0 : backward_threads(packs) / threads;
   while (groups > 0 && shared_bytes(groups) + kStaticShared > call.device.shared_bytes_per_block)
@@ -294,8 +295,9 @@ void plan_streaming(const BackwardCall& call, NormBackwardPlan& plan) {
 }  // namespace
 
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
-                                    bool rms, const DeviceProperties& device, int gate_groups) {
-  const BackwardCall call{rows, cols, x, y, from_output, rms, gate_groups, device};
+                                    bool rms, const DeviceProperties& device, int gate_groups,
+                                    bool lists) {
+  const BackwardCall call{rows, cols, x, y, from_output, rms, gate_groups, lists, device};
   NormBackwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;
   plan.pack = pack_elements(x, y);

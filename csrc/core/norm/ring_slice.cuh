@@ -28,7 +28,7 @@ class RingSlice {
   // From the output a column has more parameters. A thread keeps its weights, so that shared memory
   // is read no more often and leaves room for more stages.
   static constexpr bool kKeepsWeights = kFromOutput;
-  using Params = StagedParams<kPacks, N, kSaved, !kRms, !kKeepsWeights>;
+  using Params = StagedParams<kPacks, N, kSaved, !kRms, kRms ? 0 : 1, !kKeepsWeights>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 

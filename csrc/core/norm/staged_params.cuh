@@ -11,115 +11,137 @@ enum class Saved { kInput, kOutput };
 // The column parameters of a thread in shared memory, as fp32; each thread has its own. Of a warp's
 // part, lane l finds 4 columns of pack p at float4 index [kind][p][quarter][l], so that a warp's
 // accesses are consecutive and free of bank conflicts.
+//
+// xhat of an output is y * scale + shift. A listed column has a scale of 0. Its shift may be the
+// row's xhat (listed_values.cuh): then there are shifts of several rows, in turn.
 enum ParamKind { kWeight, kScale, kShift };
-constexpr int param_kinds(Saved saved, bool shifts = true, bool weights = true) {
-  return weights + (saved == Saved::kInput ? 0 : 1 + shifts);
+constexpr int param_kinds(Saved saved, int turns, bool weights = true) {
+  return weights + (saved == Saved::kOutput ? 1 + turns : 0);
 }
 
-// kShifts: not in RMSNorm's kernels, which have no bias. kWeights: not where the caller keeps them.
-template <int kPacks, int N, Saved kSaved, bool kShifts = true, bool kWeights = true>
+// kShifts: else, as in RMSNorm's kernels, shifts are 0 where nothing is listed. kTurns: of how many
+// rows they are, or 0: no shifts. kWeights: not where the caller keeps them.
+template <int kPacks, int N, Saved kSaved, bool kShifts, int kTurns, bool kWeights = true>
 class StagedParams {
  public:
-  // `staged`: room for whole warps.
-  __device__ StagedParams(float* staged, int thread)
-      : own_(reinterpret_cast<float4*>(staged) + thread / kWarpSize * kWarpVectors +
-             thread % kWarpSize) {}
+  static constexpr bool kFromOutput = kSaved == Saved::kOutput;
+  static constexpr int kRows = kTurns, kPack = N;
 
-  // Of so many threads, whole warps.
+  // `staged`: room for whole warps. `thread`: of those that have a row in common, or of the block's
+  // where those have parameters of their own.
+  __device__ StagedParams(float* staged, int thread) : staged_(staged), own_(own_of(thread)) {}
+
+  // Of so many threads.
   __device__ static constexpr int floats(int threads) {
-    return param_kinds(kSaved, kShifts, kWeights) * threads * kPacks * N;
+    return (threads + kWarpSize - 1) / kWarpSize * kWarpFloats * kKinds;
   }
 
   // Those of pack p, from column `col` on. Returns the parameters as they are.
   template <RowsLie kLie = RowsLie::kRegular, typename In>
   __device__ ColumnParams<float, N> stage(const In& in, int p, int col) const {
-    const auto params =
-        ColumnParams<float, N>::template load<kSaved != Saved::kInput, false, kLie>(in, col);
+    const auto params = ColumnParams<float, N>::template load<kFromOutput, false, kLie>(in, col);
     if constexpr (kWeights) put(kWeight, p, params.weight);
-    if constexpr (kSaved != Saved::kInput) put(kScale, p, params.scale);
-    if constexpr (kSaved != Saved::kInput && kShifts) {
+    if constexpr (kFromOutput) {
+      put(kScale, p, params.scale);
       float shift[N];
 #pragma unroll
       for (int i = 0; i < N; ++i)
         shift[i] = kFused ? -params.shift[i] * params.scale[i] : params.shift[i];
-      put(kShift, p, shift);
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) put(kShift + turn, p, shift);
     }
     return params;
   }
 
-  // Those of all packs, from column `col` on, by all groups of the block, whose threads of one
-  // number have the same columns.
+  // Those of all packs, from column `col` on. If all groups of the block, whose threads of one
+  // number have the same columns, have them in common, they share the packs.
   template <RowsLie kLie, typename In, typename Group>
-  __device__ __forceinline__ void stage_all(const In& in, const Group& group, int col) const {
-    for (int p = group.index(); p < kPacks; p += group.groups())
-      stage<kLie>(in, p, col + p * kSliceStep<N>);
+  __device__ __forceinline__ void stage_all(const In& in, const Group& group, int col,
+                                            bool in_common) const {
+    const int first = in_common ? group.index() : 0, step = in_common ? group.groups() : 1;
+    for (int p = first; p < kPacks; p += step) stage<kLie>(in, p, col + p * kSliceStep<N>);
     __syncthreads();
   }
 
   __device__ __forceinline__ void get(ParamKind kind, int p, float (&out)[N]) const {
 #pragma unroll
-    for (int q = 0; q < N / 4; ++q) memcpy(out + 4 * q, &at(kind, p, q), sizeof(float4));
+    for (int q = 0; q < N / 4; ++q) read(own_[index(kind, p, q)], out + 4 * q);
   }
 
-  // xhat of a pack of the output.
-  __device__ __forceinline__ void take_back(int p, float (&y)[N]) const {
-#pragma unroll
-    for (int q = 0; q < N / 4; ++q) {  // few registers at a time
-      float scale[4], shift[4];
-      memcpy(scale, &at(kScale, p, q), sizeof(float4));
-      if (kShifts) memcpy(shift, &at(kShift, p, q), sizeof(float4));
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& value = y[4 * q + i];
-        if (kShifts && kFused) {
-          value = fmaf(value, scale[i], shift[i]);
-        } else {
-          value = (kShifts ? value - shift[i] : value) * scale[i];
-        }
-      }
+  // Makes xhat of a pack of the output, in a row of that turn. lists: whether any column of the
+  // block is listed.
+  __device__ __forceinline__ void take_back(int p, float (&y)[N], bool lists = false,
+                                            int turn = 0) const {
+    if (lists) {
+      take_back_as<true, true>(p, y, kShift + turn);
+    } else {
+      take_back_as<kShifts, false>(p, y, kShift);
     }
   }
 
-  // The weight of any column, the col-th of those that threads staged from `staged` on.
-  template <RowsLie kLie, typename In>
-  __device__ static float weight_of(const In& in, float* staged, int first_col, int col) {
-    if constexpr (kWeights) return *find<kLie>(staged, kWeight, col - first_col);
-    return ColumnAffine<float>{in.weight, in.bias, in.weight_offset}.g(col);
-  }
-  // From here on its xhat is zero.
+  // Where that kind's number of a column is, the col-th of those of threads from first_thread on;
+  // and the number there.
   template <RowsLie kLie>
-  __device__ static void clear(float* staged, int col) {
-    *find<kLie>(staged, kScale, col) = 0;
-    if (kShifts) *find<kLie>(staged, kShift, col) = 0;
-  }
-
- private:
-  template <RowsLie kLie>
-  __device__ static float* find(float* staged, ParamKind kind, int col) {
+  __device__ static int find(int kind, int first_thread, int col) {
     constexpr unsigned kUnit = unit_of(kLie, N), kPackCols = N * kWarpSize;
     const unsigned in_pack = col % kPackCols, pack = col / kPackCols;
     const unsigned lane = in_pack / kUnit % kWarpSize;
     const unsigned i = in_pack / (kUnit * kWarpSize) * kUnit + in_pack % kUnit;
-    float4* const vectors = reinterpret_cast<float4*>(staged) + pack / kPacks * kWarpVectors + lane;
-    return &vectors[index(kind, pack % kPacks, i / 4)].x + i % 4;
+    const int thread = first_thread + static_cast<int>(pack / kPacks * kWarpSize + lane);
+    return 4 * (first_of(thread) + index(kind, pack % kPacks, i / 4)) + static_cast<int>(i % 4);
   }
+  __device__ __forceinline__ float& at(int place) const { return staged_[place]; }
+  // From there to where the next kind's is.
+  static constexpr int kNextKind = kPacks * N * kWarpSize;
+
+ private:
   // Of 16-bit rows, packs of 8, xhat is one operation: that y * scale and shift * scale, both up to
   // 2^5 times the limit of xhat's error, are of fp32 loses nothing beside the rounding of y.
   static constexpr bool kFused = N == 8;
-  static constexpr int kWarpVectors =
-      param_kinds(kSaved, kShifts, kWeights) * kPacks * N / 4 * kWarpSize;
+  static constexpr int kKinds = param_kinds(kSaved, kTurns, kWeights);
+  static constexpr int kWarpFloats = kPacks * N * kWarpSize;
 
-  __device__ void put(ParamKind kind, int p, const float (&values)[N]) const {
+  template <bool kAdds, bool kLists>
+  __device__ __forceinline__ void take_back_as(int p, float (&y)[N], int shift_kind) const {
 #pragma unroll
-    for (int q = 0; q < N / 4; ++q) memcpy(&at(kind, p, q), values + 4 * q, sizeof(float4));
+    for (int q = 0; q < N / 4; ++q) {  // few registers at a time
+      float scale[4], shift[4];
+      read(own_[index(kScale, p, q)], scale);
+      if (kAdds) read(own_[index(shift_kind, p, q)], shift);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& value = y[4 * q + i];
+        if (kAdds && kFused) {
+          value = fmaf(value, scale[i], shift[i]);
+        } else {
+          value = (kAdds ? value - shift[i] : value) * scale[i];
+        }
+        if (kLists && !kFused && scale[i] == 0) value = shift[i];
+      }
+    }
+  }
+
+  __device__ void put(int kind, int p, const float (&values)[N]) const {
+#pragma unroll
+    for (int q = 0; q < N / 4; ++q)
+      own_[index(kind, p, q)] = {values[4 * q], values[4 * q + 1], values[4 * q + 2],
+                                 values[4 * q + 3]};
+  }
+  // (Of memcpy() the compiler may not know that it is of 16 bytes on a multiple of 16.)
+  __device__ __forceinline__ static void read(const float4& from, float* out) {
+    out[0] = from.x, out[1] = from.y, out[2] = from.z, out[3] = from.w;
   }
   __device__ __forceinline__ static constexpr int index(int kind, int p, int q) {
     return (((kind - !kWeights) * kPacks + p) * (N / 4) + q) * kWarpSize;
   }
-  __device__ __forceinline__ float4& at(ParamKind kind, int p, int q) const {
-    return own_[index(kind, p, q)];
+  __device__ __forceinline__ static constexpr int first_of(int thread) {
+    return thread / kWarpSize * (kKinds * kWarpFloats / 4) + thread % kWarpSize;
+  }
+  __device__ __forceinline__ float4* own_of(int thread) const {
+    return reinterpret_cast<float4*>(staged_) + first_of(thread);
   }
 
+  float* staged_;
   float4* own_;
 };
 
