@@ -172,14 +172,13 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   if (at.row < in.rows) look_ahead();
   if (kRegular) params.template stage_all<kLie>(in, group, col, !listed.any());
   if (kFromOutput) listed.begin(params, at.row, at.row + at.stride, in.rows);
-  // Groups of less than a warp stay together to the last of their block's rows.
-  constexpr bool kTogether = !decltype(group)::kWholeWarps;
-  for (; (kTogether ? at.first : at.row) < in.rows; at.first += at.stride) {
+  // A block's groups stay together to the last of its rows, as warps may hold several.
+  for (; at.first < in.rows; at.first += at.stride) {
     float xhat[kPacks][N], w[kPacks][N];
     rows.take(at.row, xhat, w);
     const float mean = next_mean, rstd = next_rstd;
     // What is left of the row, nothing of one past the end: what its registers hold is stale.
-    const int row_left = !kTogether || at.row < in.rows ? left : 0;
+    const int row_left = at.row < in.rows ? left : 0;
     float sum_w = 0, sum_wx = 0;
     at.row += at.stride;
     if (at.row < in.rows) {
