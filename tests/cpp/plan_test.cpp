@@ -474,6 +474,26 @@ TEST(BackwardPlan, BlocksTakeTheGroupsOfAGateInTurn) {
   }
 }
 
+TEST(BackwardPlan, RoomForAListChangesNoSum) {
+  for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
+    if (&chip != &kChips[0]) return;  // less shared memory has no room for each group's parameters
+    for (int64_t rows : kRows) {
+      SCOPED_TRACE(testing::Message() << rows << " x " << cols);
+      for (bool rms : {false, true}) {
+        const auto plan_for = [&](bool lists) {
+          return plan_norm_backward(rows, cols, dtypes.x, dtypes.y, true, rms, chip, 0, lists);
+        };
+        const auto plan = plan_for(false), listing = plan_for(true);
+        EXPECT_EQ(listing.tier, plan.tier);
+        EXPECT_EQ(listing.threads_per_row, plan.threads_per_row);
+        EXPECT_EQ(listing.rows_per_block, plan.rows_per_block);
+        EXPECT_EQ(listing.blocks, plan.blocks);
+        EXPECT_EQ(listing.partials, plan.partials);
+      }
+    }
+  });
+}
+
 TEST(BackwardPlan, FromTheOutputTakesNoMoreKernels) {
   const auto kernels = [](const NormBackwardPlan& plan) {
     if (plan.tier == Tier::kStreaming) return 3;
