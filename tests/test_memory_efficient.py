@@ -495,3 +495,23 @@ def test_compiled_gradients_follow_weights_that_become_zero(kind, device, genera
             grads.append([leaf.grad, *(p.grad.clone() for p in module.parameters())])
         for compiled_grad, eager_grad in zip(*reversed(grads), strict=True):
             torch.testing.assert_close(compiled_grad, eager_grad)
+
+
+@pytest.mark.parametrize("shape", [(6, 16), (600, 768), (40, 1024)], ids=str)
+def test_a_listed_column_needs_no_finite_output(shape, device, generator):
+    """fp16, where a bias beyond 65504 makes a column's output infinite."""
+    x, dy = (randn(generator, *shape, dtype=FP16) for _ in range(2))
+    grads = []
+    for flag in (False, True):
+        leaf = x.clone().requires_grad_()
+        weight, bias = (torch.full(shape[1:], v, device=device) for v in (1.0, 0.0))
+        bias[5] = 1e5
+        weight.requires_grad_(), bias.requires_grad_()
+        y = functional.layer_norm(leaf, shape[1:], weight, bias, memory_efficient=flag)
+        assert y[:, 5].isinf().all() and y.isinf().sum() == len(x)
+        y.backward(dy)
+        grads.append([t.grad.double() for t in (leaf, weight, bias)])
+    for ours, expected in zip(*grads[::-1], strict=True):
+        # As above; a sum over rows has an error of each row's.
+        limit = 8 * 2**-11 * expected.abs().max().item()
+        torch.testing.assert_close(ours, expected, rtol=0, atol=limit)

@@ -25,7 +25,7 @@ template <int kPacks, int N, Saved kSaved, bool kShifts, int kTurns, bool kWeigh
 class StagedParams {
  public:
   static constexpr bool kFromOutput = kSaved == Saved::kOutput;
-  static constexpr int kRows = kTurns, kPack = N;
+  static constexpr int kRows = kTurns;
 
   // `staged`: room for whole warps. `thread`: of those that have a row in common, or of the block's
   // where those have parameters of their own.
@@ -116,7 +116,7 @@ class StagedParams {
         } else {
           value = (kAdds ? value - shift[i] : value) * scale[i];
         }
-        if (kLists && !kFused && scale[i] == 0) value = shift[i];
+        if (kLists && scale[i] == 0) value = shift[i];  // whatever y is
       }
     }
   }
