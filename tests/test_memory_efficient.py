@@ -512,6 +512,6 @@ def test_a_listed_column_needs_no_finite_output(shape, device, generator):
         y.backward(dy)
         grads.append([t.grad.double() for t in (leaf, weight, bias)])
     for ours, expected in zip(*grads[::-1], strict=True):
-        # As above; a sum over rows has an error of each row's.
+        # As above. The errors of a sum's terms add up as the terms do, at most.
         limit = 8 * 2**-11 * expected.abs().max().item()
         torch.testing.assert_close(ours, expected, rtol=0, atol=limit)
