@@ -275,9 +275,9 @@ def where_slower():
         ratio, peer, case = found[-1]
         ahead = sum(r > AHEAD for r, *_ in found)
         line = f"  {ahead} of {len(found)} cases of [{suite}.md](benchmarks/results/{suite}.md)"
-        line += " at random shapes" * (study == "random")
+        line += f" at random shapes, on an {gpu_of(suite)}" * (study == "random")
         if ahead:
-            line += f", at most by {100 * (ratio - 1):.2g} % ({peer}, {case})"
+            line += f", {'at most ' * (ahead > 1)}by {100 * (ratio - 1):.2g} % ({peer}, {case})"
         lines.append(line + ";")
     return "\n".join(lines)[:-1] + "."
 
