@@ -7,6 +7,7 @@ benchmarks/results. Needs no package.
 
 import csv
 import itertools
+import textwrap
 from pathlib import Path
 
 DOCS = Path(__file__).resolve().parent
@@ -233,16 +234,25 @@ def headlines(found):
         f"{min(speeds[name]):.1f} to {max(speeds[name]):.1f} times"
         for name in ("torch FLASH", "torch CUDNN", "flash-attn 4")
     )
-    return f"""\
-- **Norms {torchs / ours:.1f} times as fast as torch's**: LayerNorm of 16384 x 2048 in bf16 takes {ours:.0f} microseconds in
-  place of {torchs:.0f}, forward and backward ([norm.md](benchmarks/results/norm.md)).
-- **{freed / 1e9:.1f} GB less memory** for a training step of a 7B LLaMA over 4096 tokens, by one flag
-  ([memory.md](benchmarks/results/memory.md)).
-- **Attention {flash} as fast as torch's FlashAttention**, forward and backward, {cudnn} as fast
-  as cuDNN's and {flash_4} as fast as flash-attn 4's (2048 and 16384 tokens), with the same bits on every
-  run ([attention.md](benchmarks/results/attention.md)).
-- **{100 * (1 - step / torchs_step):.0f} % less time for a step on padded sequences**: a compiled LLaMA with a causal mask and padding
-  takes {step:.0f} milliseconds, with torch's norms and attention {torchs_step:.0f} (memory.md too)."""
+    return bullets(
+        f"""**Norms {torchs / ours:.1f} times as fast as torch's**: LayerNorm of 16384 x 2048 in
+        bf16 takes {ours:.0f} microseconds in place of {torchs:.0f}, forward and backward
+        ([norm.md](benchmarks/results/norm.md)).""",
+        f"""**{freed / 1e9:.1f} GB less memory** for a training step of a 7B LLaMA over 4096 tokens,
+        by one flag ([memory.md](benchmarks/results/memory.md)).""",
+        f"""**Attention {flash} as fast as torch's FlashAttention**, forward and backward, {cudnn}
+        as fast as cuDNN's and {flash_4} as fast as flash-attn 4's (2048 and 16384 tokens), with the
+        same bits on every run ([attention.md](benchmarks/results/attention.md)).""",
+        f"""**{100 * (1 - step / torchs_step):.0f} % less time for a step on padded sequences**: a
+        compiled LLaMA with a causal mask and padding takes {step:.0f} milliseconds, with torch's
+        norms and attention {torchs_step:.0f} (memory.md too).""",
+    )
+
+
+def bullets(*texts):
+    wrapper = textwrap.TextWrapper(115, subsequent_indent="  ")
+    wrapper.break_on_hyphens = wrapper.break_long_words = False
+    return "\n".join(wrapper.fill("- " + " ".join(text.split())) for text in texts)
 
 
 def rivals(suite, study):

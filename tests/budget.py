@@ -28,7 +28,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (2876, 2300),
-    "lines of norm": (5423, 3000),
+    "lines of norm": (5422, 3000),
     "lines of softmax": (2797, 2000),
     "lines of gated RMSNorm": (173, 200),
     "lines of attention": (7968, 4500),

@@ -132,7 +132,7 @@ TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
   EXPECT_EQ(lanes(131072, 512), 16);
   for (int cols : {64, 96}) EXPECT_EQ(lanes(131072, cols), 4) << cols;
   for (int cols : {192, 320}) EXPECT_EQ(lanes(131072, cols), lanes(1, cols)) << cols;
-  EXPECT_EQ(lanes(19008, 128), 8);  // few rows
+  EXPECT_EQ(lanes(19008, 128), 8);         // few rows
   EXPECT_EQ(lanes(131072, 128, true), 8);  // RMSNorm leaves more of them
   EXPECT_EQ(lanes(131072, 256, true), 8);
   EXPECT_EQ(lanes(131072, 512, true), 16);
