@@ -236,16 +236,18 @@ def headlines(found):
     )
     return bullets(
         f"""**Norms {torchs / ours:.1f} times as fast as torch's**: LayerNorm of 16384 x 2048 in
-        bf16 takes {ours:.0f} microseconds in place of {torchs:.0f}, forward and backward
-        ([norm.md](benchmarks/results/norm.md)).""",
+        bf16 takes {ours:.0f} microseconds in place of {torchs:.0f}, forward and backward, on an
+        {gpu_of("norm")} ([norm.md](benchmarks/results/norm.md)).""",
         f"""**{freed / 1e9:.1f} GB less memory** for a training step of a 7B LLaMA over 4096 tokens,
         by one flag ([memory.md](benchmarks/results/memory.md)).""",
         f"""**Attention {flash} as fast as torch's FlashAttention**, forward and backward, {cudnn}
         as fast as cuDNN's and {flash_4} as fast as flash-attn 4's (2048 and 16384 tokens), with the
-        same bits on every run ([attention.md](benchmarks/results/attention.md)).""",
+        same bits on every run, on an {gpu_of("attention")}
+        ([attention.md](benchmarks/results/attention.md)).""",
         f"""**{100 * (1 - step / torchs_step):.0f} % less time for a step on padded sequences**: a
-        compiled LLaMA with a causal mask and padding takes {step:.0f} milliseconds, with torch's
-        norms and attention {torchs_step:.0f} (memory.md too).""",
+        compiled LLaMA with a causal mask and padding takes {step:.0f} milliseconds in place of
+        {torchs_step:.0f} with torch's norms and attention, on an {gpu_of("memory")}
+        (memory.md).""",
     )
 
 

@@ -161,7 +161,7 @@ int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties&
 
 // Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs; and of
 // whole packs those that would leave so many more lanes without a column as packs, which go to a
-// power of two of them. (From the output parameters are read anew for each row: many more then.)
+// power of two of them. From the output more lanes must be idle: each row reads parameters anew.
 bool goes_flat(int cols, int pack, bool from_output) {
   const int row_class = flat_class_of(kFlatUnits, cols);
   if (row_class == kFlatClasses) return false;

@@ -57,11 +57,11 @@ int forward_share(int block_threads, int packs, int blocks, const DeviceProperti
 
 // Packs a thread, and threads, of a row or of a block's part of it. Lanes of a warp have up to
 // three packs: those that a row does not reach cost nothing. Longer rows have four, as more rows
-// than a multiprocessor holds are the faster the fewer threads take part in a sum. Half the lanes,
-// with four packs each where others have two, may take a short row, with the same bits, if at least
-// min_lanes are left: what is done once a row, by each of its lanes, are most of the instructions
-// there. Fewer lanes would read too little side by side. min_lanes 0: they may not.
-void set_threads(int64_t rows, int64_t block_packs, bool same_bits, int min_lanes,
+// than a multiprocessor holds are the faster the fewer threads take part in a sum. may_halve: half
+// the lanes, with four packs each where others have two, may take a short row, with the same bits.
+// What is done once a row, by each of its lanes, are most of LayerNorm's instructions there;
+// RMSNorm lacks none. Two lanes would read too little side by side.
+void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_halve,
                  const DeviceProperties& device, NormPlan& plan) {
   constexpr int kMostInLanes = 3 * kWarpSize / 2, kMostFourPacks = 4 * kMaxForwardThreads;
   const bool few_rows = takes_two_packs(rows, block_packs, device);
@@ -73,8 +73,9 @@ void set_threads(int64_t rows, int64_t block_packs, bool same_bits, int min_lane
     plan.packs = 2;
   }
   plan.threads_per_row = threads_for(block_packs, block_packs <= kMostInLanes ? 3 : plan.packs);
+  constexpr int kMinLanes = 4;
   const int half = threads_for(block_packs, 4);
-  if (min_lanes > 0 && !few_rows && half >= min_lanes && half < kWarpSize) {
+  if (may_halve && !few_rows && half >= kMinLanes && half < kWarpSize) {
     plan.packs = 4;
     plan.threads_per_row = half;
   }
@@ -114,9 +115,8 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
     plan.threads_per_row = streamed_threads(cols, true, x, kMaxForwardThreads);
   } else {
     plan.tier = Tier::kRegisters;
-    const bool may_halve = x == y && size_of(x) == 2 && cols % plan.pack == 0;
-    const int min_lanes = rms ? 8 : 4;  // RMSNorm lacks instructions for listed columns alone
-    set_threads(rows, block_packs, rms || size_of(x) == 2, may_halve ? min_lanes : 0, device, plan);
+    const bool may_halve = x == y && size_of(x) == 2 && !rms && cols % plan.pack == 0;
+    set_threads(rows, block_packs, rms || size_of(x) == 2, may_halve, device, plan);
   }
   const bool streams = plan.tier == Tier::kStreaming;
   plan.rows_per_block =
