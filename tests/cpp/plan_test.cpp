@@ -97,17 +97,18 @@ TEST(ForwardPlan, HoldsTheRowAndFitsTheChip) { for_all(check_forward_plan); }
 
 TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
   for_all([](const DeviceProperties& chip, Dtypes dtypes, int cols) {
-    for (bool rms : {false, true}) {
+    for (int form = 0; form < 4; ++form) {
+      const bool rms = form % 2 != 0, lists = form / 2 != 0;
       const NormPlan one = plan_norm_forward(1, cols, dtypes.x, dtypes.y, rms, chip);
       for (int64_t rows : kRows) {
-        const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip);
+        const NormPlan plan = plan_norm_forward(rows, cols, dtypes.x, dtypes.y, rms, chip, lists);
         EXPECT_EQ(plan.tier, one.tier);
         EXPECT_EQ(plan.pack, one.pack);
         EXPECT_EQ(plan.cluster_blocks, one.cluster_blocks);
         if (plan.threads_per_row == one.threads_per_row) {
           EXPECT_EQ(plan.packs, one.packs);
         } else if (plan.threads_per_row < 32) {  // four packs of a lane are two lanes' two
-          EXPECT_TRUE(!rms && dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
+          EXPECT_TRUE((!rms || lists) && dtypes.x == dtypes.y && size_of(dtypes.x) == 2);
           EXPECT_EQ(2 * plan.threads_per_row, one.threads_per_row);
           EXPECT_EQ(plan.packs, 4);
           EXPECT_EQ(cols % plan.pack, 0);
@@ -124,8 +125,9 @@ TEST(ForwardPlan, RowsDoNotShapeTheReduction) {
 }
 
 TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
-  auto lanes = [](int64_t rows, int cols, bool rms = false, DType dtype = DType::kBFloat16) {
-    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200).threads_per_row;
+  auto lanes = [](int64_t rows, int cols, bool rms = false, DType dtype = DType::kBFloat16,
+                  bool lists = false) {
+    return plan_norm_forward(rows, cols, dtype, dtype, rms, kH200, lists).threads_per_row;
   };
   EXPECT_EQ(lanes(131072, 128), 4);
   EXPECT_EQ(lanes(131072, 256), 8);
@@ -133,7 +135,8 @@ TEST(ForwardPlan, HalfTheLanesTakeTwiceThePacks) {
   for (int cols : {64, 96}) EXPECT_EQ(lanes(131072, cols), 4) << cols;
   for (int cols : {192, 320}) EXPECT_EQ(lanes(131072, cols), lanes(1, cols)) << cols;
   EXPECT_EQ(lanes(19008, 128), 8);  // few rows
-  EXPECT_EQ(lanes(131072, 128, true), 8);
+  EXPECT_EQ(lanes(131072, 256, true), 16);
+  EXPECT_EQ(lanes(131072, 256, true, DType::kBFloat16, true), 8);
   EXPECT_EQ(lanes(131072, 128, false, DType::kFloat32), 16);
 }
 
@@ -252,18 +255,20 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
 }
 
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
-                int saved_size, int dy_size, bool from_output, bool rms_kernel) {
+                int saved_size, int dy_size, bool from_output, bool lists, bool rms_kernel) {
   // From the output threads keep the weights, in more registers for LayerNorm, and shared memory
-  // has the scale, and LayerNorm's shift. One more warp may take listed columns.
+  // has the scale, and LayerNorm's shift. Some warps more take listed columns.
   const int column_vectors = from_output && !rms_kernel ? 2 : 1;
-  const int registers = column_vectors == 2 ? 96 : 80, more_threads = from_output ? 32 : 0;
+  const int registers = column_vectors == 2 ? 96 : 80, more_threads = plan.listing_threads;
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
-  EXPECT_LE(plan.cluster_blocks, kMaxRingBlocks);
+  EXPECT_LE(plan.cluster_blocks, kMaxClusterBlocks);
   EXPECT_GT(chip.cluster_multiprocessors(plan.cluster_blocks), 0);
   EXPECT_EQ(plan.rows_per_block, 1);
   EXPECT_EQ(plan.threads_per_row % 32, 0);
   EXPECT_GE(plan.threads_per_row, 64);
   EXPECT_LE(plan.threads_per_row + more_threads, 768);
+  EXPECT_EQ(more_threads % 32, 0);
+  EXPECT_EQ(more_threads > 0, lists);
   EXPECT_EQ(plan.packs * plan.pack, 16);
   // A row being added up, one whose dx is written, and one on its way.
   EXPECT_GE(plan.stages, 3);
@@ -315,7 +320,7 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         const int saved_size = size_of(from_output ? dtypes.y : dtypes.x);
         const bool rms_kernel = rms && dtypes.x == dtypes.y;
         if (plan.tier == Tier::kRing) {
-          check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), from_output,
+          check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), from_output, lists,
                      rms_kernel);
           continue;
         }
@@ -538,8 +543,8 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   // 3 would do, with 6 warps to a scheduler in place of 4.
   EXPECT_EQ(plan_for(32768, false, kH200).cluster_blocks, 4);
   EXPECT_EQ(plan_for(65536, false, kH200).cluster_blocks, 8);
-  EXPECT_EQ(plan_for(131072, false, kH200).cluster_blocks, kMaxRingBlocks);
-  EXPECT_EQ(plan_for(131072, true, kH200).cluster_blocks, kMaxRingBlocks);
+  EXPECT_EQ(plan_for(131072, false, kH200).cluster_blocks, kMaxClusterBlocks);
+  EXPECT_EQ(plan_for(131072, true, kH200).cluster_blocks, kMaxClusterBlocks);
   EXPECT_EQ(plan_for(262144, false, kH200).tier, Tier::kStreaming);
   EXPECT_EQ(plan_for(8192, false, kA100).tier, Tier::kRegisters);
   EXPECT_EQ(plan_for(12288, false, kA100).tier, Tier::kStreaming);

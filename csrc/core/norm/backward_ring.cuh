@@ -17,7 +17,7 @@ template <bool kRms>
 class LateSums {
  public:
   using Sums = GradientSums<float, kRms>;
-  using Parts = ClusterParts<Sums, kMaxRingBlocks>;
+  using Parts = ClusterParts<Sums, kMaxClusterBlocks>;
   struct Slots {  // in shared memory
     alignas(16) float of_warp[2][kRms ? 1 : 2][kWarpSize];
     typename Parts::Slots of_blocks;
@@ -107,19 +107,15 @@ struct RingRows {
   }
 };
 
-// The listed columns of a block, by one warp that has none of its own. While the others work on a
-// row it adds up the next one and writes dx of the row before the row before, which the others have
-// written. It asks for what it needs one turn ahead, and meets the others at each of their
+// The listed columns of a block, by warps that have none of their own. While the others work on a
+// row these add up the next one and write dx of the row before the row before, which the others
+// have written. They ask for what they need one turn ahead, and meet the others at each of their
 // barriers.
 template <bool kRms, typename Listed, typename In, typename Out>
 __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const In& in,
                                                      const Out& out, const RingRows& rows,
                                                      LateSums<kRms>& sums, bool has_mean,
                                                      const float2 (&statistics)[4]) {
-  if (!listed.any()) {
-    for (int turn = 0; turn < rows.rounds; ++turn) __syncthreads();
-    return;
-  }
   auto gradient_of = [&](int turn) {
     const auto of_row = sums.total(turn);
     const float rstd = statistics[turn & 3].y;
@@ -167,24 +163,27 @@ __device__ __forceinline__ void norm_backward_listed(const Listed& listed, const
   write_dx(turn - 1, to_write, gradient);
 }
 
-// The warp that takes the listed columns, from its start on.
+// The warps that take the listed columns, from their start on.
 template <RowsLie kLie, bool kRms, typename Params, typename X, typename Y, typename S>
 __device__ __forceinline__ void run_lister(const BackwardInput<Y, S, float>& in,
                                            const BackwardOutput<X, float>& out, float* staged,
-                                           int block_first, int block_cols, int lane,
+                                           int block_first, int block_cols, int threads,
                                            const RingRows& rows, const RowCluster& cluster,
                                            LateSums<kRms>& sums, bool has_mean,
                                            RingShared<kRms>& shared) {
-  const ListedShare<X, Y, S> listed(in, out, in.list.places(block_first, block_first + block_cols),
-                                    rows.first);
-  if (lane == 0) shared.lists = listed.any();
+  constexpr bool kOneWarp = ring_kernel(true, kRms).most_listing_threads == kWarpSize;
+  const int2 places = in.list.places(block_first, block_first + block_cols);
+  const ListedShare<X, Y, S, kOneWarp> listed(in, out, places, rows.first, threads);
+  if (threadIdx.x == threads) shared.lists = places.x < places.y;
   cluster.arrive();
   __syncthreads();
   cluster.wait();
-  if (listed.any()) {
-    listed.template clear<kLie, Params>(staged, block_first);
-    __syncthreads();
+  if (places.x >= places.y) {
+    for (int turn = 0; turn < rows.rounds; ++turn) __syncthreads();
+    return;
   }
+  listed.template clear<kLie, Params>(staged, block_first);
+  __syncthreads();
   norm_backward_listed<kRms>(listed, in, out, rows, sums, has_mean, shared.statistics);
 }
 
@@ -253,7 +252,7 @@ template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typenam
 __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out, int stages,
                                                    int partial_sets, int rows_in_sequence,
-                                                   RingShared<kRms>& shared) {
+                                                   int listing_threads, RingShared<kRms>& shared) {
   using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
   constexpr RingKernel kKernel = ring_kernel(kSaved == Saved::kOutput, kRms);
@@ -261,9 +260,9 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                 param_kinds(kSaved, Slice::Params::kRows, !Slice::kKeepsWeights));
   extern __shared__ __align__(128) float staged[];
 
-  // One more warp takes the listed columns, where there may be any.
-  const bool may_list = kSaved == Saved::kOutput && in.list.room > 0;
-  const int threads = blockDim.x - (may_list ? kKernel.listing_threads : 0), thread = threadIdx.x;
+  // Some warps more take the listed columns, where there may be any.
+  const bool may_list = kSaved == Saved::kOutput && listing_threads > 0;
+  const int threads = blockDim.x - (may_list ? listing_threads : 0), thread = threadIdx.x;
   const bool lists = thread >= threads;
   const RowCluster cluster;
   const int blocks = cluster.blocks();
@@ -296,8 +295,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   LateSums<kRms> sums(shared.slots, cluster);
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   if (kSaved == Saved::kOutput && lists) {
-    run_lister<kLie, kRms, typename Slice::Params>(in, out, staged, block_first, block_cols, lane,
-                                                   rows, cluster, sums, has_mean, shared);
+    run_lister<kLie, kRms, typename Slice::Params>(in, out, staged, block_first, block_cols,
+                                                   threads, rows, cluster, sums, has_mean, shared);
     return;
   }
   Slice slice(in, out, typename Slice::Params(staged, thread), own, block_cols, block_first, first,
@@ -323,13 +322,13 @@ template <typename X, typename Y, typename S, bool kRms, Saved kSaved>
 __global__ void __launch_bounds__(ring_kernel(kSaved == Saved::kOutput, kRms).most_threads, 1)
     norm_backward_ring(const __grid_constant__ BackwardInput<Y, S, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, int stages,
-                       int partial_sets, int rows_in_sequence) {
+                       int partial_sets, int rows_in_sequence, int listing_threads) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
   auto run = [&](auto lie) {
-    norm_backward_late<decltype(lie)::value, kRms, kSaved>(in, out, stages, partial_sets,
-                                                           rows_in_sequence, shared);
+    norm_backward_late<decltype(lie)::value, kRms, kSaved>(
+        in, out, stages, partial_sets, rows_in_sequence, listing_threads, shared);
   };
   if (in.cols % N == 0) {
     run(std::integral_constant<RowsLie, RowsLie::kRegular>());

@@ -148,12 +148,11 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       return detail::launch_plan(kernel, launched, stream, in, out, how...);
     };
     if (plan.tier == Tier::kRing) {
-      if (params.list.room > 0)
-        launched.threads_per_row += ring_kernel(true, params.rms).listing_threads;
+      launched.threads_per_row += plan.listing_threads;
       constexpr bool kRms = !kForBothNorms<X, Y>;
       error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kSaved>
                              : norm_backward_ring<X, Y, S, false, kSaved>,
-                  plan.stages, plan.partial_sets, plan.rows_in_sequence);
+                  plan.stages, plan.partial_sets, plan.rows_in_sequence, plan.listing_threads);
     } else {
       error = run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kSaved, 1>
                                   : norm_backward_registers<X, Y, S, kSaved, 2>,

@@ -12,7 +12,8 @@ namespace {
 
 NormForwardPlan plan_of(const NormForwardParams& params, const DeviceProperties& device) {
   const DType values = params.gate.data ? DType::kFloat32 : params.x_dtype;  // GatedLoad::Input
-  return plan_norm_forward(params.rows, params.cols, values, params.y_dtype, params.rms, device);
+  return plan_norm_forward(params.rows, params.cols, values, params.y_dtype, params.rms, device,
+                           params.list.room > 0);
 }
 
 NormBackwardPlan plan_of(const NormBackwardParams& params, const DeviceProperties& device) {

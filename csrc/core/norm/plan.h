@@ -73,8 +73,9 @@ struct NormForwardPlan : NormPlan {
 };
 
 // The kernels that add have no streaming tier: where the plan says so, x is added up before.
+// lists: whether the call has room for listed columns; backward: whether its forward call had.
 NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool rms,
-                                  const DeviceProperties& device);
+                                  const DeviceProperties& device, bool lists = false);
 
 // With a gate, `gate_groups` of its groups make a row of the weight: kRegisters for whole packs, or
 // kStreaming, which has no gate; blocks and partials are a multiple of gate_groups.
@@ -87,8 +88,9 @@ struct NormBackwardPlan : NormPlan {
   // kRegisters, few rows: blocks for each tile of kFewColumns columns in the one kernel that then
   // does all, without partial sums, or 0.
   int few_splits;
-  // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
-  int stages, partial_sets, rows_in_sequence;
+  // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each;
+  // threads of a block beside threads_per_row, where columns may be listed.
+  int stages, partial_sets, rows_in_sequence, listing_threads;
   FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
@@ -118,18 +120,18 @@ constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;
 
 // kRing: a thread's columns, and what a kernel takes: vectors of parameters in shared memory; the
-// most threads that its registers leave room for on a multiprocessor; and those of a block's that
-// have no columns of their own, but may take listed ones. From the output threads keep the weights:
-// beside RMSNorm's sums in 80 registers, beside LayerNorm's in 96.
+// most threads that its registers leave room for on a multiprocessor; and the least and the most of
+// a block's that have no columns of their own, but may take listed ones (more than a warp spills
+// LayerNorm's). From the output threads keep weights: in 80 registers, in LayerNorm's kernel in 96.
 constexpr int kRingCols = 16, kMaxRingThreads = 768;
 constexpr int kMaxRingStages = 6;
-constexpr int kMaxRingBlocks = kMaxClusterBlocks;
 struct RingKernel {
-  int param_vectors, most_threads, listing_threads;
+  int param_vectors, most_threads, listing_threads, most_listing_threads;
 };
 constexpr RingKernel ring_kernel(bool from_output, bool rms) {
-  if (!from_output) return {1, kMaxRingThreads, 0};
-  return rms ? RingKernel{1, kMaxRingThreads, kWarpSize} : RingKernel{2, 608, kWarpSize};
+  if (!from_output) return {1, kMaxRingThreads, 0, 0};
+  return rms ? RingKernel{1, kMaxRingThreads, kWarpSize, 3 * kWarpSize}
+             : RingKernel{2, 608, kWarpSize, kWarpSize};
 }
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
@@ -155,7 +157,6 @@ constexpr int streamed_columns(bool forward, int accumulator_size) {
 constexpr int kMaxRowMeansThreads = 512, kTileThreads = 128;
 constexpr int kSumThreads = 512, kFewSumThreads = 128;
 
-// lists: whether the forward call had room for listed columns.
 NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bool from_output,
                                     bool rms, const DeviceProperties& device, int gate_groups = 0,
                                     bool lists = false);

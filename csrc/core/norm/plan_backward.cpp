@@ -124,9 +124,9 @@ bool plan_ring(const BackwardCall& call, NormBackwardPlan& plan) {
   // Clusters larger than all chips have are for the longest rows, and for the parameters of an
   // output. A row whose output has no room even so takes no ring from the input either: both kinds
   // of backward then have as many kernels.
-  if (!best && ring_shape(kMaxRingBlocks, call.cols, plan.pack, call.dy_size(), call.dy_size(),
+  if (!best && ring_shape(kMaxClusterBlocks, call.cols, plan.pack, call.dy_size(), call.dy_size(),
                           ring_kernel(/*from_output=*/true, /*rms=*/false), device))
-    consider(kMaxRingBlocks);
+    consider(kMaxClusterBlocks);
   if (!best) return false;
 
   plan.tier = Tier::kRing;
@@ -136,6 +136,9 @@ bool plan_ring(const BackwardCall& call, NormBackwardPlan& plan) {
   plan.cluster_blocks = best_spread;
   plan.stages = best->stages;
   plan.shared_bytes = best->shared_bytes;
+  const int left = kernel.most_threads / best->blocks - best->threads;
+  if (call.lists)
+    plan.listing_threads = std::min(left / kWarpSize * kWarpSize, kernel.most_listing_threads);
   const int resident = device.cluster_multiprocessors(best_spread) * best->blocks / best_spread;
   const int64_t clusters = std::min<int64_t>(call.rows, resident);
   const int64_t rounds = ceil_div(call.rows, clusters);

@@ -59,8 +59,8 @@ int forward_share(int block_threads, int packs, int blocks, const DeviceProperti
 // three packs: those that a row does not reach cost nothing. Longer rows have four, as more rows
 // than a multiprocessor holds are the faster the fewer threads take part in a sum. may_halve: half
 // the lanes, with four packs each where others have two, may take a short row, with the same bits.
-// What is done once a row, by each of its lanes, are most of LayerNorm's instructions there;
-// RMSNorm lacks none. Two lanes would read too little side by side.
+// What is done once a row, by each of its lanes, are most of LayerNorm's instructions there, and of
+// RMSNorm's where columns may be listed. Two lanes would read too little side by side.
 void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_halve,
                  const DeviceProperties& device, NormPlan& plan) {
   constexpr int kMostInLanes = 3 * kWarpSize / 2, kMostFourPacks = 4 * kMaxForwardThreads;
@@ -73,9 +73,8 @@ void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_hal
     plan.packs = 2;
   }
   plan.threads_per_row = threads_for(block_packs, block_packs <= kMostInLanes ? 3 : plan.packs);
-  constexpr int kMinLanes = 4;
   const int half = threads_for(block_packs, 4);
-  if (may_halve && !few_rows && half >= kMinLanes && half < kWarpSize) {
+  if (may_halve && !few_rows && half > 2 && half < kWarpSize) {
     plan.packs = 4;
     plan.threads_per_row = half;
   }
@@ -97,7 +96,7 @@ FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
 }  // namespace
 
 NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool rms,
-                                  const DeviceProperties& device) {
+                                  const DeviceProperties& device, bool lists) {
   NormForwardPlan plan{};
   plan.overlaps = device.max_cluster_blocks > 1;  // both came with compute capability 9.0
   plan.pack = pack_elements(x, y);
@@ -115,7 +114,7 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
     plan.threads_per_row = streamed_threads(cols, true, x, kMaxForwardThreads);
   } else {
     plan.tier = Tier::kRegisters;
-    const bool may_halve = x == y && size_of(x) == 2 && !rms && cols % plan.pack == 0;
+    const bool may_halve = x == y && size_of(x) == 2 && (!rms || lists) && cols % plan.pack == 0;
     set_threads(rows, block_packs, rms || size_of(x) == 2, may_halve, device, plan);
   }
   const bool streams = plan.tier == Tier::kStreaming;
