@@ -179,15 +179,15 @@ def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
         return "it has buffers"
     if not _probe.takes_one_input(cls):
         return "its forward takes more than the input"
-    for name in _LOST:
-        if getattr(cls, name) is not getattr(nn.Module, name):
+    for name in [*vars(nn.Module), *_OF_OBJECT]:
+        theirs, plain = (getattr(c, name, None) for c in (cls, nn.Module))
+        if theirs is not plain and callable(theirs) and name not in _MAY_OVERRIDE:
             return f"its class overrides {name}, which would be lost"
     return None
 
 
-_LOST = "get_extra_state set_extra_state _load_from_state_dict _save_to_state_dict".split()
-_LOST += "load_state_dict state_dict __call__ _call_impl __getattr__ __setattr__ train eval".split()
-_LOST += "_apply to to_empty type cpu cuda float double half bfloat16 requires_grad_".split()
+_OF_OBJECT = "__getstate__ __copy__ __deepcopy__ __reduce__ __reduce_ex__".split()
+_MAY_OVERRIDE = "__init__ forward extra_repr __repr__ __dir__ _get_name".split()
 
 _ADDED = "autocast_rule bias_name elementwise_affine eps memory_efficient".split()
 _ADDED += "normalized_shape output_rule weight_name weight_offset".split()

@@ -413,12 +413,23 @@ class CallsTwice(ByHand):
         return super().__call__(super().__call__(x))
 
 
+class HidesItsParameters(ByHand):
+    def named_parameters(self, *args, **kwargs):
+        return iter(())
+
+
+class CopiesItself(ByHand):
+    def __deepcopy__(self, memo):
+        return self
+
+
 class WithSlots(ByHand):
     __slots__ = ("cache",)
 
 
 NOT_NORMS = [Times, EpsOutside, OfChannels, Unbiased, InTraining, Detached, WithoutEpsilonNorm]
 NOT_NORMS += [Clamped, OfMatrices, WithExtraState, KeepsFp32, HalfInFp32, CallsTwice, WithSlots]
+NOT_NORMS += [HidesItsParameters, CopiesItself]
 
 
 @pytest.mark.parametrize("cls", [*NOT_NORMS, Gated, WithBuffer], ids=lambda cls: cls.__name__)
@@ -430,6 +441,27 @@ def test_what_is_no_norm_stays(cls):
     assert not len(convert(nn.Sequential(module)))
     assert type(module) is cls and vars(module) == attributes
     assert torch.equal(torch.get_rng_state(), random_state)
+
+
+class BroadcastNorm(nn.Module):
+    def __init__(self, shape, dim):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.eps, self.dim = 1e-6, dim
+
+    def forward(self, x):
+        square = x.pow(2).mean(self.dim, keepdim=True)
+        return x * torch.rsqrt(square + self.eps) * self.weight
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 8), (8, 1), (8, 1, 1)], ids=str)
+def test_a_weight_that_is_broadcast_is_none_of_columns(shape):
+    model = nn.Sequential(BroadcastNorm(shape, -len(shape) if shape[0] == 8 else -1))
+    x = torch.randn(2, *(3 if size == 1 else size for size in shape))
+    expected = model(x)
+    report = convert(model)
+    assert not len(report) and "one value a column" in report.skipped[0].reason
+    assert torch.equal(model(x), expected)
 
 
 def test_classes():
