@@ -144,13 +144,13 @@ def _form_of_copy(
     def draw(*sizes, dtype=_FP32):
         return torch.randn(sizes, generator=generator, device="cpu").to(dtype)
 
-    def run(rows, dtype=_FP32, weights=_FP32, eps=_EPS, training=False, grads=False, cols=shape):
+    def run(rows, dtypes=(_FP32, _FP32), eps=_EPS, training=False, grads=False, cols=shape):
         # Rows of several magnitudes, and not of mean zero.
         scale = torch.tensor([0.02, 0.5, 4.0, 100.0]).repeat(3)[: math.prod(rows[:2])]
         scale = scale.view(*rows[:2], *[1] * (len(rows[2:]) + len(shape)))
-        x = (scale * (0.5 + draw(*rows, *cols))).to(dtype).requires_grad_(grads)
+        x = (scale * (0.5 + draw(*rows, *cols))).to(dtypes[0]).requires_grad_(grads)
         # What forward does to its own shows, as a norm is computed of those drawn.
-        parameters = {name: draw(*shape, dtype=weights) for name in names}
+        parameters = {name: draw(*shape, dtype=dtypes[1]) for name in names}
         own = {name: nn.Parameter(value.clone()) for name, value in parameters.items()}
         vars(copy)["_parameters"] = dict(module._parameters) | own
         vars(copy)[eps_name], vars(copy)["training"] = eps, training
@@ -165,12 +165,13 @@ def _form_of_copy(
     ]
     runs += [run((6,)), run((2, 3, 2))]
     with contextlib.suppress(Exception):  # what a norm of these dimensions raises
-        if 1 in shape and run((2, 3), cols=[3 if size == 1 else size for size in shape]):
+        if 1 in shape:
+            run((2, 3), cols=[3 if size == 1 else size for size in shape])
             return "its parameters are not of one value a column"
     taken = []
     for dtypes in ((_BF16, _BF16), (_BF16, _FP32), (_FP32, _BF16)):
         with contextlib.suppress(Exception):  # not every norm takes all of them
-            runs.append(run((2, 3), *dtypes))
+            runs.append(run((2, 3), dtypes))
             taken.append(dtypes)
     if not taken:
         return "it takes no bf16"
@@ -187,7 +188,7 @@ def _form_of_copy(
         return "it is an RMSNorm with a bias"
     output_rule = _rule(form, runs, ("input", "weight", "promote"))
     with _LikeAutocastOnCUDA():
-        runs = [run((2, 3), *dtypes) for dtypes in taken]
+        runs = [run((2, 3), dtypes) for dtypes in taken]
     autocast_rule = _rule(form, runs, (output_rule, "input", "weight", "promote", "float"))
     if output_rule is None or autocast_rule is None:
         return "its output has another dtype than its input or its weight"

@@ -257,7 +257,7 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int saved_size, int dy_size, bool from_output, bool lists, bool rms_kernel) {
   // From the output threads keep the weights, in more registers for LayerNorm, and shared memory
-  // has the scale, and LayerNorm's shift. Some warps more take listed columns.
+  // has the scale, and LayerNorm's shift. Additional warps take listed columns.
   const int column_vectors = from_output && !rms_kernel ? 2 : 1;
   const int registers = column_vectors == 2 ? 96 : 80, more_threads = plan.listing_threads;
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies

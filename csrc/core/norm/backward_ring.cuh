@@ -260,7 +260,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                 param_kinds(kSaved, Slice::Params::kRows, !Slice::kKeepsWeights));
   extern __shared__ __align__(128) float staged[];
 
-  // Some warps more take the listed columns, where there may be any.
+  // Additional warps take the listed columns, where there may be any.
   const bool may_list = kSaved == Saved::kOutput && listing_threads > 0;
   const int threads = blockDim.x - (may_list ? listing_threads : 0), thread = threadIdx.x;
   const bool lists = thread >= threads;

@@ -1,8 +1,8 @@
 // Listed columns in the ring, where shared memory has no room for shifts of two rows
 // (listed_values.cuh).
 //
-// The thread that has a listed column among its own takes its xhat for zero. Threads of some warps
-// more add what is missing to the row's sum of w * xhat, and write the column's dx when its owner
+// The thread that has a listed column among its own takes its xhat for zero. Threads of additional
+// warps add what is missing to the row's sum of w * xhat, and write the column's dx when its owner
 // has. They read neighbouring values of `side`, and the column's dy once more, from the L2 cache.
 #pragma once
 

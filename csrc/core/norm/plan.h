@@ -89,7 +89,7 @@ struct NormBackwardPlan : NormPlan {
   // does all, without partial sums, or 0.
   int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each;
-  // threads of a block beside threads_per_row, where columns may be listed.
+  // additional threads of a block, which take listed columns, or 0.
   int stages, partial_sets, rows_in_sequence, listing_threads;
   FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
@@ -120,13 +120,13 @@ constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;
 
 // kRing: a thread's columns, and what a kernel takes: vectors of parameters in shared memory; the
-// most threads that its registers leave room for on a multiprocessor; and the least and the most of
-// a block's that have no columns of their own, but may take listed ones (more than a warp spills
-// LayerNorm's). From the output threads keep weights: in 80 registers, in LayerNorm's kernel in 96.
+// most threads that its registers leave room for on a multiprocessor; and the least and the most
+// additional threads of a block, which take listed columns (with more than a warp of them
+// LayerNorm's kernel spills). From the output threads keep weights: in 80 registers, LayerNorm 96.
 constexpr int kRingCols = 16, kMaxRingThreads = 768;
 constexpr int kMaxRingStages = 6;
 struct RingKernel {
-  int param_vectors, most_threads, listing_threads, most_listing_threads;
+  int param_vectors, most_threads, least_listing_threads, most_listing_threads;
 };
 constexpr RingKernel ring_kernel(bool from_output, bool rms) {
   if (!from_output) return {1, kMaxRingThreads, 0, 0};

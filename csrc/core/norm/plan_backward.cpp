@@ -48,7 +48,7 @@ std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_si
   constexpr int kStatic = 1024, kEnoughBytes = 40 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
-  if (block_packs * pack > (kernel.most_threads - kernel.listing_threads) * kRingCols)
+  if (block_packs * pack > (kernel.most_threads - kernel.least_listing_threads) * kRingCols)
     return std::nullopt;
   const int threads = threads_for(block_packs, kRingCols / pack);
   const int block_cols = std::min(cols, threads * kRingCols);
@@ -58,7 +58,7 @@ std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_si
   const int wanted = spread > 1 ? 1 : static_cast<int>(ceil_div(kEnoughThreads, threads));
   for (int blocks = wanted; blocks > 0; --blocks) {
     auto have_registers = [&](int blocks) {
-      return blocks * (threads + kernel.listing_threads) <= kernel.most_threads;
+      return blocks * (threads + kernel.least_listing_threads) <= kernel.most_threads;
     };
     const int most = std::min((capacity / blocks - beside) / stage, kMaxRingStages);
     if (most < kMinStages || !have_registers(blocks)) continue;

@@ -59,8 +59,8 @@ int forward_share(int block_threads, int packs, int blocks, const DeviceProperti
 // three packs: those that a row does not reach cost nothing. Longer rows have four, as more rows
 // than a multiprocessor holds are the faster the fewer threads take part in a sum. may_halve: half
 // the lanes, with four packs each where others have two, may take a short row, with the same bits.
-// What is done once a row, by each of its lanes, are most of LayerNorm's instructions there, and of
-// RMSNorm's where columns may be listed. Two lanes would read too little side by side.
+// Most instructions are there those that each lane executes once a row, in LayerNorm, and where
+// columns may be listed in RMSNorm too. Two lanes would read too little side by side.
 void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_halve,
                  const DeviceProperties& device, NormPlan& plan) {
   constexpr int kMostInLanes = 3 * kWarpSize / 2, kMostFourPacks = 4 * kMaxForwardThreads;
