@@ -9,7 +9,7 @@
 #include <mutex>
 
 #include "ops/checks.h"
-#include "ops/launch.h"
+#include "ops/norm.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -254,10 +254,9 @@ void take_look(const NormColumns& norm, const ColumnWatch& watch) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor weight = aligned(norm.weight), bias = aligned(norm.bias);
   const auto stream = c10::cuda::getCurrentCUDAStream();
-  check_launch(launch_column_look(
-      {static_cast<int32_t>(norm.cols), to_dtype(norm.x_dtype), to_dtype(norm.y_dtype),
-       norm.weight_offset, to_param(weight), to_param(bias), watch},
-      stream));
+  auto params = norm_params<NormBackwardParams>(norm, /*rows=*/0, /*rms=*/false, weight, bias);
+  params.watch = watch;
+  check_launch(launch_column_look(params, stream));
   c10::cuda::stream_synchronize(stream);
 }
 
@@ -444,10 +443,9 @@ void check_overflow() {
 ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t room) {
   if (!norm.first().defined()) return {};
   std::unique_lock lock(mutex);
-  Watch* watch = find_watch(norm);
-  if (watch == nullptr && !from_output) return {};
   const bool captured = is_capturing();
-  if (watch == nullptr) watch = find_or_make_watch(norm, captured, lock);
+  Watch* const watch = from_output ? find_or_make_watch(norm, captured, lock) : find_watch(norm);
+  if (watch == nullptr && !from_output) return {};
   if (watch == nullptr)
     return {nullptr, nullptr, watches.unnamed, &watches.unnamed->overflow_signal, 0};
   watch->history.backward(see_params(*watch, norm));

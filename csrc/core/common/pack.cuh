@@ -15,12 +15,8 @@ namespace fused_norm {
 // kBytes (4, 8 or 16; 2 for a single element) as registers hold them.
 template <int kBytes>
 struct Words {
-  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
-  uint32_t at[kBytes / 4];
-};
-template <>
-struct Words<2> {
-  uint16_t at[1];
+  static_assert(kBytes == 2 || kBytes == 4 || kBytes == 8 || kBytes == 16);
+  std::conditional_t<kBytes == 2, uint16_t, uint32_t> at[(kBytes + 3) / 4];
 };
 
 // N elements of type T, as words: 16-bit elements taken apart would fill a register each.
@@ -143,18 +139,16 @@ __device__ __forceinline__ Words<kBytes> shifted_bytes(const Words<kBytes>& low,
   return out;
 }
 
+// What one access of kBytes moves.
+template <int kBytes>
+using Access = std::conditional_t<
+    kBytes == 16, uint4,
+    std::conditional_t<kBytes == 8, uint2, std::conditional_t<kBytes == 4, uint32_t, uint16_t>>>;
+
 // One access of kBytes through the read-only path.
 template <int kBytes>
 __device__ __forceinline__ Words<kBytes> load_words(const char* address) {
-  if constexpr (kBytes == 16) {
-    return bit_copy<Words<16>>(__ldg(reinterpret_cast<const uint4*>(address)));
-  } else if constexpr (kBytes == 8) {
-    return bit_copy<Words<8>>(__ldg(reinterpret_cast<const uint2*>(address)));
-  } else if constexpr (kBytes == 2) {
-    return {__ldg(reinterpret_cast<const uint16_t*>(address))};
-  } else {
-    return bit_copy<Words<4>>(__ldg(reinterpret_cast<const uint32_t*>(address)));
-  }
+  return bit_copy<Words<kBytes>>(__ldg(reinterpret_cast<const Access<kBytes>*>(address)));
 }
 
 // The same for what is read once, which leaves the first-level cache to the parameters.
@@ -196,23 +190,15 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
   } else if constexpr (kBytes == 8) {
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(words.at[0]),
                  "r"(words.at[1]));
-  } else if constexpr (kBytes == 2) {
-    *reinterpret_cast<uint16_t*>(address) = words.at[0];
   } else {
-    *reinterpret_cast<uint32_t*>(address) = words.at[0];
+    *reinterpret_cast<Access<kBytes>*>(address) = words.at[0];
   }
 }
 
 // The same for what nobody reads soon.
 template <int kBytes>
 __device__ __forceinline__ void store_streamed(char* address, const Words<kBytes>& words) {
-  if constexpr (kBytes == 16) {
-    __stcs(reinterpret_cast<uint4*>(address), bit_copy<uint4>(words));
-  } else if constexpr (kBytes == 8) {
-    __stcs(reinterpret_cast<uint2*>(address), bit_copy<uint2>(words));
-  } else {
-    __stcs(reinterpret_cast<uint32_t*>(address), bit_copy<uint32_t>(words));
-  }
+  __stcs(reinterpret_cast<Access<kBytes>*>(address), bit_copy<Access<kBytes>>(words));
 }
 
 // Starts a copy of 4, 8 or 16 bytes to shared memory, which only this thread sees unless there is a

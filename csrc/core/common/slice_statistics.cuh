@@ -53,18 +53,11 @@ class SliceBounds {
   int left_;
 };
 
-// Shared memory for two sums over a row, one after the other.
+// The sum over a group is that of its runs' sums, at most kMaxRuns. A warp's packs are one run, or
+// two where it has four packs a lane: these give the same bits as twice as many warps with two. (Of
+// two sums at once more than one run each costs too much: 8192 x 4096 in fp32 72 in place of 66
+// microseconds, H200.) What less than a warp has is one run.
 constexpr int kMaxRuns = 32;
-template <typename A>
-struct SumSlots {
-  A first[kMaxRuns], other[kMaxRuns];
-  SumAndSquares<A> second[kMaxRuns];
-};
-
-// The sum over a group is that of its runs' sums. A warp's packs are one run, or two where it has
-// four packs a lane: these give the same bits as twice as many warps with two. (Of two sums at once
-// more than one run each costs too much: 8192 x 4096 in fp32 72 in place of 66 microseconds, H200.)
-// What less than a warp has is one run.
 template <typename Group>
 constexpr int runs_of(int packs, bool two_sums) {
   return Group::kWholeWarps && packs == 4 && !two_sums ? 2 : 1;
@@ -208,6 +201,14 @@ __device__ __forceinline__ A tree_of_squares(const A (&x)[N]) {
 template <typename T>
 constexpr bool kCorrectsMean = sizeof(T) > 2;
 
+// Shared memory for two sums over a row of type T, one after the other.
+template <typename T>
+struct SumSlots {
+  using A = Accumulator<T>;
+  A first[kMaxRuns];
+  std::conditional_t<kCorrectsMean<T>, SumAndSquares<A>, A> second[kMaxRuns];
+};
+
 // A quotient that is rounded but once, so that the mean of equal values is that value.
 template <typename A>
 __device__ __forceinline__ A quotient(A sum, A count, A per_count) {
@@ -240,7 +241,7 @@ template <bool kRms, typename Group, typename T, int N, int kPacks, bool kPacked
           typename A>
 __device__ __forceinline__ PartStatistics<A> part_statistics(
     const Group& group, SliceValues<T, N, kPacks, kPacked>& values, const Bounds& bounds, A cols,
-    A per_cols, SumSlots<A>& slots) {
+    A per_cols, SumSlots<T>& slots) {
   constexpr bool kCorrected = !kRms && kCorrectsMean<T>;
   constexpr int kRuns = runs_of<Group>(kPacks, kCorrected);
   PartStatistics<A> out{};
@@ -267,8 +268,10 @@ __device__ __forceinline__ PartStatistics<A> part_statistics(
   });
   A squares[kRuns];
   add_up_runs(squares_of_pack, squares);
-  if constexpr (!kCorrected) {
-    out.squares = sum_of_runs(group, squares, slots.other, SumOf());
+  if constexpr (kRms) {
+    out.squares = sum_of_runs(group, squares, slots.first, SumOf());
+  } else if constexpr (!kCorrected) {
+    out.squares = sum_of_runs(group, squares, slots.second, SumOf());
   } else {
     add_up_runs(of_pack, runs);
     const SumAndSquares<A> both[1] = {{runs[0], squares[0]}};

@@ -32,12 +32,23 @@ struct ExactSum {
   }
 };
 
+// rstd. Where an fp32 output shows the last bit (kExact) it is cut off, not rounded, and comes with
+// the rest, which is never negative: -0 stays -0.
+template <typename A, bool kExact>
+struct Rstd {
+  A value, rest;
+  __device__ __forceinline__ A nearest() const { return kExact ? value + rest : value; }
+  __device__ __forceinline__ A times(A x) const {
+    return kExact ? fma(x, value, x * rest) : x * value;
+  }
+};
+
 // 1 / sqrt(squares / cols + eps): a Newton step after the hardware's rsqrt. As rsqrt for zero,
 // infinity and NaN. Where an fp32 output shows the last bit (kExact), quotient, sum and product
 // carry their rounding errors into the step.
 template <bool kExact>
-__device__ __forceinline__ float reciprocal_root_mean(float squares, float cols, float per_cols,
-                                                      float eps) {
+__device__ __forceinline__ Rstd<float, kExact> reciprocal_root_mean(float squares, float cols,
+                                                                    float per_cols, float eps) {
   const float mean_square = squares * per_cols;
   const float v = kExact ? mean_square + eps : fmaf(squares, per_cols, eps);
   const float r = rsqrtf(v);
@@ -48,12 +59,15 @@ __device__ __forceinline__ float reciprocal_root_mean(float squares, float cols,
     const float v_rest = ExactSum<float>(mean_square, eps).rest + quotient_rest;
     residual -= (fmaf(v, r, -vr) + v_rest * r) * r;
   }
-  return v > 0.0f && v < kInfinity ? fmaf(0.5f * r, residual, r) : r;
+  if (!(v > 0.0f && v < kInfinity)) return {r, 0.0f};
+  const float half = 0.5f * r;
+  const float value = kExact ? __fmaf_rz(half, residual, r) : fmaf(half, residual, r);
+  return {value, fmaf(half, residual, r - value)};
 }
-template <bool kExact>
-__device__ __forceinline__ double reciprocal_root_mean(double squares, double cols, double,
-                                                       double eps) {
-  return 1.0 / sqrt(squares / cols + eps);
+template <bool>
+__device__ __forceinline__ Rstd<double, false> reciprocal_root_mean(double squares, double cols,
+                                                                    double, double eps) {
+  return {1.0 / sqrt(squares / cols + eps), 0.0};
 }
 
 template <typename A>
@@ -147,16 +161,11 @@ struct RowStatistics<A, true> {
 #pragma unroll
       for (int i = 0; i < width; ++i) squares[i] += squares[i + width];
     }
-    RowStatistics statistics;
-    statistics.sum = squares[0];
-    return group.reduce_lanes(statistics, merge);
+    return group.reduce_lanes(RowStatistics{squares[0], 0}, merge);
   }
   __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
     const ExactSum<A> sum(a.sum, b.sum);
-    RowStatistics merged;
-    merged.sum = sum.value;
-    merged.rest = (a.rest + b.rest) + sum.rest;
-    return merged;
+    return {sum.value, (a.rest + b.rest) + sum.rest};
   }
   __device__ A row_mean() const { return 0; }
   __device__ A sum_of_squares() const {

@@ -2,8 +2,7 @@
 #include <cub/block/block_scan.cuh>
 
 #include "core/common/launch.cuh"
-#include "core/norm/columns.cuh"
-#include "core/norm/norm.h"
+#include "core/norm/launchers.cuh"
 
 namespace fused_norm {
 namespace {
@@ -242,19 +241,10 @@ cudaError_t launch_column_look(const ColumnLook<A>& look, cudaStream_t stream) {
 template cudaError_t launch_column_look(const ColumnLook<float>&, cudaStream_t);
 template cudaError_t launch_column_look(const ColumnLook<double>&, cudaStream_t);
 
-cudaError_t launch_column_look(const ColumnLookParams& params, cudaStream_t stream) {
-  auto run = [&](auto zero) {
-    using A = decltype(zero);
-    const ColumnLook<A> look{params.cols,
-                             {params.weight, params.bias, static_cast<A>(params.weight_offset)},
-                             {recoverable_limits<A>(params.y_dtype),
-                              precise_limits<A>(params.y_dtype), 0, nullptr, nullptr},
-                             false,
-                             params.watch,
-                             nullptr};
-    return launch_column_look(look, stream);
-  };
-  return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
+cudaError_t launch_column_look(const NormBackwardParams& params, cudaStream_t stream) {
+  return params.x_dtype == DType::kFloat64
+             ? launch_column_look(column_look_of<double>(params, nullptr), stream)
+             : launch_column_look(column_look_of<float>(params, nullptr), stream);
 }
 
 }  // namespace fused_norm

@@ -80,17 +80,18 @@ struct SideOut {
     return min((*columns + kSector - 1) / kSector * kSector, room);
   }
 
-  // The column at a place, if it is one of these, or -1.
+  // The column at a place, or kElsewhere if it is none of these, or kNone past the last place.
+  static constexpr int kElsewhere = -1, kNone = -2;
   __device__ __forceinline__ int column(int place, int first, int cols) const {
-    if (place >= room) return -1;
+    if (place >= room) return kNone;
     const int end = places(), col = columns[1 + place];  // both loads are on their way at once
     const bool inside = static_cast<unsigned>(col - first) < static_cast<unsigned>(cols);
-    return place < end && inside ? col : -1;
+    return place >= end ? kNone : inside ? col : kElsewhere;
   }
 
   // Keeps xhat at the thread's places from `place` on, up to `end`, the first of column `col`, or
-  // -1, whose value is x. Others are read again, from the L2 cache: they may be in registers of any
-  // thread. RMSNorm's mean is 0.
+  // none, whose value is x. Others are read again, from the L2 cache: they may be in registers of
+  // any thread. RMSNorm's mean is 0.
   template <typename Load>
   __device__ __forceinline__ void keep(int place, int end, int col, A x, const Load& load,
                                        int64_t row, int first, int cols, A mean, A rstd) const {

@@ -57,20 +57,14 @@ struct ColumnWatch {
 };
 
 struct NormForwardParams;
+struct NormBackwardParams;
 
 // Fills params.list, before or after the forward kernel on the same stream: before it the columns,
 // after it (`gathers`, where nothing was added) their xhat too.
 cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
                                 const DeviceProperties& device, cudaStream_t stream);
 
-// Takes a look outside of a backward call.
-struct ColumnLookParams {
-  int32_t cols;
-  DType x_dtype, y_dtype;
-  double weight_offset;
-  ParamVector weight, bias;
-  ColumnWatch watch;
-};
-cudaError_t launch_column_look(const ColumnLookParams& params, cudaStream_t stream);
+// Takes a look outside of a backward call, at the parameters that it would have.
+cudaError_t launch_column_look(const NormBackwardParams& params, cudaStream_t stream);
 
 }  // namespace fused_norm

@@ -17,7 +17,7 @@ struct StatisticsOut {
   A eps, cols, per_cols;
   SideOut<A> listed;
 
-  __device__ __forceinline__ A rstd_of(A squares) const {
+  __device__ __forceinline__ auto rstd_of(A squares) const {
     return reciprocal_root_mean<kExact>(squares, cols, per_cols, eps);
   }
   __device__ __forceinline__ void write(int64_t row, A row_mean, A row_rstd, bool rms) const {
@@ -36,10 +36,10 @@ constexpr int held_values(RowsLie lie) {
   return lie == RowsLie::kRegular ? 32 : lie == RowsLie::kPairs ? 24 : 16;
 }
 
-template <typename A>
+template <typename X>
 struct ForwardShared {
-  SumSlots<A> slots;
-  PartStatistics<A> cluster_slots[2][kPortableClusterBlocks];
+  SumSlots<X> slots;
+  PartStatistics<Accumulator<X>> cluster_slots[2][kPortableClusterBlocks];
 };
 
 // Weight and (kBias) bias of a thread's columns. Where rows are regular and all parameters of the
@@ -58,7 +58,7 @@ class ParamsAhead {
   static constexpr bool kAhead = kTyped && (kWalks || params_ahead(kPacks));
 
  public:
-  // Whether the value of a listed column comes likewise, kListedBytes for each thread.
+  // Whether the value of a listed column comes likewise, kListedBytes each.
   static constexpr bool kListed = kTyped && !kWalks && std::is_same_v<Load, InputLoad<X>>;
 
   template <typename Group>
@@ -95,6 +95,9 @@ class ParamsAhead {
     asm("mov.u32 %0, %%nsmid;" : "=r"(multiprocessors));
     return blockIdx.x >= kResident * multiprocessors / (blockDim.x * blockDim.y);
   }
+  __device__ __forceinline__ static bool has_listed_word() {
+    return static_cast<int>(threadIdx.x) < listed_ahead(kPacks, blockDim.x);
+  }
   // Asks for the value of a row's column, which lies at `at`; and gives it, when it is there.
   __device__ __forceinline__ static void fetch_listed(const X* at) {
     const uintptr_t word = reinterpret_cast<uintptr_t>(at) / kListedBytes * kListedBytes;
@@ -121,9 +124,9 @@ class ParamsAhead {
   // The word that holds the thread's listed value.
   __device__ __forceinline__ static X* listed() {
     extern __shared__ __align__(128) char ahead[];
-    const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
-    return reinterpret_cast<X*>(ahead + (kAhead ? threads * params_bytes(kPacks, kBias) : 0) +
-                                thread * kListedBytes);
+    const int before = kAhead ? blockDim.x * blockDim.y * params_bytes(kPacks, kBias) : 0;
+    const int word = threadIdx.y * listed_ahead(kPacks, blockDim.x) + threadIdx.x;
+    return reinterpret_cast<X*>(ahead + before + word * kListedBytes);
   }
 
   const Store& store_;
@@ -133,22 +136,23 @@ class ParamsAhead {
 
 // Writes a thread's columns of y, of centred values. finish(p, xhat) has a pack before the weight.
 template <bool kBias, RowsLie kLie, typename T, int N, int kPacks, bool kPacked, typename Group,
-          typename Bounds, typename Params, typename Store, typename A, typename Finish>
+          typename Bounds, typename Rstd, typename Params, typename Store, typename Finish>
 __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks, kPacked>& values,
-                                                 const Group& group, const Bounds& bounds, A rstd,
-                                                 const Params& params, const Store& store,
-                                                 int64_t row, int col, int left, Finish finish) {
+                                                 const Group& group, const Bounds& bounds,
+                                                 const Rstd& rstd, const Params& params,
+                                                 const Store& store, int64_t row, int col, int left,
+                                                 Finish finish) {
   WriterOf<typename Store::Output, N, kLie> writer;
   writer.open(store.y + row * store.cols + col, left);
   params.wait();
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
     if (!bounds.reach(p)) break;
-    A x[N], g[N], b[N];
+    Accumulator<T> x[N], g[N], b[N];
     params.get(p, group, g, b);
     values.get(p, bounds, x);
 #pragma unroll
-    for (int i = 0; i < N; ++i) x[i] *= rstd;
+    for (int i = 0; i < N; ++i) x[i] = rstd.times(x[i]);
     finish(p, x);
     writer.store(p, store.template apply<kBias>(x, g, b), group);
   }
@@ -173,7 +177,7 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
   A x = 0;
   bool is_there = false;
   if constexpr (kAhead) {
-    is_there = Params::list_is_ready();
+    is_there = Params::has_listed_word() && Params::list_is_ready();
     if (is_there && col >= 0) x = Params::take_listed(col);
   }
   if (!is_there && col >= 0) x = static_cast<A>(load.value(row, col));
@@ -191,9 +195,9 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
 // rms: whether this is RMSNorm, as a constant for all rows but those whose code is long and seldom
 // runs.
 template <typename Form, int kPacks, bool kWholeWarps, typename Rms, typename Load, typename Store>
-__device__ __forceinline__ void norm_forward_once(
-    Rms rms, const Load& load, const Store& store, const StatisticsOf<Load, Store>& out,
-    ForwardShared<Accumulator<typename Load::Input>>& shared) {
+__device__ __forceinline__ void norm_forward_once(Rms rms, const Load& load, const Store& store,
+                                                  const StatisticsOf<Load, Store>& out,
+                                                  ForwardShared<typename Load::Input>& shared) {
   constexpr RowsLie kLie = Form::kLie;
   using X = typename Load::Input;
   using A = Accumulator<X>;
@@ -225,11 +229,14 @@ __device__ __forceinline__ void norm_forward_once(
   from.fetch(group);
   params.fetch(group, bounds);
   constexpr bool kListed = decltype(params)::kListed;
+  bool may_keep = true;  // whether the thread may have a place
   if constexpr (kListed) {
-    const bool asks = out.listed.room > 0 && row < load.rows && params.list_is_ready();
-    const int cols = asks ? min(part_cols, load.cols - part_first) : 0;
-    const int at = cols > 0 ? out.listed.column(group.thread(), part_first, cols) : -1;
-    if (at >= 0) params.fetch_listed(from.at(at - col));
+    if (out.listed.room > 0 && row < load.rows && params.list_is_ready()) {
+      const int cols = min(part_cols, load.cols - part_first);
+      const int at = out.listed.column(group.thread(), part_first, cols);
+      may_keep = at != out.listed.kNone;
+      if (at >= 0 && params.has_listed_word()) params.fetch_listed(from.at(at - col));
+    }
   }
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });
 
@@ -245,19 +252,19 @@ __device__ __forceinline__ void norm_forward_once(
   });
   if (!rms && (kCorrectsMean<X> || spread)) values.centre(statistics.mean, bounds);
   if (kLie != RowsLie::kRegular) values.forget();
-  const A rstd = out.rstd_of(statistics.squares);
+  const auto rstd = out.rstd_of(statistics.squares);
   if (group.thread() == 0 && (part_first == 0 || out.listed.room > 0) && row < load.rows)
-    out.write(row, statistics.mean, rstd, rms);
+    out.write(row, statistics.mean, rstd.nearest(), rms);
 
   write_normalized<kBias, kLie>(values, group, bounds, rstd, params, store, row, col, left,
                                 [&](int p, auto& xhat) {
                                   if constexpr (Load::kGates) from.finish(p, xhat);
                                 });
   if constexpr (!Load::kGates) {
-    if (out.listed.room > 0)
+    if (out.listed.room > 0 && may_keep)
       keep_listed<kPacks * N, kPacks == kMostPacks,
                   std::conditional_t<kListed, decltype(params), void>>(
-          load, out, kListed ? statistics.mean : A(0), kListed ? rstd : A(0));
+          load, out, kListed ? statistics.mean : A(0), kListed ? rstd.nearest() : A(0));
   }
 }
 
@@ -268,8 +275,8 @@ __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_
     norm_forward_registers(const __grid_constant__ Load load, const __grid_constant__ Store store,
                            const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie,
                            bool typed) {
-  __shared__ ForwardShared<Accumulator<typename Load::Input>> shared;
   using X = typename Load::Input;
+  __shared__ ForwardShared<X> shared;
   constexpr bool kTypes = deals_out_typed(Load::kAdds, std::is_same_v<X, typename Store::Output>,
                                           kPacks, kWholeWarps, sizeof(X));
   auto run = [&](auto form, auto rms) {

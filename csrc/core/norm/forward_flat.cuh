@@ -83,7 +83,7 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
 #pragma unroll
     for (int k = 0; k < kRows; ++k)
       rstd[k] = chain_sum(x[k], [](float value, float sum) { return fmaf(value, value, sum); });
-    reduce_each(rstd, SumOf(), [&](float squares) { return of.out.rstd_of(squares); });
+    reduce_each(rstd, SumOf(), [&](float squares) { return of.out.rstd_of(squares).nearest(); });
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
 #pragma unroll

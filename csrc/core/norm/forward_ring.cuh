@@ -8,8 +8,9 @@
 namespace fused_norm {
 
 using ForwardParts = ClusterParts<PartStatistics<float>, kPortableClusterBlocks>;
+template <typename X>
 struct ForwardRingShared {
-  SumSlots<float> sums[2];  // used in turn
+  SumSlots<X> sums[2];  // used in turn
   ForwardParts::Slots parts;
   CopyBarrier filled[kMaxForwardSlots];
 };
@@ -21,7 +22,8 @@ struct ForwardRingShared {
 template <bool kRms, typename X>
 __device__ __forceinline__ void norm_forward_walk(
     const InputLoad<X>& load, const AffineStore<X>& store,
-    const StatisticsOf<InputLoad<X>, AffineStore<X>>& out, int slots, ForwardRingShared& shared) {
+    const StatisticsOf<InputLoad<X>, AffineStore<X>>& out, int slots,
+    ForwardRingShared<X>& shared) {
   constexpr RowsLie kLie = RowsLie::kRegular;
   constexpr int N = kPackElements<X>, kPacks = kMostPacks;
   constexpr bool kPacked = kPacks * N > held_values(kLie);
@@ -83,11 +85,12 @@ __device__ __forceinline__ void norm_forward_walk(
     parts.send(turn, statistics);
     statistics = merge_parts<kRms>(parts.wait(turn), blocks, slot_cols, load.cols, out.per_cols);
     if (!kRms) values.centre(statistics.mean, bounds);
-    const float rstd = out.rstd_of(statistics.squares);
-    if (group.thread() == 0 && first_col == 0) out.write(row, statistics.mean, rstd, kRms);
+    const auto rstd = out.rstd_of(statistics.squares);
+    if (group.thread() == 0 && first_col == 0)
+      out.write(row, statistics.mean, rstd.nearest(), kRms);
     if (listed >= 0)
       out.listed.keep(place, places, listed, static_cast<float>(listed_x), load, row, first_col,
-                      cols, statistics.mean, rstd);
+                      cols, statistics.mean, rstd.nearest());
     write_normalized<!kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
                                   [](int, auto&) {});
     slot.next(slots);
@@ -101,7 +104,7 @@ __global__ void __launch_bounds__(kForwardRingThreads, 1)
                       const __grid_constant__ StatisticsOf<InputLoad<X>, AffineStore<X>> out,
                       int slots) {
 #if __CUDA_ARCH__ >= 900
-  __shared__ ForwardRingShared shared;
+  __shared__ ForwardRingShared<X> shared;
   with_flag(out.mean == nullptr, [&](auto rms) {
     norm_forward_walk<decltype(rms)::value>(load, store, out, slots, shared);
   });

@@ -51,10 +51,11 @@ cudaError_t norm_forward_from(const Load& load, const NormForwardParams& params,
                                    plan.ring.slots);
       }
     }
-    const int of_thread = (params_ahead(plan.packs) ? params_bytes(plan.packs, !params.rms) : 0) +
-                          (params.list.room > 0 ? kListedBytes : 0);
-    launched.shared_bytes =
-        std::max(plan.shared_bytes, plan.threads_per_row * plan.rows_per_block * of_thread);
+    const int threads = plan.threads_per_row;
+    const int of_row =
+        (params_ahead(plan.packs) ? threads * params_bytes(plan.packs, !params.rms) : 0) +
+        (params.list.room > 0 ? listed_ahead(plan.packs, threads) * kListedBytes : 0);
+    launched.shared_bytes = std::max(plan.shared_bytes, plan.rows_per_block * of_row);
   }
   const bool deals_typed = typed && deals_out_typed(Load::kAdds, std::is_same_v<X, Y>, plan.packs,
                                                     whole_warps, sizeof(X));
@@ -124,7 +125,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                              cudaStream_t stream) {
   using S = std::conditional_t<kSaved == Saved::kInput, X, Y>;
   const BackwardWorkspace<float> workspace(params, plan);
-  const ColumnLook<float> look = column_look_of(params, workspace);
+  const ColumnLook<float> look = column_look_of<float>(params, workspace.totals);
   const BackwardInput<Y, S, float> in = backward_input<Y, S>(params, look.listed);
   const BackwardOutput<X, float> out{
       static_cast<X*>(params.dx),

@@ -55,15 +55,14 @@ struct BackwardWorkspace {
 };
 
 template <typename A>
-ColumnLook<A> column_look_of(const NormBackwardParams& params,
-                             const BackwardWorkspace<A>& workspace) {
+ColumnLook<A> column_look_of(const NormBackwardParams& params, LookTotals* totals) {
   return {params.cols,
           {params.weight, params.bias, static_cast<A>(params.weight_offset)},
           {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype),
            params.list.room, params.list.columns, static_cast<const A*>(params.list.side)},
           params.from_output,
           params.watch,
-          workspace.totals};
+          totals};
 }
 
 // Sums of the partial rows, if there are, and the look at the parameters: second_stage.cu.

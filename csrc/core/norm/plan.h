@@ -50,9 +50,14 @@ constexpr bool deals_out_typed(bool adds, bool one_dtype, int packs, bool whole_
 }
 
 // Shared memory of a thread for weight and (bias) bias of so many packs, as they are; and behind
-// those of all threads for a value (lists).
-constexpr int kListedBytes = 4;
+// those of all threads for a value (lists), of so many threads of a row. With no more of these
+// beside parameters 132 KB hold two blocks of LayerNorm with 16384 columns, and the first-level
+// cache has the rest.
 constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
+constexpr int kListedBytes = 4;
+constexpr int listed_ahead(int packs, int threads) {
+  return packs != kMostPacks && threads > 160 ? 160 : threads;
+}
 
 // kRegisters, clusters, one dtype: where rows are regular, and all parameters there and of that
 // dtype too, clusters that walk over the rows do the same, if `slots` is not zero

@@ -25,7 +25,7 @@ template <typename A>
 cudaError_t stream_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
                             cudaStream_t stream) {
   const BackwardWorkspace<A> workspace(params, plan);
-  const ColumnLook<A> look = column_look_of(params, workspace);
+  const ColumnLook<A> look = column_look_of<A>(params, workspace.totals);
   const StreamedBackward<A> in{
       params.rows,
       params.cols,

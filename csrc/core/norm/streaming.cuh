@@ -50,8 +50,8 @@ __device__ __forceinline__ void norm_forward_twice(const StreamedForward<A>& in)
   }
   const Statistics of_row = group.reduce_warps(of_warp, Statistics(), slots, Statistics::merge);
   const A mean = of_row.row_mean();
-  const A rstd = in.out.rstd_of(of_row.sum_of_squares());
-  if (group.thread() == 0 && cols > 0) in.out.write(row, mean, rstd, kRms);
+  const auto rstd = in.out.rstd_of(of_row.sum_of_squares());
+  if (group.thread() == 0 && cols > 0) in.out.write(row, mean, rstd.nearest(), kRms);
 
   for (int col = first; col < cols; col += step) {
     const int left = cols - col;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void norm_forward_twice(const StreamedForward<A>& in)
     if (!kRms && in.bias.data) load_any(in.bias.data, in.bias.dtype, col, left, b);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const A xhat = (x[i] - mean) * rstd;
+      const A xhat = rstd.times(x[i] - mean);
       x[i] = kRms ? xhat * g[i] : fma(xhat, g[i], b[i]);
     }
     in.y.store(row, col, cols, x);
