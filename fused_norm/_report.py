@@ -95,15 +95,15 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
 
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: a norm is on the meta device, where nothing is saved, or the two runs called
-            different norms.
+        RuntimeError: a norm is on the meta device, or fake, where nothing is saved; or the two runs
+            called different norms.
     """
     _arguments.module("model", model)
     classes = (LayerNorm, RMSNorm, RMSNormGated)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, classes)}
     for name, module in norms.items():
-        if any(parameter.is_meta for parameter in module.parameters()):
-            raise RuntimeError(f"{name or 'model'} is on the meta device, where nothing is saved")
+        if any(p.is_meta or _torch.is_fake(p) for p in module.parameters()):
+            raise RuntimeError(f"{name or 'model'} is on the meta device or fake: nothing is saved")
     flags = {name: module.memory_efficient for name, module in norms.items()}
     as_it_is = _run(model, norms, example_inputs, keywords)
     try:

@@ -100,7 +100,8 @@ def _room(call) -> int | None:
     if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
         return None
     room = _look(*args, _generation)
-    return room if room > 0 else None
+    # The columns of a weight that is no Parameter may be a tracer's symbol.
+    return min(room, math.prod(call.normalized_shape)) if room > 0 else None
 
 
 def numbers(*values) -> list:
@@ -123,9 +124,7 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
     room = _room(call) if memory_efficient else None
     if not _torch.is_exporting():
         return _outputs(call, _ops.norm_forward(*call._replace(room=room)))
-    # Exported graphs hold no dtype among the operator's arguments: torch's ahead-of-time runtime
-    # reads an optional one as its neighbour. The arithmetic is in fp32 in any case, so a
-    # conversion before or after it gives the same numbers.
+    # As in without_dtype().
     _ops.check_rows(_ops.norm_forward, call)
     input, residual, out_dtype = call.input, call.residual, call.out_dtype
     residual_out = None
@@ -140,6 +139,15 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
     call = call._replace(input=input, residual=residual, room=room, **without_dtypes)
     output, added = _outputs(call, _ops.norm_forward(*call))
     return output.to(out_dtype), added if residual_out is None else residual_out
+
+
+def without_dtype(input, out_dtype) -> tuple:
+    """(input, out_dtype) of a call, for export with a converted input in place of an out_dtype:
+    torch's ahead-of-time runtime reads an optional dtype as its neighbour. The arithmetic is in
+    fp32 in any case, so a conversion before or after it gives the same numbers."""
+    if out_dtype is None or not _torch.is_exporting():
+        return input, out_dtype
+    return input.to(out_dtype), None
 
 
 def _outputs(call, results) -> tuple:

@@ -268,9 +268,9 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     if dtype is None:
         dtype = _softmax_out_dtype(input)
     elif dtype is not torch.float32 or input.dtype not in _autocast.SIXTEEN_BIT:
-        dtype = _arguments.floating_dtype(dtype)
         # No kernel converts these: first the conversion, if it is one, as torch has it.
-        input, dtype = input.to(dtype), None
+        input, dtype = input.to(_arguments.floating_dtype(dtype)), None
+    input, dtype = _tracing.without_dtype(input, dtype)
     if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
         output = _C.softmax(input, dim, log, dtype)
         if output is not None:  # as in torch.jit.trace
@@ -357,5 +357,5 @@ def scaled_masked_softmax(
         _arguments.optional_tensor("mask", mask, nested=False)
     if type(scale) is not float or type(causal) is not bool:
         scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
-    dtype = _softmax_out_dtype(input)
+    input, dtype = _tracing.without_dtype(input, _softmax_out_dtype(input))
     return _tracing.softmaxes().scaled_masked_softmax(input, mask, scale, causal, dtype)

@@ -561,6 +561,36 @@ def test_autocast_of_transforms(device, generator):
     torch.testing.assert_close(ours, wanted, rtol=2e-2, atol=0.2)
 
 
+@pytest.mark.parametrize("way", ["second derivative", "forward mode", "compiled"])
+def test_autocast_rounds_nothing_within(way, device, generator):
+    """Where the decomposition runs: the numbers of inputs that were cast before."""
+    q, k, v = (8 * randn(generator, 1, 2, 33, 16) for _ in range(3))
+
+    def results(autocast):
+        tensors = [t if autocast else t.to(BF16).float() for t in (q, k, v)]
+
+        def call(q):
+            cast = [t if autocast else t.to(BF16) for t in (q, *tensors[1:])]
+            return fn.flash_attention(*cast).float()
+
+        with torch.autocast(device, BF16, enabled=autocast):
+            if way == "second derivative":
+                leaf = tensors[0].requires_grad_()
+                (dq,) = torch.autograd.grad(call(leaf).sin().sum(), leaf, create_graph=True)
+                return [dq, *torch.autograd.grad(dq.square().sum(), leaf)]
+            if way == "forward mode":
+                with torch.autograd.forward_ad.dual_level():
+                    dual = torch.autograd.forward_ad.make_dual(tensors[0], v)
+                    return list(torch.autograd.forward_ad.unpack_dual(call(dual)))
+            torch._dynamo.reset()
+            grad = torch.func.grad(lambda q: call(q).sin().sum())
+            return [torch.compile(grad, backend="aot_eager", fullgraph=True)(tensors[0])]
+
+    for ours, wanted in zip(results(True), results(False), strict=True):
+        error = (ours - wanted).double().norm() / wanted.double().norm()
+        assert error < 5e-3, error
+
+
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)
 @pytest.mark.parametrize("autocast", [BF16, FP16], ids=str)
 def test_autocast(dtype, autocast, device, generator):

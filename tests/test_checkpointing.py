@@ -1,5 +1,6 @@
 """Activation checkpointing: reentrant, without reentry, and selective."""
 
+import contextlib
 import functools
 
 import pytest
@@ -92,3 +93,53 @@ def test_compiled_checkpoint(kind, memory_efficient, device, generator):
     for eager, traced in zip(*results, strict=True):
         limit = 16 * 2**-24 * eager.abs().max().item()  # a few roundings
         torch.testing.assert_close(traced, eager, rtol=0, atol=limit)
+
+
+def add_layer_norm(norm, x):
+    y, stream = fused_norm.functional.add_layer_norm(x, x, (16,), norm.weight, norm.bias)
+    return (y + stream.mul_(3)).sin()
+
+
+def scaled_norm(norm, x):
+    return norm(x).mul_(3).sin()
+
+
+def by_hooks(pack):
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+HIDDEN_CHANGES = {
+    "checkpoint": (contextlib.nullcontext, True),
+    "kept by hooks": (lambda: by_hooks(lambda tensor: tensor), True),
+    "copied by hooks": (lambda: by_hooks(torch.clone), False),
+    "allowed": (torch.autograd.graph.allow_mutation_on_saved_tensors, False),
+}
+
+
+@pytest.mark.parametrize("way", HIDDEN_CHANGES)
+@pytest.mark.parametrize("forward", [scaled_norm, add_layer_norm])
+def test_saved_result_changed_in_place(forward, way, device, generator):
+    """Autograd does not notice it of what hooks keep; norms that save a result do."""
+    context, raises = HIDDEN_CHANGES[way]
+    norm = fused_norm.LayerNorm(16, memory_efficient=True, device=device)
+    x = randn(generator, 5, 16).requires_grad_()
+
+    def gradient():
+        with context():
+            if way == "checkpoint":
+                y = checkpoint(forward, norm, x, use_reentrant=False)
+            else:
+                y = forward(norm, x)
+            return torch.autograd.grad(y.sum(), x)[0]
+
+    if raises:
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient()
+        return
+    double = x.detach().double().requires_grad_()
+    if forward is add_layer_norm:
+        y = nn.functional.layer_norm(2 * double, (16,)) + 6 * double
+    else:
+        y = 3 * nn.functional.layer_norm(double, (16,))
+    (wanted,) = torch.autograd.grad(y.sin().sum(), double)
+    torch.testing.assert_close(gradient().double(), wanted, rtol=1e-4, atol=1e-4)

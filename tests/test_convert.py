@@ -662,6 +662,17 @@ def test_norms_that_are_not_what_their_class_says_are_left_alone():
     assert "complex64" in report.skipped[3].reason
 
 
+def test_another_forward_of_torchs_class_is_kept(monkeypatch):
+    forward = nn.LayerNorm.forward
+    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: 2 * forward(self, x))
+    model, x = small_net(), torch.randn(3, 8)
+    wanted = model(x)
+    report = convert(model)
+    assert [norm.name for norm in report.replaced] == ["3"]
+    assert [norm.name for norm in report.skipped] == ["1"]
+    torch.testing.assert_close(model(x), wanted)
+
+
 def test_a_second_call_changes_nothing():
     model = small_net()
     convert(model, memory_efficient=True)

@@ -177,3 +177,7 @@ def test_bad_models():
     model = chain("meta")
     with pytest.raises(RuntimeError, match="0 is on the meta device"):
         fn.memory_report(model, torch.ones(2, COLS, device="meta"))
+    with torch._subclasses.FakeTensorMode():
+        with pytest.raises(RuntimeError, match="0 is on the meta device or fake"):
+            model = torch.nn.Sequential(fn.LayerNorm(COLS))
+            fn.memory_report(model, torch.ones(2, COLS))

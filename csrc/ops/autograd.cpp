@@ -14,6 +14,7 @@ using c10::IValue;
 namespace {
 
 void call_decomposed(const std::string& name, c10::Stack* stack) {
+  const NoAutocast guard(c10::autocast_dispatch_keyset);
   find_operator("fused_norm::decomposed_" + name.substr(name.find(':') + 2)).callBoxed(stack);
 }
 
@@ -102,6 +103,7 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const bool create_graph = at::GradMode::is_enabled();
     const at::AutoGradMode enable_grad(true);
+    const NoAutocast guard(c10::autocast_dispatch_keyset);
     // Aliases: of the tensors themselves some are functions of others, as a saved output is of the
     // weight, and a derivative is wanted in each alone.
     variable_list aliases = ctx->get_saved_variables();

@@ -55,6 +55,9 @@ bool needs_grad(const Args&... args) {
   return at::GradMode::is_enabled() && any_tensor(requires_grad, args...);
 }
 
+// For decompositions, and their derivatives: autocast would round in between.
+using NoAutocast = c10::impl::ExcludeDispatchKeyGuard;
+
 // Keeps autograd off a call in a backward pass that is not differentiated in turn.
 class InBackward {
  public:
@@ -98,6 +101,7 @@ class Operator {
     std::optional<decltype(call(args...))> results;
     if (is_transformed(args...)) {
       check(args...);
+      const NoAutocast guard(c10::autocast_dispatch_keyset);
       results = call_by(decomposed_, args...);
     } else if (!needs_grad(args...)) {
       results = below_autograd(args...);
@@ -121,10 +125,14 @@ const auto& operator_of(const char* name) {
   return op;
 }
 
+inline bool has_saved_tensor_hooks() {
+  return !at::SavedTensorDefaultHooks::get_tls_state().stack.empty();
+}
+
 // A result as a Function saves it. A hook of saved tensors that kept the result itself would keep
 // the node, and the node the hook's.
 inline at::Tensor saved_result(const at::Tensor& result) {
-  return at::SavedTensorDefaultHooks::get_tls_state().stack.empty() ? result : result.detach();
+  return has_saved_tensor_hooks() ? result.detach() : result;
 }
 
 // saved_result() may have cut the tensor from its node. Where the backward pass is differentiated,

@@ -2,6 +2,7 @@
 // those. In C++: with a Python autograd.Function a call took the host twice as long.
 
 #include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
 
 #include <array>
 #include <tuple>
@@ -68,6 +69,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       saved[kSide] = saved_result(statistics[1]);
       saved[kColumns] = statistics[2];
     }
+    if ((from_output || adds) && has_saved_tensor_hooks()) {
+      // Autograd does not see what becomes of a tensor that hooks keep: its version, without data.
+      const Tensor version = at::empty({0}, at::kByte);
+      torch::autograd::impl::set_version_counter(
+          version, torch::autograd::impl::version_counter(from_output ? results[0] : x));
+      ctx->saved_data["version"] = version;
+    }
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
     ctx->saved_data["form"] = Form(how.normalized_shape.size(), how.rms, from_output, adds);
@@ -83,6 +91,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const auto [weight_offset, x_dtype, input_dtype, residual_dtype] =
         ctx->saved_data["numbers"].to<Numbers>();
     variable_list saved = ctx->get_saved_variables();
+    // Unless a hook has copied it, or makes it anew.
+    const auto version = ctx->saved_data.find("version");
+    TORCH_CHECK(version == ctx->saved_data.end() || version->second.toTensor()._version() == 0 ||
+                    saved[kSaved]._version() == 0,
+                "one of the variables needed for gradient computation has been modified by an "
+                "inplace operation: the ",
+                from_output ? "output" : "residual_out", " of a norm");
     const bool lists = saved[kColumns].defined();
     // The results' numbers; with a list there is no mean, without one no side.
     const uint32_t mean_at = adds ? 2 : 1, rstd_at = lists ? mean_at : mean_at + 1,
