@@ -91,9 +91,10 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     """The arguments as (batch, heads, rows, columns) with batch sizes and heads that go together,
     and the shape of torch's result."""
     for name, tensor in zip(_TENSORS, (query, key, value), strict=False):
-        if tensor.dim() < 2:
+        if tensor.layout is not torch.strided or tensor.dim() < 2:
             raise RuntimeError(
-                f"{name} must have at least 2 dimensions, but has shape {list(tensor.shape)}"
+                f"{name} must be a dense strided tensor of at least 2 dimensions, but has layout "
+                f"{tensor.layout} and shape {list(tensor.shape)}"
             )
     dims = max(query.dim(), key.dim(), value.dim())
     query, key, value = tensors = [_with_ndim(t, max(dims, 4)) for t in (query, key, value)]

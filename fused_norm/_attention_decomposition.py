@@ -28,8 +28,10 @@ class _Rows(NamedTuple):
         return of.bounds[sequence + 1] - of.bounds[sequence]
 
 
-def _rows(count, offsets: Tensor | None, device: torch.device) -> _Rows:
-    place = torch.arange(count, device=device)
+def _rows(count, offsets: Tensor | None, like: Tensor) -> _Rows:
+    place = torch.arange(count, device=like.device)
+    if hasattr(like, "placements"):  # a DTensor, which goes with its like alone
+        place = like.new_ones(count, dtype=torch.int64).cumsum(0) - 1
     if offsets is None:
         return _Rows(torch.zeros_like(place), place)
     # As kernels read them: within the tensor, in ascending order.
@@ -104,7 +106,7 @@ def _grouped(tensor: Tensor, kv_heads) -> Tensor:
 
 def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor, dtype) -> Tensor:
     """Of each query and key, whether the query does not see the key."""
-    hidden = (q.sequence.unsqueeze(1) != k.sequence) | (q.sequence.unsqueeze(1) < 0)
+    hidden = ~(q.sequence.unsqueeze(1) == k.sequence) | (q.sequence.unsqueeze(1) < 0)
     if call.window_left is not None:
         hidden = hidden | (offset < -call.window_left)
     if call.window_right is not None:
@@ -143,13 +145,13 @@ def _scores(call: AttentionCall, query: Tensor, key: Tensor, q: _Rows, offset: T
 def attention_forward(*args) -> tuple[Tensor, Tensor]:
     call = AttentionCall(*args)
     packed = call.cu_seqlens_q is not None
-    dtype, device = accumulate_dtype(call.query.dtype), call.query.device
+    dtype = accumulate_dtype(call.query.dtype)
     tensors = [tensor.to(dtype) for tensor in _apart(call)]
     if packed:
         tensors = [tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors]
     query, key, value = tensors  # (B, heads, rows, columns)
-    q = _rows(query.shape[2], call.cu_seqlens_q, device)
-    k = _rows(key.shape[2], call.cu_seqlens_k, device)
+    q = _rows(query.shape[2], call.cu_seqlens_q, query)
+    k = _rows(key.shape[2], call.cu_seqlens_k, query)
     ahead = k.place - q.place.unsqueeze(1)  # j - i
     # Keys less queries, of each query's sequence.
     shift = torch.full_like(q.place, key.shape[2] - query.shape[2])

@@ -604,6 +604,11 @@ def compiled_dtensor(rank, device, memory_efficient):
             close(traced, eager)
 
 
+def _second_derivatives(function, tensors, douts):
+    first = torch.autograd.grad(function(*tensors), tensors, douts, create_graph=True)
+    return torch.autograd.grad(sum(gradient.square().sum() for gradient in first), tensors)
+
+
 def attention(rank, device):
     """Batch and heads sharded: placements, values, and what is communicated."""
     mesh = init_device_mesh(device, (WORLD,))
@@ -639,6 +644,12 @@ def attention(rank, device):
             assert gradient.placements == (p,)
         for ours, right in zip((*outputs, *grads), (*exact, *exact_grads), strict=True):
             close(ours.full_tensor(), right)
+        if dim == 0:
+            second = [
+                _second_derivatives(attend, *of) for of in ((sharded, local), (leaves, douts))
+            ]
+            for ours, right in zip(*second, strict=True):
+                close(ours.full_tensor(), right)
 
     # torch's function, packed sequences by head, and one key head, which is not split.
     q = torch.randn(2, 4, 5, 8, dtype=FP64, device=device)

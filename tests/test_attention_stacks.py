@@ -885,6 +885,8 @@ class TestErrors:
             4, dtype=FP16, device=device))  # fmt: skip
         refuse("key must be a tensor.*'str'|key must be a tensor", attention, q, "no", v)
         refuse("query must be a dense strided", attention, q.to_sparse(), k, v)
+        sdpa = fn.scaled_dot_product_attention
+        refuse("key must be a dense strided", sdpa, q[0, 0], k[0, 0].to_sparse_csr(), v[0, 0])
         if device == "cuda":
             refuse("key is on cpu, but query is on cuda", attention, q, k.cpu(), v)
             refuse("sink is on cpu", attention, q, k, v, sink=torch.zeros(4))
@@ -977,7 +979,13 @@ class TestErrors:
                nested)  # fmt: skip
         refuse("multiple of key's 3", attention, q, *[tensor(2, 3, 7, 8, device=device)] * 2,
                enable_gqa=True)  # fmt: skip
-        refuse(r"query must have at least 2 dimensions.*\[8\]", attention, q[0, 0, 0], k, v)
+        refuse(
+            r"query must be a dense strided tensor of at least 2 dimensions.*\[8\]",
+            attention,
+            q[0, 0, 0],
+            k,
+            v,
+        )
         refuse("batch dimensions must broadcast", attention, *self.make(
             device, q=(3, 2, 5, 8)))  # fmt: skip
 
