@@ -53,7 +53,8 @@ def attention(
         # These may stay in fp32.
         attn_mask, sink = (_autocast.cast(t, dtype, torch.float32) for t in (attn_mask, sink))
         tensors = (query, key, value, attn_mask, alibi_slopes, sink, *offsets)
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or _torch.in_functorch():
+        compiles = torch.compiler.is_compiling() and not _torch.is_exporting()
+        if compiles or torch.jit.is_tracing() or _torch.in_functorch():
             # Else autocast rounds within the decomposition, scores before their softmax too.
             with torch.autocast(query.device.type, enabled=False):
                 return attention(

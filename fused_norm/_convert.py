@@ -165,8 +165,9 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
 def _form_of_torchs(module: nn.Module) -> _probe.Form | None:
     """What one of torch's own norms computes."""
     cls = type(module)
-    if cls not in (nn.LayerNorm, nn.RMSNorm) or cls.forward.__module__ != cls.__module__:
-        return None  # not torch's, or with another forward
+    code_of = getattr(cls.forward, "__globals__", None)  # not of another forward
+    if cls not in (nn.LayerNorm, nn.RMSNorm) or code_of is not vars(nn.modules.normalization):
+        return None
     rms, affine = isinstance(module, nn.RMSNorm), module.elementwise_affine
     shape, rules = module.normalized_shape, ("input", "input" if rms else "float")
     return _probe.Form(rms, "weight" if affine else None, "bias", shape, "eps", 0.0, *rules)

@@ -587,8 +587,11 @@ def test_autocast_rounds_nothing_within(way, device, generator):
             return [torch.compile(grad, backend="aot_eager", fullgraph=True)(tensors[0])]
 
     for ours, wanted in zip(results(True), results(False), strict=True):
-        error = (ours - wanted).double().norm() / wanted.double().norm()
-        assert error < 5e-3, error
+        if way == "compiled":  # its backward pass is torch's own, whose products autocast rounds
+            error = (ours - wanted).double().norm() / wanted.double().norm()
+            assert error < 5e-3, error
+        else:
+            assert same_bits(ours, wanted)
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64], ids=str)

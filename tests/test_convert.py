@@ -1,6 +1,7 @@
 """fused_norm.convert: what is replaced and what stays."""
 
 import copy
+import functools
 import pickle
 
 import numpy as np
@@ -662,9 +663,15 @@ def test_norms_that_are_not_what_their_class_says_are_left_alone():
     assert "complex64" in report.skipped[3].reason
 
 
-def test_another_forward_of_torchs_class_is_kept(monkeypatch):
+@pytest.mark.parametrize("wraps", [False, True], ids=["", "wraps"])
+def test_another_forward_of_torchs_class_is_kept(wraps, monkeypatch):
     forward = nn.LayerNorm.forward
-    monkeypatch.setattr(nn.LayerNorm, "forward", lambda self, x: 2 * forward(self, x))
+
+    def twice(self, x):
+        return 2 * forward(self, x)
+
+    twice = functools.wraps(forward)(twice) if wraps else twice
+    monkeypatch.setattr(nn.LayerNorm, "forward", twice)
     model, x = small_net(), torch.randn(3, 8)
     wanted = model(x)
     report = convert(model)

@@ -103,12 +103,12 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const bool create_graph = at::GradMode::is_enabled();
     const at::AutoGradMode enable_grad(true);
-    const NoAutocast guard(c10::autocast_dispatch_keyset);
     // Aliases: of the tensors themselves some are functions of others, as a saved output is of the
     // weight, and a derivative is wanted in each alone.
     variable_list aliases = ctx->get_saved_variables();
     for (Tensor& tensor : aliases) tensor = tensor.view_as(tensor);
     c10::Stack stack = saved_call(ctx, aliases);
+    const NoAutocast guard(c10::autocast_dispatch_keyset);
     call_decomposed(ctx->saved_data["name"].toStringRef(), &stack);
 
     variable_list outputs, of_outputs, inputs, results(aliases.size() + 2);

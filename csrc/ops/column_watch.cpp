@@ -9,6 +9,7 @@
 #include <mutex>
 
 #include "ops/checks.h"
+#include "ops/launch.h"
 #include "ops/norm.h"
 
 #ifdef FUSED_NORM_WITH_CUDA

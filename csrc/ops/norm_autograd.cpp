@@ -1,8 +1,8 @@
 // The norms as autograd records them: which of a call's tensors are saved, and the gradients from
 // those. In C++: with a Python autograd.Function a call took the host twice as long.
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/ops/add.h>
-#include <ATen/ops/empty.h>
 
 #include <array>
 #include <tuple>
@@ -71,7 +71,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
     if ((from_output || adds) && has_saved_tensor_hooks()) {
       // Autograd does not see what becomes of a tensor that hooks keep: its version, without data.
-      const Tensor version = at::empty({0}, at::kByte);
+      const Tensor version = at::detail::empty_cpu({0}, at::kByte);  // which no mode sees
       torch::autograd::impl::set_version_counter(
           version, torch::autograd::impl::version_counter(from_output ? results[0] : x));
       ctx->saved_data["version"] = version;
@@ -91,7 +91,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const auto [weight_offset, x_dtype, input_dtype, residual_dtype] =
         ctx->saved_data["numbers"].to<Numbers>();
     variable_list saved = ctx->get_saved_variables();
-    // Unless a hook has copied it, or makes it anew.
+    // Unless a hook gives another tensor, which was never written in place.
     const auto version = ctx->saved_data.find("version");
     TORCH_CHECK(version == ctx->saved_data.end() || version->second.toTensor()._version() == 0 ||
                     saved[kSaved]._version() == 0,

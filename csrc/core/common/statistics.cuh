@@ -32,8 +32,8 @@ struct ExactSum {
   }
 };
 
-// rstd. Where an fp32 output shows the last bit (kExact) it is cut off, not rounded, and comes with
-// the rest, which is never negative: -0 stays -0.
+// rstd. Where an fp32 output shows the last bit (kExact) it has two parts. `value` is cut off, not
+// rounded, so that `rest` is not negative, and -0 stays -0.
 template <typename A, bool kExact>
 struct Rstd {
   A value, rest;

@@ -49,10 +49,10 @@ constexpr bool deals_out_typed(bool adds, bool one_dtype, int packs, bool whole_
   return one_dtype && !adds && (size == 4 || (whole_warps && packs != kMostPacks));
 }
 
-// Shared memory of a thread for weight and (bias) bias of so many packs, as they are; and behind
-// those of all threads for a value (lists), of so many threads of a row. With no more of these
-// beside parameters 132 KB hold two blocks of LayerNorm with 16384 columns, and the first-level
-// cache has the rest.
+// Shared memory of a thread for weight and (bias) bias of so many packs, as they are. Behind those
+// of all threads (lists): kListedBytes for a listed value of each of a row's first listed_ahead()
+// threads. 160, not all, so that two blocks of LayerNorm with 16384 columns of 16 bit take 132 KB,
+// and the first-level cache has the rest.
 constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
 constexpr int kListedBytes = 4;
 constexpr int listed_ahead(int packs, int threads) {
