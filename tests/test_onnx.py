@@ -132,6 +132,24 @@ def test_statistics_of_16_bit_input_are_fp32(generator):
     torch.testing.assert_close(output.float(), F.rms_norm(x.float(), (64,)), rtol=2e-3, atol=2e-3)
 
 
+@pytest.mark.parametrize("dynamo", [True, False], ids=["", "TorchScript"])
+def test_attention_under_autocast(dynamo):
+    """Through TorchScript its products stay in fp32; torch's other exporter rounds them."""
+    import onnx
+
+    with torch.autocast("cpu", torch.bfloat16):
+        model = exported(Attention(), torch.randn(3, 4, 16), dynamo)
+    products = [
+        node for node in onnx.load_from_string(model).graph.node if node.op_type == "MatMul"
+    ]
+    assert products
+    if not dynamo:
+        casts = [node for node in onnx.load_from_string(model).graph.node if node.op_type == "Cast"]
+        to = {name: cast.attribute[0].i for cast in casts for name in cast.output}
+        kinds = {to.get(name, onnx.TensorProto.FLOAT) for node in products for name in node.input}
+        assert kinds == {onnx.TensorProto.FLOAT}
+
+
 def test_other_exports_keep_the_operators():
     program = torch.export.export(fused_norm.LayerNorm(16), (torch.randn(3, 16),))
     assert any("fused_norm.norm_forward" in str(node.target) for node in program.graph.nodes)
