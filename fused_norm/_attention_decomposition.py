@@ -30,7 +30,7 @@ class _Rows(NamedTuple):
 
 def _rows(count, offsets: Tensor | None, like: Tensor) -> _Rows:
     place = torch.arange(count, device=like.device)
-    if hasattr(like, "placements"):  # a DTensor, which goes with its like alone
+    if hasattr(like, "placements"):  # a DTensor takes no plain tensor beside it
         place = like.new_ones(count, dtype=torch.int64).cumsum(0) - 1
     if offsets is None:
         return _Rows(torch.zeros_like(place), place)
@@ -106,7 +106,8 @@ def _grouped(tensor: Tensor, kv_heads) -> Tensor:
 
 def _hidden(call: AttentionCall, q: _Rows, k: _Rows, offset: Tensor, dtype) -> Tensor:
     """Of each query and key, whether the query does not see the key."""
-    hidden = ~(q.sequence.unsqueeze(1) == k.sequence) | (q.sequence.unsqueeze(1) < 0)
+    of_query = q.sequence.unsqueeze(1)  # DTensor has no !=
+    hidden = ~(of_query == k.sequence) | (of_query < 0)
     if call.window_left is not None:
         hidden = hidden | (offset < -call.window_left)
     if call.window_right is not None:

@@ -165,8 +165,8 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
 def _form_of_torchs(module: nn.Module) -> _probe.Form | None:
     """What one of torch's own norms computes."""
     cls = type(module)
-    code_of = getattr(cls.forward, "__globals__", None)  # not of another forward
-    if cls not in (nn.LayerNorm, nn.RMSNorm) or code_of is not vars(nn.modules.normalization):
+    scope = getattr(cls.forward, "__globals__", None)  # another forward has another one
+    if cls not in (nn.LayerNorm, nn.RMSNorm) or scope is not vars(nn.modules.normalization):
         return None
     rms, affine = isinstance(module, nn.RMSNorm), module.elementwise_affine
     shape, rules = module.normalized_shape, ("input", "input" if rms else "float")

@@ -100,7 +100,7 @@ def _room(call) -> int | None:
     if _look(*args, None) < 0:  # whatever the generation: it is not to be guarded on
         return None
     room = _look(*args, _generation)
-    # The columns of a weight that is no Parameter may be a tracer's symbol.
+    # A weight that is no Parameter may have fewer columns in the next call.
     return min(room, math.prod(call.normalized_shape)) if room > 0 else None
 
 
@@ -124,7 +124,7 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
     room = _room(call) if memory_efficient else None
     if not _torch.is_exporting():
         return _outputs(call, _ops.norm_forward(*call._replace(room=room)))
-    # As in without_dtype().
+    # Without dtypes among the arguments: see without_dtype().
     _ops.check_rows(_ops.norm_forward, call)
     input, residual, out_dtype = call.input, call.residual, call.out_dtype
     residual_out = None
@@ -142,7 +142,7 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
 
 
 def without_dtype(input, out_dtype) -> tuple:
-    """(input, out_dtype) of a call, for export with a converted input in place of an out_dtype:
+    """(input, out_dtype) of a call. Under export the input is converted, and there is no out_dtype:
     torch's ahead-of-time runtime reads an optional dtype as its neighbour. The arithmetic is in
     fp32 in any case, so a conversion before or after it gives the same numbers."""
     if out_dtype is None or not _torch.is_exporting():

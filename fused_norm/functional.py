@@ -270,11 +270,11 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     elif dtype is not torch.float32 or input.dtype not in _autocast.SIXTEEN_BIT:
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(_arguments.floating_dtype(dtype)), None
-    input, dtype = _tracing.without_dtype(input, dtype)
     if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
         output = _C.softmax(input, dim, log, dtype)
         if output is not None:  # as in torch.jit.trace
             return output
+    input, dtype = _tracing.without_dtype(input, dtype)
     return _tracing.softmaxes().softmax_forward(input, dim, log, dtype)
 
 

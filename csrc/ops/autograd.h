@@ -55,7 +55,7 @@ bool needs_grad(const Args&... args) {
   return at::GradMode::is_enabled() && any_tensor(requires_grad, args...);
 }
 
-// Where a decomposition runs: autocast would round in between.
+// Around decompositions, where autocast would round in between.
 using NoAutocast = c10::impl::ExcludeDispatchKeyGuard;
 
 // Keeps autograd off a call in a backward pass that is not differentiated in turn.

@@ -70,7 +70,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       saved[kColumns] = statistics[2];
     }
     if ((from_output || adds) && has_saved_tensor_hooks()) {
-      // Autograd does not see what becomes of a tensor that hooks keep: its version, without data.
+      // Autograd checks no tensor that hooks keep. This one has its version, and no data.
       const Tensor version = at::detail::empty_cpu({0}, at::kByte);  // which no mode sees
       torch::autograd::impl::set_version_counter(
           version, torch::autograd::impl::version_counter(from_output ? results[0] : x));
@@ -91,7 +91,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const auto [weight_offset, x_dtype, input_dtype, residual_dtype] =
         ctx->saved_data["numbers"].to<Numbers>();
     variable_list saved = ctx->get_saved_variables();
-    // Unless a hook gives another tensor, which was never written in place.
+    // A hook may give an unchanged copy of a result that was changed.
     const auto version = ctx->saved_data.find("version");
     TORCH_CHECK(version == ctx->saved_data.end() || version->second.toTensor()._version() == 0 ||
                     saved[kSaved]._version() == 0,

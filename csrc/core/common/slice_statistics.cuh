@@ -201,7 +201,7 @@ __device__ __forceinline__ A tree_of_squares(const A (&x)[N]) {
 template <typename T>
 constexpr bool kCorrectsMean = sizeof(T) > 2;
 
-// Shared memory for two sums over a row of type T, one after the other.
+// Shared memory for LayerNorm's two sums over a row of type T; RMSNorm's one takes `first`.
 template <typename T>
 struct SumSlots {
   using A = Accumulator<T>;

@@ -60,9 +60,9 @@ __device__ __forceinline__ Rstd<float, kExact> reciprocal_root_mean(float square
     residual -= (fmaf(v, r, -vr) + v_rest * r) * r;
   }
   if (!(v > 0.0f && v < kInfinity)) return {r, 0.0f};
-  const float half = 0.5f * r;
-  const float value = kExact ? __fmaf_rz(half, residual, r) : fmaf(half, residual, r);
-  return {value, fmaf(half, residual, r - value)};
+  const float half_r = 0.5f * r;
+  const float value = kExact ? __fmaf_rz(half_r, residual, r) : fmaf(half_r, residual, r);
+  return {value, fmaf(half_r, residual, r - value)};
 }
 template <bool>
 __device__ __forceinline__ Rstd<double, false> reciprocal_root_mean(double squares, double cols,

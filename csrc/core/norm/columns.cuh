@@ -80,7 +80,8 @@ struct SideOut {
     return min((*columns + kSector - 1) / kSector * kSector, room);
   }
 
-  // The column at a place, or kElsewhere if it is none of these, or kNone past the last place.
+  // The column at a place; kElsewhere if it is none of these `cols` columns from `first` on; kNone
+  // past the last place taken. The last two are negative.
   static constexpr int kElsewhere = -1, kNone = -2;
   __device__ __forceinline__ int column(int place, int first, int cols) const {
     if (place >= room) return kNone;
@@ -89,9 +90,8 @@ struct SideOut {
     return place >= end ? kNone : inside ? col : kElsewhere;
   }
 
-  // Keeps xhat at the thread's places from `place` on, up to `end`, the first of column `col`, or
-  // none, whose value is x. Others are read again, from the L2 cache: they may be in registers of
-  // any thread. RMSNorm's mean is 0.
+  // Keeps xhat at the thread's places from `place` on, up to `end`. The first has column `col`, of
+  // value x. The others' values are read again. RMSNorm's mean is 0.
   template <typename Load>
   __device__ __forceinline__ void keep(int place, int end, int col, A x, const Load& load,
                                        int64_t row, int first, int cols, A mean, A rstd) const {

@@ -64,7 +64,7 @@ struct NormBackwardParams;
 cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
                                 const DeviceProperties& device, cudaStream_t stream);
 
-// Takes a look outside of a backward call, at the parameters that it would have.
+// Takes a look outside of a backward call. Of `params` it needs cols, dtypes, parameters and watch.
 cudaError_t launch_column_look(const NormBackwardParams& params, cudaStream_t stream);
 
 }  // namespace fused_norm
