@@ -27,13 +27,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (2874, 2300),
-    "lines of norm": (5422, 3000),
-    "lines of softmax": (2797, 2000),
-    "lines of gated RMSNorm": (173, 200),
-    "lines of attention": (7968, 4500),
+    "lines of common": (2828, 2300),
+    "lines of norm": (5115, 3000),
+    "lines of softmax": (2768, 2000),
+    "lines of gated RMSNorm": (172, 200),
+    "lines of attention": (7966, 4500),
     "lines of csrc/ops": (3812, 2300),
-    "lines of csrc/cpu, attention apart": (718, 600),
+    "lines of csrc/cpu, attention apart": (717, 600),
     "lines of fused_norm": (4273, 2300),
     "kernels of norms and softmaxes": (206, 210),
     "kernels of gated RMSNorm": (18, 24),

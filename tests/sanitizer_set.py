@@ -80,6 +80,7 @@ BACKWARD_TILED = [
     (4097, 1591),
 ]
 SOFTMAX_TILED = [(65, 140001), (513, 32001), (1025, 16001)]
+LISTED = {"regular": 97, "offset": 7}  # a column in so many is listed: few of a row, and many
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
 ALL = (True, True, True)
 MASKS = [(True, False, False), (False, True, True), (True, True, False), (True, False, True)]
@@ -164,8 +165,8 @@ def run(call, pools, x_dtype, y_dtype, rms):
             dy, saved, saved_mean, rstd, weight, bias, shape, call.weight_offset, rms, from_output,
             x_dtype, call.output_mask,
         )  # fmt: skip
-    if weight is not None and call.rows <= FEW_ROWS:  # every seventh column is listed
-        weight[::7] = -call.weight_offset
+    if weight is not None and call.layout != "odd":
+        weight[:: LISTED[call.layout]] = -call.weight_offset
         y, rstd, side, columns = torch.ops.fused_norm.norm_forward(
             x, weight, bias, shape, 1e-5, call.weight_offset, rms, y_dtype, room=call.cols
         )
@@ -191,8 +192,8 @@ def run_add(call, pools, x_dtype, y_dtype, rms):
             x, saved, saved_mean, rstd, weight, bias, shape, call.weight_offset, rms, from_output,
             x_dtype, call.output_mask, None, None, residual,
         )  # fmt: skip
-    if weight is not None and call.rows <= FEW_ROWS:
-        weight[::7] = -call.weight_offset
+    if weight is not None and call.layout != "odd":
+        weight[:: LISTED[call.layout]] = -call.weight_offset
         y, total, rstd, side, columns = torch.ops.fused_norm.norm_forward(
             x, weight, bias, shape, 1e-5, call.weight_offset, rms, y_dtype, residual, x_dtype,
             call.cols,

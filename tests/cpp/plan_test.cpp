@@ -165,8 +165,8 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
       ASSERT_EQ(tiles.slots > 0, goes);
       if (!goes) continue;
       const int units = kForwardTileUnits[tiles.row_class];
-      check_tiles(tiles, kFlatThreads / 32 * forward_tile_rows(units), units,
-                  forward_sure_units(tiles.row_class), cols);
+      check_tiles(tiles, kFlatThreads / 32 * flat_rows_at_once(units), units,
+                  sure_units(kForwardTileUnits, tiles.row_class), cols);
       EXPECT_EQ(tiles.shared_bytes, tiles.slots * tiles.tile_bytes);
       // Persistent: all resident at once, and none without a tile.
       const int a_multiprocessor = (tiles.blocks + chip.sm_count - 1) / chip.sm_count;
@@ -237,7 +237,7 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
   ASSERT_LT(flat.row_class, kFlatClasses);
   const int units = kFlatUnits[flat.row_class], columns = units * 32;
   check_tiles(flat, kFlatThreads / 32 * flat_rows_at_once(units), units,
-              flat_sure_units(flat.row_class), cols);
+              sure_units(kFlatUnits, flat.row_class), cols);
   EXPECT_EQ(plan.packs, units);
   EXPECT_EQ(plan.threads_per_row, 32);
   EXPECT_EQ(plan.shared_bytes, flat.shared_bytes);
@@ -255,34 +255,30 @@ void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int6
 }
 
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
-                int saved_size, int dy_size, bool from_output, bool lists, bool rms_kernel) {
-  // From the output threads keep the weights, in more registers for LayerNorm, and shared memory
-  // has the scale, and LayerNorm's shift. Additional warps take listed columns.
-  const int column_vectors = from_output && !rms_kernel ? 2 : 1;
-  const int registers = column_vectors == 2 ? 96 : 80, more_threads = plan.listing_threads;
+                int saved_size, int dy_size, bool from_output) {
+  // From the output threads keep weights and scales, in more registers.
+  const int registers = from_output ? 128 : 80;
   EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
   EXPECT_LE(plan.cluster_blocks, kMaxClusterBlocks);
   EXPECT_GT(chip.cluster_multiprocessors(plan.cluster_blocks), 0);
   EXPECT_EQ(plan.rows_per_block, 1);
   EXPECT_EQ(plan.threads_per_row % 32, 0);
   EXPECT_GE(plan.threads_per_row, 64);
-  EXPECT_LE(plan.threads_per_row + more_threads, 768);
-  EXPECT_EQ(more_threads % 32, 0);
-  EXPECT_EQ(more_threads > 0, lists);
+  EXPECT_LE(plan.threads_per_row, 768);
   EXPECT_EQ(plan.packs * plan.pack, 16);
   // A row being added up, one whose dx is written, and one on its way.
   EXPECT_GE(plan.stages, 3);
   EXPECT_LE(plan.stages, kMaxRingStages);
   const int block_cols = std::min(cols, plan.threads_per_row * 16);
-  EXPECT_GE(plan.shared_bytes, plan.threads_per_row * 16 * 4 * column_vectors +
+  EXPECT_GE(plan.shared_bytes, plan.threads_per_row * 16 * 4 * (from_output ? 2 : 1) +
                                    plan.stages * (ring_slot(block_cols * saved_size) +
                                                   ring_slot(block_cols * dy_size)));
-  // Persistent: all resident at once, in shared memory and with 80 registers a thread.
+  // Persistent: all resident at once, in shared memory and registers.
   const int a_chip = chip.cluster_multiprocessors(plan.cluster_blocks);
   const int a_multiprocessor = (plan.blocks + a_chip - 1) / a_chip;
   EXPECT_LE(a_multiprocessor * (plan.shared_bytes + 2 * kKilobyte),
             chip.shared_bytes_per_block + kKilobyte);
-  EXPECT_LE(a_multiprocessor * (plan.threads_per_row + more_threads) * registers, 65536);
+  EXPECT_LE(a_multiprocessor * plan.threads_per_row * registers, 65536);
   EXPECT_TRUE(plan.cluster_blocks == 1 || a_multiprocessor == 1);
   // The partial rows of a cluster hold all of its rows, few in each, unless partial rows run out.
   const int64_t clusters = plan.blocks / plan.cluster_blocks;
@@ -318,10 +314,8 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         EXPECT_EQ(plan.blocks * sets, plan.partials * plan.cluster_blocks);
         EXPECT_LE(plan.partials, rows);
         const int saved_size = size_of(from_output ? dtypes.y : dtypes.x);
-        const bool rms_kernel = rms && dtypes.x == dtypes.y;
         if (plan.tier == Tier::kRing) {
-          check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), from_output, lists,
-                     rms_kernel);
+          check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), from_output);
           continue;
         }
         if (plan.tier == Tier::kFlat) {
@@ -537,7 +531,7 @@ TEST(BackwardPlan, LongRowsUseTheRingWhereTheChipHasBulkCopies) {
   EXPECT_EQ(plan_norm_backward(4096, 12288, DType::kBFloat16, DType::kBFloat16, false, true, kH200)
                 .cluster_blocks,
             2);
-  EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // bias and 1 / weight take room
+  EXPECT_EQ(plan_for(12288, true, kH200).cluster_blocks, 2);  // in 128 registers a thread
   EXPECT_EQ(plan_for(50000, false, kH200).cluster_blocks, 5);
   EXPECT_EQ(plan_for(28672, false, kH200).cluster_blocks, 3);
   // 3 would do, with 6 warps to a scheduler in place of 4.

@@ -71,9 +71,8 @@ cudaError_t make_mask_map(const AttentionParams& params, bool backward, void* sc
   const MaskMapSize size = mask_map_size(params);
   const int64_t blocks = size.arrays() / 2 * size.words;
   if (blocks == 0 || params.keys == 0) return cudaSuccess;
-  return detail::launch(attention_mask_map, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), {},
-                        stream, hopper::mapped_mask(params, backward, scratch), params.queries,
-                        params.keys);
+  return launch(attention_mask_map, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), {}, stream,
+                hopper::mapped_mask(params, backward, scratch), params.queries, params.keys);
 }
 
 // run(HopperLaunch) for the columns of the call's tiles. Of forward passes, after the scratch

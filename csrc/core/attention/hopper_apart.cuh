@@ -104,7 +104,7 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
     return scores_[i] == 0 ? 0 : scores_[i] * value_of<T>(slope);
   }
   static __device__ __forceinline__ uint32_t rounded(float first, float second) {
-    return detail::round_pair(first, second, T());
+    return round_pair(first, second, T());
   }
 
   // Starts a tile's sum; gives back what it has read.

@@ -261,9 +261,9 @@ class FusedConsumer : public KeysConsumer<Form> {
     for (int block = 0; block < Form::kOthers / 16; ++block) {
 #pragma unroll
       for (int i = 4 * block; i < 4 * block + 4; ++i) {
-        second_weights_[i] = detail::round_pair(scores_[2 * i], scores_[2 * i + 1], T());
+        second_weights_[i] = round_pair(scores_[2 * i], scores_[2 * i + 1], T());
         if (Form::kDrops) second_weights_[i] = kept_.of_pair(second_weights_[i], i);
-        first_weights_[i] = detail::round_pair(products_[2 * i], products_[2 * i + 1], T());
+        first_weights_[i] = round_pair(products_[2 * i], products_[2 * i + 1], T());
       }
       const uint32_t part = (2 * block % 8 + lane_ / 16) ^ (lane_ % 8);
       store_matrices(row + block / 4 * WeightTile::kPanelBytes + 16 * part,

@@ -136,8 +136,8 @@ cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, b
   if (tiles == 0) return cudaSuccess;
   static_assert(sizeof(Memory) <= 227 * 1024);
   const auto blocks = std::min<int64_t>(device.sm_count, tiles);
-  return detail::launch(kernel, static_cast<unsigned>(blocks), Form::kThreads, {sizeof(Memory)},
-                        stream, *args);
+  return launch(kernel, static_cast<unsigned>(blocks), Form::kThreads, {sizeof(Memory)}, stream,
+                *args);
 }
 
 template <typename Form>
@@ -252,8 +252,8 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
     args.share = gradient.share;
     args.mask_sums = gradient.mask_sums;
     set_work<Form::kOwn>(params, false, 1, false, nullptr, 1, &args);
-    return detail::launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
-                          {sizeof(BackwardMemory<Form>)}, stream, args);
+    return launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
+                  {sizeof(BackwardMemory<Form>)}, stream, args);
   }
   // Of queries, causal, the last see most; of keys, the first are seen most.
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(

@@ -9,7 +9,7 @@
 #include <cstdint>
 
 #include "core/attention/plan.h"
-#include "core/common/sizes.h"
+#include "core/common/types.h"
 
 namespace fused_norm::hopper {
 

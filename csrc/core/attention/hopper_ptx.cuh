@@ -376,7 +376,7 @@ __device__ __forceinline__ void load_two_shared(uint32_t (&to)[2], uint32_t from
 template <typename T, int kCount>
 __device__ __forceinline__ void round(uint32_t (&to)[kCount], const float (&from)[2 * kCount]) {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) to[i] = detail::round_pair(from[2 * i], from[2 * i + 1], T());
+  for (int i = 0; i < kCount; ++i) to[i] = round_pair(from[2 * i], from[2 * i + 1], T());
 }
 
 }  // namespace fused_norm::hopper

@@ -87,16 +87,16 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   args.head_dim = params.head_dim;
   args.dim = plan.dim;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
-  const auto launch = [&](auto rows) {
+  const auto run = [&](auto rows) {
     const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, 1, &args);
     if (tiles == 0) return cudaSuccess;
     const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
-    return detail::launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {},
-                          stream, args, rows.value);
+    return launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {}, stream,
+                  args, rows.value);
   };
   return kHopperFusedTiles[plan.general][hopper_dim_index(args.dim)].others == 128
-             ? launch(std::integral_constant<int, 128>())
-             : launch(std::integral_constant<int, 64>());
+             ? run(std::integral_constant<int, 128>())
+             : run(std::integral_constant<int, 64>());
 }
 
 }  // namespace fused_norm

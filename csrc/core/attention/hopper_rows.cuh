@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_row(const float (&values)[kCount], int row
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int at = 16 * block + 4 * i + 2 * row;
-      parts[i] = detail::round_pair(values[at] * factor, values[at + 1] * factor, T());
+      parts[i] = round_pair(values[at] * factor, values[at + 1] * factor, T());
     }
     // Part i of thread t goes to thread i, as its t-th.
     const bool odd = lane & 1, high = lane & 2;

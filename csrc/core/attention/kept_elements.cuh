@@ -2,7 +2,7 @@
 #pragma once
 
 #include "core/attention/dropout.h"
-#include "core/common/sizes.h"
+#include "core/common/types.h"
 
 namespace fused_norm {
 

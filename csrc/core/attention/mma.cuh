@@ -175,7 +175,7 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kN>& acc,
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* w = weights[m][k + i / 2] + i % 2 * 2;
-        a[m][i] = detail::round_pair(w[0], w[1], T());
+        a[m][i] = round_pair(w[0], w[1], T());
       }
     }
 #pragma unroll

@@ -69,7 +69,7 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
     pair.is_last = index + 1 == end || member == 0;
     if (++inner == turns) inner = 0, ++outer;
     load(pair, stage);
-    detail::commit_copies();
+    commit_copies();
     if (share.served == 1) {
       portable::prefetch_mask<S::kOwn>(ScoreRules<float>(params, pair.s, pair.head), 0,
                                        params.queries, 0, params.keys);
@@ -78,7 +78,7 @@ __device__ __forceinline__ void for_pairs(const Work& work, const AttentionParam
   };
   Pair pair{}, next{};
   for (int index = first - 1, stage = 1; index < end; ++index, stage ^= 1) {
-    detail::wait_for_copies<0>();
+    wait_for_copies<0>();
     __syncthreads();  // and the other stage is done with
     if (index + 1 < end) next = load_next(index + 1, stage ^ 1);
     if (index >= first) use(pair, stage);
@@ -222,7 +222,7 @@ __device__ __forceinline__ void store_weights(char* tile, const typename S::Scor
     if (e % 2 == 1) return;
     *reinterpret_cast<uint32_t*>(tile + mma::Tile<S::kOthers>::at(0, first + row, n) +
                                  lane % 4 * 4) =
-        detail::round_pair(weights[m][n][e], weights[m][n][e + 1], typename S::T());
+        round_pair(weights[m][n][e], weights[m][n][e + 1], typename S::T());
   });
 }
 
@@ -241,8 +241,8 @@ __device__ __forceinline__ void find_statistics(const AttentionGradient& g, cons
     const uint4 a = *reinterpret_cast<const uint4*>(dout + at);
     const uint4 b = *reinterpret_cast<const uint4*>(out + at);
     const auto add = [&](uint32_t x, uint32_t y) {
-      const float2 left = detail::to_floats(x, typename S::T());
-      const float2 right = detail::to_floats(y, typename S::T());
+      const float2 left = to_floats(x, typename S::T());
+      const float2 right = to_floats(y, typename S::T());
       sum = fmaf(left.x, right.x, fmaf(left.y, right.y, sum));
     };
     add(a.x, b.x), add(a.y, b.y), add(a.z, b.z), add(a.w, b.w);
@@ -354,8 +354,8 @@ cudaError_t launch_pairs(void (*kernel)(Params, Work), const Params& params, con
                          double scale, int blocks, int shared_bytes, cudaStream_t stream) {
   const int32_t masks = share.batch * share.heads, of_block = std::max(1, masks / blocks);
   const Work work{share, masks, of_block, static_cast<float>(scale * 1.4426950408889634)};
-  return detail::launch(kernel, static_cast<unsigned>(ceil_div(masks, of_block) * share.parts),
-                        kThreads, {shared_bytes}, stream, params, work);
+  return launch(kernel, static_cast<unsigned>(ceil_div(masks, of_block) * share.parts), kThreads,
+                {shared_bytes}, stream, params, work);
 }
 
 // run(shape) with the shape of a call's kernels.

@@ -267,8 +267,7 @@ cudaError_t attention_finish_gradients(const AttentionGradient& g, cudaStream_t 
   const int sinks = g.params.dsink != nullptr ? g.params.forward.heads : 0;
   const dim3 blocks(static_cast<unsigned>(sinks + ceil_div(elements, kThreads)));
   if (blocks.x == 0) return cudaSuccess;
-  return detail::launch(attention_last_sums, blocks, dim3(kThreads), {}, stream, g, sinks,
-                        elements);
+  return launch(attention_last_sums, blocks, dim3(kThreads), {}, stream, g, sinks, elements);
 }
 
 }  // namespace fused_norm

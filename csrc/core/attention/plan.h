@@ -7,7 +7,7 @@
 #include <cstddef>
 
 #include "core/attention/params.h"
-#include "core/common/sizes.h"
+#include "core/common/types.h"
 
 namespace fused_norm {
 

@@ -78,7 +78,7 @@ __device__ __forceinline__ void store_tile(const AttentionTensor& tensor, const 
   mma::for_elements<S::kM, S::kDim / 8>([&](int m, int n, int e, int further, int) {
     if (e % 2 == 1) return;
     *reinterpret_cast<uint32_t*>(tile + Tile::at(0, first + further, n) + lane % 4 * 4) =
-        detail::round_pair(acc[m][n][e], acc[m][n][e + 1], T());
+        round_pair(acc[m][n][e], acc[m][n][e + 1], T());
   });
   __syncthreads();
   constexpr int kRowsAtOnce = S::kThreads / Tile::kChunks;

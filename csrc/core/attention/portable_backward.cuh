@@ -144,7 +144,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
       copy_async<4>(own_tile + kStatistics + (stage * 2 * kOthers + threadIdx.x) * 4,
                     (threadIdx.x < kOthers ? exponents : delta) + query, query < s.queries ? 4 : 0);
     }
-    detail::commit_copies();
+    commit_copies();
   };
   QueryStatistic<S> row_exponents, row_delta;
   if constexpr (!kOfKeys) {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
   __syncthreads();  // what was before is done with the tiles
   copy_others(other, 0);
   for (; other < range.end; other += kOthers) {
-    detail::wait_for_copies<0>();
+    wait_for_copies<0>();
     __syncthreads();
     if (S::kStages == 2 && other + kOthers < range.end) copy_others(other + kOthers, stage ^ 1);
     const int query = kOfKeys ? other : own, key = kOfKeys ? own : other;
@@ -196,7 +196,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
       copy_others(other + kOthers, 0);
     }
   }
-  detail::wait_for_copies<0>();
+  wait_for_copies<0>();
 }
 
 // dquery of a tile of queries, or kOfKeys dkey and dvalue of a tile of keys, for the heads of its
@@ -221,7 +221,7 @@ __device__ __forceinline__ bool gradient_tile(const AttentionGradient& g, char* 
     valid = {max(own, seen.begin), min(own_end, seen.end)};
   }
   Side<T, kOfKeys>(g, s, own_head).template copy<S, S::kOwn>(shared_address(shared), own, valid);
-  detail::commit_copies();
+  commit_copies();
   const bool of_scores = kBoth || part == 1, of_values = kOfKeys && (kBoth || part == 0);
   typename S::Out acc, dvalue;
   mma::clear(acc);
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
         Side<typename S::T, false>(g, s, head)
             .template copy<S, S::kOwn>(shared_address(shared), query,
                                        {query, min(query + S::kOwn, s.queries)});
-        detail::commit_copies();
+        commit_copies();
         walk<S>(g, shared, s, head, query, keys, true,
                 [&](const auto&, const auto& gradient, char*, uint32_t) {
                   mma::for_elements<S::kM, S::kN>(

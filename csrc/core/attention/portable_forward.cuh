@@ -78,7 +78,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
   const auto copy = [&](const AttentionTensor& tensor, uint32_t tile, int key, int cols) {
     copy_rows<S, kKeys>(tile, row_of<const T>(tensor, s.batch, kv_head, s.key_begin),
                         tensor.row_stride, key, range, cols);
-    detail::commit_copies();
+    commit_copies();
   };
 
   typename S::Out out;
@@ -89,7 +89,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
                         params.query.row_stride, query, {query, query_end}, params.head_dim);
   copy(params.key, key_tile, key, params.head_dim);
   for (; key < range.end; key += kKeys) {
-    detail::wait_for_copies<0>();
+    wait_for_copies<0>();
     __syncthreads();
     copy(params.value, value_tile, key, params.value_dim);
     typename S::Scores scores;
@@ -112,9 +112,9 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
       kept.apply(scores, 1);
     }
     if (is_last) {
-      detail::wait_for_copies<0>();
+      wait_for_copies<0>();
     } else {
-      detail::wait_for_copies<1>();
+      wait_for_copies<1>();
     }
     __syncthreads();
     if (S::kGeneral && clean) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ bool forward_tile(const AttentionParams& params, char
     }
     mma::multiply_weights<T>(out, scores, value_rows);
   }
-  detail::wait_for_copies<0>();
+  wait_for_copies<0>();
   finish_rows<S>(params, s, head, query + warp_row, rows, out);
   const bool has_nan = S::kGeneral && mma::has_nan(out);
   // The output takes the queries' place.

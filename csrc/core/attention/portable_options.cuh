@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_whole_mask(float (&scores)[kM][kN][4], float
       if constexpr (kBoolean) {
         added = {pair & 0xFFFF ? 0 : -INFINITY, pair >> 16 ? 0 : -INFINITY};
       } else {
-        added = detail::to_floats(pair, T());
+        added = to_floats(pair, T());
       }
       const int r = kTransposed ? j : i, n = kTransposed ? i : j;
       add_to_score(scores[r / 2][n][r % 2 * 2], factor, added.x);

@@ -8,7 +8,7 @@
 #include "core/attention/scores.cuh"
 #include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
-#include "core/common/sizes.h"
+#include "core/common/types.h"
 
 namespace fused_norm {
 
@@ -42,8 +42,8 @@ cudaError_t launch_tiles(void (*kernel)(Params, int, int, Args...), const Params
   const int64_t blocks = int64_t{tiles} * parts * heads * batch;
   if (blocks == 0) return cudaSuccess;
   if (blocks > INT_MAX) return cudaErrorInvalidConfiguration;
-  return detail::launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), {shared_bytes},
-                        stream, params, tiles, parts, args...);
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(threads), {shared_bytes}, stream,
+                params, tiles, parts, args...);
 }
 
 // The batch indices of a launch over tiles: one for each sequence; in packed calls also the first,

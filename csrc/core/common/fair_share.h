@@ -1,7 +1,6 @@
 // How the blocks of small grids are spread evenly over a chip. Plain C++.
 #pragma once
 
-#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {

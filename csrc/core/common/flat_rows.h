@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
@@ -33,6 +32,12 @@ constexpr int flat_class_of(const int (&units)[kClasses], int64_t cols) {
   int row_class = 0;
   while (row_class < kClasses && units[row_class] * kWarpSize < cols) ++row_class;
   return row_class;
+}
+
+// How many columns every lane has in rows of a class: those of the class before.
+template <int kClasses>
+constexpr int sure_units(const int (&units)[kClasses], int row_class) {
+  return row_class == 0 ? 0 : units[row_class - 1];
 }
 
 // Bytes for a tile where so many blocks hold so many beside parameters.

@@ -10,25 +10,10 @@
 
 namespace fused_norm {
 
-// Whether every row of a tensor starts on a pack boundary and is a whole number of packs
-// (common/pack.cuh). Without a layout, the rows are contiguous.
-struct IsRegular {
-  int cols, pack;
-
-  bool operator()(const void* data, DType dtype, const RowLayout& layout) const {
-    return cols % pack == 0 && start_on_packs(data, dtype, layout, pack);
-  }
-  bool operator()(const void* data, DType dtype) const {
-    return (*this)(data, dtype, one_stride(cols));
-  }
-};
-
 // Whether the rows follow each other without gaps from a multiple of 16 bytes on.
 inline bool lies_flat(const void* data, const RowLayout& layout, int64_t cols) {
   return layout.inner == 0 && layout.stride == cols && reinterpret_cast<uintptr_t>(data) % 16 == 0;
 }
-
-namespace detail {
 
 // How a kernel is launched, beyond its grid.
 struct LaunchOptions {
@@ -106,8 +91,6 @@ cudaError_t launch_plan(Kernel kernel, const KernelPlan& plan, cudaStream_t stre
   return launch(kernel, plan.blocks, dim3(plan.threads_per_row, plan.rows_per_block),
                 {plan.shared_bytes, plan.cluster_blocks, plan.overlaps}, stream, args...);
 }
-
-}  // namespace detail
 
 // Calls launch(T{}) with the type of `dtype`, which must be one of Ts.
 template <typename... Ts, typename Launch>

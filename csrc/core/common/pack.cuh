@@ -44,8 +44,6 @@ constexpr int kPackElements = pack_elements(kDTypeOf<A>, kDTypeOf<B>);
 template <typename T>
 using Accumulator = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
-namespace detail {
-
 template <typename To, typename From>
 __device__ __forceinline__ To bit_copy(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -68,16 +66,14 @@ __device__ __forceinline__ uint32_t round_pair(float a, float b, __nv_bfloat16) 
   return bit_copy<uint32_t>(__floats2bfloat162_rn(a, b));
 }
 
-}  // namespace detail
-
 template <typename T, int N>
 __device__ __forceinline__ void unpack(const Pack<T, N>& pack, Accumulator<T> (&out)[N]) {
   if constexpr (sizeof(T) == 2 && N == 1) {
-    out[0] = static_cast<float>(detail::bit_copy<T>(pack.words));
+    out[0] = static_cast<float>(bit_copy<T>(pack.words));
   } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      const float2 pair = detail::to_floats(pack.words.at[i], T());
+      const float2 pair = to_floats(pack.words.at[i], T());
       out[2 * i] = pair.x;
       out[2 * i + 1] = pair.y;
     }
@@ -98,19 +94,17 @@ __device__ __forceinline__ Accumulator<T> element_of(const Pack<T, N>& pack, int
 template <typename T, int N, typename A>
 __device__ __forceinline__ void round_to(Pack<T, N>& pack, const A (&in)[N]) {
   if constexpr (sizeof(T) == 2 && N == 1) {
-    pack.words = detail::bit_copy<Words<2>>(T(in[0]));
+    pack.words = bit_copy<Words<2>>(T(in[0]));
   } else if constexpr (sizeof(T) == 2) {
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      pack.words.at[i] = detail::round_pair(in[2 * i], in[2 * i + 1], T());
+      pack.words.at[i] = round_pair(in[2 * i], in[2 * i + 1], T());
     }
   } else {
     static_assert(std::is_same_v<T, A>);
     memcpy(&pack, in, sizeof(pack));
   }
 }
-
-namespace detail {
 
 // The kBytes bytes that start `shift` (< kBytes) bytes into the concatenation of `low` and `high`.
 template <int kBytes>
@@ -163,6 +157,8 @@ __device__ __forceinline__ Words<kBytes> load_streamed(const char* address) {
     asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0, %1}, [%2];"
                  : "=r"(words.at[0]), "=r"(words.at[1])
                  : "l"(address));
+  } else if constexpr (kBytes == 2) {
+    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(words.at[0]) : "l"(address));
   } else {
     asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(words.at[0]) : "l"(address));
   }
@@ -219,8 +215,6 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
 }
 
-}  // namespace detail
-
 // The bits of an element, and how memory holds them.
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
@@ -228,13 +222,7 @@ using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
 // Those of an element that is read once, through the read-only path and past the first-level cache.
 template <typename T>
 __device__ __forceinline__ uint32_t load_bits_streamed(const T* from) {
-  uint32_t bits;
-  if constexpr (sizeof(T) == 2) {
-    asm volatile("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=r"(bits) : "l"(from));
-  } else {
-    asm volatile("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(bits) : "l"(from));
-  }
-  return bits;
+  return load_streamed<sizeof(T)>(reinterpret_cast<const char*>(from)).at[0];
 }
 
 // The value of an element.
@@ -279,8 +267,7 @@ __device__ __forceinline__ void load_params_of(const void* data, int col, A (&ou
 #pragma unroll
   for (int first = 0; first < N; first += kStep) {
     Accumulator<T> part[kStep];
-    unpack(Pack<T, kStep>{detail::load_words<sizeof(T) * kStep>(address + first * sizeof(T))},
-           part);
+    unpack(Pack<T, kStep>{load_words<sizeof(T) * kStep>(address + first * sizeof(T))}, part);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) out[first + i] = static_cast<A>(part[i]);
   }

@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <cstring>
 
-#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
@@ -15,6 +14,7 @@ namespace fused_norm {
 constexpr int kMaxWarps = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
+// (cuda::std::plus takes references, for which values would be in memory; and so does identity.)
 struct SumOf {
   template <typename A>
   __device__ __forceinline__ A operator()(A a, A b) const {
@@ -138,10 +138,7 @@ class RowGroup {
 // The sum over kLanes neighbours, in all of them.
 template <int kLanes, typename A>
 __device__ __forceinline__ A lane_sum(A value) {
-#pragma unroll
-  for (int offset = kLanes / 2; offset > 0; offset /= 2)
-    value += __shfl_xor_sync(kFullMask, value, offset);
-  return value;
+  return RowGroup<true>::reduce_over(value, kLanes, SumOf());
 }
 
 struct AsItIs {

@@ -106,7 +106,7 @@ class RunReader {
       fetch_all([&](Words<kBytes>& words, int p) {
         if constexpr (kRegular) words = filler();
         if (p * step < left && (kRegular || p > 0 || first + N > 0))
-          words = detail::load_words<kBytes>(start + p * step * sizeof(T));
+          words = load_words<kBytes>(start + p * step * sizeof(T));
       });
     } else {
       fetch_all([&](Words<kBytes>& words, int p) { words = guarded(first + p * step); });
@@ -126,8 +126,7 @@ class RunReader {
         shift(packs, edge);
         if (place.lane == 0 && place.turn != 0) {
           const int next = first + kPacks * step - shift_;
-          edge =
-              detail::shifted_bytes<kBytes>(guarded(next), guarded(next + N), shift_ * sizeof(T));
+          edge = shifted_bytes<kBytes>(guarded(next), guarded(next + N), shift_ * sizeof(T));
         }
       }
       if (cols_ - col < (kPacks + 1) * step) {  // the row may end here
@@ -164,7 +163,7 @@ class RunReader {
             __shfl_sync(kFullMask, place.lane == 0 ? after.at[i] : low.at[i], next, place.lanes);
       }
       // (Lanes of one have themselves for a neighbour, and so their own next granule.)
-      packs[p].words = detail::shifted_bytes<kBytes>(low, high, shift_ * sizeof(T));
+      packs[p].words = shifted_bytes<kBytes>(low, high, shift_ * sizeof(T));
     }
   }
 
@@ -172,9 +171,8 @@ class RunReader {
   // none.
   __device__ __forceinline__ Words<kBytes> guarded(int first) const {
     if (first >= cols_ || first + N <= 0 || cols_ == 0) return {};
-    if (first + N <= cols_)
-      return detail::load_words<kBytes>(reinterpret_cast<const char*>(row_ + first));
-    return detail::load_elements<T, N>(reinterpret_cast<const char*>(row_ + first), cols_ - first);
+    if (first + N <= cols_) return load_words<kBytes>(reinterpret_cast<const char*>(row_ + first));
+    return load_elements<T, N>(reinterpret_cast<const char*>(row_ + first), cols_ - first);
   }
 
   __device__ __forceinline__ static Words<kBytes> filler() {
@@ -207,7 +205,7 @@ class RunWriter {
     T* const at = row_ + columns.first;
     const int left = cols_ - columns.first;
     if (columns.wrapped == 0 && left >= N) {
-      detail::store_words<sizeof(T) * N>(reinterpret_cast<char*>(at), pack.words);
+      store_words<sizeof(T) * N>(reinterpret_cast<char*>(at), pack.words);
     } else if (!kRegular && left > 0) {
       T elements[N];
       memcpy(elements, &pack, sizeof(pack));

@@ -37,7 +37,7 @@ class SliceQueue {
         __pipeline_memcpy_async(to, tensor.at.at() + p * step, sizeof(*to));
       });
     }
-    detail::commit_copies();
+    commit_copies();
   }
 
  protected:
@@ -47,7 +47,7 @@ class SliceQueue {
     if (next < rows_) for_each([&](auto& tensor) { tensor.at.step(next); });
     turn_ ^= 1;
     ask_for_first(next);
-    detail::wait_for_copies<1>();
+    wait_for_copies<1>();
   }
   // Pack p of the row at hand, of the k-th tensor. Packs past the row's end are anything.
   template <int k>

@@ -83,7 +83,7 @@ struct SumAndSquares {
 // from zero would be off by several units in the last place.
 template <typename A>
 struct Moments {
-  A count, mean, mean_rest, m2, m2_rest;
+  A count = 0, mean = 0, mean_rest = 0, m2 = 0, m2_rest = 0;
 
   // Chan, Golub and LeVeque's parallel form of Welford's update, arranged to be commutative to the
   // bit, exact for equal means, and free of 0 * inf when one side is empty.
@@ -101,6 +101,14 @@ struct Moments {
     return {count, A(0.5) * means.value, mean_rest, m2.value,
             (a.m2_rest + b.m2_rest) + m2.rest + between};
   }
+
+  // Of a warp's part.
+  template <int N, typename Group>
+  __device__ static Moments of(const Group& group, const A (&x)[N], int left) {
+    return warp_moments(group, x, left);
+  }
+  __device__ A row_mean() const { return mean + mean_rest; }
+  __device__ A sum_of_squares() const { return m2 + m2_rest; }  // about the mean
 };
 
 // Moments of a warp's part of a row, the same in all lanes; a lane's N values are those of columns
@@ -129,30 +137,14 @@ __device__ __forceinline__ Moments<A> warp_moments(const Group& group, const A (
   return {static_cast<A>(count), mean, correction, centred.squares, -centred.sum * correction};
 }
 
-// A row's statistics by kind: of() a warp's part of it, merge() of two parts.
-template <typename A, bool kRms>
-struct RowStatistics : Moments<A> {
-  __device__ RowStatistics() : Moments<A>{0, 0, 0, 0, 0} {}
-  __device__ RowStatistics(const Moments<A>& moments) : Moments<A>(moments) {}
-
-  template <int N, typename Group>
-  __device__ static RowStatistics of(const Group& group, const A (&x)[N], int left) {
-    return warp_moments(group, x, left);
-  }
-  __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
-    return Moments<A>::merge(a, b);
-  }
-  __device__ A row_mean() const { return this->mean + this->mean_rest; }
-  __device__ A sum_of_squares() const { return this->m2 + this->m2_rest; }  // about the mean
-};
-
+// What RMSNorm knows of part of a row.
 template <typename A>
-struct RowStatistics<A, true> {
+struct SumOfSquares {
   A sum = 0, rest = 0;  // of the squares, and what their addition rounded off
 
   // Columns past the row are zero and add nothing.
   template <int N, typename Group>
-  __device__ static RowStatistics of(const Group& group, const A (&x)[N], int) {
+  __device__ static SumOfSquares of(const Group& group, const A (&x)[N], int) {
     A squares[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) squares[i] = x[i] * x[i];
@@ -161,9 +153,9 @@ struct RowStatistics<A, true> {
 #pragma unroll
       for (int i = 0; i < width; ++i) squares[i] += squares[i + width];
     }
-    return group.reduce_lanes(RowStatistics{squares[0], 0}, merge);
+    return group.reduce_lanes(SumOfSquares{squares[0], 0}, merge);
   }
-  __device__ static RowStatistics merge(const RowStatistics& a, const RowStatistics& b) {
+  __device__ static SumOfSquares merge(const SumOfSquares& a, const SumOfSquares& b) {
     const ExactSum<A> sum(a.sum, b.sum);
     return {sum.value, (a.rest + b.rest) + sum.rest};
   }

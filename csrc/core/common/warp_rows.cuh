@@ -46,7 +46,7 @@ __device__ __forceinline__ void store_rows(X* own, int first, int stride,
 #pragma unroll
     for (int i = 0; i < kUnits; i += 2) {
       const bool two = i + 1 < kUnits;
-      const uint32_t pair = detail::round_pair(values[k][i], two ? values[k][i + two] : 0.0f, X());
+      const uint32_t pair = round_pair(values[k][i], two ? values[k][i + two] : 0.0f, X());
       if (columns.inside(i)) bits[i * kWarpSize] = static_cast<uint16_t>(pair);
       if (two && columns.inside(i + 1))
         bits[(i + 1) * kWarpSize] = static_cast<uint16_t>(pair >> 16);

@@ -55,86 +55,16 @@ __device__ __forceinline__ auto open_rows(const In& in, const Group& group, int 
   }
 }
 
-// Pass 1 of a row, of which `left` columns remain from the thread's first on: makes xhat of what
-// was saved and w of dy, and adds them to the columns' sums and to what the thread has of the
-// row's. past_half(i): the row ends before element i.
-template <bool kRms, bool kFromOutput, typename Params, typename Listed, typename PastHalf,
-          int kPacks, int N>
-__device__ __forceinline__ void add_up_row(const Params& params, const Listed& listed,
-                                           PastHalf past_half, int left, float mean, float rstd,
-                                           float (&xhat)[kPacks][N], float (&w)[kPacks][N],
-                                           float (&dweight)[kPacks][N], float (&dbias)[kPacks][N],
-                                           float& sum_w, float& sum_wx) {
-  float g[N], of_w[N], of_wx[N];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
-    if constexpr (kFromOutput) {
-      params.take_back(p, xhat[p], listed.any(), listed.turn());
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i) {
-        if (past_half(i)) break;
-        xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < N; ++i) of_w[i] = of_wx[i] = 0;
-    params.get(kWeight, p, g);
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (past_half(i)) break;
-      const float d = w[p][i];
-      dweight[p][i] += d * xhat[p][i];
-      if (!kRms) dbias[p][i] += d;
-      of_w[i] = w[p][i] = d * g[i];
-      of_wx[i] = of_w[i] * xhat[p][i];
-    }
-    if (!kRms) sum_w += tree_sum<N>(of_w);
-    sum_wx += tree_sum<N>(of_wx);
-  }
-}
-
-// Pass 2: makes dx of xhat and w, and writes it to `dx`, where the thread's columns start.
-template <RowsLie kLie, typename In, typename X, typename Group, typename Rows, typename Params,
-          typename PastHalf, typename Gradient, typename Writer, int kPacks, int N>
-__device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, float>& out,
-                                          const Group& group, const Rows& rows,
-                                          const Params& params, PastHalf past_half, int left, X* dx,
-                                          const Gradient& gradient, Writer& writer,
-                                          Pack<X, N>& pack, float (&xhat)[kPacks][N],
-                                          float (&w)[kPacks][N]) {
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (past_half(i)) break;
-      w[p][i] = gradient.at(w[p][i], xhat[p][i]);
-    }
-    if constexpr (In::kGates) {
-      float g[N];
-      params.get(kWeight, p, g);
-      rows.finish(p, dx - out.dx + p * kSliceStep<N>, g, xhat[p], w[p]);
-    }
-    if (out.dresidual != nullptr)
-      out.template add_residual<kLie>(dx - out.dx + p * kSliceStep<N>, left - p * kSliceStep<N>,
-                                      w[p]);
-    round_to(pack, w[p]);
-    writer.store(p, pack, group);
-  }
-}
-
 // Persistent blocks walk over the rows. A group of threads keeps its columns' sums in registers;
 // its next rows are on their way (backward_rows.cuh). Column parameters are staged once in shared
 // memory, as fp32, while the first rows are under way.
-template <RowsLie kLie, bool kRms, Saved kSaved, int kPacks, typename X, typename In>
+template <RowsLie kLie, bool kRms, bool kFromOutput, int kPacks, typename X, typename In>
 __device__ __forceinline__ void norm_backward_once(const In& in,
                                                    const BackwardOutput<X, float>& out,
                                                    BackwardShared& shared) {
   using Y = typename In::Gradient;
   constexpr int N = kPackElements<X, Y>;
-  constexpr bool kFromOutput = kSaved != Saved::kInput, kRegular = kLie == RowsLie::kRegular;
+  constexpr bool kRegular = kLie == RowsLie::kRegular;
   extern __shared__ __align__(128) float staged[];
 
   const RowGroup<(kPacks > 1 || dealt_out(kLie))> group;
@@ -148,8 +78,8 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
 
   wait_for_prerequisites();
   out.clear_totals();
-  using Params = StagedParams<kPacks, N, kSaved, !kRms, 2>;
-  ListedValues<kLie, Params> listed(in.list, kFromOutput);
+  using Params = StagedParams<kPacks, N, kFromOutput, !kRms, 2>;
+  ListedValues<kLie, Params> listed(in.list, {0, kFromOutput ? in.list.count() : 0});
   const int first_thread = listed.any() ? group.index() * group.threads() : 0;
   const Params params(staged, first_thread + group.thread());
   const int own_params = kFromOutput && in.list.room > 0 ? group.groups() : 1;
@@ -171,7 +101,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   rows.ask_for_first(at.row);
   if (at.row < in.rows) look_ahead();
   if (kRegular) params.template stage_all<kLie>(in, group, col, !listed.any());
-  if (kFromOutput) listed.begin(params, at.row, at.row + at.stride, in.rows);
+  listed.begin(params, at.row, at.row + at.stride, in.rows);
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; at.first < in.rows; at.first += at.stride) {
     float xhat[kPacks][N], w[kPacks][N];
@@ -187,17 +117,17 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
       if (listed.any()) listed.bring(params, at.row, at.row + at.stride, in.rows);
     }
 
-    add_up_row<kRms, kFromOutput>(params, listed, past_half, row_left, mean, rstd, xhat, w, dweight,
-                                  dbias, sum_w, sum_wx);
-    if (listed.any()) listed.next_turn(group);
+    auto add = [&](int p, int i, float d) {
+      dweight[p][i] += d * xhat[p][i];
+      if (!kRms) dbias[p][i] += d;
+    };
+    add_up_row<kRms, kFromOutput>(params, listed, past_half, row_left, mean, rstd, xhat, w, add,
+                                  sum_w, sum_wx);
+    if (listed.any()) listed.next_turn(/*meet_anyway=*/group.warps() > 1);  // in the row's sums
     sum_up_group<kRms>(group, sums, sum_w, sum_wx);
     if (out.dx == nullptr) continue;
     const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
-    WriterOf<X, N, kLie> writer;
-    writer.open(dx, row_left);
-    Pack<X, N> pack;
-    write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, writer, pack,
-                    xhat, w);
+    write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, xhat, w);
     dx += at.stride * in.cols;
   }
   launch_dependents();
@@ -214,7 +144,7 @@ constexpr bool kBackwardInPairs = kInPairs<X>&& std::is_same_v<X, Y>;
 template <RowsLie kLie>
 using ConstantLie = std::integral_constant<RowsLie, kLie>;
 
-template <typename X, typename Y, typename S, Saved kSaved, int kPacks>
+template <typename X, typename Y, typename S, bool kFromOutput, int kPacks>
 __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPacks))
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
@@ -222,9 +152,9 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
   auto run = [&](auto as) {
     constexpr RowsLie kLie = decltype(as)::value;
     if constexpr (!kForBothNorms<X, Y>) {
-      if (in.rms) return norm_backward_once<kLie, true, kSaved, kPacks>(in, out, shared);
+      if (in.rms) return norm_backward_once<kLie, true, kFromOutput, kPacks>(in, out, shared);
     }
-    norm_backward_once<kLie, false, kSaved, kPacks>(in, out, shared);
+    norm_backward_once<kLie, false, kFromOutput, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
     run(ConstantLie<RowsLie::kRegular>());
@@ -246,7 +176,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     of_group.weight.data =
         static_cast<const char*>(in.weight.data) +
         int64_t{in.form.group_of(blockIdx.x)} * in.cols * size_of(in.weight.dtype);
-  norm_backward_once<RowsLie::kRegular, true, Saved::kInput, kPacks>(of_group, out, shared);
+  norm_backward_once<RowsLie::kRegular, true, false, kPacks>(of_group, out, shared);
 }
 
 }  // namespace fused_norm

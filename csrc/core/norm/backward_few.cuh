@@ -6,6 +6,7 @@
 #include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
+#include "core/norm/backward_rows.cuh"
 #include "core/norm/listed_values.cuh"
 #include "core/norm/partial_sums.cuh"
 #include "core/norm/staged_params.cuh"
@@ -29,30 +30,8 @@ struct FewShared {
   int place[kFewColumns];                                    // in the list, or -1
 };
 
-// Makes xhat of what was saved and w of dy, and adds them to what the thread has of the row's sums.
-template <bool kRms, bool kFromOutput, typename Params, typename Listed, int kPacks, int N>
-__device__ __forceinline__ void sum_up_row(const Params& params, const Listed& listed, int left,
-                                           float mean, float rstd, float (&xhat)[kPacks][N],
-                                           float (&w)[kPacks][N], float& sum_w, float& sum_wx) {
-  float g[N], of_w[N], of_wx[N];
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
-    params.get(kWeight, p, g);
-    if constexpr (kFromOutput) params.take_back(p, xhat[p], listed.any(), listed.turn());
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (!kFromOutput) xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
-      of_w[i] = w[p][i] = w[p][i] * g[i];
-      of_wx[i] = of_w[i] * xhat[p][i];
-    }
-    if (!kRms) sum_w += tree_sum<N>(of_w);
-    sum_wx += tree_sum<N>(of_wx);
-  }
-}
-
 // The dx of a row.
-template <bool kRms, Saved kSaved, bool kLists, typename X>
+template <bool kRms, bool kFromOutput, bool kLists, typename X>
 __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
                                          const BackwardOutput<X, float>& out, int64_t row,
                                          FewRowSums::Slots& slots) {
@@ -63,10 +42,9 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const int col = slice_column<N, kPacks>(group), left = in.cols - col;
   PackReader<X, N, kPacks> saved, dy;
   typename PackReader<X, N, kPacks>::Loaded saved_loaded, dy_loaded;
-  constexpr bool kFromOutput = kSaved == Saved::kOutput;
   // Each thread stages its own parameters, which it need not hold in registers while the row is
   // under way; three of each column before that, as they would take too many.
-  using Params = StagedParams<kPacks, N, kSaved, !kRms, 1>;
+  using Params = StagedParams<kPacks, N, kFromOutput, !kRms, 1>;
   const Params params(few_staged, group.thread());
   auto stage = [&] {
 #pragma unroll
@@ -82,7 +60,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
-  ListedValues<RowsLie::kRegular, Params> listed(in.list, kLists);
+  ListedValues<RowsLie::kRegular, Params> listed(in.list, {0, kLists ? in.list.count() : 0});
   if (listed.any()) __syncthreads();
   listed.begin(params, row, in.rows, in.rows);
   FewRowSums sums(group, slots);
@@ -91,23 +69,13 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   saved.extract(saved_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
   dy.extract(dy_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
-  sum_up_row<kRms, kFromOutput>(params, listed, left, mean, rstd, xhat, w, sum_w, sum_wx);
+  auto past_half = [](int) { return false; };
+  add_up_row<kRms, kFromOutput>(
+      params, listed, past_half, left, mean, rstd, xhat, w, [](int, int, float) {}, sum_w, sum_wx);
   sum_up_group<kRms>(group, sums, sum_w, sum_wx);
   const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
-  PackWriter<X, N> writer;
-  writer.open(out.dx + row * in.cols + col, left);
-#pragma unroll
-  for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
-#pragma unroll
-    for (int i = 0; i < N; ++i) w[p][i] = gradient.at(w[p][i], xhat[p][i]);
-    if (out.dresidual != nullptr)
-      out.template add_residual<RowsLie::kRegular>(row * in.cols + col + p * kSliceStep<N>,
-                                                   left - p * kSliceStep<N>, w[p]);
-    Pack<X, N> pack;
-    round_to(pack, w[p]);
-    writer.store(p, pack, group);
-  }
+  write_row<RowsLie::kRegular>(in, out, group, nullptr, params, past_half, left,
+                               out.dx + row * in.cols + col, gradient, xhat, w);
 }
 
 // Adds up what the threads of a tile's blocks have of its columns, and writes it.
@@ -155,11 +123,10 @@ __device__ __forceinline__ void write_columns(const In& in, const ColumnGradient
 
 // The sums over the rows split, split + splits, ... of a tile of columns, and over its blocks,
 // which are a cluster. A thread takes one pack of some rows.
-template <bool kRms, Saved kSaved, bool kLists, typename X>
+template <bool kRms, bool kFromOutput, bool kLists, typename X>
 __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in,
                                             const ColumnGradients& gradients, int tile, int split,
                                             int splits, FewShared& shared) {
-  constexpr bool kFromOutput = kSaved == Saved::kOutput;
   constexpr int N = kPackElements<X>, kLanes = kFewColumns / N, kRows = 3;
   const int thread = threadIdx.x, lane = thread % kLanes;
   const int first_col = tile * kFewColumns, col = first_col + lane * N;
@@ -181,7 +148,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
   if (col < in.cols) {
     auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
       const X* const from = row_start(base, layout, row) + col;
-      return Pack<X, N>{detail::load_words<16>(reinterpret_cast<const char*>(from))};
+      return Pack<X, N>{load_words<16>(reinterpret_cast<const char*>(from))};
     };
     for (int64_t row = int64_t{thread / kLanes} * splits + split; row < in.rows;
          row += kRows * step) {
@@ -255,13 +222,13 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   with_flag(in.rms, [&](auto is_rms) {
     with_flag(kLists || in.from_output, [&](auto is_output) {
       constexpr bool kRms = decltype(is_rms)::value;
-      constexpr Saved kSaved = decltype(is_output)::value ? Saved::kOutput : Saved::kInput;
-      if constexpr (kLists && kSaved == Saved::kInput) return;
+      constexpr bool kFromOutput = decltype(is_output)::value;
+      if constexpr (kLists && !kFromOutput) return;
       if (row < 0) {
-        few_columns<kRms, kSaved, kLists>(in, gradients, block / splits, block % splits, splits,
-                                          shared);
+        few_columns<kRms, kFromOutput, kLists>(in, gradients, block / splits, block % splits,
+                                               splits, shared);
       } else {
-        few_rows<kRms, kSaved, kLists>(in, out, row, shared.slots);
+        few_rows<kRms, kFromOutput, kLists>(in, out, row, shared.slots);
       }
     });
   });

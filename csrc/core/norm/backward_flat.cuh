@@ -59,26 +59,6 @@ __device__ __forceinline__ uint32_t take_weights(const LaneColumns<kUnits, kSure
   return listed;
 }
 
-// A lane's values of a row, which starts `at` elements into the tiles.
-template <int kUnits, int kSure, typename X>
-__device__ __forceinline__ void load_row(const LaneColumns<kUnits, kSure>& columns,
-                                         const X* saved_tile, const X* dy_tile, int at,
-                                         float (&xhat)[kUnits], float (&w)[kUnits]) {
-  uint32_t saved[kUnits], dy[kUnits];
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    saved[i] = dy[i] = 0;
-    if (!columns.inside(i)) continue;
-    saved[i] = reinterpret_cast<const Bits<X>*>(saved_tile)[at + i * kWarpSize];
-    dy[i] = reinterpret_cast<const Bits<X>*>(dy_tile)[at + i * kWarpSize];
-  }
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
-    xhat[i] = value_of<X>(saved[i]);
-    w[i] = value_of<X>(dy[i]);
-  }
-}
-
 // The values of a warp's first lanes, or zeros.
 template <bool kAny, int kRows>
 __device__ __forceinline__ void from_lanes(float own, float (&values)[kRows]) {
@@ -224,15 +204,14 @@ __device__ __forceinline__ void write_tile_sums(const BackwardOutput<X, float>& 
 
 // Persistent blocks walk over tiles of rows. A warp takes flat_rows_at_once() of them at a time;
 // its lanes keep their columns' weights and sums in registers.
-template <bool kRms, Saved kSaved, int kClass, typename X>
+template <bool kRms, bool kFromOutput, int kClass, typename X>
 __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, float>& in,
                                                     const BackwardOutput<X, float>& out,
                                                     bool lie_flat, const FlatRows& flat,
                                                     CopyBarrier* filled) {
   using Tiles = BackwardTiles<X>;
-  constexpr int kUnits = kFlatUnits[kClass], kSure = flat_sure_units(kClass);
+  constexpr int kUnits = kFlatUnits[kClass], kSure = sure_units(kFlatUnits, kClass);
   constexpr int kRows = flat_rows_at_once(kUnits), kCols = kUnits * kWarpSize;
-  constexpr bool kFromOutput = kSaved != Saved::kInput;
   constexpr bool kReadsMean = !kRms && !kFromOutput;
   extern __shared__ __align__(128) char memory[];
   float* const params = reinterpret_cast<float*>(memory);
@@ -282,9 +261,8 @@ __device__ __forceinline__ void norm_backward_tiles(const BackwardInput<X, X, fl
       look_ahead(next < flat.rows ? first_row + next : tiles.next_row() + first);
 
       float xhat[kRows][kUnits], w[kRows][kUnits];
-#pragma unroll
-      for (int k = 0; k < kRows; ++k)
-        load_row(columns, saved_tile, dy_tile, (r + k) * cols, xhat[k], w[k]);
+      load_rows(saved_tile + r * cols, cols, columns, 0.0f, xhat);
+      load_rows(dy_tile + r * cols, cols, columns, 0.0f, w);
       float mean[kRows], rstd[kRows];
       from_lanes<kReadsMean>(own_mean, mean);
       from_lanes<true>(own_rstd, rstd);
@@ -319,8 +297,8 @@ __global__ void __launch_bounds__(kFlatThreads, flat_backward_blocks(kLonger))
   with_number<kFirst, kEnd>(flat.row_class, [&](auto row_class) {
     with_flag(in.from_output, [&](auto from_output) {
       with_flag(in.rms, [&](auto rms) {
-        constexpr Saved kSaved = decltype(from_output)::value ? Saved::kOutput : Saved::kInput;
-        norm_backward_tiles<decltype(rms)::value, kSaved, decltype(row_class)::value>(
+        constexpr bool kFromOutput = decltype(from_output)::value;
+        norm_backward_tiles<decltype(rms)::value, kFromOutput, decltype(row_class)::value>(
             in, out, lie_flat, flat, filled);
       });
     });

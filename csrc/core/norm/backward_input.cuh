@@ -3,7 +3,7 @@
 //   dx = rstd * (w - mean(w) - xhat * mean(w * xhat))      (RMSNorm: without mean(w))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 // in two stages without atomics: blocks that walk over rows write partial sums (backward.cuh,
-// backward_flat.cuh for rows in tiles, backward_ring.cuh for long rows, or streaming.cuh for
+// backward_flat.cuh for rows in tiles, backward_ring.cuh for long rows, or streaming.cu for
 // any length), then sum_partials() adds those in a fixed order (partial_sums.cuh). Of few rows
 // one kernel makes all (backward_few.cuh).
 #pragma once
@@ -51,7 +51,6 @@ struct BackwardOutput {
   A* dbias_partials;
   const X* dresidual;  // null, or what is added to dx, which lies likewise
   LookTotals* totals;  // null, or what stage 2 wants to be zero
-  A* listed_sums;      // null, or for each cluster of the ring a value for each place
 
   // By all threads of a kernel, once nothing before it runs.
   __device__ __forceinline__ void clear_totals() const {
@@ -82,7 +81,7 @@ struct BackwardOutput {
       const int column = column_in_pack(kLie, N, i);
       if (column >= left) break;
       A added[kAtOnce];
-      unpack(Pack<X, kAtOnce>{detail::load_words<sizeof(X) * kAtOnce>(
+      unpack(Pack<X, kAtOnce>{load_words<sizeof(X) * kAtOnce>(
                  reinterpret_cast<const char*>(dresidual + at + column))},
              added);
 #pragma unroll

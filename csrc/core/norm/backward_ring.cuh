@@ -4,7 +4,6 @@
 
 #include "core/common/cluster_parts.cuh"
 #include "core/common/overlap.cuh"
-#include "core/norm/listed_share.cuh"
 #include "core/norm/ring_slice.cuh"
 #include "core/norm/row_ring.cuh"
 
@@ -92,7 +91,6 @@ struct RingShared {
   RingStages stages;
   typename LateSums<kRms>::Slots slots;
   float2 statistics[4];  // mean and rstd of the row before, the one at hand, and the next
-  bool lists;            // whether any of the block's columns are listed
 };
 
 // The rows of a block: turn t's is first + t * stride. Partial row s has the sums of so many in
@@ -106,86 +104,6 @@ struct RingRows {
     return static_cast<int>(min(int64_t{rounds}, int64_t{end} + in_sequence));
   }
 };
-
-// The listed columns of a block, by warps that have none of their own. While the others work on a
-// row these add up the next one and write dx of the row before the row before, which the others
-// have written. They ask for what they need one turn ahead, and meet the others at each of their
-// barriers.
-template <bool kRms, typename Listed, typename In, typename Out>
-__device__ __forceinline__ void norm_backward_listed(const Listed& listed, const In& in,
-                                                     const Out& out, const RingRows& rows,
-                                                     LateSums<kRms>& sums, bool has_mean,
-                                                     const float2 (&statistics)[4]) {
-  auto gradient_of = [&](int turn) {
-    const auto of_row = sums.total(turn);
-    const float rstd = statistics[turn & 3].y;
-    if constexpr (kRms) {
-      return RowGradient<true>(rstd, in.per_cols, 0.0f, of_row.wx);
-    } else {
-      return RowGradient<false>(rstd, in.per_cols, has_mean ? of_row.w : 0.0f, of_row.wx);
-    }
-  };
-  using Held = typename Listed::Held;
-  auto load = [&](int turn) { return turn < rows.rounds ? listed.load(rows.at(turn)) : Held{}; };
-  auto write_dx = [&](int turn, const Held& held, const RowGradient<kRms>& gradient) {
-    if (out.dx != nullptr && turn >= 0) listed.write_dx(rows.at(turn), held, gradient);
-  };
-  RowGradient<kRms> gradient(0, 0, 0, 0);  // of the row before
-  Held to_write{}, next = load(1);
-  typename LateSums<kRms>::Sums own_sums{};
-  own_sums.wx = listed.add_up(rows.at(0), load(0));
-  int turn = 0, end = 0;
-  for (int set = 0; set < rows.partial_sets; ++set) {
-    end = rows.end_of_set(end);
-    for (; turn < end; ++turn) {
-      sums.put(turn, own_sums);
-      write_dx(turn - 2, to_write, gradient);
-      const bool adds = turn + 1 < end;
-      if (adds) own_sums.wx = listed.add_up(rows.at(turn + 1), next);
-      if (turn > 0) gradient = gradient_of(turn - 1);
-      // Only now, so that nothing waits for them in this turn.
-      if (turn > 0) to_write = load(turn - 1);
-      if (adds) next = load(turn + 2);
-      if (turn + 3 < rows.rounds) listed.prefetch(rows.at(turn + 3));
-      __syncthreads();
-    }
-    __syncthreads();
-    if (out.dweight_partials) listed.write_partials(out.dweight_partials + rows.at(set) * in.cols);
-    if (turn < rows.rounds) {
-      own_sums.wx = listed.add_up(rows.at(turn), next);
-      next = load(turn + 1);
-    }
-  }
-  write_dx(turn - 2, to_write, gradient);
-  gradient = gradient_of(turn - 1);
-  to_write = load(turn - 1);
-  __syncthreads();
-  write_dx(turn - 1, to_write, gradient);
-}
-
-// The warps that take the listed columns, from their start on.
-template <RowsLie kLie, bool kRms, typename Params, typename X, typename Y, typename S>
-__device__ __forceinline__ void run_lister(const BackwardInput<Y, S, float>& in,
-                                           const BackwardOutput<X, float>& out, float* staged,
-                                           int block_first, int block_cols, int threads,
-                                           const RingRows& rows, const RowCluster& cluster,
-                                           LateSums<kRms>& sums, bool has_mean,
-                                           RingShared<kRms>& shared) {
-  constexpr bool kOneWarp = ring_kernel(true, kRms).most_listing_threads == kWarpSize;
-  const int2 places = in.list.places(block_first, block_first + block_cols);
-  const ListedShare<X, Y, S, kOneWarp> listed(in, out, places, rows.first, threads);
-  if (threadIdx.x == threads) shared.lists = places.x < places.y;
-  cluster.arrive();
-  __syncthreads();
-  cluster.wait();
-  if (places.x >= places.y) {
-    for (int turn = 0; turn < rows.rounds; ++turn) __syncthreads();
-    return;
-  }
-  listed.template clear<kLie, Params>(staged, block_first);
-  __syncthreads();
-  norm_backward_listed<kRms>(listed, in, out, rows, sums, has_mean, shared.statistics);
-}
 
 // The rows' statistics, which one thread reads two rows ahead.
 struct StatisticsAhead {
@@ -208,13 +126,12 @@ struct StatisticsAhead {
 template <typename Slice, bool kRms, typename Ring>
 __device__ __forceinline__ void norm_backward_turns(Slice& slice, const RingRows& rows, Ring& ring,
                                                     int stages, bool fills, LateSums<kRms>& sums,
-                                                    StatisticsAhead& statistics,
-                                                    bool meets_lister) {
+                                                    StatisticsAhead& statistics) {
   int turn = 0;
   RingStage stage, stage_before;
   auto row_at = [&](int turn, const RingStage& stage) {
     const auto [mean, rstd] = statistics.shared[turn & 3];
-    return typename Slice::Row{ring.first(stage), ring.second(stage), mean, rstd};
+    return typename Slice::Row{turn, ring.first(stage), ring.second(stage), mean, rstd};
   };
   auto write_row_before = [&] {
     const auto of_row = sums.total(turn - 1);
@@ -234,6 +151,7 @@ __device__ __forceinline__ void norm_backward_turns(Slice& slice, const RingRows
       if (turn > 0) write_row_before();
       __syncthreads();
       sums.share(turn);
+      slice.next_row(rows.at(turn + 1), rows.at(turn + 2));
       if (fills && turn > 0 && turn + stages - 1 < rows.rounds)
         ring.fill(stage_before, rows.at(turn + stages - 1));
       stage_before = stage;
@@ -241,29 +159,23 @@ __device__ __forceinline__ void norm_backward_turns(Slice& slice, const RingRows
     }
     if (turn == rows.rounds) launch_dependents();
     slice.write_partials(rows.at(set));
-    if (meets_lister) __syncthreads();
   }
   write_row_before();
-  if (meets_lister) __syncthreads();
 }
 
 // Persistent blocks walk over the rows, or over their part of the rows as blocks of a cluster.
-template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
+template <RowsLie kLie, bool kRms, bool kFromOutput, typename X, typename Y, typename S>
 __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, float>& in,
                                                    const BackwardOutput<X, float>& out, int stages,
                                                    int partial_sets, int rows_in_sequence,
-                                                   int listing_threads, RingShared<kRms>& shared) {
-  using Slice = RingSlice<kLie, kRms, kSaved, X, Y, S>;
+                                                   RingShared<kRms>& shared) {
+  using Slice = RingSlice<kLie, kRms, kFromOutput, X, Y, S>;
   constexpr int N = Slice::N, kCols = Slice::kPacks * N;
-  constexpr RingKernel kKernel = ring_kernel(kSaved == Saved::kOutput, kRms);
-  static_assert(kKernel.param_vectors ==
-                param_kinds(kSaved, Slice::Params::kRows, !Slice::kKeepsWeights));
+  constexpr int kKinds = Slice::Params::kKinds;
+  static_assert(kKinds == ring_params(kFromOutput));
   extern __shared__ __align__(128) float staged[];
 
-  // Additional warps take the listed columns, where there may be any.
-  const bool may_list = kSaved == Saved::kOutput && listing_threads > 0;
-  const int threads = blockDim.x - (may_list ? listing_threads : 0), thread = threadIdx.x;
-  const bool lists = thread >= threads;
+  const int threads = blockDim.x, thread = threadIdx.x;
   const RowCluster cluster;
   const int blocks = cluster.blocks();
   const int block_first = cluster.rank() * threads * kCols;
@@ -283,7 +195,7 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                          reinterpret_cast<const char*>(end)};
   };
   RowRing<S, Y, Slice::kRegular && N * sizeof(S) == 16, Slice::kRegular && N * sizeof(Y) == 16>
-      ring(reinterpret_cast<char*>(staged + kKernel.param_vectors * threads * kCols), shared.stages,
+      ring(reinterpret_cast<char*>(staged + kKinds * threads * kCols), shared.stages,
            tensor(in.saved, in.saved_layout), tensor(in.dy, in.dy_layout), stages);
   const bool fills = thread == threads - kWarpSize;  // in the warp with the fewest columns
   if (fills) {
@@ -293,15 +205,9 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.fill(stage, rows.at(s));
   }
   LateSums<kRms> sums(shared.slots, cluster);
-  const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
-  if (kSaved == Saved::kOutput && lists) {
-    run_lister<kLie, kRms, typename Slice::Params>(in, out, staged, block_first, block_cols,
-                                                   threads, rows, cluster, sums, has_mean, shared);
-    return;
-  }
   Slice slice(in, out, typename Slice::Params(staged, thread), own, block_cols, block_first, first,
               stride);
-  const bool reads_mean = has_mean && kSaved == Saved::kInput;
+  const bool reads_mean = !kFromOutput && !kRms && !(kForBothNorms<X, Y> && in.rms);
   StatisticsAhead statistics{reads_mean ? in.mean : nullptr, in.rstd, shared.statistics};
   if (thread == 0) {
     statistics.read(rows, 0);
@@ -311,24 +217,20 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
   cluster.arrive();  // nobody sends to a block that has not begun
   __syncthreads();
   cluster.wait();
-  const bool meets_lister = may_list && shared.lists;
-  if (meets_lister) __syncthreads();
-  norm_backward_turns<Slice, kRms>(slice, rows, ring, stages, fills, sums, statistics,
-                                   meets_lister);
+  norm_backward_turns<Slice, kRms>(slice, rows, ring, stages, fills, sums, statistics);
 }
 
-// 80 registers a thread hold two numbers for each of its columns, 96 hold three.
-template <typename X, typename Y, typename S, bool kRms, Saved kSaved>
-__global__ void __launch_bounds__(ring_kernel(kSaved == Saved::kOutput, kRms).most_threads, 1)
+template <typename X, typename Y, typename S, bool kRms, bool kFromOutput>
+__global__ void __launch_bounds__(ring_threads(kFromOutput), 1)
     norm_backward_ring(const __grid_constant__ BackwardInput<Y, S, float> in,
                        const __grid_constant__ BackwardOutput<X, float> out, int stages,
-                       int partial_sets, int rows_in_sequence, int listing_threads) {
+                       int partial_sets, int rows_in_sequence) {
 #if __CUDA_ARCH__ >= 900
   __shared__ RingShared<kRms> shared;
   constexpr int N = kPackElements<X, Y>;
   auto run = [&](auto lie) {
-    norm_backward_late<decltype(lie)::value, kRms, kSaved>(
-        in, out, stages, partial_sets, rows_in_sequence, listing_threads, shared);
+    norm_backward_late<decltype(lie)::value, kRms, kFromOutput>(in, out, stages, partial_sets,
+                                                                rows_in_sequence, shared);
   };
   if (in.cols % N == 0) {
     run(std::integral_constant<RowsLie, RowsLie::kRegular>());

@@ -228,23 +228,18 @@ cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
     using A = decltype(zero);
     const ListInput<A> in{params, part_cols, gathers, recoverable_limits<A>(params.y_dtype),
                           precise_limits<A>(params.y_dtype)};
-    return detail::launch(list_columns<A>, static_cast<int>(blocks / cluster * cluster),
-                          kListThreads, {0, cluster, device.max_cluster_blocks > 1}, stream, in);
+    return launch(list_columns<A>, static_cast<int>(blocks / cluster * cluster), kListThreads,
+                  {0, cluster, device.max_cluster_blocks > 1}, stream, in);
   };
   return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
 }
 
-template <typename A>
-cudaError_t launch_column_look(const ColumnLook<A>& look, cudaStream_t stream) {
-  return detail::launch(column_look<A>, 1, kLookThreads, {}, stream, look);
-}
-template cudaError_t launch_column_look(const ColumnLook<float>&, cudaStream_t);
-template cudaError_t launch_column_look(const ColumnLook<double>&, cudaStream_t);
-
 cudaError_t launch_column_look(const NormBackwardParams& params, cudaStream_t stream) {
-  return params.x_dtype == DType::kFloat64
-             ? launch_column_look(column_look_of<double>(params, nullptr), stream)
-             : launch_column_look(column_look_of<float>(params, nullptr), stream);
+  auto run = [&](auto zero) {
+    using A = decltype(zero);
+    return launch(column_look<A>, 1, kLookThreads, {}, stream, column_look_of<A>(params, nullptr));
+  };
+  return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
 }
 
 }  // namespace fused_norm

@@ -197,8 +197,7 @@ struct ColumnLook {
 
   // By all lanes of one of so many warps, which share the columns. Whether it is the last, in lane
   // 0, which then has what all have found.
-  __device__ bool add_up(unsigned warps, Found& found) const {
-    auto* const sums = keeps_totals() ? static_cast<LookTotals*>(watch.totals) : totals;
+  __device__ bool add_up(unsigned warps, LookTotals* sums, Found& found) const {
     bool any = false;
     const bool adds = threadIdx.x % kWarpSize == 0;
 #pragma unroll
@@ -238,31 +237,20 @@ __device__ __forceinline__ void look_at_columns(const ColumnLook<A>& look, int b
   const int col = block * blockDim.x + threadIdx.x;
   if (col < look.cols) look.look_at(col, found);
   if (!look.keeps_totals()) wait_for_prerequisites();
-  if (look.add_up(blocks * (blockDim.x / kWarpSize), found)) look.report(found);
+  auto* const sums =
+      look.keeps_totals() ? static_cast<LookTotals*>(look.watch.totals) : look.totals;
+  if (look.add_up(blocks * (blockDim.x / kWarpSize), sums, found)) look.report(found);
 }
 
 // By one block.
 template <typename A>
 __device__ void look_at_columns(const ColumnLook<A>& look) {
-  __shared__ int counts[kLookCounts];
-  if (threadIdx.x < kLookCounts) counts[threadIdx.x] = 0;
+  __shared__ LookTotals totals;
+  if (threadIdx.x == 0) totals.clear();
+  __syncthreads();
   typename ColumnLook<A>::Found found;
   for (int col = threadIdx.x; col < look.cols; col += blockDim.x) look.look_at(col, found);
-  __syncthreads();
-#pragma unroll
-  for (int i = 0; i < kLookCounts; ++i) {
-    const int sum = __reduce_add_sync(kFullMask, found.counts[i]);
-    if (threadIdx.x % kWarpSize == 0 && sum > 0) atomicAdd(counts + i, sum);
-  }
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-#pragma unroll
-  for (int i = 0; i < kLookCounts; ++i) found.counts[i] = counts[i];
-  look.report(found);
+  if (look.add_up(blockDim.x / kWarpSize, &totals, found)) look.report(found);
 }
-
-// A kernel for a look alone: columns.cu.
-template <typename A>
-cudaError_t launch_column_look(const ColumnLook<A>& look, cudaStream_t stream);
 
 }  // namespace fused_norm

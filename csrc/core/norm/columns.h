@@ -11,7 +11,6 @@
 //                 those that are lost or, where these are more, of those that are unrecoverable
 //   place         a listed column's number in the list
 //   side          xhat of the listed columns, rows x room
-//   share         the listed columns that a thread takes in the ring (listed_share.cuh)
 //   overflow      the columns that are neither recoverable nor listed: their gradients are NaN
 //   look          a pass over the parameters that counts such columns, mostly in a backward call
 //   watch         what looks at one norm keep between calls, and where they report

@@ -13,8 +13,8 @@ cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForward
     const FlatForward<X> of{input_load<X>(params.x, params.x_layout, params),
                             affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
                             plan.tiles, lie_flat};
-    return detail::launch(norm_forward_flat<X>, plan.tiles.blocks, kFlatThreads,
-                          {plan.tiles.shared_bytes, 1, plan.overlaps}, stream, of, params.rms);
+    return launch(norm_forward_flat<X>, plan.tiles.blocks, kFlatThreads,
+                  {plan.tiles.shared_bytes, 1, plan.overlaps}, stream, of, params.rms);
   });
 }
 
@@ -29,8 +29,8 @@ cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
   FlatRows flat = plan.flat;
   if (out.dresidual) flat.slots = flat.slots * kFlatTensors / (kFlatTensors + 1);
   auto run = [&](auto kernel) {
-    return detail::launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps},
-                          stream, in, out, lie_flat, flat);
+    return launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps}, stream,
+                  in, out, lie_flat, flat);
   };
   return flat.row_class < kShorterFlatClasses ? run(norm_backward_flat<X, false>)
                                               : run(norm_backward_flat<X, true>);

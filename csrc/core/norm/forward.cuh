@@ -77,15 +77,14 @@ class ParamsAhead {
         if (!bounds.reach(p)) break;
         const int col = col_ + p * slice_step<N>(group);
         constexpr int kBytes = sizeof(X) * N;
-        detail::copy_async<kBytes>(at(0, p), static_cast<const X*>(store_.weight.data) + col);
-        if (kBias)
-          detail::copy_async<kBytes>(at(1, p), static_cast<const X*>(store_.bias.data) + col);
+        copy_async<kBytes>(at(0, p), static_cast<const X*>(store_.weight.data) + col);
+        if (kBias) copy_async<kBytes>(at(1, p), static_cast<const X*>(store_.bias.data) + col);
       }
-      detail::commit_copies();
+      commit_copies();
     }
   }
   __device__ __forceinline__ void wait() const {
-    if constexpr (kAhead || kListed) detail::wait_for_copies<0>();
+    if constexpr (kAhead || kListed) wait_for_copies<0>();
   }
   // Whether the list is there when the block begins. The blocks resident first would wait for it:
   // they read it last, and their values once more.
@@ -101,8 +100,8 @@ class ParamsAhead {
   // Asks for the value of a row's column, which lies at `at`; and gives it, when it is there.
   __device__ __forceinline__ static void fetch_listed(const X* at) {
     const uintptr_t word = reinterpret_cast<uintptr_t>(at) / kListedBytes * kListedBytes;
-    detail::copy_async<kListedBytes>(listed(), reinterpret_cast<const void*>(word));
-    detail::commit_copies();
+    copy_async<kListedBytes>(listed(), reinterpret_cast<const void*>(word));
+    commit_copies();
   }
   __device__ __forceinline__ static Accumulator<X> take_listed(int col) {
     return static_cast<Accumulator<X>>(listed()[col % (kListedBytes / sizeof(X))]);

@@ -51,10 +51,10 @@ __device__ __forceinline__ float of_lane(const float (&values)[K], int lane) {
 
 template <bool kRms, int kClass, typename X>
 __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, CopyBarrier* filled) {
-  constexpr int kUnits = kForwardTileUnits[kClass], kRows = forward_tile_rows(kUnits);
+  constexpr int kUnits = kForwardTileUnits[kClass], kRows = flat_rows_at_once(kUnits);
   extern __shared__ __align__(128) char memory[];
   const int cols = of.load.cols, lane = threadIdx.x % kWarpSize;
-  const LaneColumns<kUnits, forward_sure_units(kClass)> columns(cols);
+  const LaneColumns<kUnits, sure_units(kForwardTileUnits, kClass)> columns(cols);
   const ForwardTiles<X> tensors{of};
   TileRing<X, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled, memory);
   float weight[kUnits], bias[kRms ? 1 : kUnits] = {};

@@ -26,9 +26,8 @@ cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBack
                            static_cast<const X*>(gate.data), gate.layout,
                            static_cast<X*>(gate.gradient), gate.form};
     const BackwardOutput<X, float> out{static_cast<X*>(params.dx), workspace.dweight};
-    return detail::launch_plan(
-        plan.packs == 1 ? norm_backward_gated<X, 1> : norm_backward_gated<X, 2>, plan, stream, in,
-        out);
+    return launch_plan(plan.packs == 1 ? norm_backward_gated<X, 1> : norm_backward_gated<X, 2>,
+                       plan, stream, in, out);
   });
   return error == cudaSuccess ? norm_second_stage(params, plan, workspace, look, stream) : error;
 }

@@ -37,8 +37,7 @@ cudaError_t norm_forward_from(const Load& load, const NormForwardParams& params,
   using Store = AffineStore<Y>;
   const Store store = affine_store<Y>(params);
   const auto out = statistics_out<Load, Y>(params);
-  const bool typed = params.rms ? store.template all_of<false>(kDTypeOf<X>)
-                                : store.template all_of<true>(kDTypeOf<X>);
+  const bool typed = store.all_of(kDTypeOf<X>, !params.rms);
   const bool whole_warps = plan.threads_per_row >= kWarpSize;
   const RowsLie lie = rows_lie<X>(params.cols, plan.pack);
   KernelPlan launched = plan;
@@ -47,8 +46,8 @@ cudaError_t norm_forward_from(const Load& load, const NormForwardParams& params,
       if (plan.ring.slots > 0) {
         launched.blocks = plan.ring.blocks;
         launched.shared_bytes = plan.ring.shared_bytes;
-        return detail::launch_plan(norm_forward_ring<X>, launched, stream, load, store, out,
-                                   plan.ring.slots);
+        return launch_plan(norm_forward_ring<X>, launched, stream, load, store, out,
+                           plan.ring.slots);
       }
     }
     const int threads = plan.threads_per_row;
@@ -60,7 +59,7 @@ cudaError_t norm_forward_from(const Load& load, const NormForwardParams& params,
   const bool deals_typed = typed && deals_out_typed(Load::kAdds, std::is_same_v<X, Y>, plan.packs,
                                                     whole_warps, sizeof(X));
   auto run = [&](auto kernel) {
-    return detail::launch_plan(kernel, launched, stream, load, store, out, lie, deals_typed);
+    return launch_plan(kernel, launched, stream, load, store, out, lie, deals_typed);
   };
   if (!whole_warps) return run(norm_forward_registers<Load, Store, 4, false>);
   if (plan.packs == 2) return run(norm_forward_registers<Load, Store, 2, true>);
@@ -91,13 +90,12 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
   }
   const int64_t clusters = looks + tiles + (rows + splits - 1) / splits;
   if (clusters == 0) return cudaSuccess;
-  const int vectors = param_kinds(params.from_output ? Saved::kOutput : Saved::kInput, 1);
+  const int vectors = param_kinds(params.from_output, 1);
   const int shared_bytes = vectors * plan.threads_per_row * plan.packs * plan.pack * 4;
-  return detail::launch(
-      params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
-      static_cast<int>(clusters * splits), plan.threads_per_row,
-      {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look, looks * splits,
-      tiles, splits);
+  return launch(params.list.room > 0 ? norm_backward_few<X, true> : norm_backward_few<X, false>,
+                static_cast<int>(clusters * splits), plan.threads_per_row,
+                {shared_bytes, splits, plan.overlaps}, stream, in, out, gradients, look,
+                looks * splits, tiles, splits);
 }
 
 template <typename Y, typename S>
@@ -120,21 +118,15 @@ BackwardInput<Y, S, float> backward_input(const NormBackwardParams& params,
           listed};
 }
 
-template <typename X, typename Y, Saved kSaved>
+template <typename X, typename Y, bool kFromOutput>
 cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwardPlan& plan,
                              cudaStream_t stream) {
-  using S = std::conditional_t<kSaved == Saved::kInput, X, Y>;
+  using S = std::conditional_t<!kFromOutput, X, Y>;
   const BackwardWorkspace<float> workspace(params, plan);
   const ColumnLook<float> look = column_look_of<float>(params, workspace.totals);
   const BackwardInput<Y, S, float> in = backward_input<Y, S>(params, look.listed);
-  const BackwardOutput<X, float> out{
-      static_cast<X*>(params.dx),
-      workspace.dweight,
-      workspace.dbias,
-      static_cast<const X*>(params.dresidual),
-      workspace.cleared,
-      params.list.room > 0 && params.dweight && plan.tier == Tier::kRing ? workspace.rest
-                                                                         : nullptr};
+  const BackwardOutput<X, float> out{static_cast<X*>(params.dx), workspace.dweight, workspace.dbias,
+                                     static_cast<const X*>(params.dresidual), workspace.cleared};
   cudaError_t error = cudaErrorInvalidValue;
   if (plan.tier == Tier::kFlat) {
     if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
@@ -144,19 +136,17 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
       if (plan.few_splits > 0) return norm_backward_few_rows(in, out, look, params, plan, stream);
     }
     const RowsLie lie = rows_lie<X>(params.cols, plan.pack, kBackwardInPairs<X, Y>);
-    KernelPlan launched = plan;
     auto run = [&](auto kernel, auto... how) {
-      return detail::launch_plan(kernel, launched, stream, in, out, how...);
+      return launch_plan(kernel, plan, stream, in, out, how...);
     };
     if (plan.tier == Tier::kRing) {
-      launched.threads_per_row += plan.listing_threads;
       constexpr bool kRms = !kForBothNorms<X, Y>;
-      error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kSaved>
-                             : norm_backward_ring<X, Y, S, false, kSaved>,
-                  plan.stages, plan.partial_sets, plan.rows_in_sequence, plan.listing_threads);
+      error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kFromOutput>
+                             : norm_backward_ring<X, Y, S, false, kFromOutput>,
+                  plan.stages, plan.partial_sets, plan.rows_in_sequence);
     } else {
-      error = run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kSaved, 1>
-                                  : norm_backward_registers<X, Y, S, kSaved, 2>,
+      error = run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kFromOutput, 1>
+                                  : norm_backward_registers<X, Y, S, kFromOutput, 2>,
                   lie);
     }
   }
@@ -178,8 +168,8 @@ cudaError_t NormOf<X>::backward(const NormBackwardParams& params, const NormBack
                                 cudaStream_t stream) {
   auto run = [&](auto y) {
     using Y = decltype(y);
-    return params.from_output ? norm_backward_as<X, Y, Saved::kOutput>(params, plan, stream)
-                              : norm_backward_as<X, Y, Saved::kInput>(params, plan, stream);
+    return params.from_output ? norm_backward_as<X, Y, true>(params, plan, stream)
+                              : norm_backward_as<X, Y, false>(params, plan, stream);
   };
   if constexpr (std::is_same_v<X, float>) {
     return with_dtype<float, __half, __nv_bfloat16>(params.y_dtype, run);

@@ -11,8 +11,8 @@ using RunNormForward = cudaError_t(const NormForwardParams&, const NormForwardPl
 using RunNormBackward = cudaError_t(const NormBackwardParams&, const NormBackwardPlan&,
                                     cudaStream_t);
 
-// Rows that are not streamed, without gate and addend, and with an output of x's dtype or fp32. One
-// of these for each dtype of x but fp64: f16.cu, bf16.cu and f32.cu.
+// Rows that are not streamed, without gate; forward also without addend, and with an output of x's
+// dtype or fp32. One of these for each dtype of x but fp64: f16.cu, bf16.cu and f32.cu.
 template <typename X>
 struct NormOf {
   static RunNormForward forward;

@@ -5,31 +5,37 @@
 
 namespace fused_norm {
 
-// A listed column has a scale of 0, and for a shift the row's xhat. The threads of a group, which
-// have a row in common, share the list: each puts the xhat of its places where the columns' owners
-// find their shifts, before these come to the row. Params: StagedParams, of which each group has
-// its own where anything is listed.
-template <RowsLie kLie, typename Params>
+// A listed column has a scale of 0, and for a shift the row's xhat. Threads that meet in each row
+// share its listed columns: the threads of a group, or in the ring the lanes of a warp those among
+// the warp's own. Each thread puts the xhat of its places where the columns' owners find their
+// shifts, before these come to the row. Params: StagedParams, of which each group has its own where
+// anything is listed.
+template <RowsLie kLie, typename Params, bool kByWarps = false>
 class ListedValues {
  public:
-  __device__ ListedValues(const ListedColumns<float>& list, bool may_list)
-      : list_(list), count_(may_list ? list.count() : 0) {}
+  // The places from places.x to places.y are shared. The block's columns start at first_col.
+  __device__ ListedValues(const ListedColumns<float>& list, int2 places, int first_col = 0)
+      : list_(list), first_(places.x), end_(places.y), first_col_(first_col) {}
 
-  // Whether anything is listed: the same in all threads of the block.
-  __device__ __forceinline__ bool any() const { return count_ > 0; }
+  // Whether anything is listed: the same in all threads that share the places.
+  __device__ __forceinline__ bool any() const { return first_ < end_; }
 
-  // By all threads of the block, when parameters are there: the first row's values, and those of
-  // the next on their way.
+  // Makes the scales zero, which are the parameters of that kind.
+  __device__ void clear_scales(const Params& params, int kind) const {
+#pragma unroll 1
+    for (int place = own(); place < end_; place += threads()) params.at(find(kind, place)) = 0;
+  }
+  // When parameters are there: puts the first row's values, if there is one, and asks for those of
+  // `next`.
   __device__ void begin(const Params& params, int64_t row, int64_t next, int64_t rows) {
     if (!any()) return;
-    for (int place = threadIdx.x; place < count_; place += blockDim.x)
-      params.at(find(kScale, place)) = 0;
-    if (threadIdx.x < count_) slot_ = find(kShift, threadIdx.x);
-    if (slot_ >= 0 && row < rows) held_ = list_.xhat(row, threadIdx.x);
+    if (!kByWarps) clear_scales(params, kScale);
+    if (own() < end_) slot_ = find(kShift, own());
+    if (slot_ >= 0 && row < rows) held_ = list_.xhat(row, own());
     turn_ = Params::kRows - 1;
     if (row < rows) bring(params, row, next, rows);
     turn_ = 0;
-    __syncthreads();
+    if (!kByWarps) __syncthreads();
   }
 
   // Puts the values of a row, that of the next turn, whose shifts nobody reads any more, and asks
@@ -39,26 +45,32 @@ class ListedValues {
     if (slot_ < 0) return;
     const int turn = (turn_ + 1) % Params::kRows;
     params.at(slot_ + turn * Params::kNextKind) = held_;
-    for (int place = threadIdx.x + blockDim.x; place < count_; place += blockDim.x)
+#pragma unroll 1
+    for (int place = own() + threads(); place < end_; place += threads())
       params.at(find(kShift + turn, place)) = list_.xhat(row, place);
-    if (next < rows) held_ = list_.xhat(next, threadIdx.x);
+    if (next < rows) held_ = list_.xhat(next, own());
   }
-  // From here on it is the next turn. (All threads of a group of several warps meet in each turn.)
-  template <typename Group>
-  __device__ __forceinline__ void next_turn(const Group& group) {
+  // From here on it is the next turn. The threads that share the places meet, if not anyway.
+  __device__ __forceinline__ void next_turn(bool meet_anyway = false) {
     turn_ = (turn_ + 1) % Params::kRows;
-    if (group.warps() <= 1) __syncwarp();
+    if (!meet_anyway) __syncwarp();
   }
-
   __device__ __forceinline__ int turn() const { return turn_; }
 
  private:
+  // This thread's first place, and how many threads share them.
+  __device__ __forceinline__ int own() const {
+    return first_ + static_cast<int>(kByWarps ? threadIdx.x % kWarpSize : threadIdx.x);
+  }
+  __device__ __forceinline__ static int threads() { return kByWarps ? kWarpSize : blockDim.x; }
   __device__ int find(int kind, int place) const {
-    return Params::template find<kLie>(kind, threadIdx.y * blockDim.x, list_.columns[1 + place]);
+    const int first_thread = kByWarps ? 0 : threadIdx.y * blockDim.x;
+    return Params::template find<kLie>(kind, first_thread, list_.columns[1 + place] - first_col_);
   }
 
   const ListedColumns<float>& list_;
-  int count_, turn_ = 0;
+  int first_, end_, first_col_;
+  int turn_ = 0;
   int slot_ = -1;   // where the value of this thread's first place goes in turn 0; -1: nowhere
   float held_ = 0;  // that value
 };

@@ -63,12 +63,7 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
-  const size_t listed =
-      plan.tier == Tier::kRing
-          ? static_cast<size_t>(plan.blocks / plan.cluster_blocks) * params.list.room
-          : 0;
-  return kTotalsBytes +
-         element * (2 * static_cast<size_t>(plan.partials) * params.cols + means + listed);
+  return kTotalsBytes + element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);
 }
 
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,

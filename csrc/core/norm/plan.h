@@ -11,7 +11,6 @@
 #include <cstdint>
 
 #include "core/common/flat_rows.h"
-#include "core/common/sizes.h"
 #include "core/common/types.h"
 
 namespace fused_norm {
@@ -93,9 +92,8 @@ struct NormBackwardPlan : NormPlan {
   // kRegisters, few rows: blocks for each tile of kFewColumns columns in the one kernel that then
   // does all, without partial sums, or 0.
   int few_splits;
-  // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each;
-  // additional threads of a block, which take listed columns, or 0.
-  int stages, partial_sets, rows_in_sequence, listing_threads;
+  // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
+  int stages, partial_sets, rows_in_sequence;
   FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
@@ -104,10 +102,6 @@ struct NormBackwardPlan : NormPlan {
 // so many rows at a time; and blocks of a multiprocessor that registers leave room for.
 constexpr int kForwardTileClasses = 8;
 constexpr int kForwardTileUnits[kForwardTileClasses] = {2, 3, 4, 5, 7, 9, 13, 17};
-constexpr int forward_tile_rows(int units) { return units <= 4 ? 4 : units <= 5 ? 2 : 1; }
-constexpr int forward_sure_units(int row_class) {
-  return row_class == 0 ? 0 : kForwardTileUnits[row_class - 1];
-}
 constexpr int kForwardTileBlocks = 3;
 constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
 // Tensors that pass through, with dresidual one more.
@@ -116,28 +110,18 @@ constexpr int kFlatTensors = 2;
 // Tiles in backward likewise: more columns take more registers, and have kernels of their own.
 constexpr int kFlatClasses = 5, kShorterFlatClasses = 3;
 constexpr int kFlatUnits[kFlatClasses] = {3, 5, 9, 13, 17};
-constexpr int flat_rows_at_once(int units) { return units <= 3 ? 4 : units <= 5 ? 2 : 1; }
-constexpr int flat_sure_units(int row_class) {
-  return row_class == 0 ? 0 : kFlatUnits[row_class - 1];
-}
+constexpr int flat_rows_at_once(int units) { return units <= 4 ? 4 : units <= 5 ? 2 : 1; }
 
 constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;
 
-// kRing: a thread's columns, and what a kernel takes: vectors of parameters in shared memory; the
-// most threads that its registers leave room for on a multiprocessor; and the least and the most
-// additional threads of a block, which take listed columns (with more than a warp of them
-// LayerNorm's kernel spills). From the output threads keep weights: in 80 registers, LayerNorm 96.
+// kRing: a thread's columns, and the most threads that a kernel's registers leave room for on a
+// multiprocessor: 80 a thread, or 128 from the output, which hold weights and scales too. Shared
+// memory has so many parameters of a column: the weight, or the shifts of two rows.
 constexpr int kRingCols = 16, kMaxRingThreads = 768;
 constexpr int kMaxRingStages = 6;
-struct RingKernel {
-  int param_vectors, most_threads, least_listing_threads, most_listing_threads;
-};
-constexpr RingKernel ring_kernel(bool from_output, bool rms) {
-  if (!from_output) return {1, kMaxRingThreads, 0, 0};
-  return rms ? RingKernel{1, kMaxRingThreads, kWarpSize, 3 * kWarpSize}
-             : RingKernel{2, 608, kWarpSize, kWarpSize};
-}
+constexpr int ring_threads(bool from_output) { return from_output ? 512 : kMaxRingThreads; }
+constexpr int ring_params(bool from_output) { return from_output ? 2 : 1; }
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
 // thread suffice for one pack's columns, two packs' take 128.

@@ -30,36 +30,33 @@ struct BackwardCall {
   bool bulk_copies() const { return device.max_cluster_blocks > 1 && !gated(); }
 };
 
-// Long rows where there are bulk copies, which came with clusters: how `spread` blocks share a row,
-// if they can.
-// Blocks of less than kMaxRingThreads share a multiprocessor, up to 12 warps, and hide each other's
-// barriers; more would make more partial rows. Three stages hold the row at work, the one before,
-// of which dx is still to be written, and the next. There are more where these would leave too
-// little on its way, or room for another block: when kernels overlap, the first multiprocessors to
-// be free then get that too, and others stay empty. Each stage beyond costs about 1 %.
 struct RingShape {
   int threads, stages, shared_bytes;
   int blocks;  // of a multiprocessor
 };
 
+// How `spread` blocks share a long row, if they can. Blocks of few threads share a multiprocessor,
+// up to 12 warps, and hide each other's barriers; more would make more partial rows. Three stages
+// hold the row at work, the one before, of which dx is still to be written, and the next. There are
+// more where these would leave too little on its way, or room for another block: when kernels
+// overlap, the first multiprocessors to be free then get that too, and others stay empty. Each
+// stage beyond costs about 1 %.
 std::optional<RingShape> ring_shape(int spread, int cols, int pack, int saved_size, int dy_size,
-                                    const RingKernel& kernel, const DeviceProperties& device) {
+                                    bool from_output, const DeviceProperties& device) {
   constexpr int kEnoughThreads = 384, kMinStages = 3;
   constexpr int kStatic = 1024, kEnoughBytes = 40 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
+  const int most_threads = ring_threads(from_output);
   const int64_t block_packs = ceil_div(ceil_div(cols, pack), spread);
-  if (block_packs * pack > (kernel.most_threads - kernel.least_listing_threads) * kRingCols)
-    return std::nullopt;
+  if (block_packs * pack > most_threads * kRingCols) return std::nullopt;
   const int threads = threads_for(block_packs, kRingCols / pack);
   const int block_cols = std::min(cols, threads * kRingCols);
-  const int params = kernel.param_vectors * threads * kRingCols * 4;
+  const int params = ring_params(from_output) * threads * kRingCols * 4;
   const int stage = ring_slot(block_cols * saved_size) + ring_slot(block_cols * dy_size);
   const int beside = params + kStatic + kReservedPerBlock;
   const int wanted = spread > 1 ? 1 : static_cast<int>(ceil_div(kEnoughThreads, threads));
   for (int blocks = wanted; blocks > 0; --blocks) {
-    auto have_registers = [&](int blocks) {
-      return blocks * (threads + kernel.least_listing_threads) <= kernel.most_threads;
-    };
+    auto have_registers = [&](int blocks) { return blocks * threads <= most_threads; };
     const int most = std::min((capacity / blocks - beside) / stage, kMaxRingStages);
     if (most < kMinStages || !have_registers(blocks)) continue;
     auto suffice = [&](int stages) {
@@ -97,7 +94,6 @@ int most_threads_of_one(bool rms, int saved_size) {
 // they can, as these fill the chip.
 bool plan_ring(const BackwardCall& call, NormBackwardPlan& plan) {
   const DeviceProperties& device = call.device;
-  const RingKernel kernel = ring_kernel(call.from_output, call.rms && call.x == call.y);
   // Of a thread, so that rounding errors stay those of a shallow tree.
   constexpr int kMaxRowsInSequence = 128;
   std::optional<RingShape> best;
@@ -105,8 +101,8 @@ bool plan_ring(const BackwardCall& call, NormBackwardPlan& plan) {
   int64_t best_time = 0;
   auto consider = [&](int spread) {
     if (device.cluster_multiprocessors(spread) == 0) return;
-    const auto shape =
-        ring_shape(spread, call.cols, plan.pack, call.saved_size(), call.dy_size(), kernel, device);
+    const auto shape = ring_shape(spread, call.cols, plan.pack, call.saved_size(), call.dy_size(),
+                                  call.from_output, device);
     if (!shape) return;
     if (spread == 1 && shape->threads > most_threads_of_one(call.rms, call.saved_size()) &&
         device.max_cluster_blocks > 1)
@@ -125,7 +121,7 @@ bool plan_ring(const BackwardCall& call, NormBackwardPlan& plan) {
   // output. A row whose output has no room even so takes no ring from the input either: both kinds
   // of backward then have as many kernels.
   if (!best && ring_shape(kMaxClusterBlocks, call.cols, plan.pack, call.dy_size(), call.dy_size(),
-                          ring_kernel(/*from_output=*/true, /*rms=*/false), device))
+                          /*from_output=*/true, device))
     consider(kMaxClusterBlocks);
   if (!best) return false;
 
@@ -136,9 +132,6 @@ bool plan_ring(const BackwardCall& call, NormBackwardPlan& plan) {
   plan.cluster_blocks = best_spread;
   plan.stages = best->stages;
   plan.shared_bytes = best->shared_bytes;
-  const int left = kernel.most_threads / best->blocks - best->threads;
-  if (call.lists)
-    plan.listing_threads = std::min(left / kWarpSize * kWarpSize, kernel.most_listing_threads);
   const int resident = device.cluster_multiprocessors(best_spread) * best->blocks / best_spread;
   const int64_t clusters = std::min<int64_t>(call.rows, resident);
   const int64_t rounds = ceil_div(call.rows, clusters);

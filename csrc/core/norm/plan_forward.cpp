@@ -88,7 +88,7 @@ FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
   if (row_class == kForwardTileClasses || device.max_cluster_blocks == 1) return flat;
   flat.row_class = row_class;
   const int64_t room = flat_room(flat, kMaxFlatSlots, kForwardTileBlocks, device);
-  plan_tiles(rows, cols, kFlatWarps * forward_tile_rows(kForwardTileUnits[row_class]),
+  plan_tiles(rows, cols, kFlatWarps * flat_rows_at_once(kForwardTileUnits[row_class]),
              /*tensors=*/1, kForwardTileBlocks, std::min(room, kMostBytes), device, flat);
   return flat;
 }

@@ -183,10 +183,9 @@ struct AffineStore {
   }
 
   // Whether there are all parameters, in that dtype, and the weight as it is.
-  template <bool kBias>
-  __host__ __device__ __forceinline__ bool all_of(DType dtype) const {
+  __host__ __device__ __forceinline__ bool all_of(DType dtype, bool has_bias) const {
     return weight_offset == 0 && weight.data && weight.dtype == dtype &&
-           (!kBias || (bias.data && bias.dtype == dtype));
+           (!has_bias || (bias.data && bias.dtype == dtype));
   }
 
   // Calls run(form) with the row form that fits best. Chosen once, at the top of a kernel. kTypes:
@@ -194,9 +193,9 @@ struct AffineStore {
   template <typename X, bool kBias, bool kTypes, typename Run>
   __device__ __forceinline__ void with_form(RowsLie lie, Run run) const {
     if (lie == RowsLie::kRegular) {
-      if (!std::is_same_v<X, float> && all_of<kBias>(DType::kFloat32))
+      if (!std::is_same_v<X, float> && all_of(DType::kFloat32, kBias))
         return run(RowForm<RowsLie::kRegular, X, float>());
-      if (all_of<kBias>(kDTypeOf<X>)) return run(RowForm<RowsLie::kRegular, X, X>());
+      if (all_of(kDTypeOf<X>, kBias)) return run(RowForm<RowsLie::kRegular, X, X>());
       return run(RowForm<RowsLie::kRegular, X, void>());
     }
     if constexpr (kTypes) {

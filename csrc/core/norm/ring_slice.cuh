@@ -3,13 +3,14 @@
 #pragma once
 
 #include "core/common/slice_statistics.cuh"
-#include "core/norm/staged_params.cuh"
+#include "core/norm/listed_values.cuh"
 
 namespace fused_norm {
 
-// A row in the ring: where the block's columns start in its stage, and its statistics.
+// A row in the ring: its turn, where the block's columns start in its stage, and its statistics.
 template <typename Y, typename S>
 struct RingRow {
+  int turn;
   const S* saved;
   const Y* dy;
   float mean, rstd;
@@ -18,17 +19,15 @@ struct RingRow {
 // A thread's columns, the same in every row: kPacks packs, the columns of pack p being
 // first + p * kSliceStep<N> + column(i), as in row_columns.cuh. Rows that are dealt out are read
 // from shared memory element by element.
-template <RowsLie kLie, bool kRms, Saved kSaved, typename X, typename Y, typename S>
+template <RowsLie kLie, bool kRms, bool kFromOutput, typename X, typename Y, typename S>
 class RingSlice {
  public:
   static constexpr int N = kPackElements<X, Y>;
   static constexpr int kPacks = kRingCols / N;
-  static constexpr bool kFromOutput = kSaved != Saved::kInput;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
-  // From the output a column has more parameters. A thread keeps its weights, so that shared memory
-  // is read no more often and leaves room for more stages.
-  static constexpr bool kKeepsWeights = kFromOutput;
-  using Params = StagedParams<kPacks, N, kSaved, !kRms, kRms ? 0 : 1, !kKeepsWeights>;
+  // From the output a column has more parameters. A thread keeps all but one kind, so that shared
+  // memory is read no more often and leaves room for more stages.
+  using Params = StagedParams<kPacks, N, kFromOutput, true, 2, kFromOutput ? kShift : kWeight>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
 
@@ -46,12 +45,22 @@ class RingSlice {
         left_(in.cols - first_),
         dx_(out.dx + row * in.cols + first_),
         dx_step_(static_cast<int>(stride) * in.cols),
-        writes_(out.dx == nullptr ? 0 : left_) {
+        writes_(out.dx == nullptr ? 0 : left_),
+        listed_(in.list, own_places(in.list, first), first) {
+    if constexpr (kFromOutput) {
+      take_params();
+      listed_.begin(params_, row, row + stride, in.rows);
+    } else {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) {
-      const auto staged = params.template stage<kLie>(in, p, first_ + p * kStep);
-      if constexpr (kKeepsWeights) memcpy(weight_[p], staged.weight, sizeof(weight_[p]));
+      for (int p = 0; p < kPacks; ++p) params.template stage<kLie>(in, p, first_ + p * kStep);
     }
+  }
+
+  // When a row has been added up, and dx of the one before it written: on to `next`, if it is one.
+  __device__ __forceinline__ void next_row(int64_t next, int64_t after_next) {
+    if (!listed_.any() || next >= in_.rows) return;
+    listed_.bring(params_, next, after_next, in_.rows);
+    listed_.next_turn();
   }
 
   // Adds a row to the columns' sums; returns what the thread has of the row's.
@@ -85,21 +94,15 @@ class RingSlice {
   // dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums; of one after the
   // other.
   __device__ __forceinline__ void write_dx(const Row& row, const Sums& sums) {
-    const float of_xhat = -row.rstd * (sums.wx * in_.per_cols);
-    float constant = 0;
-    if constexpr (!kRms) {
-      const bool has_mean = !(kForBothNorms<X, Y> && in_.rms);
-      constant = -row.rstd * ((has_mean ? sums.w : 0.0f) * in_.per_cols);
-    }
+    float sum_w = 0;
+    if constexpr (!kRms) sum_w = kForBothNorms<X, Y> && in_.rms ? 0.0f : sums.w;
+    const RowGradient<kRms> of_row(row.rstd, in_.per_cols, sum_w, sums.wx);
     auto gradient = [&](int p, float(&w)[N]) {
       float xhat[N], g[N];
       load(row, p, xhat, w);
       get_weights(p, g);
 #pragma unroll
-      for (int i = 0; i < N; ++i) {
-        w[i] *= g[i];
-        w[i] = fmaf(xhat[i], of_xhat, kRms ? w[i] * row.rstd : fmaf(w[i], row.rstd, constant));
-      }
+      for (int i = 0; i < N; ++i) w[i] = of_row.at(w[i] * g[i], xhat[i]);
     };
     if (kRms && kRegular && out_.dresidual == nullptr) {
       // No branch between the packs, so that the reads of all overlap; LayerNorm lacks registers.
@@ -142,6 +145,38 @@ class RingSlice {
   }
 
  private:
+  // The places of the warp's own columns, of the block's, which start at column `first`.
+  __device__ static int2 own_places(const ListedColumns<float>& list, int first) {
+    if constexpr (!kFromOutput) return {};
+    const int from = first + static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * kRingCols;
+    return list.places(from, from + kWarpSize * kRingCols);
+  }
+
+  // From the output. Where shifts will be there are the scales, until those of listed columns are
+  // zero.
+  __device__ void take_params() {
+    float shift[kPacks][N];
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      const auto params = params_.template stage<kLie>(in_, p, first_ + p * kStep);
+      memcpy(weight_[p], params.weight, sizeof(weight_[p]));
+      memcpy(shift[p], params.shift, sizeof(shift[p]));
+      params_.put(kShift, p, params.scale);
+    }
+    if (listed_.any()) {
+      __syncwarp();
+      listed_.clear_scales(params_, kShift);
+      __syncwarp();
+    }
+#pragma unroll
+    for (int p = 0; p < kPacks; ++p) {
+      params_.get(kShift, p, scale_[p]);
+#pragma unroll
+      for (int turn = 0; turn < Params::kRows; ++turn) params_.put(kShift + turn, p, shift[p]);
+    }
+    __syncwarp();
+  }
+
   static constexpr int kStep = kSliceStep<N>;
   static constexpr int column(int i) { return column_in_pack(kLie, N, i); }
 
@@ -152,7 +187,7 @@ class RingSlice {
   }
 
   __device__ __forceinline__ void get_weights(int p, float (&g)[N]) const {
-    if constexpr (kKeepsWeights) {
+    if constexpr (kFromOutput) {
       memcpy(g, weight_[p], sizeof(g));
     } else {
       params_.get(kWeight, p, g);
@@ -190,7 +225,7 @@ class RingSlice {
     read(row.saved, p, xhat);
     read(row.dy, p, dy);
     if constexpr (kFromOutput) {
-      params_.take_back(p, xhat);
+      params_.take_back(p, xhat, scale_[p], row.turn % Params::kRows);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i)
@@ -199,7 +234,7 @@ class RingSlice {
   }
 
   __device__ __forceinline__ void store_pack(int p, const Pack<X, N>& pack) const {
-    detail::store_streamed<sizeof(pack)>(reinterpret_cast<char*>(dx_ + p * kStep), pack.words);
+    store_streamed<sizeof(pack)>(reinterpret_cast<char*>(dx_ + p * kStep), pack.words);
   }
   __device__ __forceinline__ void store(int p, const float (&gradient)[N]) const {
     if constexpr (kRegular) {
@@ -214,7 +249,7 @@ class RingSlice {
         Pack<X, 1> element;
         const float value[1] = {gradient[i]};
         round_to(element, value);
-        detail::store_words<sizeof(X)>(reinterpret_cast<char*>(to + column(i)), element.words);
+        store_words<sizeof(X)>(reinterpret_cast<char*>(to + column(i)), element.words);
       }
     }
   }
@@ -244,10 +279,11 @@ class RingSlice {
   int own_, last_;  // this thread's first of the block's columns, and the last pack's
   int first_, left_;
   X* dx_;
-  int dx_step_;              // elements
-  int writes_;               // as left_, or 0 where there is no dx
-  float weight_[kPacks][N];  // kKeepsWeights
+  int dx_step_;                                 // elements
+  int writes_;                                  // as left_, or 0 where there is no dx
+  float weight_[kPacks][N], scale_[kPacks][N];  // kFromOutput
   float dweight_[kPacks][N] = {}, dbias_[kPacks][N] = {};
+  ListedValues<kLie, Params, true> listed_;  // kFromOutput
 };
 
 }  // namespace fused_norm

@@ -3,7 +3,7 @@
 
 #include "core/common/bulk_copy.cuh"
 #include "core/common/row_access.cuh"
-#include "core/common/sizes.h"
+#include "core/common/types.h"
 #include "core/norm/plan.h"
 
 namespace fused_norm {

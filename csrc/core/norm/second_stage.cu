@@ -9,7 +9,7 @@ cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwa
                               const BackwardWorkspace<A>& workspace, const ColumnLook<A>& look,
                               cudaStream_t stream) {
   if (!params.dweight && !params.dbias)
-    return params.watch.report ? launch_column_look(look, stream) : cudaSuccess;
+    return params.watch.report ? launch_column_look(params, stream) : cudaSuccess;
   // The blocks of a row's groups wrote one partial row together.
   const int groups = std::max(params.gate.form.groups, 1), cols = params.cols * groups;
   ColumnLook<A> of_row = look;
@@ -27,10 +27,10 @@ cudaError_t norm_second_stage(const NormBackwardParams& params, const NormBackwa
   const int look_blocks =
       params.watch.report ? (cols + plan.sum_threads - 1) / plan.sum_threads : 0;
   const dim3 grid(look_blocks + (cols + kWarpSize - 1) / kWarpSize, count);
-  return detail::launch(plan.sum_threads == kSumThreads ? sum_partials<A, kSumThreads>
-                                                        : sum_partials<A, kFewSumThreads>,
-                        grid, plan.sum_threads, {0, 1, plan.overlaps}, stream, sums, of_row,
-                        look_blocks, plan.partials / groups);
+  return launch(plan.sum_threads == kSumThreads ? sum_partials<A, kSumThreads>
+                                                : sum_partials<A, kFewSumThreads>,
+                grid, plan.sum_threads, {0, 1, plan.overlaps}, stream, sums, of_row, look_blocks,
+                plan.partials / groups);
 }
 template cudaError_t norm_second_stage(const NormBackwardParams&, const NormBackwardPlan&,
                                        const BackwardWorkspace<float>&, const ColumnLook<float>&,

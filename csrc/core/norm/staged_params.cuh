@@ -5,9 +5,6 @@
 
 namespace fused_norm {
 
-// What forward kept: the input or the output.
-enum class Saved { kInput, kOutput };
-
 // The column parameters of a thread in shared memory, as fp32; each thread has its own. Of a warp's
 // part, lane l finds 4 columns of pack p at float4 index [kind][p][quarter][l], so that a warp's
 // accesses are consecutive and free of bank conflicts.
@@ -15,17 +12,17 @@ enum class Saved { kInput, kOutput };
 // xhat of an output is y * scale + shift. A listed column has a scale of 0. Its shift may be the
 // row's xhat (listed_values.cuh): then there are shifts of several rows, in turn.
 enum ParamKind { kWeight, kScale, kShift };
-constexpr int param_kinds(Saved saved, int turns, bool weights = true) {
-  return weights + (saved == Saved::kOutput ? 1 + turns : 0);
+constexpr int param_kinds(bool from_output, int turns, ParamKind first = kWeight) {
+  return (from_output ? 2 + turns : 1) - first;
 }
 
 // kShifts: else, as in RMSNorm's kernels, shifts are 0 where nothing is listed. kTurns: of how many
-// rows they are, or 0: no shifts. kWeights: not where the caller keeps them.
-template <int kPacks, int N, Saved kSaved, bool kShifts, int kTurns, bool kWeights = true>
+// rows they are, or 0: no shifts. kFirst: the caller keeps the kinds before it.
+template <int kPacks, int N, bool kFromOutput, bool kShifts, int kTurns, ParamKind kFirst = kWeight>
 class StagedParams {
  public:
-  static constexpr bool kFromOutput = kSaved == Saved::kOutput;
   static constexpr int kRows = kTurns;
+  static constexpr int kKinds = param_kinds(kFromOutput, kTurns, kFirst);
 
   // `staged`: room for whole warps. `thread`: of those that have a row in common, or of the block's
   // where those have parameters of their own.
@@ -36,19 +33,19 @@ class StagedParams {
     return (threads + kWarpSize - 1) / kWarpSize * kWarpFloats * kKinds;
   }
 
-  // Those of pack p, from column `col` on. Returns the parameters as they are.
+  // Those of pack p, from column `col` on. Returns them.
   template <RowsLie kLie = RowsLie::kRegular, typename In>
   __device__ ColumnParams<float, N> stage(const In& in, int p, int col) const {
-    const auto params = ColumnParams<float, N>::template load<kFromOutput, false, kLie>(in, col);
-    if constexpr (kWeights) put(kWeight, p, params.weight);
+    auto params = ColumnParams<float, N>::template load<kFromOutput, false, kLie>(in, col);
+    if constexpr (kFirst == kWeight) put(kWeight, p, params.weight);
     if constexpr (kFromOutput) {
-      put(kScale, p, params.scale);
-      float shift[N];
+      if (kFused) {
 #pragma unroll
-      for (int i = 0; i < N; ++i)
-        shift[i] = kFused ? -params.shift[i] * params.scale[i] : params.shift[i];
+        for (int i = 0; i < N; ++i) params.shift[i] *= -params.scale[i];
+      }
+      if constexpr (kFirst <= kScale) put(kScale, p, params.scale);
 #pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) put(kShift + turn, p, shift);
+      for (int turn = 0; turn < kTurns; ++turn) put(kShift + turn, p, params.shift);
     }
     return params;
   }
@@ -68,15 +65,26 @@ class StagedParams {
     for (int q = 0; q < N / 4; ++q) read(own_[index(kind, p, q)], out + 4 * q);
   }
 
+  __device__ __forceinline__ void put(int kind, int p, const float (&values)[N]) const {
+#pragma unroll
+    for (int q = 0; q < N / 4; ++q)
+      own_[index(kind, p, q)] = {values[4 * q], values[4 * q + 1], values[4 * q + 2],
+                                 values[4 * q + 3]};
+  }
+
   // Makes xhat of a pack of the output, in a row of that turn. lists: whether any column of the
   // block is listed.
-  __device__ __forceinline__ void take_back(int p, float (&y)[N], bool lists = false,
-                                            int turn = 0) const {
+  __device__ __forceinline__ void take_back(int p, float (&y)[N], bool lists, int turn) const {
     if (lists) {
       take_back_as<true, true>(p, y, kShift + turn);
     } else {
       take_back_as<kShifts, false>(p, y, kShift);
     }
+  }
+  // The same where the caller keeps the scales, and any column may be listed.
+  __device__ __forceinline__ void take_back(int p, float (&y)[N], const float (&scales)[N],
+                                            int turn) const {
+    take_back_as<true, !kFused>(p, y, kShift + turn, scales);
   }
 
   // Where that kind's number of a column is, the col-th of those of threads from first_thread on;
@@ -98,15 +106,19 @@ class StagedParams {
   // Of 16-bit rows, packs of 8, xhat is one operation: that y * scale and shift * scale, both up to
   // 2^5 times the limit of xhat's error, are of fp32 loses nothing beside the rounding of y.
   static constexpr bool kFused = N == 8;
-  static constexpr int kKinds = param_kinds(kSaved, kTurns, kWeights);
   static constexpr int kWarpFloats = kPacks * N * kWarpSize;
 
   template <bool kAdds, bool kLists>
-  __device__ __forceinline__ void take_back_as(int p, float (&y)[N], int shift_kind) const {
+  __device__ __forceinline__ void take_back_as(int p, float (&y)[N], int shift_kind,
+                                               const float* scales = nullptr) const {
 #pragma unroll
     for (int q = 0; q < N / 4; ++q) {  // few registers at a time
       float scale[4], shift[4];
-      read(own_[index(kScale, p, q)], scale);
+      if constexpr (kFirst <= kScale) {
+        read(own_[index(kScale, p, q)], scale);
+      } else {
+        memcpy(scale, scales + 4 * q, sizeof(scale));
+      }
       if (kAdds) read(own_[index(shift_kind, p, q)], shift);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -121,18 +133,12 @@ class StagedParams {
     }
   }
 
-  __device__ void put(int kind, int p, const float (&values)[N]) const {
-#pragma unroll
-    for (int q = 0; q < N / 4; ++q)
-      own_[index(kind, p, q)] = {values[4 * q], values[4 * q + 1], values[4 * q + 2],
-                                 values[4 * q + 3]};
-  }
   // (Of memcpy() the compiler may not know that it is of 16 bytes on a multiple of 16.)
   __device__ __forceinline__ static void read(const float4& from, float* out) {
     out[0] = from.x, out[1] = from.y, out[2] = from.z, out[3] = from.w;
   }
   __device__ __forceinline__ static constexpr int index(int kind, int p, int q) {
-    return (((kind - !kWeights) * kPacks + p) * (N / 4) + q) * kWarpSize;
+    return (((kind - kFirst) * kPacks + p) * (N / 4) + q) * kWarpSize;
   }
   __device__ __forceinline__ static constexpr int first_of(int thread) {
     return thread / kWarpSize * (kKinds * kWarpFloats / 4) + thread % kWarpSize;

@@ -1,8 +1,176 @@
+// Short rows of one 16-bit dtype that are a little longer than a power of two of packs: they pass
+// through shared memory in tiles, and each lane of a warp has some of a row's columns, neighbours
+// in neighbouring lanes.
+
+#include "core/common/branch.cuh"
 #include "core/common/launch.cuh"
-#include "core/softmax/flat.cuh"
+#include "core/common/slice_statistics.cuh"
+#include "core/common/tile_ring.cuh"
+#include "core/common/warp_rows.cuh"
+#include "core/softmax/backward.cuh"
+#include "core/softmax/exp_sum.cuh"
 #include "core/softmax/launch.h"
+#include "core/softmax/plan.h"
+#include "core/softmax/policies.cuh"
 
 namespace fused_norm {
+
+// What passes through a ring of tiles: x, in whose place comes y.
+template <typename X>
+struct SoftmaxTiles {
+  static constexpr int kWritten = 0;
+  const Rows<X>& x;
+  X* y;
+  bool lie_flat;
+
+  __device__ static constexpr int count() { return 1; }
+  __device__ __forceinline__ bool flat() const { return lie_flat; }
+  __device__ __forceinline__ TileRows<X> rows_of(int) const { return {x.data, x.layout}; }
+  __device__ __forceinline__ X* written() const { return y; }
+};
+
+// y; and dy, in whose place comes dx.
+template <typename X>
+struct GradientTiles {
+  enum { kOutputRows, kGradientRows };
+  static constexpr int kWritten = kGradientRows;
+  const GradientLoad<X>& load;
+  X* dx;
+  bool lie_flat;
+
+  __device__ static constexpr int count() { return 2; }
+  __device__ __forceinline__ bool flat() const { return lie_flat; }
+  __device__ __forceinline__ TileRows<X> rows_of(int tensor) const {
+    const Rows<X>& rows = tensor == kOutputRows ? load.y : load.dy;
+    return {rows.data, rows.layout};
+  }
+  __device__ __forceinline__ X* written() const { return dx; }
+};
+
+// A lane's columns: of each but the last of them there is one in every lane.
+template <int kUnits>
+using RowColumns = LaneColumns<kUnits, kUnits - 1>;
+
+template <bool kLog, int kClass, typename X>
+__device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_flat,
+                                              const FlatRows& flat, CopyBarrier* filled) {
+  constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
+  extern __shared__ __align__(128) char memory[];
+  const RowColumns<kUnits> columns(x.cols);
+  const SoftmaxTiles<X> tensors{x, y, lie_flat};
+  TileRing<X, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled, memory);
+  for_tiles<kRows>(
+      tiles, flat, [] {},
+      [&](int r) {
+        X* const at = tiles.part(0) + r * x.cols + columns.first;
+        float values[kRows][kUnits], top[kRows], sum[kRows];
+        load_rows(at, x.cols, columns, kLowest<float>, values);
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          top[k] = values[k][0];
+#pragma unroll
+          for (int i = 1; i < kUnits; ++i) top[k] = larger_of(top[k], values[k][i]);
+        }
+        reduce_each(top, LargerOf());
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          const float shift = shift_of(top[k]);
+          float exponentials[kUnits];
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i) {
+            values[k][i] -= shift;
+            exponentials[i] = exp_of(values[k][i]);
+            if (!kLog) values[k][i] = exponentials[i];
+          }
+          sum[k] = tree_sum<kUnits>(exponentials);
+        }
+        reduce_each(sum, SumOf(), [](float of_row) { return Finish<kLog, float>::of_sum(of_row); });
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          const Finish<kLog, float> finish(sum[k]);
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
+        }
+        store_rows(at, 0, x.cols, columns, values);
+      });
+}
+
+template <bool kLog, int kClass, typename X>
+__device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx, bool lie_flat,
+                                              const FlatRows& flat, CopyBarrier* filled) {
+  using Tiles = GradientTiles<X>;
+  constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
+  extern __shared__ __align__(128) char memory[];
+  const int cols = load.y.cols;
+  const RowColumns<kUnits> columns(cols);
+  const Tiles tensors{load, dx, lie_flat};
+  TileRing<X, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
+  for_tiles<kRows>(
+      tiles, flat, [] {},
+      [&](int r) {
+        const int at = r * cols + columns.first;
+        X* const dy_at = tiles.part(Tiles::kGradientRows) + at;
+        float y[kRows][kUnits], dy[kRows][kUnits], sum[kRows];
+        load_rows(tiles.part(Tiles::kOutputRows) + at, cols, columns, 0.0f, y);
+        load_rows(dy_at, cols, columns, 0.0f, dy);
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+          // Two chains.
+          float of_row[2] = {};
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i)
+            of_row[i % 2] =
+                kLog ? of_row[i % 2] + dy[k][i] : fmaf(dy[k][i], y[k][i], of_row[i % 2]);
+          sum[k] = of_row[0] + of_row[1];
+        }
+        reduce_each(sum, SumOf());
+#pragma unroll
+        for (int k = 0; k < kRows; ++k) {
+#pragma unroll
+          for (int i = 0; i < kUnits; ++i)
+            dy[k][i] = gradient_of<kLog>(dy[k][i], y[k][i], sum[k], load.scale);
+        }
+        store_rows(dy_at, 0, cols, columns, dy);
+      });
+}
+
+// All forms in one kernel a type, which branches once; in backward, two.
+template <typename X>
+__global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(false))
+    softmax_forward_flat(const __grid_constant__ Rows<X> x, X* y, bool log, bool lie_flat,
+                         const __grid_constant__ FlatRows flat) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ CopyBarrier filled[kMaxFlatSlots];
+  with_flag(log, [&](auto is_log) {
+    with_number<0, kSoftmaxFlatClasses>(flat.row_class, [&](auto row_class) {
+      softmax_tiles<decltype(is_log)::value, decltype(row_class)::value>(x, y, lie_flat, flat,
+                                                                         filled);
+    });
+  });
+#else
+  __trap();  // no plan asks for it
+#endif
+}
+
+template <typename X, bool kLonger>
+__global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(kLonger))
+    softmax_backward_flat(const __grid_constant__ GradientLoad<X> load, X* dx, bool log,
+                          bool lie_flat, const __grid_constant__ FlatRows flat) {
+#if __CUDA_ARCH__ >= 900
+  __shared__ CopyBarrier filled[kMaxFlatSlots];
+  constexpr int kFirst = kLonger ? kShorterSoftmaxClasses : 0;
+  constexpr int kEnd = kLonger ? kSoftmaxFlatClasses : kShorterSoftmaxClasses;
+  with_flag(log, [&](auto is_log) {
+    with_number<kFirst, kEnd>(flat.row_class, [&](auto row_class) {
+      softmax_tiles<decltype(is_log)::value, decltype(row_class)::value>(load, dx, lie_flat, flat,
+                                                                         filled);
+    });
+  });
+#else
+  __trap();  // no plan asks for it
+#endif
+}
+
 namespace {
 
 template <typename T>
@@ -13,8 +181,8 @@ Rows<T> rows_of(const void* data, const RowLayout& layout, int64_t rows, int col
 template <typename Kernel, typename From, typename To>
 cudaError_t run(Kernel kernel, const SoftmaxPlan& plan, cudaStream_t stream, const From& from,
                 To* to, bool log, bool lie_flat) {
-  return detail::launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps},
-                        stream, from, to, log, lie_flat, plan.flat);
+  return launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps}, stream,
+                from, to, log, lie_flat, plan.flat);
 }
 
 }  // namespace

@@ -15,15 +15,15 @@ __device__ __forceinline__ A max_of_packs(const Pack<T, N> (&packs)[kPacks]) {
     Pair tops[N / 2];
 #pragma unroll
     for (int i = 0; i < N / 2; ++i) {
-      tops[i] = detail::bit_copy<Pair>(packs[0].words.at[i]);
+      tops[i] = bit_copy<Pair>(packs[0].words.at[i]);
 #pragma unroll
       for (int p = 1; p < kPacks; ++p) {
-        tops[i] = __hmax2(tops[i], detail::bit_copy<Pair>(packs[p].words.at[i]));
+        tops[i] = __hmax2(tops[i], bit_copy<Pair>(packs[p].words.at[i]));
       }
     }
 #pragma unroll
     for (int i = 1; i < N / 2; ++i) tops[0] = __hmax2(tops[0], tops[i]);
-    const float2 pair = detail::to_floats(detail::bit_copy<uint32_t>(tops[0]), T());
+    const float2 pair = to_floats(bit_copy<uint32_t>(tops[0]), T());
     return larger_of(kLowest<A>, larger_of(pair.x, pair.y));
   } else {
     A top = kLowest<A>;

@@ -20,11 +20,11 @@ cudaError_t softmax_as(const SoftmaxForwardParams& params, const SoftmaxPlan& pl
   using Store = RoundedStore<Y>;
   const Rows<X> x{static_cast<const X*>(params.x), params.x_layout, params.rows, params.cols};
   const Store store{static_cast<Y*>(params.y), params.rows, params.cols};
-  const IsRegular is_regular{params.cols, plan.pack};
-  const bool regular =
-      is_regular(params.x, params.x_dtype, params.x_layout) && is_regular(params.y, params.y_dtype);
+  const bool regular = params.cols % plan.pack == 0 &&
+                       start_on_packs(params.x, params.x_dtype, params.x_layout, plan.pack) &&
+                       start_on_packs(params.y, params.y_dtype, {}, plan.pack);
   auto run = [&](auto kernel, const auto& load, const auto& store, auto... numbers) {
-    return detail::launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
+    return launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
   };
   auto run_load = [&](const auto& load) {
     using Load = std::decay_t<decltype(load)>;
@@ -57,12 +57,12 @@ cudaError_t softmax_as(const SoftmaxBackwardParams& params, const SoftmaxPlan& p
   const Rows<Y> y{static_cast<const Y*>(params.y), params.y_layout, params.rows, params.cols};
   const GradientLoad<Y> load{dy, y, static_cast<float>(params.scale)};
   const Store store{static_cast<X*>(params.dx), params.rows, params.cols};
-  const IsRegular is_regular{params.cols, plan.pack};
-  const bool regular = is_regular(params.dy, params.y_dtype, params.dy_layout) &&
-                       is_regular(params.y, params.y_dtype, params.y_layout) &&
-                       is_regular(params.dx, params.x_dtype);
+  const bool regular = params.cols % plan.pack == 0 &&
+                       start_on_packs(params.dy, params.y_dtype, params.dy_layout, plan.pack) &&
+                       start_on_packs(params.y, params.y_dtype, params.y_layout, plan.pack) &&
+                       start_on_packs(params.dx, params.x_dtype, {}, plan.pack);
   auto run = [&](auto kernel, const auto& store, auto... numbers) {
-    return detail::launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
+    return launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
   };
   if (plan.place == RowPlace::kRing)
     return run(softmax_backward_ring<Y>,

@@ -2,10 +2,9 @@
 
 #include <algorithm>
 #include <climits>
-#include <optional>
 
 #include "core/common/fair_share.h"
-#include "core/common/sizes.h"
+#include "core/common/types.h"
 
 namespace fused_norm {
 namespace {
@@ -191,9 +190,9 @@ int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DevicePropert
   return row_class;
 }
 
-// Nothing where a multiprocessor has no room for three tiles, the least.
-std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class,
-                                     int64_t rows, int cols, const DeviceProperties& device) {
+// No packs where a multiprocessor has no room for three tiles, the least.
+SoftmaxPlan plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class, int64_t rows, int cols,
+                      const DeviceProperties& device) {
   const int units = kSoftmaxFlatUnits[row_class], tensors = is_backward(pass) ? 2 : 1;
   const int most_blocks =
       softmax_flat_blocks(is_backward(pass) && row_class >= kShorterSoftmaxClasses);
@@ -206,7 +205,7 @@ std::optional<SoftmaxPlan> plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row
   flat.row_class = row_class;
   if (!plan_tiles(rows, cols, rows_at_work, tensors, most_blocks, std::min(room, kMostBytes),
                   device, flat))
-    return std::nullopt;
+    return {};
   plan.pass = pass;
   plan.tier = tier;
   plan.place = RowPlace::kFlat;
@@ -228,7 +227,8 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
     tier = choose_tier(pass, cols, x, y, device);
     const int row_class = flat_class(pass, cols, x, y, device);
     if (row_class < kSoftmaxFlatClasses) {
-      if (const auto plan = plan_flat(tier, pass, row_class, rows, cols, device)) return *plan;
+      const SoftmaxPlan plan = plan_flat(tier, pass, row_class, rows, cols, device);
+      if (plan.packs > 0) return plan;
     }
   }
   SoftmaxPlan plan = shape_in(tier, pass, cols, x, y, device);

@@ -9,14 +9,13 @@
 #include <cstdint>
 
 #include "core/common/flat_rows.h"
-#include "core/common/sizes.h"
 #include "core/common/types.h"
 #include "core/softmax/tier.h"
 
 namespace fused_norm {
 
 // Where a row of SoftmaxTier::kWarp or kBlock lies. kRing: in shared memory, on its way through
-// (span_ring.cuh). kFlat: on its way in a tile of rows, each of which is a warp's (flat.cuh), where
+// (span_ring.cuh). kFlat: on its way in a tile of rows, each of which is a warp's (flat.cu), where
 // the tier is the plan's choice.
 enum class RowPlace : uint8_t { kRegisters, kRing, kFlat };
 
@@ -65,7 +64,7 @@ struct SoftmaxPlan : KernelPlan {
 SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x,
                          DType y, const DeviceProperties& device);
 
-// Over another dimension than the last (columns.cuh): `splits` threads share the columns of a pack
+// Over another dimension than the last (columns.cu): `splits` threads share the columns of a pack
 // of neighbours, and a block holds `lanes` such packs.
 struct SoftmaxColumnsPlan {
   int pack;

@@ -80,10 +80,58 @@ __device__ __forceinline__ A element_of(const Scores<A, N>& scores, int i) {
 template <typename A, int N, int kPacks>
 __device__ __forceinline__ void forget_elements(Scores<A, N> (&)[kPacks]) {}
 
+// The elements of type M at `columns` below `cols`, of a row that starts at `offset`, as term_of()
+// them; zero for other columns. One access where it is aligned and the elements are neighbours.
+template <typename M, int N, typename A, typename TermOf>
+__device__ __forceinline__ void load_mask_as(const SoftmaxMask& mask, int64_t offset,
+                                             const PackColumns& columns, int cols, A (&terms)[N],
+                                             TermOf term_of) {
+  const M* const row = static_cast<const M*>(mask.data) + offset;
+  constexpr int kBytes = sizeof(M) * N;
+  if constexpr (kBytes >= 4 && kBytes <= 16) {
+    const M* const address = row + columns.first;
+    if (mask.col_stride == 1 && columns.wrapped == 0 && columns.first + N <= cols &&
+        reinterpret_cast<uintptr_t>(address) % kBytes == 0) {
+      const auto words = load_words<kBytes>(reinterpret_cast<const char*>(address));
+      M elements[N];
+      memcpy(elements, &words, kBytes);
+#pragma unroll
+      for (int i = 0; i < N; ++i) terms[i] = term_of(elements[i]);
+      return;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    const int col = columns.at(i);
+    terms[i] = col < cols ? term_of(__ldg(row + col * mask.col_stride)) : A(0);
+  }
+}
+
 // N elements of a row of a mask, as terms to add: 0 or -inf for a boolean one.
 template <int N, typename A>
 __device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset,
-                                          const PackColumns& columns, int cols, A (&terms)[N]);
+                                          const PackColumns& columns, int cols, A (&terms)[N]) {
+  auto add = [&](auto element) {
+    using M = decltype(element);
+    load_mask_as<M>(mask, row_offset, columns, cols, terms,
+                    [](M m) { return static_cast<A>(static_cast<Accumulator<M>>(m)); });
+  };
+  if (!mask.data || columns.first >= cols) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) terms[i] = 0;
+  } else if (!mask.additive) {
+    load_mask_as<uint8_t>(mask, row_offset, columns, cols, terms,
+                          [](uint8_t masked_out) { return masked_out ? kLowest<A> : A(0); });
+  } else if (mask.dtype == DType::kBFloat16) {
+    add(__nv_bfloat16());
+  } else if (mask.dtype == DType::kFloat16) {
+    add(__half());
+  } else if (mask.dtype == DType::kFloat32) {
+    add(float());
+  } else if constexpr (std::is_same_v<A, double>) {
+    add(double());
+  }
+}
 
 // What is masked out of scale * x + mask. The mask is read where it lies, broadcast by strides.
 struct ScoreMask {
@@ -177,58 +225,6 @@ struct MaskedLoad {
   }
 };
 
-// The elements of type M at `columns` below `cols`, of a row that starts at `offset`, as term_of()
-// them; zero for other columns. One access where it is aligned and the elements are neighbours.
-template <typename M, int N, typename A, typename TermOf>
-__device__ __forceinline__ void load_mask_as(const SoftmaxMask& mask, int64_t offset,
-                                             const PackColumns& columns, int cols, A (&terms)[N],
-                                             TermOf term_of) {
-  const M* const row = static_cast<const M*>(mask.data) + offset;
-  constexpr int kBytes = sizeof(M) * N;
-  if constexpr (kBytes >= 4 && kBytes <= 16) {
-    const M* const address = row + columns.first;
-    if (mask.col_stride == 1 && columns.wrapped == 0 && columns.first + N <= cols &&
-        reinterpret_cast<uintptr_t>(address) % kBytes == 0) {
-      const auto words = detail::load_words<kBytes>(reinterpret_cast<const char*>(address));
-      M elements[N];
-      memcpy(elements, &words, kBytes);
-#pragma unroll
-      for (int i = 0; i < N; ++i) terms[i] = term_of(elements[i]);
-      return;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const int col = columns.at(i);
-    terms[i] = col < cols ? term_of(__ldg(row + col * mask.col_stride)) : A(0);
-  }
-}
-
-template <int N, typename A>
-__device__ __forceinline__ void load_mask(const SoftmaxMask& mask, int64_t row_offset,
-                                          const PackColumns& columns, int cols, A (&terms)[N]) {
-  auto add = [&](auto element) {
-    using M = decltype(element);
-    load_mask_as<M>(mask, row_offset, columns, cols, terms,
-                    [](M m) { return static_cast<A>(static_cast<Accumulator<M>>(m)); });
-  };
-  if (!mask.data || columns.first >= cols) {
-#pragma unroll
-    for (int i = 0; i < N; ++i) terms[i] = 0;
-  } else if (!mask.additive) {
-    load_mask_as<uint8_t>(mask, row_offset, columns, cols, terms,
-                          [](uint8_t masked_out) { return masked_out ? kLowest<A> : A(0); });
-  } else if (mask.dtype == DType::kBFloat16) {
-    add(__nv_bfloat16());
-  } else if (mask.dtype == DType::kFloat16) {
-    add(__half());
-  } else if (mask.dtype == DType::kFloat32) {
-    add(float());
-  } else if constexpr (std::is_same_v<A, double>) {
-    add(double());
-  }
-}
-
 // Rows of a contiguous tensor, rounded once.
 template <typename T>
 struct RoundedStore {
@@ -288,7 +284,7 @@ struct BoundaryStore {
       T* const at = data + row * cols + col + first;
       const int left = cols - col - first;
       if (left >= kWidth) {
-        detail::store_words<sizeof(T) * kWidth>(reinterpret_cast<char*>(at), pack.words);
+        store_words<sizeof(T) * kWidth>(reinterpret_cast<char*>(at), pack.words);
       } else if (!kRegular) {
 #pragma unroll
         for (int i = 0; i < kWidth - 1; ++i) {
@@ -321,14 +317,14 @@ struct AnyBoundaryStore {
  private:
   template <typename Run>
   __device__ __forceinline__ void with_store(Run run) const {
+    auto run_as = [&](auto type) {
+      using R = decltype(type);
+      run(BoundaryStore<R>{static_cast<R*>(data), cols});
+    };
     if constexpr (sizeof(T) == 2) {
-      run(BoundaryStore<T>{static_cast<T*>(data), cols});
-    } else if (dtype == DType::kFloat32) {
-      run(BoundaryStore<float>{static_cast<float*>(data), cols});
-    } else if (dtype == DType::kFloat16) {
-      run(BoundaryStore<__half>{static_cast<__half*>(data), cols});
+      run_as(T());
     } else {
-      run(BoundaryStore<__nv_bfloat16>{static_cast<__nv_bfloat16*>(data), cols});
+      with_param_type<float>(dtype, run_as);
     }
   }
 };

@@ -4,7 +4,7 @@
 #pragma once
 
 #include "core/common/bulk_copy.cuh"
-#include "core/common/sizes.h"
+#include "core/common/types.h"
 #include "core/softmax/plan.h"
 #include "core/softmax/policies.cuh"
 
@@ -103,7 +103,7 @@ class SpanRing {
 #pragma unroll
       for (int p = 0; p < kPiecePacks; ++p) {
         const Words<kGranule> high = load(granule(piece, t, first + p * kWarpSize + 1));
-        packs[p].words = detail::shifted_bytes<kGranule>(packs[p].words, high, rest);
+        packs[p].words = shifted_bytes<kGranule>(packs[p].words, high, rest);
       }
     }
   }
@@ -112,7 +112,7 @@ class SpanRing {
   // within its first two granules.
   __device__ __forceinline__ static Pack<T, 1> read_element(const Piece& piece, int t, int shift,
                                                             int index) {
-    return detail::bit_copy<Pack<T, 1>>(
+    return bit_copy<Pack<T, 1>>(
         *reinterpret_cast<const Bits<T>*>(piece.at[t] + shift + index * sizeof(T)));
   }
 
@@ -137,7 +137,7 @@ class SpanRing {
                                    : piece.next[t] + (number - kPieceGranules) * kGranule;
   }
   __device__ __forceinline__ static Words<kGranule> load(const char* at) {
-    return detail::bit_copy<Words<kGranule>>(*reinterpret_cast<const uint4*>(at));
+    return bit_copy<Words<kGranule>>(*reinterpret_cast<const uint4*>(at));
   }
 
   // What is copied of a row of one tensor: whole granules, and then `rest` bytes of one that would
@@ -188,10 +188,7 @@ class SpanRing {
             (last || source.bytes < at + kPieceBytes)) {
           char* const to = source.bytes < end ? slot(slot_, t) + (source.bytes - at)
                                               : edge(turn_, t) + (source.bytes - end);
-          for (int i = 0; i < source.rest; i += sizeof(T)) {
-            *reinterpret_cast<T*>(to + i) =
-                *reinterpret_cast<const T*>(source.from + source.bytes + i);
-          }
+          copy_rest<T>(to, source.from + source.bytes, 0, source.rest);
           CopyBarrier::order_writes();
         }
         expected += bytes[t] + edge_bytes[t];
