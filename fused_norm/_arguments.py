@@ -24,8 +24,8 @@ def _kind(value) -> str:
 
 
 def tensor(name: str, value, nested: bool = True) -> None:
-    """Checks that ``value`` is a tensor, ``nested`` or not. One of a subclass may be the first
-    DTensor."""
+    """Checks that ``value`` is a tensor, ``nested`` or not. A subclass may be the first DTensor:
+    its rules are registered then."""
     if type(value) is not Tensor or value.is_nested:
         if not isinstance(value, Tensor):
             _refuse(name, "a tensor", value)

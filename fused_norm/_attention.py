@@ -21,9 +21,10 @@ def _check_tensors(*tensors, nested=False) -> None:
 def _limits(causal, window) -> tuple:
     """(left, right), None for no limit."""
     limits = (None, None) if window is None else window
-    # Of torch.SymInt too, as a compiler passes it.
-    kinds = (numbers.Integral, torch.SymInt, type(None))
+    kinds = (numbers.Integral, torch.SymInt, type(None))  # a compiler passes the second
     is_pair = isinstance(limits, (tuple, list)) and len(limits) == 2
+    if is_pair and torch.jit.is_tracing():  # where sizes are tensors
+        limits = tuple(t.item() if isinstance(t, Tensor) else t for t in limits)
     if not is_pair or not all(isinstance(limit, kinds) for limit in limits):
         raise TypeError(
             "window must be None or (left, right), each an int or None for no limit, but is "
@@ -62,8 +63,8 @@ def attention(
                     top_left=top_left, dropout_p=dropout_p,
                 )  # fmt: skip
     if scale is None:
-        head_dim = query.size(-1) if query.dim() else 0  # an error below
-        scale = head_dim**-0.5 if head_dim else 1.0
+        has_dim = query.dim() and query.size(-1)  # else an error below
+        scale = torch.sym_float(query.size(-1)) ** -0.5 if has_dim else 1.0
     (max_q, max_k), (left, right) = max_seqlens, window
     args = tensors + (None, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
     if dropout_p > 0:

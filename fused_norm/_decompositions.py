@@ -62,7 +62,7 @@ def norm_forward(*args) -> list[Tensor]:
 def softmax_forward(input, dim, log=False, out_dtype=None) -> Tensor:
     """As torch's, in the precision of the kernels."""
     x = input.to(accumulate_dtype(input.dtype))
-    y = torch.log_softmax(x, dim) if log else torch.softmax(x, dim)
+    y = _torch.log_softmax(x, dim) if log else _torch.softmax(x, dim)
     return y.to(out_dtype or input.dtype)
 
 
@@ -78,9 +78,9 @@ def scaled_masked_softmax(input, mask, scale=1.0, causal=False, out_dtype=None) 
         x = x.masked_fill(later.triu(keys - queries + 1), -torch.inf)
     if mask is not None or causal:
         empty = (x == -torch.inf).all(-1, keepdim=True)
-        y = torch.softmax(x.masked_fill(empty, 0), -1).masked_fill(empty, 0)
+        y = _torch.softmax(x.masked_fill(empty, 0), -1).masked_fill(empty, 0)
     else:
-        y = torch.softmax(x, -1)
+        y = _torch.softmax(x, -1)
     return y.to(out_dtype or input.dtype)
 
 

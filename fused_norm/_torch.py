@@ -13,8 +13,9 @@ from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import _disable_current_modes
 
-# torch's own, also where torch.nn.functional's is replaced by ours.
+# torch's own, also where torch.nn.functional's or torch's are replaced by ours.
 attention = torch._C._nn.scaled_dot_product_attention
+softmax, log_softmax = torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.int
 
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
 no_modes = _disable_current_modes  # hides a check from tracers; there is no public one

@@ -54,14 +54,12 @@ def _operand(name: str, tensor: Tensor, is_dense: bool) -> Tensor:
     if tensor.dim() != 3 + is_dense + (count > 1) or (count > 1 and tensor.shape[-3] != count):
         dims = "batch, " * is_dense + "rows, " + f"{count}, " * (count > 1) + "heads, head_dim"
         raise RuntimeError(f"{name} must be ({dims}), but has shape {list(tensor.shape)}")
-    if count == 1 and not is_dense:
-        return tensor
+    if is_dense and name in ("q", "qkv") and tensor.layout is torch.strided:
+        # Strides that say no order of the output's.
+        is_expanded = any(_torch.is_known(stride == 0) for stride in tensor.stride())
+        tensor = tensor.contiguous() if is_expanded or tensor.stride(-1) != 1 else tensor
     if count == 1:
-        if name == "q" and tensor.layout is torch.strided:
-            # Strides that say no order of the output's.
-            is_expanded = not torch.compiler.is_compiling() and 0 in tensor.stride()
-            tensor = tensor.contiguous() if is_expanded or tensor.stride(-1) != 1 else tensor
-        return tensor.transpose(1, 2)
+        return tensor.transpose(1, 2) if is_dense else tensor
     return tensor.permute(2, 0, 3, 1, 4) if is_dense else tensor.transpose(0, 1)
 
 

@@ -251,7 +251,7 @@ def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:
 
 
 def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
-    if type(stacklevel) is not int:  # both by position, in torch.nn.functional's order
+    if type(stacklevel) is not int:  # by position torch has _stacklevel before dtype
         dtype, stacklevel = stacklevel, dtype
     if has_torch_function_variadic(input) and _torch.is_overridden(input):
         return _torch.overridden(log_softmax if log else softmax, input, dim, dtype)

@@ -1265,6 +1265,14 @@ class TestFlashAttn:
         columns = randn(generator, 2, 6, 4, 16)[..., ::2]
         assert flash_attn.flash_attn_func(columns, k, k).is_contiguous()
 
+    def test_output_of_packed_tensors_is_contiguous(self, device, generator):
+        qkv = randn(generator, 2, 5, 4, 8, 3).permute(0, 1, 4, 2, 3)
+        expanded = randn(generator, 2, 5, 3, 1, 8).expand(-1, -1, -1, 4, -1)
+        for packed in (qkv, expanded):
+            out = flash_attn.flash_attn_qkvpacked_func(packed)
+            assert out.is_contiguous()
+            assert same_bits(out, flash_attn.flash_attn_qkvpacked_func(packed.contiguous()))
+
     def test_packed_gradient_is_written_in_place(self, device, generator):
         """One tensor of qkv's layout, and no copy beside it."""
         qkv = randn(generator, 2, 64, 3, 4, 32).requires_grad_()

@@ -383,6 +383,24 @@ class TestCompile:
         ):
             assert same_bits(a, b)
 
+    def test_flash_attn_of_an_expanded_query(self, device, generator):
+        torch._dynamo.reset()
+        q = randn(generator, 2, 1, 4, 8, dtype=FP32).expand(-1, 5, -1, -1)
+        k = randn(generator, 2, 5, 4, 8, dtype=FP32)
+        compiled = torch.compile(flash_attn.flash_attn_func, fullgraph=True, backend="aot_eager")
+        out = compiled(q, k, k)
+        assert out.is_contiguous() and same_bits(out, flash_attn.flash_attn_func(q, k, k))
+
+    @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+    def test_jit_trace(self, device, generator):
+        """Where sizes are tensors: as a window's limit, and for the scale."""
+        q = randn(generator, 2, 4, 5, 8, dtype=FP64)
+
+        def attention(q):
+            return fn.flash_attention(q, q, q, window=(q.size(2) - 3, 0))
+
+        assert same_bits(torch.jit.trace(attention, (q,))(q), attention(q))
+
     def test_export(self, device):
         class Model(torch.nn.Module):
             def forward(self, q, k):

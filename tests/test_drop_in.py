@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from harness import held_for_backward
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fused_norm
 import fused_norm.functional as fn
@@ -335,3 +337,35 @@ def test_strides_are_torchs(strided, memory_efficient, compiles, device, generat
         grads = torch.autograd.grad(mine, [x, w], dy), torch.autograd.grad(other, [y, v], dy)
         for grad, expected in zip(*grads, strict=True):
             torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("norm", [fused_norm.LayerNorm, fused_norm.RMSNorm])
+def test_fake_tensors_of_real_modules(norm):
+    """No look at the parameters meets the mode."""
+    norm, x = norm(8, memory_efficient=True), torch.randn(5, 8)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        out = norm(x)
+    assert isinstance(out, FakeTensor) and out.shape == x.shape
+
+
+def test_a_mode_sees_the_operator_alone():
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    names, norm = [], fused_norm.LayerNorm(8, memory_efficient=True)
+    with Names():
+        norm(torch.zeros(5, 8))
+    assert [name for name in names if "norm_forward" not in name] == ["aten::zeros"]
+
+
+def test_softmax_in_place_of_torchs(monkeypatch):
+    x = torch.randn(4, 8, dtype=torch.float64)
+    wanted = torch.func.hessian(lambda x: torch.softmax(x, -1).sin().sum())(x)
+    for name in ("softmax", "log_softmax"):
+        monkeypatch.setattr(torch, name, getattr(fn, name))
+    torch.testing.assert_close(
+        torch.func.hessian(lambda x: torch.softmax(x, -1).sin().sum())(x), wanted
+    )
+    torch.func.hessian(lambda x: torch.log_softmax(x, -1).sin().sum())(x)

@@ -1,7 +1,6 @@
 // softmax and log_softmax on the CPU. Arguments are already checked; every tensor is a CPU tensor.
-// What is written is contiguous and of any
-// dtype. Arithmetic is in fp32 (fp64 for fp64 input); results do not depend on the number of
-// threads.
+// What is written is contiguous and of any dtype. Arithmetic is in fp32 (fp64 for fp64 input);
+// results do not depend on the number of threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>

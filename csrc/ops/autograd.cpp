@@ -67,7 +67,8 @@ void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList
 variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* name,
                                at::IntArrayRef places, c10::Stack before) {
   const std::bitset<64> given = tensor_places(ctx);
-  // Of the tensors, whose edges are counted, and of three other arguments of CallFunction::forward.
+  // One for each tensor and for three other arguments of CallFunction::forward: `saved` has two
+  // results beside the tensors.
   variable_list results(saved.size() + 1);
   c10::List<bool> wanted;
   c10::SmallVector<size_t, 8> edges;
@@ -111,6 +112,7 @@ struct BackwardFunction : torch::autograd::Function<BackwardFunction> {
     const NoAutocast guard(c10::autocast_dispatch_keyset);
     call_decomposed(ctx->saved_data["name"].toStringRef(), &stack);
 
+    // One for each argument of forward.
     variable_list outputs, of_outputs, inputs, results(aliases.size() + 2);
     const variable_list made = tensors_in(stack);
     for (size_t i = 0; i < made.size(); ++i) {

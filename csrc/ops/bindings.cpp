@@ -37,14 +37,6 @@ std::optional<std::tuple<at::Tensor, OptionalTensor>> norm_outputs(
   return std::tuple{std::move(results[0]), std::nullopt};
 }
 
-int64_t traced_room_of(const OptionalTensor& weight, const OptionalTensor& bias,
-                       double weight_offset, at::ScalarType x_dtype, at::ScalarType y_dtype,
-                       int generation, bool looks) {
-  const at::Tensor g = or_undefined(weight), b = or_undefined(bias);
-  const int64_t cols = g.defined() ? g.numel() : b.defined() ? b.numel() : 0;
-  return traced_room({g, b, weight_offset, cols, x_dtype, y_dtype}, generation, looks);
-}
-
 // The loader reads this from the file, before it loads it into a torch that may be another one
 // (fused_norm/_load.py): it has to be there in one piece.
 [[gnu::used]] const char kBuiltWith[] = "fused_norm was built with torch " FUSED_NORM_TORCH_VERSION;
@@ -74,7 +66,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("norm", &norm_outputs, py::call_guard<py::gil_scoped_release>());
   // pybind11's error for arguments of other types would print them: kernels, and a wait.
   m.def("norm", [](const py::args&) { return py::none(); });
-  m.def("traced_room", &traced_room_of, py::call_guard<py::gil_scoped_release>());
+  m.def("traced_room", &traced_room, py::call_guard<py::gil_scoped_release>());
   m.def("before_optimizer_step", &before_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("after_optimizer_step", &after_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("set_overflow_message", &set_overflow_message);

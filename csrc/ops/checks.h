@@ -33,13 +33,13 @@ void check_floating(at::ScalarType type, const char* name);
 
 // Whether sizes are equal: a tracer may know that only at run time.
 c10::SymBool are_alike(c10::SymIntArrayRef sizes, c10::SymIntArrayRef others);
-// On the device of another argument, and of its shape.
+// check_device: on the other's device. check_like: of its shape too.
 void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& other,
                   const char* other_name);
 void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& other,
                 const char* other_name);
 
-// Whose last dimensions are the normalized ones.
+// The tensor's last dimensions must be normalized_shape.
 void check_normalized(const at::Tensor& tensor, const char* name,
                       c10::SymIntArrayRef normalized_shape);
 

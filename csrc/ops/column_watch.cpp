@@ -1,5 +1,6 @@
 #include "ops/column_watch.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
@@ -250,8 +251,7 @@ ColumnWatch for_kernel(Watch& watch, bool captured) {
 
 void take_look(const NormColumns& norm, const ColumnWatch& watch) {
   // No mode may see a copy of the parameters: the compiler's would make none.
-  const c10::impl::ExcludeDispatchKeyGuard no_python(
-      c10::DispatchKeySet({c10::DispatchKey::Python, c10::DispatchKey::PythonTLSSnapshot}));
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const Tensor weight = aligned(norm.weight), bias = aligned(norm.bias);
   const auto stream = c10::cuda::getCurrentCUDAStream();
@@ -352,14 +352,18 @@ int64_t choose_room(const NormColumns& norm, int generation) {
 #endif
   if (!param.is_cpu()) return kSaveInput;
   // A call on a CPU looks at its parameters. On a GPU that would be a wait.
+  const c10::impl::ExcludeDispatchKeyGuard no_modes(c10::python_ks);
   const auto limits = precise_limits<double>(to_dtype(norm.y_dtype));
   const int64_t lost = cpu::columns_beyond(limits, norm).numel();
   const std::lock_guard lock(mutex);
   return room_of(norm, lost, generation >= 0, generation >= 0);
 }
 
-int64_t traced_room(const NormColumns& norm, int generation, bool looks) {
+int64_t traced_room(const OptionalTensor& weight, const OptionalTensor& bias, double weight_offset,
+                    at::ScalarType x_dtype, at::ScalarType y_dtype, int generation, bool looks) {
+  NormColumns norm{or_undefined(weight), or_undefined(bias), weight_offset, 0, x_dtype, y_dtype};
   if (!norm.first().defined()) return 0;
+  norm.cols = norm.first().numel();
   {
     const std::lock_guard lock(mutex);
     Norms* const norms = norms_of(norm.first(), true);

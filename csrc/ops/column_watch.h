@@ -11,6 +11,7 @@
 
 #include "core/norm/room.h"
 #include "cpu/norm.h"
+#include "ops/checks.h"
 
 #ifdef FUSED_NORM_WITH_CUDA
 #include "core/norm/columns.h"
@@ -25,7 +26,8 @@ int64_t choose_room(const NormColumns& norm, int generation = -1);
 
 // Of a call that is being traced, with parameters or without. Unless it `looks` it is 0, or
 // kSaveInput where no look can change that any more.
-int64_t traced_room(const NormColumns& norm, int generation, bool looks);
+int64_t traced_room(const OptionalTensor& weight, const OptionalTensor& bias, double weight_offset,
+                    at::ScalarType x_dtype, at::ScalarType y_dtype, int generation, bool looks);
 
 // A call on a CPU lists so many columns: code that was compiled with this room may need more.
 void note_listing(const NormColumns& norm, int64_t listed, int64_t room);

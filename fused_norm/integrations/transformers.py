@@ -360,7 +360,7 @@ def attention(
     Args:
         module: has ``is_causal``, where the call does not say.
         query: ``(B, Hq, Sq, D)``; key ``(B, Hk, Sk, D)`` and value ``(B, Hk, Sk, Dv)``, whose heads
-            are shared without copies.
+            are shared without copies. A batch of one broadcasts.
         attention_mask: of :func:`mask`, or any that ``sdpa`` takes.
         s_aux: attention sinks.
         position_bias: added to the scores; differentiable.
@@ -379,6 +379,9 @@ def attention(
             )
     if options.get("output_attentions"):
         raise ValueError("fused_norm's attention has no probabilities to give: use eager for that")
+    if query.shape[0] != key.shape[0] and 1 in (query.shape[0], key.shape[0]):  # learned queries
+        batch = max(query.shape[0], key.shape[0])
+        query, key, value = (t.expand(batch, -1, -1, -1) for t in (query, key, value))
     batch, _, rows, _ = query.shape
     columns, places, left, right = key.shape[2], None, None, None
     if is_causal is None:

@@ -350,6 +350,34 @@ def test_compiled(name, padding):
     assert relative_error(run(model, batch(padding)), expected) < 2e-6
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
+def test_traced_by_jit():
+    """A mask of its own, whose sizes are tensors there."""
+    config = transformers.CLIPTextConfig(
+        **{k: v for k, v in COMMON.items() if k not in ("num_key_value_heads", "head_dim")}
+    )
+    config.return_dict = False
+    tokens = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(0))
+    model = transformers.CLIPTextModel._from_config(config, attn_implementation="fused_norm").eval()
+    traced = torch.jit.trace(model, tokens)
+    torch.testing.assert_close(traced(tokens), model(tokens))
+
+
+def test_learned_queries_of_batch_one():
+    config = transformers.Blip2QFormerConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        encoder_hidden_size=32, cross_attention_frequency=1,
+    )  # fmt: skip
+    queries, images = torch.randn(1, 4, 32), torch.randn(3, 6, 32)
+    torch.manual_seed(0)
+    model = transformers.Blip2QFormerModel._from_config(config, attn_implementation="sdpa").eval()
+    wanted = model(query_embeds=queries, encoder_hidden_states=images).last_hidden_state
+    model.set_attn_implementation("fused_norm")
+    out = model(query_embeds=queries, encoder_hidden_states=images).last_hidden_state
+    assert out.shape == (3, 4, 32)
+    torch.testing.assert_close(out, wanted)
+
+
 def test_dropout_is_of_training_alone():
     model = make("llama", "fused_norm", attention_dropout=0.5)
     logits = [model(**batch()).logits for _ in range(2)]
