@@ -149,9 +149,9 @@ __device__ __forceinline__ void norm_backward_turns(Slice& slice, const RingRows
       ring.wait(stage);
       sums.put(turn, slice.add_up(row_at(turn, stage)));
       if (turn > 0) write_row_before();
+      slice.next_row(rows.at(turn + 1), rows.at(turn + 2));
       __syncthreads();
       sums.share(turn);
-      slice.next_row(rows.at(turn + 1), rows.at(turn + 2));
       if (fills && turn > 0 && turn + stages - 1 < rows.rounds)
         ring.fill(stage_before, rows.at(turn + stages - 1));
       stage_before = stage;

@@ -57,10 +57,12 @@ class RingSlice {
   }
 
   // When a row has been added up, and dx of the one before it written: on to `next`, if it is one.
+  // A barrier of the block's follows.
   __device__ __forceinline__ void next_row(int64_t next, int64_t after_next) {
-    if (!listed_.any() || next >= in_.rows) return;
+    if (!kFromOutput || !listed_.any() || next >= in_.rows) return;
+    __syncwarp();
     listed_.bring(params_, next, after_next, in_.rows);
-    listed_.next_turn();
+    listed_.next_turn(/*meet_anyway=*/true);
   }
 
   // Adds a row to the columns' sums; returns what the thread has of the row's.
