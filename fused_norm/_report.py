@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from fused_norm import _arguments, _ops, _torch
 from fused_norm.modules import LayerNorm, RMSNorm, RMSNormGated
@@ -159,10 +159,6 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     names = {module: name for name, module in norms.items()}
     calls = []  # [name, {storage: bytes}, output dtype]
     inside = []
-    with torch.inference_mode(False):
-        inputs, keywords = tree_map_only(
-            torch.Tensor, lambda t: t.clone() if t.is_inference() else t, (inputs, keywords)
-        )
     cells = []  # a node that held its own output, and not by way of these, would never be freed
     theirs = (*model.parameters(), *model.buffers(), *tree_leaves((inputs, keywords)))
     kept_by_others = set(_storages(*theirs))

@@ -214,6 +214,8 @@ class FusedLayerNorm(_Fused, modules.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         options = self.normalized_shape, self.eps, self.memory_efficient
+        if not self.elementwise_affine:
+            return fused_layer_norm(input, *options)
         return self._affine(input, self.weight, self.bias, *options)
 
 
@@ -225,6 +227,8 @@ class FusedRMSNorm(_Fused, modules.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         options = self.normalized_shape, self.eps, self.memory_efficient
+        if not self.elementwise_affine:
+            return fused_rms_norm(input, *options)
         return self._affine(input, self.weight, *options)
 
 

@@ -169,7 +169,6 @@ def test_inference_mode(device):
     expected = fn.memory_report(model, x)
     with torch.inference_mode():
         assert fn.memory_report(model, x) == expected
-        assert fn.memory_report(model, torch.ones_like(x)) == expected
 
 
 def test_bad_models():
