@@ -25,8 +25,8 @@ class RingSlice {
   static constexpr int N = kPackElements<X, Y>;
   static constexpr int kPacks = kRingCols / N;
   static constexpr bool kRegular = kLie == RowsLie::kRegular;
-  // From the output a column has more parameters. A thread keeps all but one kind, so that shared
-  // memory is read no more often and leaves room for more stages.
+  // From the output a column has more parameters. A thread keeps weights and scales, so that shared
+  // memory is read no more often.
   using Params = StagedParams<kPacks, N, kFromOutput, true, 2, kFromOutput ? kShift : kWeight>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
@@ -56,8 +56,8 @@ class RingSlice {
     }
   }
 
-  // When a row has been added up, and dx of the one before it written: on to `next`, if it is one.
-  // A barrier of the block's follows.
+  // By all threads, when a row has been added up, and dx of the one before it written: brings the
+  // listed columns' values of `next`, if there is such a row. A barrier of the block's follows.
   __device__ __forceinline__ void next_row(int64_t next, int64_t after_next) {
     if (!kFromOutput || !listed_.any() || next >= in_.rows) return;
     __syncwarp();
@@ -147,15 +147,14 @@ class RingSlice {
   }
 
  private:
-  // The places of the warp's own columns, of the block's, which start at column `first`.
+  // The places of the warp's own columns. The block's start at column `first`.
   __device__ static int2 own_places(const ListedColumns<float>& list, int first) {
     if constexpr (!kFromOutput) return {};
     const int from = first + static_cast<int>(threadIdx.x) / kWarpSize * kWarpSize * kRingCols;
     return list.places(from, from + kWarpSize * kRingCols);
   }
 
-  // From the output. Where shifts will be there are the scales, until those of listed columns are
-  // zero.
+  // From the output. The scales lie where shifts will be, until those of listed columns are zero.
   __device__ void take_params() {
     float shift[kPacks][N];
 #pragma unroll

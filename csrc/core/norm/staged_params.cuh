@@ -9,15 +9,15 @@ namespace fused_norm {
 // part, lane l finds 4 columns of pack p at float4 index [kind][p][quarter][l], so that a warp's
 // accesses are consecutive and free of bank conflicts.
 //
-// xhat of an output is y * scale + shift. A listed column has a scale of 0. Its shift may be the
-// row's xhat (listed_values.cuh): then there are shifts of several rows, in turn.
+// xhat of an output is y * scale + shift. A listed column has a scale of 0, and the row's xhat for
+// a shift (listed_values.cuh). So there are shifts of several rows, in turn.
 enum ParamKind { kWeight, kScale, kShift };
 constexpr int param_kinds(bool from_output, int turns, ParamKind first = kWeight) {
   return (from_output ? 2 + turns : 1) - first;
 }
 
 // kShifts: else, as in RMSNorm's kernels, shifts are 0 where nothing is listed. kTurns: of how many
-// rows they are, or 0: no shifts. kFirst: the caller keeps the kinds before it.
+// rows they are. kFirst: the caller keeps the kinds before it.
 template <int kPacks, int N, bool kFromOutput, bool kShifts, int kTurns, ParamKind kFirst = kWeight>
 class StagedParams {
  public:
