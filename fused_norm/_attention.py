@@ -64,7 +64,7 @@ def attention(
                 )  # fmt: skip
     if scale is None:
         has_dim = query.dim() and query.size(-1)  # else an error below
-        scale = torch.sym_float(query.size(-1)) ** -0.5 if has_dim else 1.0
+        scale = torch.sym_float(query.size(-1)) ** -0.5 if has_dim else 1.0  # of a traced size too
     (max_q, max_k), (left, right) = max_seqlens, window
     args = tensors + (None, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
     if dropout_p > 0:

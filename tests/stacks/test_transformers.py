@@ -368,8 +368,8 @@ def test_learned_queries_of_batch_one():
         hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
         encoder_hidden_size=32, cross_attention_frequency=1,
     )  # fmt: skip
-    queries, images = torch.randn(1, 4, 32), torch.randn(3, 6, 32)
     torch.manual_seed(0)
+    queries, images = torch.randn(1, 4, 32), torch.randn(3, 6, 32)
     model = transformers.Blip2QFormerModel._from_config(config, attn_implementation="sdpa").eval()
     wanted = model(query_embeds=queries, encoder_hidden_states=images).last_hidden_state
     model.set_attn_implementation("fused_norm")

@@ -14,7 +14,7 @@ namespace fused_norm {
 constexpr int kMaxWarps = 32;
 constexpr unsigned kFullMask = 0xffffffffu;
 
-// (cuda::std::plus takes references, for which values would be in memory; and so does identity.)
+// Not cuda::std::plus: it takes references, and values would leave their registers for memory.
 struct SumOf {
   template <typename A>
   __device__ __forceinline__ A operator()(A a, A b) const {

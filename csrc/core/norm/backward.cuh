@@ -123,7 +123,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
     };
     add_up_row<kRms, kFromOutput>(params, listed, past_half, row_left, mean, rstd, xhat, w, add,
                                   sum_w, sum_wx);
-    if (listed.any()) listed.next_turn(/*meet_anyway=*/group.warps() > 1);  // in the row's sums
+    if (listed.any()) listed.next_turn(/*meet_anyway=*/group.warps() > 1);
     sum_up_group<kRms>(group, sums, sum_w, sum_wx);
     if (out.dx == nullptr) continue;
     const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);

@@ -6,10 +6,9 @@
 namespace fused_norm {
 
 // A listed column has a scale of 0, and for a shift the row's xhat. Threads that meet in each row
-// share its listed columns: the threads of a group, or in the ring the lanes of a warp those among
-// the warp's own. Each thread puts the xhat of its places where the columns' owners find their
-// shifts, before these come to the row. Params: StagedParams, of which each group has its own where
-// anything is listed.
+// share its listed columns: the threads of a group, or in the ring the lanes of a warp, which share
+// the warp's own. Each puts the xhat of its places where the columns' owners find their shifts,
+// before these come to the row. Params: StagedParams, of each group its own where any are listed.
 template <RowsLie kLie, typename Params, bool kByWarps = false>
 class ListedValues {
  public:
@@ -50,8 +49,9 @@ class ListedValues {
       params.at(find(kShift + turn, place)) = list_.xhat(row, place);
     if (next < rows) held_ = list_.xhat(next, own());
   }
-  // From here on it is the next turn. The threads that share the places meet, if not anyway.
-  __device__ __forceinline__ void next_turn(bool meet_anyway = false) {
+  // From here on it is the next turn. The lanes of a warp meet here, if they do not meet anyway
+  // before they read its shifts, as several warps do in a row's sums.
+  __device__ __forceinline__ void next_turn(bool meet_anyway) {
     turn_ = (turn_ + 1) % Params::kRows;
     if (!meet_anyway) __syncwarp();
   }
