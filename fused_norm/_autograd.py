@@ -85,7 +85,6 @@ for _function in (
     _decompositions.rms_norm_gated_forward,
     _decompositions.rms_norm_gated_backward,
     _decompositions.softmax_forward,
-    _decompositions.scaled_masked_softmax,
     _decompositions.softmax_backward,
     _attention_decomposition.attention_forward,
     _attention_decomposition.attention_backward,

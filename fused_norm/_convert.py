@@ -141,8 +141,19 @@ def converted_norm(
         rule = autocast_rule if autocast and input.is_cuda else output_rule
         weight_dtype = None if weight is None else weight.dtype
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
+    # Of other dtypes than the operator takes together the other class took torch's promotion.
+    x, fp32 = input.dtype, torch.float32
+    if weight is not None and weight.dtype not in (x, fp32):
+        wide = torch.promote_types(x, weight.dtype)
+        if wide is not fp32 or x is not fp32:
+            weight, bias = (p if p is None else p.to(wide) for p in (weight, bias))
+            input = input.to(wide) if wide is torch.float64 else input
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
-    return functional._norm(input, weight, bias, *options, out_dtype)[0]
+    dtypes = {input.dtype, out_dtype or input.dtype}
+    is_one = len(dtypes) == 1 or (fp32 in dtypes and torch.float64 not in dtypes)
+    stored = out_dtype if is_one else torch.promote_types(*dtypes)
+    output = functional._norm(input, weight, bias, *options, stored)[0]
+    return output if is_one else output.to(out_dtype)
 
 
 def _why_not(module: nn.Module, cls: type) -> str | None:

@@ -59,16 +59,13 @@ def norm_forward(*args) -> list[Tensor]:
     return [output, *sums, rstd, rstd.new_zeros(rstd.numel(), room), columns]
 
 
-def softmax_forward(input, dim, log=False, out_dtype=None) -> Tensor:
-    """As torch's, in the precision of the kernels."""
+def softmax_forward(
+    input, dim, log=False, out_dtype=None, mask=None, scale=1.0, causal=False
+) -> Tensor:
+    """As torch's, in the precision of the kernels; rows that are hidden altogether give zeros."""
     x = input.to(accumulate_dtype(input.dtype))
-    y = _torch.log_softmax(x, dim) if log else _torch.softmax(x, dim)
-    return y.to(out_dtype or input.dtype)
-
-
-def scaled_masked_softmax(input, mask, scale=1.0, causal=False, out_dtype=None) -> Tensor:
-    """Rows that are hidden altogether give zeros."""
-    x = input.to(accumulate_dtype(input.dtype)) * scale
+    if scale != 1:
+        x = x * scale
     if mask is not None:
         hides = mask.dtype is torch.bool
         x = x.masked_fill(mask, -torch.inf) if hides else x + mask.to(x.dtype)
@@ -80,7 +77,7 @@ def scaled_masked_softmax(input, mask, scale=1.0, causal=False, out_dtype=None) 
         empty = (x == -torch.inf).all(-1, keepdim=True)
         y = _torch.softmax(x.masked_fill(empty, 0), -1).masked_fill(empty, 0)
     else:
-        y = _torch.softmax(x, -1)
+        y = _torch.log_softmax(x, dim) if log else _torch.softmax(x, dim)
     return y.to(out_dtype or input.dtype)
 
 

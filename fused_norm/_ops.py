@@ -14,11 +14,9 @@ from fused_norm import _torch
 
 norm_forward = torch.ops.fused_norm.norm_forward.default
 norm_backward = torch.ops.fused_norm.norm_backward.default
-unrecoverable_columns = torch.ops.fused_norm.unrecoverable_columns.default
 rms_norm_gated_forward = torch.ops.fused_norm.rms_norm_gated_forward.default
 rms_norm_gated_backward = torch.ops.fused_norm.rms_norm_gated_backward.default
 softmax_forward = torch.ops.fused_norm.softmax_forward.default
-scaled_masked_softmax = torch.ops.fused_norm.scaled_masked_softmax.default
 softmax_backward = torch.ops.fused_norm.softmax_backward.default
 attention_forward = torch.ops.fused_norm.attention_forward.default
 attention_backward = torch.ops.fused_norm.attention_backward.default
@@ -34,6 +32,7 @@ def call_type(op):
 
 NormCall = call_type(norm_forward)
 GatedCall = call_type(rms_norm_gated_forward)
+SoftmaxCall = call_type(softmax_forward)
 AttentionCall = call_type(attention_forward)
 
 
@@ -64,8 +63,8 @@ def _check_unrecorded(*args) -> bool:
 
 
 def check_rows(op, call) -> None:
-    """:func:`check` of a norm's call. If its rows fit, it is of one of them, as their number may be
-    a tracer's symbol."""
+    """:func:`check` of a norm's call. Where the shapes fit, one row alone is checked, as the number
+    of rows may be a tracer's symbol."""
     shape, whole = tuple(call.normalized_shape), tuple(call.input.shape)
     tensors = {n: t for n, t in call._asdict().items() if isinstance(t, torch.Tensor)}
     rows = tensors.keys() - {"weight", "bias"}

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
+from fused_norm import _arguments
+
 
 class Form(NamedTuple):
     """What a norm computes: in which of its parameters the weight and the bias are, and its output
@@ -33,11 +35,12 @@ class Form(NamedTuple):
 
 
 def output_dtype(rule: str, input: torch.dtype, weight: torch.dtype | None) -> torch.dtype:
-    """The output's dtype: ``input``'s, ``weight``'s, torch's promotion of the two, or fp32 (fp64
-    for fp64) as autocast has it."""
-    if rule == "weight" and weight is not None:
+    """The output's dtype: ``input``'s, ``weight``'s, torch's promotion of the two, that or a 16-bit
+    ``weight``'s as T5 has it, or fp32 (fp64 for fp64) as autocast has it."""
+    is_narrow = rule == "narrow weight" and weight in (_BF16, _FP16)
+    if weight is not None and (rule == "weight" or is_narrow):
         return weight
-    if rule == "promote" and weight is not None:
+    if weight is not None and rule in ("promote", "narrow weight"):
         return torch.promote_types(input, weight)
     if rule == "float":
         return torch.promote_types(input, torch.float32)
@@ -45,7 +48,8 @@ def output_dtype(rule: str, input: torch.dtype, weight: torch.dtype | None) -> t
 
 
 _EPS = 0.0625  # large enough that a norm that ignores or misplaces it shows
-_FP32, _BF16 = torch.float32, torch.bfloat16
+_FP64, _FP32, _BF16, _FP16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
+_SCALES = (0.02, 0.5, 4.0, 100.0)  # of rows
 
 
 class _Run(NamedTuple):
@@ -66,7 +70,7 @@ class _Run(NamedTuple):
         parameters = dict(zip(self.parameters, leaves[1:], strict=True))
         weight, bias = (parameters.get(name) for name in (form.weight_name, form.bias_name))
         weight = None if weight is None else weight + form.weight_offset
-        eps = torch.finfo(self.x.dtype).eps if self.eps is None else self.eps
+        eps = _arguments.rms_eps(self.x, self.eps)
         if form.rms:
             y = nn.functional.rms_norm(leaves[0], form.normalized_shape, weight, eps)
             y = y if bias is None else y + bias
@@ -144,9 +148,11 @@ def _form_of_copy(
     def draw(*sizes, dtype=_FP32):
         return torch.randn(sizes, generator=generator, device="cpu").to(dtype)
 
-    def run(rows, dtypes=(_FP32, _FP32), eps=_EPS, training=False, grads=False, cols=shape):
+    def run(
+        rows, dtypes=(_FP32,) * 2, eps=_EPS, training=False, grads=False, cols=shape, scales=_SCALES
+    ):
         # Rows of several magnitudes, and not of mean zero.
-        scale = torch.tensor([0.02, 0.5, 4.0, 100.0]).repeat(3)[: math.prod(rows[:2])]
+        scale = torch.tensor(scales).repeat(3)[: math.prod(rows[:2])]
         scale = scale.view(*rows[:2], *[1] * (len(rows[2:]) + len(shape)))
         x = (scale * (0.5 + draw(*rows, *cols))).to(dtypes[0]).requires_grad_(grads)
         # What forward does to its own shows, as a norm is computed of those drawn.
@@ -169,12 +175,18 @@ def _form_of_copy(
             run((2, 3), cols=[3 if size == 1 else size for size in shape])
             return "its parameters are not of one value a column"
     taken = []
-    for dtypes in ((_BF16, _BF16), (_BF16, _FP32), (_FP32, _BF16)):
+    for dtypes in ((_BF16, _BF16), (_BF16, _FP32), (_FP32, _BF16), (_FP64, _FP32)):
         with contextlib.suppress(Exception):  # not every norm takes all of them
             runs.append(run((2, 3), dtypes))
             taken.append(dtypes)
-    if not taken:
+    if not any(_BF16 in dtypes for dtypes in taken):
         return "it takes no bf16"
+    # Its own epsilon, which may differ from dtype to dtype. Rows are small beside that of torch's
+    # rule for the dtype; and squares, as some norms make them, are finite numbers of fp16.
+    for dtype, scales in ((_BF16, _SCALES), (_FP16, (0.02, 0.1, 0.5)), (_FP64, (1e-9, 1e-5, 1e-3))):
+        with contextlib.suppress(Exception):
+            own = getattr(module, eps_name)
+            runs.append(run((2, 3), (dtype, dtype), own, scales=scales))
     forms = [
         Form(rms, *(*order, None, None)[:2], shape, eps_name, offset, "input", "input")
         for rms, order, offset in itertools.product(
@@ -186,10 +198,11 @@ def _form_of_copy(
         return "it computes something else than a LayerNorm or an RMSNorm of its last dimensions"
     if form.rms and form.bias_name is not None:
         return "it is an RMSNorm with a bias"
-    output_rule = _rule(form, runs, ("input", "weight", "promote"))
+    rules = ("input", "weight", "promote", "narrow weight")
+    output_rule = _rule(form, runs, rules)
     with _LikeAutocastOnCUDA():
         runs = [run((2, 3), dtypes) for dtypes in taken]
-    autocast_rule = _rule(form, runs, (output_rule, "input", "weight", "promote", "float"))
+    autocast_rule = _rule(form, runs, (output_rule, *rules, "float"))
     if output_rule is None or autocast_rule is None:
         return "its output has another dtype than its input or its weight"
     return form._replace(output_rule=output_rule, autocast_rule=autocast_rule)

@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from fused_norm import _arguments, _ops, _torch
+from fused_norm import _C, _arguments, _torch
 from fused_norm.modules import LayerNorm, RMSNorm, RMSNormGated
 
 
@@ -132,10 +132,10 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     if weight is None and bias is None:
         return 0, 0
     with torch.no_grad():
-        lost = int(_ops.unrecoverable_columns(weight, bias, module.weight_offset, out_dtype))
+        lost = _C.unrecoverable_columns(weight, bias, module.weight_offset, out_dtype)
         g = torch.ones_like(bias) if weight is None else weight
         g = g.to(torch.promote_types(g.dtype, torch.float32)) + module.weight_offset
-        near = int(_ops.unrecoverable_columns(g / 2, bias, 0.0, out_dtype))
+        near = _C.unrecoverable_columns(g / 2, bias, 0.0, out_dtype)
     return lost, max(lost, near)
 
 
@@ -174,9 +174,9 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
         calls.append([names[module], {}, None])
 
     def leave(_module, _inputs, output):
-        # Another hook may have put more around it.
-        first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
-        calls[inside.pop()][2] = first.dtype
+        # Another hook may have put more around it. A call that raised has none.
+        leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor))
+        calls[inside.pop()][2] = next((leaf.dtype for leaf in leaves), None)
 
     try:
         with (
@@ -189,7 +189,7 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
         ):
             for module in norms.values():
                 hooks.enter_context(module.register_forward_pre_hook(enter))
-                hooks.enter_context(module.register_forward_hook(leave))
+                hooks.enter_context(module.register_forward_hook(leave, always_call=True))
             output = model(*inputs, **keywords)  # keeps the storages alive: none comes twice
     finally:
         for cell in cells:
@@ -198,6 +198,8 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     counted = set(kept_by_others)
     result = []
     for name, storages, dtype in calls:
+        if dtype is None:
+            continue
         result.append((name, sum(n for s, n in storages.items() if s not in counted), dtype))
         counted.update(storages)
     return result

@@ -66,21 +66,20 @@ def _gated_backward(call):
 
 
 def _softmax(call):
-    """Of forward and backward: all their tensors are alike."""
-    for p in _beside(call[0], call.dim):
-        yield [p], {"input": p, "dy": p, "output": p}
-
-
-def _masked_softmax(call):
     input, mask = call.input, call.mask
     # A query's number tells what it may see.
-    for p in _beside(input, -1, *([-2] if call.causal else [])):
+    for p in _beside(input, call.dim, *([-2] if call.causal else [])):
         of_mask = Replicate()
         if mask is not None and isinstance(p, Shard):
             dim = p.dim - input.ndim + mask.ndim
             if dim >= 0 and mask.shape[dim] > 1:
                 of_mask = Shard(dim)
         yield [p], {"input": p, "mask": of_mask}
+
+
+def _softmax_backward(call):
+    for p in _beside(call.dy, call.dim):
+        yield [p], {"dy": p, "output": p}
 
 
 def _keeps_groups(call, tensors) -> bool:
@@ -157,8 +156,7 @@ for _op, _rule in {
     _ops.rms_norm_gated_forward: _gated,
     _ops.rms_norm_gated_backward: _gated_backward,
     _ops.softmax_forward: _softmax,
-    _ops.softmax_backward: _softmax,
-    _ops.scaled_masked_softmax: _masked_softmax,
+    _ops.softmax_backward: _softmax_backward,
     _ops.attention_forward: _attention,
     _ops.attention_backward: _attention_backward,
     _ops.attention_rng: _attention_rng,

@@ -47,11 +47,11 @@ def overridable(function: _Function) -> _Function:
 
 
 def is_overridden(*values) -> bool:
-    """Where an argument has ``__torch_function__``, or there is a mode."""
+    """After ``has_torch_function`` said yes, of an argument or a mode: whether the call is handed
+    over. Not in compiled code, and not for nested tensors alone."""
     if torch.compiler.is_compiling():
         return False
     nested = any(isinstance(t, Tensor) and t.is_nested for t in values)
-    # torch.overrides.has_torch_function asks for modes and for arguments together.
     return not nested or torch._C._is_torch_function_mode_enabled()
 
 

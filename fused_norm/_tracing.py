@@ -60,8 +60,9 @@ def compile_anew() -> None:
 
 @_torch.constant  # called with the parameters themselves
 def _look(weight, bias, weight_offset, x_dtype, y_dtype, generation) -> int:
-    """The room for listed columns, or -1 to save the input, from the parameters as they are. 0, or
-    -1 for good, where no generation is given. Under torch.func nothing can be looked at."""
+    """The room for listed columns, or -1 to save the input, from the parameters as they are.
+    Without a generation they are not looked at: 0, or -1 if code is no longer compiled anew. Under
+    torch.func nothing can be looked at."""
     if _torch.in_functorch() or not all(
         param is None or type(param) in PLAIN for param in (weight, bias)
     ):
@@ -154,6 +155,8 @@ def _outputs(call, results) -> tuple:
     return results[0], None if call.residual is None else results[1]
 
 
-def softmaxes():
-    """The module whose ``softmax_forward`` and ``scaled_masked_softmax`` are to be called."""
-    return _decompositions if is_onnx_export() else _ops
+def softmax(input, dim, log, out_dtype, *options) -> torch.Tensor:
+    """The arguments are the operator's."""
+    input, out_dtype = without_dtype(input, out_dtype)
+    functions = _decompositions if is_onnx_export() else _ops
+    return functions.softmax_forward(input, dim, log, out_dtype, *options)

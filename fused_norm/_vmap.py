@@ -66,31 +66,18 @@ def _gated_forward(info, in_dims, *args):
     return _of_rows("rms_norm_gated_forward", info, in_dims, args)[1], (0, 0)
 
 
-def _softmax_dim(dim: int, ndim: int) -> int:
-    """``dim`` of a tensor of ``ndim`` dimensions, from the end: a batch dimension stands first."""
-    return dim if dim < 0 else min(dim - ndim, -1)
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    """With a dimension beside that of the batch."""
-    return tensor if tensor.dim() > 1 else tensor.unsqueeze(-1)
-
-
 @torch.library.register_vmap("fused_norm::softmax_forward")
-def _softmax_forward(info, in_dims, input, dim, *options):
-    _check(_ops.softmax_forward, in_dims, (input, dim, *options))
-    x = input.movedim(in_dims[0], 0)
-    output = _ops.softmax_forward(_rows(x), _softmax_dim(dim, x.dim() - 1), *options)
-    return output.view(x.shape), 0
-
-
-@torch.library.register_vmap("fused_norm::scaled_masked_softmax")
-def _scaled_masked_softmax(info, in_dims, input, mask, *options):
-    _check(_ops.scaled_masked_softmax, in_dims, (input, mask, *options))
-    x = _with_batch(input, in_dims[0], info.batch_size)
-    rows = _rows(x)
-    mask = _broadcasting(mask, in_dims[1], rows.dim())
-    return _ops.scaled_masked_softmax(rows, mask, *options).view(x.shape), 0
+def _softmax_forward(info, in_dims, *args):
+    _check(_ops.softmax_forward, in_dims, args)
+    call, dims = _ops.SoftmaxCall(*args), _ops.SoftmaxCall(*in_dims)
+    x = _with_batch(call.input, dims.input, info.batch_size)
+    rows = x if x.dim() > 1 else x.unsqueeze(-1)  # a dimension beside that of the batch
+    call = call._replace(
+        input=rows,
+        dim=call.dim if call.dim < 0 else min(call.dim - x.dim() + 1, -1),  # from the end
+        mask=_broadcasting(call.mask, dims.mask, rows.dim()),
+    )
+    return _ops.softmax_forward(*call).view(x.shape), 0
 
 
 def _into_heads(tensor, dim, batch_size, heads_at) -> Tensor:

@@ -270,12 +270,16 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     elif dtype is not torch.float32 or input.dtype not in _autocast.SIXTEEN_BIT:
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(_arguments.floating_dtype(dtype)), None
-    if not torch.compiler.is_compiling() and type(input) in _tracing.PLAIN:
-        output = _C.softmax(input, dim, log, dtype)
+    return _softmax_of(input, dim, log, dtype, None, 1.0, False)
+
+
+def _softmax_of(*args) -> Tensor:
+    """The arguments are the operator's."""
+    if not torch.compiler.is_compiling() and type(args[0]) in _tracing.PLAIN:
+        output = _C.softmax(*args)
         if output is not None:  # as in torch.jit.trace
             return output
-    input, dtype = _tracing.without_dtype(input, dtype)
-    return _tracing.softmaxes().softmax_forward(input, dim, log, dtype)
+    return _tracing.softmax(*args)
 
 
 def softmax(
@@ -357,5 +361,4 @@ def scaled_masked_softmax(
         _arguments.optional_tensor("mask", mask, nested=False)
     if type(scale) is not float or type(causal) is not bool:
         scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
-    input, dtype = _tracing.without_dtype(input, _softmax_out_dtype(input))
-    return _tracing.softmaxes().scaled_masked_softmax(input, mask, scale, causal, dtype)
+    return _softmax_of(input, -1, False, _softmax_out_dtype(input), mask, scale, causal)

@@ -61,7 +61,8 @@ def apply(form, x, mask=None):
     """The library's call, with a graph: functional forms, or the operator for an output dtype that
     only autocast asks for."""
     if form.masked and form.x != form.y:
-        return torch.ops.fused_norm.scaled_masked_softmax(x, mask, form.scale, form.causal, form.y)
+        rest = mask, form.scale, form.causal
+        return torch.ops.fused_norm.softmax_forward(x, -1, False, form.y, *rest)
     if form.masked:
         return fn.scaled_masked_softmax(x, mask, form.scale, form.causal)
     call = fn.log_softmax if form.log else fn.softmax
@@ -121,9 +122,8 @@ def forward_backward(form, x, dy, mask=None, call=apply):
     ops = torch.ops.fused_norm
 
     def forward():
-        if form.masked:
-            return ops.scaled_masked_softmax(x, mask, form.scale, form.causal, form.y)
-        return ops.softmax_forward(x, form.dim, form.log, form.y)
+        rest = mask, form.scale, form.causal
+        return ops.softmax_forward(x, form.dim, form.log, form.y, *rest)
 
     def backward():
         return ops.softmax_backward(dy, y, form.dim, form.log, form.x, form.scale)

@@ -108,6 +108,28 @@ def by_hooks(pack):
     return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
 
 
+@pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
+def test_hooks_that_give_other_strides(memory_efficient, device, generator):
+    x, gate = (randn(generator, 5, 16, dtype=torch.float64).requires_grad_() for _ in range(2))
+    norm = fused_norm.LayerNorm(16, memory_efficient=memory_efficient, device=device).double()
+    with torch.no_grad():
+        norm.weight[3] = 0  # listed
+    gated = fused_norm.RMSNormGated(16, device=device).double()
+
+    def apart(tensor):
+        return torch.stack((tensor, tensor), -1)[..., 0]
+
+    def gradients(hooks):
+        with hooks:
+            y = norm(x) + gated(x, gate) + fused_norm.functional.softmax(x, -1)
+        return torch.autograd.grad(y.sin().sum(), (x, gate, norm.weight))
+
+    expected = gradients(contextlib.nullcontext())
+    found = gradients(torch.autograd.graph.saved_tensors_hooks(lambda t: t, apart))
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
 HIDDEN_CHANGES = {
     "checkpoint": (contextlib.nullcontext, True),
     "kept by hooks": (lambda: by_hooks(lambda tensor: tensor), True),

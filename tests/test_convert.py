@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import numpy as np
@@ -230,6 +231,71 @@ def test_input_cast_to_the_dtype_of_the_weights():
     expected = norm(x)
     assert len(convert(norm)) == 1
     torch.testing.assert_close(norm(x), expected)
+
+
+class NoneEpsNorm(ByHand):
+    """Where eps is None, that of a dtype: of the one it computes in, or of the input's."""
+
+    def __init__(self, of_input):
+        super().__init__(16, rule="input")
+        self.layer_norm_eps, self.of_input = None, of_input
+
+    def _norm(self, x):
+        eps = torch.finfo(x.dtype).eps if self.layer_norm_eps is None else self.layer_norm_eps
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+    def forward(self, x):
+        wide = x if self.of_input else x.to(torch.promote_types(x.dtype, torch.float32))
+        return (self._norm(wide) * self.weight.to(wide.dtype)).to(x.dtype)
+
+
+def test_eps_of_none():
+    """torch's rule is fp32's, of 16-bit rows too, and fp64's."""
+    norm = NoneEpsNorm(of_input=False)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32, FP64):
+        converted = copy.deepcopy(norm).to(dtype)
+        assert len(convert(converted)) == 1
+        x = (1e-2 * torch.randn(4, 16)).to(dtype)
+        torch.testing.assert_close(converted(x), copy.deepcopy(norm).to(dtype)(x))
+    report = convert(NoneEpsNorm(of_input=True))
+    assert len(report) == 0 and "something else" in report.skipped[0].reason, report
+
+
+class InT5(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.ones(size)), 1e-6
+
+    def forward(self, x):
+        variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
+        x = x * torch.rsqrt(variance + self.variance_epsilon)
+        if self.weight.dtype in (torch.float16, torch.bfloat16):
+            x = x.to(self.weight.dtype)
+        return self.weight * x
+
+
+UNLIKE = list(itertools.product((torch.bfloat16, torch.float16, torch.float32, FP64), repeat=2))
+
+
+@each_flag
+@pytest.mark.parametrize("make", [ByHand, InT5, nn.RMSNorm])
+def test_any_dtypes_of_input_and_weight(make, memory_efficient):
+    """Converted, a norm takes what the class took, and gives the same dtype."""
+    for x_dtype, weight_dtype in UNLIKE:
+        norm = make(16).to(weight_dtype)
+        converted = copy.deepcopy(norm)
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3)).to(x_dtype)
+        try:
+            expected = results_of(norm, x)
+        except RuntimeError:  # torch's RMSNorm refuses some
+            continue
+        assert len(convert(converted, memory_efficient=memory_efficient)) == 1
+        if type(converted) is fused_norm.RMSNorm and x_dtype is not weight_dtype:
+            continue  # in place of torch's it is one of ours, with our pairs (docs/numerics.md)
+        results = results_of(converted, x)
+        assert [t.dtype for t in results] == [t.dtype for t in expected], (x_dtype, weight_dtype)
+        for ours, theirs in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=2**-5, atol=2**-5)
 
 
 class ZeroAtReset(ByHand):

@@ -145,6 +145,28 @@ def test_what_stands_around_a_norm(device):
     assert call == dense and call.saved_bytes == 2 * 4 * (ROWS + 2)  # mean and rstd
 
 
+def test_a_norm_that_raises(device):
+    """The model takes another."""
+
+    class Tries(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.small, self.fits = (
+                fn.LayerNorm(16, device=device),
+                fn.LayerNorm(COLS, device=device),
+            )
+
+        def forward(self, x):
+            try:
+                x = self.small(x)
+            except RuntimeError:
+                x = self.fits(x)
+            return x
+
+    report = fn.memory_report(Tries(), torch.ones(ROWS, COLS, device=device))
+    assert [norm.name for norm in report] == ["fits"]
+
+
 def test_sparse_tensors_of_other_layers(device):
     class Graph(nn.Sequential):
         def forward(self, x):

@@ -112,13 +112,6 @@ def test_the_list_holds_the_normalized_input_of_lost_columns(device, generator):
         )
 
 
-def test_opcheck_unrecoverable_columns(device, generator):
-    op = torch.ops.fused_norm.unrecoverable_columns.default
-    weight, bias = randn(generator, 8), randn(generator, 8)
-    for args in [(weight, bias, 0.0, BF16), (weight, None, 1.0, FP16), (None, bias, 0.0, FP32)]:
-        torch.library.opcheck(op, args)
-
-
 @pytest.mark.parametrize("dtype", [FP64, FP32, FP16, BF16], ids=str)
 @each_kind
 def test_calling_the_operator_differentiates(kind, dtype, device, generator):

@@ -453,7 +453,7 @@ def test_scale_is_applied_in_fp32(device, generator):
     """Not rounded to 16 bit: as the fp32 product gives, to a few of fp32's roundings."""
     x = logits(generator, 8, 512, dtype=BF16)
     scale = 1 / math.sqrt(80)
-    y = torch.ops.fused_norm.scaled_masked_softmax(x, None, scale, False, FP32)
+    y = torch.ops.fused_norm.softmax_forward(x, -1, False, FP32, None, scale)
     torch.testing.assert_close(y, F.softmax(x.float() * scale, -1), rtol=1e-5, atol=1e-7)
 
 

@@ -30,8 +30,11 @@ each_function = pytest.mark.parametrize("name", list(FUNCTIONS))
 each_module = pytest.mark.parametrize(("ours", "theirs"), MODULES.values(), ids=list(MODULES))
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 forward_op = torch.ops.fused_norm.softmax_forward.default
-masked_op = torch.ops.fused_norm.scaled_masked_softmax.default
 backward_op = torch.ops.fused_norm.softmax_backward.default
+
+
+def masked_op(x, mask, scale=1.0, causal=False, out=None):
+    return forward_op(x, -1, False, out, mask, scale, causal)
 
 
 def leaf(generator, *shape, dtype=FP64):
@@ -378,7 +381,7 @@ def test_opcheck_masked(pair, which, causal, requires_grad, device, generator):
     for shape in [(5, 8), (2, 3, 4), (0, 8), (3, 0)]:
         x = randn(generator, *shape, dtype=pair[0]).requires_grad_(requires_grad)
         mask = masks_of(generator, shape)[which]
-        torch.library.opcheck(masked_op, (x, mask, 0.5, causal, pair[1]))
+        torch.library.opcheck(forward_op, (x, -1, False, pair[1], mask, 0.5, causal))
 
 
 @each_shape
@@ -506,6 +509,16 @@ CASES = {
         lambda make: forward_op(make(3, 48), -1, False, BF16),
         RuntimeError,
         ["out_dtype", "BFloat16", "Float"],
+    ),
+    "mask beside another dimension than the last": (
+        lambda make: forward_op(make(3, 48), 0, False, None, make(48, dtype=torch.bool)),
+        RuntimeError,
+        ["mask, scale and causal", "dim is 0"],
+    ),
+    "scale of a logarithm": (
+        lambda make: forward_op(make(3, 48), -1, True, None, None, 0.5),
+        RuntimeError,
+        ["mask, scale and causal", "log is True"],
     ),
     "mask of another length": (
         lambda make: fn.scaled_masked_softmax(make(3, 48), make(37, dtype=torch.bool)),

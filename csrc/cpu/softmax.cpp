@@ -24,7 +24,6 @@ void softmax_row(const Acc* x, bool log, Acc* y, int64_t n) {
   }
 }
 
-// dx may be dy.
 template <typename Acc>
 void gradient_row(const Acc* dy, const Acc* y, bool log, Acc scale, Acc* dx, int64_t n) {
   if (log) {
@@ -36,71 +35,34 @@ void gradient_row(const Acc* dy, const Acc* y, bool log, Acc scale, Acc* dx, int
   }
 }
 
-template <typename Acc>
-void transpose(const Acc* from, int64_t from_pitch, Acc* to, int64_t to_pitch, int64_t rows,
-               int64_t cols) {
-  constexpr int64_t kHeight = 16;
-  for (int64_t top = 0; top < rows; top += kHeight) {
-    for (int64_t col = 0; col < cols; ++col) {
-      for (int64_t row = top; row < std::min(top + kHeight, rows); ++row) {
-        to[col * to_pitch + row] = from[row * from_pitch + col];
-      }
-    }
-  }
-}
-
-// Calls row_function(a row of each input, where to put the result), which may be the first input's
-// row, over dimension 1 of inputs of shape (outer, cols, inner). Columns become rows a tile at a
-// time: a row has the same bits wherever its elements lie.
+// Calls row_function(a row of each input, where to put the result) over dimension 1 of inputs of
+// shape (outer, cols, inner). Columns are copied to rows, so that a row has the same bits wherever
+// its elements lie.
 template <typename Acc, size_t inputs, typename RowFunction>
 void over_rows(const std::array<at::Tensor, inputs>& from, const at::Tensor& result,
                const RowFunction& row_function) {
   const int64_t outer = from[0].size(0), cols = from[0].size(1), inner = from[0].size(2);
-  if (inner == 1) {
-    in_parallel_blocks(outer, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
-      const NewRows<Acc> made(result.view({outer, cols}), first, count, scratch[inputs]);
-      std::array<at::Tensor, inputs> blocks;
-      std::array<const Acc*, inputs> data;
-      for (size_t i = 0; i < inputs; ++i) {
-        blocks[i] = rows_of<Acc>(from[i].squeeze(2), first, count, scratch[i]);
-        data[i] = blocks[i].template const_data_ptr<Acc>();
-      }
-      for (Acc *to = made.data(), *end = to + count * cols; to != end; to += cols) {
-        row_function(data, to);
-        for (const Acc*& row : data) row += cols;
-      }
-      made.store();
-    });
-    return;
-  }
-
-  const int64_t width = std::min<int64_t>(inner, 64), tiles = (inner + width - 1) / width;
-  const int64_t pitch = cols + 16;  // not a power of two, whose lines share few sets of a cache
-  std::array<at::Tensor, inputs> wide;
-  for (size_t i = 0; i < inputs; ++i) wide[i] = from[i].to(kType<Acc>).contiguous();
-  at::Tensor made = result;
-  if (made.scalar_type() != kType<Acc>) made = at::empty({outer, cols, inner}, kType<Acc>);
-  const int64_t grain = std::max<int64_t>(kGrain / (cols * width), 1);
-  at::parallel_for(0, outer * tiles, grain, [&](int64_t begin, int64_t end) {
-    const at::Tensor storage = at::empty({int64_t{inputs}, width, pitch}, kType<Acc>);
-    Acc* buffer = storage.mutable_data_ptr<Acc>();
-    for (int64_t tile = begin; tile < end; ++tile) {
-      const int64_t first = tile % tiles * width, count = std::min(width, inner - first);
-      const int64_t start = tile / tiles * cols * inner + first;
-      std::array<const Acc*, inputs> data;
-      for (size_t i = 0; i < inputs; ++i) {
-        Acc* to = buffer + i * width * pitch;
-        transpose(wide[i].template const_data_ptr<Acc>() + start, inner, to, pitch, cols, count);
-        data[i] = to;
-      }
-      for (int64_t row = 0; row < count; ++row) {
-        row_function(data, buffer + row * pitch);
-        for (const Acc*& input : data) input += pitch;
-      }
-      transpose(buffer, pitch, made.mutable_data_ptr<Acc>() + start, inner, count, cols);
+  const int64_t rows = outer * inner;
+  std::array<at::Tensor, inputs> rows_from;
+  for (size_t i = 0; i < inputs; ++i) rows_from[i] = from[i].transpose(1, 2).reshape({rows, cols});
+  const at::Tensor rows_made =
+      inner == 1 ? result.view({rows, cols}) : at::empty({rows, cols}, result.options());
+  in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
+    const NewRows<Acc> made(rows_made, first, count, scratch[inputs]);
+    std::array<at::Tensor, inputs> blocks;
+    std::array<const Acc*, inputs> data;
+    for (size_t i = 0; i < inputs; ++i) {
+      blocks[i] = rows_of<Acc>(rows_from[i], first, count, scratch[i]);
+      data[i] = blocks[i].template const_data_ptr<Acc>();
     }
+    for (Acc *to = made.data(), *end = to + count * cols; to != end; to += cols) {
+      row_function(data, to);
+      for (const Acc*& row : data) row += cols;
+    }
+    made.store();
   });
-  if (!made.is_same(result)) result.copy_(made.view(result.sizes()));
+  if (inner == 1) return;
+  result.view({outer, cols, inner}).copy_(rows_made.view({outer, inner, cols}).transpose(1, 2));
 }
 
 // y = scale * x with one row of the mask, whose shape is that of the input by expand().

@@ -33,11 +33,10 @@ struct AttentionCall {
   bool top_left;
   double dropout_p;
 
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tie(c.query, c.key, c.value, c.attn_mask, c.alibi_slopes, c.sink, c.cu_seqlens_q,
-                    c.cu_seqlens_k, c.rng, c.max_seqlen_q, c.max_seqlen_k, c.scale, c.softcap,
-                    c.window_left, c.window_right, c.top_left, c.dropout_p);
+  auto fields() const {
+    return std::tie(query, key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k,
+                    rng, max_seqlen_q, max_seqlen_k, scale, softcap, window_left, window_right,
+                    top_left, dropout_p);
   }
 
   bool is_packed() const { return cu_seqlens_q.has_value(); }
@@ -57,10 +56,8 @@ struct AttentionBackwardCall {
   AttentionCall forward;
   AttentionWanted wanted;
 
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tuple_cat(std::tie(c.dout, c.dlse, c.out, c.lse), AttentionCall::fields(c.forward),
-                          std::tie(c.wanted));
+  auto fields() const {
+    return std::tuple_cat(std::tie(dout, dlse, out, lse), forward.fields(), std::tie(wanted));
   }
 };
 

@@ -170,13 +170,9 @@ void check_attention(const AttentionCall& call) {
 void check_attention_backward(const AttentionBackwardCall& call) {
   check_attention(call.forward);
   const auto [query, key, value] = call.forward.apart();
-  const auto check = [&](const Tensor& tensor, const char* name, ScalarType type,
-                         c10::SymIntArrayRef shape) {
-    check_beside(tensor, name, query);
-    TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", type, ", but is ",
-                tensor.scalar_type());
-    TORCH_CHECK(tensor.sym_sizes() == shape, name, " must have shape ", shape, ", but has ",
-                tensor.sym_sizes());
+  const auto check = [query = query](const Tensor& tensor, const char* name, ScalarType type,
+                                     c10::SymIntArrayRef shape) {
+    check_given(tensor, name, type, shape, query, Strides::kAny);
   };
   c10::SymDimVector shape(query.sym_sizes());
   shape.back() = value.sym_size(-1);

@@ -67,11 +67,10 @@ void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList
 variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* name,
                                at::IntArrayRef places, c10::Stack before) {
   const std::bitset<64> given = tensor_places(ctx);
-  // One for each tensor and for three other arguments of CallFunction::forward: `saved` has two
-  // results beside the tensors.
+  // CallFunction::forward takes n tensors and three more arguments; `saved` holds n + 2.
   variable_list results(saved.size() + 1);
   c10::List<bool> wanted;
-  c10::SmallVector<size_t, 8> edges;
+  c10::SmallVector<size_t, 8> edges;  // how many given tensors stand before each place
   for (const int64_t place : places) {
     edges.push_back((given << (64 - place)).count());
     wanted.push_back(given[place] && ctx->needs_input_grad(edges.back()));

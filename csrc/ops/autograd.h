@@ -42,8 +42,8 @@ inline bool has_tangent(const at::Tensor& tensor) { return tensor._fw_grad(/*lev
 inline bool requires_grad(const at::Tensor& tensor) { return tensor.requires_grad(); }
 
 // A torch.func transform, forward mode or torch.jit.trace is at work, which know no
-// torch::autograd::Function. What a transform asks of this level's Autograd kernels passes on to
-// the level below through a key of its own.
+// torch::autograd::Function. A transform calls this level's Autograd kernels, and then the operator
+// at the level below through the key FuncTorchDynamicLayerBackMode.
 template <typename... Args>
 bool is_transformed(const Args&... args) {
   return c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerBackMode) ||
@@ -156,9 +156,10 @@ void save_call(AutogradContext* ctx, const c10::Stack& arguments, at::TensorList
 variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved, const char* op,
                                at::IntArrayRef places, c10::Stack before);
 
-// Of an operator of two results. `Self` has the operator, op(); whether the first result is saved,
-// as the second is, and whether the second is differentiable, as the first is; kBackward, kPlaces
-// and before(gradients of those that are, results saved) for backward_of_call().
+// Of an operator of two results. The second is always saved, the first if Self::kSavesFirst; the
+// first is always differentiable, the second if Self::kDifferentiatesSecond. `Self` also has the
+// operator, op(), and kBackward, kPlaces and before(gradients of the results that are
+// differentiable, the results saved) for backward_of_call().
 template <typename Self>
 struct CallFunction : torch::autograd::Function<Self> {
   static constexpr bool is_traceable = true;
@@ -177,8 +178,9 @@ struct CallFunction : torch::autograd::Function<Self> {
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
+    variable_list saved = ctx->get_saved_variables();
     if (!grads[0].defined() && !grads.back().defined()) return variable_list(saved.size() + 1);
+    saved.back() = saved.back().contiguous();  // a hook of saved tensors may give other strides
     return backward_of_call(ctx, saved, Self::kBackward, Self::kPlaces,
                             Self::before(grads, *(saved.end() - 2), saved.back()));
   }

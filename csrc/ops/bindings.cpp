@@ -70,6 +70,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("before_optimizer_step", &before_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("after_optimizer_step", &after_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("set_overflow_message", &set_overflow_message);
+  m.def("unrecoverable_columns", &unrecoverable_columns, py::call_guard<py::gil_scoped_release>());
   m.def("softmax", &softmax, py::call_guard<py::gil_scoped_release>());
   m.def("attention", kernel<attention>, py::call_guard<py::gil_scoped_release>());
   m.def("attention", [](const py::args&) { return py::none(); });

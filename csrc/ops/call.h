@@ -47,7 +47,7 @@ auto as_results(Gradients<n> gradients) {
 
 // The kernel of an operator whose arguments are a Call's, from a function of the Call. A Call may
 // be a member of another one.
-template <typename Call, typename Fields = decltype(Call::fields(std::declval<Call&>()))>
+template <typename Call, typename Fields = decltype(std::declval<const Call&>().fields())>
 struct Kernels;
 
 template <typename Call, typename... Members>
@@ -71,8 +71,8 @@ constexpr auto* kernel = kernel_of<function>(function);
 
 // A struct of arguments as its members, anything else as it is.
 template <typename T>
-auto arguments_of(const T& call, int) -> decltype(T::fields(call)) {
-  return T::fields(call);
+auto arguments_of(const T& call, int) -> decltype(call.fields()) {
+  return call.fields();
 }
 template <typename T>
 std::tuple<const T&> arguments_of(const T& argument, long) {

@@ -57,6 +57,18 @@ void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& ot
   check_device(tensor, name, other, other_name);
 }
 
+void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
+                 c10::SymIntArrayRef sizes, const at::Tensor& beside, Strides strides) {
+  const bool contiguous = strides == Strides::kContiguous;
+  check_layout(tensor, name);
+  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sym_sizes() == sizes &&
+                  tensor.device() == beside.device() && (!contiguous || tensor.is_contiguous()),
+              name, " must be ", contiguous ? "contiguous, " : "", "of shape ", sizes,
+              " and dtype ", dtype, " on ", beside.device(), ", but has shape ", tensor.sym_sizes(),
+              ", strides ", tensor.sym_strides(), " and dtype ", tensor.scalar_type(), " on ",
+              tensor.device());
+}
+
 void check_normalized(const at::Tensor& tensor, const char* name,
                       c10::SymIntArrayRef normalized_shape) {
   const size_t row_dims = normalized_shape.size();

@@ -39,6 +39,13 @@ void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& 
 void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& other,
                 const char* other_name);
 
+// What a backward call has of its forward call: of this dtype and shape, on the device of another
+// tensor; kContiguous: without gaps.
+enum class Strides { kAny, kContiguous };
+void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
+                 c10::SymIntArrayRef sizes, const at::Tensor& beside,
+                 Strides strides = Strides::kContiguous);
+
 // The tensor's last dimensions must be normalized_shape.
 void check_normalized(const at::Tensor& tensor, const char* name,
                       c10::SymIntArrayRef normalized_shape);

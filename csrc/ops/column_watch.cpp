@@ -38,8 +38,9 @@ std::atomic<bool> compile_anew = false;
 // launch what a stream waits for, and allocators may run Python.
 std::mutex mutex;
 
-// {columns of a norm: the most at risk} of norms that came near the room in code for which another
-// norm was traced, as blocks that are compiled one by one do. Later traces have room for theirs.
+// Equal blocks that are compiled one by one may share code that was traced for one block's norm.
+// For each number of columns: the most at risk in a norm that came near its room in code traced for
+// another norm. Later traces have room for them.
 std::map<int64_t, int64_t>& most_untraced = *new std::map<int64_t, int64_t>;
 int newest_generation = -1;  // of the code that was traced last
 

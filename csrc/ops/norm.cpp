@@ -180,7 +180,8 @@ void forward_on_cpu(const NormCall& call, const NormColumns& norm, const Results
 void forward_on_cuda(const NormCall& call, const NormColumns& norm, const Results& out) {
   const int64_t row_dims = static_cast<int64_t>(call.normalized_shape.size()), room = out.room();
   const c10::cuda::CUDAGuard guard(call.input.device());
-  // A kernel adds where it can. The others are few, and are added up before.
+  // A kernel adds where it can: its x is then the residual, and the input is its addend. Other
+  // calls are few, and x is added up before.
   const bool adds = has(call.residual) && call.residual->scalar_type() == norm.x_dtype &&
                     call.input.scalar_type() == norm.y_dtype &&
                     norm_forward_adds(static_cast<int32_t>(norm.cols), to_dtype(norm.x_dtype),
@@ -245,15 +246,6 @@ std::vector<Tensor> norm_forward(const NormCall& call) {
 }
 
 namespace {
-
-void check_given(const Tensor& tensor, const char* name, ScalarType dtype, SymIntArrayRef sizes,
-                 const Tensor& dy) {
-  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sym_sizes() == sizes &&
-                  tensor.device() == dy.device() && tensor.is_contiguous(),
-              name, " must be contiguous, of shape ", sizes, " and dtype ", dtype, " on ",
-              dy.device(), ", but has shape ", tensor.sizes(), ", strides ", tensor.strides(),
-              " and dtype ", tensor.scalar_type(), " on ", tensor.device());
-}
 
 // Of tensors with data.
 void check_saved(const NormBackwardCall& call, int64_t cols) {
@@ -387,19 +379,13 @@ Gradients<3> norm_backward(const NormBackwardCall& call) {
   return made;
 }
 
-Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
-                             double weight_offset, ScalarType out_dtype) {
-  const auto limits = recoverable_limits<double>(to_dtype(out_dtype));
-  // In fp64, so that no comparison over- or underflows whatever the parameters' dtype; but the
-  // offset is added in the precision in which the kernels add it.
-  const Tensor g = has(weight) ? weight->to(accumulate_dtype(weight->scalar_type()))
-                                     .add(weight_offset)
-                                     .to(at::kDouble)
-                                     .abs()
-                               : at::ones_like(*bias, bias->options().dtype(at::kDouble));
-  Tensor recoverable = g.ge(limits.smallest).logical_and_(g.le(limits.largest));
-  if (has(bias)) recoverable.logical_and_(bias->to(at::kDouble).abs().mul_(limits.ratio).le(g));
-  return recoverable.logical_not_().sum();
+int64_t unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
+                              double weight_offset, ScalarType out_dtype) {
+  const auto on_cpu = [](const OptionalTensor& t) { return has(t) ? t->cpu() : Tensor(); };
+  NormColumns norm{on_cpu(weight), on_cpu(bias), weight_offset, 0, out_dtype, out_dtype};
+  norm.cols = norm.first().numel();
+  norm.x_dtype = norm.first().scalar_type();
+  return cpu::columns_beyond(recoverable_limits<double>(to_dtype(out_dtype)), norm).numel();
 }
 
 }  // namespace fused_norm::ops

@@ -40,10 +40,9 @@ struct NormCall {
   std::optional<at::ScalarType> residual_dtype;
   std::optional<c10::SymInt> room;
 
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tie(c.input, c.weight, c.bias, c.normalized_shape, c.eps, c.weight_offset, c.rms,
-                    c.out_dtype, c.residual, c.residual_dtype, c.room);
+  auto fields() const {
+    return std::tie(input, weight, bias, normalized_shape, eps, weight_offset, rms, out_dtype,
+                    residual, residual_dtype, room);
   }
 
   // Of what is normalized, and of the output.
@@ -66,11 +65,9 @@ struct NormBackwardCall {
   std::array<bool, 3> output_mask;
   const OptionalTensor &side, &columns, &dresidual;
 
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tie(c.dy, c.saved, c.mean, c.rstd, c.weight, c.bias, c.normalized_shape,
-                    c.weight_offset, c.rms, c.from_output, c.input_dtype, c.output_mask, c.side,
-                    c.columns, c.dresidual);
+  auto fields() const {
+    return std::tie(dy, saved, mean, rstd, weight, bias, normalized_shape, weight_offset, rms,
+                    from_output, input_dtype, output_mask, side, columns, dresidual);
   }
   at::ScalarType x_dtype() const { return input_dtype; }
   at::ScalarType y_dtype() const { return dy.scalar_type(); }
@@ -104,10 +101,10 @@ Gradients<3> norm_backward(const NormBackwardCall& call);
 // the room for it chosen here; or, under a transform, those of the operator's own Autograd kernel.
 std::vector<at::Tensor> norm(const NormCall& call, bool memory_efficient);
 
-// How many columns of a norm with these parameters cannot be taken back from an output of out_dtype
-// (0-d int64).
-at::Tensor unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
-                                 double weight_offset, at::ScalarType out_dtype);
+// How many columns of a norm with these parameters, of which one is given, cannot be taken back
+// from an output of out_dtype.
+int64_t unrecoverable_columns(const OptionalTensor& weight, const OptionalTensor& bias,
+                              double weight_offset, at::ScalarType out_dtype);
 
 #ifdef FUSED_NORM_WITH_CUDA
 

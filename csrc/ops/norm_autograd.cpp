@@ -57,7 +57,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     variable_list results = forward_op().below_autograd(with_room);
     const bool adds = has(how.residual), lists = room > 0, from_output = room >= 0;
     const Tensor& x = adds ? results[1] : how.input;
-    const auto statistics = results.begin() + (adds ? 2 : 1);  // (mean, rstd), or (rstd, ...)
+    // (rstd, side, columns) with a list, else (mean, rstd).
+    const auto statistics = results.begin() + (adds ? 2 : 1);
 
     variable_list saved(kSavedTensors);
     saved[kSaved] = from_output ? saved_result(results[0]) : adds ? saved_result(x) : x;
@@ -106,6 +107,9 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     make_result(&saved[kMean], mean_at);
     make_result(&saved[kRstd], rstd_at);
     make_result(&saved[kSide], side_at);
+    // A hook of saved tensors may give them other strides.
+    for (const int i : {kMean, kRstd, kSide, kColumns})
+      if (saved[i].defined()) saved[i] = saved[i].contiguous();
     const OptionalTensor mean = optional(saved[kMean]), weight = optional(saved[kWeight]),
                          bias = optional(saved[kBias]), side = optional(saved[kSide]),
                          columns = optional(saved[kColumns]);
@@ -194,9 +198,6 @@ TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
       "mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
       "weight_offset, bool rms, bool from_output, ScalarType input_dtype, Tensor? side, Tensor? "
       "columns) -> Tensor");
-  define(m, "unrecoverable_columns",
-         "(Tensor? weight, Tensor? bias, float weight_offset, ScalarType out_dtype) -> Tensor",
-         &unrecoverable_columns);
 }
 
 }  // namespace

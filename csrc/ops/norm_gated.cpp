@@ -28,10 +28,9 @@ struct GatedCall {
   bool norm_before_gate, silu;
   std::optional<c10::SymInt> group_size;  // elements of a row that are normalized together
 
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tie(c.input, c.gate, c.weight, c.normalized_shape, c.eps, c.weight_offset,
-                    c.norm_before_gate, c.silu, c.group_size);
+  auto fields() const {
+    return std::tie(input, gate, weight, normalized_shape, eps, weight_offset, norm_before_gate,
+                    silu, group_size);
   }
 };
 
@@ -44,9 +43,8 @@ struct GatedBackwardCall {
   GatedCall forward;
   std::array<bool, 3> wanted;
 
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tuple_cat(std::tie(c.dy, c.rstd), GatedCall::fields(c.forward), std::tie(c.wanted));
+  auto fields() const {
+    return std::tuple_cat(std::tie(dy, rstd), forward.fields(), std::tie(wanted));
   }
 };
 
@@ -293,19 +291,10 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   const auto& [dy, rstd, forward, wanted] = call;
   check_rms_norm_gated(forward);
-  check_layout(dy, "dy");
   const Tensor& input = forward.input;
-  TORCH_CHECK(dy.sym_sizes() == input.sym_sizes() && dy.scalar_type() == input.scalar_type() &&
-                  dy.device() == input.device(),
-              "dy must have input's shape ", input.sym_sizes(), ", dtype ", input.scalar_type(),
-              " and device ", input.device(), ", but has shape ", dy.sym_sizes(), ", dtype ",
-              dy.scalar_type(), " and is on ", dy.device());
-  const auto shape = shape_of(forward);
-  TORCH_CHECK(rstd.sym_sizes() == lead_of(shape) && rstd.is_contiguous() &&
-                  rstd.scalar_type() == accumulate_dtype(input.scalar_type()) &&
-                  rstd.device() == input.device(),
-              "rstd must be that of rms_norm_gated_forward, contiguous and of shape ",
-              lead_of(shape), ", but has shape ", rstd.sym_sizes());
+  check_given(dy, "dy", input.scalar_type(), input.sym_sizes(), input, Strides::kAny);
+  check_given(rstd, "rstd", accumulate_dtype(input.scalar_type()), lead_of(shape_of(forward)),
+              input);
   if (input.is_meta() || input.sym_numel() == 0) {
     return zeroed<3>({new_like_if(wanted[kInput], input), new_like_if(wanted[kGate], forward.gate),
                       new_like_if(wanted[kWeight], forward.weight)});

@@ -40,39 +40,24 @@ void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64
                     " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
 }
 
-// A call of either operator: softmax of `input` over `dim`, or its logarithm, in out_dtype (input's
-// if none). These are the arguments of softmax_forward; the rest is for the other operator.
+// softmax of `input` over `dim`, or its logarithm, in out_dtype (input's if none). Over the last
+// dimension also softmax of scale * input, without the elements where a boolean mask is true, or
+// with a floating mask added. The mask broadcasts against the input. causal: the last two
+// dimensions are (queries, keys), and key j is masked for query i where j > i + keys - queries. A
+// row whose every element is masked gives zeros.
 struct SoftmaxCall {
   const Tensor& input;
   int64_t dim;
   bool log;
   std::optional<ScalarType> out_dtype;
-  const OptionalTensor& mask = kNoTensor;
-  double scale = 1;
-  bool causal = false;
+  const OptionalTensor& mask;
+  double scale;
+  bool causal;
 
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tie(c.input, c.dim, c.log, c.out_dtype);
-  }
+  auto fields() const { return std::tie(input, dim, log, out_dtype, mask, scale, causal); }
 
   ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
   bool hides() const { return has(mask) || causal; }
-};
-
-// The arguments of scaled_masked_softmax: softmax of scale * input over the last dimension, without
-// the elements where a boolean mask is true, or with a floating mask added. The mask broadcasts
-// against the input. causal: the last two dimensions are (queries, keys), and key j is masked for
-// query i where j > i + keys - queries. A row whose every element is masked gives zeros.
-struct MaskedSoftmaxCall : SoftmaxCall {
-  MaskedSoftmaxCall(const Tensor& input, const OptionalTensor& mask, double scale, bool causal,
-                    std::optional<ScalarType> out_dtype)
-      : SoftmaxCall{input, /*dim=*/-1, /*log=*/false, out_dtype, mask, scale, causal} {}
-
-  template <typename Self>
-  static auto fields(Self& c) {
-    return std::tie(c.input, c.mask, c.scale, c.causal, c.out_dtype);
-  }
 };
 
 // The checks that every call passes, also where the decomposition runs.
@@ -81,6 +66,10 @@ void check_call(const SoftmaxCall& call) {
   check_layout(input, "input");
   check_softmax_options(input.scalar_type(), call.y_dtype(), input.dim(), call.dim);
   TORCH_CHECK(std::isfinite(call.scale), "scale must be finite, but is ", call.scale);
+  const bool last = call.dim == -1 || call.dim + 1 == std::max<int64_t>(input.dim(), 1);
+  TORCH_CHECK((last && !call.log) || (call.scale == 1 && !call.hides()),
+              "mask, scale and causal go with softmax over the last dimension alone, but ",
+              call.log ? "log is True" : "dim is ", call.log ? "" : std::to_string(call.dim));
   TORCH_CHECK(!call.causal || input.dim() >= 2,
               "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
               input.dim());
@@ -171,6 +160,20 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
   return readable;
 }
 
+void on_columns(const Geometry& geometry, ScalarType x_dtype, ScalarType y_dtype, bool log,
+                bool backward, std::array<const void*, 2> read, const Tensor& written) {
+  const SoftmaxColumnsParams params{geometry.outer,
+                                    static_cast<int32_t>(geometry.cols),
+                                    geometry.inner,
+                                    to_dtype(x_dtype),
+                                    to_dtype(y_dtype),
+                                    log,
+                                    backward,
+                                    {read[0], read[1]},
+                                    written.mutable_data_ptr()};
+  launch(launch_softmax_columns, params);
+}
+
 // `mask` is undefined or has input's shape by expand().
 void forward_on_cuda(const SoftmaxCall& call, const Geometry& geometry, const Tensor& mask,
                      const Tensor& y) {
@@ -179,10 +182,8 @@ void forward_on_cuda(const SoftmaxCall& call, const Geometry& geometry, const Te
   const auto cols = static_cast<int32_t>(geometry.cols);
   if (!geometry.rows()) {
     const Tensor x = call.input.contiguous();
-    const SoftmaxColumnsForwardParams params{
-        geometry.outer,    cols,     geometry.inner,     to_dtype(x_dtype),
-        to_dtype(y_dtype), call.log, x.const_data_ptr(), y.mutable_data_ptr()};
-    return launch(launch_softmax_columns_forward, params);
+    return on_columns(geometry, x_dtype, y_dtype, call.log, /*backward=*/false,
+                      {x.const_data_ptr(), nullptr}, y);
   }
   check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
                    y_dtype);
@@ -205,11 +206,8 @@ void backward_on_cuda(const Tensor& dy, const Tensor& output, const Geometry& ge
   const auto cols = static_cast<int32_t>(geometry.cols);
   if (!geometry.rows()) {
     const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
-    const SoftmaxColumnsBackwardParams params{
-        geometry.outer,       cols, geometry.inner,           to_dtype(x_dtype),
-        to_dtype(y_dtype),    log,  dy_data.const_data_ptr(), y_data.const_data_ptr(),
-        dx.mutable_data_ptr()};
-    return launch(launch_softmax_columns_backward, params);
+    return on_columns(geometry, x_dtype, y_dtype, log, /*backward=*/true,
+                      {dy_data.const_data_ptr(), y_data.const_data_ptr()}, dx);
   }
   check_tier_holds(backward_pass(log), geometry, x_dtype, y_dtype);
   const int64_t row_dims = dy.dim() - geometry.dim;
@@ -254,7 +252,7 @@ Tensor softmax_forward(const SoftmaxCall& call) {
   return y;
 }
 
-// The gradient of the input from `output`, in input_dtype; of both operators above, as where an
+// The gradient of the input from `output`, in input_dtype; also of a masked call, as where an
 // element was masked the output is zero.
 Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
                         ScalarType input_dtype, double scale) {
@@ -285,22 +283,18 @@ Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, boo
   return dx;
 }
 
-template <typename Call>
-constexpr auto* kernel_for = &Kernels<Call>::template kernel<softmax_forward>;
-
+const auto& forward_op() { return operator_of<kernel<softmax_forward>>("softmax_forward"); }
 const auto& backward_op() { return operator_of<&softmax_backward>("softmax_backward"); }
 
 }  // namespace
 
-template <typename Self, typename Call>
-struct RecordedSoftmax : torch::autograd::Function<Self> {
+// Profiles show this name, which is to be the same in every build.
+struct SoftmaxFunction : torch::autograd::Function<SoftmaxFunction> {
   static constexpr bool is_traceable = true;
   using Saved = std::tuple<int64_t, bool, ScalarType, double>;  // beside the output
 
-  static const auto& op() { return operator_of<kernel_for<Call>>(Self::kName); }
-
-  static Tensor forward(AutogradContext* ctx, const Tensor& input, const Call& call) {
-    const Tensor output = op().below_autograd(call);
+  static Tensor forward(AutogradContext* ctx, const Tensor& input, const SoftmaxCall& call) {
+    const Tensor output = forward_op().below_autograd(call);
     ctx->save_for_backward({saved_result(output)});
     ctx->set_materialize_grads(false);
     ctx->saved_data["call"] = Saved(call.dim, call.log, input.scalar_type(), call.scale);
@@ -315,37 +309,23 @@ struct RecordedSoftmax : torch::autograd::Function<Self> {
     return {backward_op().in_backward(grads[0], output, dim, log, input_dtype, scale), Tensor()};
   }
 };
-// Profiles show these names, which are to be the same in every build.
-struct SoftmaxFunction : RecordedSoftmax<SoftmaxFunction, SoftmaxCall> {
-  static constexpr const char* kName = "softmax_forward";
-};
-struct ScaledMaskedSoftmaxFunction
-    : RecordedSoftmax<ScaledMaskedSoftmaxFunction, MaskedSoftmaxCall> {
-  static constexpr const char* kName = "scaled_masked_softmax";
-};
 
 namespace {
 
-template <typename Function, typename Call>
-Tensor differentiate(const Call& call) {
+Tensor differentiate(const SoftmaxCall& call) {
   TORCH_CHECK(!needs_grad(call.mask) && !any_tensor(has_tangent, call.mask),
               "mask requires grad, but scaled_masked_softmax does not differentiate a mask: pass "
               "mask.detach(), or add it to the input before softmax");
-  if (auto result = Function::op().unrecorded(check_call, call)) return *result;
+  if (auto result = forward_op().unrecorded(check_call, call)) return *result;
   check_layout(call.input, "input");  // Function asks for sizes, which not every tensor has
-  return Function::apply(call.input, call);
+  return SoftmaxFunction::apply(call.input, call);
 }
 
 TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
-  define_differentiable(
-      m, "softmax_forward",
-      "(Tensor input, int dim, bool log=False, ScalarType? out_dtype=None) -> Tensor",
-      kernel_for<SoftmaxCall>, kernel<differentiate<SoftmaxFunction, SoftmaxCall>>);
-  define_differentiable(m, "scaled_masked_softmax",
-                        "(Tensor input, Tensor? mask, float scale=1.0, bool causal=False, "
-                        "ScalarType? out_dtype=None) -> Tensor",
-                        kernel_for<MaskedSoftmaxCall>,
-                        kernel<differentiate<ScaledMaskedSoftmaxFunction, MaskedSoftmaxCall>>);
+  define_differentiable(m, "softmax_forward",
+                        "(Tensor input, int dim, bool log=False, ScalarType? out_dtype=None, "
+                        "Tensor? mask=None, float scale=1.0, bool causal=False) -> Tensor",
+                        kernel<softmax_forward>, kernel<differentiate>);
   define_backward(m, "softmax_backward",
                   "(Tensor dy, Tensor output, int dim, bool log, ScalarType input_dtype, float "
                   "scale=1.0) -> Tensor",
@@ -358,9 +338,10 @@ void force_softmax_tier(const std::string& wanted) {
   wanted_tier = static_cast<SoftmaxTier>(tier_number(kTierNames, wanted));
 }
 
-Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype) {
+Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype,
+               const OptionalTensor& mask, double scale, bool causal) {
   if (at::tracer::impl::is_dispatch_enabled()) return {};
-  return SoftmaxFunction::op().call(SoftmaxCall{input, dim, log, out_dtype});
+  return forward_op().call(SoftmaxCall{input, dim, log, out_dtype, mask, scale, causal});
 }
 
 }  // namespace fused_norm::ops

@@ -6,6 +6,8 @@
 #include <optional>
 #include <string>
 
+#include "ops/checks.h"
+
 namespace fused_norm::ops {
 
 // The wish for a tier, for tests and benchmarks on CUDA rows along the last dimension: "auto",
@@ -15,6 +17,7 @@ void force_softmax_tier(const std::string& name);
 // What functional softmaxes call: the operator softmax_forward, recorded for autograd. Undefined,
 // or None, where the caller is to see to it that torch.jit.trace records an operator.
 at::Tensor softmax(const at::Tensor& input, int64_t dim, bool log,
-                   std::optional<at::ScalarType> out_dtype);
+                   std::optional<at::ScalarType> out_dtype, const OptionalTensor& mask,
+                   double scale, bool causal);
 
 }  // namespace fused_norm::ops

@@ -57,7 +57,8 @@ def register(memory_efficient: bool = False) -> None:
 
 
 def unregister() -> None:
-    """Takes back what :func:`register` did. Models that use it go on with it."""
+    """Takes back what :func:`register` did. Norms that run by it go on with it. A model whose
+    attention does is to be switched before: ``model.set_attn_implementation("sdpa")``."""
     for interface in (AttentionInterface, AttentionMaskInterface):
         interface._global_mapping.pop(NAME, None)
     if is_kernels_available():
@@ -365,6 +366,8 @@ def attention(
         s_aux: attention sinks.
         position_bias: added to the scores; differentiable.
         indices: ``(B, Sq, K)``, the keys that each query sees of those that the mask shows.
+        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32 ``(sequences + 1,)`` say where the
+            sequences begin in one packed row.
 
     Returns:
         ``(B, Sq, Hq, Dv)``, and ``None`` for the probabilities, which are never in memory.
@@ -406,14 +409,29 @@ def attention(
         key, value, columns = key[:, :, :rows], value[:, :, :rows], rows
         if position_bias is not None:
             position_bias = position_bias[..., :rows]
+    packed = [options.get(name) for name in ("cu_seq_lens_q", "cu_seq_lens_k")]
+    if places is None and all(offsets is not None for offsets in packed):
+        if batch != 1 or rows != columns:
+            raise ValueError(
+                "cu_seq_lens_q and cu_seq_lens_k are of one row with all of its keys, but query "
+                f"has shape {tuple(query.shape)} and key {tuple(key.shape)}"
+            )
+        places = [offsets.to(torch.int32) for offsets in packed]
     if is_causal:
         right = rows - columns  # aligned at the top left
-    if places is not None and (position_bias is not None or indices is not None):
+    is_alone = attention_mask is None and position_bias is None and indices is None
+    if places is not None and not is_alone:
         of_queries, of_keys = (
             torch.bucketize(torch.arange(batch * n, device=at.device).int(), at, right=True)
             for n, at in zip((rows, columns), places, strict=True)
         )
-        attention_mask = of_queries.view(batch, 1, -1, 1) == of_keys.view(batch, 1, 1, -1)
+        shown = of_queries.view(batch, 1, -1, 1) == of_keys.view(batch, 1, 1, -1)
+        if attention_mask is None:
+            attention_mask = shown
+        elif attention_mask.dtype is torch.bool:
+            attention_mask = attention_mask & shown
+        else:
+            attention_mask = attention_mask.masked_fill(~shown, float("-inf"))
         places = None
     if position_bias is not None:
         if attention_mask is None:

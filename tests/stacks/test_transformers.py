@@ -305,6 +305,38 @@ def test_packed_positions_matter():
     assert relative_error(alone, together) > 1e-2
 
 
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", "sliding", "softcap", "sinks", "latent", "chunks"])
+def test_packed_rows_of_a_collator(name, use_cache):
+    """Their offsets tell the sequences apart, where positions do not: with a cache."""
+    model = make(name, "fused_norm")
+    rows = [t.tolist() for t in batch()["input_ids"]]
+    rows = [rows[0], rows[1][:4], rows[2][:7]]
+    collator = transformers.DataCollatorWithFlattening(
+        return_tensors="pt", return_flash_attn_kwargs=True
+    )
+    inputs = collator([{"input_ids": row} for row in rows])
+    for options in (inputs, {k: v for k, v in inputs.items() if k != "position_ids"}):
+        packed = model(**options, use_cache=use_cache).logits[0]
+        if options is inputs and name == "chunks":  # of the row, not of each sequence
+            continue
+        if options is inputs:
+            alone = [model(torch.tensor([row])).logits[0] for row in rows]
+            torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+        else:  # later positions in the sequences' own, as the model counts them: not across
+            other = inputs["input_ids"].clone()
+            other[0, : len(rows[0])] = 3
+            changed = model(**options | {"input_ids": other}, use_cache=use_cache).logits[0]
+            torch.testing.assert_close(packed[len(rows[0]) :], changed[len(rows[0]) :])
+
+
+def test_offsets_of_sequences_are_of_one_row():
+    model = make("llama", "fused_norm")
+    offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+    with pytest.raises(ValueError, match="cu_seq_lens_q and cu_seq_lens_k are of one row"):
+        model(batch()["input_ids"], cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+
+
 @pytest.mark.parametrize("name", ["llama", "sliding"])
 def test_other_masks_are_those_of_sdpa(name, monkeypatch):
     """A hole in the padding; a function that a model adds to causality, beside packed rows."""

@@ -236,35 +236,40 @@ __global__ void __launch_bounds__(kColumnThreads)
 
 namespace {
 
-bool is_aligned(const void* data, int pack, DType dtype) {
-  return reinterpret_cast<uintptr_t>(data) % (pack * size_of(dtype)) == 0;
-}
-
 template <typename X, typename Y, int N>
-cudaError_t run(const SoftmaxColumnsForwardParams& params, const SoftmaxColumnsPlan& plan,
+cudaError_t run(const SoftmaxColumnsParams& params, const SoftmaxColumnsPlan& plan,
                 const ColumnsShape& shape, cudaStream_t stream) {
-  return launch(softmax_columns_forward<X, Y, N>, plan.blocks, dim3(plan.lanes, plan.splits),
-                {plan.shared_bytes}, stream, static_cast<const X*>(params.x),
-                static_cast<Y*>(params.y), shape, params.log, plan.shared_bytes > 0);
+  auto start = [&](auto kernel, auto... tensors) {
+    return launch(kernel, plan.blocks, dim3(plan.lanes, plan.splits), {plan.shared_bytes}, stream,
+                  tensors..., shape, params.log, plan.shared_bytes > 0);
+  };
+  if (params.backward)
+    return start(softmax_columns_backward<X, Y, N>, static_cast<const Y*>(params.read[0]),
+                 static_cast<const Y*>(params.read[1]), static_cast<X*>(params.written));
+  return start(softmax_columns_forward<X, Y, N>, static_cast<const X*>(params.read[0]),
+               static_cast<Y*>(params.written));
 }
 
-template <typename X, typename Y, int N>
-cudaError_t run(const SoftmaxColumnsBackwardParams& params, const SoftmaxColumnsPlan& plan,
-                const ColumnsShape& shape, cudaStream_t stream) {
-  return launch(softmax_columns_backward<X, Y, N>, plan.blocks, dim3(plan.lanes, plan.splits),
-                {plan.shared_bytes}, stream, static_cast<const Y*>(params.dy),
-                static_cast<const Y*>(params.y), static_cast<X*>(params.dx), shape, params.log,
-                plan.shared_bytes > 0);
+// Whether packs of all tensors can be read and written as such.
+bool has_packs(const SoftmaxColumnsParams& params) {
+  const int pack = pack_elements(params.x_dtype, params.y_dtype);
+  auto is_aligned = [&](const void* data, bool is_x) {
+    const int bytes = pack * size_of(is_x ? params.x_dtype : params.y_dtype);
+    return reinterpret_cast<uintptr_t>(data) % bytes == 0;
+  };
+  return params.x_dtype != DType::kFloat64 && params.inner % pack == 0 &&
+         is_aligned(params.read[0], !params.backward) &&
+         is_aligned(params.read[1], !params.backward) &&
+         is_aligned(params.written, params.backward);
 }
 
-// `aligned`: whether all tensors are aligned to a pack.
-template <typename Params>
-cudaError_t run_columns(bool backward, bool aligned, const Params& params,
-                        const DeviceProperties& device, cudaStream_t stream) {
-  const bool vectorized = params.x_dtype != DType::kFloat64 && aligned &&
-                          params.inner % pack_elements(params.x_dtype, params.y_dtype) == 0;
+}  // namespace
+
+cudaError_t launch_softmax_columns(const SoftmaxColumnsParams& params,
+                                   const DeviceProperties& device, cudaStream_t stream) {
+  const bool vectorized = has_packs(params);
   const SoftmaxColumnsPlan plan =
-      plan_softmax_columns(backward, vectorized, params.outer, params.cols, params.inner,
+      plan_softmax_columns(params.backward, vectorized, params.outer, params.cols, params.inner,
                            params.x_dtype, params.y_dtype, device);
   const int64_t inner_packs = params.inner / plan.pack;
   const ColumnsShape shape{params.outer * inner_packs, inner_packs, params.cols};
@@ -277,25 +282,6 @@ cudaError_t run_columns(bool backward, bool aligned, const Params& params,
                         : run<X, Y, 1>(params, plan, shape, stream);
     });
   });
-}
-
-}  // namespace
-
-cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& params,
-                                           const DeviceProperties& device, cudaStream_t stream) {
-  const int pack = pack_elements(params.x_dtype, params.y_dtype);
-  const bool aligned =
-      is_aligned(params.x, pack, params.x_dtype) && is_aligned(params.y, pack, params.y_dtype);
-  return run_columns(false, aligned, params, device, stream);
-}
-
-cudaError_t launch_softmax_columns_backward(const SoftmaxColumnsBackwardParams& params,
-                                            const DeviceProperties& device, cudaStream_t stream) {
-  const int pack = pack_elements(params.x_dtype, params.y_dtype);
-  const bool aligned = is_aligned(params.dx, pack, params.x_dtype) &&
-                       is_aligned(params.dy, pack, params.y_dtype) &&
-                       is_aligned(params.y, pack, params.y_dtype);
-  return run_columns(true, aligned, params, device, stream);
 }
 
 }  // namespace fused_norm

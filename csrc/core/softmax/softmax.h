@@ -83,31 +83,17 @@ cudaError_t launch_softmax_backward(const SoftmaxBackwardParams& params,
 
 // The same over another dimension than the last: tensors are contiguous [outer, cols, inner], and
 // the sums go over cols. For inner > 1. Neither scale nor mask.
-struct SoftmaxColumnsForwardParams {
+struct SoftmaxColumnsParams {
   int64_t outer;
   int32_t cols;
   int64_t inner;
   DType x_dtype, y_dtype;
-  bool log;
-  const void* x;
-  void* y;
+  bool log, backward;
+  const void* read[2];  // x; in backward dy and y
+  void* written;        // y; in backward dx
 };
 
-cudaError_t launch_softmax_columns_forward(const SoftmaxColumnsForwardParams& params,
-                                           const DeviceProperties& device, cudaStream_t stream);
-
-struct SoftmaxColumnsBackwardParams {
-  int64_t outer;
-  int32_t cols;
-  int64_t inner;
-  DType x_dtype, y_dtype;
-  bool log;
-  const void* dy;
-  const void* y;
-  void* dx;
-};
-
-cudaError_t launch_softmax_columns_backward(const SoftmaxColumnsBackwardParams& params,
-                                            const DeviceProperties& device, cudaStream_t stream);
+cudaError_t launch_softmax_columns(const SoftmaxColumnsParams& params,
+                                   const DeviceProperties& device, cudaStream_t stream);
 
 }  // namespace fused_norm
