@@ -152,6 +152,7 @@ void check_tiles(const FlatRows& flat, int rows_at_work, int units, int sure, in
   EXPECT_EQ(bytes % 16, 0);  // the kernels take for granted that tiles are whole granules
   EXPECT_GE(flat.tile_bytes, bytes);
   EXPECT_EQ(flat.tile_bytes % 16, 0);
+  EXPECT_EQ(flat.params_bytes % 16, 0);
 }
 
 TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
@@ -228,6 +229,31 @@ void check_registers(const NormBackwardPlan& plan, const DeviceProperties& chip)
   EXPECT_TRUE(plan.threads_per_row <= 32 || plan.rows_per_block <= 8);
 }
 
+void check_flat(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
+                int param_vectors) {
+  const FlatRows& flat = plan.flat;
+  EXPECT_GT(chip.max_cluster_blocks, 1);  // there are bulk copies
+  ASSERT_GE(flat.row_class, 0);
+  ASSERT_LT(flat.row_class, kFlatClasses);
+  const int units = kFlatUnits[flat.row_class], columns = units * 32;
+  check_tiles(flat, kFlatThreads / 32 * flat_rows_at_once(units), units,
+              sure_units(kFlatUnits, flat.row_class), cols);
+  EXPECT_EQ(plan.packs, units);
+  EXPECT_EQ(plan.threads_per_row, 32);
+  EXPECT_EQ(plan.shared_bytes, flat.shared_bytes);
+  // With a residual too, there is a tile on its way while another is at work.
+  EXPECT_GE(flat.slots * kFlatTensors / (kFlatTensors + 1), 2);
+  EXPECT_GE(flat.params_bytes, param_vectors > 1 ? columns * 4 * param_vectors : 0);
+  EXPECT_GE(flat.shared_bytes, flat.params_bytes + flat.slots * kFlatTensors * flat.tile_bytes);
+  EXPECT_GE(flat.shared_bytes, kFlatThreads * units * 2 * 4);  // in the end, its warps' sums
+  // Persistent: all resident at once, and none without a tile.
+  const int a_multiprocessor = (plan.blocks + chip.sm_count - 1) / chip.sm_count;
+  EXPECT_LE(a_multiprocessor, flat_backward_blocks(flat.row_class >= kShorterFlatClasses));
+  EXPECT_LE(a_multiprocessor * (flat.shared_bytes + kKilobyte),
+            chip.shared_bytes_per_block + kKilobyte);
+  EXPECT_LE(int64_t{plan.blocks - 1} * flat.rows, rows - 1);
+}
+
 void check_ring(const NormBackwardPlan& plan, const DeviceProperties& chip, int64_t rows, int cols,
                 int saved_size, int dy_size, bool from_output) {
   // From the output threads keep weights and scales, in more registers.
@@ -292,14 +318,17 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
           check_ring(plan, chip, rows, cols, saved_size, size_of(dtypes.y), from_output);
           continue;
         }
+        if (plan.tier == Tier::kFlat) {
+          check_flat(plan, chip, rows, cols, from_output ? 3 : 1);
+          continue;
+        }
         check_registers(plan, chip);
         if (from_output) {  // weight, scale and shifts, of each group where it has its own
           const int threads = plan.threads_per_row * (lists ? plan.rows_per_block : 1);
           EXPECT_GE(plan.shared_bytes, threads * plan.packs * plan.pack * 4 * 4);
         }
-        // Of rows that are dealt out, in elements or pairs, there are kernels with one pack a
-        // thread.
-        EXPECT_TRUE(cols % plan.pack == 0 || plan.packs == 1);
+        // Rows that are dealt out in elements or pairs: to whole warps, of which there are kernels.
+        EXPECT_TRUE(cols % plan.pack == 0 || (plan.threads_per_row % 32 == 0 && plan.packs == 1));
       }
     }
   });
@@ -355,17 +384,42 @@ TEST(BackwardPlan, RowsThatAreNotWholePacksAreDealtOut) {
   const auto plan_for = [](int cols, const DeviceProperties& chip) {
     return plan_norm_backward(4096, cols, DType::kBFloat16, DType::kBFloat16, false, false, chip);
   };
-  const int lanes[][2] = {{7, 1}, {9, 2}, {37, 8}, {65, 16}, {127, 16}, {129, 32}, {257, 64}};
-  for (const auto& [cols, threads] : lanes) {
-    EXPECT_EQ(plan_for(cols, kH200).threads_per_row, threads) << cols;
-    EXPECT_EQ(plan_for(cols, kA100).threads_per_row, threads) << cols;
-  }
+  for (int cols : {7, 37, 91}) EXPECT_EQ(plan_for(cols, kA100).threads_per_row, 32);
   EXPECT_EQ(plan_for(777, kA100).packs, 1);
   EXPECT_EQ(plan_for(777, kA100).rows_per_block, 2);
   for (int cols : {1022, 1278}) EXPECT_EQ(plan_for(cols, kH200).tier, Tier::kRegisters);
   for (int cols : {1281, 1500, 3333, 3334, 8191}) {
     EXPECT_EQ(plan_for(cols, kH200).tier, Tier::kRing);
     EXPECT_EQ(plan_for(cols, kA100).tier, Tier::kStreaming);  // there are no bulk copies
+  }
+}
+
+TEST(BackwardPlan, RowsGoInTiles) {
+  const auto goes = [](int cols, DType x = DType::kBFloat16, DType y = DType::kBFloat16,
+                       int64_t rows = 4096, const DeviceProperties& chip = kH200) {
+    return plan_norm_backward(rows, cols, x, y, false, false, chip).tier == Tier::kFlat;
+  };
+  // Those that are not whole packs, and those that would leave many lanes without one.
+  for (int cols : {1, 15, 17, 33, 65, 126, 129, 257, 513, 543}) EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {72, 80, 96, 136, 144, 264, 384, 400, 520}) EXPECT_TRUE(goes(cols)) << cols;
+  for (int cols : {8, 16, 24, 40, 48, 64, 104, 112, 128, 192, 224, 240, 256, 512, 545, 640, 3333})
+    EXPECT_FALSE(goes(cols)) << cols;
+  for (int64_t rows : {1, 7, 1 << 24})
+    EXPECT_TRUE(goes(65, DType::kBFloat16, DType::kBFloat16, rows));
+  EXPECT_FALSE(goes(65, DType::kFloat32, DType::kFloat32));
+  EXPECT_FALSE(goes(65, DType::kBFloat16, DType::kFloat32));
+  EXPECT_FALSE(goes(65, DType::kBFloat16, DType::kBFloat16, 4096, kA100));  // no bulk copies
+}
+
+TEST(BackwardPlan, TilesOfEveryLength) {
+  for (int cols = 1; cols < 1200; ++cols) {
+    SCOPED_TRACE(cols);
+    for (bool from_output : {false, true}) {
+      const DType dtype = DType::kBFloat16;
+      const auto plan = plan_norm_backward(1 << 20, cols, dtype, dtype, from_output, false, kH200);
+      if (cols % 8 != 0) EXPECT_EQ(plan.tier == Tier::kFlat, cols <= 17 * 32);
+      if (plan.tier == Tier::kFlat) check_flat(plan, kH200, 1 << 20, cols, from_output ? 3 : 1);
+    }
   }
 }
 

@@ -69,12 +69,13 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   saved.extract(saved_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
   dy.extract(dy_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
+  auto past_half = [](int) { return false; };
   add_up_row<kRms, kFromOutput>(
-      params, listed, left, mean, rstd, xhat, w, [](int, int, float) {}, sum_w, sum_wx);
+      params, listed, past_half, left, mean, rstd, xhat, w, [](int, int, float) {}, sum_w, sum_wx);
   sum_up_group<kRms>(group, sums, sum_w, sum_wx);
   const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
-  write_row<RowsLie::kRegular>(in, out, group, nullptr, params, left, out.dx + row * in.cols + col,
-                               gradient, xhat, w);
+  write_row<RowsLie::kRegular>(in, out, group, nullptr, params, past_half, left,
+                               out.dx + row * in.cols + col, gradient, xhat, w);
 }
 
 // Adds up what the threads of a tile's blocks have of its columns, and writes it.

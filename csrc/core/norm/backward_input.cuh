@@ -3,8 +3,9 @@
 //   dx = rstd * (w - mean(w) - xhat * mean(w * xhat))      (RMSNorm: without mean(w))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 // in two stages without atomics: blocks that walk over rows write partial sums (backward.cuh,
-// backward_ring.cuh for long rows, or streaming.cu for any length), then sum_partials() adds those
-// in a fixed order (partial_sums.cuh). Of few rows one kernel makes all (backward_few.cuh).
+// backward_flat.cuh for rows in tiles, backward_ring.cuh for long rows, or streaming.cu for
+// any length), then sum_partials() adds those in a fixed order (partial_sums.cuh). Of few rows
+// one kernel makes all (backward_few.cuh).
 #pragma once
 
 #include "core/common/row_slice.cuh"
@@ -73,12 +74,11 @@ struct BackwardOutput {
   // Adds to a pack of dx, which starts at element `at`; `left` columns of the row remain from there
   // on. Values past the row's end get anything.
   template <RowsLie kLie, int N>
-  __device__ __forceinline__ void add_residual(int64_t at, int left, A (&gradient)[N],
-                                               int lanes = kWarpSize) const {
+  __device__ __forceinline__ void add_residual(int64_t at, int left, A (&gradient)[N]) const {
     constexpr int kAtOnce = dealt_out(kLie) ? 1 : N;
 #pragma unroll
     for (int i = 0; i < N; i += kAtOnce) {
-      const int column = column_in_pack(kLie, N, i, lanes);
+      const int column = column_in_pack(kLie, N, i);
       if (column >= left) break;
       A added[kAtOnce];
       unpack(Pack<X, kAtOnce>{load_words<sizeof(X) * kAtOnce>(
@@ -106,19 +106,18 @@ struct ColumnParams {
   A weight[N], shift[N], scale[N];
   uint32_t listed;  // a bit for each column
 
-  // Parameters of a pack's columns from `col` on, dealt out among so many lanes; zero past the end,
-  // so that such columns add nothing anywhere. kFromOutput: they may be from_output; kListed: some
-  // columns may be listed.
+  // Parameters of a pack's columns from `col` on; zero past the end, so that such columns add
+  // nothing anywhere. kFromOutput: they may be from_output; kListed: some columns may be listed.
   template <bool kFromOutput, bool kListed, RowsLie kLie = RowsLie::kRegular, typename In>
-  __device__ static ColumnParams load(const In& in, int col, int lanes = kWarpSize) {
+  __device__ static ColumnParams load(const In& in, int col) {
     ColumnParams params;
     params.listed = 0;
     A weights[N], biases[N];
-    if (in.weight.data) load_vector<kLie>(in.weight, col, in.cols, lanes, weights);
-    if (in.from_output && in.bias.data) load_vector<kLie>(in.bias, col, in.cols, lanes, biases);
+    if (in.weight.data) load_vector<kLie>(in.weight, col, in.cols, weights);
+    if (in.from_output && in.bias.data) load_vector<kLie>(in.bias, col, in.cols, biases);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int column = col + column_in_pack(kLie, N, i, lanes);
+      const int column = col + column_in_pack(kLie, N, i);
       const bool inside = column < in.cols;
       const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
       params.weight[i] = inside ? g : A(0);
@@ -151,11 +150,10 @@ struct ColumnParams {
 
  private:
   template <RowsLie kLie>
-  __device__ static void load_vector(const ParamVector& params, int col, int cols, int lanes,
-                                     A (&out)[N]) {
+  __device__ static void load_vector(const ParamVector& params, int col, int cols, A (&out)[N]) {
     with_param_type<A>(params.dtype, [&](auto type) {
       if constexpr (dealt_out(kLie)) {
-        load_apart<decltype(type), kLie>(params.data, col, cols, lanes, out);
+        load_apart<decltype(type), kLie>(params.data, col, cols, out);
       } else if (col < cols) {
         load_params_of<decltype(type)>(params.data, col, out);
       }
@@ -163,12 +161,12 @@ struct ColumnParams {
   }
   // No load waits for another; past the end, the last column's.
   template <typename T, RowsLie kLie>
-  __device__ static void load_apart(const void* data, int col, int cols, int lanes, A (&out)[N]) {
+  __device__ static void load_apart(const void* data, int col, int cols, A (&out)[N]) {
     T values[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      values[i] = __ldg(static_cast<const T*>(data) +
-                        min(col + column_in_pack(kLie, N, i, lanes), cols - 1));
+      values[i] =
+          __ldg(static_cast<const T*>(data) + min(col + column_in_pack(kLie, N, i), cols - 1));
 #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
   }

@@ -86,13 +86,13 @@ class RowsInQueue : public SliceQueue<N, kPacks, Group, S, Y> {
 
 // Pass 1 of a row, of which `left` columns remain from the thread's first on: makes xhat of what
 // was saved and w of dy, and adds them to the columns' sums and to what the thread has of the
-// row's.
-template <bool kRms, bool kFromOutput, typename Params, typename Listed, typename Add, int kPacks,
-          int N>
-__device__ __forceinline__ void add_up_row(const Params& params, const Listed& listed, int left,
-                                           float mean, float rstd, float (&xhat)[kPacks][N],
-                                           float (&w)[kPacks][N], Add add, float& sum_w,
-                                           float& sum_wx) {
+// row's. past_half(i): the row ends before element i.
+template <bool kRms, bool kFromOutput, typename Params, typename Listed, typename PastHalf,
+          typename Add, int kPacks, int N>
+__device__ __forceinline__ void add_up_row(const Params& params, const Listed& listed,
+                                           PastHalf past_half, int left, float mean, float rstd,
+                                           float (&xhat)[kPacks][N], float (&w)[kPacks][N], Add add,
+                                           float& sum_w, float& sum_wx) {
   float g[N], of_w[N], of_wx[N];
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
@@ -102,6 +102,7 @@ __device__ __forceinline__ void add_up_row(const Params& params, const Listed& l
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
+        if (past_half(i)) break;
         xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
       }
     }
@@ -110,6 +111,7 @@ __device__ __forceinline__ void add_up_row(const Params& params, const Listed& l
     params.get(kWeight, p, g);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
+      if (past_half(i)) break;
       const float d = w[p][i];
       add(p, i, d);
       of_w[i] = w[p][i] = d * g[i];
@@ -122,10 +124,10 @@ __device__ __forceinline__ void add_up_row(const Params& params, const Listed& l
 
 // Pass 2: makes dx of xhat and w, and writes it to `dx`, where the thread's columns start.
 template <RowsLie kLie, typename In, typename X, typename Group, typename Rows, typename Params,
-          typename Gradient, int kPacks, int N>
+          typename PastHalf, typename Gradient, int kPacks, int N>
 __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, float>& out,
                                           const Group& group, const Rows& rows,
-                                          const Params& params, int left, X* dx,
+                                          const Params& params, PastHalf past_half, int left, X* dx,
                                           const Gradient& gradient, float (&xhat)[kPacks][N],
                                           float (&w)[kPacks][N]) {
   WriterOf<X, N, kLie> writer;
@@ -135,6 +137,7 @@ __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, 
     if (p * kSliceStep<N> >= left) break;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
+      if (past_half(i)) break;
       w[p][i] = gradient.at(w[p][i], xhat[p][i]);
     }
     if constexpr (In::kGates) {
@@ -144,7 +147,7 @@ __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, 
     }
     if (out.dresidual != nullptr)
       out.template add_residual<kLie>(dx - out.dx + p * kSliceStep<N>, left - p * kSliceStep<N>,
-                                      w[p], group.lanes());
+                                      w[p]);
     Pack<X, N> pack;
     round_to(pack, w[p]);
     writer.store(p, pack, group);

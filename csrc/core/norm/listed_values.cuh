@@ -65,9 +65,7 @@ class ListedValues {
   __device__ __forceinline__ static int threads() { return kByWarps ? kWarpSize : blockDim.x; }
   __device__ int find(int kind, int place) const {
     const int first_thread = kByWarps ? 0 : threadIdx.y * blockDim.x;
-    const unsigned lanes = kByWarps ? kWarpSize : min(blockDim.x, kWarpSize);
-    return Params::template find<kLie>(kind, first_thread, list_.columns[1 + place] - first_col_,
-                                       lanes);
+    return Params::template find<kLie>(kind, first_thread, list_.columns[1 + place] - first_col_);
   }
 
   const ListedColumns<float>& list_;

@@ -19,7 +19,7 @@ __device__ void stage_sums(const Group& group, const float (&sums)[kPacks][N], f
         memcpy(reinterpret_cast<float4*>(at + q), sums[p] + q, sizeof(float4));
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) at[column_in_pack(kLie, N, i, group.lanes())] = sums[p][i];
+      for (int i = 0; i < N; ++i) at[column_in_pack(kLie, N, i)] = sums[p][i];
     }
   }
 }

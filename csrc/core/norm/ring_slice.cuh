@@ -172,7 +172,8 @@ class RingSlice {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       params_.get(kShift, p, scale_[p]);
-      params_.put(kShift, p, shift[p]);
+#pragma unroll
+      for (int turn = 0; turn < Params::kRows; ++turn) params_.put(kShift + turn, p, shift[p]);
     }
     __syncwarp();
   }
