@@ -362,27 +362,21 @@ def convert(
     """Makes the norms of ``model`` this library's, in place, and reports what it did.
 
     Replaced are torch's :class:`torch.nn.LayerNorm` and :class:`torch.nn.RMSNorm`, and every module
-    of another class, from any package, that computes the same: of a copy of each module that has
-    one parameter a column, or two, forward is run on the CPU, and its output, gradients and dtypes
-    are compared with a norm's. Hugging Face's LlamaRMSNorm, Gemma's with its weights around zero,
-    timm's and diffusers' norms, and one written by hand are replaced that way. Parameters stay the
-    same objects under the same names; dtype, device, hooks, training mode and modules shared
-    between places stay as they are. Output dtypes do too, except that with ``memory_efficient``
-    under autocast the output has the autocast dtype. :func:`revert` undoes it.
-
-    Everything else that is called a norm, or is a subclass of one, is left alone and listed in
-    ``report.skipped`` with the reason.
+    of another class that computes the same: of a copy forward is run on the CPU, and its output,
+    gradients and dtypes are compared with a norm's (docs/stacks.md). Parameters stay the same
+    objects under the same names; dtype, device, hooks, training mode and modules shared between
+    places stay as they are. Output dtypes do too, except that with ``memory_efficient`` under
+    autocast the output has the autocast dtype. What else is called a norm is left alone, and
+    ``report.skipped`` has the reason. :func:`revert` undoes it.
 
     Args:
         model: any module, also a single norm. Convert before ``fully_shard``, DDP or
             ``torch.compile`` wrap it.
         memory_efficient: set on the replaced modules (docs/memory_efficient.md), and on norms of
-            this library that do not have it yet, such as those of an earlier call: these count as
-            replaced too. False leaves the flag of this library's norms as it is. A norm that is
-            followed by a module that changes its input in place, such as ``ReLU(inplace=True)``,
-            is converted without the flag, and a warning names the two. Outside of
-            ``nn.Sequential`` it is the module declared right after the norm that counts; where
-            forward calls another one, set ``memory_efficient`` of the norm afterwards.
+            this library that do not have it yet: these count as replaced too. False leaves the flag
+            of this library's norms as it is. A norm that is followed by a module that changes its
+            input in place, such as ``ReLU(inplace=True)``, or declared right before one, is
+            converted without the flag, and a warning names the two.
         classes: classes of norms whose instances are compared although they have submodules,
             buffers, or arguments of forward with defaults. These are of no use afterwards: forward
             then takes the input alone.

@@ -185,8 +185,7 @@ def _form_of_copy(
     # rule for the dtype; and squares, as some norms make them, are finite numbers of fp16.
     for dtype, scales in ((_BF16, _SCALES), (_FP16, (0.02, 0.1, 0.5)), (_FP64, (1e-9, 1e-5, 1e-3))):
         with contextlib.suppress(Exception):
-            own = getattr(module, eps_name)
-            runs.append(run((2, 3), (dtype, dtype), own, scales=scales))
+            runs.append(run((2, 3), (dtype, dtype), getattr(module, eps_name), scales=scales))
     forms = [
         Form(rms, *(*order, None, None)[:2], shape, eps_name, offset, "input", "input")
         for rms, order, offset in itertools.product(

@@ -14,10 +14,8 @@ What callers of apex rely on is kept:
   ``inspect.getfullargspec(X.forward).args``.
 
 What differs: parameters that are equal to zero, or small beside their bias, have right gradients
-with ``memory_efficient``; 16-bit input takes fp32 weights in every form; CPU tensors follow the
-same dtype rules. Under autocast with ``memory_efficient`` the parameters are not rounded: what is
-known of their columns goes with them, and copies would be looked at anew in each call. Outside of
-autocast the output of a *Mixed* form is converted as it is stored.
+with ``memory_efficient``, and under autocast are not rounded with it, as what is known of their
+columns goes with them; 16-bit input takes fp32 weights in every form.
 """
 
 import importlib.machinery
