@@ -4,7 +4,7 @@ shape as ints. Each function raises a TypeError that names the argument where th
 import math
 import numbers
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -138,10 +138,10 @@ def floating_dtype(value) -> torch.dtype:
 
 
 def shape(value) -> tuple:
-    """``normalized_shape``: an int or a sequence of ints."""
+    """``normalized_shape``: an int or ints, of numpy too."""
+    value = value.tolist() if _kind(value) == "ndarray" else value
     if isinstance(value, (numbers.Integral, torch.SymInt)):
         value = (value,)
-    if not isinstance(value, Sequence) or isinstance(value, (str, bytes)):
+    if not isinstance(value, Sequence | Iterator) or isinstance(value, (str, bytes)):
         return _refuse("normalized_shape", "an int or a sequence of ints", value)
-    exact = [n if type(n) is torch.SymInt else integer("normalized_shape", n) for n in value]
-    return tuple(exact)
+    return tuple([n if type(n) is torch.SymInt else integer("normalized_shape", n) for n in value])

@@ -119,7 +119,7 @@ def form_of(module: nn.Module) -> Form | str:
     numbers = {n: v for n, v in vars(module).items() if v is None or isinstance(v, int | float)}
     names = [n for n, v in numbers.items() if "eps" in n.lower() and not isinstance(v, bool)]
     if len(names) != 1:
-        return "its epsilon was not found"
+        return "its epsilon was not found" + f" among {', '.join(names)}" * (len(names) > 1)
     # Outside of modes such as FakeTensorMode, which run nothing.
     with (
         _disable_current_modes(),

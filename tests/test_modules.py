@@ -6,6 +6,7 @@ import inspect
 import io
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -76,6 +77,17 @@ OF_GATED = [
     ((8,), {"group_size": 3}, RuntimeError, "group_size must divide the 8 columns, but is 3"),
     ((8,), {"group_size": 2.5}, TypeError, "group_size must be an int, but is 2.5"),
 ]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [np.array([4, 8]), np.array(8), range(4, 6), (n for n in (4, 8))],
+    ids=["array", "number", "range", "iterator"],
+)
+def test_shapes_as_numpy_and_iterators_give_them(shape):
+    norm = fn.LayerNorm(shape)
+    assert all(type(size) is int for size in norm.normalized_shape)
+    assert norm.weight.shape == norm.normalized_shape
 
 
 @pytest.mark.parametrize(
