@@ -1,6 +1,6 @@
 # Each target does all its own set-up: the environment .venv, the dependencies, the build.
 #   make demo    train a small transformer with torch's norms and with fused ones
-#   make test    everything that CI runs
+#   make test    the tests, but for those of make stacks
 #   make stacks  the tests of fused_norm.integrations, beside the stacks' own packages
 #   make build   compile the extension into fused_norm/, so that the tree itself is importable
 #   make budget  the size of the sources beside its limits and goals

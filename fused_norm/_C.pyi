@@ -29,7 +29,15 @@ def norm(
     """(output, residual_out) of a norm, recorded for autograd where it is to be differentiated.
     None for arguments of other types, and under torch.jit.trace."""
 
-def softmax(input: Tensor, dim: int, log: bool, out_dtype: torch.dtype | None) -> Tensor | None:
+def softmax(
+    input: Tensor,
+    dim: int,
+    log: bool,
+    out_dtype: torch.dtype | None,
+    mask: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> Tensor | None:
     """The operator softmax_forward, recorded for autograd, by a shorter way than ``torch.ops``.
     None under torch.jit.trace."""
 
@@ -54,6 +62,12 @@ def after_optimizer_step() -> None:
 
 def set_overflow_message(message: Callable[[list[tuple[int, str, int]]], str]) -> None:
     """Of norms without room: an address and description of a parameter, and how many columns."""
+
+def unrecoverable_columns(
+    weight: Tensor | None, bias: Tensor | None, weight_offset: float, out_dtype: torch.dtype
+) -> int:
+    """How many columns of a norm with these parameters, of which one is given, cannot be taken back
+    from an output of this dtype."""
 
 def attention(
     query: Tensor,

@@ -113,8 +113,8 @@ def layer_norm(
     dimensions.
 
     A drop-in for :func:`torch.nn.functional.layer_norm` (Ba et al., *Layer Normalization*, 2016).
-    ``var`` is the biased variance; statistics are taken in fp32 (fp64 for fp64 input) by Welford's
-    method.
+    ``var``, in fp32 (fp64 for fp64 input), is the mean of squared distances to the mean, merged by
+    Chan's form of Welford's update.
 
     Args:
         input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64. Slices and transposed batches
@@ -128,8 +128,8 @@ def layer_norm(
             (Megatron's ``layernorm_zero_centered_gamma``). Without a weight it must be 0.
 
     Returns:
-        A contiguous tensor of input's shape. Its dtype is input's; under autocast on CUDA fp32, as
-        torch has it, and the autocast dtype with ``memory_efficient``.
+        A contiguous tensor of input's shape. Its dtype is input's; under autocast on CUDA fp32 for
+        16-bit input, as torch has it, and with ``memory_efficient`` the autocast dtype for fp32.
 
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
@@ -156,8 +156,8 @@ def rms_norm(
     ``None``: fp32's machine epsilon, fp64's for fp64 input.
 
     Returns:
-        A tensor of input's shape and dtype; with ``memory_efficient`` under autocast, of the
-        autocast dtype. It is contiguous, or ``channels_last`` where the input is, as torch has it.
+        A tensor of input's shape, contiguous, or ``channels_last`` where the input is. Its dtype is
+        input's, but for fp32 under autocast with ``memory_efficient``: then the autocast dtype.
     """
     options = (normalized_shape, eps, weight_offset, True, memory_efficient)
     return _norm(input, weight, None, *options)[0]
@@ -202,7 +202,7 @@ def add_layer_norm(
         ``(output, residual_out)``, both contiguous and of input's shape. The sum is taken in fp32
         (fp64 for fp64) and rounded to ``residual_dtype`` before it is normalized. The output's
         dtype is that of :func:`layer_norm` of the input: input's, also where ``residual_out`` is
-        fp32; under autocast on CUDA fp32; and with ``memory_efficient`` the autocast dtype.
+        fp32, but under autocast.
 
         Without ``memory_efficient`` backward needs ``residual_out``, with it ``output``: changing
         that one in place is an error.
@@ -292,9 +292,9 @@ def softmax(
             torch; only so can the input be of integers.
 
     Returns:
-        A contiguous tensor of input's shape. Its dtype is ``dtype``, else input's, and under
-        autocast on CUDA fp32, as torch has it. A row whose maximum is infinite, ``-inf`` included,
-        gives NaN, as in torch.
+        A contiguous tensor of input's shape. Its dtype is ``dtype``, else input's, and for 16-bit
+        input under autocast on CUDA fp32, as torch has it. A row whose maximum is infinite,
+        ``-inf`` included, gives NaN, as in torch.
 
     Raises:
         IndexError: input has no dimension ``dim``.
