@@ -163,10 +163,9 @@ def scaled_dot_product_attention(
         query: ``(..., Hq, Sq, D)`` in fp16, bf16, fp32 or fp64; of 2 or 3 dimensions as in torch.
         key: ``(..., Hk, Sk, D)``. Batch dimensions broadcast.
         value: ``(..., Hk, Sk, Dv)``.
-        attn_mask: broadcasts to ``(..., Hq, Sq, Sk)``. Boolean: ``True`` takes part. Of query's
-            dtype or fp32: added to the scores; differentiable; at most -1e38 hides the key, as -inf
-            does. It is read as it is, or on CUDA copied if its rows are no whole packs of 16 bytes;
-            never expanded (but for one that broadcasts over some of several batch dimensions).
+        attn_mask: broadcasts to ``(..., Hq, Sq, Sk)``; when it is copied: docs/attention.md.
+            Boolean: ``True`` takes part. Of query's dtype or fp32: added to the scores;
+            differentiable; at most -1e38 hides the key, as -inf does.
         dropout_p: the probability with which an attention probability is dropped, at least 0 and
             at most 1, to a multiple of 2^-16. Pass 0.0 for evaluation: it is not known here.
         is_causal: query ``i`` sees keys ``j <= i`` (aligned at the **top left**, as torch has it).

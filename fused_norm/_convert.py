@@ -141,19 +141,21 @@ def converted_norm(
         rule = autocast_rule if autocast and input.is_cuda else output_rule
         weight_dtype = None if weight is None else weight.dtype
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
-    # Of other dtypes than the operator takes together the other class took torch's promotion.
-    x, fp32 = input.dtype, torch.float32
-    if weight is not None and weight.dtype not in (x, fp32):
-        wide = torch.promote_types(x, weight.dtype)
-        if wide is not fp32 or x is not fp32:
-            weight, bias = (p if p is None else p.to(wide) for p in (weight, bias))
-            input = input.to(wide) if wide is torch.float64 else input
+    # Where the operator takes no such pair of dtypes: torch's promotion, as the other class has it.
+    if not (weight is None or weight.dtype is torch.float32 or _pairs(input.dtype, weight.dtype)):
+        wide = torch.promote_types(input.dtype, weight.dtype)
+        weight, bias = (p if p is None else p.to(wide) for p in (weight, bias))
+        input = input.to(wide) if wide is torch.float64 else input
+    stored = out_dtype
+    if not (out_dtype is None or _pairs(input.dtype, out_dtype)):
+        stored = torch.promote_types(input.dtype, out_dtype)
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
-    dtypes = {input.dtype, out_dtype or input.dtype}
-    is_one = len(dtypes) == 1 or (fp32 in dtypes and torch.float64 not in dtypes)
-    stored = out_dtype if is_one else torch.promote_types(*dtypes)
     output = functional._norm(input, weight, bias, *options, stored)[0]
-    return output if is_one else output.to(out_dtype)
+    return output if stored is out_dtype else output.to(out_dtype)
+
+
+def _pairs(a: torch.dtype, b: torch.dtype) -> bool:
+    return a is b or (torch.float32 in (a, b) and torch.float64 not in (a, b))
 
 
 def _why_not(module: nn.Module, cls: type) -> str | None:

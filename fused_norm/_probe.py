@@ -35,16 +35,15 @@ class Form(NamedTuple):
 
 
 def output_dtype(rule: str, input: torch.dtype, weight: torch.dtype | None) -> torch.dtype:
-    """The output's dtype: ``input``'s, ``weight``'s, torch's promotion of the two, that or a 16-bit
-    ``weight``'s as T5 has it, or fp32 (fp64 for fp64) as autocast has it."""
-    is_narrow = rule == "narrow weight" and weight in (_BF16, _FP16)
-    if weight is not None and (rule == "weight" or is_narrow):
-        return weight
-    if weight is not None and rule in ("promote", "narrow weight"):
-        return torch.promote_types(input, weight)
+    """The output's dtype: ``input``'s, ``weight``'s, torch's promotion of the two, T5's (a 16-bit
+    ``weight``'s, else the promotion), or fp32 (fp64 for fp64) as autocast has it."""
     if rule == "float":
         return torch.promote_types(input, torch.float32)
-    return input
+    if rule == "input" or weight is None:
+        return input
+    if rule == "weight" or (rule == "narrow weight" and weight in (_BF16, _FP16)):
+        return weight
+    return torch.promote_types(input, weight)
 
 
 _EPS = 0.0625  # large enough that a norm that ignores or misplaces it shows
@@ -181,8 +180,8 @@ def _form_of_copy(
             taken.append(dtypes)
     if not any(_BF16 in dtypes for dtypes in taken):
         return "it takes no bf16"
-    # Its own epsilon, which may differ from dtype to dtype. Rows are small beside that of torch's
-    # rule for the dtype; and squares, as some norms make them, are finite numbers of fp16.
+    # Its own epsilon: None may stand for another number in each dtype. In rows this small a dtype's
+    # machine epsilon shows, and no sum of squares overflows fp16.
     for dtype, scales in ((_BF16, _SCALES), (_FP16, (0.02, 0.1, 0.5)), (_FP64, (1e-9, 1e-5, 1e-3))):
         with contextlib.suppress(Exception):
             runs.append(run((2, 3), (dtype, dtype), getattr(module, eps_name), scales=scales))

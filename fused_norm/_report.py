@@ -197,9 +197,7 @@ def _run(model, norms, inputs, keywords) -> list[tuple[str, int, torch.dtype]]:
     del output
     counted = set(kept_by_others)
     result = []
-    for name, storages, dtype in calls:
-        if dtype is None:
-            continue
+    for name, storages, dtype in (call for call in calls if call[-1] is not None):
         result.append((name, sum(n for s, n in storages.items() if s not in counted), dtype))
         counted.update(storages)
     return result

@@ -157,10 +157,6 @@ def _outputs(call, results) -> tuple:
 
 def softmax(input, dim, log, out_dtype, *options) -> torch.Tensor:
     """The arguments are the operator's."""
-    if not torch.compiler.is_compiling() and type(input) in PLAIN:
-        output = _C.softmax(input, dim, log, out_dtype, *options)
-        if output is not None:  # as in torch.jit.trace
-            return output
     input, out_dtype = without_dtype(input, out_dtype)
     functions = _decompositions if is_onnx_export() else _ops
     return functions.softmax_forward(input, dim, log, out_dtype, *options)

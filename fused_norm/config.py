@@ -1,6 +1,5 @@
 """Options of the whole process, read at each call. Compiled code is compiled anew when one changes.
 
->>> import fused_norm
 >>> fused_norm.config.decompose = True
 >>> with fused_norm.config.patch(decompose=True):
 ...     pass
@@ -15,10 +14,8 @@ from fused_norm import _arguments
 
 decompose: bool = False
 """Whether ``torch.compile`` and ``torch.export`` see norms as torch's elementary operators, to fuse
-them with their neighbours, in place of one operator that runs this library's kernels. The results
-then differ from eager ones in the last place, ``memory_efficient`` changes nothing but the output's
-dtype under autocast, and what is kept for backward is the compiler's choice. Eager code is not
-affected."""
+them with their neighbours, in place of one operator that runs this library's kernels. What
+changes with that: docs/stacks.md, "torch.compile". Eager code is not affected."""
 
 
 @contextlib.contextmanager

@@ -270,7 +270,16 @@ def _softmax(input, dim, dtype, log, stacklevel) -> Tensor:
     elif dtype is not torch.float32 or input.dtype not in _autocast.SIXTEEN_BIT:
         # No kernel converts these: first the conversion, if it is one, as torch has it.
         input, dtype = input.to(_arguments.floating_dtype(dtype)), None
-    return _tracing.softmax(input, dim, log, dtype, None, 1.0, False)
+    return _softmax_of(input, dim, log, dtype, None, 1.0, False)
+
+
+def _softmax_of(*args) -> Tensor:
+    """By the shorter way where there is one. The arguments are the operator's."""
+    if not torch.compiler.is_compiling() and type(args[0]) in _tracing.PLAIN:
+        output = _C.softmax(*args)
+        if output is not None:  # as in torch.jit.trace
+            return output
+    return _tracing.softmax(*args)
 
 
 def softmax(
@@ -352,4 +361,4 @@ def scaled_masked_softmax(
         _arguments.optional_tensor("mask", mask, nested=False)
     if type(scale) is not float or type(causal) is not bool:
         scale, causal = _arguments.number("scale", scale), _arguments.flag("causal", causal)
-    return _tracing.softmax(input, -1, False, _softmax_out_dtype(input), mask, scale, causal)
+    return _softmax_of(input, -1, False, _softmax_out_dtype(input), mask, scale, causal)

@@ -278,23 +278,19 @@ UNLIKE = list(itertools.product((torch.bfloat16, torch.float16, torch.float32, F
 
 
 @each_flag
-@pytest.mark.parametrize("make", [ByHand, InT5, nn.RMSNorm])
+@pytest.mark.parametrize("make", [ByHand, InT5])
 def test_any_dtypes_of_input_and_weight(make, memory_efficient):
-    """Converted, a norm takes what the class took, and gives the same dtype."""
+    """Converted, a norm takes what the class took, and gives the same dtypes."""
     for x_dtype, weight_dtype in UNLIKE:
         norm = make(16).to(weight_dtype)
         converted = copy.deepcopy(norm)
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(3)).to(x_dtype)
-        try:
-            expected = results_of(norm, x)
-        except RuntimeError:  # torch's RMSNorm refuses some
-            continue
+        expected = results_of(norm, x)
         assert len(convert(converted, memory_efficient=memory_efficient)) == 1
-        if type(converted) is fused_norm.RMSNorm and x_dtype is not weight_dtype:
-            continue  # in place of torch's it is one of ours, with our pairs (docs/numerics.md)
         results = results_of(converted, x)
         assert [t.dtype for t in results] == [t.dtype for t in expected], (x_dtype, weight_dtype)
         for ours, theirs in zip(results, expected, strict=True):
+            # Some roundings of bf16, 2^-9 each: of y, of gradients and on their way.
             torch.testing.assert_close(ours, theirs, rtol=2**-5, atol=2**-5)
 
 

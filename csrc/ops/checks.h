@@ -39,8 +39,8 @@ void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& 
 void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& other,
                 const char* other_name);
 
-// What a backward call has of its forward call: of this dtype and shape, on the device of another
-// tensor; kContiguous: without gaps.
+// A tensor of a backward call: its layout, dtype and shape, and the device of `beside`; with
+// kContiguous also that it has no gaps.
 enum class Strides { kAny, kContiguous };
 void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtype,
                  c10::SymIntArrayRef sizes, const at::Tensor& beside,

@@ -68,8 +68,8 @@ void check_call(const SoftmaxCall& call) {
   TORCH_CHECK(std::isfinite(call.scale), "scale must be finite, but is ", call.scale);
   const bool last = call.dim == -1 || call.dim + 1 == std::max<int64_t>(input.dim(), 1);
   TORCH_CHECK((last && !call.log) || (call.scale == 1 && !call.hides()),
-              "mask, scale and causal go with softmax over the last dimension alone, but ",
-              call.log ? "log is True" : "dim is ", call.log ? "" : std::to_string(call.dim));
+              "mask, scale and causal go with softmax over the last dimension alone, but dim is ",
+              call.dim, " and log is ", call.log ? "True" : "False");
   TORCH_CHECK(!call.causal || input.dim() >= 2,
               "causal needs an input of at least 2 dimensions (queries, keys), but input has ",
               input.dim());

@@ -340,6 +340,15 @@ def _packed_starts(mask_function, slides: bool) -> Tensor | None:
     return numbers != nn.functional.pad(numbers, (1, -1), value=-1)
 
 
+def _showing(attention_mask: Tensor | None, shown: Tensor) -> Tensor:
+    """The mask, hiding what is not shown as well."""
+    if attention_mask is None:
+        return shown
+    if attention_mask.dtype is torch.bool:
+        return attention_mask & shown
+    return attention_mask.masked_fill(~shown, float("-inf"))
+
+
 def attention(
     module: nn.Module,
     query: Tensor,
@@ -366,8 +375,8 @@ def attention(
         s_aux: attention sinks.
         position_bias: added to the scores; differentiable.
         indices: ``(B, Sq, K)``, the keys that each query sees of those that the mask shows.
-        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k`` int32 ``(sequences + 1,)`` say where the
-            sequences begin in one packed row.
+        options: ``cu_seq_lens_q`` and ``cu_seq_lens_k``, ``(sequences + 1,)``: where the sequences
+            of one packed row begin, and its end.
 
     Returns:
         ``(B, Sq, Hq, Dv)``, and ``None`` for the probabilities, which are never in memory.
@@ -426,12 +435,7 @@ def attention(
             for n, at in zip((rows, columns), places, strict=True)
         )
         shown = of_queries.view(batch, 1, -1, 1) == of_keys.view(batch, 1, 1, -1)
-        if attention_mask is None:
-            attention_mask = shown
-        elif attention_mask.dtype is torch.bool:
-            attention_mask = attention_mask & shown
-        else:
-            attention_mask = attention_mask.masked_fill(~shown, float("-inf"))
+        attention_mask = _showing(attention_mask, shown)
         places = None
     if position_bias is not None:
         if attention_mask is None:
@@ -441,14 +445,9 @@ def attention(
         else:
             attention_mask = attention_mask + position_bias
     if indices is not None:
-        hidden = torch.ones(batch, 1, rows, columns, dtype=torch.bool, device=query.device)
-        hidden.scatter_(-1, indices[:, None].long(), False)
-        if attention_mask is None:
-            attention_mask = ~hidden
-        elif attention_mask.dtype is torch.bool:
-            attention_mask = attention_mask & ~hidden
-        else:
-            attention_mask = attention_mask.masked_fill(hidden, float("-inf"))
+        shown = torch.zeros(batch, 1, rows, columns, dtype=torch.bool, device=query.device)
+        shown.scatter_(-1, indices[:, None].long(), True)
+        attention_mask = _showing(attention_mask, shown)
     if attention_mask is not None and attention_mask.dtype not in (torch.bool, torch.float32):
         if not attention_mask.is_floating_point():
             raise ValueError(

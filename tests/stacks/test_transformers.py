@@ -305,29 +305,41 @@ def test_packed_positions_matter():
     assert relative_error(alone, together) > 1e-2
 
 
-@pytest.mark.parametrize("use_cache", [False, True])
-@pytest.mark.parametrize("name", ["llama", "sliding", "softcap", "sinks", "latent", "chunks"])
-def test_packed_rows_of_a_collator(name, use_cache):
-    """Their offsets tell the sequences apart, where positions do not: with a cache."""
-    model = make(name, "fused_norm")
-    rows = [t.tolist() for t in batch()["input_ids"]]
-    rows = [rows[0], rows[1][:4], rows[2][:7]]
+ROWS = [tokens[:n] for tokens, n in zip(batch()["input_ids"].tolist(), (12, 4, 7), strict=True)]
+
+
+def collated():
+    """The rows as one packed row, with the offsets of its sequences."""
     collator = transformers.DataCollatorWithFlattening(
         return_tensors="pt", return_flash_attn_kwargs=True
     )
-    inputs = collator([{"input_ids": row} for row in rows])
-    for options in (inputs, {k: v for k, v in inputs.items() if k != "position_ids"}):
-        packed = model(**options, use_cache=use_cache).logits[0]
-        if options is inputs and name == "chunks":  # of the row, not of each sequence
-            continue
-        if options is inputs:
-            alone = [model(torch.tensor([row])).logits[0] for row in rows]
-            torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
-        else:  # later positions in the sequences' own, as the model counts them: not across
-            other = inputs["input_ids"].clone()
-            other[0, : len(rows[0])] = 3
-            changed = model(**options | {"input_ids": other}, use_cache=use_cache).logits[0]
-            torch.testing.assert_close(packed[len(rows[0]) :], changed[len(rows[0]) :])
+    return collator([{"input_ids": row} for row in ROWS])
+
+
+each_cache = pytest.mark.parametrize("use_cache", [False, True])
+
+
+@each_cache
+@pytest.mark.parametrize("name", ["llama", "sliding", "softcap", "sinks", "latent"])
+def test_offsets_separate_packed_rows(name, use_cache):
+    """As if each row came alone, to fp32's roundings."""
+    model = make(name, "fused_norm")
+    alone = [model(torch.tensor([row])).logits[0] for row in ROWS]
+    packed = model(**collated(), use_cache=use_cache).logits[0]
+    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+
+
+@each_cache
+@pytest.mark.parametrize("name", ["llama", "sliding", "chunks"])
+def test_offsets_separate_rows_without_positions(name, use_cache):
+    """No row sees the one before it. (Chunks are of the packed row, in every implementation.)"""
+    model, inputs = make(name, "fused_norm"), collated()
+    del inputs["position_ids"]
+    first, behind = len(ROWS[0]), []
+    for token in (1, 3):
+        inputs["input_ids"][0, :first] = token
+        behind.append(model(**inputs, use_cache=use_cache).logits[0, first:])
+    assert torch.equal(*behind)
 
 
 def test_offsets_of_sequences_are_of_one_row():
