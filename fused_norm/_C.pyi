@@ -81,7 +81,7 @@ def attention(
     rng: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    scale: float,
+    scale: float | None,
     softcap: float,
     window_left: int | None,
     window_right: int | None,

@@ -45,7 +45,7 @@ def attention(
     tensors, max_seqlens=(0, 0), *, scale, softcap=0.0, window, top_left=False, dropout_p
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of the operator, whose arguments these are: its tensors, from query to
-    cu_seqlens_k, and the options. ``scale=None`` is 1 / sqrt(D)."""
+    cu_seqlens_k, and the options."""
     query = tensors[0]
     dtype = _autocast.dtype_for(query)
     if dtype is not None:
@@ -62,9 +62,6 @@ def attention(
                     tensors, max_seqlens, scale=scale, softcap=softcap, window=window,
                     top_left=top_left, dropout_p=dropout_p,
                 )  # fmt: skip
-    if scale is None:
-        has_dim = query.dim() and query.size(-1)  # else an error below
-        scale = torch.sym_float(query.size(-1)) ** -0.5 if has_dim else 1.0  # of a traced size too
     (max_q, max_k), (left, right) = max_seqlens, window
     args = tensors + (None, max_q, max_k, scale, softcap, left, right, top_left, dropout_p)
     if dropout_p > 0:
@@ -127,8 +124,14 @@ def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
         except RuntimeError as error:
             shapes = "query {}, key {}, value {}".format(*map(list, sizes))
             raise RuntimeError(f"batch dimensions must broadcast, but are {shapes}") from error
-    if mask is not None and mask.dim() > 3 and len(batch) > 1:
-        mask = _with_ndim(mask, len(batch) + 3)
+    if mask is not None and len(batch) > 1:
+        full = [*batch, q, query.size(-2), key.size(-2)]
+        try:
+            mask.expand(full)
+        except RuntimeError as error:
+            shapes = f"{list(mask.shape)}, which does not broadcast to {full}"
+            raise RuntimeError(f"attn_mask has shape {shapes}") from error
+        mask = _with_ndim(mask, len(full))
         if not all(_torch.is_known(size == 1) for size in mask.shape[:-3]):
             mask = mask.expand(*batch, -1, -1, -1)
         mask = mask.flatten(0, -4)

@@ -133,7 +133,8 @@ def _without_unseen(hidden: Tensor, query: Tensor, key: Tensor, value: Tensor) -
 def _scores(call: AttentionCall, query: Tensor, key: Tensor, q: _Rows, offset: Tensor) -> Tensor:
     """(B, Hq, Sq, Sk), those of hidden keys too."""
     keys = key.unsqueeze(2).transpose(-1, -2)
-    s = (_grouped(query, key.shape[1]) @ keys).flatten(1, 2) * call.scale
+    scale = torch.sym_float(query.shape[-1]) ** -0.5 if call.scale is None else call.scale
+    s = (_grouped(query, key.shape[1]) @ keys).flatten(1, 2) * scale
     if call.softcap > 0:
         s = (s / call.softcap).tanh() * call.softcap
     if call.alibi_slopes is not None:

@@ -238,10 +238,8 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> st
     names = {"weight": form.weight_name, "bias": form.bias_name}
     # Named otherwise, or an attribute that is no parameter has the name.
     renames = any(own != name and (own or name in vars(module)) for name, own in names.items())
-    resets = getattr(type(module), "reset_parameters", None)
-    is_plain = rules == ("input", "input" if form.rms else "float") and (
-        resets in (None, nn.LayerNorm.reset_parameters, nn.RMSNorm.reset_parameters)
-    )
+    is_torchs = type(module) in (nn.LayerNorm, nn.RMSNorm)
+    is_plain = is_torchs and rules == ("input", "input" if form.rms else "float")
     _remember(module)
     try:
         module.__class__ = renamed if renames else plain if is_plain else converted

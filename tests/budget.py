@@ -27,15 +27,15 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (2828, 2300),
-    "lines of norm": (5116, 3000),
-    "lines of softmax": (2740, 2000),
+    "lines of common": (2797, 2300),
+    "lines of norm": (4738, 3000),
+    "lines of softmax": (2736, 2000),
     "lines of gated RMSNorm": (172, 200),
     "lines of attention": (7966, 4500),
-    "lines of csrc/ops": (3784, 2300),
+    "lines of csrc/ops": (3793, 2300),
     "lines of csrc/cpu, attention apart": (679, 600),
-    "lines of fused_norm": (4272, 2300),
-    "kernels of norms and softmaxes": (206, 210),
+    "lines of fused_norm": (4274, 2300),
+    "kernels of norms and softmaxes": (208, 210),
     "kernels of gated RMSNorm": (18, 24),
     "kernels of attention": (130, 130),
     f"files of more than {MAX_FILE_LINES} lines": (0, 0),

@@ -393,13 +393,40 @@ class TestCompile:
 
     @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit")
     def test_jit_trace(self, device, generator):
-        """Where sizes are tensors: as a window's limit, and for the scale."""
+        """Where sizes are tensors: as a window's limit."""
         q = randn(generator, 2, 4, 5, 8, dtype=FP64)
 
         def attention(q):
             return fn.flash_attention(q, q, q, window=(q.size(2) - 3, 0))
 
-        assert same_bits(torch.jit.trace(attention, (q,))(q), attention(q))
+        traced = torch.jit.trace(attention, (q,))
+        assert same_bits(traced(q), attention(q))
+        wider = randn(generator, 2, 4, 5, 16, dtype=FP64)
+        assert same_bits(traced(wider), attention(wider))
+
+    @pytest.mark.parametrize("way", ["dense", "packed"])
+    def test_any_head_dim_takes_one_program(self, way, device, generator):
+        """Compiled and exported: 1 / sqrt(D) is no number of the program."""
+        torch._dynamo.reset()
+        cu = offsets(device, 0, 2, 5)
+
+        class Model(torch.nn.Module):
+            def forward(self, q):
+                if way == "packed":
+                    return fn.flash_attention_varlen(q, q, q, cu, cu, 3, 3)
+                return fn.scaled_dot_product_attention(q, q, q)
+
+        def call(dim):
+            return randn(generator, *((5, 3) if way == "packed" else (2, 3, 5)), dim)
+
+        compiled = torch.compile(Model(), fullgraph=True, backend="aot_eager", dynamic=True)
+        dims = {call(8).dim() - 1: torch.export.Dim("dim", min=2, max=256)}
+        exported = torch.export.export(Model(), (call(8),), dynamic_shapes=(dims,)).module()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for dim in range(8, 96, 8):
+                q = call(dim)
+                expected = Model()(q)
+                assert same_bits(compiled(q), expected) and same_bits(exported(q), expected)
 
     def test_export(self, device):
         class Model(torch.nn.Module):
@@ -920,6 +947,15 @@ class TestErrors:
         mask = torch.zeros(shape, device=device)
         refuse("attn_mask has shape.*does not broadcast.*2, 4, 5, 7", fn.flash_attention, q, k, v,
                attn_mask=mask)  # fmt: skip
+
+    @pytest.mark.parametrize(
+        "shape", [(5, 6), (3, 2, 4, 5, 7), (1, 1, 1, 1, 1, 7), (1, 2, 4, 5, 6)], ids=str
+    )
+    def test_masks_of_several_batch_dimensions(self, shape, device):
+        q, k = (torch.zeros(1, 2, 4, rows, 8, device=device) for rows in (5, 7))
+        says = f"attn_mask has shape {list(shape)}, which does not broadcast to [1, 2, 4, 5, 7]"
+        refuse(re.escape(says), fn.scaled_dot_product_attention, q, k, k,
+               torch.zeros(shape, device=device))  # fmt: skip
 
     def test_options(self, device):
         q, k, v = self.make(device)

@@ -274,11 +274,21 @@ class InT5(nn.Module):
         return self.weight * x
 
 
+class InGemma(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.zeros(size)), 1e-6
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return (y * (1.0 + self.weight.float())).type_as(x)
+
+
 UNLIKE = list(itertools.product((torch.bfloat16, torch.float16, torch.float32, FP64), repeat=2))
 
 
 @each_flag
-@pytest.mark.parametrize("make", [ByHand, InT5])
+@pytest.mark.parametrize("make", [ByHand, InT5, InGemma])
 def test_any_dtypes_of_input_and_weight(make, memory_efficient):
     """Converted, a norm takes what the class took, and gives the same dtypes."""
     for x_dtype, weight_dtype in UNLIKE:

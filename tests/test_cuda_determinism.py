@@ -152,14 +152,14 @@ def test_rows_by_the_thousand(kind, dtype, generator):
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
-@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_short_rows_by_the_ten_thousand(kind, dtype, memory_efficient, generator):
-    """Backward of rows that pass through shared memory in tiles, so many that each block fills its
-    slots again and again: dx is that of a few of them, and everything is the same where the rows
-    start anywhere, or lie apart."""
+    """Backward of rows that lanes share, so many that each has one after the other: dx is that of a
+    few of them, and everything is the same where the rows start anywhere, or lie apart."""
     form = full_form(kind, dtype, memory_efficient)
-    for cols in (17, 33, 65, 72, 96, 126, 129, 144, 161, 225, 257, 272, 300, 333, 400, 513, 544):
+    whole_packs = (56, 64, 72, 96, 128, 144, 192, 256, 272, 320, 384, 400, 544)
+    for cols in (*whole_packs, 17, 33, 65, 126, 129, 161, 225, 257, 300, 333, 513):
         rows = 2**24 // cols + 5
         x, dy = (
             random_input(generator, rows, cols, dtype),

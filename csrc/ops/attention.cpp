@@ -110,7 +110,7 @@ cpu::AttentionProblem cpu_problem(const AttentionCall& call, const QueryKeyValue
   }
   if (has(call.alibi_slopes)) problem.alibi_slopes = call.alibi_slopes->expand({batch, heads});
   if (has(call.sink)) problem.sink = call.sink->to(at::kDouble).contiguous();
-  problem.scale = call.scale;
+  problem.scale = call.score_scale();
   problem.softcap = call.softcap;
   problem.window_left = limit(call.window_left);
   problem.window_right = limit(call.window_right);
@@ -220,7 +220,7 @@ TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
   const std::string call =
       "Tensor query, Tensor? key, Tensor? value, Tensor? attn_mask, Tensor? alibi_slopes, Tensor? "
       "sink, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? rng, SymInt max_seqlen_q, SymInt "
-      "max_seqlen_k, float scale, float softcap, SymInt? window_left, SymInt? window_right, bool "
+      "max_seqlen_k, float? scale, float softcap, SymInt? window_left, SymInt? window_right, bool "
       "top_left, float dropout_p";
   define_differentiable(m, "attention_forward", "(" + call + ") -> (Tensor out, Tensor lse)",
                         kernel<attention_forward>, kernel<differentiate_attention>);

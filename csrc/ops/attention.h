@@ -7,6 +7,7 @@
 #include <c10/core/SymInt.h>
 
 #include <array>
+#include <cmath>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -28,7 +29,8 @@ struct AttentionCall {
   at::Tensor query;
   OptionalTensor key, value, attn_mask, alibi_slopes, sink, cu_seqlens_q, cu_seqlens_k, rng;
   c10::SymInt max_seqlen_q, max_seqlen_k;
-  double scale, softcap;
+  std::optional<double> scale;  // of scores; none: 1 / sqrt(D)
+  double softcap;
   std::optional<c10::SymInt> window_left, window_right;
   bool top_left;
   double dropout_p;
@@ -40,6 +42,7 @@ struct AttentionCall {
   }
 
   bool is_packed() const { return cu_seqlens_q.has_value(); }
+  double score_scale() const { return scale.value_or(std::pow(query.size(-1), -0.5)); }
   QueryKeyValue apart() const;
 };
 

@@ -86,7 +86,8 @@ void check_mask(const Tensor& mask, const AttentionCall& call, const Tensor& que
 }
 
 void check_options(const AttentionCall& call) {
-  TORCH_CHECK(std::isfinite(call.scale), "scale must be finite, but is ", call.scale);
+  TORCH_CHECK(!call.scale || std::isfinite(*call.scale), "scale must be finite, but is ",
+              *call.scale);
   TORCH_CHECK(std::isfinite(call.softcap) && call.softcap >= 0,
               "softcap must be finite and not negative, but is ", call.softcap);
   TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p < 1,

@@ -158,7 +158,7 @@ void set_shape(const AttentionCall& call, Launch* launch) {
 
 void set_options(const AttentionCall& call, Launch* launch) {
   AttentionParams& p = launch->params;
-  p.scale = call.scale;
+  p.scale = call.score_scale();
   p.softcap = call.softcap;
   p.window_left = limit_of(call.window_left);
   p.window_right = limit_of(call.window_right);

@@ -34,10 +34,10 @@ constexpr RowsLie rows_lie(int cols, int pack, bool in_pairs = true) {
 constexpr int unit_of(RowsLie lie, int pack) {
   return lie == RowsLie::kElements ? 1 : lie == RowsLie::kPairs ? 2 : pack;
 }
-// Element i of a pack is so many columns from its first, where a group is whole warps.
-constexpr int column_in_pack(RowsLie lie, int pack, int i) {
+// Element i of a pack is so many columns from its first, in a group of so many lanes a warp.
+constexpr int column_in_pack(RowsLie lie, int pack, int i, int lanes = kWarpSize) {
   const int unit = unit_of(lie, pack);
-  return i / unit * unit * kWarpSize + i % unit;
+  return i / unit * unit * lanes + i % unit;
 }
 
 // First column of a thread's packs, and the distance from one to the next.

@@ -27,10 +27,6 @@ __device__ __noinline__ void copy_elements(T* to, const T* from, int count) {
 #pragma unroll 4
   for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
 }
-template <typename T>
-__device__ __noinline__ void clear_elements(T* to, int count) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = T(0.0f);
-}
 // A tensor whose rows pass through.
 template <typename T>
 struct TileRows {
@@ -75,35 +71,21 @@ class TileRing {
   }
 
   // Of the tile at hand: whether there is one; its first row, and how many it has; where its part
-  // of a tensor lies, once it is there. After the tensors' last rows comes anything, or zeros if
-  // kZeros.
+  // of a tensor lies, once it is there. After the tensors' last rows comes anything.
   __device__ __forceinline__ bool any() const { return tile_ < tiles_; }
   __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * flat_.rows; }
   __device__ __forceinline__ int rows() const { return rows_of(tile_); }
   __device__ __forceinline__ T* part(int tensor) const {
     return reinterpret_cast<T*>(part_of(slot_.number, tensor));
   }
-  template <bool kZeros>
   __device__ __forceinline__ void wait() const {
-    const int rows = this->rows();
-    const bool fill_up = kZeros && rows < flat_.rows;
-    if (tensors_.flat()) {
-      filled_[slot_.number].wait(slot_.parity);
-      if (!fill_up) return;
-    }
+    if (tensors_.flat()) return filled_[slot_.number].wait(slot_.parity);
 #pragma unroll 1
     for (int t = 0; t < tensors_.count(); ++t) {
-      if (!tensors_.flat()) {
-        const TileRows<T> of = tensors_.rows_of(t);
-        gather_rows(part(t), of.base, of.layout, first_row(), rows, cols_);
-      }
-      if (fill_up) clear_elements(part(t) + rows * cols_, (flat_.rows - rows) * cols_);
+      const TileRows<T> of = tensors_.rows_of(t);
+      gather_rows(part(t), of.base, of.layout, first_row(), rows(), cols_);
     }
     __syncthreads();
-  }
-  // The next tile's first row.
-  __device__ __forceinline__ int64_t next_row() const {
-    return int64_t{tile_ + stride()} * flat_.rows;
   }
 
   // By all threads of the block, when each is done with its part of the tile: writes it, and goes
@@ -192,7 +174,7 @@ __device__ __forceinline__ void for_tiles(Tiles& tiles, const FlatRows& flat, Pr
   prepare();
   __syncthreads();
   for (; tiles.any(); tiles.next()) {
-    tiles.template wait<false>();
+    tiles.wait();
 #pragma unroll 1
     for (int r = threadIdx.x / kWarpSize * kRows; r < flat.rows;
          r += kFlatThreads / kWarpSize * kRows)

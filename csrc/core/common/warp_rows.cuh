@@ -13,8 +13,8 @@ namespace fused_norm {
 template <int kUnits, int kSure>
 struct LaneColumns {
   int first, left;  // columns of the row from the lane's first on
-  __device__ __forceinline__ explicit LaneColumns(int cols, int thread = threadIdx.x)
-      : first(thread % kWarpSize), left(cols - first) {}
+  __device__ __forceinline__ explicit LaneColumns(int cols)
+      : first(threadIdx.x % kWarpSize), left(cols - first) {}
   __device__ __forceinline__ bool inside(int i) const { return i < kSure || i * kWarpSize < left; }
 };
 
@@ -35,14 +35,14 @@ __device__ __forceinline__ void load_rows(const X* own, int stride,
   }
 }
 
-// Rounds them, and writes them to rows from `first` on.
+// Rounds them, and writes them there.
 template <int kRows, int kUnits, int kSure, typename X>
-__device__ __forceinline__ void store_rows(X* own, int first, int stride,
+__device__ __forceinline__ void store_rows(X* own, int stride,
                                            const LaneColumns<kUnits, kSure>& columns,
                                            const float (&values)[kRows][kUnits]) {
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
-    Bits<X>* const bits = reinterpret_cast<Bits<X>*>(own) + (first + k) * stride;
+    Bits<X>* const bits = reinterpret_cast<Bits<X>*>(own) + k * stride;
 #pragma unroll
     for (int i = 0; i < kUnits; i += 2) {
       const bool two = i + 1 < kUnits;

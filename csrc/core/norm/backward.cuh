@@ -1,6 +1,7 @@
 // Backward for rows that stay in registers: read once.
 #pragma once
 
+#include "core/common/branch.cuh"
 #include "core/common/overlap.cuh"
 #include "core/common/slice_statistics.cuh"
 #include "core/norm/gated.cuh"
@@ -58,7 +59,8 @@ __device__ __forceinline__ auto open_rows(const In& in, const Group& group, int 
 // Persistent blocks walk over the rows. A group of threads keeps its columns' sums in registers;
 // its next rows are on their way (backward_rows.cuh). Column parameters are staged once in shared
 // memory, as fp32, while the first rows are under way.
-template <RowsLie kLie, bool kRms, bool kFromOutput, int kPacks, typename X, typename In>
+template <RowsLie kLie, bool kWholeWarps, bool kRms, bool kFromOutput, int kPacks, typename X,
+          typename In>
 __device__ __forceinline__ void norm_backward_once(const In& in,
                                                    const BackwardOutput<X, float>& out,
                                                    BackwardShared& shared) {
@@ -67,13 +69,10 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   constexpr bool kRegular = kLie == RowsLie::kRegular;
   extern __shared__ __align__(128) float staged[];
 
-  const RowGroup<(kPacks > 1 || dealt_out(kLie))> group;
+  const RowGroup<kWholeWarps> group;
   GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
   const int col = slice_column<N, kPacks, kLie>(group), left = in.cols - col;
-  // Rows that are dealt out may end in the first half of every lane's pack.
-  auto past_half = [half = in.cols <= N / 2 * kWarpSize](int i) {
-    return dealt_out(kLie) && i == N / 2 && half;
-  };
+  const int step = slice_step<N>(group);
   GroupRows at(in, group);
 
   wait_for_prerequisites();
@@ -89,7 +88,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
     if (out.dresidual != nullptr)
-      out.template prefetch_residual<kLie, N, kPacks>(at.row * in.cols + col, left);
+      out.template prefetch_residual<kLie, N, kPacks>(at.row * in.cols + col, left, step);
     if (!kFromOutput && has_mean) next_mean = __ldg(in.mean + at.row);
     next_rstd = __ldg(in.rstd + at.row);
   };
@@ -121,13 +120,13 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
       dweight[p][i] += d * xhat[p][i];
       if (!kRms) dbias[p][i] += d;
     };
-    add_up_row<kRms, kFromOutput>(params, listed, past_half, row_left, mean, rstd, xhat, w, add,
-                                  sum_w, sum_wx);
+    add_up_row<kRms, kFromOutput>(params, listed, row_left, step, mean, rstd, xhat, w, add, sum_w,
+                                  sum_wx);
     if (listed.any()) listed.next_turn(/*meet_anyway=*/group.warps() > 1);
     sum_up_group<kRms>(group, sums, sum_w, sum_wx);
     if (out.dx == nullptr) continue;
     const RowGradient<kRms> gradient(rstd, in.per_cols, has_mean ? sum_w : 0.0f, sum_wx);
-    write_row<kLie>(in, out, group, rows, params, past_half, row_left, dx, gradient, xhat, w);
+    write_row<kLie>(in, out, group, rows, params, row_left, dx, gradient, xhat, w);
     dx += at.stride * in.cols;
   }
   launch_dependents();
@@ -149,20 +148,25 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     norm_backward_registers(const __grid_constant__ BackwardInput<Y, S, float> in,
                             const __grid_constant__ BackwardOutput<X, float> out, RowsLie lie) {
   __shared__ BackwardShared shared;
-  auto run = [&](auto as) {
+  auto run = [&](auto as, auto whole_warps) {
     constexpr RowsLie kLie = decltype(as)::value;
+    constexpr bool kWhole = decltype(whole_warps)::value;
     if constexpr (!kForBothNorms<X, Y>) {
-      if (in.rms) return norm_backward_once<kLie, true, kFromOutput, kPacks>(in, out, shared);
+      if (in.rms)
+        return norm_backward_once<kLie, kWhole, true, kFromOutput, kPacks>(in, out, shared);
     }
-    norm_backward_once<kLie, false, kFromOutput, kPacks>(in, out, shared);
+    norm_backward_once<kLie, kWhole, false, kFromOutput, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
-    run(ConstantLie<RowsLie::kRegular>());
+    with_flag(kPacks == 2 && blockDim.x >= kWarpSize,
+              [&](auto whole_warps) { run(ConstantLie<RowsLie::kRegular>(), whole_warps); });
   } else if constexpr (kPacks == 1) {
-    if constexpr (kBackwardInPairs<X, Y>) {
-      if (lie == RowsLie::kPairs) return run(ConstantLie<RowsLie::kPairs>());
-    }
-    run(ConstantLie<RowsLie::kElements>());
+    with_flag(blockDim.x >= kWarpSize, [&](auto whole_warps) {
+      if constexpr (kBackwardInPairs<X, Y>) {
+        if (lie == RowsLie::kPairs) return run(ConstantLie<RowsLie::kPairs>(), whole_warps);
+      }
+      run(ConstantLie<RowsLie::kElements>(), whole_warps);
+    });
   }
 }
 
@@ -176,7 +180,10 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     of_group.weight.data =
         static_cast<const char*>(in.weight.data) +
         int64_t{in.form.group_of(blockIdx.x)} * in.cols * size_of(in.weight.dtype);
-  norm_backward_once<RowsLie::kRegular, true, false, kPacks>(of_group, out, shared);
+  with_flag(kPacks == 2 && blockDim.x >= kWarpSize, [&](auto whole_warps) {
+    norm_backward_once<RowsLie::kRegular, decltype(whole_warps)::value, true, false, kPacks>(
+        of_group, out, shared);
+  });
 }
 
 }  // namespace fused_norm

@@ -56,7 +56,8 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, group, saved_loaded);
   dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, group, dy_loaded);
   if (out.dresidual != nullptr)
-    out.template prefetch_residual<RowsLie::kRegular, N, kPacks>(row * in.cols + col, left);
+    out.template prefetch_residual<RowsLie::kRegular, N, kPacks>(row * in.cols + col, left,
+                                                                 kSliceStep<N>);
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
@@ -69,13 +70,13 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   saved.extract(saved_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, xhat[p]); });
   dy.extract(dy_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
-  auto past_half = [](int) { return false; };
   add_up_row<kRms, kFromOutput>(
-      params, listed, past_half, left, mean, rstd, xhat, w, [](int, int, float) {}, sum_w, sum_wx);
+      params, listed, left, kSliceStep<N>, mean, rstd, xhat, w, [](int, int, float) {}, sum_w,
+      sum_wx);
   sum_up_group<kRms>(group, sums, sum_w, sum_wx);
   const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
-  write_row<RowsLie::kRegular>(in, out, group, nullptr, params, past_half, left,
-                               out.dx + row * in.cols + col, gradient, xhat, w);
+  write_row<RowsLie::kRegular>(in, out, group, nullptr, params, left, out.dx + row * in.cols + col,
+                               gradient, xhat, w);
 }
 
 // Adds up what the threads of a tile's blocks have of its columns, and writes it.

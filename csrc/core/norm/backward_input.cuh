@@ -3,9 +3,8 @@
 //   dx = rstd * (w - mean(w) - xhat * mean(w * xhat))      (RMSNorm: without mean(w))
 //   dweight = sum over rows of dy * xhat,  dbias = sum over rows of dy
 // in two stages without atomics: blocks that walk over rows write partial sums (backward.cuh,
-// backward_flat.cuh for rows in tiles, backward_ring.cuh for long rows, or streaming.cu for
-// any length), then sum_partials() adds those in a fixed order (partial_sums.cuh). Of few rows
-// one kernel makes all (backward_few.cuh).
+// backward_ring.cuh for long rows, or streaming.cu for any length), then sum_partials() adds those
+// in a fixed order (partial_sums.cuh). Of few rows one kernel makes all (backward_few.cuh).
 #pragma once
 
 #include "core/common/row_slice.cuh"
@@ -58,27 +57,27 @@ struct BackwardOutput {
       totals->clear();
   }
 
-  // Brings a slice, which starts at element `first`, near.
+  // Brings a slice near, which starts at element `first` and has packs `step` apart.
   template <RowsLie kLie, int N, int kPacks>
-  __device__ __forceinline__ void prefetch_residual(int64_t first, int left) const {
+  __device__ __forceinline__ void prefetch_residual(int64_t first, int left, int step) const {
     // Each lane what would be its pack.
     const int near = static_cast<int>(threadIdx.x) % kWarpSize * (N - unit_of(kLie, N));
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (near + p * kSliceStep<N> < left)
-        asm volatile(
-            "prefetch.global.L2 [%0];" ::"l"(dresidual + first + near + p * kSliceStep<N>));
+      if (near + p * step < left)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(dresidual + first + near + p * step));
     }
   }
 
   // Adds to a pack of dx, which starts at element `at`; `left` columns of the row remain from there
   // on. Values past the row's end get anything.
   template <RowsLie kLie, int N>
-  __device__ __forceinline__ void add_residual(int64_t at, int left, A (&gradient)[N]) const {
+  __device__ __forceinline__ void add_residual(int64_t at, int left, A (&gradient)[N],
+                                               int lanes = kWarpSize) const {
     constexpr int kAtOnce = dealt_out(kLie) ? 1 : N;
 #pragma unroll
     for (int i = 0; i < N; i += kAtOnce) {
-      const int column = column_in_pack(kLie, N, i);
+      const int column = column_in_pack(kLie, N, i, lanes);
       if (column >= left) break;
       A added[kAtOnce];
       unpack(Pack<X, kAtOnce>{load_words<sizeof(X) * kAtOnce>(
@@ -106,18 +105,19 @@ struct ColumnParams {
   A weight[N], shift[N], scale[N];
   uint32_t listed;  // a bit for each column
 
-  // Parameters of a pack's columns from `col` on; zero past the end, so that such columns add
-  // nothing anywhere. kFromOutput: they may be from_output; kListed: some columns may be listed.
+  // Parameters of a pack's columns from `col` on, dealt out among so many lanes; zero past the end,
+  // so that such columns add nothing anywhere. kFromOutput: they may be from_output; kListed: some
+  // columns may be listed.
   template <bool kFromOutput, bool kListed, RowsLie kLie = RowsLie::kRegular, typename In>
-  __device__ static ColumnParams load(const In& in, int col) {
+  __device__ static ColumnParams load(const In& in, int col, int lanes = kWarpSize) {
     ColumnParams params;
     params.listed = 0;
     A weights[N], biases[N];
-    if (in.weight.data) load_vector<kLie>(in.weight, col, in.cols, weights);
-    if (in.from_output && in.bias.data) load_vector<kLie>(in.bias, col, in.cols, biases);
+    if (in.weight.data) load_vector<kLie>(in.weight, col, in.cols, lanes, weights);
+    if (in.from_output && in.bias.data) load_vector<kLie>(in.bias, col, in.cols, lanes, biases);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int column = col + column_in_pack(kLie, N, i);
+      const int column = col + column_in_pack(kLie, N, i, lanes);
       const bool inside = column < in.cols;
       const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
       params.weight[i] = inside ? g : A(0);
@@ -150,10 +150,11 @@ struct ColumnParams {
 
  private:
   template <RowsLie kLie>
-  __device__ static void load_vector(const ParamVector& params, int col, int cols, A (&out)[N]) {
+  __device__ static void load_vector(const ParamVector& params, int col, int cols, int lanes,
+                                     A (&out)[N]) {
     with_param_type<A>(params.dtype, [&](auto type) {
       if constexpr (dealt_out(kLie)) {
-        load_apart<decltype(type), kLie>(params.data, col, cols, out);
+        load_apart<decltype(type), kLie>(params.data, col, cols, lanes, out);
       } else if (col < cols) {
         load_params_of<decltype(type)>(params.data, col, out);
       }
@@ -161,12 +162,12 @@ struct ColumnParams {
   }
   // No load waits for another; past the end, the last column's.
   template <typename T, RowsLie kLie>
-  __device__ static void load_apart(const void* data, int col, int cols, A (&out)[N]) {
+  __device__ static void load_apart(const void* data, int col, int cols, int lanes, A (&out)[N]) {
     T values[N];
 #pragma unroll
     for (int i = 0; i < N; ++i)
-      values[i] =
-          __ldg(static_cast<const T*>(data) + min(col + column_in_pack(kLie, N, i), cols - 1));
+      values[i] = __ldg(static_cast<const T*>(data) +
+                        min(col + column_in_pack(kLie, N, i, lanes), cols - 1));
 #pragma unroll
     for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
   }

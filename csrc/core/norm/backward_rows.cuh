@@ -84,25 +84,25 @@ class RowsInQueue : public SliceQueue<N, kPacks, Group, S, Y> {
   }
 };
 
-// Pass 1 of a row, of which `left` columns remain from the thread's first on: makes xhat of what
-// was saved and w of dy, and adds them to the columns' sums and to what the thread has of the
-// row's. past_half(i): the row ends before element i.
-template <bool kRms, bool kFromOutput, typename Params, typename Listed, typename PastHalf,
-          typename Add, int kPacks, int N>
-__device__ __forceinline__ void add_up_row(const Params& params, const Listed& listed,
-                                           PastHalf past_half, int left, float mean, float rstd,
+// Pass 1 of a row, of which `left` columns remain from the thread's first on, whose packs are
+// `step` columns apart: makes xhat of what was saved and w of dy, and adds them to the columns'
+// sums. Makes of the row's what the thread has: packs 0 and 2, then pack 1, as lanes with a pack
+// each would add them.
+template <bool kRms, bool kFromOutput, typename Params, typename Listed, typename Add, int kPacks,
+          int N>
+__device__ __forceinline__ void add_up_row(const Params& params, const Listed& listed, int left,
+                                           int step, float mean, float rstd,
                                            float (&xhat)[kPacks][N], float (&w)[kPacks][N], Add add,
                                            float& sum_w, float& sum_wx) {
-  float g[N], of_w[N], of_wx[N];
+  float g[N], of_w[N], of_wx[N], odd_w = 0, odd_wx = 0;
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
+    if (p * step >= left) break;
     if constexpr (kFromOutput) {
       params.take_back(p, xhat[p], listed.any(), listed.turn());
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (past_half(i)) break;
         xhat[p][i] = kRms ? xhat[p][i] * rstd : (xhat[p][i] - mean) * rstd;
       }
     }
@@ -111,43 +111,42 @@ __device__ __forceinline__ void add_up_row(const Params& params, const Listed& l
     params.get(kWeight, p, g);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (past_half(i)) break;
       const float d = w[p][i];
       add(p, i, d);
       of_w[i] = w[p][i] = d * g[i];
       of_wx[i] = of_w[i] * xhat[p][i];
     }
-    if (!kRms) sum_w += tree_sum<N>(of_w);
-    sum_wx += tree_sum<N>(of_wx);
+    if (!kRms) (p % 2 == 0 ? sum_w : odd_w) += tree_sum<N>(of_w);
+    (p % 2 == 0 ? sum_wx : odd_wx) += tree_sum<N>(of_wx);
   }
+  if (kPacks > 1) sum_w += odd_w, sum_wx += odd_wx;
 }
 
 // Pass 2: makes dx of xhat and w, and writes it to `dx`, where the thread's columns start.
 template <RowsLie kLie, typename In, typename X, typename Group, typename Rows, typename Params,
-          typename PastHalf, typename Gradient, int kPacks, int N>
+          typename Gradient, int kPacks, int N>
 __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, float>& out,
                                           const Group& group, const Rows& rows,
-                                          const Params& params, PastHalf past_half, int left, X* dx,
+                                          const Params& params, int left, X* dx,
                                           const Gradient& gradient, float (&xhat)[kPacks][N],
                                           float (&w)[kPacks][N]) {
   WriterOf<X, N, kLie> writer;
   writer.open(dx, left);
+  const int step = slice_step<N>(group);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    if (p * kSliceStep<N> >= left) break;
+    if (p * step >= left) break;
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (past_half(i)) break;
       w[p][i] = gradient.at(w[p][i], xhat[p][i]);
     }
     if constexpr (In::kGates) {
       float g[N];
       params.get(kWeight, p, g);
-      rows.finish(p, dx - out.dx + p * kSliceStep<N>, g, xhat[p], w[p]);
+      rows.finish(p, dx - out.dx + p * step, g, xhat[p], w[p]);
     }
     if (out.dresidual != nullptr)
-      out.template add_residual<kLie>(dx - out.dx + p * kSliceStep<N>, left - p * kSliceStep<N>,
-                                      w[p]);
+      out.template add_residual<kLie>(dx - out.dx + p * step, left - p * step, w[p], group.lanes());
     Pack<X, N> pack;
     round_to(pack, w[p]);
     writer.store(p, pack, group);

@@ -127,28 +127,27 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   const BackwardInput<Y, S, float> in = backward_input<Y, S>(params, look.listed);
   const BackwardOutput<X, float> out{static_cast<X*>(params.dx), workspace.dweight, workspace.dbias,
                                      static_cast<const X*>(params.dresidual), workspace.cleared};
-  cudaError_t error = cudaErrorInvalidValue;
-  if (plan.tier == Tier::kFlat) {
-    if constexpr (std::is_same_v<X, Y> && sizeof(X) == 2)
-      error = norm_flat_backward(in, out, plan, stream);
+  if constexpr (std::is_same_v<X, Y>) {
+    if (plan.few_splits > 0) return norm_backward_few_rows(in, out, look, params, plan, stream);
+  }
+  cudaError_t error;
+  auto run = [&](auto kernel, auto... how) {
+    error = launch_plan(kernel, plan, stream, in, out, how...);
+  };
+  if (plan.tier == Tier::kRing) {
+    constexpr bool kRms = !kForBothNorms<X, Y>;
+    run(params.rms ? norm_backward_ring<X, Y, S, kRms, kFromOutput>
+                   : norm_backward_ring<X, Y, S, false, kFromOutput>,
+        plan.stages, plan.partial_sets, plan.rows_in_sequence);
   } else {
-    if constexpr (std::is_same_v<X, Y>) {
-      if (plan.few_splits > 0) return norm_backward_few_rows(in, out, look, params, plan, stream);
-    }
     const RowsLie lie = rows_lie<X>(params.cols, plan.pack, kBackwardInPairs<X, Y>);
-    auto run = [&](auto kernel, auto... how) {
-      return launch_plan(kernel, plan, stream, in, out, how...);
-    };
-    if (plan.tier == Tier::kRing) {
-      constexpr bool kRms = !kForBothNorms<X, Y>;
-      error = run(params.rms ? norm_backward_ring<X, Y, S, kRms, kFromOutput>
-                             : norm_backward_ring<X, Y, S, false, kFromOutput>,
-                  plan.stages, plan.partial_sets, plan.rows_in_sequence);
-    } else {
-      error = run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kFromOutput, 1>
-                                  : norm_backward_registers<X, Y, S, kFromOutput, 2>,
-                  lie);
+    if constexpr (std::is_same_v<X, Y>) {
+      if (plan.packs == 3) run(norm_backward_registers<X, Y, S, kFromOutput, 3>, lie);
     }
+    if (plan.packs < 3)
+      run(plan.packs == 1 ? norm_backward_registers<X, Y, S, kFromOutput, 1>
+                          : norm_backward_registers<X, Y, S, kFromOutput, 2>,
+          lie);
   }
   if (error != cudaSuccess) return error;
   return norm_second_stage(params, plan, workspace, look, stream);

@@ -26,12 +26,8 @@ RunNormBackward norm_gated_backward;
 // Of Tier::kStreaming: streaming.cu.
 RunNormForward norm_stream_forward;
 RunNormBackward norm_stream_backward;
-// In tiles: flat.cu. Backward for 16-bit types alone.
+// In tiles: flat.cu.
 RunNormForward norm_flat_forward;
-template <typename X>
-cudaError_t norm_flat_backward(const BackwardInput<X, X, float>& in,
-                               const BackwardOutput<X, float>& out, const NormBackwardPlan& plan,
-                               cudaStream_t stream);
 
 // What a backward call's workspace holds: the totals of the look at the parameters, partial rows,
 // and what Tier::kStreaming needs beside. Null: not asked for.

@@ -65,7 +65,9 @@ class ListedValues {
   __device__ __forceinline__ static int threads() { return kByWarps ? kWarpSize : blockDim.x; }
   __device__ int find(int kind, int place) const {
     const int first_thread = kByWarps ? 0 : threadIdx.y * blockDim.x;
-    return Params::template find<kLie>(kind, first_thread, list_.columns[1 + place] - first_col_);
+    const unsigned lanes = kByWarps ? kWarpSize : min(blockDim.x, kWarpSize);
+    return Params::template find<kLie>(kind, first_thread, list_.columns[1 + place] - first_col_,
+                                       lanes);
   }
 
   const ListedColumns<float>& list_;

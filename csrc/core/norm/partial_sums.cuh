@@ -12,14 +12,14 @@ template <RowsLie kLie, int kPacks, int N, typename Group>
 __device__ void stage_sums(const Group& group, const float (&sums)[kPacks][N], float* staged) {
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {
-    float* const at = staged + slice_column<N, kPacks, kLie>(group) + p * kSliceStep<N>;
+    float* const at = staged + slice_column<N, kPacks, kLie>(group) + p * slice_step<N>(group);
     if constexpr (!dealt_out(kLie)) {
 #pragma unroll
       for (int q = 0; q < N; q += 4)
         memcpy(reinterpret_cast<float4*>(at + q), sums[p] + q, sizeof(float4));
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i) at[column_in_pack(kLie, N, i)] = sums[p][i];
+      for (int i = 0; i < N; ++i) at[column_in_pack(kLie, N, i, group.lanes())] = sums[p][i];
     }
   }
 }

@@ -17,13 +17,12 @@ namespace fused_norm {
 
 enum class Tier : uint8_t {
   kRegisters,  // the row stays in the registers of its threads: read once
-  kFlat,       // backward: short rows pass through shared memory in tiles, read once
   kRing,       // backward: long rows pass through shared memory by bulk copies, read once
   kStreaming,  // any length: the row is read twice
 };
 
-// A pack is 16 bytes of the wider of the two tensors; kFlat and kStreaming: an element. kStreaming
-// has no packs a thread, and its kernels of backward do not overlap.
+// A pack is 16 bytes of the wider of the two tensors; kStreaming: an element. kStreaming has no
+// packs a thread, and its kernels of backward do not overlap.
 struct NormPlan : KernelPlan {
   Tier tier;
 };
@@ -72,7 +71,7 @@ constexpr int kForwardRingThreads = 800;  // that a multiprocessor has registers
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
   // kRegisters, one 16-bit dtype, short rows that are not whole packs: without an addend they go in
-  // tiles (forward_flat.cuh), if `tiles.slots` is not zero, wherever they lie.
+  // tiles (flat.cu), if `tiles.slots` is not zero, wherever they lie.
   FlatRows tiles;
 };
 
@@ -84,7 +83,7 @@ NormForwardPlan plan_norm_forward(int64_t rows, int cols, DType x, DType y, bool
 // With a gate, `gate_groups` of its groups make a row of the weight: kRegisters for whole packs, or
 // kStreaming, which has no gate; blocks and partials are a multiple of gate_groups.
 //
-// kRegisters, kFlat, kRing: one kernel gives dx and a partial row of dweight and dbias per block,
+// kRegisters, kRing: one kernel gives dx and a partial row of dweight and dbias per block,
 // or some. kStreaming: a kernel for the sums of each row (threads_per_row), then one over tiles.
 struct NormBackwardPlan : NormPlan {
   int partials;  // rows of partial sums: one or more a block, or row chunks of the tiles
@@ -94,7 +93,6 @@ struct NormBackwardPlan : NormPlan {
   int few_splits;
   // kRing: rows in shared memory at once; partial rows a block (or cluster), and the rows in each.
   int stages, partial_sets, rows_in_sequence;
-  FlatRows flat;    // kFlat
   int sum_threads;  // of a block that adds up partial rows: kSumThreads or kFewSumThreads
 };
 
@@ -103,13 +101,6 @@ struct NormBackwardPlan : NormPlan {
 constexpr int kForwardTileClasses = 8;
 constexpr int kForwardTileUnits[kForwardTileClasses] = {2, 3, 4, 5, 7, 9, 13, 17};
 constexpr int kForwardTileBlocks = 3;
-constexpr int flat_backward_blocks(bool longer) { return longer ? 2 : 3; }
-// Tensors that pass through, with dresidual one more.
-constexpr int kFlatTensors = 2;
-
-// Tiles in backward likewise: more columns take more registers, and have kernels of their own.
-constexpr int kFlatClasses = 5, kShorterFlatClasses = 3;
-constexpr int kFlatUnits[kFlatClasses] = {3, 5, 9, 13, 17};
 constexpr int flat_rows_at_once(int units) { return units <= 4 ? 4 : units <= 5 ? 2 : 1; }
 
 constexpr int kFewColumns = 32;
@@ -124,8 +115,8 @@ constexpr int ring_threads(bool from_output) { return from_output ? 512 : kMaxRi
 constexpr int ring_params(bool from_output) { return from_output ? 2 : 1; }
 
 // Threads of a block of kRegisters, and blocks of that size that its registers leave room for: 80 a
-// thread suffice for one pack's columns, two packs' take 128.
-constexpr int backward_threads(int packs) { return packs == 1 ? 256 : 512; }
+// thread suffice for one pack's columns, two packs' take 128, three packs' 168.
+constexpr int backward_threads(int packs) { return packs == 1 ? 256 : packs == 2 ? 512 : 384; }
 constexpr int backward_blocks(int packs) { return packs == 1 ? 3 : 1; }
 
 // Shared memory of each thread for the packs of two rows of both tensors, which in the end holds

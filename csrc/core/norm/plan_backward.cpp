@@ -26,7 +26,7 @@ struct BackwardCall {
   bool gated() const { return gate_groups > 0; }
   int saved_size() const { return size_of(from_output ? y : x); }
   int dy_size() const { return size_of(y); }
-  // Rings and tiles are filled by bulk copies, which came with clusters.
+  // Rings are filled by bulk copies, which came with clusters.
   bool bulk_copies() const { return device.max_cluster_blocks > 1 && !gated(); }
 };
 
@@ -155,45 +155,6 @@ int few_splits(int64_t rows, int cols, int rows_at_once, const DeviceProperties&
   return rows <= kRows * rows_at_once * splits ? splits : 0;
 }
 
-// Whether backward's rows go in tiles, if they can: 16-bit rows that are not whole packs; and of
-// whole packs those that would leave so many more lanes without a column as packs, which go to a
-// power of two of them. From the output more lanes must be idle: each row reads parameters anew.
-bool goes_flat(int cols, int pack, bool from_output) {
-  const int row_class = flat_class_of(kFlatUnits, cols);
-  if (row_class == kFlatClasses) return false;
-  if (cols % pack != 0) return true;
-  int lanes = 1;
-  while (lanes * pack < cols) lanes *= 2;
-  const double busy = static_cast<double>(cols) / (kFlatUnits[row_class] * kWarpSize);
-  const double busy_as_packs = static_cast<double>(cols) / (lanes * pack);
-  return busy > busy_as_packs + 0.12 && busy_as_packs <= (from_output ? 0.625 : 1.0);
-}
-
-// Fills in the plan for rows in tiles: always, however many they are and wherever they lie. False
-// if there is too little shared memory.
-bool plan_flat(int64_t rows, int cols, int column_vectors, const DeviceProperties& device,
-               NormBackwardPlan& plan) {
-  FlatRows flat{};
-  flat.row_class = flat_class_of(kFlatUnits, cols);
-  const int units = kFlatUnits[flat.row_class];
-  const bool longer = flat.row_class >= kShorterFlatClasses;
-  if (column_vectors > 1) flat.params_bytes = ring_slot(units * kWarpSize * column_vectors * 4);
-  const int most_blocks = flat_backward_blocks(longer);
-  const int64_t most_bytes = longer ? 17 * 1024 : 11 * 1024;
-  const int64_t room = flat_room(flat, kMaxFlatSlots * kFlatTensors, most_blocks, device);
-  const int rows_at_work = kFlatWarps * flat_rows_at_once(units);
-  const int sums_bytes = kFlatWarps * units * kWarpSize * 2 * 4;  // in the end, of its warps
-  if (!plan_tiles(rows, cols, rows_at_work, kFlatTensors, most_blocks, std::min(room, most_bytes),
-                  device, flat, sums_bytes))
-    return false;
-
-  static_cast<KernelPlan&>(plan) = plan_of_tiles(flat, units, rows_at_work);
-  plan.tier = Tier::kFlat;
-  plan.partials = flat.blocks;
-  plan.flat = flat;
-  return true;
-}
-
 // How rows lie in registers: `groups` of so many threads a block, none where there is no room.
 struct RegistersShape {
   int packs, threads, groups, shared_bytes;
@@ -201,8 +162,8 @@ struct RegistersShape {
 
 RegistersShape registers_shape(const BackwardCall& call, int pack) {
   const int64_t row_packs = ceil_div(call.cols, pack);
-  // Rows that are not whole packs are dealt out to whole warps, one pack a thread. Long ones would
-  // leave few groups to a block.
+  // Rows that are not whole packs are dealt out, one pack a thread. Long ones would leave few
+  // groups to a block.
   constexpr int kMostDealtOut = 5 * kWarpSize;
   const bool dealt_out = call.cols % pack != 0;
   if (dealt_out && row_packs > kMostDealtOut) return {};
@@ -210,9 +171,21 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   // go over more warps, and in one warp nobody waits.
   const bool single = row_packs <= kWarpSize || dealt_out ||
                       (row_packs > 2 * kWarpSize && row_packs <= 3 * kWarpSize);
-  const int packs = single ? 1 : 2;
-  const int needed = static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
-  const int threads = dealt_out ? std::max(needed, kWarpSize) : needed;
+  int packs = single ? 1 : 2;
+  auto threads_of = [&](int packs) {
+    return static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
+  };
+  // Of many rows, two or three packs in a part of a warp are faster, whichever leave fewer lanes
+  // without a pack; with fewer rows they take longer to begin. The sum of a row is the same: its
+  // lanes' halves come first (add_up_row). Of very short rows too many lanes would have none.
+  constexpr int64_t kManyElements = int64_t{1} << 23;
+  constexpr int kMostOfPart = 3 * kWarpSize / 2;
+  if (!dealt_out && row_packs > 7 && row_packs <= kMostOfPart &&
+      call.rows >= kManyElements / call.cols) {
+    const bool three = !call.gated() && call.x == call.y && 3 * threads_of(3) < 2 * threads_of(2);
+    packs = three ? 3 : 2;
+  }
+  const int threads = threads_of(packs);
 
   // Shared memory holds the weight as fp32, from the output 1 / weight and shifts of two rows too,
   // for each group where columns may be listed; and rows on their way. In the end it holds the sums
@@ -231,7 +204,7 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   };
   int groups = call.x == DType::kFloat64 ? 0 : backward_threads(packs) / threads;
   while (groups > 0 && shared_bytes(groups) + kStaticShared > call.device.shared_bytes_per_block)
-    --groups;
+    groups -= std::max(kWarpSize / threads, 1);  // a block has whole warps
   return {packs, threads, groups, groups > 0 ? static_cast<int>(shared_bytes(groups)) : 0};
 }
 
@@ -299,9 +272,6 @@ NormBackwardPlan plan_norm_backward(int64_t rows, int cols, DType x, DType y, bo
   // Small blocks where a multiprocessor would have large ones in turn, two at a time.
   const int64_t sum_blocks = ceil_div(cols, kWarpSize) * (rms ? 1 : 2);
   plan.sum_threads = sum_blocks > 2 * device.sm_count ? kFewSumThreads : kSumThreads;
-  if (call.bulk_copies() && x == y && size_of(x) == 2 && goes_flat(cols, plan.pack, from_output) &&
-      plan_flat(rows, cols, from_output ? 3 : 1, device, plan))
-    return plan;
   const RegistersShape shape = registers_shape(call, plan.pack);
   if (goes_by_ring(call, shape) && plan_ring(call, plan)) return plan;
   plan.cluster_blocks = 1;

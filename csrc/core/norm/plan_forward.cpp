@@ -82,14 +82,12 @@ void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_hal
 
 // Forward of short rows in tiles; no slots where there can be none. Longer ones are dealt out.
 FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
-  constexpr int64_t kMostBytes = 17 * 1024;
   FlatRows flat{};
   const int row_class = flat_class_of(kForwardTileUnits, cols);
   if (row_class == kForwardTileClasses || device.max_cluster_blocks == 1) return flat;
   flat.row_class = row_class;
-  const int64_t room = flat_room(flat, kMaxFlatSlots, kForwardTileBlocks, device);
   plan_tiles(rows, cols, kFlatWarps * flat_rows_at_once(kForwardTileUnits[row_class]),
-             /*tensors=*/1, kForwardTileBlocks, std::min(room, kMostBytes), device, flat);
+             /*tensors=*/1, kForwardTileBlocks, device, flat);
   return flat;
 }
 

@@ -90,7 +90,7 @@ class RingSlice {
   // Brings near what write_dx() will add to a row of dx.
   __device__ __forceinline__ void prefetch_residual(int64_t row) const {
     if (out_.dresidual != nullptr)
-      out_.template prefetch_residual<kLie, N, kPacks>(row * in_.cols + first_, left_);
+      out_.template prefetch_residual<kLie, N, kPacks>(row * in_.cols + first_, left_, kStep);
   }
 
   // dx = rstd * (w - mean(w) - xhat * mean(w * xhat)) of a row, given its sums; of one after the
@@ -172,8 +172,7 @@ class RingSlice {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
       params_.get(kShift, p, scale_[p]);
-#pragma unroll
-      for (int turn = 0; turn < Params::kRows; ++turn) params_.put(kShift + turn, p, shift[p]);
+      params_.put(kShift, p, shift[p]);
     }
     __syncwarp();
   }

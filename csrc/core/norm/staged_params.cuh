@@ -33,10 +33,11 @@ class StagedParams {
     return (threads + kWarpSize - 1) / kWarpSize * kWarpFloats * kKinds;
   }
 
-  // Those of pack p, from column `col` on. Returns them.
+  // Those of pack p, from column `col` on, dealt out among so many lanes. Returns them.
   template <RowsLie kLie = RowsLie::kRegular, typename In>
-  __device__ ColumnParams<float, N> stage(const In& in, int p, int col) const {
-    auto params = ColumnParams<float, N>::template load<kFromOutput, false, kLie>(in, col);
+  __device__ ColumnParams<float, N> stage(const In& in, int p, int col,
+                                          int lanes = kWarpSize) const {
+    auto params = ColumnParams<float, N>::template load<kFromOutput, false, kLie>(in, col, lanes);
     if constexpr (kFirst == kWeight) put(kWeight, p, params.weight);
     if constexpr (kFromOutput) {
       if (kFused) {
@@ -56,7 +57,8 @@ class StagedParams {
   __device__ __forceinline__ void stage_all(const In& in, const Group& group, int col,
                                             bool in_common) const {
     const int first = in_common ? group.index() : 0, step = in_common ? group.groups() : 1;
-    for (int p = first; p < kPacks; p += step) stage<kLie>(in, p, col + p * kSliceStep<N>);
+    for (int p = first; p < kPacks; p += step)
+      stage<kLie>(in, p, col + p * slice_step<N>(group), group.lanes());
     __syncthreads();
   }
 
@@ -87,14 +89,14 @@ class StagedParams {
     take_back_as<true, !kFused>(p, y, kShift + turn, scales);
   }
 
-  // Where that kind's number of a column is, the col-th of those of threads from first_thread on;
-  // and the number there.
+  // Where that kind's number of a column is, the col-th of those of threads from first_thread on,
+  // so many lanes of each warp; and the number there.
   template <RowsLie kLie>
-  __device__ static int find(int kind, int first_thread, int col) {
-    constexpr unsigned kUnit = unit_of(kLie, N), kPackCols = N * kWarpSize;
-    const unsigned in_pack = col % kPackCols, pack = col / kPackCols;
-    const unsigned lane = in_pack / kUnit % kWarpSize;
-    const unsigned i = in_pack / (kUnit * kWarpSize) * kUnit + in_pack % kUnit;
+  __device__ static int find(int kind, int first_thread, int col, unsigned lanes) {
+    constexpr unsigned kUnit = unit_of(kLie, N);
+    const unsigned in_pack = col % (N * lanes), pack = col / (N * lanes);
+    const unsigned lane = in_pack / kUnit % lanes;
+    const unsigned i = in_pack / (kUnit * lanes) * kUnit + in_pack % kUnit;
     const int thread = first_thread + static_cast<int>(pack / kPacks * kWarpSize + lane);
     return 4 * (first_of(thread) + index(kind, pack % kPacks, i / 4)) + static_cast<int>(i % 4);
   }

@@ -91,7 +91,7 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
 #pragma unroll
           for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
         }
-        store_rows(at, 0, x.cols, columns, values);
+        store_rows(at, x.cols, columns, values);
       });
 }
 
@@ -130,7 +130,7 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
           for (int i = 0; i < kUnits; ++i)
             dy[k][i] = gradient_of<kLog>(dy[k][i], y[k][i], sum[k], load.scale);
         }
-        store_rows(dy_at, 0, cols, columns, dy);
+        store_rows(dy_at, cols, columns, dy);
       });
 }
 

@@ -196,20 +196,16 @@ SoftmaxPlan plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class, int64_t
   const int units = kSoftmaxFlatUnits[row_class], tensors = is_backward(pass) ? 2 : 1;
   const int most_blocks =
       softmax_flat_blocks(is_backward(pass) && row_class >= kShorterSoftmaxClasses);
-  constexpr int64_t kMostBytes = 17 * 1024;
-  const int64_t room =
-      (device.shared_bytes_per_block / most_blocks - 2 * kFlatStatic) / (kMaxFlatSlots * tensors);
   SoftmaxPlan plan{};
   FlatRows& flat = plan.flat;
   const int rows_at_work = kFlatWarps * softmax_flat_rows(units);
   flat.row_class = row_class;
-  if (!plan_tiles(rows, cols, rows_at_work, tensors, most_blocks, std::min(room, kMostBytes),
-                  device, flat))
-    return {};
+  if (!plan_tiles(rows, cols, rows_at_work, tensors, most_blocks, device, flat)) return {};
   plan.pass = pass;
   plan.tier = tier;
   plan.place = RowPlace::kFlat;
-  static_cast<KernelPlan&>(plan) = plan_of_tiles(flat, units, rows_at_work);
+  static_cast<KernelPlan&>(plan) = {1, units,       kWarpSize,         rows_at_work,
+                                    1, flat.blocks, flat.shared_bytes, true};
   plan.slice = cols;
   return plan;
 }
