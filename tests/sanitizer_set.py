@@ -57,7 +57,8 @@ SHAPES = [
 ]
 FORWARD_ROWS = 150, 5  # short rows, of which a block takes up to 128 at once, and longer ones
 # 16 bit: so many rows of each kind that those who normalize tiles of them in place fill their slots
-# again, on a chip of 132 multiprocessors; that lanes and warps take three in backward; and softmax.
+# again, on a chip of 132 multiprocessors; that lanes and warps take three in backward, and of whole
+# packs a lane has two or three; and softmax.
 TILED = [
     (7, 1216520),
     (33, 202777),
@@ -71,7 +72,7 @@ TILED = [
     (4097, 1191),
     (8193, 1585),
 ]
-BACKWARD_SHORT = [(9, 150001), (65, 34001), (144, 34001), (257, 12801), (513, 4801)]
+BACKWARD_SHORT = [(9, 150001), (65, 34001), (128, 65601), (144, 58401), (257, 12801), (513, 4801)]
 SOFTMAX_TILED = [(65, 140001), (513, 32001), (1025, 16001)]
 LISTED = {"regular": 97, "offset": 7}  # a column in so many is listed: few of a row, and many
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
