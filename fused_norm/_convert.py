@@ -321,8 +321,9 @@ def _qualified(cls: type) -> str:
 
 
 def _is_name_of_a_norm(name: str) -> bool:
-    """By its last words: not that of a block that contains a norm, such as PreNormBlock."""
-    return re.search(r"(norm(alization)?(gated)?|norm[123]d)$", name.lower()) is not None
+    """By its last words: not that of a block that contains a norm, nor of a parametrization."""
+    ends = r"(?<!weight)(?<!spectral)norm(alization)?(gated|[123]d)?$"
+    return re.search(ends, name.lower()) is not None
 
 
 # They give back their input, or a view of it; dropouts in evaluation.
@@ -405,8 +406,7 @@ def convert(
                 report.skipped.append(Skipped(name, f"torch.jit.{original}", reason))
             continue
         flag = memory_efficient and module not in in_place
-        named = isinstance(module, classes)
-        reason = _why_not(module, cls)
+        named, reason = isinstance(module, classes), _why_not(module, cls)
         if isinstance(module, modules.LayerNorm | modules.RMSNorm):
             if not memory_efficient:
                 reason = "it is one of this library's"

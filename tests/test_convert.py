@@ -705,7 +705,7 @@ def test_unknown_norms_are_listed_and_left_alone():
         OwnRMSNorm(),
         nn.BatchNorm1d(4),
         nn.GroupNorm(2, 4),
-        nn.Linear(4, 4),
+        nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)),
         PreNormBlock(),
         fused_norm.LayerNorm(4),
         nn.LayerNorm(4),

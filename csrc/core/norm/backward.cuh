@@ -158,7 +158,8 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     norm_backward_once<kLie, kWhole, false, kFromOutput, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
-    with_flag(kPacks == 2 && blockDim.x >= kWarpSize,
+    // Two packs in lanes of a part of a warp only where dtypes are alike (plan_backward.cpp).
+    with_flag(kPacks == 2 && (!std::is_same_v<X, Y> || blockDim.x >= kWarpSize),
               [&](auto whole_warps) { run(ConstantLie<RowsLie::kRegular>(), whole_warps); });
   } else if constexpr (kPacks == 1) {
     with_flag(blockDim.x >= kWarpSize, [&](auto whole_warps) {
@@ -180,10 +181,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     of_group.weight.data =
         static_cast<const char*>(in.weight.data) +
         int64_t{in.form.group_of(blockIdx.x)} * in.cols * size_of(in.weight.dtype);
-  with_flag(kPacks == 2 && blockDim.x >= kWarpSize, [&](auto whole_warps) {
-    norm_backward_once<RowsLie::kRegular, decltype(whole_warps)::value, true, false, kPacks>(
-        of_group, out, shared);
-  });
+  norm_backward_once<RowsLie::kRegular, (kPacks > 1), true, false, kPacks>(of_group, out, shared);
 }
 
 }  // namespace fused_norm

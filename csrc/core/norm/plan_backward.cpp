@@ -180,11 +180,9 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   // lanes' halves come first (add_up_row). Of very short rows too many lanes would have none.
   constexpr int64_t kManyElements = int64_t{1} << 23;
   constexpr int kMostOfPart = 3 * kWarpSize / 2;
-  if (!dealt_out && row_packs > 7 && row_packs <= kMostOfPart &&
-      call.rows >= kManyElements / call.cols) {
-    const bool three = !call.gated() && call.x == call.y && 3 * threads_of(3) < 2 * threads_of(2);
-    packs = three ? 3 : 2;
-  }
+  if (!dealt_out && !call.gated() && call.x == call.y && row_packs > 7 &&
+      row_packs <= kMostOfPart && call.rows >= kManyElements / call.cols)
+    packs = 3 * threads_of(3) < 2 * threads_of(2) ? 3 : 2;
   const int threads = threads_of(packs);
 
   // Shared memory holds the weight as fp32, from the output 1 / weight and shifts of two rows too,
