@@ -56,9 +56,9 @@ SHAPES = [
     (262153, None),
 ]
 FORWARD_ROWS = 150, 5  # short rows, of which a block takes up to 128 at once, and longer ones
-# 16 bit: so many rows of each kind that those who normalize tiles of them in place fill their slots
-# again, on a chip of 132 multiprocessors; that lanes and warps take three in backward, and of whole
-# packs a lane has two or three; and softmax.
+# TILED, of 16 bit: rows so many that those who normalize tiles in place fill their slots again, on
+# 132 multiprocessors. BACKWARD_SHORT: that lanes and warps take three rows, and that lanes have two
+# or three packs of whole ones. SOFTMAX_TILED: as TILED.
 TILED = [
     (7, 1216520),
     (33, 202777),
@@ -72,7 +72,8 @@ TILED = [
     (4097, 1191),
     (8193, 1585),
 ]
-BACKWARD_SHORT = [(9, 150001), (65, 34001), (128, 65601), (144, 58401), (257, 12801), (513, 4801)]
+BACKWARD_SHORT = [(9, 150001), (65, 34001), (66, 34001), (128, 65601), (144, 58401), (257, 12801)]
+BACKWARD_SHORT += [(513, 4801)]
 SOFTMAX_TILED = [(65, 140001), (513, 32001), (1025, 16001)]
 LISTED = {"regular": 97, "offset": 7}  # a column in so many is listed: few of a row, and many
 FEW_ROWS = 6  # for the calls that differ from these in parameters or layout alone
@@ -115,8 +116,10 @@ def calls(x_dtype, turn):
     if x_dtype.itemsize == 2:
         for cols, rows in TILED:
             yield Call(rows, cols, "odd", x_dtype, x_dtype, 0.0, None)
+    if x_dtype.itemsize < 8:
         for cols, rows in BACKWARD_SHORT:
-            yield Call(rows, cols, "odd", x_dtype, x_dtype, 0.0, ALL)
+            layout = "odd" if cols % 8 else "regular"
+            yield Call(rows, cols, layout, x_dtype, x_dtype, 0.0, ALL)
 
 
 def tensor(pool, rows, cols, layout):

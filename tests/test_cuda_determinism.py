@@ -180,6 +180,29 @@ def test_gradients_of_short_rows_by_the_ten_thousand(kind, dtype, memory_efficie
                 assert same_bits(other[what], grad), f"{cols} columns, {name}: {what}"
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_many_short_rows_with_listed_columns(kind, dtype, generator):
+    """Backward from the output of so many rows that each lane has several packs of whole ones."""
+    rms = kind == "rms"
+    for cols in (64, 96, 128, 192, 272, 384):
+        x, dy = (randn(generator, 2**23 // cols + 1, cols, dtype=dtype) for _ in range(2))
+        weight = randn(generator, cols, dtype=dtype).abs() + 0.5
+        weight[::7] = 0
+        bias = None if rms else randn(generator, cols, dtype=dtype)
+        y, rstd, side, columns = torch.ops.fused_norm.norm_forward(
+            x, weight, bias, [cols], 1e-5, 0.0, rms, dtype, room=cols
+        )
+
+        def of(rows, dy=dy, weight=weight, bias=bias, y=y, rstd=rstd, side=side, columns=columns):
+            return torch.ops.fused_norm.norm_backward(
+                dy[rows], y[rows], None, rstd[rows], weight, bias, list(weight.shape), 0.0, rms,
+                True, dtype, [True, True, not rms], side[rows], columns,
+            )[0]  # fmt: skip
+
+        assert same_bits(of(slice(None))[:7], of(slice(7))), f"{cols} columns"
+
+
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

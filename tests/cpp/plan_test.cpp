@@ -7,7 +7,6 @@
 #include <algorithm>
 #include <climits>
 #include <cstdint>
-#include <map>
 #include <vector>
 
 #include "chips.h"
@@ -23,11 +22,11 @@ const std::vector<Dtypes> kDtypes = {{DType::kBFloat16, DType::kBFloat16},
                                      {DType::kFloat32, DType::kBFloat16},
                                      {DType::kFloat32, DType::kFloat32},
                                      {DType::kFloat64, DType::kFloat64}};
-const std::vector<int> kCols = {1,     2,      7,      8,       9,      65,    255,   256,   257,
-                                258,   513,    768,    1023,    1024,   1025,  2048,  2052,  3333,
-                                4096,  4104,   5120,   6144,    8191,   8192,  8193,  10242, 12288,
-                                12289, 16384,  16385,  32768,   32769,  50257, 65536, 65537, 98304,
-                                98305, 131072, 131073, 1000003, 1 << 30};
+const std::vector<int> kCols = {
+    1,     2,     7,     8,     9,     64,     96,     192,     320,    65,    255,   256,
+    257,   258,   513,   768,   1023,  1024,   1025,   2048,    2052,   3333,  4096,  4104,
+    5120,  6144,  8191,  8192,  8193,  10242,  12288,  12289,   16384,  16385, 32768, 32769,
+    50257, 65536, 65537, 98304, 98305, 131072, 131073, 1000003, 1 << 30};
 const std::vector<int64_t> kRows = {1, 7, 512, 4097, 1 << 20, int64_t{1} << 33};
 
 bool is_lane_count(int threads) {
@@ -165,7 +164,7 @@ TEST(ForwardPlan, ShortRowsThatAreNotWholePacksGoInTiles) {
       ASSERT_EQ(tiles.slots > 0, goes);
       if (!goes) continue;
       const int units = kForwardTileUnits[tiles.row_class];
-      check_tiles(tiles, kFlatThreads / 32 * flat_rows_at_once(units), units,
+      check_tiles(tiles, kFlatThreads / 32 * forward_tile_rows(units), units,
                   sure_units(kForwardTileUnits, tiles.row_class), cols);
       EXPECT_EQ(tiles.shared_bytes, tiles.slots * tiles.tile_bytes);
       // Persistent: all resident at once, and none without a tile.
@@ -301,6 +300,8 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         // Of rows that are dealt out, in elements or pairs, there are kernels with one pack a
         // thread.
         EXPECT_TRUE(cols % plan.pack == 0 || plan.packs == 1);
+        // Three packs are for lanes of a part of a warp, and rows of one dtype.
+        EXPECT_TRUE(plan.packs != 3 || (dtypes.x == dtypes.y && plan.threads_per_row < 32));
       }
     }
   });
@@ -402,7 +403,9 @@ TEST(BackwardPlan, OfManyShortRowsEachLaneHasSeveralPacks) {
       EXPECT_EQ(many.threads_per_row, lanes) << cols;
       const NormBackwardPlan few = plan_for((1 << 23) / cols - 1, cols);
       EXPECT_EQ(few.packs, cols <= 256 || packs == 1 ? 1 : 2) << cols;
-      EXPECT_NE(plan_for(1 << 20, cols, DType::kFloat32).packs, 3) << cols;
+      EXPECT_EQ(plan_for(1 << 20, cols, DType::kFloat32).packs,
+                plan_for(1, cols, DType::kFloat32).packs)
+          << cols;
     }
   }
 }
@@ -437,8 +440,10 @@ TEST(BackwardPlan, BlocksTakeTheGroupsOfAGateInTurn) {
         for (int groups : {1, 3, 8, 640}) {
           for (int64_t rows : {int64_t{groups}, int64_t{groups} * 7, int64_t{groups} << 20}) {
             const auto plan = plan_norm_backward(rows, cols, x, x, false, true, chip, groups);
-            check_same_sums(plan, alone);
+            EXPECT_EQ(plan.tier, alone.tier);
             if (plan.tier != Tier::kRegisters) continue;
+            EXPECT_EQ(plan.packs, alone.packs);
+            EXPECT_EQ(plan.threads_per_row, alone.threads_per_row);
             EXPECT_EQ(plan.blocks % groups, 0);
             EXPECT_EQ(plan.partials, plan.blocks);
             EXPECT_EQ(plan.few_splits, 0);

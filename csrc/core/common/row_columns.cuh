@@ -46,8 +46,6 @@ __device__ __forceinline__ int slice_column(const Group& group) {
   const int of_warp = group.thread() / kWarpSize * kPacks * kWarpSize * N;
   return of_warp + group.lane() * unit_of(kLie, N);
 }
-template <int N>
-constexpr int kSliceStep = kWarpSize* N;
 template <int N, typename Group>
 __device__ __forceinline__ int slice_step(const Group& group) {
   return group.lanes() * N;

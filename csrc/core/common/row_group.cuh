@@ -55,10 +55,6 @@ class RowGroup {
   __device__ int lanes() const { return kFullWarps ? kWarpSize : lanes_; }
   __device__ int lane() const { return threadIdx.x % kWarpSize; }
   __device__ int warps() const { return blockDim.x / kWarpSize; }  // 0 for less than a warp
-  __device__ unsigned mask() const {
-    if (lanes() == kWarpSize) return kFullMask;
-    return ((1u << lanes_) - 1) << (threadIdx.y * lanes_ % kWarpSize);
-  }
 
   // Combines `value` over the group's lanes in each warp. Every lane gets the same bits, as
   // combine(a, b) must be commutative to the bit. All lanes of a warp take part, in all of these

@@ -70,11 +70,10 @@ class TileRing {
     for (int slot = 0; slot < flat_.slots; ++slot) fill(slot, tile_ + slot * stride());
   }
 
-  // Of the tile at hand: whether there is one; its first row, and how many it has; where its part
-  // of a tensor lies, once it is there. After the tensors' last rows comes anything.
+  // Of the tile at hand: whether there is one; its first row; where its part of a tensor lies, once
+  // it is there. After the tensors' last rows comes anything.
   __device__ __forceinline__ bool any() const { return tile_ < tiles_; }
   __device__ __forceinline__ int64_t first_row() const { return int64_t{tile_} * flat_.rows; }
-  __device__ __forceinline__ int rows() const { return rows_of(tile_); }
   __device__ __forceinline__ T* part(int tensor) const {
     return reinterpret_cast<T*>(part_of(slot_.number, tensor));
   }
@@ -83,7 +82,7 @@ class TileRing {
 #pragma unroll 1
     for (int t = 0; t < tensors_.count(); ++t) {
       const TileRows<T> of = tensors_.rows_of(t);
-      gather_rows(part(t), of.base, of.layout, first_row(), rows(), cols_);
+      gather_rows(part(t), of.base, of.layout, first_row(), rows_of(tile_), cols_);
     }
     __syncthreads();
   }
@@ -105,7 +104,7 @@ class TileRing {
       slot_.next(flat_.slots);
     } else if (tensors_.written() != nullptr) {
       copy_elements(tensors_.written() + first_row() * cols_, part(Tensors::kWritten),
-                    rows() * cols_);
+                    rows_of(tile_) * cols_);
       __syncthreads();
     }
     tile_ += stride();

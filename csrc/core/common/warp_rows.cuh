@@ -68,17 +68,5 @@ __device__ __forceinline__ void load_columns(const ParamVector& params,
     }
   });
 }
-// Weights, 1 where there are none; anything past the row's end.
-template <typename X, int kUnits, int kSure>
-__device__ __forceinline__ void load_weights(const ParamVector& weight, float offset,
-                                             const LaneColumns<kUnits, kSure>& columns,
-                                             float (&out)[kUnits]) {
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) out[i] = 1;
-  if (!weight.data) return;
-  load_columns<X>(weight, columns, out);
-#pragma unroll
-  for (int i = 0; i < kUnits; ++i) out[i] += offset;
-}
 
 }  // namespace fused_norm

@@ -16,9 +16,7 @@ constexpr int kMaxGroups = 8;
 
 using GroupSums = RowSums</*kNamedBarrier=*/true>;
 
-struct BackwardShared {
-  GroupSums::Slots slots[kMaxGroups];
-};
+using BackwardShared = GroupSums::Slots[kMaxGroups];
 
 // Which rows a group works on: `row`, and every stride-th after it. `first` is the row of its
 // block's first group.
@@ -70,7 +68,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   extern __shared__ __align__(128) float staged[];
 
   const RowGroup<kWholeWarps> group;
-  GroupSums sums(group, shared.slots[group.warps() > 1 ? group.index() : 0]);
+  GroupSums sums(group, shared[group.warps() > 1 ? group.index() : 0]);
   const int col = slice_column<N, kPacks, kLie>(group), left = in.cols - col;
   const int step = slice_step<N>(group);
   GroupRows at(in, group);
@@ -158,10 +156,12 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     norm_backward_once<kLie, kWhole, false, kFromOutput, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
-    // Two packs in lanes of a part of a warp only where dtypes are alike (plan_backward.cpp).
-    with_flag(kPacks == 2 && (!std::is_same_v<X, Y> || blockDim.x >= kWarpSize),
+    // One pack: of any number of lanes. Two: of whole warps, known to be, or a part of one. Three:
+    // of a part of one.
+    with_flag(kPacks == 2 && blockDim.x >= kWarpSize,
               [&](auto whole_warps) { run(ConstantLie<RowsLie::kRegular>(), whole_warps); });
   } else if constexpr (kPacks == 1) {
+    // Known whole warps: such rows lose most by a number of lanes that is not.
     with_flag(blockDim.x >= kWarpSize, [&](auto whole_warps) {
       if constexpr (kBackwardInPairs<X, Y>) {
         if (lie == RowsLie::kPairs) return run(ConstantLie<RowsLie::kPairs>(), whole_warps);
@@ -181,7 +181,10 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     of_group.weight.data =
         static_cast<const char*>(in.weight.data) +
         int64_t{in.form.group_of(blockIdx.x)} * in.cols * size_of(in.weight.dtype);
-  norm_backward_once<RowsLie::kRegular, (kPacks > 1), true, false, kPacks>(of_group, out, shared);
+  with_flag(kPacks == 2 && blockDim.x >= kWarpSize, [&](auto whole_warps) {
+    norm_backward_once<RowsLie::kRegular, decltype(whole_warps)::value, true, false, kPacks>(
+        of_group, out, shared);
+  });
 }
 
 }  // namespace fused_norm

@@ -40,6 +40,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
 
   const RowGroup<true> group;
   const int col = slice_column<N, kPacks>(group), left = in.cols - col;
+  const int step = slice_step<N>(group);
   PackReader<X, N, kPacks> saved, dy;
   typename PackReader<X, N, kPacks>::Loaded saved_loaded, dy_loaded;
   // Each thread stages its own parameters, which it need not hold in registers while the row is
@@ -48,16 +49,15 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   const Params params(few_staged, group.thread());
   auto stage = [&] {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
+    for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * step);
   };
 #pragma unroll 1  // which is less code to fetch
-  for (int p = 0; kLists && p < kPacks; ++p) params.stage(in, p, col + p * kSliceStep<N>);
+  for (int p = 0; kLists && p < kPacks; ++p) params.stage(in, p, col + p * step);
   if (kFromOutput && !kLists) stage();
   saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, group, saved_loaded);
   dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, group, dy_loaded);
   if (out.dresidual != nullptr)
-    out.template prefetch_residual<RowsLie::kRegular, N, kPacks>(row * in.cols + col, left,
-                                                                 kSliceStep<N>);
+    out.template prefetch_residual<RowsLie::kRegular, N, kPacks>(row * in.cols + col, left, step);
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
   const float rstd = __ldg(in.rstd + row);
   if (!kFromOutput) stage();
@@ -71,8 +71,7 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   dy.extract(dy_loaded, group, [&](int p, const Pack<X, N>& pack) { unpack(pack, w[p]); });
   float sum_w = 0, sum_wx = 0;
   add_up_row<kRms, kFromOutput>(
-      params, listed, left, kSliceStep<N>, mean, rstd, xhat, w, [](int, int, float) {}, sum_w,
-      sum_wx);
+      params, listed, left, step, mean, rstd, xhat, w, [](int, int, float) {}, sum_w, sum_wx);
   sum_up_group<kRms>(group, sums, sum_w, sum_wx);
   const RowGradient<kRms> gradient(rstd, in.per_cols, sum_w, sum_wx);
   write_row<RowsLie::kRegular>(in, out, group, nullptr, params, left, out.dx + row * in.cols + col,

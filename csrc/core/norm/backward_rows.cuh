@@ -1,5 +1,5 @@
 // How the rows of backward kernels come to their threads: a group's next row is on its way, in
-// registers or through shared memory, while it works on one.
+// registers or through shared memory, while it works on one; and what they make of a row.
 #pragma once
 
 #include "core/common/slice_queue.cuh"

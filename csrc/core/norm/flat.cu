@@ -50,7 +50,7 @@ __device__ __forceinline__ float of_lane(const float (&values)[K], int lane) {
 
 template <bool kRms, int kClass, typename X>
 __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, CopyBarrier* filled) {
-  constexpr int kUnits = kForwardTileUnits[kClass], kRows = flat_rows_at_once(kUnits);
+  constexpr int kUnits = kForwardTileUnits[kClass], kRows = forward_tile_rows(kUnits);
   extern __shared__ __align__(128) char memory[];
   const int cols = of.load.cols, lane = threadIdx.x % kWarpSize;
   const LaneColumns<kUnits, sure_units(kForwardTileUnits, kClass)> columns(cols);
@@ -58,7 +58,13 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
   TileRing<X, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled, memory);
   float weight[kUnits], bias[kRms ? 1 : kUnits] = {};
   auto load_params = [&] {
-    load_weights<X>(of.store.weight, of.store.weight_offset, columns, weight);
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) weight[i] = 1;
+    if (of.store.weight.data) {
+      load_columns<X>(of.store.weight, columns, weight);
+#pragma unroll
+      for (int i = 0; i < kUnits; ++i) weight[i] += of.store.weight_offset;
+    }
     if constexpr (!kRms) {
       if (of.store.bias.data) load_columns<X>(of.store.bias, columns, bias);
     }

@@ -130,7 +130,7 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
   if constexpr (std::is_same_v<X, Y>) {
     if (plan.few_splits > 0) return norm_backward_few_rows(in, out, look, params, plan, stream);
   }
-  cudaError_t error;
+  cudaError_t error = cudaErrorInvalidValue;
   auto run = [&](auto kernel, auto... how) {
     error = launch_plan(kernel, plan, stream, in, out, how...);
   };

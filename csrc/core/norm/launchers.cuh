@@ -1,7 +1,7 @@
 // Who runs a plan, and what a backward call's launches share.
 #pragma once
 
-#include "core/norm/backward_input.cuh"
+#include "core/norm/columns.cuh"
 #include "core/norm/norm.h"
 #include "core/norm/plan.h"
 

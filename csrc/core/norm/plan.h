@@ -1,9 +1,10 @@
 // How a norm runs on a chip: a pure function of sizes and device properties, tested on the host.
 //
-// What shapes a row's reduction tree (tier, packs, threads_per_row) depends on the row's length,
-// the dtypes and the kind of norm alone, so a row's result never depends on how many rows come with
-// it. The number of rows chooses only the grid and how it is spread, and in forward whether four
-// packs of a thread are two threads' (which is the same tree: slice_statistics.cuh).
+// What shapes a row's reduction tree depends on the row's length, the dtypes and the kind of norm
+// alone, so a row's result never depends on how many rows come with it. The number of rows chooses
+// the grid, how it is spread, and splits of the same tree: in forward whether four packs of a
+// thread are two threads' (slice_statistics.cuh), in backward how many packs a lane of a short row
+// has (add_up_row()).
 #pragma once
 
 #include <algorithm>
@@ -101,7 +102,7 @@ struct NormBackwardPlan : NormPlan {
 constexpr int kForwardTileClasses = 8;
 constexpr int kForwardTileUnits[kForwardTileClasses] = {2, 3, 4, 5, 7, 9, 13, 17};
 constexpr int kForwardTileBlocks = 3;
-constexpr int flat_rows_at_once(int units) { return units <= 4 ? 4 : units <= 5 ? 2 : 1; }
+constexpr int forward_tile_rows(int units) { return units <= 4 ? 4 : units <= 5 ? 2 : 1; }
 
 constexpr int kFewColumns = 32;
 constexpr int kMaxFewSplits = 4;

@@ -175,12 +175,13 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   auto threads_of = [&](int packs) {
     return static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   };
-  // Of many rows, two or three packs in a part of a warp are faster, whichever leave fewer lanes
-  // without a pack; with fewer rows they take longer to begin. The sum of a row is the same: its
-  // lanes' halves come first (add_up_row). Of very short rows too many lanes would have none.
+  // Of many rows of one dtype, two or three packs in a part of a warp are faster, whichever leave
+  // fewer lanes without one; with fewer rows they take longer to begin, and of most lengths up to
+  // seven packs they are slower (docs/measurements.md). The sum of a row is the same: a lane adds
+  // its packs as lanes with one each would (add_up_row()).
   constexpr int64_t kManyElements = int64_t{1} << 23;
-  constexpr int kMostOfPart = 3 * kWarpSize / 2;
-  if (!dealt_out && !call.gated() && call.x == call.y && row_packs > 7 &&
+  constexpr int kMostSingle = 7, kMostOfPart = 3 * kWarpSize / 2;
+  if (!dealt_out && !call.gated() && call.x == call.y && row_packs > kMostSingle &&
       row_packs <= kMostOfPart && call.rows >= kManyElements / call.cols)
     packs = 3 * threads_of(3) < 2 * threads_of(2) ? 3 : 2;
   const int threads = threads_of(packs);

@@ -86,8 +86,9 @@ FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
   const int row_class = flat_class_of(kForwardTileUnits, cols);
   if (row_class == kForwardTileClasses || device.max_cluster_blocks == 1) return flat;
   flat.row_class = row_class;
-  plan_tiles(rows, cols, kFlatWarps * flat_rows_at_once(kForwardTileUnits[row_class]),
-             /*tensors=*/1, kForwardTileBlocks, device, flat);
+  const int rows_at_work = kFlatWarps * forward_tile_rows(kForwardTileUnits[row_class]);
+  if (!plan_tiles(rows, cols, rows_at_work, /*tensors=*/1, kForwardTileBlocks, device, flat))
+    return {};
   return flat;
 }
 

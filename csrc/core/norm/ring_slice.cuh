@@ -17,7 +17,7 @@ struct RingRow {
 };
 
 // A thread's columns, the same in every row: kPacks packs, the columns of pack p being
-// first + p * kSliceStep<N> + column(i), as in row_columns.cuh. Rows that are dealt out are read
+// first + p * kStep + column(i), as in row_columns.cuh. Rows that are dealt out are read
 // from shared memory element by element.
 template <RowsLie kLie, bool kRms, bool kFromOutput, typename X, typename Y, typename S>
 class RingSlice {
@@ -177,7 +177,7 @@ class RingSlice {
     __syncwarp();
   }
 
-  static constexpr int kStep = kSliceStep<N>;
+  static constexpr int kStep = kWarpSize * N;
   static constexpr int column(int i) { return column_in_pack(kLie, N, i); }
 
   // Whether pack p, and its column i, is in the row. What pads a row is read as its last pack, or
