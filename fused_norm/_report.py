@@ -76,8 +76,8 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
     flag as it is and with the flag on, and which have columns at risk (docs/memory_efficient.md).
 
     Runs ``model(*example_inputs, **keywords)`` twice with gradients enabled, and no backward pass.
-    Buffers, random states and flags are afterwards as they were, and parameters unless the model's
-    own forward writes to them. What ``torch.compile`` wraps is run eagerly, which saves the same.
+    Buffers, random states and flags are afterwards as they were; parameters and gradients too, if
+    the forward leaves them so. What ``torch.compile`` wraps is run eagerly, which saves the same.
 
     >>> model = torch.nn.Sequential(LayerNorm(8), torch.nn.Linear(8, 8))
     >>> report = memory_report(model, torch.ones(4, 8))

@@ -26,6 +26,7 @@ class FusedNorm:
         config: a ``TransformerConfig``.
         hidden_size: the columns.
         eps: added to the variance, or the mean square.
+        args, kwargs: further arguments of Megatron's norms; not read, as ``config`` says it all.
 
     Returns:
         A :class:`fused_norm.LayerNorm` or a :class:`fused_norm.RMSNorm`.
@@ -34,7 +35,9 @@ class FusedNorm:
         ValueError: the normalization is another one.
     """
 
-    def __new__(cls, config, hidden_size: int, eps: float = 1e-5, **kwargs) -> torch.nn.Module:
+    def __new__(
+        cls, config, hidden_size: int, eps: float = 1e-5, *args, **kwargs
+    ) -> torch.nn.Module:
         norms = {"LayerNorm": modules.LayerNorm, "RMSNorm": modules.RMSNorm}
         if config.normalization not in norms:
             raise ValueError(
@@ -54,9 +57,16 @@ class FusedNorm:
 def patch() -> None:
     """Has Megatron's two norms of its local specs, apex's and torch's, make a :class:`FusedNorm`:
     in layers, of queries and keys, and at the end. Models that exist stay as they are, and so do
-    Transformer Engine's specs."""
-    for cls in _OWN:
-        cls.__new__ = lambda cls, *args, **kwargs: FusedNorm(*args, **kwargs)
+    Transformer Engine's specs, and subclasses of the two."""
+    for norm, own in _OWN.items():
+        norm.__new__ = _maker(norm, own)
+
+
+def _maker(norm: type, own):
+    def new(cls, *args, **kwargs):
+        return FusedNorm(*args, **kwargs) if cls is norm else own(cls, *args, **kwargs)
+
+    return new
 
 
 def unpatch() -> None:

@@ -144,3 +144,25 @@ def test_parameters_are_marked_for_sequence_parallelism():
 def test_other_normalizations_are_an_error():
     with pytest.raises(ValueError, match="L2Norm"):
         megatron.FusedNorm(config=config_of(normalization="L2Norm"), hidden_size=32)
+
+
+def test_subclasses_are_their_own(patched):
+    class Twice(megatron.FusedLayerNorm):
+        def __init__(self, config, hidden_size, *args):
+            torch.nn.Module.__init__(self)  # apex is not there
+            self.norm = torch.nn.LayerNorm(hidden_size)
+
+        def forward(self, x):
+            return 2 * self.norm(x)
+
+    twice = Twice(config_of(), 32)
+    assert type(twice) is Twice
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(twice(x), 2 * torch.nn.functional.layer_norm(x, (32,)))
+
+
+@pytest.mark.parametrize("cls", ["FusedLayerNorm", "WrappedTorchNorm"])
+def test_arguments_by_place(cls, patched):
+    """As both of Megatron's norms take them."""
+    norm = getattr(megatron, cls)(config_of(normalization="LayerNorm"), 32, 1e-3, False, False)
+    assert type(norm) is fused_norm.LayerNorm and norm.eps == 1e-3
