@@ -37,9 +37,8 @@ Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& dr
 enum Saved { kSaved, kMean, kRstd, kWeight, kBias, kSide, kColumns, kSavedTensors };
 
 // And beside them: how many dimensions are normalized, rms, from_output, and whether there is a
-// residual, and a gradient of it or of the input; weight_offset, and the dtypes of what is
-// normalized, of the input and of the residual.
-using Form = std::tuple<int64_t, bool, bool, bool, bool>;
+// residual; weight_offset, and the dtypes of what is normalized, of the input and of the residual.
+using Form = std::tuple<int64_t, bool, bool, bool>;
 using Numbers = std::tuple<double, ScalarType, ScalarType, ScalarType>;
 
 }  // namespace
@@ -58,8 +57,6 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     variable_list results = forward_op().below_autograd(with_room);
     const bool adds = has(how.residual), lists = room > 0, from_output = room >= 0;
     const Tensor& x = adds ? results[1] : how.input;
-    const bool flows = how.input.requires_grad() || (adds && how.residual->requires_grad());
-    if (!flows) ctx->mark_non_differentiable({results.begin() + 1, results.end()});
     // (rstd, side, columns) with a list, else (mean, rstd).
     const auto statistics = results.begin() + (adds ? 2 : 1);
 
@@ -82,7 +79,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
-    ctx->saved_data["form"] = Form(how.normalized_shape.size(), how.rms, from_output, adds, flows);
+    ctx->saved_data["form"] = Form(how.normalized_shape.size(), how.rms, from_output, adds);
     ctx->saved_data["numbers"] =
         Numbers(how.weight_offset, x.scalar_type(), how.input.scalar_type(),
                 (adds ? *how.residual : how.input).scalar_type());
@@ -91,7 +88,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
 
   // `grads` are those of the results of the operator.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const auto [row_dims, rms, from_output, adds, flows] = ctx->saved_data["form"].to<Form>();
+    const auto [row_dims, rms, from_output, adds] = ctx->saved_data["form"].to<Form>();
     const auto [weight_offset, x_dtype, input_dtype, residual_dtype] =
         ctx->saved_data["numbers"].to<Numbers>();
     variable_list saved = ctx->get_saved_variables();
@@ -106,12 +103,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     // The results' numbers; with a list there is no mean, without one no side.
     const uint32_t mean_at = adds ? 2 : 1, rstd_at = lists ? mean_at : mean_at + 1,
                    side_at = mean_at + 1;
-    if (from_output || (adds && flows)) make_result(&saved[kSaved], from_output ? 0 : 1);
-    if (flows) {
-      make_result(&saved[kMean], mean_at);
-      make_result(&saved[kRstd], rstd_at);
-      make_result(&saved[kSide], side_at);
-    }
+    if (from_output || adds) make_result(&saved[kSaved], from_output ? 0 : 1);
+    make_result(&saved[kMean], mean_at);
+    make_result(&saved[kRstd], rstd_at);
+    make_result(&saved[kSide], side_at);
     // A hook of saved tensors may give them other strides.
     for (const int i : {kMean, kRstd, kSide, kColumns})
       if (saved[i].defined()) saved[i] = saved[i].contiguous();
