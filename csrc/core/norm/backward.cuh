@@ -156,12 +156,13 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     norm_backward_once<kLie, kWhole, false, kFromOutput, kPacks>(in, out, shared);
   };
   if (lie == RowsLie::kRegular) {
-    // One pack: of any number of lanes. Two: of whole warps, known to be, or a part of one. Three:
-    // of a part of one.
+    // One pack: of any number of lanes. Two: of whole warps, which are then known to be whole, or
+    // of a part of a warp, which plans give to rows of one dtype. Three: of a part of a warp.
     with_flag(kPacks == 2 && blockDim.x >= kWarpSize,
               [&](auto whole_warps) { run(ConstantLie<RowsLie::kRegular>(), whole_warps); });
   } else if constexpr (kPacks == 1) {
-    // Known whole warps: such rows lose most by a number of lanes that is not.
+    // These rows lose most where the number of lanes is not known, so whole warps have their own
+    // code.
     with_flag(blockDim.x >= kWarpSize, [&](auto whole_warps) {
       if constexpr (kBackwardInPairs<X, Y>) {
         if (lie == RowsLie::kPairs) return run(ConstantLie<RowsLie::kPairs>(), whole_warps);
@@ -181,6 +182,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     of_group.weight.data =
         static_cast<const char*>(in.weight.data) +
         int64_t{in.form.group_of(blockIdx.x)} * in.cols * size_of(in.weight.dtype);
+  // (So far plans give two packs to whole warps alone.)
   with_flag(kPacks == 2 && blockDim.x >= kWarpSize, [&](auto whole_warps) {
     norm_backward_once<RowsLie::kRegular, decltype(whole_warps)::value, true, false, kPacks>(
         of_group, out, shared);

@@ -84,10 +84,10 @@ class RowsInQueue : public SliceQueue<N, kPacks, Group, S, Y> {
   }
 };
 
-// Pass 1 of a row, of which `left` columns remain from the thread's first on, whose packs are
-// `step` columns apart: makes xhat of what was saved and w of dy, and adds them to the columns'
-// sums. Makes of the row's what the thread has: packs 0 and 2, then pack 1, as lanes with a pack
-// each would add them.
+// Pass 1 of a row, of which `left` columns remain from the thread's first on; the thread's packs
+// are `step` columns apart. Makes xhat of what was saved and w of dy, adds them to the columns'
+// sums, and gives the thread's part of the row's sums: packs 0 and 2 are added first, then pack 1,
+// as lanes with one pack each would add them.
 template <bool kRms, bool kFromOutput, typename Params, typename Listed, typename Add, int kPacks,
           int N>
 __device__ __forceinline__ void add_up_row(const Params& params, const Listed& listed, int left,

@@ -102,6 +102,7 @@ struct NormBackwardPlan : NormPlan {
 constexpr int kForwardTileClasses = 8;
 constexpr int kForwardTileUnits[kForwardTileClasses] = {2, 3, 4, 5, 7, 9, 13, 17};
 constexpr int kForwardTileBlocks = 3;
+// Rows of a tile that a warp has at a time.
 constexpr int forward_tile_rows(int units) { return units <= 4 ? 4 : units <= 5 ? 2 : 1; }
 
 constexpr int kFewColumns = 32;

@@ -175,10 +175,10 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   auto threads_of = [&](int packs) {
     return static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   };
-  // Of many rows of one dtype, two or three packs in a part of a warp are faster, whichever leave
-  // fewer lanes without one; with fewer rows they take longer to begin, and of most lengths up to
-  // seven packs they are slower (docs/measurements.md). The sum of a row is the same: a lane adds
-  // its packs as lanes with one each would (add_up_row()).
+  // Many rows of one dtype that fit a part of a warp have two or three packs a lane, whichever
+  // leaves fewer lanes without a pack. With fewer rows that takes longer to begin, and rows of up
+  // to seven packs are mostly slower so (docs/measurements.md). The sum of a row stays the same: a
+  // lane adds its packs as lanes with one pack each would (add_up_row()).
   constexpr int64_t kManyElements = int64_t{1} << 23;
   constexpr int kMostSingle = 7, kMostOfPart = 3 * kWarpSize / 2;
   if (!dealt_out && !call.gated() && call.x == call.y && row_packs > kMostSingle &&
