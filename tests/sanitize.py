@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 SET = Path(__file__).with_name("sanitizer_set.py")
-PARTS = {"norm": 16, "add": 8, "softmax": 6, "attention": 6, "stages": 5}
+PARTS = {"norm": 16, "add": 8, "gated": 4, "softmax": 6, "attention": 6, "stages": 5}
 # initcheck does not see what bulk stores (TMA) write to global memory. This kernel reads the sums
 # that they made; tests/test_attention.py runs it on memory that held NaN before. What an excluded
 # kernel writes counts as never written: parts that copy such a gradient still have reports. And so

@@ -3,7 +3,7 @@ regular and irregular rows and every kind of parameters, at the smallest sizes t
 go round.
 
 PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tests/sanitizer_set.py
-    [norm] [add] [softmax] [attention] [stages] [K/N]
+    [norm] [add] [gated] [softmax] [attention] [stages] [K/N]
 
 K/N takes every N-th pair of dtypes and kind, or call of attention, from the K-th on. Without
 torch's caching allocator every tensor is an allocation of its own, so that a read or write past its
@@ -23,6 +23,8 @@ import torch
 from attention_reference import BF16, FP32, SAMPLE, Case, attend, forced, takes, tensors_of
 from attention_reference import run as run_case
 from harness import OUTPUTS, SHORT, SUMS
+
+from fused_norm.functional import rms_norm_gated
 
 # Columns, and rows for backward. The columns lie in each tier of each pack size: from one lane a
 # row to a cluster of sixteen blocks and to streaming. Where backward's rows need a barrier, they
@@ -201,6 +203,35 @@ def run_add(call, pools, x_dtype, y_dtype, rms):
         )  # fmt: skip
 
 
+# Of gated norms: rows of every tier, odd and even, some by groups; and rows so many that lanes have
+# two packs in backward.
+GATED = [(5, 1, None), (37, 24, 8), (150, 250, None), (40, 1024, 128), (270, 2048, None)]
+GATED += [(6, 3001, None), (30, 8200, None), (131073, 64, None), (61683, 136, None)]
+
+
+def run_gated(pools, chosen, report):
+    forms = [(BF16, BF16, BF16), (torch.float16, FP32, FP32), (FP32, FP32, None)]
+    forms += [(torch.float64, torch.float64, torch.float64)]
+    for number, (form, norm_first) in chosen(itertools.product(forms, (True, False))):
+        x_dtype, gate_dtype, weight_dtype = form
+        for rows, cols, size in GATED:
+            for layout in ("odd", "offset") if rows < 1000 else ("regular",):
+                x, gate, dy = (
+                    tensor(pools[dtype], rows, cols, layout)
+                    for dtype in (x_dtype, gate_dtype, x_dtype)
+                )
+                leaves = [x.requires_grad_(), gate.requires_grad_()]
+                weight = None
+                if weight_dtype is not None:
+                    weight = pools[weight_dtype][:cols].cuda().requires_grad_()
+                    leaves.append(weight)
+                y = rms_norm_gated(
+                    x, gate, cols, weight, norm_before_gate=norm_first, group_size=size
+                )
+                torch.autograd.grad(y, leaves, dy)
+        report(f"gated {number + 1}/{2 * len(forms)}", (x_dtype, gate_dtype))
+
+
 # Rows of every tier of softmax, odd and even, and tensors of either kernel over columns.
 SOFTMAX_COLS = [1, 3, 33, 96, 250, 1000, 1025, 2049, 4097, 9001, 40000, 150001]
 # Rows that pass through a ring: more than there are clusters on a chip of 132 multiprocessors, of
@@ -332,6 +363,7 @@ def main():
     families = {
         "norm": run_norm,
         "add": run_adds,
+        "gated": run_gated,
         "softmax": run_softmax,
         "attention": run_attention,
         "stages": run_stages,

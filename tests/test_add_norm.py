@@ -253,6 +253,29 @@ def test_only_the_gradients_that_are_asked_for(memory_efficient, device, generat
 
 
 @each_flag
+@each_kind
+def test_the_sum_is_no_function_of_the_parameters(kind, memory_efficient, device, generator):
+    """It requires grad where a term does, as that of torch, and second derivatives are right."""
+    leaves = leaves_of(kind, generator)
+    for mask in range(2 ** len(leaves)):
+        values = [t.detach().requires_grad_(bool(mask >> i & 1)) for i, t in enumerate(leaves)]
+        results = []
+        for function in (call_of(kind, memory_efficient), written_out(kind)):
+            output, residual_out = function(*values)
+            assert output.requires_grad == bool(mask)
+            assert residual_out.requires_grad == bool(mask & 3)
+            wanted = [t for t in values if t.requires_grad]
+            if wanted:
+                loss = output.sin().sum() + residual_out.square().sum()
+                first = torch.autograd.grad(loss, wanted, create_graph=True)
+                second = sum(g.square().sum() for g in first)
+                results.append(torch.autograd.grad(second, wanted, allow_unused=True))
+        for ours, theirs in zip(*results, strict=True) if results else ():
+            if theirs is not None:
+                torch.testing.assert_close(ours, theirs)
+
+
+@each_flag
 @each_sum
 @each_kind
 def test_gradient_of_the_sum_alone_passes_through(kind, sums, memory_efficient, device, generator):

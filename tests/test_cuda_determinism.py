@@ -1,5 +1,7 @@
 """Equal bits: over repeats, and for a row whatever comes with it, wherever it lies."""
 
+import dataclasses
+
 import pytest
 import torch
 from harness import Form, apply, forward_backward, randn, random_input, random_parameters, same_bits
@@ -152,19 +154,21 @@ def test_rows_by_the_thousand(kind, dtype, generator):
 
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
-@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "y_dtype"), [(BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16)], ids=str
+)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_short_rows_by_the_ten_thousand(kind, dtype, memory_efficient, generator):
+def test_gradients_of_short_rows_by_the_ten_thousand(
+    kind, dtype, y_dtype, memory_efficient, generator
+):
     """Backward of rows that lanes share, so many that each has one after the other: dx is that of a
     few of them, and everything is the same where the rows start anywhere, or lie apart."""
-    form = full_form(kind, dtype, memory_efficient)
+    form = dataclasses.replace(full_form(kind, dtype, memory_efficient), y=y_dtype)
     whole_packs = (56, 64, 72, 96, 128, 144, 192, 256, 272, 320, 384, 400, 544)
     for cols in (*whole_packs, 17, 33, 65, 126, 129, 161, 225, 257, 300, 333, 513):
         rows = 2**24 // cols + 5
-        x, dy = (
-            random_input(generator, rows, cols, dtype),
-            randn(generator, rows, cols, dtype=dtype),
-        )
+        x = random_input(generator, rows, cols, dtype)
+        dy = randn(generator, rows, cols, dtype=y_dtype)
         weight, bias = random_parameters(generator, form, [cols], recoverable=True)
         whole = forward_backward(apply, form, x, [cols], weight, bias, dy)[1]
         for name, chosen in (("few", slice(7)), ("last", slice(-3, None))):
@@ -180,18 +184,19 @@ def test_gradients_of_short_rows_by_the_ten_thousand(kind, dtype, memory_efficie
                 assert same_bits(other[what], grad), f"{cols} columns, {name}: {what}"
 
 
-@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+@pytest.mark.parametrize(("dtype", "y_dtype"), [(BF16, BF16), (FP32, FP32), (FP32, BF16)], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_gradients_of_many_short_rows_with_listed_columns(kind, dtype, generator):
+def test_gradients_of_many_short_rows_with_listed_columns(kind, dtype, y_dtype, generator):
     """Backward from the output of so many rows that each lane has several packs of whole ones."""
     rms = kind == "rms"
     for cols in (64, 96, 128, 192, 272, 384):
-        x, dy = (randn(generator, 2**23 // cols + 1, cols, dtype=dtype) for _ in range(2))
+        rows = 2**23 // cols + 1
+        x, dy = (randn(generator, rows, cols, dtype=d) for d in (dtype, y_dtype))
         weight = randn(generator, cols, dtype=dtype).abs() + 0.5
         weight[::7] = 0
         bias = None if rms else randn(generator, cols, dtype=dtype)
         y, rstd, side, columns = torch.ops.fused_norm.norm_forward(
-            x, weight, bias, [cols], 1e-5, 0.0, rms, dtype, room=cols
+            x, weight, bias, [cols], 1e-5, 0.0, rms, y_dtype, room=cols
         )
         whole, part = (
             torch.ops.fused_norm.norm_backward(

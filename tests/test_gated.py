@@ -239,29 +239,43 @@ def test_bits_do_not_depend_on_other_rows(
 ):
     rows = 3000 if cols < 10000 else 30
     x, z, weight, dy = draw(generator, rows, cols, dtype)
+    how = {"norm_before_gate": norm_before_gate, "group_size": group_size}
+    check_bits_of_few(x, z, weight, dy, **how)
+
+
+def check_bits_of_few(x, z, weight, dy, **how):
+    """Equal bits over two calls, and of a few rows alone."""
 
     def run(rows):
         return forward_backward(
-            lambda input, gate: fn.rms_norm_gated(
-                input,
-                gate,
-                cols,
-                weight,
-                norm_before_gate=norm_before_gate,
-                group_size=group_size,
-            ),
+            lambda input, gate: fn.rms_norm_gated(input, gate, x.shape[-1], weight, **how),
             dy[rows],
             input=x[rows],
             gate=z[rows],
         )
 
-    y, (dx, dz) = run(slice(None))
-    for some in (slice(0, 1), slice(17, 30), slice(rows - 1, rows)):
-        y_few, (dx_few, dz_few) = run(some)
-        assert same_bits(y_few, y[some])
-        assert same_bits(dx_few, dx[some]) and same_bits(dz_few, dz[some])
-    again = run(slice(None))
-    assert same_bits(again[0], y) and same_bits(again[1][0], dx) and same_bits(again[1][1], dz)
+    whole, again = run(slice(None)), run(slice(None))
+    assert same_bits(again[0], whole[0]) and all(map(same_bits, again[1], whole[1]))
+    for some in (slice(0, 1), slice(17, 30), slice(len(x) - 1, len(x))):
+        y_few, gradients_few = run(some)
+        assert same_bits(y_few, whole[0][some]), f"y of {x.shape}, {some}"
+        for of_few, gradient in zip(gradients_few, whole[1], strict=True):
+            assert same_bits(of_few, gradient[some]), f"gradient of {x.shape}, {some}"
+
+
+@pytest.mark.cuda
+@each_order
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_many_short_rows(dtype, norm_before_gate, seed):
+    """So many that lanes of a part of a warp have two packs in backward."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    verdict = Verdict()
+    for cols, size in [(56, None), (64, None), (96, None), (136, None), (272, None), (1024, 128)]:
+        tensors = draw(generator, 2**23 // cols + 5, cols, dtype)
+        how = {"norm_before_gate": norm_before_gate, "group_size": size}
+        check(verdict, f"{cols} columns by {size}", *tensors, **how)
+        check_bits_of_few(*tensors, **how)
+    verdict.check()
 
 
 def test_no_gradient_is_made_in_vain(generator):

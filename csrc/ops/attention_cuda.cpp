@@ -4,7 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
+#include <cstdint>
 #include <vector>
 
 #include "core/attention/params.h"
@@ -112,8 +112,7 @@ void finish(const Tensor& written, const Tensor& t) {
   if (t.defined() && !written.is_same(t)) t.copy_(written.narrow(-1, 0, t.size(-1)));
 }
 
-int32_t narrowed(int64_t size, const char* what,
-                 int32_t most = std::numeric_limits<int32_t>::max()) {
+int32_t narrowed(int64_t size, const char* what, int32_t most = INT32_MAX) {
   TORCH_CHECK(size <= most, what, " is ", size, "; on CUDA at most ", most, " is supported");
   return static_cast<int32_t>(size);
 }
@@ -121,7 +120,7 @@ int32_t narrowed(int64_t size, const char* what,
 int32_t limit_of(const std::optional<SymInt>& window) {
   if (!window.has_value()) return -1;
   const int64_t limit = window->expect_int();
-  return limit > std::numeric_limits<int32_t>::max() ? -1 : static_cast<int32_t>(limit);
+  return limit > INT32_MAX ? -1 : static_cast<int32_t>(limit);
 }
 
 // A hint, by which kernels choose their grid: no result depends on it.

@@ -180,14 +180,9 @@ Watch* find_watch(const NormColumns& norm, Watch* fresh = nullptr) {
   const Norms* const of_bias = norms_of(norm.bias, fresh != nullptr);
   if (norms == nullptr || (norm.bias.defined() && of_bias == nullptr)) return nullptr;
   const auto offset = [](const Tensor& t) { return t.defined() ? t.storage_offset() : -1; };
-  const Form form{of_bias != nullptr ? of_bias->number : 0,
-                  offset(norm.weight),
-                  offset(norm.bias),
-                  norm.weight_offset,
-                  norm.cols,
-                  norm.x_dtype,
-                  norm.y_dtype,
-                  norm.first().device().index()};
+  const int64_t bias = of_bias != nullptr ? of_bias->number : 0;
+  const Form form{bias,      offset(norm.weight), offset(norm.bias), norm.weight_offset,
+                  norm.cols, norm.x_dtype,        norm.y_dtype,      norm.first().device().index()};
   const auto known = norms->forms.find(form);
   if (known != norms->forms.end()) return known->second.get();
   if (fresh == nullptr || norms->forms.size() >= kMostForms) return nullptr;

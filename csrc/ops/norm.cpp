@@ -62,12 +62,8 @@ NormColumns columns_of(const Call& call) {
   const int64_t cols = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(call.normalized_shape));
   TORCH_CHECK(cols <= kMaxCols, "normalized_shape ", call.normalized_shape, " has ", cols,
               " elements; at most 2^30 are supported");
-  return {or_undefined(call.weight),
-          or_undefined(call.bias),
-          call.weight_offset,
-          cols,
-          call.x_dtype(),
-          call.y_dtype()};
+  const Tensor weight = or_undefined(call.weight), bias = or_undefined(call.bias);
+  return {weight, bias, call.weight_offset, cols, call.x_dtype(), call.y_dtype()};
 }
 
 }  // namespace
@@ -277,16 +273,17 @@ void backward_on_cpu(const NormBackwardCall& call, const NormColumns& norm, cons
   cpu::NormBackward pass{call.dy,          call.saved, mean, call.rstd, norm, call.rms,
                          call.from_output, {},         {},   dresidual, made};
   if (!call.from_output) return cpu::norm_backward(pass);
-  const int64_t count = has(call.columns)
-                            ? std::clamp<int64_t>(*call.columns->const_data_ptr<int32_t>(), 0,
-                                                  call.columns->numel() - 1)
-                            : 0;
-  const Tensor listed =
-      count > 0 ? call.columns->slice(0, 1, 1 + count).to(at::kLong) : at::empty({0}, at::kLong);
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t col = listed.const_data_ptr<int64_t>()[i];
-    TORCH_CHECK(col >= 0 && col < norm.cols, "columns must be those of normalized_shape, 0 to ",
-                norm.cols - 1, ", but holds ", col);
+  const int64_t room = has(call.columns) ? call.columns->numel() - 1 : 0;
+  const int64_t count =
+      room > 0 ? std::clamp<int64_t>(*call.columns->const_data_ptr<int32_t>(), 0, room) : 0;
+  Tensor listed = at::empty({0}, at::kLong);
+  if (count > 0) {
+    listed = call.columns->slice(0, 1, 1 + count).to(at::kLong);
+    const int64_t least = listed.min().item<int64_t>(), most = listed.max().item<int64_t>();
+    TORCH_CHECK(least >= 0 && most < norm.cols, "columns must be those of normalized_shape, 0 to ",
+                norm.cols - 1, ", but holds ", least < 0 ? least : most);
+    pass.columns = listed;
+    pass.side = call.side->narrow(1, 0, count);
   }
   const auto limits = recoverable_limits<double>(to_dtype(norm.y_dtype));
   const Tensor lost = cpu::columns_beyond(limits, norm);
@@ -294,10 +291,6 @@ void backward_on_cpu(const NormBackwardCall& call, const NormColumns& norm, cons
     const Tensor unlisted = at::isin(lost, listed, /*assume_unique=*/false, /*invert=*/true);
     const int64_t missing = unlisted.sum().item<int64_t>();
     if (missing > 0) raise_overflow({overflow_of(norm, missing)});
-  }
-  if (count > 0) {
-    pass.columns = listed;
-    pass.side = call.side->narrow(1, 0, count);
   }
   cpu::norm_backward(pass);
 }

@@ -47,11 +47,13 @@ using Numbers = std::tuple<double, ScalarType, ScalarType, ScalarType>;
 struct NormFunction : torch::autograd::Function<NormFunction> {
   static constexpr bool is_traceable = true;
 
-  // What is differentiated comes by itself too: autograd does not look into `how`.
+  // What is differentiated comes by itself too: autograd does not look into `how`. Without a
+  // gradient of input or residual the output alone is a result, and the others go to `constants`:
+  // compiled autograd takes none that is marked as not differentiable.
   static variable_list forward(AutogradContext* ctx, const Tensor& /*input*/,
                                const OptionalTensor& /*weight*/, const OptionalTensor& /*bias*/,
                                const OptionalTensor& /*residual*/, const NormCall& how,
-                               const SymInt& room) {
+                               const SymInt& room, variable_list* constants) {
     NormCall with_room = how;
     if (room > 0) with_room.room = room;
     variable_list results = forward_op().below_autograd(with_room);
@@ -83,11 +85,15 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     ctx->saved_data["numbers"] =
         Numbers(how.weight_offset, x.scalar_type(), how.input.scalar_type(),
                 (adds ? *how.residual : how.input).scalar_type());
+    if (!how.input.requires_grad() && !(adds && how.residual->requires_grad())) {
+      constants->assign(results.begin() + 1, results.end());
+      results.resize(1);
+    }
     return results;
   }
 
-  // `grads` are those of the results of the operator.
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+  // `grads` are those of the results of the operator, or of its output alone.
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const auto [row_dims, rms, from_output, adds] = ctx->saved_data["form"].to<Form>();
     const auto [weight_offset, x_dtype, input_dtype, residual_dtype] =
         ctx->saved_data["numbers"].to<Numbers>();
@@ -103,10 +109,14 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     // The results' numbers; with a list there is no mean, without one no side.
     const uint32_t mean_at = adds ? 2 : 1, rstd_at = lists ? mean_at : mean_at + 1,
                    side_at = mean_at + 1;
-    if (from_output || adds) make_result(&saved[kSaved], from_output ? 0 : 1);
-    make_result(&saved[kMean], mean_at);
-    make_result(&saved[kRstd], rstd_at);
-    make_result(&saved[kSide], side_at);
+    const bool flows = grads.size() > 1;  // to the input or the residual
+    grads.resize(5);
+    if (from_output || (adds && flows)) make_result(&saved[kSaved], from_output ? 0 : 1);
+    if (flows) {
+      make_result(&saved[kMean], mean_at);
+      make_result(&saved[kRstd], rstd_at);
+      make_result(&saved[kSide], side_at);
+    }
     // A hook of saved tensors may give them other strides.
     for (const int i : {kMean, kRstd, kSide, kColumns})
       if (saved[i].defined()) saved[i] = saved[i].contiguous();
@@ -142,9 +152,10 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
       if (!wanted || !dx.defined()) return Tensor();
       return dx.scalar_type() == dtype ? dx : dx.to(dtype);
     };
-    const Tensor none;  // of the call and the room
-    return {term(of_input, input_dtype),       dweight, dbias,
-            term(of_residual, residual_dtype), none,    none};
+    variable_list gradients{term(of_input, input_dtype), dweight, dbias,
+                            term(of_residual, residual_dtype)};
+    gradients.resize(7);  // none of the call, the room and the constants
+    return gradients;
   }
 };
 
@@ -168,7 +179,10 @@ SymInt room_of(const NormCall& call) {
 // listed columns of a call that saves its output; with 0 it has no list.
 variable_list record(const NormCall& call, const SymInt& room) {
   check_sizes(check_norm, call);
-  return NormFunction::apply(call.input, call.weight, call.bias, call.residual, call, room);
+  variable_list constants, results = NormFunction::apply(call.input, call.weight, call.bias,
+                                                         call.residual, call, room, &constants);
+  results.insert(results.end(), constants.begin(), constants.end());
+  return results;
 }
 
 variable_list differentiate_norm(const NormCall& call) {

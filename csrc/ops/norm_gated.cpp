@@ -88,7 +88,7 @@ struct Wide {
                               : at::ones({}, x.options());
     v = call.norm_before_gate ? x : x * act;
     // By the norm's own kernels, as a row's bits in ATen's sums may depend on how many there are.
-    const c10::SymInt cols[] = {shape.back()};
+    const SymInt cols[] = {shape.back()};
     const auto norm = norm_forward({v, kNoTensor, kNoTensor, cols, call.eps, 0, /*rms=*/true,
                                     std::nullopt, kNoTensor, std::nullopt, std::nullopt});
     xhat = norm.front();
@@ -96,7 +96,7 @@ struct Wide {
   }
   // dv, of what is normalized.
   Tensor backward(const Tensor& dxhat) const {
-    const c10::SymInt cols[] = {v.sym_size(-1)};
+    const SymInt cols[] = {v.sym_size(-1)};
     constexpr bool kRms = true, kFromOutput = false;
     const std::array wanted{true, false, false};
     return norm_backward({dxhat, v, kNoTensor, rstd, kNoTensor, kNoTensor, cols, 0, kRms,
@@ -128,8 +128,7 @@ Gradients<3> backward_by_chain(const GatedBackwardCall& pass) {
     made[kWeight] = as_given(sum, *call.weight);
   }
   if (!wanted[kInput] && !wanted[kGate]) return made;
-  const Tensor w = of_norm * wide.weight;
-  const Tensor dv = wide.backward(w);
+  const Tensor dv = wide.backward(of_norm * wide.weight);
   if (wanted[kInput]) {
     made[kInput] = as_given(call.norm_before_gate ? dv : dv * wide.act, call.input);
   }

@@ -161,16 +161,15 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
 }
 
 void on_columns(const Geometry& geometry, ScalarType x_dtype, ScalarType y_dtype, bool log,
-                bool backward, std::array<const void*, 2> read, const Tensor& written) {
-  const SoftmaxColumnsParams params{geometry.outer,
-                                    static_cast<int32_t>(geometry.cols),
-                                    geometry.inner,
-                                    to_dtype(x_dtype),
-                                    to_dtype(y_dtype),
-                                    log,
-                                    backward,
-                                    {read[0], read[1]},
-                                    written.mutable_data_ptr()};
+                bool backward, const Tensor& read, const Tensor& also_read, const Tensor& written) {
+  const auto cols = static_cast<int32_t>(geometry.cols);
+  SoftmaxColumnsParams params{geometry.outer, cols, geometry.inner, to_dtype(x_dtype)};
+  params.y_dtype = to_dtype(y_dtype);
+  params.log = log;
+  params.backward = backward;
+  params.read[0] = read.const_data_ptr();
+  params.read[1] = also_read.defined() ? also_read.const_data_ptr() : nullptr;
+  params.written = written.mutable_data_ptr();
   launch(launch_softmax_columns, params);
 }
 
@@ -181,9 +180,8 @@ void forward_on_cuda(const SoftmaxCall& call, const Geometry& geometry, const Te
   const ScalarType x_dtype = call.input.scalar_type(), y_dtype = y.scalar_type();
   const auto cols = static_cast<int32_t>(geometry.cols);
   if (!geometry.rows()) {
-    const Tensor x = call.input.contiguous();
     return on_columns(geometry, x_dtype, y_dtype, call.log, /*backward=*/false,
-                      {x.const_data_ptr(), nullptr}, y);
+                      call.input.contiguous(), {}, y);
   }
   check_tier_holds(forward_pass(call.scale, mask.defined(), call.causal), geometry, x_dtype,
                    y_dtype);
@@ -205,9 +203,8 @@ void backward_on_cuda(const Tensor& dy, const Tensor& output, const Geometry& ge
   const ScalarType x_dtype = dx.scalar_type(), y_dtype = dy.scalar_type();
   const auto cols = static_cast<int32_t>(geometry.cols);
   if (!geometry.rows()) {
-    const Tensor dy_data = dy.contiguous(), y_data = output.contiguous();
-    return on_columns(geometry, x_dtype, y_dtype, log, /*backward=*/true,
-                      {dy_data.const_data_ptr(), y_data.const_data_ptr()}, dx);
+    return on_columns(geometry, x_dtype, y_dtype, log, /*backward=*/true, dy.contiguous(),
+                      output.contiguous(), dx);
   }
   check_tier_holds(backward_pass(log), geometry, x_dtype, y_dtype);
   const int64_t row_dims = dy.dim() - geometry.dim;

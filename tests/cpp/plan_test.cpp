@@ -300,11 +300,8 @@ TEST(BackwardPlan, HoldsTheRowAndFitsTheChip) {
         // Of rows that are dealt out, in elements or pairs, there are kernels with one pack a
         // thread.
         EXPECT_TRUE(cols % plan.pack == 0 || plan.packs == 1);
-        // Lanes of a part of a warp have several packs where dtypes are alike; three packs have
-        // kernels for these alone.
-        const bool alike = dtypes.x == dtypes.y, part = plan.threads_per_row < 32;
-        EXPECT_TRUE(plan.packs == 1 || alike || !part);
-        EXPECT_TRUE(plan.packs != 3 || (alike && part));
+        // Of three packs there are kernels for a part of a warp and dtypes that are alike.
+        EXPECT_TRUE(plan.packs != 3 || (dtypes.x == dtypes.y && plan.threads_per_row < 32));
       }
     }
   });
@@ -406,9 +403,9 @@ TEST(BackwardPlan, OfManyShortRowsEachLaneHasSeveralPacks) {
       EXPECT_EQ(many.threads_per_row, lanes) << cols;
       const NormBackwardPlan few = plan_for((1 << 23) / cols - 1, cols);
       EXPECT_EQ(few.packs, cols <= 256 || packs == 1 ? 1 : 2) << cols;
-      EXPECT_EQ(plan_for(1 << 20, cols, DType::kFloat32).packs,
-                plan_for(1, cols, DType::kFloat32).packs)
-          << cols;
+      // Of two dtypes packs have four columns, and there are no kernels with three packs.
+      const bool single = cols > 256 && cols <= 384;
+      EXPECT_EQ(plan_for(1 << 20, cols, DType::kFloat32).packs, single ? 1 : 2) << cols;
     }
   }
 }
@@ -443,10 +440,8 @@ TEST(BackwardPlan, BlocksTakeTheGroupsOfAGateInTurn) {
         for (int groups : {1, 3, 8, 640}) {
           for (int64_t rows : {int64_t{groups}, int64_t{groups} * 7, int64_t{groups} << 20}) {
             const auto plan = plan_norm_backward(rows, cols, x, x, false, true, chip, groups);
-            EXPECT_EQ(plan.tier, alone.tier);
+            check_same_sums(plan, alone);
             if (plan.tier != Tier::kRegisters) continue;
-            EXPECT_EQ(plan.packs, alone.packs);
-            EXPECT_EQ(plan.threads_per_row, alone.threads_per_row);
             EXPECT_EQ(plan.blocks % groups, 0);
             EXPECT_EQ(plan.partials, plan.blocks);
             EXPECT_EQ(plan.few_splits, 0);

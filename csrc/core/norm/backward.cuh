@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
   };
   if (lie == RowsLie::kRegular) {
     // One pack: of any number of lanes. Two: of whole warps, which are then known to be whole, or
-    // of a part of a warp, which plans give to rows of one dtype. Three: of a part of a warp.
+    // of a part of a warp. Three: of a part of a warp.
     with_flag(kPacks == 2 && blockDim.x >= kWarpSize,
               [&](auto whole_warps) { run(ConstantLie<RowsLie::kRegular>(), whole_warps); });
   } else if constexpr (kPacks == 1) {
@@ -182,7 +182,6 @@ __global__ void __launch_bounds__(backward_threads(kPacks), backward_blocks(kPac
     of_group.weight.data =
         static_cast<const char*>(in.weight.data) +
         int64_t{in.form.group_of(blockIdx.x)} * in.cols * size_of(in.weight.dtype);
-  // (So far plans give two packs to whole warps alone.)
   with_flag(kPacks == 2 && blockDim.x >= kWarpSize, [&](auto whole_warps) {
     norm_backward_once<RowsLie::kRegular, decltype(whole_warps)::value, true, false, kPacks>(
         of_group, out, shared);

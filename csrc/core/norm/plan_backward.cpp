@@ -175,15 +175,16 @@ RegistersShape registers_shape(const BackwardCall& call, int pack) {
   auto threads_of = [&](int packs) {
     return static_cast<int>(std::min<int64_t>(threads_for(row_packs, packs), 1 << 20));
   };
-  // Many rows of one dtype that fit a part of a warp have two or three packs a lane, whichever
-  // leaves fewer lanes without a pack. With fewer rows that takes longer to begin, and rows of up
-  // to seven packs are mostly slower so (docs/measurements.md). The sum of a row stays the same: a
-  // lane adds its packs as lanes with one pack each would (add_up_row()).
+  // Many rows that fit a part of a warp have two packs a lane, or three where fewer lanes are idle
+  // then (kernels of one dtype without a gate). Of fewer rows that is slower, and mostly of up to
+  // seven packs (docs/measurements.md). The sum of a row stays the same (add_up_row()).
   constexpr int64_t kManyElements = int64_t{1} << 23;
   constexpr int kMostSingle = 7, kMostOfPart = 3 * kWarpSize / 2;
-  if (!dealt_out && !call.gated() && call.x == call.y && row_packs > kMostSingle &&
-      row_packs <= kMostOfPart && call.rows >= kManyElements / call.cols)
-    packs = 3 * threads_of(3) < 2 * threads_of(2) ? 3 : 2;
+  if (!dealt_out && row_packs > kMostSingle && row_packs <= kMostOfPart &&
+      call.rows >= kManyElements / call.cols) {
+    const bool may_be_three = !call.gated() && call.x == call.y;
+    packs = may_be_three && 3 * threads_of(3) < 2 * threads_of(2) ? 3 : 2;
+  }
   const int threads = threads_of(packs);
 
   // Shared memory holds the weight as fp32, from the output 1 / weight and shifts of two rows too,
