@@ -8,6 +8,7 @@ list.
 import collections
 import dataclasses
 import re
+import types
 import warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -62,8 +63,8 @@ class ConvertReport:
 
 
 class _Converted:
-    """A norm that was converted from another class, whose output keeps the dtype that the other
-    class gave it, by the rules of :func:`fused_norm._probe.output_dtype`.
+    """A norm that was converted from another class. Its parameters keep the names that they have
+    there, and its output the dtype, by the rules of :func:`fused_norm._probe.output_dtype`.
 
     Under autocast with ``memory_efficient`` the output is 16-bit, as that of every norm.
     """
@@ -71,9 +72,21 @@ class _Converted:
     output_rule: str = "input"
     autocast_rule: str = "input"  # on CUDA
 
+    def __getattr__(self, name: str):
+        """The parameters by torch's names too, where the module has nothing else of these."""
+        if name in ("weight", "bias") and getattr(self, f"{name}_name") != name:
+            return self._weight_and_bias()[name == "bias"]
+        return super().__getattr__(name)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if name in ("weight", "bias"):
+            name = getattr(self, f"{name}_name") or name
+            self._parameters.setdefault(name, None)
+        super().register_parameter(name, param)
+
     def forward(self, input: Tensor) -> Tensor:
         return converted_norm(
-            input, self.weight, self.bias, self.normalized_shape, self.eps, self.weight_offset,
+            input, *self._weight_and_bias(), self.normalized_shape, self.eps, self.weight_offset,
             isinstance(self, modules.RMSNorm), self.memory_efficient, self.output_rule,
             self.autocast_rule,
         )  # fmt: skip
@@ -93,41 +106,13 @@ class _Converted:
 class ConvertedRMSNorm(_Converted, modules.RMSNorm):
     """An RMSNorm that was converted from another class."""
 
-    bias = None
-
 
 class ConvertedLayerNorm(_Converted, modules.LayerNorm):
     """A LayerNorm that was converted from another class."""
 
 
-def _renamed(attr: str) -> property:
-    def get(self):
-        """The parameter; or what pruning, a parametrization or FSDP put in its place."""
-        name, own = getattr(self, f"{attr}_name"), self._parameters
-        if name != attr and name not in own:
-            return name and getattr(self, name)
-        own = own if name in own else vars(self)
-        if name not in own:
-            raise AttributeError(name)
-        return own[name]
-
-    return property(get, lambda m, to: vars(m).update({attr: to}), lambda m: vars(m).pop(attr))
-
-
-class _Renamed:
-    """The parameters keep the names that they have in the other class."""
-
-    weight_name: str | None
-    bias_name: str | None
-    weight, bias = _renamed("weight"), _renamed("bias")
-
-
-class RenamedRMSNorm(_Renamed, ConvertedRMSNorm):
-    """An RMSNorm whose weight has another name."""
-
-
-class RenamedLayerNorm(_Renamed, ConvertedLayerNorm):
-    """A LayerNorm whose weight or bias has another name."""
+# Of LayerNorms and RMSNorms: what torch's own become, and others.
+_CLASSES = ((modules.LayerNorm, ConvertedLayerNorm), (modules.RMSNorm, ConvertedRMSNorm))
 
 
 @_torch.overridable
@@ -162,7 +147,7 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
     """What makes any module unfit for a change of class."""
     parameters = [p for p in module._parameters.values() if p is not None]
     dtypes = {p.dtype for p in parameters} - set(_arguments.FLOATING)
-    if "forward" in vars(module):
+    if "forward" in vars(module) and not _own_forwards(module):
         return "its forward was replaced on the instance"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
         return "its parameters are not initialized"
@@ -173,6 +158,25 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
     if dtypes:
         return f"it has parameters of {dtypes.pop()}"
     return None
+
+
+def _own_forwards(module: nn.Module) -> list[str]:
+    """Attributes that hold the module's own forward: accelerate's hooks call it by that of another
+    name, and leave one when they are removed."""
+    methods = {name: vars(module).get(name) for name in ("forward", "_old_forward")}
+    return [
+        name
+        for name, method in methods.items()
+        if isinstance(method, types.MethodType)
+        and method.__self__ is module
+        and method.__func__ is type(module).forward
+    ]
+
+
+def _change_class(module: nn.Module, cls: type) -> None:
+    forwards = _own_forwards(module)
+    module.__class__ = cls
+    vars(module).update(dict.fromkeys(forwards, types.MethodType(cls.forward, module)))
 
 
 def _form_of_torchs(module: nn.Module) -> _probe.Form | None:
@@ -211,7 +215,7 @@ _ADDED += "normalized_shape output_rule weight_name weight_offset".split()
 def _remember(module: nn.Module) -> None:
     """Keeps what :func:`revert` puts back: the class, and the attributes that a conversion sets."""
     attributes = {name: vars(module)[name] for name in _ADDED if name in vars(module)}
-    vars(module).setdefault("_before_convert", (type(module), attributes, set(module._parameters)))
+    vars(module).setdefault("_before_convert", (type(module), attributes))
 
 
 def _set_flag(module: nn.Module) -> str | None:
@@ -231,28 +235,17 @@ def _to_form(module: nn.Module, form: _probe.Form, memory_efficient: bool) -> st
     ``variance_epsilon``."""
     eps = _arguments.optional_number("eps", getattr(module, form.eps_name))
     rules = (form.output_rule, form.autocast_rule)
-    if form.rms:
-        plain, converted, renamed = modules.RMSNorm, ConvertedRMSNorm, RenamedRMSNorm
-    else:
-        plain, converted, renamed = modules.LayerNorm, ConvertedLayerNorm, RenamedLayerNorm
-    names = {"weight": form.weight_name, "bias": form.bias_name}
-    # Named otherwise, or an attribute that is no parameter has the name.
-    renames = any(own != name and (own or name in vars(module)) for name, own in names.items())
     is_torchs = type(module) in (nn.LayerNorm, nn.RMSNorm)
     is_plain = is_torchs and rules == ("input", "input" if form.rms else "float")
     _remember(module)
+    plain, converted = _CLASSES[form.rms]
     try:
-        module.__class__ = renamed if renames else plain if is_plain else converted
+        _change_class(module, plain if is_plain else converted)
     except TypeError:
         del vars(module)["_before_convert"]
         return "its objects have another layout than those of torch's modules (__slots__)"
-    if renames:
+    if not is_plain:
         module.weight_name, module.bias_name = form.weight_name, form.bias_name
-    else:
-        for name in ("weight",) if form.rms else ("weight", "bias"):
-            if not hasattr(module, name):
-                module._parameters[name] = None
-    if module.__class__ is not plain:
         module.output_rule, module.autocast_rule = rules
     module.normalized_shape = _arguments.shape(form.normalized_shape)
     module.eps = eps
@@ -266,7 +259,7 @@ def revert(model: nn.Module) -> int:
     """Undoes :func:`convert`: each module that it changed has its former class and attributes
     again, and a norm of this library its former flag. Parameters, buffers and hooks stay as they
     are. A module whose class something else changed since, as ``fully_shard`` and parametrizations
-    do, stays as it is, and a warning names it.
+    do, or whose forward, stays as it is, and a warning names it.
 
     Returns:
         The number of modules that were changed back.
@@ -279,33 +272,34 @@ def revert(model: nn.Module) -> int:
     for name, module in model.named_modules():
         if "_before_convert" not in vars(module):
             continue
-        cls, attributes, parameters = vars(module)["_before_convert"]
+        cls, attributes = vars(module)["_before_convert"]
+        since = None
         if type(module) is not cls and not type(module).__module__.startswith("fused_norm."):
+            since = f"it has become a {type(module).__name__}"
+        elif "forward" in vars(module) and not _own_forwards(module):
+            since = "its forward was replaced on the instance"
+        if since is not None:
             warnings.warn(
-                f"the norm {name or 'model'} stays converted, as it has become a "
-                f"{type(module).__name__} since: undo that first",
+                f"the norm {name or 'model'} stays converted, as {since} since: undo that first",
                 stacklevel=2,
             )
             continue
-        module.__class__ = cls
+        _change_class(module, cls)
         del vars(module)["_before_convert"]
         for name in _ADDED:
             vars(module).pop(name, None)
         vars(module).update(attributes)
-        for name in {"weight", "bias"} - parameters:
-            if module._parameters.get(name, 0) is None:
-                del module._parameters[name]
         count += 1
     return count
 
 
-_OF_EVERY_MODULE = vars(nn.Module()).keys()
+_NOT_OF_FORM = {*vars(nn.Module()), "forward", "_old_forward", "_hf_hook"}
 
 
 def _form_of(module: nn.Module, known: dict) -> _probe.Form | str:
     """The module's form, or why it has none. Like modules are probed once."""
     own = {**module._buffers, **module._modules}  # which compare by identity
-    own |= {k: v for k, v in vars(module).items() if k not in _OF_EVERY_MODULE}
+    own |= {k: v for k, v in vars(module).items() if k not in _NOT_OF_FORM}
     shapes = [(k, None if p is None else p.shape) for k, p in module._parameters.items()]
     key = (type(module), tuple(shapes), tuple((k, type(v), v) for k, v in own.items()))
     try:
@@ -339,6 +333,14 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
     return [] if passes else [module]
 
 
+def _norms_of(module: nn.Module) -> list[nn.Module]:
+    """The module; or the norms in a wrapper of norms alone, such as those of peft and
+    torch.compile."""
+    inner = [m for m in module.modules() if m._parameters]
+    is_wrapper = all(_is_name_of_a_norm(type(m).__name__) for m in inner)
+    return [module, *inner] if is_wrapper else [module]
+
+
 def _before_in_place(model: nn.Module) -> dict[nn.Module, str]:
     """{module: "followed by" or "declared right before", and the name of the in-place module after
     it}. Parents hold their children in the order of calls if they are nn.Sequential; elsewhere
@@ -352,7 +354,8 @@ def _before_in_place(model: nn.Module) -> dict[nn.Module, str]:
                 continue
             if before is not None and getattr(leaves[0], "inplace", False) is True:
                 relation = "followed by " if is_called_so else "declared right before "
-                found[before] = relation + f"{parent_name}.{name}".lstrip(".")
+                relation += f"{parent_name}.{name}".lstrip(".")
+                found |= dict.fromkeys(_norms_of(before), relation)
             before = leaves[-1]
     return found
 

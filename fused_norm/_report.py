@@ -127,7 +127,7 @@ def _columns(module, out_dtype) -> tuple[int, int]:
     """How many columns are not recoverable, and how many are or nearly so."""
     if isinstance(module, RMSNormGated):  # it saves its input
         return 0, 0
-    parameters = (module.weight, getattr(module, "bias", None))
+    parameters = module._weight_and_bias()
     weight, bias = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in parameters)
     if weight is None and bias is None:
         return 0, 0

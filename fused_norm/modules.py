@@ -14,6 +14,14 @@ class _Norm:
     # Of the class too, for a module that became one of these by a change of its class.
     memory_efficient: bool = False
     weight_offset: float = 0.0
+    # Those of norms that convert() found have others; None: there is no such parameter.
+    weight_name: str | None = "weight"
+    bias_name: str | None = None
+
+    def _weight_and_bias(self) -> list[Tensor | None]:
+        """Or what pruning, a parametrization or FSDP put in their place."""
+        own, names = self._parameters, (self.weight_name, self.bias_name)
+        return [own[n] if n in own else n and getattr(self, n) for n in names]
 
     def __init__(self, normalized_shape, eps, affine, *others, memory_efficient, weight_offset):
         shape = _arguments.shape(normalized_shape)
@@ -64,6 +72,8 @@ class LayerNorm(_Norm, torch.nn.LayerNorm):
     The other arguments are torch's. Shapes, dtypes and errors:
     :func:`fused_norm.functional.layer_norm`.
     """
+
+    bias_name = "bias"
 
     def __init__(
         self, normalized_shape, eps: float = 1e-5, elementwise_affine: bool = True,

@@ -327,6 +327,25 @@ def test_reset_parameters_is_that_of_the_class(make, value):
     assert torch.equal(norm.weight, torch.full((16,), float(value))) and type(norm) is converted
 
 
+def test_parameters_set_by_torchs_names():
+    class OwnNorm(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gamma, self.beta = (nn.Parameter(torch.rand(8)) for _ in range(2))
+            self.eps = 1e-5
+
+        def forward(self, x):
+            return nn.functional.layer_norm(x, (8,), self.gamma, self.beta, self.eps)
+
+    norm = OwnNorm()
+    convert(norm)
+    assert norm.weight is norm.gamma and norm.bias is norm.beta
+    norm.bias = bias = nn.Parameter(torch.rand(8))
+    assert norm.beta is bias and [n for n, _ in norm.named_parameters()] == ["gamma", "beta"]
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(norm(x), nn.functional.layer_norm(x, (8,), norm.gamma, bias))
+
+
 def test_attributes_named_as_torchs_parameters():
     """Such as the flag whether there is a bias."""
 
@@ -617,6 +636,54 @@ def test_revert():
         fused_norm.revert(lambda x: x)
 
 
+def hook(module):
+    """As accelerate hooks a module that it dispatches or offloads."""
+    module._old_forward = module.forward
+
+    def forward(module, *args):
+        return module._old_forward(*args)
+
+    module.forward = functools.update_wrapper(
+        functools.partial(forward, module), module._old_forward
+    )
+
+
+def unhook(module):
+    module.forward = module._old_forward
+    del module._old_forward
+
+
+@pytest.mark.parametrize("first", ["convert", "hook", "hook and unhook"])
+@pytest.mark.parametrize("name", ["LayerNorm", *FOREIGN])
+def test_hooks_that_take_the_place_of_forward(name, first):
+    norm = nn.LayerNorm(16) if name == "LayerNorm" else FOREIGN[name]()
+    x = torch.randn(2, 3, 16, requires_grad=True)
+    expected, cls = norm(x), type(norm)
+    if first != "convert":
+        hook(norm)
+        if first == "hook and unhook":
+            unhook(norm)
+    assert len(convert(norm)) == 1
+    assert len(convert(norm, memory_efficient=True)) == 1
+    if first == "convert":
+        hook(norm)
+    torch.testing.assert_close(norm(x), expected)
+    assert fused_norm.revert(norm) == 1
+    assert type(norm) is cls and torch.equal(norm(x), expected)
+    if first != "hook and unhook":
+        unhook(norm)
+    assert torch.equal(norm(x), expected)
+
+
+def test_another_forward_keeps_a_norm_converted():
+    norm = nn.LayerNorm(16)
+    convert(norm)
+    norm.forward = functools.partial(type(norm).forward, norm)
+    with pytest.warns(UserWarning, match="its forward was replaced on the instance since"):
+        assert fused_norm.revert(norm) == 0
+    norm(torch.randn(3, 16))
+
+
 @pytest.mark.parametrize("name", FOREIGN)
 def test_revert_leaves_no_name_behind(name):
     model = nn.Sequential(FOREIGN[name]())
@@ -780,6 +847,17 @@ def test_report_names_what_happened():
     assert "skipped 2: torch.BatchNorm1d" in text
 
 
+class Wrapper(nn.Module):
+    """As peft has it for a norm that an adapter trains."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.inner, self.others = norm, nn.ModuleDict()
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 @pytest.mark.parametrize(
     "net",
     [
@@ -790,6 +868,8 @@ def test_report_names_what_happened():
         lambda: nn.Sequential(nn.Sequential(nn.LayerNorm(4), nn.Identity()), nn.ReLU(inplace=True)),
         # In evaluation a dropout gives back its input.
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Dropout(0.1), nn.ReLU(inplace=True)).eval(),
+        lambda: nn.Sequential(Wrapper(nn.LayerNorm(4)), nn.ReLU(inplace=True)),
+        lambda: nn.Sequential(torch.compile(nn.LayerNorm(4), backend="eager"), nn.ReLU(True)),
     ],
 )
 def test_in_place_activation_after_a_norm(net):

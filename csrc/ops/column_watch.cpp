@@ -253,6 +253,7 @@ void take_look(const NormColumns& norm, const ColumnWatch& watch) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   auto params = norm_params<NormBackwardParams>(norm, /*rows=*/0, /*rms=*/false, weight, bias);
   params.watch = watch;
+  const c10::DataPtr totals = set_totals(&params.watch);
   check_launch(launch_column_look(params, stream));
   c10::cuda::stream_synchronize(stream);
 }
@@ -453,6 +454,15 @@ ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t ro
   watch->captured |= captured;
   if (from_output) watch->rooms.add(room, captured, room > 0 && room != watch->room);
   return for_kernel(*watch, captured);
+}
+
+c10::DataPtr set_totals(ColumnWatch* watch) {
+  if (watch->report == nullptr || watch->totals != nullptr) return {};
+  c10::DataPtr memory = c10::cuda::CUDACachingAllocator::get()->allocate(kTotalsBytes);
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  C10_CUDA_CHECK(cudaMemsetAsync(memory.get(), 0, kTotalsBytes, stream));
+  watch->totals = memory.get();
+  return memory;
 }
 #endif
 

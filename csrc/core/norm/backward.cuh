@@ -74,7 +74,6 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   GroupRows at(in, group);
 
   wait_for_prerequisites();
-  out.clear_totals();
   using Params = StagedParams<kPacks, N, kFromOutput, !kRms, 2>;
   ListedValues<kLie, Params> listed(in.list, {0, kFromOutput ? in.list.count() : 0});
   const int first_thread = listed.any() ? group.index() * group.threads() : 0;

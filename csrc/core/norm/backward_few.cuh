@@ -209,11 +209,7 @@ __global__ void __launch_bounds__(backward_threads(2), 2)
   int block = blockIdx.x;
   meet_previous_kernel();
   if (block < look_blocks) {
-    if (look.keeps_totals()) {
-      look_at_columns(look, block, look_blocks);
-    } else if (block == 0) {
-      look_at_columns(look);
-    }
+    look_at_columns(look, block, look_blocks);
     return;
   }
   block -= look_blocks;

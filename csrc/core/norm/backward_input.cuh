@@ -49,13 +49,6 @@ struct BackwardOutput {
   A* dweight_partials;
   A* dbias_partials;
   const X* dresidual;  // null, or what is added to dx, which lies likewise
-  LookTotals* totals;  // null, or what stage 2 wants to be zero
-
-  // By all threads of a kernel, once nothing before it runs.
-  __device__ __forceinline__ void clear_totals() const {
-    if (totals != nullptr && blockIdx.x + blockIdx.y + threadIdx.x + threadIdx.y == 0)
-      totals->clear();
-  }
 
   // Brings a slice near, which starts at element `first` and has packs `step` apart.
   template <RowsLie kLie, int N, int kPacks>

@@ -187,7 +187,6 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                       partial_sets, rows_in_sequence};
 
   wait_for_prerequisites();
-  out.clear_totals();
   auto tensor = [&](auto* base, const RowLayout& layout) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(base)>>;
     const T* const end = row_start(base, layout, in.rows - 1) + in.cols;

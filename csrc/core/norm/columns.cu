@@ -203,11 +203,11 @@ __global__ void __launch_bounds__(kListThreads, 1)
   }
 }
 
-constexpr int kLookThreads = 1024;
+constexpr int kLookThreads = 256;
 template <typename A>
 __global__ void __launch_bounds__(kLookThreads)
     column_look(const __grid_constant__ ColumnLook<A> look) {
-  look_at_columns(look);
+  look_at_columns(look, blockIdx.x, gridDim.x);
 }
 
 }  // namespace
@@ -237,7 +237,8 @@ cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
 cudaError_t launch_column_look(const NormBackwardParams& params, cudaStream_t stream) {
   auto run = [&](auto zero) {
     using A = decltype(zero);
-    return launch(column_look<A>, 1, kLookThreads, {}, stream, column_look_of<A>(params, nullptr));
+    const int blocks = (params.cols + kLookThreads - 1) / kLookThreads;
+    return launch(column_look<A>, blocks, kLookThreads, {}, stream, column_look_of<A>(params));
   };
   return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
 }

@@ -132,12 +132,10 @@ struct ColumnAffine {
 // What a look at the parameters counts.
 enum { kOverflow, kMoving, kAtRisk, kLookCounts };
 
-// Where the warps of several blocks add up what they found; zero before, and again after.
+// Where the warps of a look add up what they found; zero before, and again after.
 struct LookTotals {
   unsigned arrived;  // warps
   int counts[kLookCounts];
-
-  __device__ void clear() { *this = {}; }
 };
 static_assert(sizeof(LookTotals) <= kTotalsBytes);
 
@@ -149,7 +147,6 @@ struct ColumnLook {
   ListedColumns<A> listed;
   bool from_output;  // the call needs every column to be recoverable or listed
   ColumnWatch watch;
-  LookTotals* totals;  // of this call; unused where the watch has its own
 
   struct Found {
     int counts[kLookCounts] = {};
@@ -192,12 +189,10 @@ struct ColumnLook {
     found.counts[kAtRisk] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
   }
 
-  // Whether a look need not wait for the kernel before, which clears the totals else.
-  __device__ __forceinline__ bool keeps_totals() const { return watch.totals != nullptr; }
-
   // By all lanes of one of so many warps, which share the columns. Whether it is the last, in lane
   // 0, which then has what all have found.
-  __device__ bool add_up(unsigned warps, LookTotals* sums, Found& found) const {
+  __device__ bool add_up(unsigned warps, Found& found) const {
+    auto* const sums = static_cast<LookTotals*>(watch.totals);
     bool any = false;
     const bool adds = threadIdx.x % kWarpSize == 0;
 #pragma unroll
@@ -230,27 +225,13 @@ struct ColumnLook {
   }
 };
 
-// By several blocks, each thread at a column.
+// By so many blocks, each thread at a column.
 template <typename A>
 __device__ __forceinline__ void look_at_columns(const ColumnLook<A>& look, int block, int blocks) {
   typename ColumnLook<A>::Found found;
   const int col = block * blockDim.x + threadIdx.x;
   if (col < look.cols) look.look_at(col, found);
-  if (!look.keeps_totals()) wait_for_prerequisites();
-  auto* const sums =
-      look.keeps_totals() ? static_cast<LookTotals*>(look.watch.totals) : look.totals;
-  if (look.add_up(blocks * (blockDim.x / kWarpSize), sums, found)) look.report(found);
-}
-
-// By one block.
-template <typename A>
-__device__ void look_at_columns(const ColumnLook<A>& look) {
-  __shared__ LookTotals totals;
-  if (threadIdx.x == 0) totals.clear();
-  __syncthreads();
-  typename ColumnLook<A>::Found found;
-  for (int col = threadIdx.x; col < look.cols; col += blockDim.x) look.look_at(col, found);
-  if (look.add_up(blockDim.x / kWarpSize, &totals, found)) look.report(found);
+  if (look.add_up(blocks * (blockDim.x / kWarpSize), found)) look.report(found);
 }
 
 }  // namespace fused_norm

@@ -49,7 +49,7 @@ struct ColumnWatch {
   // how fast it moves, and with a bias the same of that. NaN at first. Null: only overflow is
   // reported.
   void* history;
-  void* totals;               // kTotalsBytes zeros, likewise; null: the call finds room for them
+  void* totals;               // kTotalsBytes zeros; zero again after the look
   ColumnReport* report;       // in mapped host memory; null: nothing is reported
   uint32_t* overflow_signal;  // in mapped host memory: set to 1 on overflow
   uint16_t stamp;

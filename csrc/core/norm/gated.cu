@@ -19,7 +19,7 @@ cudaError_t norm_gated_backward(const NormBackwardParams& params, const NormBack
                                 cudaStream_t stream) {
   const Gate& gate = params.gate;
   const BackwardWorkspace<float> workspace(params, plan);
-  const ColumnLook<float> look = column_look_of<float>(params, workspace.totals);
+  const ColumnLook<float> look = column_look_of<float>(params);
   const cudaError_t error = with_dtype<__half, __nv_bfloat16, float>(params.x_dtype, [&](auto x) {
     using X = decltype(x);
     const GatedInput<X> in{backward_input<X, X>(params, look.listed),

@@ -83,11 +83,8 @@ cudaError_t norm_backward_few_rows(const BackwardInput<X, X, float>& in,
       params.dweight || params.dbias ? (params.cols + kFewColumns - 1) / kFewColumns : 0;
   const int64_t rows = params.dx ? params.rows : 0;
   const int splits = plan.few_splits;
-  int looks = 0;  // clusters of blocks
-  if (look.watch.report) {
-    const int columns = plan.threads_per_row * splits;
-    looks = look.watch.totals ? (params.cols + columns - 1) / columns : 1;
-  }
+  const int columns = plan.threads_per_row * splits;
+  const int looks = look.watch.report ? (params.cols + columns - 1) / columns : 0;  // clusters
   const int64_t clusters = looks + tiles + (rows + splits - 1) / splits;
   if (clusters == 0) return cudaSuccess;
   const int vectors = param_kinds(params.from_output, 1);
@@ -123,10 +120,10 @@ cudaError_t norm_backward_as(const NormBackwardParams& params, const NormBackwar
                              cudaStream_t stream) {
   using S = std::conditional_t<!kFromOutput, X, Y>;
   const BackwardWorkspace<float> workspace(params, plan);
-  const ColumnLook<float> look = column_look_of<float>(params, workspace.totals);
+  const ColumnLook<float> look = column_look_of<float>(params);
   const BackwardInput<Y, S, float> in = backward_input<Y, S>(params, look.listed);
   const BackwardOutput<X, float> out{static_cast<X*>(params.dx), workspace.dweight, workspace.dbias,
-                                     static_cast<const X*>(params.dresidual), workspace.cleared};
+                                     static_cast<const X*>(params.dresidual)};
   if constexpr (std::is_same_v<X, Y>) {
     if (plan.few_splits > 0) return norm_backward_few_rows(in, out, look, params, plan, stream);
   }

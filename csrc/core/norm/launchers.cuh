@@ -29,21 +29,17 @@ RunNormBackward norm_stream_backward;
 // In tiles: flat.cu.
 RunNormForward norm_flat_forward;
 
-// What a backward call's workspace holds: the totals of the look at the parameters, partial rows,
-// and what Tier::kStreaming needs beside. Null: not asked for.
+// What a backward call's workspace holds: partial rows, and what Tier::kStreaming needs beside.
+// Null: not asked for.
 template <typename A>
 struct BackwardWorkspace {
-  LookTotals* totals;
-  LookTotals* cleared;  // the totals, if stage 1 is to clear them
   A* dweight;
   A* dbias;
   A* rest;
 
   BackwardWorkspace(const NormBackwardParams& params, const NormBackwardPlan& plan) {
-    A* const partials = reinterpret_cast<A*>(static_cast<char*>(params.workspace) + kTotalsBytes);
+    A* const partials = static_cast<A*>(params.workspace);
     const int64_t size = int64_t{plan.partials} * params.cols;
-    totals = static_cast<LookTotals*>(params.workspace);
-    cleared = params.watch.report && !params.watch.totals ? totals : nullptr;
     dweight = params.dweight ? partials : nullptr;
     dbias = params.dbias ? partials + size : nullptr;
     rest = partials + 2 * size;
@@ -51,14 +47,13 @@ struct BackwardWorkspace {
 };
 
 template <typename A>
-ColumnLook<A> column_look_of(const NormBackwardParams& params, LookTotals* totals) {
+ColumnLook<A> column_look_of(const NormBackwardParams& params) {
   return {params.cols,
           {params.weight, params.bias, static_cast<A>(params.weight_offset)},
           {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype),
            params.list.room, params.list.columns, static_cast<const A*>(params.list.side)},
           params.from_output,
-          params.watch,
-          totals};
+          params.watch};
 }
 
 // Sums of the partial rows, if there are, and the look at the parameters: second_stage.cu.

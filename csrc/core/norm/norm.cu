@@ -63,7 +63,7 @@ size_t norm_backward_workspace(const NormBackwardParams& params, const DevicePro
   if (plan.few_splits > 0) return 0;
   const size_t element = params.x_dtype == DType::kFloat64 ? 8 : 4;
   const size_t means = plan.tier == Tier::kStreaming ? 2 * static_cast<size_t>(params.rows) : 0;
-  return kTotalsBytes + element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);
+  return element * (2 * static_cast<size_t>(plan.partials) * params.cols + means);
 }
 
 cudaError_t launch_norm_backward(const NormBackwardParams& params, const DeviceProperties& device,

@@ -100,7 +100,6 @@ struct StreamedBackward {
   A* means;  // of each row, those of w and of w * xhat
   A* dweight_partials;
   A* dbias_partials;
-  LookTotals* totals;  // null, or what stage 2 wants to be zero
 };
 
 // A thread's dy and xhat of some columns of a row; zero past the row's end.
@@ -162,7 +161,6 @@ template <typename A>
 __global__ void __launch_bounds__(kTileThreads, 6)
     norm_backward_columns(const __grid_constant__ StreamedBackward<A> in) {
   constexpr int N = kBackwardColumns<A>;
-  if (in.totals != nullptr && blockIdx.x + blockIdx.y + threadIdx.x == 0) in.totals->clear();
   const RowGroup<true> group;
   const int col = blockIdx.x * kTileThreads * N + any_column<N>(group), left = in.cols - col;
   const auto params = ColumnParams<A, N>::template load<true, true, RowsLie::kElements>(in, col);
@@ -217,7 +215,7 @@ template <typename A>
 cudaError_t stream_backward(const NormBackwardParams& params, const NormBackwardPlan& plan,
                             cudaStream_t stream) {
   const BackwardWorkspace<A> workspace(params, plan);
-  const ColumnLook<A> look = column_look_of<A>(params, workspace.totals);
+  const ColumnLook<A> look = column_look_of<A>(params);
   const StreamedBackward<A> in{
       params.rows,
       params.cols,
@@ -235,8 +233,7 @@ cudaError_t stream_backward(const NormBackwardParams& params, const NormBackward
       look.listed,
       workspace.rest,
       workspace.dweight,
-      workspace.dbias,
-      workspace.cleared};
+      workspace.dbias};
   if (params.dx) {
     const cudaError_t error =
         launch(norm_backward_row_means<A>, plan.blocks,
