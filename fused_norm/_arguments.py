@@ -10,8 +10,6 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from fused_norm import _ops
-
 
 def _refuse(name: str, expected: str, value) -> NoReturn:
     # A tracer has no repr, and an array's has lines.
@@ -24,13 +22,11 @@ def _kind(value) -> str:
 
 
 def tensor(name: str, value, nested: bool = True) -> None:
-    """Checks that ``value`` is a tensor, ``nested`` or not. A subclass may be the first DTensor:
-    its rules are registered then."""
+    """Checks that ``value`` is a tensor, ``nested`` or not."""
     if type(value) is not Tensor or value.is_nested:
         if not isinstance(value, Tensor):
             _refuse(name, "a tensor", value)
         optional_tensor(name, value, nested)
-        _ops.register_sharding()
 
 
 def optional_tensor(name: str, value, nested: bool = True) -> None:

@@ -121,26 +121,17 @@ def converted_norm(
     output_rule, autocast_rule,
 ) -> Tensor:  # fmt: skip
     _arguments.tensor("input", input)
-    out_dtype, autocast = None, _autocast.dtype_for(input) is not None
-    if not (autocast and memory_efficient):
+    autocast = _autocast.dtype_for(input) is not None
+    weight_dtype = None if weight is None else weight.dtype
+    if autocast and memory_efficient:
+        out_dtype = functional._out_dtype(input, rms, memory_efficient)
+    else:
         rule = autocast_rule if autocast and input.is_cuda else output_rule
-        weight_dtype = None if weight is None else weight.dtype
         out_dtype = _probe.output_dtype(rule, input.dtype, weight_dtype)
-    # Where the operator takes no such pair of dtypes: torch's promotion, as the other class has it.
-    if not (weight is None or weight.dtype is torch.float32 or _pairs(input.dtype, weight.dtype)):
-        wide = torch.promote_types(input.dtype, weight.dtype)
-        weight, bias = (p if p is None else p.to(wide) for p in (weight, bias))
-        input = input.to(wide) if wide is torch.float64 else input
-    stored = out_dtype
-    if not (out_dtype is None or _pairs(input.dtype, out_dtype)):
-        stored = torch.promote_types(input.dtype, out_dtype)
+    if weight_dtype is torch.float64:  # torch's promotion, as the other class has it
+        input = input.to(weight_dtype)
     options = (normalized_shape, eps, weight_offset, rms, memory_efficient)
-    output = functional._norm(input, weight, bias, *options, stored)[0]
-    return output if stored is out_dtype else output.to(out_dtype)
-
-
-def _pairs(a: torch.dtype, b: torch.dtype) -> bool:
-    return a is b or (torch.float32 in (a, b) and torch.float64 not in (a, b))
+    return functional._norm_to(out_dtype, input, weight, bias, *options)
 
 
 def _why_not(module: nn.Module, cls: type) -> str | None:

@@ -2,12 +2,8 @@
 for its own, causal or not."""
 
 import functools
-import importlib.machinery
-import sys
 
-from fused_norm import _ops
-
-_COUNTER = "torch.utils.flop_counter"
+from fused_norm import _ops, _torch
 
 
 def _count(counter, call_type, products, *args, out_val=None, **kwargs) -> int:
@@ -35,26 +31,4 @@ def _register(counter) -> None:
         counter.register_flop_formula(op.overloadpacket, get_raw=True)(formula)
 
 
-class _Finder:
-    """Registers them where the counter is imported, which from here would take as long as all of
-    this package: it loads Triton."""
-
-    @staticmethod
-    def find_spec(name, path, target=None):
-        is_counter = name == _COUNTER
-        spec = importlib.machinery.PathFinder.find_spec(name, path) if is_counter else None
-        if spec is not None:
-            load = spec.loader.exec_module
-
-            def load_and_register(module):
-                load(module)
-                _register(module)
-
-            spec.loader.exec_module = load_and_register
-        return spec
-
-
-if sys.modules.get(_COUNTER):  # which waits for a thread that is importing it
-    _register(importlib.import_module(_COUNTER))
-else:
-    sys.meta_path.insert(0, _Finder)
+_torch.after_import("torch.utils.flop_counter", _register)

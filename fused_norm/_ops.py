@@ -6,7 +6,7 @@ begins.
 """
 
 import collections
-import sys
+import importlib
 
 import torch
 
@@ -80,13 +80,6 @@ def check_rows(op, call) -> None:
     _check_unrecorded(op, *call._replace(**args))
 
 
-@_torch.constant
-def register_sharding() -> bool:
-    """Registers DTensor's rules once torch.distributed.tensor is loaded, which no DTensor is
-    without. It is not loaded from here: that takes a hundred times as long as this package."""
-    if "torch.distributed.tensor" in sys.modules:
-        from fused_norm import _sharding  # noqa: F401
-    return True
-
-
-register_sharding()
+_torch.after_import(
+    "torch.distributed.tensor", lambda _: importlib.import_module("fused_norm._sharding")
+)

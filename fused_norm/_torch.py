@@ -3,6 +3,7 @@ public interfaces, each with the reason. Two modules that are plugged into a par
 that part's own: _fusion.py Inductor's, _sharding.py DTensor's."""
 
 import functools
+import importlib.machinery
 import inspect
 import sys
 from collections.abc import Callable
@@ -92,6 +93,25 @@ def untraced(function):
     and does not try to trace it."""
     function._torchdynamo_disable = True
     return function
+
+
+def after_import(name: str, function: Callable) -> None:
+    """Calls ``function(module)`` as soon as the module of this name is imported. From here that
+    would take as long as all of this package, or a hundred times as long."""
+
+    class Finder:
+        @staticmethod
+        def find_spec(wanted, path, target=None):
+            spec = importlib.machinery.PathFinder.find_spec(name, path) if wanted == name else None
+            if spec is not None:
+                load = spec.loader.exec_module
+                spec.loader.exec_module = lambda module: (load(module), function(module))
+            return spec
+
+    if sys.modules.get(name):  # import_module() waits for a thread that is importing it
+        function(importlib.import_module(name))
+    else:
+        sys.meta_path.insert(0, Finder)
 
 
 def is_exporting() -> bool:

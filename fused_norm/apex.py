@@ -54,14 +54,6 @@ __all__ = [
 _Shape = int | Sequence[int]
 
 
-def _fit(parameter: Tensor | None, input: Tensor) -> Tensor | None:
-    """The parameter in a dtype that the operators take beside this input. Only 16-bit ones are
-    converted, to fp32, which holds them all."""
-    if parameter is None or input.dtype in (parameter.dtype, torch.float32):
-        return parameter
-    return parameter.to(torch.float32) if parameter.dtype in _autocast.SIXTEEN_BIT else parameter
-
-
 def _norm(
     input, weight, bias, normalized_shape, eps, memory_efficient, *, rms=False, mixed=False
 ) -> Tensor:
@@ -79,16 +71,8 @@ def _norm(
     out_dtype = weight.dtype if mixed and weight.is_floating_point() else input.dtype
     if autocast is not None and out_dtype is not torch.float64:
         out_dtype = autocast
-    # The kernel's store converts to and from fp32; elsewhere a wider input or a second rounding
-    # does.
-    dtypes = {input.dtype, out_dtype}
-    wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    if wide is torch.float64 or (len(dtypes) > 1 and wide not in dtypes):
-        input = input.to(wide)
-    stored = wide if wide is torch.float64 else out_dtype
-    options = (normalized_shape, eps, 0.0, rms, memory_efficient, stored)
-    output, _ = functional._norm(input, _fit(weight, input), _fit(bias, input), *options)
-    return output.to(out_dtype)
+    options = (normalized_shape, eps, 0.0, rms, memory_efficient)
+    return functional._norm_to(out_dtype, input, weight, bias, *options)
 
 
 @_torch.overridable

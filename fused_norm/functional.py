@@ -32,17 +32,6 @@ __all__ = [
 ]
 
 
-def _retry(input, weight, bias, normalized_shape, *options) -> tuple[Tensor, Tensor | None]:
-    """What the extension gave None for: a weight or bias that is no tensor, a normalized_shape of
-    numbers that are no ints, or a tracer, for which there is the operator."""
-    _arguments.optional_tensor("weight", weight)
-    _arguments.optional_tensor("bias", bias)
-    args = (input, weight, bias, _arguments.shape(normalized_shape), *options)
-    if torch.jit.is_tracing():
-        return _tracing.norm_forward(*args[:-1], memory_efficient=False)
-    return _C.norm(*args)
-
-
 def _out_dtype(input: Tensor, rms: bool, memory_efficient: bool) -> torch.dtype:
     """The output's dtype under autocast: torch's rule for the same operator, and the autocast dtype
     with ``memory_efficient``, because a saved fp32 copy would undo the saving."""
@@ -87,15 +76,35 @@ def _norm(
         except ValueError:  # of an int of more than 64 bits, which does not say where
             _arguments.shape(normalized_shape)
             raise
-        return outputs or _retry(input, weight, bias, *options, memory_efficient)
+        if outputs is not None:
+            return outputs
+    # A tracer is to record an operator; or an argument is of a type that the extension has not.
     _arguments.optional_tensor("weight", weight)
     _arguments.optional_tensor("bias", bias)
-    args = (input, weight, bias, *options)
-    outputs = _tracing.norm_forward(*args, memory_efficient=memory_efficient)
-    if rms and residual is None and input.dim() in (4, 5):
+    args = (input, weight, bias, _arguments.shape(normalized_shape), *options[1:])
+    if not (is_compiling or torch.jit.is_tracing()):
+        return _C.norm(*args, memory_efficient)
+    outputs = _tracing.norm_forward(*args, memory_efficient=memory_efficient and is_compiling)
+    if is_compiling and rms and residual is None and input.dim() in (4, 5):
         format = _torch.suggest_memory_format(input)
         return outputs[0].contiguous(memory_format=format), None
     return outputs
+
+
+def _norm_to(out_dtype, input, weight, bias, *options) -> Tensor:
+    """The output of :func:`_norm` in any dtype. The kernel's store converts to and from fp32;
+    elsewhere a wider input or a second rounding does."""
+    dtypes = {input.dtype, out_dtype}
+    if torch.float64 in dtypes:
+        input = input.to(torch.float64)
+    elif len(dtypes) > 1 and torch.float32 not in dtypes:
+        input = input.to(torch.float32)
+    stored = torch.float64 if torch.float64 in dtypes else out_dtype
+    of_16_bit = {*_autocast.SIXTEEN_BIT} - {input.dtype} if input.dtype is not torch.float32 else ()
+    weight, bias = (
+        p.to(torch.float32) if p is not None and p.dtype in of_16_bit else p for p in (weight, bias)
+    )
+    return _norm(input, weight, bias, *options, stored)[0].to(out_dtype)
 
 
 @_torch.overridable

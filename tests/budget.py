@@ -28,13 +28,13 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (2778, 2300),
-    "lines of norm": (4748, 3000),
+    "lines of norm": (4706, 3000),
     "lines of softmax": (2736, 2000),
     "lines of gated RMSNorm": (172, 200),
     "lines of attention": (7966, 4500),
     "lines of csrc/ops": (3785, 2300),
-    "lines of csrc/cpu, attention apart": (679, 600),
-    "lines of fused_norm": (4274, 2300),
+    "lines of csrc/cpu, attention apart": (643, 600),
+    "lines of fused_norm": (4245, 2300),
     "kernels of norms and softmaxes": (208, 210),
     "kernels of gated RMSNorm": (18, 24),
     "kernels of attention": (130, 130),

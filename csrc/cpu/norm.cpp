@@ -74,28 +74,21 @@ template <typename Acc>
 void forward(const at::Tensor& input, const NormColumns& norm, double eps, bool rms,
              const at::Tensor& output, const at::Tensor& mean, const at::Tensor& rstd) {
   const int64_t rows = rstd.numel(), cols = norm.cols;
-  const at::Tensor x = input.reshape({rows, cols}), to = output.view({rows, cols});
   const Affine<Acc> affine(norm);
   const Acc *g = affine.g(), *b = affine.b();
   Acc* means = rms ? nullptr : mean.mutable_data_ptr<Acc>();
   Acc* rstds = rstd.mutable_data_ptr<Acc>();
-
-  in_parallel_blocks(rows, cols, [&](int64_t first, int64_t count, Scratch& scratch) {
-    const at::Tensor block = rows_of<Acc>(x, first, count, scratch[0]);
-    const NewRows<Acc> made(to, first, count, scratch[1]);
-    const Acc* from = block.const_data_ptr<Acc>();
-    Acc* y = made.data();
-    for (int64_t row = first; row < first + count; ++row, from += cols, y += cols) {
-      const double shift = rms ? 0 : row_mean(from, cols);
-      const double squares =
-          row_sum<Acc>(cols, [=](int64_t i) { return (from[i] - shift) * (from[i] - shift); });
-      const Acc centre = shift, scale = 1 / std::sqrt(squares / cols + eps);
-      if (!rms) means[row] = centre;
-      rstds[row] = scale;
-      each(cols, [=](int64_t i) { y[i] = (from[i] - centre) * scale * g[i] + b[i]; });
-    }
-    made.store();
-  });
+  const auto row_function = [=](int64_t row, const auto& data, Acc* y) {
+    const Acc* from = data[0];
+    const double shift = rms ? 0 : row_mean(from, cols);
+    const double squares =
+        row_sum<Acc>(cols, [=](int64_t i) { return (from[i] - shift) * (from[i] - shift); });
+    const Acc centre = shift, scale = 1 / std::sqrt(squares / cols + eps);
+    if (!rms) means[row] = centre;
+    rstds[row] = scale;
+    each(cols, [=](int64_t i) { y[i] = (from[i] - centre) * scale * g[i] + b[i]; });
+  };
+  over_rows<Acc, 1>({input.reshape({rows, cols, 1})}, output.view({rows, cols, 1}), row_function);
 }
 
 template <typename Acc>

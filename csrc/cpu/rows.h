@@ -113,17 +113,6 @@ void in_blocks(int64_t begin, int64_t end, int64_t cols, const Function& functio
   }
 }
 
-// Calls function(first, count, scratch) for blocks of all rows, on ATen's threads.
-template <typename Function>
-void in_parallel_blocks(int64_t rows, int64_t cols, const Function& function) {
-  const int64_t grain = std::max<int64_t>(kGrain / cols, 1);
-  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
-    Scratch scratch;
-    in_blocks(begin, end, cols,
-              [&](int64_t first, int64_t count) { function(first, count, scratch); });
-  });
-}
-
 // `memory` as rows of a block's size; the first block is the largest.
 template <typename Acc>
 at::Tensor in_scratch(at::Tensor& memory, at::IntArrayRef sizes) {
@@ -167,6 +156,41 @@ struct NewRows {
     }
   }
 };
+
+// Calls row_function(its number, a row of each input, where to put the result) over dimension 1 of
+// inputs of shape (outer, cols, inner), on ATen's threads. Columns are copied to rows, so that a
+// row has the same bits wherever its elements lie.
+template <typename Acc, size_t inputs, typename RowFunction>
+void over_rows(const std::array<at::Tensor, inputs>& from, const at::Tensor& result,
+               const RowFunction& row_function) {
+  const int64_t outer = from[0].size(0), cols = from[0].size(1), inner = from[0].size(2);
+  const int64_t rows = outer * inner;
+  std::array<at::Tensor, inputs> rows_from;
+  for (size_t i = 0; i < inputs; ++i) rows_from[i] = from[i].transpose(1, 2).reshape({rows, cols});
+  const at::Tensor rows_made =
+      inner == 1 ? result.view({rows, cols}) : at::empty({rows, cols}, result.options());
+  const int64_t grain = std::max<int64_t>(kGrain / cols, 1);
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    Scratch scratch;
+    in_blocks(begin, end, cols, [&](int64_t first, int64_t count) {
+      const NewRows<Acc> made(rows_made, first, count, scratch[inputs]);
+      std::array<at::Tensor, inputs> blocks;
+      std::array<const Acc*, inputs> data;
+      for (size_t i = 0; i < inputs; ++i) {
+        blocks[i] = rows_of<Acc>(rows_from[i], first, count, scratch[i]);
+        data[i] = blocks[i].template const_data_ptr<Acc>();
+      }
+      Acc* to = made.data();
+      for (int64_t row = first; row < first + count; ++row, to += cols) {
+        row_function(row, data, to);
+        for (const Acc*& from : data) from += cols;
+      }
+      made.store();
+    });
+  });
+  if (inner == 1) return;
+  result.view({outer, cols, inner}).copy_(rows_made.view({outer, inner, cols}).transpose(1, 2));
+}
 
 }  // namespace
 }  // namespace fused_norm::cpu

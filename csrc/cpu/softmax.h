@@ -7,16 +7,14 @@
 
 namespace fused_norm::cpu {
 
-// Into y, over dimension 1 of x: (outer, cols, inner), all positive, any strides.
-void softmax_forward(const at::Tensor& x, bool log, const at::Tensor& y);
-
-// Into y, softmax of scale * x over the last dimension of x (any number of leading ones, not
-// empty), with what `mask` takes away: where a boolean mask is true, or by adding a floating one.
-// mask is undefined, or has x's shape by expand(): its strides are followed, it is never copied
-// whole. causal: element (i, j) of the last two dimensions (q, k) is masked where j > i + k - q. A
-// row with nothing left gives zeros.
-void scaled_masked_softmax(const at::Tensor& x, const at::Tensor& mask, double scale, bool causal,
-                           const at::Tensor& y);
+// Into y, softmax of scale * x, or its logarithm, over dimension 1 of x: (outer, cols, inner), all
+// positive, any strides. With inner 1 also without what `mask` takes away: where a boolean mask is
+// true, or by adding a floating one. mask is undefined, or has an element for each of x by
+// expand(): its strides are followed, it is never copied whole. queries: 0, or of causal rows how
+// many make up a matrix (queries, cols), whose element (i, j) is masked where j > i + cols -
+// queries. A row with nothing left gives zeros.
+void softmax_forward(const at::Tensor& x, bool log, const at::Tensor& mask, double scale,
+                     int64_t queries, const at::Tensor& y);
 
 // Into dx, scale * (dy - sum(y * dy)) * y, or with log scale * (dy - exp(y) * sum(dy)); sums over
 // dimension 1 of (outer, cols, inner).

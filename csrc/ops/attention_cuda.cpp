@@ -190,8 +190,7 @@ bool takes_aligned(const QueryKeyValue& qkv, AttentionParams params) {
   if (wanted_tier.load(std::memory_order_relaxed) == AttentionTier::kPlain) return false;
   params.head_dim = static_cast<int32_t>(padded(qkv[0].size(-1)));
   params.value_dim = static_cast<int32_t>(padded(qkv[2].size(-1)));
-  const DeviceProperties& device = current_device_properties();
-  return attention_tier_takes(AttentionTier::kPortable, params, device);
+  return attention_tier_takes(AttentionTier::kPortable, params, current_device_properties());
 }
 
 Launch prepared(const AttentionCall& call, const QueryKeyValue& qkv) {

@@ -253,7 +253,7 @@ void take_look(const NormColumns& norm, const ColumnWatch& watch) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   auto params = norm_params<NormBackwardParams>(norm, /*rows=*/0, /*rms=*/false, weight, bias);
   params.watch = watch;
-  const c10::DataPtr totals = set_totals(&params.watch);
+  const Tensor totals = set_totals(norm, &params.watch);
   check_launch(launch_column_look(params, stream));
   c10::cuda::stream_synchronize(stream);
 }
@@ -456,13 +456,11 @@ ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t ro
   return for_kernel(*watch, captured);
 }
 
-c10::DataPtr set_totals(ColumnWatch* watch) {
+Tensor set_totals(const NormColumns& norm, ColumnWatch* watch) {
   if (watch->report == nullptr || watch->totals != nullptr) return {};
-  c10::DataPtr memory = c10::cuda::CUDACachingAllocator::get()->allocate(kTotalsBytes);
-  const auto stream = c10::cuda::getCurrentCUDAStream();
-  C10_CUDA_CHECK(cudaMemsetAsync(memory.get(), 0, kTotalsBytes, stream));
-  watch->totals = memory.get();
-  return memory;
+  const Tensor totals = new_tensor(norm.first(), {kTotalsBytes}, at::kByte).zero_();
+  watch->totals = totals.mutable_data_ptr();
+  return totals;
 }
 #endif
 

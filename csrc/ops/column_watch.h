@@ -52,8 +52,8 @@ void set_overflow_message(std::function<std::string(const std::vector<Overflow>&
 #ifdef FUSED_NORM_WITH_CUDA
 // For a backward call about to be launched on the current stream, with so much room.
 ColumnWatch watch_backward(const NormColumns& norm, bool from_output, int64_t room);
-// Gives totals to a look that may not have those of its watch. To be kept until the launch.
-c10::DataPtr set_totals(ColumnWatch* watch);
+// Gives a look totals where it may not have its watch's; to be kept until the launch.
+at::Tensor set_totals(const NormColumns& norm, ColumnWatch* watch);
 #endif
 
 }  // namespace fused_norm::ops

@@ -324,7 +324,7 @@ void backward_on_cuda(const NormBackwardCall& call, const NormColumns& norm,
   params.dbias = data_or_null(made[2]);
   const c10::DataPtr workspace = set_workspace(&params);
   params.watch = watch_backward(norm, call.from_output, params.list.room);
-  const c10::DataPtr totals = set_totals(&params.watch);
+  const Tensor totals = set_totals(norm, &params.watch);
   launch(launch_norm_backward, params);
 }
 

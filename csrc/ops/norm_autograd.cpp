@@ -107,8 +107,7 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
                 from_output ? "output" : "residual_out", " of a norm");
     const bool lists = saved[kColumns].defined();
     // The results' numbers; with a list there is no mean, without one no side.
-    const uint32_t mean_at = adds ? 2 : 1, rstd_at = lists ? mean_at : mean_at + 1,
-                   side_at = mean_at + 1;
+    const uint32_t mean_at = 1 + adds, side_at = mean_at + 1, rstd_at = lists ? mean_at : side_at;
     const bool flows = grads.size() > 1;  // to the input or the residual
     grads.resize(5);
     if (from_output || (adds && flows)) make_result(&saved[kSaved], from_output ? 0 : 1);

@@ -97,10 +97,9 @@ struct Wide {
   // dv, of what is normalized.
   Tensor backward(const Tensor& dxhat) const {
     const SymInt cols[] = {v.sym_size(-1)};
-    constexpr bool kRms = true, kFromOutput = false;
     const std::array wanted{true, false, false};
-    return norm_backward({dxhat, v, kNoTensor, rstd, kNoTensor, kNoTensor, cols, 0, kRms,
-                          kFromOutput, v.scalar_type(), wanted, kNoTensor, kNoTensor,
+    return norm_backward({dxhat, v, kNoTensor, rstd, kNoTensor, kNoTensor, cols, 0, /*rms=*/true,
+                          /*from_output=*/false, v.scalar_type(), wanted, kNoTensor, kNoTensor,
                           kNoTensor})[0];
   }
 };
@@ -173,21 +172,13 @@ struct Launch {
   }
 };
 
-// An fp32 gate beside 16-bit input: in fp32, whose kernels read both.
-GatedCall in_fp32(const GatedCall& call) {
-  GatedCall wide = call;
-  wide.input = call.input.to(at::kFloat);
-  return wide;
-}
-bool has_two_dtypes(const GatedCall& call) {
-  return call.gate.scalar_type() != call.input.scalar_type() && is_16_bit(call.input.scalar_type());
+// With an fp32 gate beside 16-bit input: all in fp32, whose kernels read both.
+GatedCall in_one_dtype(GatedCall call) {
+  if (is_16_bit(call.input.scalar_type())) call.input = call.input.to(call.gate.scalar_type());
+  return call;
 }
 
 Forward forward_cuda(const GatedCall& call) {
-  if (has_two_dtypes(call)) {
-    const auto [y, rstd] = forward_cuda(in_fp32(call));
-    return {y.to(call.input.scalar_type()), rstd};
-  }
   const c10::cuda::CUDAGuard guard(call.input.device());
   const Launch gated{call};
   if (!gated.has_kernels(/*backward=*/false)) return forward_by_chain(call);
@@ -206,11 +197,6 @@ Forward forward_cuda(const GatedCall& call) {
 
 Gradients<3> backward_cuda(const GatedBackwardCall& pass) {
   const auto& [dy, rstd, call, wanted] = pass;
-  if (has_two_dtypes(call)) {
-    Gradients<3> made = backward_cuda({dy.to(at::kFloat), rstd, in_fp32(call), wanted});
-    if (made[kInput].defined()) made[kInput] = made[kInput].to(call.input.scalar_type());
-    return made;
-  }
   const c10::cuda::CUDAGuard guard(dy.device());
   const Launch gated{call};
   if (!gated.has_kernels(/*backward=*/true)) return backward_by_chain(pass);
@@ -280,7 +266,10 @@ Forward rms_norm_gated_forward(const GatedCall& call) {
     return {new_like(input), new_tensor(input, lead_of(shape), dtype).zero_()};
   }
 #ifdef FUSED_NORM_WITH_CUDA
-  if (input.is_cuda()) return forward_cuda(call);
+  if (input.is_cuda()) {
+    const auto [y, rstd] = forward_cuda(in_one_dtype(call));
+    return {y.to(input.scalar_type()), rstd};
+  }
 #endif
   check_built_for(input);
   return forward_by_chain(call);
@@ -299,7 +288,12 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
                       new_like_if(wanted[kWeight], forward.weight)});
   }
 #ifdef FUSED_NORM_WITH_CUDA
-  if (input.is_cuda()) return backward_cuda(call);
+  if (input.is_cuda()) {
+    const GatedCall all = in_one_dtype(forward);
+    auto made = backward_cuda({dy.to(all.input.scalar_type()), rstd, all, wanted});
+    if (made[kInput].defined()) made[kInput] = made[kInput].to(input.scalar_type());
+    return made;
+  }
 #endif
   check_built_for(input);
   return backward_by_chain(call);

@@ -235,12 +235,9 @@ Tensor softmax_forward(const SoftmaxCall& call) {
               "input of shape ", input.sizes(), " has ", geometry.outer,
               " rows; with a mask or causal at most 2^31 - 1 are supported");
   const Tensor expanded = has(mask) ? mask->expand(input.sizes()) : Tensor();
-  if (input.is_cpu() && !call.hides() && call.scale == 1) {
-    cpu::softmax_forward(input.reshape(geometry.shape()), call.log, y);
-  } else if (input.is_cpu()) {
-    const auto rows = [&](const Tensor& t) { return input.dim() == 0 ? t.reshape({1}) : t; };
-    cpu::scaled_masked_softmax(rows(input), has(mask) ? rows(expanded) : expanded, call.scale,
-                               call.causal, y);
+  if (input.is_cpu()) {
+    cpu::softmax_forward(input.reshape(geometry.shape()), call.log, expanded, call.scale,
+                         call.causal ? input.size(-2) : 0, y);
 #ifdef FUSED_NORM_WITH_CUDA
   } else {
     forward_on_cuda(call, geometry, expanded, y);
