@@ -95,15 +95,17 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
 
     Raises:
         TypeError: ``model`` is not a module.
-        RuntimeError: a norm is on the meta device, or fake, where nothing is saved; or the two runs
-            called different norms.
+        RuntimeError: a norm is fake, or on the meta device, as accelerate's offloaded ones are
+            between calls; or the two runs called different norms.
     """
     _arguments.module("model", model)
     classes = (LayerNorm, RMSNorm, RMSNormGated)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, classes)}
     for name, module in norms.items():
         if any(p.is_meta or _torch.is_fake(p) for p in module.parameters()):
-            raise RuntimeError(f"{name or 'model'} is on the meta device or fake: nothing is saved")
+            raise RuntimeError(
+                f"{name or 'model'} is fake or on the meta device: it has no weights"
+            )
     flags = {name: module.memory_efficient for name, module in norms.items()}
     as_it_is = _run(model, norms, example_inputs, keywords)
     try:

@@ -894,6 +894,20 @@ def test_unregister():
     assert relative_error(run(model, batch()), expected) == 0
 
 
+def test_weights_are_initialised_before_convert():
+    """A model's own init_weights() goes by classes, which convert changes."""
+    model_class, config_class, options = MODELS["zero_centered"]
+    config = getattr(transformers, config_class)(**options)
+    with torch.device("meta"):
+        model = getattr(transformers, model_class)(config)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    norms = [m for n, m in model.named_modules() if n.endswith("layernorm")]
+    assert len(fused_norm.convert(model)) >= len(norms) > 0
+    for norm in norms:
+        assert norm.weight_offset == 1 and not norm.weight.any()
+
+
 def test_convert_and_attention_together():
     expected = run(make("llama"), batch("left"))
     model = make("llama", "fused_norm")
