@@ -1,6 +1,7 @@
 """The process around the library: threads, data loaders, default devices, deterministic mode, and
 errors that must leave it usable."""
 
+import concurrent.futures
 import subprocess
 import sys
 import textwrap
@@ -82,16 +83,23 @@ class NormalizedRows(Dataset):
         return y.detach(), x.grad
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-@each_kind
-def test_data_loader_workers(kind, method):
-    """Also where the parent has run norms, with all its threads, before it forks."""
+def check_workers(kind, method):
     data = NormalizedRows(kind)
     expected = [data[i] for i in range(len(data))]
     fn.layer_norm(torch.randn(2000, 512), (512,))  # starts the threads of the CPU path
     loader = DataLoader(data, batch_size=None, num_workers=2, multiprocessing_context=method)
     for ours, exact in zip(loader, expected, strict=True):
         assert all(same_bits(a, b) for a, b in zip(ours, exact, strict=True))
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+@each_kind
+def test_data_loader_workers(kind, method):
+    """Also where the parent has run norms, with all its threads, before it forks. It is a process
+    of its own: where others have started threads of autograd, torch refuses backward in a fork."""
+    context = torch.multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(1, context) as pool:
+        pool.submit(check_workers, kind, method).result()
 
 
 @pytest.mark.parametrize("default", ["meta", pytest.param("cuda", marks=pytest.mark.cuda)])
