@@ -6,6 +6,7 @@
 
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/zeros.h>
 
@@ -55,19 +56,6 @@ constexpr int64_t kFewRows = 16;
 int64_t rows_per_chunk(int64_t rows, int64_t cols) {
   const int64_t chunks = std::clamp<int64_t>((int64_t{1} << 21) / cols, 1, 64);
   return std::max((rows + chunks - 1) / chunks, std::max<int64_t>(kGrain / cols, 8));
-}
-
-// The second stage: adds every chunk's sums to the first's, each column by one thread.
-at::Tensor add_chunks(const at::Tensor& sums) {
-  const int64_t chunks = sums.size(0), cols = sums.size(1);
-  double* first = sums.mutable_data_ptr<double>();
-  at::parallel_for(0, cols, std::max<int64_t>(kGrain / chunks, 1), [&](int64_t begin, int64_t end) {
-    for (int64_t chunk = 1; chunk < chunks; ++chunk) {
-      double* to = first + begin;
-      each(end - begin, [=](int64_t i) { to[i] += to[chunk * cols + i]; });
-    }
-  });
-  return sums[0];
 }
 
 template <typename Acc>
@@ -165,7 +153,7 @@ void backward(const NormBackward& call) {
     }
   });
   if (!sums.defined()) return;
-  const at::Tensor total = add_chunks(sums);
+  const at::Tensor total = at::sum(sums, 0);
   for (int i = 1; i <= 2; ++i) {
     const at::Tensor& gradient = call.gradients[i];
     if (gradient.defined()) gradient.view({cols}).copy_(total.narrow(0, (i - 1) * cols, cols));
