@@ -134,10 +134,10 @@ def floating_dtype(value) -> torch.dtype:
 
 
 def shape(value) -> tuple:
-    """``normalized_shape``: an int or ints, of numpy too."""
+    """``normalized_shape``: an int or ints, of numpy too. (Dynamo of torch 2.9 knows no unions.)"""
     value = value.tolist() if _kind(value) == "ndarray" else value
     if isinstance(value, (numbers.Integral, torch.SymInt)):
         value = (value,)
-    if not isinstance(value, Sequence | Iterator) or isinstance(value, (str, bytes)):
+    if not isinstance(value, (Sequence, Iterator)) or isinstance(value, (str, bytes)):
         return _refuse("normalized_shape", "an int or a sequence of ints", value)
     return tuple([n if type(n) is torch.SymInt else integer("normalized_shape", n) for n in value])
