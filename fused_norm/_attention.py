@@ -90,7 +90,7 @@ def _with_ndim(tensor: Tensor, ndim: int) -> Tensor:
 def _of_four_dims(query, key, value, mask, enable_gqa) -> tuple:
     """The arguments as (batch, heads, rows, columns) with batch sizes and heads that go together,
     and the shape of torch's result."""
-    for name, tensor in zip(_TENSORS, (query, key, value), strict=False):
+    for name, tensor in zip(_TENSORS[:3], (query, key, value), strict=True):
         if tensor.layout is not torch.strided or tensor.dim() < 2:
             raise RuntimeError(
                 f"{name} must be a dense strided tensor of at least 2 dimensions, but has layout "
