@@ -154,14 +154,8 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
 def _own_forwards(module: nn.Module) -> list[str]:
     """Attributes that hold the module's own forward: accelerate's hooks call it by that of another
     name, and leave one when they are removed."""
-    methods = {name: vars(module).get(name) for name in ("forward", "_old_forward")}
-    return [
-        name
-        for name, method in methods.items()
-        if isinstance(method, types.MethodType)
-        and method.__self__ is module
-        and method.__func__ is type(module).forward
-    ]
+    own = types.MethodType(type(module).forward, module)
+    return [name for name in ("forward", "_old_forward") if vars(module).get(name) == own]
 
 
 def _change_class(module: nn.Module, cls: type) -> None:

@@ -9,6 +9,8 @@ Each rule gives, for every way to split a call, the placements of its results, N
 tensor, and those of its tensors by name. A tensor without a name there is whole everywhere.
 """
 
+import math
+
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._op_schema import OpStrategy, RuntimeSchemaInfo
 from torch.distributed.tensor._ops.utils import expand_to_full_mesh_op_strategy
@@ -84,9 +86,11 @@ def _softmax_backward(call):
 
 def _keeps_groups(call, tensors) -> bool:
     """Of attention: whether a group of query heads is where its key head is."""
-    keys = tensors["query" if call.key is None else "key"]
+    name = "query" if call.key is None else "key"
+    keys, spec = getattr(call, name), tensors[name]  # in torch 2.9 this has placements alone
     heads = keys.ndim - _ops.head_dims(call)["query"]
-    return keys.shape[heads] % keys.num_shards_map[heads] == 0
+    n = math.prod(spec.mesh.size(i) for i, p in enumerate(spec.placements) if p.is_shard(heads))
+    return keys.shape[heads] % n == 0
 
 
 def _attention(call):
