@@ -79,15 +79,14 @@ register_optimizer_step_post_hook(_after_optimizer_step)
 _C.set_overflow_message(_overflow_message)
 
 _library = torch.library.Library("fused_norm", "IMPL")
-
 for _name in ("norm", "rms_norm_gated", "softmax", "attention"):
     _module = _attention_decomposition if _name == "attention" else _decompositions
     for _operator in (f"{_name}_forward", f"{_name}_backward"):
         _function = getattr(_module, _operator)
         _library.impl(f"decomposed_{_operator}", _function, "CompositeImplicitAutograd")
-    if _name != "attention":
-        # torch.vmap: torch's own rules for the decompositions. Those of the others are in _vmap.py.
-        _library.impl(_operator, _function, "FuncTorchBatched")
+# torch.vmap: torch's own rules for the decompositions. Those of the others are in _vmap.py.
+for _operator in ("norm_backward", "rms_norm_gated_backward", "softmax_backward"):
+    _library.impl(_operator, getattr(_decompositions, _operator), "FuncTorchBatched")
 _library.impl(
     "norm_statistics_backward", _decompositions.statistics_backward, "CompositeImplicitAutograd"
 )

@@ -79,7 +79,7 @@ class _Converted:
         return super().__getattr__(name)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        if name in ("weight", "bias"):
+        if name in ("weight", "bias"):  # torch's names, as in __getattr__
             name = getattr(self, f"{name}_name") or name
             self._parameters.setdefault(name, None)
         super().register_parameter(name, param)
@@ -111,7 +111,7 @@ class ConvertedLayerNorm(_Converted, modules.LayerNorm):
     """A LayerNorm that was converted from another class."""
 
 
-# Of LayerNorms and RMSNorms: what torch's own become, and others.
+# [rms]: the class of torch's own norms once converted, and that of others.
 _CLASSES = ((modules.LayerNorm, ConvertedLayerNorm), (modules.RMSNorm, ConvertedRMSNorm))
 
 
@@ -152,8 +152,8 @@ def _why_not(module: nn.Module, cls: type) -> str | None:
 
 
 def _own_forwards(module: nn.Module) -> list[str]:
-    """Attributes that hold the module's own forward: accelerate's hooks call it by that of another
-    name, and leave one when they are removed."""
+    """Attributes that hold the forward of the module's class. accelerate's hooks keep it as
+    ``_old_forward``, and put it back as ``forward`` when they are removed."""
     own = types.MethodType(type(module).forward, module)
     return [name for name in ("forward", "_old_forward") if vars(module).get(name) == own]
 

@@ -96,8 +96,8 @@ def untraced(function):
 
 
 def after_import(name: str, function: Callable) -> None:
-    """Calls ``function(module)`` as soon as the module of this name is imported. From here that
-    would take as long as all of this package, or a hundred times as long."""
+    """Calls ``function(module)`` as soon as something imports the module of this name. To import
+    it here would take as long as all of this package, or a hundred times as long."""
 
     class Finder:
         @staticmethod

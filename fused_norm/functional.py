@@ -92,17 +92,18 @@ def _norm(
 
 
 def _norm_to(out_dtype, input, weight, bias, *options) -> Tensor:
-    """The output of :func:`_norm` in any dtype. The kernel's store converts to and from fp32;
-    elsewhere a wider input or a second rounding does."""
+    """The output of :func:`_norm` in any dtype, of parameters of any dtype. The kernel's store
+    converts to and from fp32; elsewhere a wider input or a second rounding does."""
     dtypes = {input.dtype, out_dtype}
     if torch.float64 in dtypes:
         input = input.to(torch.float64)
     elif len(dtypes) > 1 and torch.float32 not in dtypes:
         input = input.to(torch.float32)
     stored = torch.float64 if torch.float64 in dtypes else out_dtype
-    of_16_bit = {*_autocast.SIXTEEN_BIT} - {input.dtype} if input.dtype is not torch.float32 else ()
+    # 16-bit parameters that no operator takes beside this input come in fp32, which holds them all.
+    refused = () if input.dtype is torch.float32 else {*_autocast.SIXTEEN_BIT} - {input.dtype}
     weight, bias = (
-        p.to(torch.float32) if p is not None and p.dtype in of_16_bit else p for p in (weight, bias)
+        p.to(torch.float32) if p is not None and p.dtype in refused else p for p in (weight, bias)
     )
     return _norm(input, weight, bias, *options, stored)[0].to(out_dtype)
 

@@ -14,12 +14,12 @@ class _Norm:
     # Of the class too, for a module that became one of these by a change of its class.
     memory_efficient: bool = False
     weight_offset: float = 0.0
-    # Those of norms that convert() found have others; None: there is no such parameter.
+    # The parameters' names, which convert() sets for norms that have others. None: no parameter.
     weight_name: str | None = "weight"
     bias_name: str | None = None
 
     def _weight_and_bias(self) -> list[Tensor | None]:
-        """Or what pruning, a parametrization or FSDP put in their place."""
+        """The parameters, or what pruning, a parametrization or FSDP put in their place."""
         own, names = self._parameters, (self.weight_name, self.bias_name)
         return [own[n] if n in own else n and getattr(self, n) for n in names]
 

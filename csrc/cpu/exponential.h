@@ -13,9 +13,9 @@ namespace {
 
 // exp to about one unit in the last place, in a form that compilers vectorise. NaN stays NaN.
 inline float exponential(float x) {
-  constexpr float kLargest = 104;      // exp(-kLargest) rounds to zero, exp(kLargest) to infinity
-  constexpr float kMagic = 0x1.8p23f;  // added, leaves a number rounded, in the low bits
-  constexpr float kLog2e = 0x1.715476p0f;
+  constexpr float kLargest = 104;  // exp(-kLargest) rounds to zero, exp(kLargest) to infinity
+  // The low bits of x + kMagic are x, rounded to an integer.
+  constexpr float kMagic = 0x1.8p23f, kLog2e = 0x1.715476p0f;
   // ln(2) in two parts: an exponent times the first is exact.
   constexpr float kLn2High = 0x1.62ep-1f, kLn2Low = 0x1.0bfbe8p-15f;
   x = x < -kLargest ? -kLargest : x;
