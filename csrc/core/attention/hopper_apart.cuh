@@ -66,7 +66,7 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
       hold(products_);
       this->leave_second();
       const int slot = this->first_slot();
-      wait(memory_.first_full[slot], tiles_ / Form::kFirstStages % 2);
+      memory_.first_full[slot].wait(tiles_ / Form::kFirstStages % 2);
       if (cut) this->clear(work, tile, memory_.first[slot]);
       receive();
       this->differentiate(cut || has_mask<Form>(args_));
@@ -94,7 +94,7 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
         send(second_weights_);
       }
       const int slot = this->second_slot();
-      wait(memory_.second_full[slot], tiles_ / Form::kSecondStages % 2);
+      memory_.second_full[slot].wait(tiles_ / Form::kSecondStages % 2);
       if (cut) this->clear(work, tile, memory_.second[slot]);
     }
   }
@@ -131,7 +131,7 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
   // are capped it is P times the slopes of tanh.
   __device__ __forceinline__ void send(const Weights& weights) {
     const uint32_t slot = tiles_ % kWeightStages;
-    wait(memory_.weights_empty[slot], tiles_ / kWeightStages % 2 ^ 1);
+    memory_.weights_empty[slot].wait(tiles_ / kWeightStages % 2 ^ 1);
 #pragma unroll
     for (int i = 0; i < kOthers / 16; ++i) {
       const uint32_t* four = weights + 4 * i;
@@ -141,7 +141,7 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
   }
   __device__ __forceinline__ void receive() {
     const uint32_t slot = tiles_ % kWeightStages;
-    wait(memory_.weights_full[slot], tiles_ / kWeightStages % 2);
+    memory_.weights_full[slot].wait(tiles_ / kWeightStages % 2);
 #pragma unroll
     for (int i = 0; i < kOthers / 16; ++i) {
       const uint4 four = memory_.weights[slot][i][threadIdx.x % 128];

@@ -52,7 +52,7 @@ class BackwardConsumer {
 #pragma unroll 1
     for (;; add_to_count(1)) {
       own_slot_ = count() % Form::kOwnStages;
-      wait(memory_.own_full[own_slot_], count() / Form::kOwnStages % 2);
+      memory_.own_full[own_slot_].wait(count() / Form::kOwnStages % 2);
       const WorkTile& work = memory_.work[count() % BackwardMemory<Form>::kWorks];
       if (work.sequence < 0) return;
       open(work);
@@ -202,12 +202,12 @@ class BackwardConsumer {
   __device__ __forceinline__ int second_slot() const { return tiles_ % Form::kSecondStages; }
   // Starts S, and D.
   __device__ __forceinline__ void start_scores(const WorkTile& work, int tile, bool cut) {
-    wait(memory_.first_full[first_slot()], tiles_ / Form::kFirstStages % 2);
+    memory_.first_full[first_slot()].wait(tiles_ / Form::kFirstStages % 2);
     if (cut) clear(work, tile, memory_.first[first_slot()]);
     multiply(scores_, own_first_, first_, first_slot());
   }
   __device__ __forceinline__ void start_products(const WorkTile& work, int tile, bool cut) {
-    wait(memory_.second_full[second_slot()], tiles_ / Form::kSecondStages % 2);
+    memory_.second_full[second_slot()].wait(tiles_ / Form::kSecondStages % 2);
     if (cut) clear(work, tile, memory_.second[second_slot()]);
     multiply<Form::kOwnBlocks>(products_, own_second(), second_, second_slot(),
                                values_are_narrow());
@@ -219,8 +219,8 @@ class BackwardConsumer {
     const Band band = band_of(args_, work);
     const int first = work.first + first_row(), last = min(first + 64, work.queries) - 1;
     if (Form::kAll && last - first != 63) return {INT32_MAX, 0};
-    return {(max(last - band.left, 0) + kOthers - 1) / kOthers,
-            max(min(work.keys, first + band.right + 1), 0) / kOthers};
+    return {(max(last + band.lowest, 0) + kOthers - 1) / kOthers,
+            max(min(work.keys, first + band.highest + 1), 0) / kOthers};
   }
   __device__ __forceinline__ bool is_cut(const WorkTile& work, int tile) const {
     const KeyTiles whole = kGeneral ? whole_of(work) : whole_;
@@ -285,7 +285,7 @@ class BackwardConsumer {
         for (int i = 0; i < kOthers / 2; ++i) scores_[i] *= args_.factor_for_mask;
         return;
       }
-      wait(memory_.mask_full, count() >> 31);
+      memory_.mask_full.wait(count() >> 31);
       add_to_count(1u << 31);
       Form::Mask::template add<Form::kOfKeys, !Form::kAll>(
           args_.mask, memory_.mask, row_in_tile(), lane_ % 4 * 2, args_.factor_for_mask, scores_);
@@ -296,13 +296,13 @@ class BackwardConsumer {
   // copy has done so with those beyond a dense tensor.
   __device__ __forceinline__ void clear(const WorkTile& work, int tile, char* others) {
     const Band band = band_of(args_, work);
-    const int first = max(0, -band.left) - tile * kOthers;
-    const int end = min(work.keys, work.queries + band.right) - tile * kOthers;
+    const int first = max(0, band.lowest) - tile * kOthers;
+    const int end = min(work.keys, work.queries + band.highest) - tile * kOthers;
     const bool behind =
         end < kOthers && (args_.query_offsets != nullptr || end + tile * kOthers < work.keys);
     if (first <= 0 && !behind) return;
     clear_rows<OtherTile>(others, [&](int row) { return row < first || row >= end; });
-    named_sync(kOfGroup + group_, 128);
+    meet_at(kOfGroup + group_, 128);
   }
 
   // A statistic of element i's column and its neighbour's.

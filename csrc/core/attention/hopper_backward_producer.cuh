@@ -252,7 +252,7 @@ class BackwardProducer {
       const uint32_t own_slot = count % Form::kOwnStages;
       begin_others(work);
       if (steps > 0) load_others(work);
-      wait(memory_.own_empty[own_slot], count / Form::kOwnStages % 2 ^ 1);
+      memory_.own_empty[own_slot].wait(count / Form::kOwnStages % 2 ^ 1);
       if (lane_ == 0) {
         steps > 0 ? load_own(work, own_slot) : arrive(memory_.own_full[own_slot]);
       }
@@ -307,7 +307,7 @@ class BackwardProducer {
     const int slot = tiles_ % Form::kFirstStages, second_slot = tiles_ % Form::kSecondStages;
     const int row = work.key_begin + tile_ * kOthers;
     CopyBarrier& full = memory_.first_full[slot];
-    wait(memory_.first_empty[slot], tiles_ / Form::kFirstStages % 2 ^ 1);
+    memory_.first_empty[slot].wait(tiles_ / Form::kFirstStages % 2 ^ 1);
     full.expect(OtherTile::kBytes + (Form::kOfKeys ? sizeof(memory_.statistics[0]) : 0));
     load_tile<OtherTile>(shared_address(memory_.first[slot]), &args_.other_first, full, row, head,
                          work.batch);
@@ -318,7 +318,7 @@ class BackwardProducer {
                   static_cast<int>(first) + tile_ * kOthers, 0);
     }
     CopyBarrier& second_full = memory_.second_full[second_slot];
-    wait(memory_.second_empty[second_slot], tiles_ / Form::kSecondStages % 2 ^ 1);
+    memory_.second_empty[second_slot].wait(tiles_ / Form::kSecondStages % 2 ^ 1);
     second_full.expect(OtherTile::kBytes);
     load_tile<OtherTile>(shared_address(memory_.second[second_slot]), &args_.other_second,
                          second_full, row, head, work.batch);
@@ -337,7 +337,7 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
   uint32_t verdict_turn = 0, turn = 0;
   for (uint32_t count = 0;; ++count) {
     const uint32_t slot = count % Form::kOwnStages;
-    wait(memory.own_full[slot], count / Form::kOwnStages % 2);
+    memory.own_full[slot].wait(count / Form::kOwnStages % 2);
     const WorkTile& work = memory.work[count % BackwardMemory<Form>::kWorks];
     if (work.sequence < 0) return wait_for_all_copies();
     const int heads = heads_of_others<Form>(args);
@@ -349,7 +349,7 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
           const int head = Form::kOfKeys ? first_head<Form>(args, work) + heads - left : work.head;
           const int others = tile * Form::kOthers;
           __syncwarp();  // copies diverge
-          wait(memory.mask_empty, turn++ % 2 ^ 1);
+          memory.mask_empty.wait(turn++ % 2 ^ 1);
           const auto copy = [&](int query, int queries, int key, int keys) {
             Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, head, query,
                              queries, key, keys);

@@ -51,7 +51,7 @@ class Consumer {
       const ForwardTile& work = memory_.work[work_place_.slot()];
       work_place_.advance();
       if (!has_scores) {
-        wait(memory_.query_full[query_place_.slot()], query_place_.parity());
+        memory_.query_full[query_place_.slot()].wait(query_place_.parity());
         if (work.sequence < 0) return;
         open(work);
       }
@@ -87,8 +87,8 @@ class Consumer {
     const int group_first = min(work.first + 64 * group_, work.queries - 1);
     const int group_last = min(group_first + 64, work.queries) - 1;
     tiles_ = tiles_of(work, band);
-    hides_from_ = max(min(work.keys, group_first + band.right + 1), 0) / kKeys;
-    hides_below_ = (max(group_last - band.left, 0) + kKeys - 1) / kKeys;
+    hides_from_ = max(min(work.keys, group_first + band.highest + 1), 0) / kKeys;
+    hides_below_ = (max(group_last + band.lowest, 0) + kKeys - 1) / kKeys;
   }
 
   // The warpgroup's tiles of keys.
@@ -121,7 +121,7 @@ class Consumer {
     for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step<kMask>(work, tile, weights);
 
     query_place_.advance();
-    wait(memory_.value_full[value_place_.slot()], value_place_.parity());
+    memory_.value_full[value_place_.slot()].wait(value_place_.parity());
     clear(work, tiles_.first);
     multiply_values(weights, [] {});
     if (kEarly && tiles_.first == work.first_tile && next_starts() && work.parts == 1) {
@@ -152,10 +152,10 @@ class Consumer {
       kept.hold();
       forget(scores_);
     }
-    wait(memory_.key_full[key_place_.slot()], key_place_.parity());
+    memory_.key_full[key_place_.slot()].wait(key_place_.parity());
     begin_turn();
     multiply_keys();
-    wait(memory_.value_full[value_place_.slot()], value_place_.parity());
+    memory_.value_full[value_place_.slot()].wait(value_place_.parity());
     clear(work, tile + 1);
     multiply_values(weights, [&] { end_turn(); });
     wait_products<1>();
@@ -177,11 +177,11 @@ class Consumer {
 #pragma unroll 1
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
       Weights weights;
-      wait(memory_.key_full[key_place_.slot()], key_place_.parity());
+      memory_.key_full[key_place_.slot()].wait(key_place_.parity());
       multiply_keys();
       end_scores();
       hide<true, MaskKind::kAny>(work, tile);
-      wait(memory_.value_full[value_place_.slot()], value_place_.parity());
+      memory_.value_full[value_place_.slot()].wait(value_place_.parity());
       const int rows = work.queries - work.first - thread_row_;  // of the sequence
       memory_.verdict.template clear_unseen<KeyTile, kConsumers>(
           memory_.value[value_place_.slot()],
@@ -240,13 +240,13 @@ class Consumer {
 
   // Whether the warpgroup takes part in the next tile from its first keys on.
   __device__ __forceinline__ bool next_starts() const {
-    wait(memory_.query_full[query_place_.slot()], query_place_.parity());
+    memory_.query_full[query_place_.slot()].wait(query_place_.parity());
     const ForwardTile& work = memory_.work[work_place_.slot()];
     const KeyTiles tiles = tiles_of(work, band_of(args_, work));
     return sees_keys(work) && tiles.end == work.end_tile && !(Form::kMasked && work.again);
   }
   __device__ __forceinline__ void start_scores() {
-    wait(memory_.key_full[key_place_.slot()], key_place_.parity());
+    memory_.key_full[key_place_.slot()].wait(key_place_.parity());
     multiply_keys();
   }
   __device__ __forceinline__ void end_scores() {
@@ -280,7 +280,7 @@ class Consumer {
           args_, work, [&] { return work.head; }, scores_, thread_row_, column, [] {});
     if (Form::kMasked && mask_changes(args_, work, tile)) {
       const uint32_t slots = Form::Mask::slots(args_.mask), slot = mask_turn_ % slots;
-      wait(memory_.mask_full[slot], mask_turn_++ / slots % 2);
+      memory_.mask_full[slot].wait(mask_turn_++ / slots % 2);
       Form::Mask::template add<false, kMends, kMask>(
           args_.mask, memory_.mask + slot * Form::Mask::kSlotBytes, thread_row_, lane_ % 4 * 2,
           args_.factor_for_mask, scores_);
@@ -302,15 +302,15 @@ class Consumer {
     const bool masked = Form::kMasksKeys && changes_;
     if (tile < hides_from_ && tile >= hides_below_ && !masked) return;
     const Band band = band_of(args_, work);
-    const int seen_first = max(0, -band.left) - tile * kKeys;
-    const int seen_end = min(work.keys, work.queries + band.right) - tile * kKeys;
+    const int seen_first = max(0, band.lowest) - tile * kKeys;
+    const int seen_end = min(work.keys, work.queries + band.highest) - tile * kKeys;
     const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
     if (seen_first <= 0 && !(behind && seen_end < kKeys) && !masked) return;
-    if (masked) named_sync(kOfGroup + group_, 128);  // add_key_mask() has written
+    if (masked) meet_at(kOfGroup + group_, 128);  // add_key_mask() has written
     clear_rows<KeyTile>(memory_.value[value_place_.slot()], [&](int key) {
       return key < seen_first || key >= seen_end || (masked && memory_.key_hidden[group_][key]);
     });
-    named_sync(kOfGroup + group_, 128);
+    meet_at(kOfGroup + group_, 128);
   }
   // Adds the mask of keys to a tile's scores. That of a hidden key becomes -inf, whatever it was.
   __device__ __forceinline__ void add_key_mask() {
@@ -333,9 +333,9 @@ class Consumer {
   }
 
   // Of every tile of queries each warpgroup has one turn less than there are tiles of keys.
-  __device__ __forceinline__ void begin_turn() const { named_sync(kTurn + group_, 256); }
+  __device__ __forceinline__ void begin_turn() const { meet_at(kTurn + group_, 256); }
   __device__ __forceinline__ void end_turn() const {
-    named_arrive(kTurn + (group_ + 1) % Form::kGroups, 256);
+    arrive_at(kTurn + (group_ + 1) % Form::kGroups, 256);
   }
 
   __device__ __forceinline__ void release(CopyBarrier& barrier) const {
@@ -363,9 +363,9 @@ class Consumer {
         begin_turn();
         end_turn();
       }
-      wait(memory_.key_full[key_place_.slot()], key_place_.parity());
+      memory_.key_full[key_place_.slot()].wait(key_place_.parity());
       leave_key();
-      wait(memory_.value_full[value_place_.slot()], value_place_.parity());
+      memory_.value_full[value_place_.slot()].wait(value_place_.parity());
       release(memory_.value_empty[value_place_.slot()]);
       value_place_.advance();
     }

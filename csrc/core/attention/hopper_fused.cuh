@@ -50,7 +50,7 @@ __device__ __forceinline__ void store_chunks(const BackwardArgs& args,
   Steps steps = steps_of_walk<Form>(args, work);
 #pragma unroll 1
   do {
-    named_sync(kChunkIsThere + half, kChunkThreads);
+    meet_at(kChunkIsThere + half, kChunkThreads);
     const int query = steps.tile * Form::kOthers + first_query, head = args.group - steps.heads;
     const bool stores = dquery.data != nullptr && is_seen<Form>(args, work, steps.tile);
 #pragma unroll 1
@@ -69,7 +69,7 @@ __device__ __forceinline__ void store_chunks(const BackwardArgs& args,
                    args.head_dim - first_column - 32 * block);
     }
     __syncwarp();
-    named_arrive(kChunkIsFree + half, kChunkThreads);
+    arrive_at(kChunkIsFree + half, kChunkThreads);
   } while (advance<Form>(args, work, steps));
 }
 
@@ -78,10 +78,10 @@ template <typename Form>
 __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMemory<Form>& memory,
                                            int half) {
   const bool leader = threadIdx.x % 32 == 0;
-  named_arrive(kChunkIsFree + half, kChunkThreads);
+  arrive_at(kChunkIsFree + half, kChunkThreads);
   for (uint32_t count = 0;; ++count) {
     const uint32_t slot = count % Form::kOwnStages;
-    wait(memory.own_full[slot], count / Form::kOwnStages % 2);
+    memory.own_full[slot].wait(count / Form::kOwnStages % 2);
     const WorkTile work = memory.work[count % BackwardMemory<Form>::kWorks];
     __syncwarp();
     if (leader) arrive(memory.own_empty[slot]);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
       store_chunks(args, memory, work, half);
       continue;
     }
-    const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
+    const int own_tile = work.first / Form::kOwn, right = band_of(args, work).highest;
     const uint32_t first = first_chunk<Form::kOthers>(
         args.sums.tiles, work.sequence, first_head<Form>(args, work), work.key_begin, half);
     Steps steps = steps_of_walk<Form>(args, work);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
       next = first + 2 * ((args.group - steps.heads) * args.sums.tiles.of_head + steps.tile);
       if (leader && adds && known < before) wait_for_count(args.sums.counters + chunk, before);
       known = 0;
-      named_sync(kChunkIsThere + half, kChunkThreads);
+      meet_at(kChunkIsThere + half, kChunkThreads);
       if (leader && adds) {
         float* sum = args.sums.chunks + int64_t{chunk} * kChunkElements;
         before > 0 ? add_bulk(sum, memory.chunk[half], bytes)
@@ -129,7 +129,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
         wait_for_bulk_reads<0>();
       }
       __syncwarp();
-      named_arrive(kChunkIsFree + half, kChunkThreads);
+      arrive_at(kChunkIsFree + half, kChunkThreads);
       if (leader && adds) {
         if (more) known = read_count(args.sums.counters + next);
         wait_for_bulk_stores();
@@ -272,7 +272,7 @@ class FusedConsumer : public KeysConsumer<Form> {
   }
   __device__ __forceinline__ void add_and_make_chunks() {
     float first[kChunkElements / 128], second[Form::chunk_elements(1) / 128];
-    wait(memory_.weights_full[stage()], tiles_ / kWeightStages % 2);
+    memory_.weights_full[stage()].wait(tiles_ / kWeightStages % 2);
     wait_products<0>();
     hold(second_sums_);
     this->leave_second();
@@ -299,14 +299,14 @@ class FusedConsumer : public KeysConsumer<Form> {
   template <int kCount>
   __device__ __forceinline__ void store_chunk(float (&chunk)[kCount], int half) {
     hold(chunk);
-    named_sync(kChunkIsFree + half, kChunkThreads);
+    meet_at(kChunkIsFree + half, kChunkThreads);
     float4* to = memory_.chunk[half] + threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
       to[32 * i] = make_float4(chunk[i], chunk[i + 1], chunk[i + 2], chunk[i + 3]);
     }
     CopyBarrier::order_writes();
-    named_arrive(kChunkIsThere + half, kChunkThreads);
+    arrive_at(kChunkIsThere + half, kChunkThreads);
   }
 };
 

@@ -97,7 +97,7 @@ struct MapMaker {
 // Says that a kernel's work is that of `params`, in tiles of kRows queries, each once for at most
 // so many parts of its keys; returns the most tiles that there may be.
 template <int kRows>
-int64_t set_work(const AttentionParams& params, bool in_order, int section, bool batch_first,
+int64_t set_work(const AttentionParams& params, bool longest_first, int section, bool batch_first,
                  uint32_t* ticket, int parts, WorkArgs* args) {
   args->batch = params.batch;
   args->heads = params.heads;
@@ -112,7 +112,7 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
   args->query_tiles = packed ? 0 : (params.queries + kRows - 1) / kRows * parts;
   args->section = static_cast<int32_t>(
       std::min<int64_t>(section, std::max<int64_t>(1, int64_t{params.heads} * params.batch)));
-  args->longest_first = in_order;
+  args->longest_first = longest_first;
   args->batch_first = batch_first;
   args->ticket = ticket;
   const auto limit = [](int32_t window) {
@@ -128,11 +128,11 @@ int64_t set_work(const AttentionParams& params, bool in_order, int section, bool
 
 // Launches a kernel whose blocks stay, one on each multiprocessor, for that work.
 template <typename Form, int kRows, typename Memory, typename Args>
-cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, bool in_order,
+cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, bool longest_first,
                           int section, bool batch_first, const DeviceProperties& device,
                           uint32_t* ticket, cudaStream_t stream, Args* args, int parts = 1) {
   const int64_t tiles =
-      set_work<kRows>(params, in_order, section, batch_first, ticket, parts, args);
+      set_work<kRows>(params, longest_first, section, batch_first, ticket, parts, args);
   if (tiles == 0) return cudaSuccess;
   static_assert(sizeof(Memory) <= 227 * 1024);
   const auto blocks = std::min<int64_t>(device.sm_count, tiles);
@@ -193,8 +193,8 @@ cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& p
   const int most = packed_parts ? params.total_keys / parts.keys + 1 : args.dense_parts;
   const HopperPlan plan = hopper_plan(params);
   return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(
-      attention_forward_hopper<Form>, params, plan.in_order, plan.forward_section, plan.batch_first,
-      device, plan.in_order ? ticket : nullptr, stream, &args, most);
+      attention_forward_hopper<Form>, params, plan.uneven, plan.forward_section, plan.batch_first,
+      device, plan.uneven ? ticket : nullptr, stream, &args, most);
 }
 
 inline ChunkSums dquery_sums(const HopperScratch& layout, char* scratch) {
@@ -258,10 +258,10 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   // Of queries, causal, the last see most; of keys, the first are seen most.
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
       attention_backward_hopper<Form>,
-      kOfKeys ? with_sides_changed(params, plan.key_parts) : params, plan.in_order && !kOfKeys,
+      kOfKeys ? with_sides_changed(params, plan.key_parts) : params, plan.uneven && !kOfKeys,
       kOfKeys ? plan.key_section : plan.query_section,
       plan.key_parts > 1 || (Form::kAll && plan.batch_first), device,
-      plan.in_order || Form::kAll || (kOfKeys && plan.key_parts > 1) ? ticket : nullptr, stream,
+      plan.uneven || Form::kAll || (kOfKeys && plan.key_parts > 1) ? ticket : nullptr, stream,
       &args);
 }
 

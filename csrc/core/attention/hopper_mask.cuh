@@ -155,7 +155,7 @@ struct MaskTile {
     const bool whole = left >= 16 || mask.row_stride >= key + first + 16 / kSize;
     if (mask.key_stride == 1 && offsets % 16 == 0 && whole) {
       each_row([&](char* to, const Bits* source) {
-        copy_async<16>(shared_address(to), source, min(left, 16));
+        copy_first<16>(shared_address(to), source, min(left, 16));
       });
       return true;
     }
@@ -200,14 +200,14 @@ struct MaskVerdict {
   // What all kThreads consumers together have said.
   template <int kThreads>
   __device__ __forceinline__ bool given(uint32_t turn) const {
-    named_sync(kOfConsumers, kThreads);
+    meet_at(kOfConsumers, kThreads);
     return spoiled[(turn - 1) % 2] == turn;
   }
   // By a warp of the producer's. Only the lane that will arrive for the others reads it: no lane
   // may still do so when it is used again.
   __device__ __forceinline__ bool read(uint32_t& turn) {
     const uint32_t at = turn % 2;
-    wait(full[at], turn++ / 2 % 2);
+    full[at].wait(turn++ / 2 % 2);
     return __shfl_sync(~0u, threadIdx.x % 32 == 0 ? spoiled[at] : 0, 0) == turn;
   }
   // Makes the rows of a tile zero that no consumer sees. sees(i): whether a thread sees that of
@@ -215,14 +215,14 @@ struct MaskVerdict {
   template <typename Tile, int kThreads, typename Sees>
   __device__ __forceinline__ void clear_unseen(char* tile, Sees sees) {
     for (int i = threadIdx.x - 128; i < kKeys; i += kThreads) seen[i] = false;
-    named_sync(kOfConsumers, kThreads);
+    meet_at(kOfConsumers, kThreads);
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
       if (sees(i)) seen[8 * (i / 4) + threadIdx.x % 4 * 2 + i % 2] = true;
     }
-    named_sync(kOfConsumers, kThreads);
+    meet_at(kOfConsumers, kThreads);
     clear_rows<Tile>(tile, [&](int key) { return !seen[key]; });
-    named_sync(kOfConsumers, kThreads);
+    meet_at(kOfConsumers, kThreads);
   }
 };
 

@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMem
     for_served(args, work, part, [&](int sequence, int head, bool) {
       const int slot = place.slot(), key = tile * Form::kOthers, kv_head = head / args.heads_per_kv;
       CopyBarrier& full = memory.first_full[slot];
-      wait(memory.first_empty[slot], place.parity() ^ 1);
+      memory.first_empty[slot].wait(place.parity() ^ 1);
       full.expect(2 * OwnTile::kBytes + 2 * OtherTile::kBytes + sizeof(memory.statistics[0]));
       const auto load = [&](auto tile_of, char* to, const CUtensorMap& map, int row, int of_head) {
         load_tile<decltype(tile_of)>(shared_address(to), &map, full, row, of_head, sequence);
@@ -82,7 +82,7 @@ __device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
   for_mask_tiles<Form>(args, [&](const WorkTile& work, int tile, bool seen, int) {
     if (!seen) return;
     __syncwarp();  // copies diverge
-    wait(memory.mask_empty, turn++ % 2 ^ 1);
+    memory.mask_empty.wait(turn++ % 2 ^ 1);
     Form::Mask::copy(args.mask, memory.mask, memory.mask_full, work.sequence, work.head, work.first,
                      work.queries, tile * Form::kOthers, work.keys);
   });
@@ -108,7 +108,7 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
       const int of_mask = work.sequence * args_.share.heads + work.head;
       float sums[kOthers / 2] = {};
       if (seen) {
-        wait(memory_.mask_full, mask_parity);
+        memory_.mask_full.wait(mask_parity);
         mask_parity ^= 1;
         for_served(args_, work, part, [&](int sequence, int head, bool is_last) {
           work.sequence = sequence;
@@ -124,7 +124,7 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
                                               bool is_last, float (&sums)[kOthers / 2]) {
     // One product at a time, as registers are few: the other warpgroup multiplies meanwhile.
     own_slot_ = this->first_slot();
-    wait(memory_.first_full[own_slot_], tiles_ / Form::kFirstStages % 2);
+    memory_.first_full[own_slot_].wait(tiles_ / Form::kFirstStages % 2);
     this->multiply(scores_, own_first_, first_, own_slot_);
     const int row = this->row_in_tile(), column = lane_ % 4 * 2;
 #pragma unroll

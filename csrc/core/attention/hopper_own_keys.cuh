@@ -21,20 +21,20 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   // Makes the group's keys and values zero that no query sees: a NaN there would spoil dquery or W.
   __device__ __forceinline__ void clear_own(const WorkTile& work) {
     const Band band = band_of(args_, work);
-    const int first = -band.right - work.first;
-    const int end = min(work.queries, work.keys + band.left) - work.first;
+    const int first = -band.highest - work.first;
+    const int end = min(work.queries, work.keys - band.lowest) - work.first;
     masks_ = args_.masks_keys && read_mask(work);
     const bool has_tiles = has_mask<Form>(args_);
     if (has_tiles) find_unseen(work);
     if (first <= 0 && end >= Form::kOwn && !masks_ && !has_tiles) return;
-    named_sync(Base::kOfGroup + group_, 128);
+    meet_at(Base::kOfGroup + group_, 128);
     const auto hidden = [&](int row) {
       return row / 64 == group_ && (row < first || row >= end ||
                                     ((masks_ || has_tiles) && memory_.key_mask[row] == -INFINITY));
     };
     clear_rows<OwnTile>(memory_.own_first[own_slot_], hidden);
     clear_rows<OwnTile>(memory_.own_second[own_slot_], hidden);
-    named_sync(Base::kOfGroup + group_, 128);
+    meet_at(Base::kOfGroup + group_, 128);
   }
   // Reads what a mask adds to the exponents of the warpgroup's keys; whether it is not 0 for all.
   __device__ __forceinline__ bool read_mask(const WorkTile& work) {
@@ -80,7 +80,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   __device__ __forceinline__ bool is_seen(const WorkTile& work, int key) {
     if (key >= work.queries) return true;
     const Band band = band_of(args_, work);
-    const int first = max(0, key - band.left), end = min(work.keys, key + band.right + 1);
+    const int first = max(0, key + band.lowest), end = min(work.keys, key + band.highest + 1);
     bool seen = false;
     with_mask_reader(args_.mask, [&](auto read) {
 #pragma unroll 1
@@ -128,7 +128,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
     const bool leader = threadIdx.x % 128 == 0;
     if (part > 0) {
       if (leader) wait_for_count(sums.counters + chunk, part);
-      named_sync(Base::kOfGroup + group_, 128);
+      meet_at(Base::kOfGroup + group_, 128);
       each([](const float4* at, float* sum) {
         const float4 before = *at;
         sum[0] += before.x, sum[1] += before.y, sum[2] += before.z, sum[3] += before.w;
@@ -136,7 +136,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
     }
     if (part + 1 == args_.parts) return true;
     each([](float4* at, const float* sum) { *at = make_float4(sum[0], sum[1], sum[2], sum[3]); });
-    named_sync(Base::kOfGroup + group_, 128);
+    meet_at(Base::kOfGroup + group_, 128);
     if (leader) count_up(sums.counters + chunk);
     return false;
   }

@@ -163,7 +163,7 @@ class ForwardProducer {
   __device__ __forceinline__ void load_query(const WorkTile& work) {
     const int slot = query_place_.slot();
     CopyBarrier& full = memory_.query_full[slot];
-    wait(memory_.query_empty[slot], query_place_.parity() ^ 1);
+    memory_.query_empty[slot].wait(query_place_.parity() ^ 1);
     query_place_.advance();
     if (!leader_) return;
     if (!sees_keys(work)) return arrive(full);
@@ -173,7 +173,7 @@ class ForwardProducer {
   }
   __device__ __forceinline__ void load_key(const WorkTile& work, int tile) {
     const int slot = key_place_.slot();
-    wait(memory_.key_empty[slot], key_place_.parity() ^ 1);
+    memory_.key_empty[slot].wait(key_place_.parity() ^ 1);
     if constexpr (Form::kMasksKeys) {
       if (mask_changes(args_, work, tile)) set_key_mask(work, tile, slot);
       arrive(memory_.key_full[slot]);
@@ -183,7 +183,7 @@ class ForwardProducer {
   }
   __device__ __forceinline__ void load_value(const WorkTile& work, int tile) {
     const int slot = value_place_.slot();
-    wait(memory_.value_empty[slot], value_place_.parity() ^ 1);
+    memory_.value_empty[slot].wait(value_place_.parity() ^ 1);
     if (leader_) load(&args_.value, memory_.value[slot], memory_.value_full[slot], work, tile);
     value_place_.advance();
   }
@@ -225,20 +225,20 @@ __device__ __forceinline__ void copy_masks(const ForwardArgs& args, ForwardMemor
   const uint32_t slots = Form::Mask::slots(args.mask);
   while (true) {
     const auto& work = memory.work[work_place.slot()];
-    wait(work.is_known, work_place.parity());
+    work.is_known.wait(work_place.parity());
     work_place.advance();
     if (work.sequence < 0) return wait_for_all_copies();
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
       if (!mask_changes(args, work, tile)) continue;
       __syncwarp();  // copies diverge
       const uint32_t slot = turn % slots;
-      wait(memory.mask_empty[slot], turn++ / slots % 2 ^ 1);
+      memory.mask_empty[slot].wait(turn++ / slots % 2 ^ 1);
       Form::Mask::copy(args.mask, memory.mask + slot * Form::Mask::kSlotBytes,
                        memory.mask_full[slot], work.sequence, work.head, work.first, work.queries,
                        tile * Form::kKeys, work.keys);
     }
     // Done with `work`. Its queries are there first, or this would count for those before.
-    wait(memory.query_full[query_place.slot()], query_place.parity());
+    memory.query_full[query_place.slot()].wait(query_place.parity());
     __syncwarp();
     if (threadIdx.x % 32 == 0) arrive(memory.query_empty[query_place.slot()]);
     query_place.advance();

@@ -13,7 +13,7 @@
 
 #include "core/attention/instructions.cuh"
 #include "core/common/bulk_copy.cuh"
-#include "core/common/pack.cuh"
+#include "core/common/row_group.cuh"
 
 namespace fused_norm::hopper {
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ void arrive(CopyBarrier& barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(&barrier))
                : "memory");
 }
-// An arrival that comes when the thread's copies by copy_async() so far are there. The thread goes
+// An arrival that comes when the thread's copies by copy_first() so far are there. The thread goes
 // on at once; before it exits it calls wait_for_all_copies().
 __device__ __forceinline__ void arrive_behind_copies(CopyBarrier& barrier) {
   asm volatile(
@@ -31,11 +31,6 @@ __device__ __forceinline__ void arrive_behind_copies(CopyBarrier& barrier) {
 }
 __device__ __forceinline__ void wait_for_all_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
-}
-
-// Until the phase of `parity` has ended; a new barrier is as if one of parity 1 had.
-__device__ __forceinline__ void wait(const CopyBarrier& barrier, uint32_t parity) {
-  barrier.wait(parity);
 }
 
 // Barriers of a ring of slots: so many arrivals fill one, so many readers leave it.
@@ -48,12 +43,9 @@ __device__ __forceinline__ void init_ring(CopyBarrier (&full)[kStages],
   }
 }
 
-// Named barriers of `threads` threads, of which those that arrive() do not wait. Ids 1 to 15.
-__device__ __forceinline__ void named_sync(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+// Counts as one that meets at a named barrier (row_group.cuh), and does not wait.
+__device__ __forceinline__ void arrive_at(int barrier, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // A warpgroup gives registers back, or takes more until it has that many a thread. All its warps

@@ -5,17 +5,15 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/common/pack.cuh"
+
 namespace fused_norm {
 
 constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
-__device__ __forceinline__ uint32_t shared_address(const void* data) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(data));
-}
-
 // Starts to copy the first `bytes` of 16 or 4 bytes to shared memory, and zeros for the rest.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes = kBytes) {
+__device__ __forceinline__ void copy_first(uint32_t to, const void* from, int bytes = kBytes) {
   if constexpr (kBytes == 16) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes)
                  : "memory");

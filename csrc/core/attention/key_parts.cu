@@ -4,19 +4,12 @@
 #include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
 #include "core/common/overlap.cuh"
+#include "core/common/row_group.cuh"
 
 namespace fused_norm {
 namespace {
 
 constexpr int kThreads = 128;
-
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int mask = kWarpSize / 2; mask > 0; mask /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(~0u, x, mask));
-  }
-  return x;
-}
 
 // A block has a row of a head of its sequence at a time. A thread adds up four columns of every
 // `slots`-th part; then the threads of slot 0 add up what the slots have.
@@ -42,7 +35,8 @@ __global__ void __launch_bounds__(kThreads)
     float most = sink;
     for (int i = threadIdx.x % kWarpSize; i < count; i += kWarpSize)
       most = fmaxf(most, lse[int64_t{i} * parts.rows]);
-    most = warp_max(most);
+    most =
+        RowGroup<true>::reduce_over(most, kWarpSize, [](float a, float b) { return fmaxf(a, b); });
     const float base = most == -INFINITY ? 0 : most;  // nothing is seen
     const auto weight_of = [&](float x) { return exp2_fast((x - base) * kLog2E); };
     float4 sum{};

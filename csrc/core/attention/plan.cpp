@@ -201,9 +201,9 @@ HopperPlan hopper_plan(const AttentionParams& params) {
   AttentionParams without = params;
   if (hopper_fuses(params) && attention_masks_keys(params)) without.mask.data = nullptr;
   plan.general = !attention_scores_are_plain(without);
-  plan.in_order = is_uneven(params);
+  plan.uneven = is_uneven(params);
   const int group = params.heads / params.kv_heads;
-  const int64_t cached = plan.in_order ? cached_heads(params, params.keys) : 1;
+  const int64_t cached = plan.uneven ? cached_heads(params, params.keys) : 1;
   plan.query_section = static_cast<int>(std::min<int64_t>(cached * group, 1 << 30));
   plan.key_parts = 1;
   const int most = most_heads_of_part(params);
@@ -214,12 +214,12 @@ HopperPlan hopper_plan(const AttentionParams& params) {
     // Long sequences need more heads, as each tile of a head waits for the one before: a few; up to
     // 16 (of 64 columns 32) where tiles meet unlike numbers of queries.
     const int64_t head_bytes = std::max<int64_t>(8 * rows_of_keys * plan.dim, 1);
-    const int64_t most = plan.in_order ? INT32_MAX : 2 * kSummedBytes / head_bytes;
-    const int64_t fewest = std::clamp<int64_t>(most, 1, (plan.in_order ? 2048 : 1024) / plan.dim);
-    const int64_t summed = plan.in_order ? kUnevenSummedBytes : kSummedBytes;
+    const int64_t most = plan.uneven ? INT32_MAX : 2 * kSummedBytes / head_bytes;
+    const int64_t fewest = std::clamp<int64_t>(most, 1, (plan.uneven ? 2048 : 1024) / plan.dim);
+    const int64_t summed = plan.uneven ? kUnevenSummedBytes : kSummedBytes;
     plan.key_section = static_cast<int>(std::clamp<int64_t>(summed / head_bytes, fewest, 256));
   } else {
-    plan.key_section = plan.in_order ? cached_heads(params, rows_of_keys) : 1;
+    plan.key_section = plan.uneven ? cached_heads(params, rows_of_keys) : 1;
   }
   // A head's mask that serves every sequence is read for all of them while it is cached.
   plan.batch_first = params.query_offsets == nullptr && params.batch > 1 &&

@@ -136,7 +136,8 @@ constexpr int hopper_dim_index(int dim) {
 }
 
 // Tiles by kHopperDims, as large as registers and shared memory allow. Forward: of calls without a
-// mask of pairs, and with one. `stages`: tiles of queries, keys and values in shared memory.
+// mask of pairs, and with one. Shared memory has so many tiles (stages) of queries, keys and
+// values.
 struct HopperForwardTiles {
   int keys, query_stages, key_stages, value_stages;
 };
@@ -153,8 +154,9 @@ constexpr int hopper_most_groups(int dim, bool masks = false) {
 constexpr bool hopper_drops(int dim) { return dim == 64 || dim == 128; }
 // Plain scores: two where fewer rows or blocks idle. No sum depends on how many there are.
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
-// Backward: 128 rows of one side, its own, against tiles of `others`; how many tiles of the own
-// side shared memory has, of query or key, and of dout or value.
+// Backward: kHopperOwnRows rows of one side, its own, against tiles of `others` rows of the other.
+// Shared memory has so many tiles of the own side, and of the other side's first tensor (query or
+// key) and second (dout or value).
 struct HopperBackwardTiles {
   int others, own_stages, first_stages, second_stages;
 };
@@ -195,7 +197,7 @@ constexpr HopperBackwardTiles kHopperMaskGradientTiles[] = {
 struct HopperPlan {
   int dim;           // columns of a tile: both head dimensions, rounded up
   bool general;      // backward: scores need more than a positive scale, a band, a mask of keys
-  bool in_order;     // tiles take unlike times: longest first, to the next block that is free
+  bool uneven;       // tiles take unlike times: they go to the next block that is free
   bool batch_first;  // (batch, head) pairs of a head follow each other, else of a sequence
   int key_parts;     // a head of keys' query heads come in so many parts, each to a block
   // So many pairs at once share the second-level cache: of queries' heads in the forward and the

@@ -57,7 +57,7 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const typename S::T* data
 #pragma unroll
   for (int i = 0; i < kRows / kRowsAtOnce; ++i) {
     const int at = first + i * kRowsAtOnce;
-    copy_async<16>(Tile::at(to, at, chunk), from, at >= begin && at < end ? 16 : 0);
+    copy_first<16>(Tile::at(to, at, chunk), from, at >= begin && at < end ? 16 : 0);
     from += kRowsAtOnce * stride;
     // Keeps the compiler from holding every row's address in registers of its own.
     asm volatile("" : "+l"(from));

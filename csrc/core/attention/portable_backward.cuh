@@ -141,7 +141,7 @@ __device__ __forceinline__ void walk(const AttentionGradient& g, char* shared, c
     others.template copy<S, kOthers>(other_tiles + stage * 2 * S::kOtherBytes, row, range);
     if (kOfKeys && threadIdx.x < 2 * kOthers) {
       const int query = row + threadIdx.x % kOthers;
-      copy_async<4>(own_tile + kStatistics + (stage * 2 * kOthers + threadIdx.x) * 4,
+      copy_first<4>(own_tile + kStatistics + (stage * 2 * kOthers + threadIdx.x) * 4,
                     (threadIdx.x < kOthers ? exponents : delta) + query, query < s.queries ? 4 : 0);
     }
     commit_copies();

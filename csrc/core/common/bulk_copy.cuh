@@ -8,6 +8,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "core/common/pack.cuh"
+
 namespace fused_norm {
 
 // Says when copies into shared memory have arrived; lies there itself. It goes through phases, each
@@ -18,7 +20,7 @@ class CopyBarrier {
   // before the others wait.
   __device__ __forceinline__ void init(int threads = 1) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(address(this)), "r"(threads)
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(threads)
                  : "memory");
 #endif
   }
@@ -34,9 +36,10 @@ class CopyBarrier {
   // for its end also see what the thread wrote before.
   __device__ __forceinline__ void expect(int bytes) {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(this)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
+        "r"(bytes)
+        : "memory");
 #endif
   }
 
@@ -45,8 +48,8 @@ class CopyBarrier {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
-            "r"(address(to)),
-        "l"(from), "r"(bytes), "r"(address(this))
+            "r"(shared_address(to)),
+        "l"(from), "r"(bytes), "r"(shared_address(this))
         : "memory");
 #endif
   }
@@ -77,21 +80,21 @@ class CopyBarrier {
 #endif
   }
 
-  // Until the end of a phase. The first has parity 0, the next 1, and so on in turn. kFromCluster:
-  // other blocks of the cluster sent something.
+  // Until the end of a phase. The first has parity 0, the next 1, and so on in turn; a new barrier
+  // is as if one of parity 1 had ended. kFromCluster: other blocks of the cluster sent something.
   template <bool kFromCluster = false>
   __device__ __forceinline__ void wait(uint32_t parity) const {
 #if __CUDA_ARCH__ >= 900
-#define FUSED_NORM_TRY_WAIT(semantics)     \
-  asm volatile(                            \
-      "{\n"                                \
-      ".reg .pred done;\n"                 \
-      "mbarrier.try_wait.parity" semantics \
-      ".shared::cta.b64 done, [%1], %2;\n" \
-      "selp.u32 %0, 1, 0, done;\n"         \
-      "}"                                  \
-      : "=r"(done)                         \
-      : "r"(address(this)), "r"(parity)    \
+#define FUSED_NORM_TRY_WAIT(semantics)         \
+  asm volatile(                                \
+      "{\n"                                    \
+      ".reg .pred done;\n"                     \
+      "mbarrier.try_wait.parity" semantics     \
+      ".shared::cta.b64 done, [%1], %2;\n"     \
+      "selp.u32 %0, 1, 0, done;\n"             \
+      "}"                                      \
+      : "=r"(done)                             \
+      : "r"(shared_address(this)), "r"(parity) \
       : "memory")
     uint32_t done;
     do {
@@ -113,13 +116,12 @@ class CopyBarrier {
   }
 
  private:
-  __device__ __forceinline__ static uint32_t address(const void* shared) {
-    return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  }
   __device__ __forceinline__ static uint32_t of_block(const void* shared, int rank) {
     uint32_t there = 0;
 #if __CUDA_ARCH__ >= 900
-    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address(shared)), "r"(rank));
+    asm("mapa.shared::cluster.u32 %0, %1, %2;"
+        : "=r"(there)
+        : "r"(shared_address(shared)), "r"(rank));
 #endif
     return there;
   }
@@ -155,7 +157,7 @@ __device__ __forceinline__ void copy_rest(char* to, const char* from, int begin,
 __device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(static_cast<uint32_t>(__cvta_generic_to_shared(from))), "r"(bytes)
+               "r"(shared_address(from)), "r"(bytes)
                : "memory");
 #endif
 }

@@ -10,15 +10,15 @@ namespace fused_norm {
 
 // Rows of one 16-bit dtype.
 struct FlatRows {
-  int slots;         // of shared memory, for the tiles at work and those on their way
   int rows;          // of a tile
-  int blocks;        // of the grid
+  int blocks;        // of the grid; 0: rows do not go in tiles
   int shared_bytes;  // of a block
-  int row_class;     // where the compiler knows how many columns a lane has: which number
+  int row_class;     // which of the numbers of columns a lane that there are kernels for
   int tile_bytes;
 };
 
-constexpr int kMaxFlatSlots = 3;
+// Tiles in a block's shared memory: the one at work and those on their way.
+constexpr int kFlatSlots = 3;
 constexpr int kFlatThreads = 256;
 constexpr int kFlatWarps = kFlatThreads / kWarpSize;
 
@@ -48,16 +48,15 @@ inline bool plan_tiles(int64_t rows, int cols, int rows_at_work, int tensors, in
   constexpr int64_t kMostBytes = 17 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int beside = kReservedPerBlock + kFlatStatic;
-  const int64_t room = (capacity / most_blocks - beside) / (kMaxFlatSlots * tensors) / 128 * 128;
+  const int64_t room = (capacity / most_blocks - beside) / (kFlatSlots * tensors) / 128 * 128;
   // As much as there is room for, but a tile for each block, if there are so many rows.
   const int row_bytes = cols * 2;
   const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * row_bytes;
   const int64_t times = std::min({share, room, kMostBytes}) / (int64_t{rows_at_work} * row_bytes);
-  flat.slots = kMaxFlatSlots;
   flat.rows = rows_at_work * static_cast<int>(std::max<int64_t>(1, times));
   // Copies fill slots that start at multiples of 128 up to 7 % faster (H200).
   flat.tile_bytes = (flat.rows * row_bytes + 127) / 128 * 128;
-  flat.shared_bytes = flat.slots * tensors * flat.tile_bytes;
+  flat.shared_bytes = kFlatSlots * tensors * flat.tile_bytes;
   const int64_t resident = std::min(most_blocks, capacity / (flat.shared_bytes + beside));
   flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
   return resident > 0;

@@ -197,12 +197,16 @@ __device__ __forceinline__ void store_streamed(char* address, const Words<kBytes
   __stcs(reinterpret_cast<Access<kBytes>*>(address), bit_copy<Access<kBytes>>(words));
 }
 
+__device__ __forceinline__ uint32_t shared_address(const void* data) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(data));
+}
+
 // Starts a copy of 4, 8 or 16 bytes to shared memory, which only this thread sees unless there is a
 // barrier.
 template <int kBytes>
 __device__ __forceinline__ void copy_async(void* to, const void* from) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(address), "l"(from), "n"(kBytes)
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
+               "n"(kBytes)
                : "memory");
 }
 // Ends a group of copies.

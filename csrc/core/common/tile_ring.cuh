@@ -39,14 +39,14 @@ struct TileRows {
 // whole granules, but for the last one.
 //
 // Tensors says what passes through: count() tensors, rows_of(t) being tensor t; written(), where
-// what became of tensor kWritten goes, null for nowhere; and flat(), whether in each of them the
+// what became of tensor kWritten goes; and flat(), whether in each of them the
 // rows follow each other without gaps from a multiple of 16 bytes on. Others are copied by the
 // block's threads, before and after a tile's turn.
 template <typename T, typename Tensors>
 class TileRing {
  public:
-  // `filled` and `memory`, of so many slots, are in shared memory. A barrier of the block follows
-  // start().
+  // `filled` and `memory`, of kFlatSlots slots, are in shared memory. A barrier of the block
+  // follows start().
   __device__ __forceinline__ TileRing(const Tensors& tensors, int64_t rows, int cols,
                                       const FlatRows& flat, CopyBarrier* filled, char* memory)
       : tensors_(tensors),
@@ -59,7 +59,7 @@ class TileRing {
         last_rows_(static_cast<int>(rows - int64_t{tiles_ - 1} * flat.rows)) {
     if (threadIdx.x != 0) return;
 #pragma unroll 1
-    for (int slot = 0; slot < flat.slots; ++slot) filled[slot].init(tensors.count());
+    for (int slot = 0; slot < kFlatSlots; ++slot) filled[slot].init(tensors.count());
     CopyBarrier::order_inits();
   }
   // By all threads.
@@ -67,7 +67,7 @@ class TileRing {
     __syncwarp();
     if (!copies() || !tensors_.flat()) return;
 #pragma unroll 1
-    for (int slot = 0; slot < flat_.slots; ++slot) fill(slot, tile_ + slot * stride());
+    for (int slot = 0; slot < kFlatSlots; ++slot) fill(slot, tile_ + slot * stride());
   }
 
   // Of the tile at hand: whether there is one; its first row; where its part of a tensor lies, once
@@ -96,13 +96,13 @@ class TileRing {
       // Each of some lanes writes and fills the part of a tensor: the slot before this one, when no
       // more than this one's copy is under way.
       if (copies()) {
-        if (tensor() == Tensors::kWritten && tensors_.written() != nullptr) write();
+        if (tensor() == Tensors::kWritten) write();
         if (tile_ != static_cast<int>(blockIdx.x))
-          fill(slot_.number > 0 ? slot_.number - 1 : flat_.slots - 1,
-               tile_ + (flat_.slots - 1) * stride());
+          fill(slot_.number > 0 ? slot_.number - 1 : kFlatSlots - 1,
+               tile_ + (kFlatSlots - 1) * stride());
       }
-      slot_.next(flat_.slots);
-    } else if (tensors_.written() != nullptr) {
+      slot_.next(kFlatSlots);
+    } else {
       copy_elements(tensors_.written() + first_row() * cols_, part(Tensors::kWritten),
                     rows_of(tile_) * cols_);
       __syncthreads();

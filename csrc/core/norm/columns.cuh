@@ -53,6 +53,10 @@ struct ListedColumns {
   __device__ __forceinline__ A xhat(int64_t row, int place) const {
     return side[row * room + place];
   }
+  // Brings that near.
+  __device__ __forceinline__ void prefetch(int64_t row, int place) const {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(side + row * room + place));
+  }
 };
 
 // Where a forward kernel keeps xhat of columns that the kernel before it lists. Of those in a
@@ -80,27 +84,33 @@ struct SideOut {
     return min((*columns + kSector - 1) / kSector * kSector, room);
   }
 
-  // The column at a place; kElsewhere if it is none of these `cols` columns from `first` on; kNone
-  // past the last place taken. The last two are negative.
-  static constexpr int kElsewhere = -1, kNone = -2;
+  // The column at a place that is written; kNone if it is none of these `cols` from `first` on.
+  static constexpr int kNone = -1;
   __device__ __forceinline__ int column(int place, int first, int cols) const {
+    const int col = columns[1 + place];
+    return static_cast<unsigned>(col - first) < static_cast<unsigned>(cols) ? col : kNone;
+  }
+  // That of a thread that has one place, kNone if it has none; kLater if it has more. Both are
+  // negative.
+  static constexpr int kLater = -2;
+  __device__ __forceinline__ int only_column(int first, int cols) const {
+    const int place = threadIdx.x, more = place + blockDim.x;
     if (place >= room) return kNone;
-    const int end = places(), col = columns[1 + place];  // both loads are on their way at once
-    const bool inside = static_cast<unsigned>(col - first) < static_cast<unsigned>(cols);
-    return place >= end ? kNone : inside ? col : kElsewhere;
+    const int end = places(), col = column(place, first, cols);  // both loads are on their way
+    return place >= end ? kNone : more < end ? kLater : col;
   }
 
-  // Keeps xhat at the thread's places from `place` on, up to `end`. The first has column `col`, of
-  // value x. The others' values are read again. RMSNorm's mean is 0.
+  // Keeps xhat of value x at a place. RMSNorm's mean is 0.
+  __device__ __forceinline__ void keep(int64_t row, int place, A x, A mean, A rstd) const {
+    side[row * room + place] = (x - mean) * rstd;
+  }
+  // The same at the thread's places from `place` on, up to `end`; their values are read again.
   template <typename Load>
-  __device__ __forceinline__ void keep(int place, int end, int col, A x, const Load& load,
-                                       int64_t row, int first, int cols, A mean, A rstd) const {
-    while (true) {
-      if (col >= 0) side[row * room + place] = (x - mean) * rstd;
-      place += blockDim.x;
-      if (place >= end) return;
-      col = column(place, first, cols);
-      if (col >= 0) x = static_cast<A>(load.value(row, col));
+  __device__ __forceinline__ void keep_all(const Load& load, int64_t row, int place, int end,
+                                           int first, int cols, A mean, A rstd) const {
+    for (; place < end; place += blockDim.x) {
+      const int col = column(place, first, cols);
+      if (col >= 0) keep(row, place, static_cast<A>(load.value(row, col)), mean, rstd);
     }
   }
 };

@@ -109,7 +109,7 @@ template <typename X>
 __global__ void __launch_bounds__(kFlatThreads, kForwardTileBlocks)
     norm_forward_flat(const __grid_constant__ FlatForward<X> of, bool rms) {
 #if __CUDA_ARCH__ >= 900
-  __shared__ CopyBarrier filled[kMaxFlatSlots];
+  __shared__ CopyBarrier filled[kFlatSlots];
   with_flag(rms, [&](auto is_rms) {
     with_number<0, kForwardTileClasses>(of.flat.row_class, [&](auto row_class) {
       norm_forward_tiles<decltype(is_rms)::value, decltype(row_class)::value>(of, filled);

@@ -36,10 +36,15 @@ constexpr int held_values(RowsLie lie) {
   return lie == RowsLie::kRegular ? 32 : lie == RowsLie::kPairs ? 24 : 16;
 }
 
-template <typename X>
-struct ForwardShared {
+template <typename A>
+struct ClusterSlots {
+  PartStatistics<A> cluster_slots[2][kPortableClusterBlocks];
+};
+struct NoClusterSlots {};
+template <typename X, int kPacks>
+struct ForwardShared
+    : std::conditional_t<kPacks == kMostPacks, ClusterSlots<Accumulator<X>>, NoClusterSlots> {
   SumSlots<X> slots;
-  PartStatistics<Accumulator<X>> cluster_slots[2][kPortableClusterBlocks];
 };
 
 // Weight and (kBias) bias of a thread's columns. Where rows are regular and all parameters of the
@@ -157,34 +162,31 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
   }
 }
 
-// The end of norm_forward_once() where columns may be listed, for kCols columns a thread. A
-// function that finds out anew where it is, so that it takes no registers before. Where no value
-// came ahead (Params is void), each group has written its row's statistics.
+// The end of norm_forward_once() where a thread may have listed columns, of kCols columns a thread:
+// `listed`, whose value came ahead, or else it looks at its places. A function that finds out anew
+// where it is, so that it takes no registers before. Where no value comes ahead (Params is void),
+// each group has written its row's statistics.
 template <int kCols, bool kMaySpread, typename Params, typename Load, typename Statistics,
           typename A>
-__device__ __noinline__ void keep_listed(const Load& load, const Statistics& out, A mean, A rstd) {
+__device__ __noinline__ void keep_listed(const Load& load, const Statistics& out, int listed,
+                                         A mean, A rstd) {
   const RowCluster cluster;
   const int blocks = kMaySpread ? cluster.blocks() : 1, rank = kMaySpread ? cluster.rank() : 0;
   const int part_cols = static_cast<int>(blockDim.x) * kCols, first = rank * part_cols;
   const int64_t row = int64_t{blockIdx.x / blocks} * blockDim.y + threadIdx.y;
+  if constexpr (!std::is_void_v<Params>) {
+    if (listed >= 0)
+      return out.listed.keep(row, threadIdx.x, Params::take_listed(listed), mean, rstd);
+  }
   const int places = out.listed.places();
   if (places == 0) return;
-  constexpr bool kAhead = !std::is_void_v<Params>;
-  if (!kAhead) __syncthreads();
+  if (std::is_void_v<Params>) __syncthreads();
   if (row >= load.rows) return;
-  const int col = out.listed.column(threadIdx.x, first, part_cols);
-  A x = 0;
-  bool is_there = false;
-  if constexpr (kAhead) {
-    is_there = Params::has_listed_word() && Params::list_is_ready();
-    if (is_there && col >= 0) x = Params::take_listed(col);
-  }
-  if (!is_there && col >= 0) x = static_cast<A>(load.value(row, col));
-  if (!kAhead) {
+  if (std::is_void_v<Params>) {
     mean = out.mean == nullptr ? A(0) : out.mean[row];
     rstd = out.rstd[row];
   }
-  out.listed.keep(threadIdx.x, places, col, x, load, row, first, part_cols, mean, rstd);
+  out.listed.keep_all(load, row, threadIdx.x, places, first, part_cols, mean, rstd);
 }
 
 // Rows of up to kPacks packs a thread, or such parts of rows in the blocks of a cluster: read once.
@@ -194,9 +196,9 @@ __device__ __noinline__ void keep_listed(const Load& load, const Statistics& out
 // rms: whether this is RMSNorm, as a constant for all rows but those whose code is long and seldom
 // runs.
 template <typename Form, int kPacks, bool kWholeWarps, typename Rms, typename Load, typename Store>
-__device__ __forceinline__ void norm_forward_once(Rms rms, const Load& load, const Store& store,
-                                                  const StatisticsOf<Load, Store>& out,
-                                                  ForwardShared<typename Load::Input>& shared) {
+__device__ __forceinline__ void norm_forward_once(
+    Rms rms, const Load& load, const Store& store, const StatisticsOf<Load, Store>& out,
+    ForwardShared<typename Load::Input, kPacks>& shared) {
   constexpr RowsLie kLie = Form::kLie;
   using X = typename Load::Input;
   using A = Accumulator<X>;
@@ -228,13 +230,13 @@ __device__ __forceinline__ void norm_forward_once(Rms rms, const Load& load, con
   from.fetch(group);
   params.fetch(group, bounds);
   constexpr bool kListed = decltype(params)::kListed;
-  bool may_keep = true;  // whether the thread may have a place
+  int listed = out.listed.kLater;  // the thread's listed column, whose value comes ahead
   if constexpr (kListed) {
     if (out.listed.room > 0 && row < load.rows && params.list_is_ready()) {
       const int cols = min(part_cols, load.cols - part_first);
-      const int at = out.listed.column(group.thread(), part_first, cols);
-      may_keep = at != out.listed.kNone;
-      if (at >= 0 && params.has_listed_word()) params.fetch_listed(from.at(at - col));
+      listed = out.listed.only_column(part_first, cols);
+      if (listed >= 0 && !params.has_listed_word()) listed = out.listed.kLater;
+      if (listed >= 0) params.fetch_listed(from.at(listed - col));
     }
   }
   from.extract(group, [&](int p, const Pack<X, N>& pack) { values.put(p, pack); });
@@ -244,10 +246,13 @@ __device__ __forceinline__ void norm_forward_once(Rms rms, const Load& load, con
   const auto statistics = with_flag(rms, [&](auto is_rms) {
     constexpr bool kRms = decltype(is_rms)::value;
     auto part = part_statistics<kRms>(group, values, bounds, own_cols, per_own, shared.slots);
-    if (!spread) return part;
-    cluster.wait();
-    return merge_parts<kRms>(cluster.gather(part, shared.cluster_slots), blocks_per_row, part_cols,
-                             load.cols, out.per_cols);
+    if constexpr (kPacks == kMostPacks) {
+      if (!spread) return part;
+      cluster.wait();
+      part = merge_parts<kRms>(cluster.gather(part, shared.cluster_slots), blocks_per_row,
+                               part_cols, load.cols, out.per_cols);
+    }
+    return part;
   });
   if (!rms && (kCorrectsMean<X> || spread)) values.centre(statistics.mean, bounds);
   if (kLie != RowsLie::kRegular) values.forget();
@@ -260,10 +265,10 @@ __device__ __forceinline__ void norm_forward_once(Rms rms, const Load& load, con
                                   if constexpr (Load::kGates) from.finish(p, xhat);
                                 });
   if constexpr (!Load::kGates) {
-    if (out.listed.room > 0 && may_keep)
+    if (out.listed.room > 0 && listed != out.listed.kNone)
       keep_listed<kPacks * N, kPacks == kMostPacks,
                   std::conditional_t<kListed, decltype(params), void>>(
-          load, out, kListed ? statistics.mean : A(0), kListed ? rstd.nearest() : A(0));
+          load, out, listed, kListed ? statistics.mean : A(0), kListed ? rstd.nearest() : A(0));
   }
 }
 
@@ -275,7 +280,7 @@ __global__ void __launch_bounds__(forward_threads(Load::kAdds, kPacks), forward_
                            const __grid_constant__ StatisticsOf<Load, Store> out, RowsLie lie,
                            bool typed) {
   using X = typename Load::Input;
-  __shared__ ForwardShared<X> shared;
+  __shared__ ForwardShared<X, kPacks> shared;
   constexpr bool kTypes = deals_out_typed(Load::kAdds, std::is_same_v<X, typename Store::Output>,
                                           kPacks, kWholeWarps, sizeof(X));
   auto run = [&](auto form, auto rms) {

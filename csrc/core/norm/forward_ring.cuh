@@ -88,9 +88,11 @@ __device__ __forceinline__ void norm_forward_walk(
     const auto rstd = out.rstd_of(statistics.squares);
     if (group.thread() == 0 && first_col == 0)
       out.write(row, statistics.mean, rstd.nearest(), kRms);
-    if (listed >= 0)
-      out.listed.keep(place, places, listed, static_cast<float>(listed_x), load, row, first_col,
-                      cols, statistics.mean, rstd.nearest());
+    if (listed >= 0) {
+      out.listed.keep(row, place, static_cast<float>(listed_x), statistics.mean, rstd.nearest());
+      out.listed.keep_all(load, row, place + group.threads(), places, first_col, cols,
+                          statistics.mean, rstd.nearest());
+    }
     write_normalized<!kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
                                   [](int, auto&) {});
     slot.next(slots);

@@ -48,6 +48,9 @@ class ListedValues {
     for (int place = own() + threads(); place < end_; place += threads())
       params.at(find(kShift + turn, place)) = list_.xhat(row, place);
     if (next < rows) held_ = list_.xhat(next, own());
+    // The more warps wait for a row's sums, the surer one of them waits for memory.
+    const int64_t after_next = 2 * next - row;
+    if (kByWarps && after_next < rows) list_.prefetch(after_next, own());
   }
   // From here on it is the next turn. The lanes of a warp meet here, if they do not meet anyway
   // before they read its shifts, as several warps do in a row's sums.

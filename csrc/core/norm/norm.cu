@@ -45,14 +45,14 @@ cudaError_t launch_norm_forward(const NormForwardParams& params, const DevicePro
   auto launch = [&] {
     if (plan.tier == Tier::kStreaming) return norm_stream_forward(params, plan, stream);
     if (adds) return norm_add_forward(params, plan, stream);
-    if (plan.tiles.slots > 0) return norm_flat_forward(params, plan, stream);
+    if (plan.tiles.blocks > 0) return norm_flat_forward(params, plan, stream);
     return with_dtype<__half, __nv_bfloat16, float>(
         params.x_dtype, [&](auto x) { return NormOf<decltype(x)>::forward(params, plan, stream); });
   };
   if (params.list.room == 0) return launch();
   // Kernels whose threads have rows in registers keep xhat of columns that were listed before. Of
   // others it is gathered afterwards.
-  const bool gathers = plan.tier == Tier::kStreaming || (!adds && plan.tiles.slots > 0);
+  const bool gathers = plan.tier == Tier::kStreaming || (!adds && plan.tiles.blocks > 0);
   cudaError_t error = gathers ? launch() : launch_list_columns(params, false, device, stream);
   if (error != cudaSuccess) return error;
   return gathers ? launch_list_columns(params, true, device, stream) : launch();

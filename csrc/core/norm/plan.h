@@ -50,12 +50,12 @@ constexpr bool deals_out_typed(bool adds, bool one_dtype, int packs, bool whole_
 
 // Shared memory of a thread for weight and (bias) bias of so many packs, as they are. Behind those
 // of all threads (lists): kListedBytes for a listed value of each of a row's first listed_ahead()
-// threads. 160, not all, so that two blocks of LayerNorm with 16384 columns of 16 bit take 132 KB,
+// threads. 192, not all, so that two blocks of LayerNorm with 16384 columns of 16 bit take 132 KB,
 // and the first-level cache has the rest.
 constexpr int params_bytes(int packs, bool bias) { return 16 * packs * (bias ? 2 : 1); }
 constexpr int kListedBytes = 4;
 constexpr int listed_ahead(int packs, int threads) {
-  return packs != kMostPacks && threads > 160 ? 160 : threads;
+  return packs != kMostPacks && threads > 192 ? 192 : threads;
 }
 
 // kRegisters, clusters, one dtype: where rows are regular, and all parameters there and of that
@@ -72,7 +72,7 @@ constexpr int kForwardRingThreads = 800;  // that a multiprocessor has registers
 struct NormForwardPlan : NormPlan {
   ForwardRing ring;
   // kRegisters, one 16-bit dtype, short rows that are not whole packs: without an addend they go in
-  // tiles (flat.cu), if `tiles.slots` is not zero, wherever they lie.
+  // tiles (flat.cu), if `tiles.blocks` is not zero, wherever they lie.
   FlatRows tiles;
 };
 

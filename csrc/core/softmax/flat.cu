@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(false))
     softmax_forward_flat(const __grid_constant__ Rows<X> x, X* y, bool log, bool lie_flat,
                          const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
-  __shared__ CopyBarrier filled[kMaxFlatSlots];
+  __shared__ CopyBarrier filled[kFlatSlots];
   with_flag(log, [&](auto is_log) {
     with_number<0, kSoftmaxFlatClasses>(flat.row_class, [&](auto row_class) {
       softmax_tiles<decltype(is_log)::value, decltype(row_class)::value>(x, y, lie_flat, flat,
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(kLonger))
     softmax_backward_flat(const __grid_constant__ GradientLoad<X> load, X* dx, bool log,
                           bool lie_flat, const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
-  __shared__ CopyBarrier filled[kMaxFlatSlots];
+  __shared__ CopyBarrier filled[kFlatSlots];
   constexpr int kFirst = kLonger ? kShorterSoftmaxClasses : 0;
   constexpr int kEnd = kLonger ? kSoftmaxFlatClasses : kShorterSoftmaxClasses;
   with_flag(log, [&](auto is_log) {

@@ -65,9 +65,8 @@ cudaError_t softmax_as(const SoftmaxBackwardParams& params, const SoftmaxPlan& p
     return launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
   };
   if (plan.place == RowPlace::kRing)
-    return run(softmax_backward_ring<Y>,
-               AnyBoundaryStore<Y>{store.data, params.x_dtype, store.cols}, plan.slice, plan.pieces,
-               plan.slots);
+    return run(softmax_backward_ring<Y, X>, BoundaryStore<X>{store.data, store.cols}, plan.slice,
+               plan.pieces, plan.slots);
   if (plan.tier == SoftmaxTier::kWarp) {
     if constexpr (kSeveralWarpKernels<X>)
       return run(plan.packs == 4 ? softmax_backward_warp<Y, Store, 4>

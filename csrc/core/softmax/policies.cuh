@@ -295,38 +295,4 @@ struct BoundaryStore {
   }
 };
 
-// The same of a dtype that is known at run time, of results that are fp32 or of one 16-bit type T.
-template <typename T>
-struct AnyBoundaryStore {
-  void* data;
-  DType dtype;  // that of T; where T is float, any but fp64
-  int cols;
-
-  template <int N>
-  __device__ __forceinline__ int first_boundary(int64_t row) const {
-    int first;
-    with_store([&](const auto& store) { first = store.template first_boundary<N>(row); });
-    return first;
-  }
-
-  template <bool kRegular, int N>
-  __device__ __forceinline__ void put(int64_t row, int col, const float (&values)[N]) const {
-    with_store([&](const auto& store) { store.template put<kRegular>(row, col, values); });
-  }
-
- private:
-  template <typename Run>
-  __device__ __forceinline__ void with_store(Run run) const {
-    auto run_as = [&](auto type) {
-      using R = decltype(type);
-      run(BoundaryStore<R>{static_cast<R*>(data), cols});
-    };
-    if constexpr (sizeof(T) == 2) {
-      run_as(T());
-    } else {
-      with_param_type<float>(dtype, run_as);
-    }
-  }
-};
-
 }  // namespace fused_norm
