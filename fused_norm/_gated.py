@@ -42,8 +42,8 @@ def rms_norm_gated(
 
     Args:
         input: ``(*, *normalized_shape)`` in fp16, bf16, fp32 or fp64; rows may be strided.
-        gate: of input's shape, in input's dtype or fp32; rows may be strided. Under autocast any
-            other dtype is converted to input's.
+        gate: of input's shape, in input's dtype or fp32; rows may be strided. Any other dtype is
+            converted to input's under autocast, and a 16-bit one beside fp32 input.
         norm_before_gate: the norm comes first; ``False``: the gate does.
         activation: ``"silu"``, ``gate * sigmoid(gate)``, or ``"sigmoid"``.
         group_size: each so many elements that follow each other in a row are normalized by
@@ -66,7 +66,8 @@ def rms_norm_gated(
         activation_of(activation) == "silu",
         group_size if group_size is None else _arguments.integer("group_size", group_size),
     )
-    if gate.dtype not in (input.dtype, torch.float32) and _autocast.dtype_for(input) is not None:
+    exact = input.dtype is torch.float32 and gate.dtype in (torch.float16, torch.bfloat16)
+    if exact or (gate.dtype not in (input.dtype, torch.float32) and _autocast.dtype_for(input)):
         gate = gate.to(input.dtype)
     if input.is_nested:
         [output] = _jagged.of_rows(

@@ -177,7 +177,15 @@ def test_groups_and_offset(norm_before_gate, dtype, device, generator):
 
 @each_order
 @pytest.mark.parametrize(
-    "dtypes", [(BF16, FP32, BF16), (FP16, FP16, FP32), (FP32, FP32, BF16), (FP64, FP32, FP64)]
+    "dtypes",
+    [
+        (BF16, FP32, BF16),
+        (FP16, FP16, FP32),
+        (FP32, FP32, BF16),
+        (FP32, BF16, BF16),  # as Mamba 2's models in bf16 call it
+        (FP32, FP16, FP32),
+        (FP64, FP32, FP64),
+    ],
 )
 def test_mixed_dtypes(dtypes, norm_before_gate, device, generator):
     verdict = Verdict()
@@ -422,7 +430,7 @@ def test_batched_gradients(in_vmap, generator):
     "change, message",
     [
         ({"gate": torch.ones(8, 4)}, r"gate must have the shape of input \[4, 8\]"),
-        ({"gate": torch.ones(4, 8).half()}, "gate is Half, which does not go with"),
+        ({"gate": torch.ones(4, 8).double()}, "gate is Double, which does not go with"),
         ({"weight": torch.ones(4, 2)}, r"weight must have the shape of normalized_shape \[8\]"),
         ({"group_size": 3}, "group_size is 3, which does not divide the 8 elements"),
         ({"eps": -1.0}, "eps must be finite and not negative"),

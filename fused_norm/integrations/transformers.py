@@ -203,11 +203,14 @@ def mask(
       may look at the mask themselves;
     - its mask for ``eager`` for models that take neither ``sdpa`` nor this attention.
     """
-    takes_ours, never_looks = _masks_of(type(config))
+    takes_ours, never_looks, cuts_queries = _masks_of(type(config))
     if not takes_ours:
+        options["allow_is_bidirectional_skip"] = False  # attention() would take None for causal
         return eager_mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, device=device, **options
         )
+    if cuts_queries and getattr(config, "num_kv_shared_layers", 0):
+        never_looks = allow_is_causal_skip = False
     is_whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset
     slides = (
         local_size is not None
@@ -257,14 +260,15 @@ def mask(
 
 
 @torch.compiler.assume_constant_result
-def _masks_of(config_class: type) -> tuple[bool, bool]:
-    """Whether models of such a config take this attention with the masks of ``sdpa``, and whether
-    they never look at the mask themselves, as those that take flash attention do not."""
+def _masks_of(config_class: type) -> tuple[bool, bool, bool]:
+    """Whether models of such a config take this attention with the masks of ``sdpa``, whether they
+    never look at the mask themselves, as those that take flash attention do not, and whether they
+    cut queries and masks to the last rows before layers that share keys, as Gemma 4 does."""
     return _masks(config_class)
 
 
 @functools.cache
-def _masks(config_class: type) -> tuple[bool, bool]:
+def _masks(config_class: type) -> tuple[bool, bool, bool]:
     classes, models = [PreTrainedModel], []
     while classes:
         model = classes.pop()
@@ -276,7 +280,8 @@ def _masks(config_class: type) -> tuple[bool, bool]:
         m._supports_sdpa or (m._supports_flash_attn and m._supports_attention_backend)
         for m in models
     ]
-    return not models or any(takes_ours), all(flash)
+    cuts_queries = any(hasattr(m, "_maybe_slice_kv_shared_inputs") for m in models)
+    return not models or any(takes_ours), all(flash), cuts_queries
 
 
 def _padding_starts(shown: Tensor, needs_padding: bool = True) -> Tensor | None:

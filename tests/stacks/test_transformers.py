@@ -384,6 +384,42 @@ def test_generation(name, cache):
     assert expected.shape[1] > 14 and torch.equal(tokens, expected)
 
 
+@pytest.mark.parametrize("window", [5, 32])
+@pytest.mark.parametrize("padding", [None, "left"])
+def test_layers_that_share_keys(padding, window, monkeypatch):
+    """Before them Gemma 4 cuts queries and masks to the rows whose logits are wanted."""
+    options = {
+        **COMMON,
+        "num_hidden_layers": 6,
+        "layer_types": ALTERNATING * 3,
+        "sliding_window": window,
+        "num_kv_shared_layers": 2,
+        "global_head_dim": 8,
+        "vocab_size_per_layer_input": 64,
+        "hidden_size_per_layer_input": 8,
+        "eos_token_id": None,
+    }
+    monkeypatch.setitem(MODELS, "shared", ("Gemma4ForCausalLM", "Gemma4TextConfig", options))
+    usual, ours = make("shared"), make("shared", "fused_norm")
+    inputs = batch(padding)
+    del inputs["labels"]
+    for keep in (0, 1, 3):
+        for cache in (None, transformers.StaticCache):
+            logits = []
+            for model in (usual, ours):
+                past = None if cache is None else cache(config=model.config, max_cache_len=16)
+                kept = {"logits_to_keep": keep, "past_key_values": past}
+                logits.append(model(**inputs, **kept, use_cache=past is not None).logits)
+            if padding:
+                shown = inputs["attention_mask"][:, -logits[0].shape[1] :] == 1
+                logits = [of_all[shown] for of_all in logits]
+            assert relative_error({0: logits[1]}, {0: logits[0]}) < 2e-6
+    generation = {"max_new_tokens": 6, "do_sample": False}
+    assert torch.equal(
+        usual.generate(**inputs, **generation), ours.generate(**inputs, **generation)
+    )
+
+
 @pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize("name", ["llama", "sliding", "softcap"])
 def test_compiled(name, padding):
@@ -496,6 +532,20 @@ ENCODERS = {
     "cross_attention": MODELS["cross_attention"],
 }
 each_encoder = pytest.mark.parametrize("name", ENCODERS)
+
+
+@pytest.mark.parametrize("padding", [None, "right"])
+def test_an_encoder_that_knows_eager_alone(padding):
+    inputs, outputs = batch(padding), []
+    del inputs["labels"]
+    for attention in ("eager", "fused_norm"):
+        torch.manual_seed(0)
+        model = transformers.SplinterModel(transformers.SplinterConfig(**ENCODER)).eval()
+        model.set_attn_implementation(attention)
+        outputs.append({"output": model(**inputs).last_hidden_state})
+    if padding:
+        outputs = [{"output": o["output"][inputs["attention_mask"] == 1]} for o in outputs]
+    assert relative_error(*outputs) < 2e-6
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
   rows.ask_for_first(at.row);
   if (at.row < in.rows) look_ahead();
   if (kRegular) params.template stage_all<kLie>(in, group, col, !listed.any());
-  listed.begin(params, at.row, at.row + at.stride, in.rows);
+  listed.begin(params, at.row, at.stride, in.rows);
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; at.first < in.rows; at.first += at.stride) {
     float xhat[kPacks][N], w[kPacks][N];
@@ -110,7 +110,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
     if (at.row < in.rows) {
       if constexpr (!kRegular) rows.ask_for(at.row);
       look_ahead();
-      if (listed.any()) listed.bring(params, at.row, at.row + at.stride, in.rows);
+      if (listed.any()) listed.bring(params, at.row, at.stride, at.row + at.stride < in.rows);
     }
 
     auto add = [&](int p, int i, float d) {

@@ -149,7 +149,7 @@ __device__ __forceinline__ void norm_backward_turns(Slice& slice, const RingRows
       ring.wait(stage);
       sums.put(turn, slice.add_up(row_at(turn, stage)));
       if (turn > 0) write_row_before();
-      slice.next_row(rows.at(turn + 1), rows.at(turn + 2));
+      slice.next_row(rows.stride, rows.rounds - turn - 1);
       __syncthreads();
       sums.share(turn);
       if (fills && turn > 0 && turn + stages - 1 < rows.rounds)

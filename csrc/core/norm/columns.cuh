@@ -53,10 +53,6 @@ struct ListedColumns {
   __device__ __forceinline__ A xhat(int64_t row, int place) const {
     return side[row * room + place];
   }
-  // Brings that near.
-  __device__ __forceinline__ void prefetch(int64_t row, int place) const {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(side + row * room + place));
-  }
 };
 
 // Where a forward kernel keeps xhat of columns that the kernel before it lists. Of those in a

@@ -24,33 +24,39 @@ class ListedValues {
 #pragma unroll 1
     for (int place = own(); place < end_; place += threads()) params.at(find(kind, place)) = 0;
   }
-  // When parameters are there: puts the first row's values, if there is one, and asks for those of
-  // `next`.
-  __device__ void begin(const Params& params, int64_t row, int64_t next, int64_t rows) {
+  // When parameters are there: puts the values of the first of the rows row, row + stride, ..., if
+  // there is one, and asks for those of the next.
+  __device__ void begin(const Params& params, int64_t row, int64_t stride, int64_t rows) {
     if (!any()) return;
     if (!kByWarps) clear_scales(params, kScale);
     if (own() < end_) slot_ = find(kShift, own());
-    if (slot_ >= 0 && row < rows) held_ = list_.xhat(row, own());
+    if (slot_ >= 0 && row < rows) {
+      values_ = values_of(row);
+      held_ = *values_;
+    }
     turn_ = Params::kRows - 1;
-    if (row < rows) bring(params, row, next, rows);
+    if (row < rows) bring(params, row, stride, row + stride < rows);
     turn_ = 0;
     if (!kByWarps) __syncthreads();
   }
 
   // Puts the values of a row, that of the next turn, whose shifts nobody reads any more, and asks
-  // for those of `next`.
-  __device__ __forceinline__ void bring(const Params& params, int64_t row, int64_t next,
-                                        int64_t rows) {
+  // for those of the row after. `more`: so many rows come after it, or just whether one does.
+  __device__ __forceinline__ void bring(const Params& params, int64_t row, int64_t stride,
+                                        int more) {
     if (slot_ < 0) return;
-    const int turn = (turn_ + 1) % Params::kRows;
+    const unsigned turn = (turn_ + 1) % Params::kRows;
     params.at(slot_ + turn * Params::kNextKind) = held_;
+    if (!kByWarps) values_ = values_of(row);  // anew, as registers are few
 #pragma unroll 1
-    for (int place = own() + threads(); place < end_; place += threads())
-      params.at(find(kShift + turn, place)) = list_.xhat(row, place);
-    if (next < rows) held_ = list_.xhat(next, own());
-    // The more warps wait for a row's sums, the surer one of them waits for memory.
-    const int64_t after_next = 2 * next - row;
-    if (kByWarps && after_next < rows) list_.prefetch(after_next, own());
+    for (int i = threads(); own() + i < end_; i += threads())
+      params.at(find(kShift + turn, own() + i)) = values_[i];
+    if (more <= 0) return;
+    const uint32_t step = static_cast<uint32_t>(stride) * static_cast<uint32_t>(list_.room);
+    values_ += step;
+    held_ = *values_;
+    // One of many warps would wait for memory.
+    if (kByWarps && more > 1) asm volatile("prefetch.global.L2 [%0];" ::"l"(values_ + step));
   }
   // From here on it is the next turn. The lanes of a warp meet here, if they do not meet anyway
   // before they read its shifts, as several warps do in a row's sums.
@@ -58,9 +64,12 @@ class ListedValues {
     turn_ = (turn_ + 1) % Params::kRows;
     if (!meet_anyway) __syncwarp();
   }
-  __device__ __forceinline__ int turn() const { return turn_; }
+  __device__ __forceinline__ int turn() const { return static_cast<int>(turn_); }
 
  private:
+  __device__ __forceinline__ const float* values_of(int64_t row) const {
+    return list_.side + row * list_.room + own();
+  }
   // This thread's first place, and how many threads share them.
   __device__ __forceinline__ int own() const {
     return first_ + static_cast<int>(kByWarps ? threadIdx.x % kWarpSize : threadIdx.x);
@@ -75,9 +84,10 @@ class ListedValues {
 
   const ListedColumns<float>& list_;
   int first_, end_, first_col_;
-  int turn_ = 0;
-  int slot_ = -1;   // where the value of this thread's first place goes in turn 0; -1: nowhere
-  float held_ = 0;  // that value
+  unsigned turn_ = 0;
+  int slot_ = -1;        // where the value of this thread's first place goes in turn 0; -1: nowhere
+  float held_ = 0;       // that value, of the row that comes next
+  const float* values_;  // where it was
 };
 
 }  // namespace fused_norm

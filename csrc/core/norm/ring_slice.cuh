@@ -49,7 +49,7 @@ class RingSlice {
         listed_(in.list, own_places(in.list, first), first) {
     if constexpr (kFromOutput) {
       take_params();
-      listed_.begin(params_, row, row + stride, in.rows);
+      listed_.begin(params_, row, stride, in.rows);
     } else {
 #pragma unroll
       for (int p = 0; p < kPacks; ++p) params.template stage<kLie>(in, p, first_ + p * kStep);
@@ -57,11 +57,11 @@ class RingSlice {
   }
 
   // By all threads, when a row has been added up, and dx of the one before it written: brings the
-  // listed columns' values of `next`, if there is such a row. A barrier of the block's follows.
-  __device__ __forceinline__ void next_row(int64_t next, int64_t after_next) {
-    if (!kFromOutput || !listed_.any() || next >= in_.rows) return;
+  // listed columns' values of the next, if so many come after it. A barrier of the block's follows.
+  __device__ __forceinline__ void next_row(int64_t stride, int more) {
+    if (!kFromOutput || !listed_.any() || more == 0) return;
     __syncwarp();
-    listed_.bring(params_, next, after_next, in_.rows);
+    listed_.bring(params_, /*row=*/0, stride, more - 1);
     listed_.next_turn(/*meet_anyway=*/true);
   }
 
