@@ -545,7 +545,7 @@ def test_it_has_no_memory_efficient(generator):
     "change, error, message",
     [
         ({"gate": torch.ones(3, 7)}, RuntimeError, r"gate must have the shape of input \[3, 8\]"),
-        ({"gate": torch.ones(3, 8).half()}, RuntimeError, "gate is Half, which does not go with"),
+        ({"gate": torch.ones(3, 8).double()}, RuntimeError, "gate is Double, which does not go"),
         ({"gate": 1.0}, TypeError, "gate must be a tensor"),
         ({"gate": torch.ones(3, 8).to_sparse()}, RuntimeError, "gate must be a dense strided"),
         ({"gate": torch.ones(3, 8, device="meta")}, RuntimeError, "gate is on meta"),
