@@ -95,7 +95,7 @@ TEST(AttentionHopperPlan, SectionsHoldWholeGroupsOfHeads) {
       const HopperPlan plan = hopper_plan(params);
       EXPECT_GE(plan.forward_section, 4);
       EXPECT_EQ(plan.forward_section % 4, 0);
-      EXPECT_EQ(plan.in_order, causal);
+      EXPECT_EQ(plan.uneven, causal);
       EXPECT_EQ(hopper_scratch(params, false).all != 0, causal);
     }
   }
@@ -126,7 +126,7 @@ TEST(AttentionHopperPlan, BackwardHasATicketForEachOfItsKernels) {
       EXPECT_EQ(plan.query_section % 4, 0);
       EXPECT_GE(plan.query_section, 4);
       EXPECT_GE(plan.key_section, 1);
-      EXPECT_EQ(plan.in_order, causal);
+      EXPECT_EQ(plan.uneven, causal);
     }
   }
 }
@@ -447,7 +447,7 @@ TEST(AttentionHopperPlan, MasksThatHeadsShareHaveAMap) {
   params.mask = {.data = &params, .boolean = true, .row_stride = 1000, .key_stride = 1};
   EXPECT_TRUE(attention_maps_mask(params));
   EXPECT_FALSE(attention_masks_keys(params));
-  EXPECT_TRUE(hopper_plan(params).in_order);
+  EXPECT_TRUE(hopper_plan(params).uneven);
   EXPECT_EQ(mask_map_size(params).sequences, 1);
   EXPECT_EQ(mask_map_size(params).blocks, 512 / kQueriesOfBit);
   EXPECT_GE(32 * kKeysOfBit * (mask_map_size(params).words - 1), 1000);

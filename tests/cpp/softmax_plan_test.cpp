@@ -70,8 +70,7 @@ void check_flat(const SoftmaxPlan& plan, const DeviceProperties& chip, Dtypes dt
   EXPECT_EQ(int64_t{flat.rows} * cols * 2 % 16, 0);
   EXPECT_GE(flat.tile_bytes, flat.rows * cols * 2);
   EXPECT_EQ(flat.tile_bytes % 16, 0);
-  EXPECT_TRUE(flat.slots >= 2 && flat.slots <= kMaxFlatSlots);
-  EXPECT_EQ(plan.shared_bytes, flat.slots * flat.tile_bytes * (is_backward(plan.pass) ? 2 : 1));
+  EXPECT_EQ(plan.shared_bytes, kFlatSlots * flat.tile_bytes * (is_backward(plan.pass) ? 2 : 1));
   // All resident at once, and none without a tile.
   const int a_multiprocessor = (plan.blocks + chip.sm_count - 1) / chip.sm_count;
   EXPECT_LE(a_multiprocessor, 3);

@@ -420,6 +420,20 @@ def test_layers_that_share_keys(padding, window, monkeypatch):
     )
 
 
+def test_masks_that_a_model_cuts_are_tensors(monkeypatch, request):
+    """As Gemma 4 does since transformers 5.24."""
+    cuts = "_maybe_slice_kv_shared_inputs"
+    monkeypatch.setattr(transformers.Gemma4TextModel, cuts, None, raising=False)
+    fused._masks.cache_clear()
+    request.addfinalizer(fused._masks.cache_clear)
+    shapes = {}
+    for shared in (0, 2):
+        config = transformers.Gemma4TextConfig(num_kv_shared_layers=shared)
+        made = fused.mask(2, 9, 9, config=config, mask_function=causal_mask_function)
+        shapes[shared] = None if made is None else tuple(made.shape)
+    assert shapes == {0: None, 2: (2, 1, 9, 9)}
+
+
 @pytest.mark.parametrize("padding", [None, "right"])
 @pytest.mark.parametrize("name", ["llama", "sliding", "softcap"])
 def test_compiled(name, padding):
