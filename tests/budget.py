@@ -28,7 +28,7 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (2783, 2300),
-    "lines of norm": (4737, 3000),
+    "lines of norm": (4732, 3000),
     "lines of softmax": (2701, 2000),
     "lines of gated RMSNorm": (172, 200),
     "lines of attention": (7949, 4500),

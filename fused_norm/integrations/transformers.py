@@ -210,7 +210,7 @@ def mask(
             batch_size, q_length, kv_length, q_offset, kv_offset, device=device, **options
         )
     if cuts_queries and getattr(config, "num_kv_shared_layers", 0):
-        never_looks = allow_is_causal_skip = False
+        never_looks = allow_is_causal_skip = False  # None, and our own masks, cannot be cut
     is_whole = q_length == kv_length and isinstance(q_offset, int) and q_offset == kv_offset
     slides = (
         local_size is not None

@@ -387,7 +387,8 @@ def test_generation(name, cache):
 @pytest.mark.parametrize("window", [5, 32])
 @pytest.mark.parametrize("padding", [None, "left"])
 def test_layers_that_share_keys(padding, window, monkeypatch):
-    """Before them Gemma 4 cuts queries and masks to the rows whose logits are wanted."""
+    """Before them Gemma 4 of transformers 5.24 cuts queries and masks to the rows whose logits are
+    wanted. (With 5.19, which does not, the next test sees a fault.)"""
     options = {
         **COMMON,
         "num_hidden_layers": 6,
@@ -421,7 +422,7 @@ def test_layers_that_share_keys(padding, window, monkeypatch):
 
 
 def test_masks_that_a_model_cuts_are_tensors(monkeypatch, request):
-    """As Gemma 4 does since transformers 5.24."""
+    """With a transformers too whose Gemma 4 does not cut them."""
     cuts = "_maybe_slice_kv_shared_inputs"
     monkeypatch.setattr(transformers.Gemma4TextModel, cuts, None, raising=False)
     fused._masks.cache_clear()

@@ -34,7 +34,6 @@ class ListedValues {
       values_ = values_of(row);
       held_ = *values_;
     }
-    step_ = step_of(stride);
     turn_ = Params::kRows - 1;
     if (row < rows) bring(params, row, stride, row + stride < rows);
     turn_ = 0;
@@ -52,12 +51,12 @@ class ListedValues {
 #pragma unroll 1
     for (int i = threads(); own() + i < end_; i += threads())
       params.at(find(kShift + turn, own() + i)) = values_[i];
-    if (!kByWarps) step_ = step_of(stride);
-    // No branches: behind the last row it asks for that once more.
-    values_ += more > 0 ? step_ : 0;
+    if (more <= 0) return;
+    const uint32_t step = static_cast<uint32_t>(stride) * static_cast<uint32_t>(list_.room);
+    values_ += step;
     held_ = *values_;
     // One of many warps would wait for memory.
-    if (kByWarps) asm volatile("prefetch.global.L2 [%0];" ::"l"(values_ + (more > 1 ? step_ : 0)));
+    if (kByWarps && more > 1) asm volatile("prefetch.global.L2 [%0];" ::"l"(values_ + step));
   }
   // From here on it is the next turn. The lanes of a warp meet here, if they do not meet anyway
   // before they read its shifts, as several warps do in a row's sums.
@@ -70,9 +69,6 @@ class ListedValues {
  private:
   __device__ __forceinline__ const float* values_of(int64_t row) const {
     return list_.side + row * list_.room + own();
-  }
-  __device__ __forceinline__ uint32_t step_of(int64_t stride) const {
-    return static_cast<uint32_t>(stride) * static_cast<uint32_t>(list_.room);
   }
   // This thread's first place, and how many threads share them.
   __device__ __forceinline__ int own() const {
@@ -91,8 +87,7 @@ class ListedValues {
   unsigned turn_ = 0;
   int slot_ = -1;        // where the value of this thread's first place goes in turn 0; -1: nowhere
   float held_ = 0;       // that value, of the row that comes next
-  const float* values_;  // where it was, and by how much the next row's is further
-  uint32_t step_;
+  const float* values_;  // where it was
 };
 
 }  // namespace fused_norm
