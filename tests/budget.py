@@ -27,14 +27,14 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (2783, 2300),
-    "lines of norm": (4732, 3000),
+    "lines of common": (2791, 2300),
+    "lines of norm": (4854, 3000),
     "lines of softmax": (2701, 2000),
     "lines of gated RMSNorm": (172, 200),
     "lines of attention": (7949, 4500),
     "lines of csrc/ops": (3785, 2300),
     "lines of csrc/cpu, attention apart": (600, 600),
-    "lines of fused_norm": (4244, 2300),
+    "lines of fused_norm": (4211, 2300),
     "kernels of norms and softmaxes": (210, 210),
     "kernels of gated RMSNorm": (18, 24),
     "kernels of attention": (130, 130),

@@ -92,8 +92,8 @@ void check_options(const AttentionCall& call) {
               "softcap must be finite and not negative, but is ", call.softcap);
   TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p < 1,
               "dropout_p must be at least 0 and below 1, but is ", call.dropout_p);
-  if (call.window_left) check_not_negative(*call.window_left, "window's left limit");
-  if (call.window_right) check_not_negative(*call.window_right, "window's right limit");
+  if (call.window_left) check_not_negative(*call.window_left, "window's left limit (None: no limit)");
+  if (call.window_right) check_not_negative(*call.window_right, "window's right limit (None: no limit)");
 }
 
 }  // namespace

@@ -165,6 +165,14 @@ __device__ __forceinline__ Words<kBytes> load_streamed(const char* address) {
   return words;
 }
 
+// Brings what lies there, and near it, to the second-level cache, if `wanted`: without a branch.
+__device__ __forceinline__ void prefetch_to_l2(const void* address, bool wanted = true) {
+  asm volatile(
+      "{ .reg .pred wanted; setp.ne.s32 wanted, %1, 0; @wanted prefetch.global.L2 [%0]; }" ::"l"(
+          address),
+      "r"(int{wanted}));
+}
+
 // The first `count` of N elements, and zeros.
 template <typename T, int N>
 __device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, int count) {

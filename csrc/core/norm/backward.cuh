@@ -75,12 +75,16 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
 
   wait_for_prerequisites();
   using Params = StagedParams<kPacks, N, kFromOutput, !kRms, 2>;
-  ListedValues<kLie, Params> listed(in.list, {0, kFromOutput ? in.list.count() : 0});
-  const int first_thread = listed.any() ? group.index() * group.threads() : 0;
-  const Params params(staged, first_thread + group.thread());
   const int own_params = kFromOutput && in.list.room > 0 ? group.groups() : 1;
   float* const behind_params = staged + Params::floats(group.threads() * own_params);
   auto rows = open_rows<kLie, kPacks, N>(in, group, col, at.row, at.stride, behind_params);
+  // Packs that wait in registers would leave none to the parameters.
+  if (kRegular) rows.ask_for_first(at.row);
+  ListedValues<kLie, Params> listed(in.list, {0, kFromOutput ? in.list.count() : 0});
+  const int first_thread = listed.any() ? group.index() * group.threads() : 0;
+  const Params params(staged, first_thread + group.thread());
+  params.template stage_all<kLie>(in, group, col, !listed.any());
+  if (!kRegular) rows.ask_for_first(at.row);
   const bool has_mean = !kRms && !(kForBothNorms<X, Y> && in.rms);
   float next_mean = 0, next_rstd = 0;
   auto look_ahead = [&] {
@@ -92,11 +96,7 @@ __device__ __forceinline__ void norm_backward_once(const In& in,
 
   float dweight[kPacks][N] = {}, dbias[kPacks][N] = {};
   X* dx = out.dx + at.row * in.cols + col;
-  // Packs that wait in registers would leave none to the parameters.
-  if (!kRegular) params.template stage_all<kLie>(in, group, col, !listed.any());
-  rows.ask_for_first(at.row);
   if (at.row < in.rows) look_ahead();
-  if (kRegular) params.template stage_all<kLie>(in, group, col, !listed.any());
   listed.begin(params, at.row, at.stride, in.rows);
   // A block's groups stay together to the last of its rows, as warps may hold several.
   for (; at.first < in.rows; at.first += at.stride) {

@@ -47,15 +47,25 @@ __device__ __forceinline__ void few_rows(const BackwardInput<X, X, float>& in,
   // under way; three of each column before that, as they would take too many.
   using Params = StagedParams<kPacks, N, kFromOutput, !kRms, 1>;
   const Params params(few_staged, group.thread());
+  const X* const saved_at = row_start(in.saved, in.saved_layout, row) + col;
+  const X* const dy_at = row_start(in.dy, in.dy_layout, row) + col;
+#pragma unroll
+  for (int p = 0; kFromOutput && p < kPacks; ++p) {
+    prefetch_to_l2(saved_at + p * step, p * step < left);
+    prefetch_to_l2(dy_at + p * step, p * step < left);
+  }
+  auto stage_pack = [&](int p) {
+    params.template stage<RowsLie::kRegular>(in, {in, col + p * step}, p, col + p * step);
+  };
   auto stage = [&] {
 #pragma unroll
-    for (int p = 0; p < kPacks; ++p) params.stage(in, p, col + p * step);
+    for (int p = 0; p < kPacks; ++p) stage_pack(p);
   };
 #pragma unroll 1  // which is less code to fetch
-  for (int p = 0; kLists && p < kPacks; ++p) params.stage(in, p, col + p * step);
+  for (int p = 0; kLists && p < kPacks; ++p) stage_pack(p);
   if (kFromOutput && !kLists) stage();
-  saved.fetch(row_start(in.saved, in.saved_layout, row) + col, left, group, saved_loaded);
-  dy.fetch(row_start(in.dy, in.dy_layout, row) + col, left, group, dy_loaded);
+  saved.fetch(saved_at, left, group, saved_loaded);
+  dy.fetch(dy_at, left, group, dy_loaded);
   if (out.dresidual != nullptr)
     out.template prefetch_residual<RowsLie::kRegular, N, kPacks>(row * in.cols + col, left, step);
   const float mean = !kRms && !kFromOutput ? __ldg(in.mean + row) : 0.0f;
@@ -134,10 +144,19 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
   const RowCluster cluster;
   if (splits > 1) cluster.arrive();  // nobody writes to a block that has not begun
 
+  const int64_t first_row = int64_t{thread / kLanes} * splits + split;
+
   if constexpr (kFromOutput) {
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int64_t row = first_row + r * step;
+      const bool wanted = row < in.rows && col < in.cols;
+      prefetch_to_l2(row_start(in.saved, in.saved_layout, row) + col, wanted);
+      prefetch_to_l2(row_start(in.dy, in.dy_layout, row) + col, wanted);
+    }
     if (thread < kFewColumns) {
       const auto params =
-          ColumnParams<float, 1>::template load<true, kLists>(in, first_col + thread);
+          ColumnParams<float, 1>::template load<kLists, RowsLie::kElements>(in, first_col + thread);
       shared.shift[thread] = params.listed ? 0.0f : params.shift[0];
       shared.scale[thread] = params.scale[0];
       if (kLists) shared.place[thread] = params.listed ? static_cast<int>(params.shift[0]) : -1;
@@ -150,8 +169,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
       const X* const from = row_start(base, layout, row) + col;
       return Pack<X, N>{load_words<16>(reinterpret_cast<const char*>(from))};
     };
-    for (int64_t row = int64_t{thread / kLanes} * splits + split; row < in.rows;
-         row += kRows * step) {
+    for (int64_t row = first_row; row < in.rows; row += kRows * step) {
       Pack<X, N> saved[kRows], dy[kRows];
       float mean[kRows], rstd[kRows];
 #pragma unroll
@@ -186,7 +204,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
       const int place = shared.place[lane * N + i];
       if (place < 0) continue;
       sums[0][i] = 0;
-      for (int64_t row = int64_t{thread / kLanes} * splits + split; row < in.rows; row += step) {
+      for (int64_t row = first_row; row < in.rows; row += step) {
         const X d = row_start(in.dy, in.dy_layout, row)[col + i];
         sums[0][i] = fmaf(static_cast<float>(d), in.list.xhat(row, place), sums[0][i]);
       }

@@ -57,8 +57,7 @@ struct BackwardOutput {
     const int near = static_cast<int>(threadIdx.x) % kWarpSize * (N - unit_of(kLie, N));
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      if (near + p * step < left)
-        asm volatile("prefetch.global.L2 [%0];" ::"l"(dresidual + first + near + p * step));
+      if (near + p * step < left) prefetch_to_l2(dresidual + first + near + p * step);
     }
   }
 
@@ -90,6 +89,12 @@ __device__ __forceinline__ A reciprocal_of_any(A g) {
   return reciprocal(g * unit) * unit;
 }
 
+// 1 / weight of a column; NaN where that is not recoverable.
+template <typename A>
+__device__ __forceinline__ A scale_of(const RecoverableLimits<A>& recoverable, A g, A bias) {
+  return meets(recoverable, g, bias) ? reciprocal_of_any(g) : static_cast<A>(NAN);
+}
+
 // xhat = (saved - shift) * scale. From the input both are the row's (mean, rstd); from the output
 // they are the column's (bias, 1 / weight). A listed column has (its place in the list, 0), and its
 // xhat is taken from there; one that is not recoverable and not listed has a scale of NaN.
@@ -98,27 +103,20 @@ struct ColumnParams {
   A weight[N], shift[N], scale[N];
   uint32_t listed;  // a bit for each column
 
-  // Parameters of a pack's columns from `col` on, dealt out among so many lanes; zero past the end,
-  // so that such columns add nothing anywhere. kFromOutput: they may be from_output; kListed: some
-  // columns may be listed.
-  template <bool kFromOutput, bool kListed, RowsLie kLie = RowsLie::kRegular, typename In>
-  __device__ static ColumnParams load(const In& in, int col, int lanes = kWarpSize) {
+  // Parameters of a pack's columns from `col` on; zero past the end, so that such columns add
+  // nothing anywhere. kListed: some columns may be listed.
+  template <bool kListed, RowsLie kLie, typename In>
+  __device__ static ColumnParams load(const In& in, int col) {
     ColumnParams params;
     params.listed = 0;
-    A weights[N], biases[N];
-    if (in.weight.data) load_vector<kLie>(in.weight, col, in.cols, lanes, weights);
-    if (in.from_output && in.bias.data) load_vector<kLie>(in.bias, col, in.cols, lanes, biases);
+    AskedParams<A, N, true, kLie>(in, col).take(in, col, kWarpSize, params.weight, params.shift);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      const int column = col + column_in_pack(kLie, N, i, lanes);
-      const bool inside = column < in.cols;
-      const A g = in.weight.data ? weights[i] + in.weight_offset : A(1);
-      params.weight[i] = inside ? g : A(0);
-      params.shift[i] = inside && in.from_output && in.bias.data ? biases[i] : A(0);
-      params.scale[i] = inside ? reciprocal_of_any(g) : A(0);
-      const A bias = params.shift[i];
-      if (!kFromOutput || !inside || !in.from_output) continue;
-      if (!meets(in.list.recoverable, g, bias)) params.scale[i] = static_cast<A>(NAN);
+      const int column = col + column_in_pack(kLie, N, i);
+      params.scale[i] = A(0);
+      if (!in.from_output || column >= in.cols) continue;
+      const A g = params.weight[i], bias = params.shift[i];
+      params.scale[i] = scale_of(in.list.recoverable, g, bias);
       if (kListed && !meets(in.list.precise, g, bias)) {
         const int place = in.list.find(column);
         if (place >= 0) {
@@ -139,30 +137,6 @@ struct ColumnParams {
     for (int i = 0; i < N; ++i) {
       if (listed >> i & 1) xhat[i] = list.xhat(row, static_cast<int>(shift[i]));
     }
-  }
-
- private:
-  template <RowsLie kLie>
-  __device__ static void load_vector(const ParamVector& params, int col, int cols, int lanes,
-                                     A (&out)[N]) {
-    with_param_type<A>(params.dtype, [&](auto type) {
-      if constexpr (dealt_out(kLie)) {
-        load_apart<decltype(type), kLie>(params.data, col, cols, lanes, out);
-      } else if (col < cols) {
-        load_params_of<decltype(type)>(params.data, col, out);
-      }
-    });
-  }
-  // No load waits for another; past the end, the last column's.
-  template <typename T, RowsLie kLie>
-  __device__ static void load_apart(const void* data, int col, int cols, int lanes, A (&out)[N]) {
-    T values[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      values[i] = __ldg(static_cast<const T*>(data) +
-                        min(col + column_in_pack(kLie, N, i, lanes), cols - 1));
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
   }
 };
 

@@ -187,6 +187,9 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
                       partial_sets, rows_in_sequence};
 
   wait_for_prerequisites();
+  // All that is read but once is asked for before the rows, or it would queue up behind them.
+  const typename Slice::Asked asked(in, block_first + own);
+  if constexpr (kFromOutput) in.list.prefetch(first);
   auto tensor = [&](auto* base, const RowLayout& layout) {
     using T = std::remove_const_t<std::remove_pointer_t<decltype(base)>>;
     const T* const end = row_start(base, layout, in.rows - 1) + in.cols;
@@ -204,8 +207,8 @@ __device__ __forceinline__ void norm_backward_late(const BackwardInput<Y, S, flo
       ring.fill(stage, rows.at(s));
   }
   LateSums<kRms> sums(shared.slots, cluster);
-  Slice slice(in, out, typename Slice::Params(staged, thread), own, block_cols, block_first, first,
-              stride);
+  Slice slice(in, out, typename Slice::Params(staged, thread), asked, own, block_cols, block_first,
+              first, stride);
   const bool reads_mean = !kFromOutput && !kRms && !(kForBothNorms<X, Y> && in.rms);
   StatisticsAhead statistics{reads_mean ? in.mean : nullptr, in.rstd, shared.statistics};
   if (thread == 0) {

@@ -25,40 +25,20 @@ struct ListInput {
     uint32_t unrecoverable, lost;
   };
   __device__ __forceinline__ Bits find(int col, int end) const {
-    A g[kListPack], b[kListPack] = {};
-    if (of.weight.data && of.bias.data && of.weight.dtype == of.bias.dtype &&
-        col + kListPack <= of.cols) {  // both are on their way at once
-      with_param_type<A>(of.weight.dtype, [&](auto type) {
-        load_params_of<decltype(type)>(of.weight.data, col, g);
-        load_params_of<decltype(type)>(of.bias.data, col, b);
-      });
+    A g[kListPack], b[kListPack];
+    if (col + kListPack <= of.cols) {
+      AskedParams<A, kListPack, true, RowsLie::kRegular>(of, col).take(of, col, 1, g, b);
     } else {
-      if (of.weight.data) load(of.weight, col, g);
-      if (of.bias.data) load(of.bias, col, b);
+      AskedParams<A, kListPack, true, RowsLie::kElements>(of, col, 1).take(of, col, 1, g, b);
     }
     Bits bits{};
 #pragma unroll
     for (int i = 0; i < kListPack; ++i) {
-      const A effective = of.weight.data ? g[i] + static_cast<A>(of.weight_offset) : A(1);
       const bool inside = col + i < end;
-      bits.unrecoverable |= uint32_t{inside && !meets(recoverable, effective, b[i])} << i;
-      bits.lost |= uint32_t{inside && !meets(precise, effective, b[i])} << i;
+      bits.unrecoverable |= uint32_t{inside && !meets(recoverable, g[i], b[i])} << i;
+      bits.lost |= uint32_t{inside && !meets(precise, g[i], b[i])} << i;
     }
     return bits;
-  }
-
- private:
-  // Zero past the end.
-  __device__ __forceinline__ void load(const ParamVector& params, int col,
-                                       A (&out)[kListPack]) const {
-    if (col + kListPack <= of.cols) {
-      with_param_type<A>(params.dtype,
-                         [&](auto type) { load_params_of<decltype(type)>(params.data, col, out); });
-    } else {
-#pragma unroll
-      for (int i = 0; i < kListPack; ++i)
-        out[i] = col + i < of.cols ? load_param<A>(params, col + i) : A(0);
-    }
   }
 };
 

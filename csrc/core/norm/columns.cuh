@@ -6,6 +6,7 @@
 #include "core/common/overlap.cuh"
 #include "core/common/row_access.cuh"
 #include "core/common/row_group.cuh"
+#include "core/norm/asked_params.cuh"
 #include "core/norm/columns.h"
 #include "core/norm/recoverable.h"
 
@@ -53,6 +54,13 @@ struct ListedColumns {
   __device__ __forceinline__ A xhat(int64_t row, int place) const {
     return side[row * room + place];
   }
+  // By all threads of a block: brings the list near, and a row's values.
+  __device__ __forceinline__ void prefetch(int64_t row) const {
+    constexpr int kSector = 32 / sizeof(A);
+    const int place = threadIdx.x * kSector;
+    prefetch_to_l2(columns + place, place < room);
+    prefetch_to_l2(side + row * room + place, place < room);
+  }
 };
 
 // Where a forward kernel keeps xhat of columns that the kernel before it lists. Of those in a
@@ -86,6 +94,12 @@ struct SideOut {
     const int col = columns[1 + place];
     return static_cast<unsigned>(col - first) < static_cast<unsigned>(cols) ? col : kNone;
   }
+  // The first of a thread's places, from `place` on, with one of these columns; and that column.
+  __device__ __forceinline__ int first_column(int& place, int places, int first, int cols) const {
+    int col = kNone;
+    while (place < places && (col = column(place, first, cols)) < 0) place += blockDim.x;
+    return col;
+  }
   // That of a thread that has one place, kNone if it has none; kLater if it has more. Both are
   // negative.
   static constexpr int kLater = -2;
@@ -111,36 +125,12 @@ struct SideOut {
   }
 };
 
-// One parameter as A: of dtypes known only at run time.
-template <typename A>
-__device__ __forceinline__ A load_param(const ParamVector& params, int col) {
-  A value;
-  with_param_type<A>(params.dtype, [&](auto type) {
-    value = static_cast<A>(static_cast<const decltype(type)*>(params.data)[col]);
-  });
-  return value;
-}
-
-// The parameters of a norm, a column at a time.
-template <typename A>
-struct ColumnAffine {
-  ParamVector weight, bias;
-  A weight_offset;
-
-  __device__ __forceinline__ A g(int col) const {
-    return weight.data ? load_param<A>(weight, col) + weight_offset : A(1);
-  }
-  __device__ __forceinline__ A b(int col) const {
-    return bias.data ? load_param<A>(bias, col) : A(0);
-  }
-};
-
 // What a look at the parameters counts.
 enum { kOverflow, kMoving, kAtRisk, kLookCounts };
 
-// Where the warps of a look add up what they found; zero before, and again after.
+// Where the blocks of a look add up what they found; zero before, and again after.
 struct LookTotals {
-  unsigned arrived;  // warps
+  unsigned arrived;  // blocks
   int counts[kLookCounts];
 };
 static_assert(sizeof(LookTotals) <= kTotalsBytes);
@@ -149,36 +139,43 @@ static_assert(sizeof(LookTotals) <= kTotalsBytes);
 template <typename A>
 struct ColumnLook {
   int cols;
-  ColumnAffine<A> affine;
+  ParamVector weight, bias;
+  A weight_offset;
   ListedColumns<A> listed;
   bool from_output;  // the call needs every column to be recoverable or listed
   ColumnWatch watch;
 
-  struct Found {
-    int counts[kLookCounts] = {};
-  };
+  using Asked = AskedParams<A, 1, true, RowsLie::kElements>;
 
-  // Whether a column's gradients are NaN.
-  __device__ __forceinline__ bool spoils(int col) const {
-    return from_output && !meets(listed.recoverable, affine.g(col), affine.b(col)) &&
-           listed.find(col) < 0;
+  // Whether the gradients of a column, whose parameters were asked for, are NaN.
+  __device__ __forceinline__ bool spoils(int col, const Asked& asked) const {
+    A g[1], b[1];
+    asked.take(*this, col, kWarpSize, g, b);
+    return spoils(col, g[0], b[0]);
   }
 
   // A column is at risk when it might not be precise after kUpdatesAhead updates, were each to move
   // its g and bias twice as far as the last ones did, with a factor 2 to spare.
-  __device__ void look_at(int col, Found& found) const {
-    A* const history = static_cast<A*>(watch.history);
-    const bool has_bias = affine.bias.data != nullptr;
-    const RecoverableLimits<A>& precise = listed.precise;
-    const A g = affine.g(col), b = affine.b(col);
-    const bool lost = !meets(precise, g, b);
-    if (lost) found.counts[kOverflow] += spoils(col);
-    if (!history) return;
-    A* const at = history + col;
+  __device__ void look_at(int col, bool (&found)[kLookCounts]) const {
+    const Asked asked(*this, col);
+    const bool has_bias = bias.data != nullptr;
     const int64_t pitch = cols;
-    const bool first = isnan(at[0]) && isnan(at[pitch]);
-    const A g_step = fabs(g - at[0]), b_step = has_bias ? fabs(b - at[2 * pitch]) : A(0);
-    A g_speed = first ? A(0) : at[pitch], b_speed = first || !has_bias ? A(0) : at[3 * pitch];
+    A* const at = static_cast<A*>(watch.history) + col;
+    A before[4] = {};  // g, its speed, and the same of the bias
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (watch.history && (i < 2 || has_bias)) before[i] = at[i * pitch];
+    }
+    A of_g[1], of_bias[1];
+    asked.take(*this, col, kWarpSize, of_g, of_bias);
+    const A g = of_g[0], b = of_bias[0];
+    const RecoverableLimits<A>& precise = listed.precise;
+    const bool lost = !meets(precise, g, b);
+    if (lost) found[kOverflow] = spoils(col, g, b);
+    if (!watch.history) return;
+    const bool first = isnan(before[0]) && isnan(before[1]);
+    const A g_step = fabs(g - before[0]), b_step = has_bias ? fabs(b - before[2]) : A(0);
+    A g_speed = first ? A(0) : before[1], b_speed = first ? A(0) : before[3];
     if (!first && (g_step > 0 || b_step > 0)) {
       g_speed = fmax(g_step, g_speed / 2);
       b_speed = fmax(b_step, b_speed / 2);
@@ -190,54 +187,59 @@ struct ColumnLook {
       at[3 * pitch] = b_speed;
     }
     constexpr A kReach = 2 * kUpdatesAhead;
-    found.counts[kMoving] += g_speed > 0 || b_speed > 0;
-    const A nearest = fabs(g) - kReach * g_speed, bias = fabs(b) + kReach * b_speed;
-    found.counts[kAtRisk] += lost || !meets(precise, nearest / 2, bias) || nearest <= 0;
+    found[kMoving] = g_speed > 0 || b_speed > 0;
+    const A nearest = fabs(g) - kReach * g_speed, farthest = fabs(b) + kReach * b_speed;
+    found[kAtRisk] = lost || !meets(precise, nearest / 2, farthest) || nearest <= 0;
   }
 
-  // By all lanes of one of so many warps, which share the columns. Whether it is the last, in lane
-  // 0, which then has what all have found.
-  __device__ bool add_up(unsigned warps, Found& found) const {
+  // By one thread of each of so many blocks, with what its block has found: adds that up. Whether
+  // it is the last, which then has what all have found.
+  __device__ bool add_up(unsigned blocks, int (&counts)[kLookCounts]) const {
     auto* const sums = static_cast<LookTotals*>(watch.totals);
     bool any = false;
-    const bool adds = threadIdx.x % kWarpSize == 0;
 #pragma unroll
     for (int i = 0; i < kLookCounts; ++i) {
-      const int sum = __reduce_add_sync(kFullMask, found.counts[i]);
-      if (!adds || sum == 0) continue;
-      atomicAdd(sums->counts + i, sum);
+      if (counts[i] == 0) continue;
+      atomicAdd(sums->counts + i, counts[i]);
       any = true;
     }
-    if (!adds) return false;
     if (any) __threadfence();
-    if (atomicInc(&sums->arrived, warps - 1) != warps - 1) return false;
+    if (atomicInc(&sums->arrived, blocks - 1) != blocks - 1) return false;
     __threadfence();
 #pragma unroll
-    for (int i = 0; i < kLookCounts; ++i) found.counts[i] = atomicExch(sums->counts + i, 0);
+    for (int i = 0; i < kLookCounts; ++i) counts[i] = atomicExch(sums->counts + i, 0);
     return true;
   }
 
   // By one thread that has what all have found.
-  __device__ void report(const Found& found) const {
+  __device__ void report(const int (&counts)[kLookCounts]) const {
     if (watch.history) {
       *static_cast<volatile uint64_t*>(&watch.report->report) =
-          pack_report(found.counts[kAtRisk], watch.stamp, found.counts[kMoving] > 0);
+          pack_report(counts[kAtRisk], watch.stamp, counts[kMoving] > 0);
     }
-    if (found.counts[kOverflow] > 0) {
-      *static_cast<volatile uint32_t*>(&watch.report->overflow) = found.counts[kOverflow];
+    if (counts[kOverflow] > 0) {
+      *static_cast<volatile uint32_t*>(&watch.report->overflow) = counts[kOverflow];
       __threadfence_system();
       *static_cast<volatile uint32_t*>(watch.overflow_signal) = 1;
     }
+  }
+
+ private:
+  __device__ __forceinline__ bool spoils(int col, A g, A b) const {
+    return from_output && !meets(listed.recoverable, g, b) && listed.find(col) < 0;
   }
 };
 
 // By so many blocks, each thread at a column.
 template <typename A>
 __device__ __forceinline__ void look_at_columns(const ColumnLook<A>& look, int block, int blocks) {
-  typename ColumnLook<A>::Found found;
+  bool found[kLookCounts] = {};
   const int col = block * blockDim.x + threadIdx.x;
   if (col < look.cols) look.look_at(col, found);
-  if (look.add_up(blocks * (blockDim.x / kWarpSize), found)) look.report(found);
+  int counts[kLookCounts];
+#pragma unroll
+  for (int i = 0; i < kLookCounts; ++i) counts[i] = __syncthreads_count(found[i]);
+  if (threadIdx.x == 0 && look.add_up(blocks, counts)) look.report(counts);
 }
 
 }  // namespace fused_norm

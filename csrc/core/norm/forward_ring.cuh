@@ -61,10 +61,8 @@ __device__ __forceinline__ void norm_forward_walk(
   ParamsAhead<RowForm<kLie, X, X>, !kRms, N, kPacks, InputLoad<X>, AffineStore<X>, true> params(
       store, col, group);
   params.fetch(group, bounds);
-  const int places = out.listed.places();
-  int place = group.thread(), listed = -1;  // the thread's first place with a column of the block's
-  while (place < places && (listed = out.listed.column(place, first_col, cols)) < 0)
-    place += group.threads();
+  // A thread's first place with a column of the block's. The first row does not wait for the list.
+  int places = 0, place = group.thread(), listed = out.listed.kNone;
   cluster.wait();
 
   const float part_cols = cols, per_part = reciprocal(part_cols);
@@ -88,11 +86,15 @@ __device__ __forceinline__ void norm_forward_walk(
     const auto rstd = out.rstd_of(statistics.squares);
     if (group.thread() == 0 && first_col == 0)
       out.write(row, statistics.mean, rstd.nearest(), kRms);
-    if (listed >= 0) {
+    if (turn == 0) {
+      places = out.listed.places();
+      listed = out.listed.first_column(place, places, first_col, cols);
+    } else if (listed >= 0) {
       out.listed.keep(row, place, static_cast<float>(listed_x), statistics.mean, rstd.nearest());
-      out.listed.keep_all(load, row, place + group.threads(), places, first_col, cols,
-                          statistics.mean, rstd.nearest());
     }
+    if (listed >= 0)  // read again
+      out.listed.keep_all(load, row, turn == 0 ? place : place + group.threads(), places, first_col,
+                          cols, statistics.mean, rstd.nearest());
     write_normalized<!kRms, kLie>(values, group, bounds, rstd, params, store, row, col, left,
                                   [](int, auto&) {});
     slot.next(slots);

@@ -49,7 +49,9 @@ struct BackwardWorkspace {
 template <typename A>
 ColumnLook<A> column_look_of(const NormBackwardParams& params) {
   return {params.cols,
-          {params.weight, params.bias, static_cast<A>(params.weight_offset)},
+          params.weight,
+          params.bias,
+          static_cast<A>(params.weight_offset),
           {recoverable_limits<A>(params.y_dtype), precise_limits<A>(params.y_dtype),
            params.list.room, params.list.columns, static_cast<const A*>(params.list.side)},
           params.from_output,

@@ -30,33 +30,34 @@ class ListedValues {
     if (!any()) return;
     if (!kByWarps) clear_scales(params, kScale);
     if (own() < end_) slot_ = find(kShift, own());
-    if (slot_ >= 0 && row < rows) {
-      values_ = values_of(row);
-      held_ = *values_;
-    }
+    has_more_ = own() + threads() < end_;
+    const int more = row + stride >= rows ? 0 : row + 2 * stride >= rows ? 1 : 2;
     turn_ = Params::kRows - 1;
-    if (row < rows) bring(params, row, stride, row + stride < rows);
+    if (row < rows) {
+      values_ = values_of(row);
+      if (slot_ >= 0) held_ = *values_;
+      step_ = step_of(stride);
+      bring(params, row, stride, more);
+    }
     turn_ = 0;
     if (!kByWarps) __syncthreads();
   }
 
   // Puts the values of a row, that of the next turn, whose shifts nobody reads any more, and asks
-  // for those of the row after. `more`: so many rows come after it, or just whether one does.
+  // for those of the row after. At least so many rows come after it.
   __device__ __forceinline__ void bring(const Params& params, int64_t row, int64_t stride,
                                         int more) {
-    if (slot_ < 0) return;
     const unsigned turn = (turn_ + 1) % Params::kRows;
-    params.at(slot_ + turn * Params::kNextKind) = held_;
-    if (!kByWarps) values_ = values_of(row);  // anew, as registers are few
-#pragma unroll 1
-    for (int i = threads(); own() + i < end_; i += threads())
-      params.at(find(kShift + turn, own() + i)) = values_[i];
-    if (more <= 0) return;
-    const uint32_t step = static_cast<uint32_t>(stride) * static_cast<uint32_t>(list_.room);
-    values_ += step;
-    held_ = *values_;
+    if (slot_ >= 0) params.at(slot_ + turn * Params::kNextKind) = held_;
+    if (has_more_) put_rest(params, turn, row);
+    if (!kByWarps) {  // anew, as registers are few
+      values_ = values_of(row);
+      step_ = step_of(stride);
+    }
+    values_ += step_;
+    if (slot_ >= 0 && more > 0) held_ = *values_;
     // One of many warps would wait for memory.
-    if (kByWarps && more > 1) asm volatile("prefetch.global.L2 [%0];" ::"l"(values_ + step));
+    if (kByWarps) prefetch_to_l2(values_ + step_, slot_ >= 0 && more > 1);
   }
   // From here on it is the next turn. The lanes of a warp meet here, if they do not meet anyway
   // before they read its shifts, as several warps do in a row's sums.
@@ -69,6 +70,16 @@ class ListedValues {
  private:
   __device__ __forceinline__ const float* values_of(int64_t row) const {
     return list_.side + row * list_.room + own();
+  }
+  __device__ __forceinline__ uint32_t step_of(int64_t stride) const {
+    return static_cast<uint32_t>(stride) * static_cast<uint32_t>(list_.room);
+  }
+  // Puts the row's values of this thread's places but the first.
+  __device__ __forceinline__ void put_rest(const Params& params, unsigned turn, int64_t row) const {
+    const float* const values = kByWarps ? values_ : values_of(row);
+#pragma unroll 1
+    for (int i = threads(); own() + i < end_; i += threads())
+      params.at(find(kShift + turn, own() + i)) = values[i];
   }
   // This thread's first place, and how many threads share them.
   __device__ __forceinline__ int own() const {
@@ -85,9 +96,12 @@ class ListedValues {
   const ListedColumns<float>& list_;
   int first_, end_, first_col_;
   unsigned turn_ = 0;
-  int slot_ = -1;        // where the value of this thread's first place goes in turn 0; -1: nowhere
+  // Where the value of this thread's first place goes in turn 0, -1: nowhere; whether it has more.
+  int slot_ = -1;
+  bool has_more_ = false;
   float held_ = 0;       // that value, of the row that comes next
-  const float* values_;  // where it was
+  const float* values_;  // where it was, and by how much the next row's is further
+  uint32_t step_;
 };
 
 }  // namespace fused_norm

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   const bool writes = thread % kWarps == 0 && col < cols;
   const A* const partials = sums.partials[blockIdx.y] + read_col;
   A sum[kCols] = {};
-  const bool spoiled = writes && look.spoils(col);
+  const bool spoiled = writes && look.spoils(col, {look, col});
   meet_previous_kernel();
   auto add_up = [&](auto read) {
 #pragma unroll 8

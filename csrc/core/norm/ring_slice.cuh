@@ -30,12 +30,20 @@ class RingSlice {
   using Params = StagedParams<kPacks, N, kFromOutput, true, 2, kFromOutput ? kShift : kWeight>;
   using Sums = GradientSums<float, kRms>;
   using Row = RingRow<Y, S>;
+  // The parameters of the thread's columns, from `col` on.
+  struct Asked {
+    typename Params::template Asked<kLie> packs[kPacks];
+    __device__ __forceinline__ Asked(const BackwardInput<Y, S, float>& in, int col) {
+#pragma unroll
+      for (int p = 0; p < kPacks; ++p) packs[p] = {in, col + p * kStep};
+    }
+  };
 
   // `own`: this thread's first of the block's columns, which start at column `first`. The first of
   // the block's rows is `row`, and they are `stride` apart.
   __device__ RingSlice(const BackwardInput<Y, S, float>& in, const BackwardOutput<X, float>& out,
-                       const Params& params, int own, int block_cols, int first, int64_t row,
-                       int64_t stride)
+                       const Params& params, const Asked& asked, int own, int block_cols, int first,
+                       int64_t row, int64_t stride)
       : in_(in),
         out_(out),
         params_(params),
@@ -48,11 +56,12 @@ class RingSlice {
         writes_(out.dx == nullptr ? 0 : left_),
         listed_(in.list, own_places(in.list, first), first) {
     if constexpr (kFromOutput) {
-      take_params();
+      take_params(asked);
       listed_.begin(params_, row, stride, in.rows);
     } else {
 #pragma unroll
-      for (int p = 0; p < kPacks; ++p) params.template stage<kLie>(in, p, first_ + p * kStep);
+      for (int p = 0; p < kPacks; ++p)
+        params.template stage<kLie>(in, asked.packs[p], p, first_ + p * kStep);
     }
   }
 
@@ -155,15 +164,15 @@ class RingSlice {
   }
 
   // From the output. The scales lie where shifts will be, until those of listed columns are zero.
-  __device__ void take_params() {
-    float shift[kPacks][N];
+  __device__ void take_params(const Asked& asked) {
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
-      const auto params = params_.template stage<kLie>(in_, p, first_ + p * kStep);
-      memcpy(weight_[p], params.weight, sizeof(weight_[p]));
-      memcpy(shift[p], params.shift, sizeof(shift[p]));
-      params_.put(kShift, p, params.scale);
+      float bias[N];
+      asked.packs[p].take(in_, first_ + p * kStep, kWarpSize, weight_[p], bias);
+      params_.put(kShift, p, weight_[p]);
+      params_.put(Params::kBias, p, bias);
     }
+    params_.template make_scales<kLie>(in_, 0, kPacks, first_, kStep);
     if (listed_.any()) {
       __syncwarp();
       listed_.clear_scales(params_, kShift);
@@ -171,8 +180,10 @@ class RingSlice {
     }
 #pragma unroll
     for (int p = 0; p < kPacks; ++p) {
+      float shift[N];
       params_.get(kShift, p, scale_[p]);
-      params_.put(kShift, p, shift[p]);
+      params_.get(ParamKind(Params::kBias), p, shift);
+      params_.put(kShift, p, shift);
     }
     __syncwarp();
   }

@@ -33,22 +33,51 @@ class StagedParams {
     return (threads + kWarpSize - 1) / kWarpSize * kWarpFloats * kKinds;
   }
 
-  // Those of pack p, from column `col` on, dealt out among so many lanes. Returns them.
-  template <RowsLie kLie = RowsLie::kRegular, typename In>
-  __device__ ColumnParams<float, N> stage(const In& in, int p, int col,
-                                          int lanes = kWarpSize) const {
-    auto params = ColumnParams<float, N>::template load<kFromOutput, false, kLie>(in, col, lanes);
-    if constexpr (kFirst == kWeight) put(kWeight, p, params.weight);
+  template <RowsLie kLie>
+  using Asked = AskedParams<float, N, kFromOutput, kLie>;
+
+  // Those of pack p, from column `col` on, dealt out among so many lanes.
+  template <RowsLie kLie, typename In>
+  __device__ void stage(const In& in, const Asked<kLie>& asked, int p, int col,
+                        int lanes = kWarpSize) const {
+    float weight[N], bias[N];
+    asked.take(in, col, lanes, weight, bias);
+    put(kFirst, p, weight);
     if constexpr (kFromOutput) {
-      if (kFused) {
-#pragma unroll
-        for (int i = 0; i < N; ++i) params.shift[i] *= -params.scale[i];
-      }
-      if constexpr (kFirst <= kScale) put(kScale, p, params.scale);
-#pragma unroll
-      for (int turn = 0; turn < kTurns; ++turn) put(kShift + turn, p, params.shift);
+      put(kBias, p, bias);
+      make_scales<kLie>(in, p, p + 1, col, 0, lanes);
     }
-    return params;
+  }
+  // From the output: makes scales and shifts of packs, from pack p on, whose columns start at `col`
+  // and are `step` apart. Weights are where the first kind is, biases are kBias. Without a place of
+  // their own, scales take that of the weights. (Four columns at a time: what runs but once must be
+  // little code, or the kernel waits for that.)
+  static constexpr int kBias = kFirst == kShift ? kShift + 1 : kShift;
+  template <RowsLie kLie, typename In>
+  __device__ void make_scales(const In& in, int p, int end, int col, int step,
+                              int lanes = kWarpSize) const {
+#pragma unroll 1
+    for (int four = p * (N / 4); four < end * (N / 4); ++four) {
+      float4* const own = own_ + four * kWarpSize;
+      float g[4], shift[4], scale[4];
+      read(own[index(kFirst, 0, 0)], g);
+      read(own[index(kBias, 0, 0)], shift);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        scale[i] = scale_of(in.list.recoverable, g[i], shift[i]);
+        if constexpr (dealt_out(kLie)) {
+          const int in_pack = four % (N / 4) * 4 + i;
+          if (col + four / (N / 4) * step + column_in_pack(kLie, N, in_pack, lanes) >= in.cols)
+            scale[i] = 0;
+        }
+        if (kFused) shift[i] *= -scale[i];
+      }
+      own[index(kFirst == kShift ? kShift : kScale, 0, 0)] = {scale[0], scale[1], scale[2],
+                                                              scale[3]};
+#pragma unroll
+      for (int kind = kBias; kind < param_kinds(true, kTurns); ++kind)
+        own[index(kind, 0, 0)] = {shift[0], shift[1], shift[2], shift[3]};
+    }
   }
 
   // Those of all packs, from column `col` on. If all groups of the block, whose threads of one
@@ -57,8 +86,10 @@ class StagedParams {
   __device__ __forceinline__ void stage_all(const In& in, const Group& group, int col,
                                             bool in_common) const {
     const int first = in_common ? group.index() : 0, step = in_common ? group.groups() : 1;
-    for (int p = first; p < kPacks; p += step)
-      stage<kLie>(in, p, col + p * slice_step<N>(group), group.lanes());
+    for (int p = first; p < kPacks; p += step) {
+      const int of_pack = col + p * slice_step<N>(group);
+      stage<kLie>(in, {in, of_pack, group.lanes()}, p, of_pack, group.lanes());
+    }
     __syncthreads();
   }
 

@@ -140,7 +140,7 @@ __global__ void __launch_bounds__(kMaxRowMeansThreads, 2)
   for (int col = any_column<N>(group); col < cols; col += group.threads() * N) {
     StreamedRow<A, N> of;
     of.load(in, row, col, cols);
-    const auto params = ColumnParams<A, N>::template load<true, true, RowsLie::kElements>(in, col);
+    const auto params = ColumnParams<A, N>::template load<true, RowsLie::kElements>(in, col);
     of.normalize(in, row, params);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
@@ -163,7 +163,7 @@ __global__ void __launch_bounds__(kTileThreads, 6)
   constexpr int N = kBackwardColumns<A>;
   const RowGroup<true> group;
   const int col = blockIdx.x * kTileThreads * N + any_column<N>(group), left = in.cols - col;
-  const auto params = ColumnParams<A, N>::template load<true, true, RowsLie::kElements>(in, col);
+  const auto params = ColumnParams<A, N>::template load<true, RowsLie::kElements>(in, col);
   A dweight[N] = {}, dbias[N] = {};
   StreamedRow<A, N> next;
   next.load(in, blockIdx.y, col, in.cols);
