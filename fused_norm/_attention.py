@@ -1,8 +1,6 @@
 """Attention as functions of ``torch.ops.fused_norm.attention_*``: see each for shapes, dtypes and
 errors. ``fused_norm.functional`` and ``fused_norm.flash_attn`` hold what is public."""
 
-import numbers
-
 import torch
 from torch import Tensor
 
@@ -20,24 +18,14 @@ def _check_tensors(*tensors, nested=False) -> None:
 
 def _limits(causal, window) -> tuple:
     """(left, right), None for no limit."""
-    limits = (None, None) if window is None else window
-    kinds = (numbers.Integral, torch.SymInt, type(None))  # a compiler passes the second
-    is_pair = isinstance(limits, (tuple, list)) and len(limits) == 2
-    if is_pair and torch.jit.is_tracing():  # where sizes are tensors
-        limits = tuple(t.item() if isinstance(t, Tensor) else t for t in limits)
-    if not is_pair or not all(isinstance(limit, kinds) for limit in limits):
+    try:
+        left, right = (None, None) if window is None else window
+        left, right = (n if n is None else _arguments.integer("window", n) for n in (left, right))
+    except (TypeError, ValueError):
         raise TypeError(
             "window must be None or (left, right), each an int or None for no limit, but is "
             f"{window!r:.80}"
-        )
-    for limit in limits:
-        if limit is not None and limit < 0:
-            raise ValueError(
-                f"window's limits must not be negative, but it is {tuple(window)}: None is no limit"
-            )
-        if type(limit) is int:
-            _arguments.integer("window", limit)
-    left, right = limits
+        ) from None
     return left, 0 if _arguments.flag("causal", causal) else right
 
 
@@ -271,7 +259,7 @@ def flash_attention(
     Raises:
         RuntimeError: an argument's shape, dtype, device, layout or value does not fit; the message
             names it.
-        TypeError, ValueError: of ``window``, and of what should be a number.
+        TypeError: of ``window``, and of what should be a number.
     """
     attn_mask = _torch.dense_mask(attn_mask, query)
     tensors = (query, key, value, attn_mask, alibi_slopes, sink, None, None)

@@ -22,11 +22,6 @@ class _Rows(NamedTuple):
     place: Tensor
     bounds: Tensor | None = None  # of packed sequences and of one empty one more
 
-    def lengths(self, of: "_Rows") -> Tensor:
-        """Of the sequence of each row, how many rows it has in another tensor."""
-        sequence = self.sequence.clamp_min(0)
-        return of.bounds[sequence + 1] - of.bounds[sequence]
-
 
 def _rows(count, offsets: Tensor | None, like: Tensor) -> _Rows:
     place = torch.arange(count, device=like.device)
@@ -158,7 +153,7 @@ def attention_forward(*args) -> tuple[Tensor, Tensor]:
     # Keys less queries, of each query's sequence.
     shift = torch.full_like(q.place, key.shape[2] - query.shape[2])
     if packed:
-        shift = q.lengths(k) - q.lengths(q)
+        shift = (k.bounds - q.bounds).diff()[q.sequence.clamp_min(0)]
     offset = ahead - shift.unsqueeze(1)
     hidden = _hidden(call, q, k, ahead if call.top_left else offset, dtype)
     if packed or not (call.attn_mask is call.window_left is call.window_right is None):

@@ -177,6 +177,8 @@ def _form_of_torchs(module: nn.Module) -> _probe.Form | None:
 
 def _why_not_foreign(module: nn.Module, cls: type) -> str | None:
     """What makes a module of another library unfit, unless its class is named to ``convert``."""
+    if isinstance(module, modules.RMSNormGated):
+        return "it is one of this library's"
     if module._modules:
         return "it has submodules"
     if any(buffer is not None for buffer in module._buffers.values()):

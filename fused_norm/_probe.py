@@ -9,6 +9,7 @@ import contextlib
 import inspect
 import itertools
 import math
+import re
 import warnings
 from typing import NamedTuple
 
@@ -107,6 +108,9 @@ def takes_one_input(cls: type) -> bool:
     return len(arguments) == 2 and arguments[1].kind.name.startswith("POSITIONAL_")
 
 
+_EPS_NAME = re.compile("(?<![A-Za-z])eps|E(ps|PS)")  # not that of "timesteps"
+
+
 def form_of(module: nn.Module) -> Form | str:
     """What the module computes; a string says why it is no norm of the last dimensions."""
     shapes = {name: tuple(p.shape) for name, p in module._parameters.items() if p is not None}
@@ -116,7 +120,7 @@ def form_of(module: nn.Module) -> Form | str:
     if len(shapes) > 2 or set(shapes.values()) - {normalized_shape} or 0 in normalized_shape:
         return "it has other parameters than a weight and a bias of one value a column"
     numbers = {n: v for n, v in vars(module).items() if v is None or isinstance(v, int | float)}
-    names = [n for n, v in numbers.items() if "eps" in n.lower() and not isinstance(v, bool)]
+    names = [n for n, v in numbers.items() if _EPS_NAME.search(n) and not isinstance(v, bool)]
     if len(names) != 1:
         return "its epsilon was not found" + f" among {', '.join(names)}" * (len(names) > 1)
     # Outside of modes such as FakeTensorMode, which run nothing.

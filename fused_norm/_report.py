@@ -102,7 +102,7 @@ def memory_report(model: torch.nn.Module, *example_inputs, **keywords) -> Memory
     classes = (LayerNorm, RMSNorm, RMSNormGated)
     norms = {name: m for name, m in model.named_modules() if isinstance(m, classes)}
     for name, module in norms.items():
-        if any(p.is_meta or _torch.is_fake(p) for p in module.parameters()):
+        if any(p.is_meta or isinstance(p, _torch.FakeTensor) for p in module.parameters()):
             raise RuntimeError(f"{name or 'model'} is fake or on the meta device: it lacks weights")
     flags = {name: module.memory_efficient for name, module in norms.items()}
     as_it_is = _run(model, norms, example_inputs, keywords)

@@ -5,6 +5,7 @@ that part's own: _fusion.py Inductor's, _sharding.py DTensor's."""
 import functools
 import importlib.machinery
 import inspect
+import operator
 import sys
 from collections.abc import Callable
 from typing import TypeVar
@@ -20,8 +21,12 @@ softmax, log_softmax = torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.in
 
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
 no_modes = _disable_current_modes  # hides a check from tracers; there is no public one
-# Lets requires_grad_() be called where a transform of torch.func is at work; as above.
+# Lets requires_grad_() be called where a transform of torch.func is at work; and, true there, tells
+# of one. As above.
 allow_requires_grad = torch._functorch.eager_transforms.enable_inplace_requires_grad
+in_functorch = torch._C._functorch.maybe_current_level
+FakeTensor = torch._subclasses.FakeTensor  # without data, as torch.export traces them
+address = operator.attrgetter("_cdata")  # of the C++ object, by which the extension names a tensor
 
 _Function = TypeVar("_Function", bound=Callable)
 
@@ -126,25 +131,10 @@ def is_known(condition) -> bool:
     return bool(condition)
 
 
-def in_functorch() -> bool:
-    """Whether a transform of torch.func is at work; there is no public way to ask."""
-    return torch._C._functorch.maybe_current_level() is not None
-
-
-def is_fake(tensor) -> bool:
-    """Whether it is a tensor without data, as torch.export traces them."""
-    return isinstance(tensor, torch._subclasses.FakeTensor)
-
-
 def shard_version(parameter: Tensor) -> int:
     """How often a DTensor and its shard were changed; 0 of others. No public name says it."""
     shard = getattr(parameter, "_local_tensor", None)
     return 0 if shard is None else parameter._version + shard._version
-
-
-def address(tensor: Tensor | torch.UntypedStorage) -> int:
-    """Of the C++ object, by which the extension names a tensor."""
-    return tensor._cdata
 
 
 def ragged_dim(nested: Tensor) -> int:

@@ -86,7 +86,7 @@ def _room(call) -> int | None:
         return None
     if _torch.is_exporting():  # nobody can look at the parameters
         cols = math.prod(call.normalized_shape)
-        is_plain = type(call.input) in PLAIN or _torch.is_fake(call.input)
+        is_plain = type(call.input) in PLAIN or isinstance(call.input, _torch.FakeTensor)
         return min(cols, -(-max(16, cols // 256) // 4) * 4) if is_plain else None
     # A DTensor saves its input, traced or not.
     if type(call.input) not in PLAIN:
@@ -125,7 +125,7 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
     room = _room(call) if memory_efficient else None
     if not _torch.is_exporting():
         return _outputs(call, _ops.norm_forward(*call._replace(room=room)))
-    # Without dtypes among the arguments: see without_dtype().
+    # Without dtypes among the arguments: see softmax().
     _ops.check_rows(_ops.norm_forward, call)
     input, residual, out_dtype = call.input, call.residual, call.out_dtype
     residual_out = None
@@ -142,21 +142,15 @@ def norm_forward(*args, memory_efficient) -> tuple[torch.Tensor, torch.Tensor | 
     return output.to(out_dtype), added if residual_out is None else residual_out
 
 
-def without_dtype(input, out_dtype) -> tuple:
-    """(input, out_dtype) of a call. Under export the input is converted, and there is no out_dtype:
-    torch's ahead-of-time runtime reads an optional dtype as its neighbour. The arithmetic is in
-    fp32 in any case, so a conversion before or after it gives the same numbers."""
-    if out_dtype is None or not _torch.is_exporting():
-        return input, out_dtype
-    return input.to(out_dtype), None
-
-
 def _outputs(call, results) -> tuple:
     return results[0], None if call.residual is None else results[1]
 
 
 def softmax(input, dim, log, out_dtype, *options) -> torch.Tensor:
     """The arguments are the operator's."""
-    input, out_dtype = without_dtype(input, out_dtype)
+    if out_dtype is not None and _torch.is_exporting():
+        # torch's ahead-of-time runtime reads an optional dtype as its neighbour. The arithmetic is
+        # in fp32 in any case: a conversion before it or after it gives the same numbers.
+        input, out_dtype = input.to(out_dtype), None
     functions = _decompositions if is_onnx_export() else _ops
     return functions.softmax_forward(input, dim, log, out_dtype, *options)

@@ -1,6 +1,5 @@
 """Functional norms, softmaxes and attention. See each function for shapes, dtypes and errors."""
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -53,7 +52,7 @@ def _norm(
     if type(input) is not Tensor:
         _arguments.tensor("input", input)
     is_compiling = torch.compiler.is_compiling()
-    if type(normalized_shape) is not tuple or is_compiling:  # _retry is for a tuple's elements
+    if type(normalized_shape) is not tuple or is_compiling:  # a wrong element is found below
         normalized_shape = _arguments.shape(normalized_shape)
     if type(eps) is not float:
         eps = _arguments.rms_eps(input, eps) if rms else _arguments.number("eps", eps)
@@ -244,12 +243,7 @@ def add_rms_norm(
 @_torch.constant
 def _softmax_dim(name: str, ndim: int, stacklevel: int) -> int:
     """torch's rule, and its warning, for a dimension that is not given."""
-    warnings.warn(
-        f"Implicit dimension choice for {name} has been deprecated. "
-        "Change the call to include dim=X as an argument.",
-        stacklevel=stacklevel,
-    )
-    return 0 if ndim in (0, 1, 3) else 1
+    return torch.nn.functional._get_softmax_dim(name, ndim, stacklevel + 1)
 
 
 def _softmax_out_dtype(input: Tensor) -> torch.dtype | None:

@@ -1,8 +1,11 @@
 """Marks, the seeded generator, and the skipping of tests that need hardware this machine lacks."""
 
+import fcntl
 import functools
 import os
+import tempfile
 import zlib
+from pathlib import Path
 
 # How often OpenMP's threads look for work before they sleep; read when torch loads, here and in the
 # processes that tests start. By default they spin so long that a test run is several times slower
@@ -93,3 +96,22 @@ def generator(request, seed):
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
     return request.param
+
+
+@pytest.fixture
+def give_memory_back():
+    """After the test, to the other processes that share the GPU."""
+    yield
+    torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def most_of_the_memory():
+    """For tests of up to 90 GiB: one at a time, also when several processes share the tests."""
+    if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
+        pytest.skip("needs 120 GiB of GPU memory")
+    torch.cuda.empty_cache()
+    with open(Path(tempfile.gettempdir(), "fused_norm_large_tests.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()

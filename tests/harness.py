@@ -63,6 +63,12 @@ def full_form(kind, dtype, **options):
     )
 
 
+def place(values, offset):
+    """A copy of a matrix that starts `offset` elements into an allocation."""
+    buffer = torch.empty(values.numel() + offset, dtype=values.dtype, device=values.device)
+    return buffer[offset:].view(values.shape).copy_(values)
+
+
 # Pairs of input and output dtype, and the parameter dtypes that go with an input dtype.
 OUTPUTS = {
     torch.float64: [torch.float64],

@@ -960,7 +960,7 @@ class TestErrors:
     def test_options(self, device):
         q, k, v = self.make(device)
         attention = fn.flash_attention
-        refuse("window's limits must not be negative.*-1", attention, q, k, v, window=(-1, 2))
+        refuse("window's left limit.* must not be negative.*-1", attention, q, k, v, window=(-1, 2))
         refuse("window must be None or", attention, q, k, v, window=3)
         refuse("window must be None or", attention, q, k, v, window=(1.5, 2))
         refuse(f"window must be.* 64 bits.*{2**70}", attention, q, k, v, window=(2**70, 0))

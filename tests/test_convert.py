@@ -546,6 +546,18 @@ class BroadcastNorm(nn.Module):
         return x * torch.rsqrt(square + self.eps) * self.weight
 
 
+@pytest.mark.parametrize("name", ["timesteps", "deepspeed_stage", "keeps"])
+def test_not_every_name_with_eps_is_an_epsilon(name):
+    norm = BroadcastNorm((8,), -1)
+    setattr(norm, name, 10)
+    assert len(convert(nn.Sequential(norm))) == 1
+
+
+def test_a_gated_norm_is_one_of_the_librarys():
+    report = convert(nn.Sequential(fused_norm.RMSNormGated(8)), memory_efficient=True)
+    assert [skipped.reason for skipped in report.skipped] == ["it is one of this library's"]
+
+
 @pytest.mark.parametrize("shape", [(1,), (1, 8), (8, 1), (8, 1, 1)], ids=str)
 def test_a_weight_that_is_broadcast_is_none_of_columns(shape):
     model = nn.Sequential(BroadcastNorm(shape, -len(shape) if shape[0] == 8 else -1))

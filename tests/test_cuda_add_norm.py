@@ -9,13 +9,14 @@ from harness import (
     add_forward_backward,
     apply_add,
     check_add_call,
+    place,
     randn,
     random_input,
     random_parameters,
     same_bits,
 )
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("give_memory_back")]
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
@@ -38,12 +39,6 @@ SHAPES = [
 @pytest.fixture
 def generator(seed):
     return torch.Generator("cuda").manual_seed(seed)
-
-
-@pytest.fixture(autouse=True)
-def give_memory_back():
-    yield
-    torch.cuda.empty_cache()
 
 
 def full_form(kind, sums, memory_efficient=False):
@@ -146,12 +141,6 @@ def test_a_row_among_others(kind, sums, memory_efficient, generator):
                     assert same_bits(results[name][index], alone[name][0]), (
                         f"{form}, {cols} columns, row {index} of {rows}: {name}"
                     )
-
-
-def place(values, offset):
-    """A copy of a matrix that starts `offset` elements into an allocation."""
-    buffer = torch.empty(values.numel() + offset, dtype=values.dtype, device=values.device)
-    return buffer[offset:].view(values.shape).copy_(values)
 
 
 @each_flag

@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 import torch
-from harness import Form, apply, forward_backward, randn, random_input, random_parameters, same_bits
+from harness import (
+    apply,
+    forward_backward,
+    full_form,
+    place,
+    randn,
+    random_input,
+    random_parameters,
+    same_bits,
+)
 
 import fused_norm as fn
 
@@ -24,23 +33,12 @@ def generator(seed):
     return torch.Generator("cuda").manual_seed(seed)
 
 
-def full_form(kind, dtype, memory_efficient=False):
-    bias = dtype if kind == "layer" else None
-    return Form(kind, dtype, dtype, weight=dtype, bias=bias, memory_efficient=memory_efficient)
-
-
-def place(values, offset):
-    """A copy of a matrix that starts `offset` elements into an allocation."""
-    buffer = torch.empty(values.numel() + offset, dtype=values.dtype, device=values.device)
-    return buffer[offset:].view(values.shape).copy_(values)
-
-
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_repeats(kind, dtype, memory_efficient, generator):
     """Also while another stream keeps the GPU busy, so that blocks run in another order."""
-    form = full_form(kind, dtype, memory_efficient)
+    form = full_form(kind, dtype, memory_efficient=memory_efficient)
     noise = torch.randn(2048, 2048, device="cuda")
     side = torch.cuda.Stream()
     shapes = [
@@ -81,7 +79,7 @@ def test_twenty_repeats(kind, dtype, memory_efficient, generator):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_among_others(kind, dtype, memory_efficient, generator):
     """y and dx of a row are the same alone, among 2 to 4097 rows, and at sixteen row indices."""
-    form = full_form(kind, dtype, memory_efficient)
+    form = full_form(kind, dtype, memory_efficient=memory_efficient)
     for cols in COLS:
         weight, bias = random_parameters(generator, form, [cols], recoverable=True)
         x, dy = random_input(generator, 1, cols, dtype), randn(generator, 1, cols, dtype=dtype)
@@ -163,7 +161,7 @@ def test_gradients_of_short_rows_by_the_ten_thousand(
 ):
     """Backward of rows that lanes share, so many that each has one after the other: dx is that of a
     few of them, and everything is the same where the rows start anywhere, or lie apart."""
-    form = dataclasses.replace(full_form(kind, dtype, memory_efficient), y=y_dtype)
+    form = dataclasses.replace(full_form(kind, dtype, memory_efficient=memory_efficient), y=y_dtype)
     whole_packs = (56, 64, 72, 96, 128, 144, 192, 256, 272, 320, 384, 400, 544)
     for cols in (*whole_packs, 17, 33, 65, 126, 129, 161, 225, 257, 300, 333, 513):
         rows = 2**24 // cols + 5
@@ -214,7 +212,7 @@ def test_gradients_of_many_short_rows_with_listed_columns(kind, dtype, y_dtype, 
 def test_a_row_at_any_alignment(kind, dtype, memory_efficient, generator):
     """y and dx are the same at eight base offsets of x, dy and the parameters, at any row pitch,
     and with each offset of its own."""
-    form = full_form(kind, dtype, memory_efficient)
+    form = full_form(kind, dtype, memory_efficient=memory_efficient)
     for cols in COLS:
         weight, bias = random_parameters(generator, form, [cols], recoverable=True)
         x, dy = random_input(generator, 5, cols, dtype), randn(generator, 5, cols, dtype=dtype)
@@ -253,7 +251,7 @@ def test_the_sign_of_zero_at_any_alignment(generator):
 def test_many_rows_at_any_alignment(kind, dtype, memory_efficient, generator):
     """Rows so many that a block's stages in shared memory are filled again and again; dweight and
     dbias are the same too, as the grid is."""
-    form = full_form(kind, dtype, memory_efficient)
+    form = full_form(kind, dtype, memory_efficient=memory_efficient)
     shapes = [
         (3300, 1025),
         (1700, 3333),

@@ -1,20 +1,16 @@
 """The GPU's kernels held to fp64 references over their whole range of sizes. Limits:
 reference.py."""
 
-import fcntl
-import tempfile
-from pathlib import Path
-
 import pytest
 import torch
 from harness import (
     CHUNK,
     OUTPUTS,
-    Form,
     Verdict,
     apply,
     check_call,
     forms,
+    full_form,
     randn,
     random_input,
     random_parameters,
@@ -22,7 +18,7 @@ from harness import (
 )
 from reference import NormCheck
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("give_memory_back")]
 
 COLS = [1, 2, 31, 32, 33, 96, 126, 255, 256, 768, 1000, 1023, 1025, 3333, 3334, 4095, 4096, 4097]
 COLS += [5120, 8192, 8193, 12288, 16384, 16386, 20000, 32769, 40000, 50257, 65536, 65537, 131072]
@@ -37,30 +33,6 @@ KINDS = ["layer", "rms"]
 @pytest.fixture
 def generator(seed):
     return torch.Generator("cuda").manual_seed(seed)
-
-
-@pytest.fixture(autouse=True)
-def give_memory_back():
-    yield
-    torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def most_of_the_memory():
-    """For tests of up to 90 GiB: one at a time, also when several processes share the tests."""
-    if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
-        pytest.skip("needs 120 GiB of GPU memory")
-    torch.cuda.empty_cache()
-    with open(Path(tempfile.gettempdir(), "fused_norm_large_tests.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-        torch.cuda.empty_cache()
-
-
-def full_form(kind, dtype, **options):
-    return Form(
-        kind, dtype, dtype, weight=dtype, bias=dtype if kind == "layer" else None, **options
-    )
 
 
 @pytest.mark.parametrize("cols", COLS)

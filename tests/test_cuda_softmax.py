@@ -1,14 +1,11 @@
 """The softmax kernels over their whole range of sizes, in every tier: held to fp64 references,
 equal bits where they are promised, streams and graphs. Limits: softmax_harness.py."""
 
-import fcntl
 import math
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
-from harness import CHUNK, Verdict, randn, returns_at_once, same_bits, waits_are_errors
+from harness import CHUNK, Verdict, place, randn, returns_at_once, same_bits, waits_are_errors
 from softmax_harness import (
     BF16,
     COLS,
@@ -26,7 +23,7 @@ from softmax_harness import (
 
 import fused_norm.functional as fn
 
-pytestmark = pytest.mark.cuda
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("give_memory_back")]
 
 ROWS = [1, 3, 4096]
 TIERS = ["auto", "warp", "block", "uncached"]
@@ -39,24 +36,6 @@ each_tier = pytest.mark.parametrize("tier", TIERS)
 @pytest.fixture
 def generator(seed):
     return torch.Generator("cuda").manual_seed(seed)
-
-
-@pytest.fixture(autouse=True)
-def give_memory_back():
-    yield
-    torch.cuda.empty_cache()
-
-
-@pytest.fixture
-def most_of_the_memory():
-    """For tests of up to 90 GiB: one at a time, also when several processes share the tests."""
-    if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
-        pytest.skip("needs 120 GiB of GPU memory")
-    torch.cuda.empty_cache()
-    with open(Path(tempfile.gettempdir(), "fused_norm_large_tests.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-        torch.cuda.empty_cache()
 
 
 def filled(generator, *shape, dtype):
@@ -381,12 +360,6 @@ def test_a_row_among_others(pair, tier, generator):
                 for result, expected in zip(results, alone, strict=True):
                     same = same_bits(result[indices], expected.expand(len(indices), cols))
                     assert same, f"{form}, {cols} columns, among {rows}"
-
-
-def place(values, offset):
-    """A copy of a matrix that starts `offset` elements into an allocation."""
-    buffer = torch.empty(values.numel() + offset, dtype=values.dtype, device=values.device)
-    return buffer[offset:].view(values.shape).copy_(values)
 
 
 @each_tier

@@ -7,9 +7,9 @@ import time
 import pytest
 import torch
 from harness import (
-    Form,
     apply,
     forward_backward,
+    full_form,
     randn,
     random_input,
     random_parameters,
@@ -29,11 +29,6 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 @pytest.fixture
 def generator(seed):
     return torch.Generator("cuda").manual_seed(seed)
-
-
-def full_form(kind, dtype, **options):
-    bias = dtype if kind == "layer" else None
-    return Form(kind, dtype, dtype, weight=dtype, bias=bias, **options)
 
 
 def assert_same_bits(results, expected):
