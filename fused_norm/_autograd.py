@@ -87,6 +87,5 @@ for _name in ("norm", "rms_norm_gated", "softmax", "attention"):
 # torch.vmap: torch's own rules for the decompositions. Those of the others are in _vmap.py.
 for _operator in ("norm_backward", "rms_norm_gated_backward", "softmax_backward"):
     _library.impl(_operator, getattr(_decompositions, _operator), "FuncTorchBatched")
-_library.impl(
-    "norm_statistics_backward", _decompositions.statistics_backward, "CompositeImplicitAutograd"
-)
+for _key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
+    _library.impl("norm_statistics_backward", _decompositions.statistics_backward, _key)

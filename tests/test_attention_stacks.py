@@ -957,6 +957,24 @@ class TestErrors:
         refuse(re.escape(says), fn.scaled_dot_product_attention, q, k, k,
                torch.zeros(shape, device=device))  # fmt: skip
 
+    @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+    def test_a_nested_stack(self, device):
+        q = torch.zeros(1, 1, 2, 8, device=device)
+        stack = torch.nested.nested_tensor([q, q])
+        arguments = (q, stack, *[None] * 7, 0, 0, None, 0.0, None, None, False, 0.0)
+        refuse("key must be a dense strided tensor, but is nested",
+               torch.ops.fused_norm.attention_forward, *arguments)  # fmt: skip
+
+    def test_a_boolean_mask_has_no_gradient(self, device, generator):
+        q = torch.randn(1, 2, 5, 8, generator=generator, device=device)
+        mask = torch.ones(5, 5, dtype=torch.bool, device=device)
+        arguments = (q, q, q, mask, None, None, None, None, None, 0, 0, None, 0.0, None, None)
+        out, lse = torch.ops.fused_norm.attention_forward(*arguments, False, 0.0)
+        gradients = torch.ops.fused_norm.attention_backward(
+            q, None, out, lse, *arguments, False, 0.0, [False] * 3 + [True, False]
+        )
+        assert all(gradient is None for gradient in gradients)
+
     def test_options(self, device):
         q, k, v = self.make(device)
         attention = fn.flash_attention

@@ -211,6 +211,46 @@ def test_tangent_of_the_gradient_alone(kind, device, generator):
             torch.testing.assert_close(forward_ad.unpack_dual(gradient).tangent, correct)
 
 
+def test_tangent_of_a_later_gradient_alone(device, generator):
+    """Of the sum's gradient beside a norm's, and of the log-sum-exp's beside attention's."""
+    leaves = {"add": [leaf(generator, 4, 6) for _ in range(2)]}
+    leaves["attention"] = [leaf(generator, 1, 3, 2, 8) for _ in range(3)]
+    results = {
+        "add": fn.add_rms_norm(*leaves["add"], (6,)),
+        "attention": fn.flash_attention(*leaves["attention"], return_lse=True),
+    }
+    for name, outputs in results.items():
+        dy, dlater, tangent = (leaf(generator, *outputs[i].shape).detach() for i in (0, 1, 1))
+        expected = torch.autograd.grad(outputs[1], leaves[name][0], tangent, retain_graph=True)[0]
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(dlater, tangent)
+            for gradients in ([dy, dual], [None, dual]):
+                wanted = [(o, g) for o, g in zip(outputs, gradients, strict=True) if g is not None]
+                dx, *_ = torch.autograd.grad(
+                    [o for o, _ in wanted],
+                    leaves[name][0],
+                    [g for _, g in wanted],
+                    retain_graph=True,
+                )
+                torch.testing.assert_close(forward_ad.unpack_dual(dx).tangent, expected)
+
+
+@pytest.mark.filterwarnings("error")
+@each_kind
+def test_vmap_over_second_derivatives(kind, device, generator):
+    """Of a gradient that the statistics have too: by torch's rules, without its loop."""
+    leaves = [leaf(generator, 4, 6), *parameters(generator, "weight").values()]
+    y = norm_of(kind, "weight")(*leaves)
+    (g,) = torch.autograd.grad(y.sin().sum(), leaves[0], create_graph=True)
+    directions = leaf(generator, 3, *g.shape).detach()
+
+    def product(v):
+        return torch.autograd.grad(g, leaves[0], v, retain_graph=True)[0]
+
+    expected = torch.stack([product(v) for v in directions])
+    torch.testing.assert_close(func.vmap(product)(directions), expected)
+
+
 FUNCTIONALS = {
     "grad": lambda f, n: func.grad(lambda *a: f(*a).sin().sum(), argnums=tuple(range(n))),
     "jacrev": lambda f, n: func.jacrev(f, argnums=tuple(range(n))),

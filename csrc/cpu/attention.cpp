@@ -208,6 +208,10 @@ class Block {
   // Where a row is in tensors of (batch, heads, rows).
   int64_t place_of(int64_t row) const { return sequence.first_query + query_of(row); }
 
+  int64_t place_in_lse(int64_t row) const {
+    return (sequence.batch * p.query.size(1) + head_of(row)) * p.query.size(2) + place_of(row);
+  }
+
   // The block's rows in tensors that are shaped as query is, and as key is.
   Part query_part() const { return {sequence.batch, kv_head * group, group, place_of(0), queries}; }
   Part key_part() const { return {sequence.batch, kv_head, 1, sequence.first_key, sequence.keys}; }
@@ -341,8 +345,7 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
     const double sink = sink_of(p, head);
     Acc* row = s + r * width;
     const Acc shift = std::max(largest_of(row, width), static_cast<Acc>(sink));
-    Acc* log_sum =
-        lse + (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
+    Acc* log_sum = lse + block.place_in_lse(r);
     if (shift == -kInfinity<Acc>) {  // nothing is seen, or only NaN
       const bool is_nan = !std::all_of(row, row + width, [](Acc x) { return x < 0; });
       std::fill_n(row, width, is_nan ? std::numeric_limits<Acc>::quiet_NaN() : Acc(0));
@@ -429,8 +432,7 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
   Acc* dropped = p.dropout_p > 0 ? buffers.dropped.at_least(total) : s;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = block.head_of(r);
-    const int64_t at =
-        (block.sequence.batch * p.query.size(1) + head) * p.query.size(2) + block.place_of(r);
+    const int64_t at = block.place_in_lse(r);
     Acc *p_row = s + r * width, *ds_row = ds + r * width;
     // Divided by their own sum: of exp(score - lse) the rounding of lse is a part of the sum.
     const double sink = sink_of(p, head);
@@ -553,27 +555,18 @@ void zero_outside(const Tensor& t, const std::vector<int64_t>& offsets) {
 }  // namespace
 
 void attention_forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
-  const at::NoGradGuard no_grad;
   zero_outside(out, p.query_offsets);
   if (!p.query_offsets.empty()) lse.fill_(-kInfinity<double>);
-  if (out.scalar_type() == at::kDouble) {
-    forward<double>(p, out, lse);
-  } else {
-    forward<float>(p, out, lse);
-  }
+  in_precision_of(out.scalar_type(), [&](auto acc) { forward<decltype(acc)>(p, out, lse); });
 }
 
 void attention_backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout,
                         const Tensor& dlse, const AttentionProblemGradients& gradients) {
-  const at::NoGradGuard no_grad;
   zero_outside(gradients.query, p.query_offsets);
   zero_outside(gradients.key, p.key_offsets);
   zero_outside(gradients.value, p.key_offsets);
-  if (lse.scalar_type() == at::kDouble) {
-    backward<double>(p, lse, dout, dlse, gradients);
-  } else {
-    backward<float>(p, lse, dout, dlse, gradients);
-  }
+  in_precision_of(lse.scalar_type(),
+                  [&](auto acc) { backward<decltype(acc)>(p, lse, dout, dlse, gradients); });
 }
 
 }  // namespace fused_norm::cpu

@@ -1,6 +1,5 @@
 #include "ops/attention.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
@@ -45,7 +44,7 @@ Tensor new_lse(const AttentionCall& call, const Tensor& query) {
   c10::SymDimVector rows(query.sym_sizes());
   rows.pop_back();
   if (call.is_packed()) std::swap(rows[0], rows[1]);
-  return new_tensor(query, rows, accumulate_dtype(query.scalar_type()));
+  return new_tensor(query, rows, at::toOpMathType(query.scalar_type()));
 }
 
 NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wanted) {
@@ -59,7 +58,8 @@ NewGradients new_gradients(const AttentionCall& call, const AttentionWanted& wan
   make(kQuery, call.query, has(call.key) ? 1 : 3);
   make(kKey, call.key, has(call.value) ? 1 : 2);
   make(kValue, call.value, 1);
-  made.returned[kMask] = new_like_if(wanted[kMask], call.attn_mask);
+  made.returned[kMask] =
+      new_like_if(wanted[kMask] && dtype_of(call.attn_mask) != at::kBool, call.attn_mask);
   made.returned[kSink] = new_like_if(wanted[kSink], call.sink);
   return made;
 }
@@ -146,7 +146,6 @@ void backward_on_cpu(const AttentionBackwardCall& inputs, const QueryKeyValue& q
 
 // (out, lse). Of a meta tensor their shapes and strides alone.
 Forward attention_forward(const AttentionCall& call) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_attention(call);
   const auto qkv = call.apart();
   const Tensor out = new_rows(qkv[0], qkv[2].sym_size(-1)), lse = new_lse(call, qkv[0]);
@@ -168,7 +167,6 @@ Forward attention_forward(const AttentionCall& call) {
 // The gradients; undefined where `wanted` is false, where there is no such tensor, and where it is
 // stacked with the one before it.
 AttentionGradients attention_backward(const AttentionBackwardCall& call) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
   check_attention_backward(call);
   const Tensor& out = call.out;
   check_built_for(out);
@@ -189,6 +187,7 @@ AttentionGradients attention_backward(const AttentionBackwardCall& call) {
 struct AttentionFunction : CallFunction<AttentionFunction> {
   static constexpr const char* kBackward = "fused_norm::attention_backward";
   static constexpr std::array<int64_t, kAttentionGradients> kPlaces = {0, 1, 2, 3, 5};
+  static constexpr auto* kCheck = &check_attention;
   static constexpr bool kSavesFirst = true, kDifferentiatesSecond = true;
 
   static const auto& op() { return operator_of<kernel<attention_forward>>("attention_forward"); }
@@ -207,7 +206,7 @@ void check_slopes(const OptionalTensor& slopes) {
 
 Forward differentiate_attention(const AttentionCall& call) {
   check_slopes(call.alibi_slopes);
-  return differentiate_call<AttentionFunction>(check_attention, call);
+  return differentiate_call<AttentionFunction>(call);
 }
 
 // Seed and offset of a call's dropout: int64 (2,) on query's device, from its default generator.

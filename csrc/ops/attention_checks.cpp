@@ -80,9 +80,10 @@ void check_mask(const Tensor& mask, const AttentionCall& call, const Tensor& que
   TORCH_CHECK(!call.is_packed(), "attn_mask of shape ", mask.sym_sizes(),
               " cannot be combined with cu_seqlens");
   const SymInt full[] = {query.sym_size(0), query.sym_size(1), query.sym_size(2), key.sym_size(2)};
-  TORCH_CHECK(broadcasts_to(mask.sym_sizes(), full), "attn_mask has shape ", mask.sym_sizes(),
-              ", which does not broadcast to (batch, heads, queries, keys) = (", full[0], ", ",
-              full[1], ", ", full[2], ", ", full[3], ")");
+  TORCH_SYM_CHECK(are_alike(mask.sym_sizes(), full, /*broadcasts=*/true), "attn_mask has shape ",
+                  mask.sym_sizes(),
+                  ", which does not broadcast to (batch, heads, queries, keys) = (", full[0], ", ",
+                  full[1], ", ", full[2], ", ", full[3], ")");
 }
 
 void check_options(const AttentionCall& call) {
@@ -92,8 +93,10 @@ void check_options(const AttentionCall& call) {
               "softcap must be finite and not negative, but is ", call.softcap);
   TORCH_CHECK(call.dropout_p >= 0 && call.dropout_p < 1,
               "dropout_p must be at least 0 and below 1, but is ", call.dropout_p);
-  if (call.window_left) check_not_negative(*call.window_left, "window's left limit (None: no limit)");
-  if (call.window_right) check_not_negative(*call.window_right, "window's right limit (None: no limit)");
+  if (call.window_left)
+    check_not_negative(*call.window_left, "window's left limit (None: no limit)");
+  if (call.window_right)
+    check_not_negative(*call.window_right, "window's right limit (None: no limit)");
 }
 
 }  // namespace
@@ -102,6 +105,7 @@ QueryKeyValue AttentionCall::apart() const {
   const int64_t dims = is_packed() ? 3 : 4;
   const auto check = [&](const Tensor& tensor, int64_t count, const char* name,
                          const char* missing) {
+    check_layout(tensor, name);
     TORCH_CHECK(tensor.dim() == dims + 1 && tensor.sym_size(0) == count, name, " must hold ", count,
                 " tensors of ", dims, " dimensions, as there is no ", missing, ", but has shape ",
                 tensor.sym_sizes());
@@ -181,7 +185,7 @@ void check_attention_backward(const AttentionBackwardCall& call) {
   check(call.dout, "dout", query.scalar_type(), shape);
   shape.pop_back();
   if (call.forward.is_packed()) std::swap(shape[0], shape[1]);
-  const ScalarType wide = accumulate_dtype(query.scalar_type());
+  const ScalarType wide = at::toOpMathType(query.scalar_type());
   check(call.lse, "lse", wide, shape);
   if (has(call.dlse)) check(*call.dlse, "dlse", wide, shape);
 }

@@ -75,7 +75,7 @@ variable_list backward_of_call(AutogradContext* ctx, const variable_list& saved,
     edges.push_back((given << (64 - place)).count());
     wanted.push_back(given[place] && ctx->needs_input_grad(edges.back()));
   }
-  const InBackward guard(before[0].toTensor());
+  const InBackward guard(tensors_in(before));
   c10::Stack stack = std::move(before), arguments = saved_call(ctx, saved);
   std::move(arguments.begin(), arguments.end(), std::back_inserter(stack));
   stack.emplace_back(wanted);

@@ -61,8 +61,9 @@ using NoAutocast = c10::impl::ExcludeDispatchKeyGuard;
 // Keeps autograd off a call in a backward pass that is not differentiated in turn.
 class InBackward {
  public:
-  explicit InBackward(const at::Tensor& dy) {
-    if (!at::GradMode::is_enabled() && !is_transformed(dy)) below_autograd_.emplace();
+  template <typename... Args>
+  explicit InBackward(const Args&... args) {
+    if (!at::GradMode::is_enabled() && !is_transformed(args...)) below_autograd_.emplace();
   }
 
  private:
@@ -91,7 +92,7 @@ class Operator {
   // kernel decides.
   template <typename... Args>
   auto in_backward(const Args&... args) const {
-    const InBackward guard(call_with([](const auto& dy, const auto&...) { return dy; }, args...));
+    const InBackward guard(args...);
     return call(args...);
   }
   // For the operator's Autograd kernel: the results of a call that is not to be recorded. A
@@ -197,10 +198,10 @@ void check_sizes(const Check& check, const Call& call) {
 }
 
 // The Autograd kernel of an operator that has a CallFunction.
-template <typename Self, typename Check, typename Call>
-Forward differentiate_call(const Check& check, const Call& call) {
-  if (auto results = Self::op().unrecorded(check, call)) return *results;
-  check_sizes(check, call);
+template <typename Self, typename Call>
+Forward differentiate_call(const Call& call) {
+  if (auto results = Self::op().unrecorded(Self::kCheck, call)) return *results;
+  check_sizes(Self::kCheck, call);
   const c10::Stack arguments = as_stack(call);
   const variable_list tensors = tensors_in(arguments);
   at::Tensor constant;

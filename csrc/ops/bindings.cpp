@@ -8,8 +8,6 @@
 #include <cuda.h>
 #endif
 
-#include <sstream>
-
 #include "ops/attention.h"
 #include "ops/column_watch.h"
 #include "ops/norm.h"
@@ -46,15 +44,11 @@ py::dict build_info() {
   info["version"] = FUSED_NORM_VERSION;
   info["torch"] = FUSED_NORM_TORCH_VERSION;
 #ifdef FUSED_NORM_WITH_CUDA
-  info["cuda"] =
-      std::to_string(CUDA_VERSION / 1000) + "." + std::to_string(CUDA_VERSION % 1000 / 10);
+  info["cuda"] = c10::str(CUDA_VERSION / 1000, ".", CUDA_VERSION % 1000 / 10);
 #else
   info["cuda"] = py::none();
 #endif
-  py::list arch_list;
-  std::stringstream archs(FUSED_NORM_ARCH_LIST);
-  for (std::string arch; std::getline(archs, arch, ';');) arch_list.append(arch);
-  info["arch_list"] = arch_list;
+  info["arch_list"] = py::str(FUSED_NORM_ARCH_LIST).attr("replace")(";", " ").attr("split")();
   info["cxx"] = __VERSION__;
   return info;
 }
@@ -71,7 +65,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("after_optimizer_step", &after_optimizer_step, py::call_guard<py::gil_scoped_release>());
   m.def("set_overflow_message", &set_overflow_message);
   m.def("unrecoverable_columns", &unrecoverable_columns, py::call_guard<py::gil_scoped_release>());
-  m.def("softmax", &softmax, py::call_guard<py::gil_scoped_release>());
+  m.def("softmax", kernel<softmax>, py::call_guard<py::gil_scoped_release>());
   m.def("attention", kernel<attention>, py::call_guard<py::gil_scoped_release>());
   m.def("attention", [](const py::args&) { return py::none(); });
   m.def("check_attention", kernel<check_before_drawing>);

@@ -7,10 +7,12 @@
 #include <ATen/core/boxing/BoxedKernel.h>
 #include <ATen/core/ivalue.h>
 
+#include <algorithm>
 #include <array>
 #include <tuple>
 #include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "ops/checks.h"
 
@@ -104,6 +106,9 @@ bool any_tensor(const Is& is, const Args&... args) {
     using T = std::decay_t<decltype(argument)>;
     if constexpr (std::is_same_v<T, at::Tensor>) return is(argument);
     if constexpr (std::is_same_v<T, OptionalTensor>) return has(argument) && is(*argument);
+    if constexpr (std::is_same_v<T, std::vector<at::Tensor>>) {
+      return std::any_of(argument.begin(), argument.end(), is);
+    }
     return false;
   };
   return call_with([&](const auto&... each) { return (holds(each) || ...); }, args...);

@@ -21,10 +21,6 @@ bool is_floating(at::ScalarType type) {
   return is_16_bit(type) || type == at::kFloat || type == at::kDouble;
 }
 
-at::ScalarType accumulate_dtype(at::ScalarType type) {
-  return type == at::kDouble ? at::kDouble : at::kFloat;
-}
-
 void check_layout(const at::Tensor& tensor, const char* name) {
   TORCH_CHECK(!tensor.is_nested(), name, " must be a dense strided tensor, but is nested");
   TORCH_CHECK(tensor.layout() == at::kStrided, name,
@@ -42,10 +38,14 @@ void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& 
               other_name, " is on ", other.device());
 }
 
-c10::SymBool are_alike(c10::SymIntArrayRef sizes, c10::SymIntArrayRef others) {
-  c10::SymBool alike = sizes.size() == others.size();
-  for (size_t i = 0; i < std::min(sizes.size(), others.size()); ++i)
-    alike = alike.sym_and(sizes[i].sym_eq(others[i]));
+c10::SymBool are_alike(c10::SymIntArrayRef sizes, c10::SymIntArrayRef others, bool broadcasts) {
+  c10::SymBool alike =
+      sizes.size() == others.size() || (broadcasts && sizes.size() < others.size());
+  for (size_t i = 1; i <= std::min(sizes.size(), others.size()); ++i) {
+    const c10::SymInt& size = sizes[sizes.size() - i];
+    const c10::SymBool same = size.sym_eq(others[others.size() - i]);
+    alike = alike.sym_and(broadcasts ? same.sym_or(size.sym_eq(1)) : same);
+  }
   return alike;
 }
 
@@ -87,19 +87,6 @@ void check_param(const OptionalTensor& param, const char* name,
               " must have the shape of normalized_shape ", normalized_shape, ", but has shape ",
               param->sym_sizes());
   check_device(*param, name, input, "input");
-}
-
-bool broadcasts_to(c10::SymIntArrayRef sizes, c10::SymIntArrayRef full) {
-  if (sizes.size() > full.size()) return false;
-  full = full.slice(full.size() - sizes.size());
-  for (size_t d = 0; d < sizes.size(); ++d) {
-    // Of a size that depends on data it is known that it is the other one, not that it is not 1.
-    const bool fits =
-        sizes[d].maybe_as_int() == 1 ||
-        sizes[d].sym_eq(full[d]).sym_or(sizes[d].sym_eq(1)).expect_true(__FILE__, __LINE__);
-    if (!fits) return false;
-  }
-  return true;
 }
 
 at::Tensor new_tensor(const at::Tensor& like, c10::SymIntArrayRef sizes, at::ScalarType dtype) {

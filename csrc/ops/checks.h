@@ -1,6 +1,7 @@
 // Argument checks that the operators share. Each throws, naming the argument and its value.
 #pragma once
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
 
 #include <cstdint>
@@ -25,14 +26,12 @@ std::optional<at::ScalarType> dtype_of(const OptionalTensor& tensor);
 bool is_16_bit(at::ScalarType type);
 bool is_floating(at::ScalarType type);  // float16, bfloat16, float32 or float64
 
-// The precision of sums and statistics: fp64 of fp64, else fp32.
-at::ScalarType accumulate_dtype(at::ScalarType type);
-
 void check_layout(const at::Tensor& tensor, const char* name);
 void check_floating(at::ScalarType type, const char* name);
 
-// Whether sizes are equal: a tracer may know that only at run time.
-c10::SymBool are_alike(c10::SymIntArrayRef sizes, c10::SymIntArrayRef others);
+// Whether sizes are equal, or broadcast to others: a tracer may know that only at run time.
+c10::SymBool are_alike(c10::SymIntArrayRef sizes, c10::SymIntArrayRef others,
+                       bool broadcasts = false);
 // check_device: on the other's device. check_like: of its shape too.
 void check_device(const at::Tensor& tensor, const char* name, const at::Tensor& other,
                   const char* other_name);
@@ -49,9 +48,6 @@ void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtyp
 // The tensor's last dimensions must be normalized_shape.
 void check_normalized(const at::Tensor& tensor, const char* name,
                       c10::SymIntArrayRef normalized_shape);
-
-// Whether a mask of these sizes broadcasts to others.
-bool broadcasts_to(c10::SymIntArrayRef sizes, c10::SymIntArrayRef full);
 
 // A norm's parameter: layout, shape and device. `input` is what it goes with.
 void check_param(const OptionalTensor& param, const char* name,

@@ -221,7 +221,7 @@ Watch* find_or_make_watch(const NormColumns& norm, bool captured,
   if (!captured && may_come_again(norm.weight) && may_come_again(norm.bias)) {
     const auto stream = c10::cuda::getCurrentCUDAStream();
     const size_t bytes = 2 * kTotalsBytes + norm.cols * (norm.bias.defined() ? 4 : 2) *
-                                                c10::elementSize(accumulate_dtype(norm.x_dtype));
+                                                c10::elementSize(at::toOpMathType(norm.x_dtype));
     Watch fresh{norm.cols, overflow_of(norm, 0), stream,
                 c10::cuda::CUDACachingAllocator::get()->allocate(bytes)};
     void* const start = fresh.memory.get();

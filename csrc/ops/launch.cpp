@@ -15,18 +15,11 @@ namespace fused_norm::ops {
 namespace {
 
 std::optional<RowLayout> find_layout(const at::Tensor& tensor, int64_t row_dims) {
-  const auto sizes = tensor.sizes();
-  const auto strides = tensor.strides();
   const int64_t lead = tensor.dim() - row_dims;
+  const auto row = folded_dims(tensor, lead, tensor.dim());
+  if (row.size() > 1 || (row.size() == 1 && row[0].second != 1)) return std::nullopt;
 
-  int64_t expected = 1;
-  for (int64_t d = tensor.dim() - 1; d >= lead; --d) {
-    if (sizes[d] == 1) continue;
-    if (strides[d] != expected) return std::nullopt;
-    expected *= sizes[d];
-  }
-
-  const auto dims = folded_dims(tensor, lead);
+  const auto dims = folded_dims(tensor, 0, lead);
   if (dims.size() < 2) return one_stride(dims.empty() ? 0 : dims[0].second);
   const auto [inner, outer] = std::pair(dims[0], dims[1]);
   const bool fits = inner.first * outer.first <= std::numeric_limits<int32_t>::max();
@@ -37,9 +30,9 @@ std::optional<RowLayout> find_layout(const at::Tensor& tensor, int64_t row_dims)
 }  // namespace
 
 c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& tensor,
-                                                             int64_t end) {
+                                                             int64_t begin, int64_t end) {
   c10::SmallVector<std::pair<int64_t, int64_t>, 4> dims;
-  for (int64_t d = end - 1; d >= 0; --d) {
+  for (int64_t d = end - 1; d >= begin; --d) {
     const int64_t size = tensor.size(d), stride = tensor.stride(d);
     if (size == 1) continue;
     if (!dims.empty() && stride == dims.back().second * dims.back().first) {

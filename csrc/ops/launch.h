@@ -28,8 +28,9 @@ struct Rows {
   }
 };
 
-// The dimensions before `end`, inner to outer, as the fewest (size, stride) that say the same.
-c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& tensor, int64_t end);
+// The dimensions [begin, end), inner to outer, as the fewest (size, stride) that say the same.
+c10::SmallVector<std::pair<int64_t, int64_t>, 4> folded_dims(const at::Tensor& tensor,
+                                                             int64_t begin, int64_t end);
 
 // The last `row_dims` dimensions of `tensor` make up a row. The tensor must not be empty. Rows of
 // whole packs, of `pack` elements, start on pack boundaries: if need be in a copy.

@@ -2,11 +2,9 @@
 // kernels. Of meta tensors the operators check what they can, and give shapes and dtypes.
 #include "ops/norm.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/isin.h>
-#include <ATen/ops/ones_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -122,7 +120,7 @@ struct Results {
   Tensor residual_out;   // undefined without a residual
 
   explicit Results(const NormCall& call) {
-    const ScalarType stats_dtype = accumulate_dtype(call.x_dtype());
+    const ScalarType stats_dtype = at::toOpMathType(call.x_dtype());
     const auto stats = stats_shape(call.input, call.normalized_shape);
     y = new_like(call.input, call.y_dtype());
     if (has(call.residual)) residual_out = new_like(call.input, call.x_dtype());
@@ -212,8 +210,6 @@ void forward_on_cuda(const NormCall& call, const NormColumns& norm, const Result
 }  // namespace
 
 std::vector<Tensor> norm_forward(const NormCall& call) {
-  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_norm(call);
   if (call.input.is_meta()) return Results(call).list();
   check_overflow();
@@ -228,9 +224,7 @@ std::vector<Tensor> norm_forward(const NormCall& call) {
   Results out(call);
   if (out.room() == 0 && out.columns.defined()) out.columns.zero_();
   if (call.input.numel() == 0) {
-    for (const Tensor* of_none : {&out.mean, &out.rstd, &out.side, &out.columns}) {
-      if (of_none->defined()) of_none->zero_();
-    }
+    zeroed<4>({out.mean, out.rstd, out.side, out.columns});
   } else if (call.input.is_cpu()) {
     forward_on_cpu(call, norm, out);
 #ifdef FUSED_NORM_WITH_CUDA
@@ -246,7 +240,7 @@ namespace {
 // Of tensors with data.
 void check_saved(const NormBackwardCall& call, int64_t cols) {
   const Tensor& dy = call.dy;
-  const ScalarType stats_dtype = accumulate_dtype(call.input_dtype);
+  const ScalarType stats_dtype = at::toOpMathType(call.input_dtype);
   const auto stats = stats_shape(dy, call.normalized_shape);
   check_given(call.rstd, "rstd", stats_dtype, stats, dy);
   if (call.needs_mean()) {
@@ -333,7 +327,6 @@ void backward_on_cuda(const NormBackwardCall& call, const NormColumns& norm,
 }  // namespace
 
 Gradients<3> norm_backward(const NormBackwardCall& call) {
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   const Tensor &dy = call.dy, &saved = call.saved;
   check_layout(dy, "dy");
   check_layout(saved, "saved");

@@ -23,23 +23,12 @@ using c10::SymIntArrayRef;
 const auto& forward_op() { return operator_of<kernel<norm_forward>>("norm_forward"); }
 const auto& backward_op() { return operator_of<kernel<norm_backward>>("norm_backward"); }
 
-// The input's gradient from those of mean, rstd and side, which is a decomposition alone.
-Tensor statistics_backward(const OptionalTensor& dmean, const OptionalTensor& drstd,
-                           const OptionalTensor& dside, const NormBackwardCall& p) {
-  c10::Stack stack =
-      as_stack(dmean, drstd, dside, p.saved, p.mean, p.rstd, p.weight, p.bias, p.normalized_shape,
-               p.weight_offset, p.rms, p.from_output, p.input_dtype, p.side, p.columns);
-  find_operator("fused_norm::norm_statistics_backward").callBoxed(&stack);
-  return stack[0].toTensor();
-}
-
 // What a call saves, in this order; undefined what it does not need.
 enum Saved { kSaved, kMean, kRstd, kWeight, kBias, kSide, kColumns, kSavedTensors };
 
 // And beside them: how many dimensions are normalized, rms, from_output, and whether there is a
-// residual; weight_offset, and the dtypes of what is normalized, of the input and of the residual.
-using Form = std::tuple<int64_t, bool, bool, bool>;
-using Numbers = std::tuple<double, ScalarType, ScalarType, ScalarType>;
+// residual; weight_offset, and the dtype of what is normalized.
+using Form = std::tuple<int64_t, bool, bool, bool, double, ScalarType>;
 
 }  // namespace
 
@@ -81,10 +70,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     }
     ctx->save_for_backward(std::move(saved));
     ctx->set_materialize_grads(false);
-    ctx->saved_data["form"] = Form(how.normalized_shape.size(), how.rms, from_output, adds);
-    ctx->saved_data["numbers"] =
-        Numbers(how.weight_offset, x.scalar_type(), how.input.scalar_type(),
-                (adds ? *how.residual : how.input).scalar_type());
+    ctx->saved_data["form"] = Form(how.normalized_shape.size(), how.rms, from_output, adds,
+                                   how.weight_offset, x.scalar_type());
     if (!how.input.requires_grad() && !(adds && how.residual->requires_grad())) {
       constants->assign(results.begin() + 1, results.end());
       results.resize(1);
@@ -94,9 +81,8 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
 
   // `grads` are those of the results of the operator, or of its output alone.
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto [row_dims, rms, from_output, adds] = ctx->saved_data["form"].to<Form>();
-    const auto [weight_offset, x_dtype, input_dtype, residual_dtype] =
-        ctx->saved_data["numbers"].to<Numbers>();
+    const auto [row_dims, rms, from_output, adds, weight_offset, x_dtype] =
+        ctx->saved_data["form"].to<Form>();
     variable_list saved = ctx->get_saved_variables();
     // A hook may give an unchanged copy of a result that was changed.
     const auto version = ctx->saved_data.find("version");
@@ -142,17 +128,13 @@ struct NormFunction : torch::autograd::Function<NormFunction> {
     const OptionalTensor drstd = optional(grads[rstd_at]);
     const OptionalTensor dside = lists ? optional(grads[side_at]) : std::nullopt;
     if (needs[0] && (dmean.has_value() || drstd.has_value() || dside.has_value())) {
-      const Tensor more = statistics_backward(dmean, drstd, dside, pass);
-      dx = dx.defined() ? at::add(dx, more) : more;
+      c10::Stack stack = as_stack(dmean, drstd, dside, pass);
+      find_operator("fused_norm::norm_statistics_backward").callBoxed(&stack);
+      dx = dx.defined() ? at::add(dx, stack[0].toTensor()) : stack[0].toTensor();
     }
 
-    // One tensor for both terms where their dtypes agree.
-    const auto term = [&](bool wanted, ScalarType dtype) {
-      if (!wanted || !dx.defined()) return Tensor();
-      return dx.scalar_type() == dtype ? dx : dx.to(dtype);
-    };
-    variable_list gradients{term(of_input, input_dtype), dweight, dbias,
-                            term(of_residual, residual_dtype)};
+    // Autograd converts dx to the dtype of each.
+    variable_list gradients{of_input ? dx : Tensor(), dweight, dbias, of_residual ? dx : Tensor()};
     gradients.resize(7);  // none of the call, the room and the constants
     return gradients;
   }
@@ -192,25 +174,23 @@ variable_list differentiate_norm(const NormCall& call) {
 }
 
 TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
+  const std::string backward_call =
+      "Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] "
+      "normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType input_dtype, "
+      "bool[3] output_mask, Tensor? side=None, Tensor? columns=None, Tensor? dresidual=None) -> ";
   define_differentiable(
       m, "norm_forward",
       "(Tensor input, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float eps, float "
       "weight_offset=0.0, bool rms=False, ScalarType? out_dtype=None, Tensor? residual=None, "
       "ScalarType? residual_dtype=None, SymInt? room=None) -> Tensor[]",
       kernel<norm_forward>, kernel<differentiate_norm>);
-  define_backward(
-      m, "norm_backward",
-      "(Tensor dy, Tensor saved, Tensor? mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] "
-      "normalized_shape, float weight_offset, bool rms, bool from_output, ScalarType input_dtype, "
-      "bool[3] output_mask, Tensor? side=None, Tensor? columns=None, Tensor? dresidual=None) -> "
-      "(Tensor dx, Tensor dweight, Tensor dbias)",
-      kernel<norm_backward>);
+  define_backward(m, "norm_backward",
+                  "(Tensor dy, " + backward_call + "(Tensor dx, Tensor dweight, Tensor dbias)",
+                  kernel<norm_backward>);
   // The input's gradient from those of mean, rstd and side: a decomposition alone.
-  m.def(
-      "norm_statistics_backward(Tensor? dmean, Tensor? drstd, Tensor? dside, Tensor saved, Tensor? "
-      "mean, Tensor rstd, Tensor? weight, Tensor? bias, SymInt[] normalized_shape, float "
-      "weight_offset, bool rms, bool from_output, ScalarType input_dtype, Tensor? side, Tensor? "
-      "columns) -> Tensor");
+  m.def(("norm_statistics_backward(Tensor? dmean, Tensor? drstd, Tensor? dside, Tensor? dy, " +
+         backward_call + "Tensor")
+            .c_str());
 }
 
 }  // namespace

@@ -48,17 +48,11 @@ struct GatedBackwardCall {
   }
 };
 
-SymInt cols_of(const GatedCall& call) {
-  SymInt cols = 1;
-  for (const SymInt& size : call.normalized_shape) cols *= size;
-  return cols;
-}
-
 // The shape of a call's tensors where its groups are rows: (..., groups, columns).
 c10::SymDimVector shape_of(const GatedCall& call) {
   const SymIntArrayRef sizes = call.input.sym_sizes();
   c10::SymDimVector shape(sizes.begin(), sizes.end() - call.normalized_shape.size());
-  const SymInt cols = cols_of(call);
+  const SymInt cols = c10::multiply_integers(call.normalized_shape);
   shape.push_back(call.group_size.has_value() ? cols / *call.group_size : 1);
   shape.push_back(call.group_size.value_or(cols));
   return shape;
@@ -77,7 +71,7 @@ struct Wide {
 
   explicit Wide(const GatedCall& call) {
     const auto shape = shape_of(call);
-    const ScalarType dtype = accumulate_dtype(call.input.scalar_type());
+    const ScalarType dtype = at::toOpMathType(call.input.scalar_type());
     x = call.input.to(dtype).reshape_symint(shape);
     z = call.gate.to(dtype).reshape_symint(shape);
     // ATen's own activations round the last elements of a tensor in another way.
@@ -242,7 +236,7 @@ void check_rms_norm_gated(const GatedCall& call) {
   check_like(gate, "gate", input, "input");
   const c10::SymIntArrayRef shape = call.normalized_shape;
   check_normalized(input, "input", shape);
-  const SymInt cols = cols_of(call);
+  const SymInt cols = c10::multiply_integers(shape);
   TORCH_SYM_CHECK(cols.sym_le(kMaxCols), "normalized_shape ", shape, " has ", cols,
                   " elements; at most 2^30 are supported");
   if (call.group_size.has_value()) {
@@ -257,12 +251,13 @@ void check_rms_norm_gated(const GatedCall& call) {
 // (output, rstd): rstd has the leading dimensions of input and one for the groups, and is not
 // differentiated. Of a meta tensor their shapes alone.
 Forward rms_norm_gated_forward(const GatedCall& call) {
+  // Outputs are new tensors to autograd, also where they are views of what ATen made.
   const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_rms_norm_gated(call);
   const Tensor& input = call.input;
   if (input.is_meta() || input.sym_numel() == 0) {
     const auto shape = shape_of(call);
-    const ScalarType dtype = accumulate_dtype(input.scalar_type());
+    const ScalarType dtype = at::toOpMathType(input.scalar_type());
     return {new_like(input), new_tensor(input, lead_of(shape), dtype).zero_()};
   }
 #ifdef FUSED_NORM_WITH_CUDA
@@ -281,7 +276,7 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
   check_rms_norm_gated(forward);
   const Tensor& input = forward.input;
   check_given(dy, "dy", input.scalar_type(), input.sym_sizes(), input, Strides::kAny);
-  check_given(rstd, "rstd", accumulate_dtype(input.scalar_type()), lead_of(shape_of(forward)),
+  check_given(rstd, "rstd", at::toOpMathType(input.scalar_type()), lead_of(shape_of(forward)),
               input);
   if (input.is_meta() || input.sym_numel() == 0) {
     return zeroed<3>({new_like_if(wanted[kInput], input), new_like_if(wanted[kGate], forward.gate),
@@ -305,6 +300,7 @@ Gradients<3> rms_norm_gated_backward(const GatedBackwardCall& call) {
 struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
   static constexpr const char* kBackward = "fused_norm::rms_norm_gated_backward";
   static constexpr std::array<int64_t, 3> kPlaces = {kInput, kGate, kWeight};
+  static constexpr auto* kCheck = &check_rms_norm_gated;
   static constexpr bool kSavesFirst = false, kDifferentiatesSecond = false;
 
   static const auto& op() {
@@ -317,17 +313,13 @@ struct RMSNormGatedFunction : CallFunction<RMSNormGatedFunction> {
 
 namespace {
 
-Forward differentiate_rms_norm_gated(const GatedCall& call) {
-  return differentiate_call<RMSNormGatedFunction>(check_rms_norm_gated, call);
-}
-
 TORCH_LIBRARY_FRAGMENT(fused_norm, m) {
   const std::string call =
       "Tensor input, Tensor gate, Tensor? weight, SymInt[] normalized_shape, float eps, float "
       "weight_offset, bool norm_before_gate, bool silu, SymInt? group_size";
-  define_differentiable(m, "rms_norm_gated_forward",
-                        "(" + call + ") -> (Tensor output, Tensor rstd)",
-                        kernel<rms_norm_gated_forward>, kernel<differentiate_rms_norm_gated>);
+  define_differentiable(
+      m, "rms_norm_gated_forward", "(" + call + ") -> (Tensor output, Tensor rstd)",
+      kernel<rms_norm_gated_forward>, kernel<differentiate_call<RMSNormGatedFunction, GatedCall>>);
   define_backward(m, "rms_norm_gated_backward",
                   "(Tensor dy, Tensor rstd, " + call +
                       ", bool[3] output_mask) -> (Tensor dinput, Tensor dgate, Tensor "

@@ -3,8 +3,6 @@
 // graph, and a Python autograd.Function alone as much again.
 #include "ops/softmax.h"
 
-#include <ATen/core/LegacyTypeDispatch.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -40,26 +38,6 @@ void check_softmax_options(ScalarType input, ScalarType out, int64_t ndim, int64
                     " dimensions: dim must be in [", -dims, ", ", dims - 1, "]");
 }
 
-// softmax of `input` over `dim`, or its logarithm, in out_dtype (input's if none). Over the last
-// dimension also softmax of scale * input, without the elements where a boolean mask is true, or
-// with a floating mask added. The mask broadcasts against the input. causal: the last two
-// dimensions are (queries, keys), and key j is masked for query i where j > i + keys - queries. A
-// row whose every element is masked gives zeros.
-struct SoftmaxCall {
-  const Tensor& input;
-  int64_t dim;
-  bool log;
-  std::optional<ScalarType> out_dtype;
-  const OptionalTensor& mask;
-  double scale;
-  bool causal;
-
-  auto fields() const { return std::tie(input, dim, log, out_dtype, mask, scale, causal); }
-
-  ScalarType y_dtype() const { return out_dtype.value_or(input.scalar_type()); }
-  bool hides() const { return has(mask) || causal; }
-};
-
 // The checks that every call passes, also where the decomposition runs.
 void check_call(const SoftmaxCall& call) {
   const auto& [input, mask] = std::tie(call.input, call.mask);
@@ -81,8 +59,9 @@ void check_call(const SoftmaxCall& call) {
               "float64, but is ",
               type);
   check_device(*mask, "mask", input, "input");
-  TORCH_CHECK(broadcasts_to(mask->sym_sizes(), input.sym_sizes()), "mask has shape ",
-              mask->sym_sizes(), ", which does not broadcast to input's shape ", input.sym_sizes());
+  TORCH_SYM_CHECK(are_alike(mask->sym_sizes(), input.sym_sizes(), /*broadcasts=*/true),
+                  "mask has shape ", mask->sym_sizes(),
+                  ", which does not broadcast to input's shape ", input.sym_sizes());
 }
 
 constexpr const char* kTierNames[] = {"auto", "warp", "block", "uncached"};  // by SoftmaxTier
@@ -112,10 +91,9 @@ Geometry geometry_of(const Tensor& tensor, int64_t dim) {
 
 void check_tier(const Tensor& tensor, const Geometry& geometry) {
   if (wanted_tier == SoftmaxTier::kAuto) return;
-  TORCH_CHECK(tensor.is_cuda(), "tier is '", wanted_name(), "', but input is on ", tensor.device(),
-              ": only the CUDA kernels have tiers");
-  TORCH_CHECK(geometry.rows(), "tier is '", wanted_name(), "', but dim is ", geometry.dim,
-              " of an input of shape ", tensor.sizes(), ": only the last dimension has tiers");
+  TORCH_CHECK(tensor.is_cuda() && geometry.rows(), "tier is '", wanted_name(), "', but dim is ",
+              geometry.dim, " of an input of shape ", tensor.sizes(), " on ", tensor.device(),
+              ": only the last dimension on CUDA has tiers");
 }
 
 #ifdef FUSED_NORM_WITH_CUDA
@@ -143,7 +121,7 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
     }
     readable = narrow.to(at::kFloat).expand(mask.sizes());
   }
-  const auto dims = folded_dims(readable, readable.dim() - 1);
+  const auto dims = folded_dims(readable, 0, readable.dim() - 1);
   TORCH_CHECK(dims.size() <= SoftmaxMask::kMaxDims, "mask of strides ", mask.strides(),
               " and shape ", mask.sizes(),
               " (broadcast) has too many dimensions of unlike strides; at most ",
@@ -163,13 +141,16 @@ Tensor set_mask(const Tensor& mask, ScalarType input_dtype, SoftmaxMask* folded)
 void on_columns(const Geometry& geometry, ScalarType x_dtype, ScalarType y_dtype, bool log,
                 bool backward, const Tensor& read, const Tensor& also_read, const Tensor& written) {
   const auto cols = static_cast<int32_t>(geometry.cols);
-  SoftmaxColumnsParams params{geometry.outer, cols, geometry.inner, to_dtype(x_dtype)};
-  params.y_dtype = to_dtype(y_dtype);
-  params.log = log;
-  params.backward = backward;
-  params.read[0] = read.const_data_ptr();
-  params.read[1] = also_read.defined() ? also_read.const_data_ptr() : nullptr;
-  params.written = written.mutable_data_ptr();
+  const void* also = also_read.defined() ? also_read.const_data_ptr() : nullptr;
+  const SoftmaxColumnsParams params{geometry.outer,
+                                    cols,
+                                    geometry.inner,
+                                    to_dtype(x_dtype),
+                                    to_dtype(y_dtype),
+                                    log,
+                                    backward,
+                                    {read.const_data_ptr(), also},
+                                    written.mutable_data_ptr()};
   launch(launch_softmax_columns, params);
 }
 
@@ -222,8 +203,6 @@ void backward_on_cuda(const Tensor& dy, const Tensor& output, const Geometry& ge
 
 // Contiguous.
 Tensor softmax_forward(const SoftmaxCall& call) {
-  // Outputs are new tensors to autograd, also where they are views of what the CPU path made.
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_call(call);
   const auto& [input, mask] = std::tie(call.input, call.mask);
   if (input.is_meta()) return new_like(input, call.y_dtype());
@@ -250,7 +229,6 @@ Tensor softmax_forward(const SoftmaxCall& call) {
 // element was masked the output is zero.
 Tensor softmax_backward(const Tensor& dy, const Tensor& output, int64_t dim, bool log,
                         ScalarType input_dtype, double scale) {
-  const at::AutoDispatchBelowADInplaceOrView guard_views;
   check_layout(dy, "dy");
   check_layout(output, "output");
   check_like(output, "output", dy, "dy");
@@ -332,10 +310,8 @@ void force_softmax_tier(const std::string& wanted) {
   wanted_tier = static_cast<SoftmaxTier>(tier_number(kTierNames, wanted));
 }
 
-Tensor softmax(const Tensor& input, int64_t dim, bool log, std::optional<ScalarType> out_dtype,
-               const OptionalTensor& mask, double scale, bool causal) {
-  if (at::tracer::impl::is_dispatch_enabled()) return {};
-  return forward_op().call(SoftmaxCall{input, dim, log, out_dtype, mask, scale, causal});
+Tensor softmax(const SoftmaxCall& call) {
+  return at::tracer::impl::is_dispatch_enabled() ? Tensor() : forward_op().call(call);
 }
 
 }  // namespace fused_norm::ops
