@@ -644,7 +644,7 @@ def attention(rank, device):
             assert gradient.placements == (p,)
         for ours, right in zip((*outputs, *grads), (*exact, *exact_grads), strict=True):
             close(ours.full_tensor(), right)
-        if dim == 0:
+        if dim == 0 and torch.__version__ >= (2, 10):  # DTensor of torch 2.9 has no logsumexp
             second = [
                 _second_derivatives(attend, *of) for of in ((sharded, local), (leaves, douts))
             ]
