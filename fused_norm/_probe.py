@@ -108,7 +108,7 @@ def takes_one_input(cls: type) -> bool:
     return len(arguments) == 2 and arguments[1].kind.name.startswith("POSITIONAL_")
 
 
-_EPS_NAME = re.compile("(?<![A-Za-z])eps|E(ps|PS)")  # not that of "timesteps"
+_EPS_NAME = re.compile("(?<![A-Za-z])(eps|EPS)|Eps")  # as in normEps, not in steps
 
 
 def form_of(module: nn.Module) -> Form | str:

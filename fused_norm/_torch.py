@@ -21,10 +21,9 @@ softmax, log_softmax = torch.ops.aten.softmax.int, torch.ops.aten.log_softmax.in
 
 suggest_memory_format = torch._prims_common.suggest_memory_format  # there is no public one
 no_modes = _disable_current_modes  # hides a check from tracers; there is no public one
-# Lets requires_grad_() be called where a transform of torch.func is at work; and, true there, tells
-# of one. As above.
+# Lets requires_grad_() be called where a transform of torch.func is at work; as above.
 allow_requires_grad = torch._functorch.eager_transforms.enable_inplace_requires_grad
-in_functorch = torch._C._functorch.maybe_current_level
+in_functorch = torch._C._functorch.maybe_current_level  # None where no transform is at work
 FakeTensor = torch._subclasses.FakeTensor  # without data, as torch.export traces them
 address = operator.attrgetter("_cdata")  # of the C++ object, by which the extension names a tensor
 

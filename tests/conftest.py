@@ -1,6 +1,5 @@
 """Marks, the seeded generator, and the skipping of tests that need hardware this machine lacks."""
 
-import fcntl
 import functools
 import os
 import tempfile
@@ -111,7 +110,6 @@ def most_of_the_memory():
     if torch.cuda.get_device_properties(0).total_memory < 120 * 2**30:
         pytest.skip("needs 120 GiB of GPU memory")
     torch.cuda.empty_cache()
-    with open(Path(tempfile.gettempdir(), "fused_norm_large_tests.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with FileLock(Path(tempfile.gettempdir(), "fused_norm_large_tests.lock")):
         yield
         torch.cuda.empty_cache()

@@ -546,7 +546,7 @@ class BroadcastNorm(nn.Module):
         return x * torch.rsqrt(square + self.eps) * self.weight
 
 
-@pytest.mark.parametrize("name", ["timesteps", "deepspeed_stage", "keeps"])
+@pytest.mark.parametrize("name", ["timesteps", "deepspeed_stage", "MAX_STEPS"])
 def test_not_every_name_with_eps_is_an_epsilon(name):
     norm = BroadcastNorm((8,), -1)
     setattr(norm, name, 10)
