@@ -10,15 +10,16 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/alignment.h>
 
 #include <algorithm>
 #include <cmath>
 #include <tuple>
+#include <vector>
 
 #include "core/attention/dropout.h"
-#include "core/attention/params.h"
 #include "cpu/exponential.h"
 #include "cpu/rows.h"
 
@@ -35,17 +36,25 @@ struct Sequence {
   int64_t index, batch, first_query, queries, first_key, keys;
 };
 
-std::vector<Sequence> sequences_of(const AttentionProblem& p) {
+// Within the tensor, in ascending order.
+std::vector<int64_t> clamped(const int32_t* offsets, int32_t sequences, int64_t total) {
+  std::vector<int64_t> result(offsets, offsets + sequences + 1);
+  int64_t last = 0;
+  for (int64_t& offset : result) last = offset = std::clamp(offset, last, total);
+  return result;
+}
+
+std::vector<Sequence> sequences_of(const AttentionParams& p) {
   std::vector<Sequence> sequences;
-  if (p.query_offsets.empty()) {
-    for (int64_t b = 0; b < p.query.size(0); ++b) {
-      sequences.push_back({b, b, 0, p.query.size(2), 0, p.key.size(2)});
-    }
+  if (p.query_offsets == nullptr) {
+    for (int64_t i = 0; i < p.batch; ++i) sequences.push_back({i, i, 0, p.queries, 0, p.keys});
+    return sequences;
   }
-  for (size_t i = 0; i + 1 < p.query_offsets.size(); ++i) {
-    sequences.push_back({static_cast<int64_t>(i), 0, p.query_offsets[i],
-                         p.query_offsets[i + 1] - p.query_offsets[i], p.key_offsets[i],
-                         p.key_offsets[i + 1] - p.key_offsets[i]});
+  const auto queries = clamped(p.query_offsets, p.batch, p.total_queries);
+  const auto keys = clamped(p.key_offsets, p.batch, p.total_keys);
+  for (int64_t i = 0; i < p.batch; ++i) {
+    sequences.push_back(
+        {i, 0, queries[i], queries[i + 1] - queries[i], keys[i], keys[i + 1] - keys[i]});
   }
   return sequences;
 }
@@ -107,33 +116,39 @@ class Product {
   Tensor a_, b_, to_;
 };
 
-// Rows of a tensor (batch, heads, rows, columns).
+// By DType.
+constexpr at::ScalarType kTypes[] = {at::kHalf, at::kBFloat16, at::kFloat, at::kDouble};
+at::ScalarType type_of(DType dtype) { return kTypes[static_cast<int>(dtype)]; }
+
+// A tensor (batch, heads, rows, columns), and rows of it.
 struct Part {
-  int64_t batch, head, heads, row, rows;
+  AttentionTensor tensor;
+  DType dtype;
+  int64_t cols, batch, head, heads, row, rows;
 };
 
 // Calls function(elements, values, columns) for the rows of a part, whose values lie one after the
 // other. Views and copies of ATen take longer than the products of a short sequence.
 template <typename Acc, typename Function>
-void each_row(const Tensor& t, const Part& part, Acc* values, const Function& function) {
-  const int64_t cols = t.size(3), of_head = t.stride(1), of_row = t.stride(2);
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, t.scalar_type(), "attention", [&] {
-    auto* first = const_cast<scalar_t*>(t.const_data_ptr<scalar_t>()) + part.batch * t.stride(0) +
-                  part.head * of_head + part.row * of_row;
+void each_row(const Part& part, Acc* values, const Function& function) {
+  const AttentionTensor& t = part.tensor;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, type_of(part.dtype), "attention", [&] {
     for (int64_t i = 0; i < part.heads * part.rows; ++i) {
-      function(first + i / part.rows * of_head + i % part.rows * of_row, values + i * cols, cols);
+      const int64_t head = part.head + i / part.rows, row = part.row + i % part.rows;
+      const int64_t at = part.batch * t.batch_stride + head * t.head_stride + row * t.row_stride;
+      function(static_cast<scalar_t*>(t.data) + at, values + i * part.cols, part.cols);
     }
   });
 }
 
 template <typename Acc>
-void load(const Tensor& from, const Part& part, Acc* to) {
-  each_row(from, part, to, [](const auto* row, Acc* x, int64_t n) { convert(row, x, n); });
+void load(const Part& from, Acc* to) {
+  each_row(from, to, [](const auto* row, Acc* x, int64_t n) { convert(row, x, n); });
 }
 
 template <typename Acc>
-void store(Acc* from, const Part& part, const Tensor& to) {
-  each_row(to, part, from, [](auto* row, const Acc* x, int64_t n) { convert(x, row, n); });
+void store(Acc* from, const Part& to) {
+  each_row(to, from, [](auto* row, const Acc* x, int64_t n) { convert(x, row, n); });
 }
 
 template <typename Acc>
@@ -151,11 +166,10 @@ void multiply_row(Acc factor, Acc* x, int64_t n) {
 
 // `x` where the draw keeps a probability, times `scale`, else 0; of keys from `first` on.
 template <typename Acc>
-void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, Acc* x, int64_t n) {
-  const Dropout dropout{p.seed, p.offset, static_cast<uint32_t>(row),
-                        dropout_threshold(p.dropout_p)};
-  if (dropout.threshold == 0) return;
-  const Acc scale = static_cast<Acc>(dropout_scale(dropout.threshold));
+void drop(const AttentionParams& p, int64_t row, int64_t query, int64_t first, Acc* x, int64_t n) {
+  const Dropout dropout{static_cast<uint64_t>(p.rng[0]), static_cast<uint64_t>(p.rng[1]),
+                        static_cast<uint32_t>(row), p.dropout_threshold};
+  const Acc scale = static_cast<Acc>(p.dropout_scale);
   uint32_t kept = 0;
   for (int64_t i = 0; i < n; ++i) {
     const auto key = static_cast<uint32_t>(first + i);
@@ -170,21 +184,21 @@ void drop(const AttentionProblem& p, int64_t row, int64_t query, int64_t first, 
 template <typename Acc>
 class Block {
  public:
-  explicit Block(const AttentionProblem& problem)
-      : p(problem),
-        group(problem.query.size(1) / problem.key.size(1)),
-        head_dim(problem.query.size(3)),
-        value_dim(problem.value.size(3)) {}
+  explicit Block(const AttentionParams& params)
+      : p(params),
+        group(params.heads / params.kv_heads),
+        head_dim(params.head_dim),
+        value_dim(params.value_dim) {}
 
-  static int64_t queries_of_block(const AttentionProblem& problem) {
-    return std::max<int64_t>(1, kBlockRows * problem.key.size(1) / problem.query.size(1));
+  static int64_t queries_of_block(const AttentionParams& params) {
+    return std::max<int64_t>(1, kBlockRows * params.kv_heads / params.heads);
   }
 
   void set_head(const Sequence& of, int64_t head) {
     sequence = of;
     kv_head = head;
-    keys = rows_of_keys(p.key, &key_buffer_);
-    values = rows_of_keys(p.value, &value_buffer_);
+    keys = rows_of_keys(key_part(p.key, head_dim), &key_buffer_);
+    values = rows_of_keys(key_part(p.value, value_dim), &value_buffer_);
   }
 
   void set_queries(int64_t first, int64_t count) {
@@ -193,8 +207,8 @@ class Block {
     const int64_t shift = p.top_left ? 0 : sequence.keys - sequence.queries;
     low = 0;
     high = sequence.keys;
-    if (p.window_left != p.kNoLimit) low = std::max(low, first + shift - p.window_left);
-    if (p.window_right != p.kNoLimit) {
+    if (p.window_left >= 0) low = std::max(low, first + shift - p.window_left);
+    if (p.window_right >= 0) {
       high = std::min(high, first + count + shift + p.window_right);
     }
     low = std::min(low, sequence.keys);
@@ -209,16 +223,21 @@ class Block {
   int64_t place_of(int64_t row) const { return sequence.first_query + query_of(row); }
 
   int64_t place_in_lse(int64_t row) const {
-    return (sequence.batch * p.query.size(1) + head_of(row)) * p.query.size(2) + place_of(row);
+    const int64_t of_head = p.query_offsets == nullptr ? p.queries : p.total_queries;
+    return (sequence.batch * p.heads + head_of(row)) * of_head + place_of(row);
   }
 
   // The block's rows in tensors that are shaped as query is, and as key is.
-  Part query_part() const { return {sequence.batch, kv_head * group, group, place_of(0), queries}; }
-  Part key_part() const { return {sequence.batch, kv_head, 1, sequence.first_key, sequence.keys}; }
+  Part query_part(const AttentionTensor& t, int64_t cols) const {
+    return {t, p.dtype, cols, sequence.batch, kv_head * group, group, place_of(0), queries};
+  }
+  Part key_part(const AttentionTensor& t, int64_t cols) const {
+    return {t, p.dtype, cols, sequence.batch, kv_head, 1, sequence.first_key, sequence.keys};
+  }
 
-  Acc* gather(const Tensor& from, Buffer<Acc>* buffer) const {
-    Acc* to = buffer->at_least(rows() * from.size(3));
-    load(from, query_part(), to);
+  Acc* gather(const AttentionTensor& from, int64_t cols, Buffer<Acc>* buffer) const {
+    Acc* to = buffer->at_least(rows() * cols);
+    load(query_part(from, cols), to);
     return to;
   }
 
@@ -239,7 +258,7 @@ class Block {
     } else {
       multiply_row(static_cast<Acc>(p.scale), s, n);
     }
-    const Acc* mask = p.mask.defined() ? gather_mask() : nullptr;
+    const Acc* mask = p.mask.data != nullptr ? gather_mask() : nullptr;
     for (int64_t r = 0; r < rows(); ++r) finish_row(r, mask, s + r * width());
     return s;
   }
@@ -259,7 +278,7 @@ class Block {
     sum_product_(weights, clean, to, rows(), cols, width());
   }
 
-  const AttentionProblem& p;
+  const AttentionParams& p;
   const int64_t group, head_dim, value_dim;
   Sequence sequence{};
   int64_t kv_head = 0, first_query = 0, queries = 0;
@@ -268,25 +287,27 @@ class Block {
 
  private:
   // The head's rows: in place if they lie as in a buffer, so that products have the same bits.
-  Acc* rows_of_keys(const Tensor& t, Buffer<Acc>* buffer) const {
-    const Part part = key_part();
-    const int64_t cols = t.size(3);
-    if (t.scalar_type() == kType<Acc> && t.stride(2) == cols && part.rows > 0) {
-      const Acc* first = t.const_data_ptr<Acc>() + part.batch * t.stride(0) +
-                         part.head * t.stride(1) + part.row * cols;
+  Acc* rows_of_keys(const Part& part, Buffer<Acc>* buffer) const {
+    const AttentionTensor& t = part.tensor;
+    if (type_of(part.dtype) == kType<Acc> && t.row_stride == part.cols && part.rows > 0) {
+      Acc* first = static_cast<Acc*>(t.data) + part.batch * t.batch_stride +
+                   part.head * t.head_stride + part.row * t.row_stride;
       constexpr uintptr_t kAlignment = c10::gAlignment;
-      if (reinterpret_cast<uintptr_t>(first) % kAlignment == 0) return const_cast<Acc*>(first);
+      if (reinterpret_cast<uintptr_t>(first) % kAlignment == 0) return first;
     }
-    Acc* to = buffer->at_least(part.rows * cols);
-    load(t, part, to);
+    Acc* to = buffer->at_least(part.rows * part.cols);
+    load(part, to);
     return to;
   }
 
   Acc* gather_mask() {
-    const Tensor part = p.mask.select(0, sequence.batch)
-                            .narrow(0, kv_head * group, group)
-                            .narrow(1, first_query, queries)
-                            .narrow(2, low, width());
+    const AttentionMask& m = p.mask;
+    const at::ScalarType type = m.boolean ? at::kBool : type_of(m.dtype);
+    const int64_t first = sequence.batch * m.batch_stride + kv_head * group * m.head_stride +
+                          first_query * m.row_stride + low * m.key_stride;
+    const Tensor part = at::from_blob(
+        static_cast<char*>(m.data) + first * c10::elementSize(type), {group, queries, width()},
+        {m.head_stride, m.row_stride, m.key_stride}, at::TensorOptions().dtype(type));
     Acc* to = mask_buffer_.at_least(part.numel());
     matrix(to, rows(), width()).view(part.sizes()).copy_(part);
     return to;
@@ -295,20 +316,18 @@ class Block {
   void finish_row(int64_t r, const Acc* mask, Acc* s) const {
     const int64_t head = head_of(r), query = query_of(r);
     const int64_t of_query = query + sequence.keys - sequence.queries;
-    if (p.alibi_slopes.defined()) {
-      const float* slopes = p.alibi_slopes.const_data_ptr<float>();
-      const float slope =
-          slopes[sequence.index * p.alibi_slopes.stride(0) + head * p.alibi_slopes.stride(1)];
+    if (p.alibi_slopes != nullptr) {
+      const float slope = p.alibi_slopes[sequence.index * p.alibi_batch_stride + head];
       const Acc factor = slope, distance = of_query - low;
       each(width(), [=](int64_t i) { s[i] -= factor * std::abs(distance - Acc(i)); });
     }
     if (mask != nullptr) apply_mask(mask + r * width(), s);
     const int64_t centre = p.top_left ? query : of_query;
-    if (p.window_left != p.kNoLimit) {
+    if (p.window_left >= 0) {
       const int64_t hidden = std::clamp<int64_t>(centre - p.window_left - low, 0, width());
       std::fill_n(s, hidden, -kInfinity<Acc>);
     }
-    if (p.window_right != p.kNoLimit) {
+    if (p.window_right >= 0) {
       const int64_t seen = std::clamp<int64_t>(centre + p.window_right + 1 - low, 0, width());
       std::fill(s + seen, s + width(), -kInfinity<Acc>);
     }
@@ -316,7 +335,7 @@ class Block {
 
   // Of a boolean mask, `mask` is 1 where it is true.
   void apply_mask(const Acc* mask, Acc* s) const {
-    if (p.mask.scalar_type() == at::kBool) {
+    if (p.mask.boolean) {
       each(width(), [=](int64_t j) { s[j] = mask[j] == 0 ? -kInfinity<Acc> : s[j]; });
     } else {
       each(width(),
@@ -328,16 +347,17 @@ class Block {
   Product<Acc> score_product_{Product<Acc>::kTransposedB}, sum_product_{Product<Acc>::kPlain};
 };
 
-double sink_of(const AttentionProblem& p, int64_t head) {
-  return p.sink.defined() ? p.sink.const_data_ptr<double>()[head] : -kInfinity<double>;
+double sink_of(const AttentionParams& p, int64_t head) {
+  const auto* sinks = static_cast<const double*>(p.sink.data);
+  return sinks != nullptr ? sinks[head] : -kInfinity<double>;
 }
 
 template <typename Acc>
 void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* out_buffer,
-                   const Tensor& out, Acc* lse) {
-  const AttentionProblem& p = block.p;
+                   Acc* lse) {
+  const AttentionParams& p = block.p;
   const int64_t width = block.width(), dv = block.value_dim;
-  Acc* s = block.scores(block.gather(p.query, query_buffer));
+  Acc* s = block.scores(block.gather(p.query, block.head_dim, query_buffer));
   Acc* result = out_buffer->at_least(block.rows() * dv);
   std::vector<double> sums(block.rows());
   for (int64_t r = 0; r < block.rows(); ++r) {
@@ -353,22 +373,21 @@ void forward_block(Block<Acc>& block, Buffer<Acc>* query_buffer, Buffer<Acc>* ou
       *log_sum = is_nan ? std::numeric_limits<Acc>::quiet_NaN() : -kInfinity<Acc>;
       continue;
     }
-    sums[r] = exp_row(row, shift, row, width) + (p.sink.defined() ? std::exp(sink - shift) : 0);
+    sums[r] = exp_row(row, shift, row, width) + (p.sink.data ? std::exp(sink - shift) : 0);
     *log_sum = static_cast<Acc>(shift + std::log(sums[r]));
-    if (p.dropout_p > 0) {
-      drop(p, block.sequence.index * p.query.size(1) + head, block.query_of(r), block.low, row,
-           width);
+    if (p.dropout_threshold > 0) {
+      drop(p, block.sequence.index * p.heads + head, block.query_of(r), block.low, row, width);
     }
   }
   block.weighted_sum(s, block.values, dv, result);
   for (int64_t r = 0; r < block.rows(); ++r) {
     multiply_row(static_cast<Acc>(1 / sums[r]), result + r * dv, dv);
   }
-  store(result, block.query_part(), out);
+  store(result, block.query_part(p.out, dv));
 }
 
 template <typename Acc>
-void forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
+void forward(const AttentionParams& p) {
   struct Task {
     const Sequence* sequence;
     int64_t kv_head, first_query;
@@ -377,11 +396,11 @@ void forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
   const int64_t step = Block<Acc>::queries_of_block(p);
   std::vector<Task> tasks;
   for (const Sequence& sequence : sequences) {
-    for (int64_t head = 0; head < p.key.size(1); ++head) {
+    for (int64_t head = 0; head < p.kv_heads; ++head) {
       for (int64_t i = 0; i < sequence.queries; i += step) tasks.push_back({&sequence, head, i});
     }
   }
-  Acc* log_sums = lse.mutable_data_ptr<Acc>();
+  Acc* log_sums = static_cast<Acc*>(p.lse);
   in_parallel(static_cast<int64_t>(tasks.size()), [&](int64_t first, int64_t last) {
     Block<Acc> block(p);
     Buffer<Acc> query_buffer, out_buffer;
@@ -393,7 +412,7 @@ void forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
       }
       block.set_queries(task.first_query,
                         std::min(step, task.sequence->queries - task.first_query));
-      forward_block(block, &query_buffer, &out_buffer, out, log_sums);
+      forward_block(block, &query_buffer, &out_buffer, log_sums);
     }
   });
 }
@@ -405,31 +424,55 @@ struct BackwardBuffers {
   Product<Acc> to_dkey{Product<Acc>::kAddTransposedA}, to_dvalue = to_dkey;
 };
 
-// Adds to the block's rows of `sums`, which lie as dmask; strides are 0 where the mask broadcasts.
-template <typename Acc, typename Sum>
-void add_mask_gradient(const Block<Acc>& block, const Acc* ds, const Tensor& dmask, Sum* sums) {
-  const int64_t stride = dmask.stride(3);
-  for (int64_t r = 0; r < block.rows(); ++r) {
-    Sum* to = sums + block.sequence.batch * dmask.stride(0) + block.head_of(r) * dmask.stride(1) +
-              block.query_of(r) * dmask.stride(2) + block.low * stride;
-    for (int64_t j = 0; j < block.width(); ++j) to[j * stride] += ds[r * block.width() + j];
+// The gradient of a mask while it is summed, in the mask's own shape; strides are 0 where the mask
+// broadcasts. In fp64 where an element of the mask may serve millions of scores.
+template <typename Acc>
+struct MaskSums {
+  explicit MaskSums(const AttentionBackwardParams& g) {
+    if (g.dmask == nullptr) return;
+    for (int d = 3; d >= 0; --d) {
+      strides[d] = g.mask_shape[d] == 1 ? 0 : numel;
+      numel *= g.mask_shape[d];
+    }
+    is_long = g.mask_shape[2] < g.forward.queries || g.mask_shape[3] < g.forward.keys;
+    sums = at::zeros({numel}, at::TensorOptions().dtype(is_long ? at::kDouble : kType<Acc>));
   }
-}
+
+  // Adds the rows of a block.
+  void add(const Block<Acc>& block, const Acc* ds) const {
+    if (!sums.defined()) return;
+    is_long ? add_to(sums.mutable_data_ptr<double>(), block, ds)
+            : add_to(sums.mutable_data_ptr<Acc>(), block, ds);
+  }
+  template <typename Sum>
+  void add_to(Sum* to, const Block<Acc>& block, const Acc* ds) const {
+    for (int64_t r = 0; r < block.rows(); ++r) {
+      Sum* row = to + block.sequence.batch * strides[0] + block.head_of(r) * strides[1] +
+                 block.query_of(r) * strides[2] + block.low * strides[3];
+      for (int64_t j = 0; j < block.width(); ++j) row[j * strides[3]] += ds[r * block.width() + j];
+    }
+  }
+
+  int64_t strides[4] = {}, numel = 1;
+  bool is_long = false;
+  Tensor sums;
+};
 
 // The gradients of a block's queries, and its share of those of keys, values, mask and sinks.
 template <typename Acc>
-void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc* lse,
-                    const Tensor& dout, const Acc* dlse, Acc* dkey, Acc* dvalue,
-                    const AttentionProblemGradients& gradients, double* dmask, double* dsink) {
-  const AttentionProblem& p = block.p;
+void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers,
+                    const AttentionBackwardParams& gradients, Acc* dkey, Acc* dvalue,
+                    const MaskSums<Acc>& dmask, double* dsink) {
+  const AttentionParams& p = block.p;
+  const Acc *lse = static_cast<Acc*>(p.lse), *dlse = static_cast<const Acc*>(gradients.dlse);
   const int64_t rows = block.rows(), width = block.width(), dv = block.value_dim;
   const int64_t total = rows * width;
-  Acc* q = block.gather(p.query, &buffers.query);
-  Acc* d_out = block.gather(dout, &buffers.dout);
+  Acc* q = block.gather(p.query, block.head_dim, &buffers.query);
+  Acc* d_out = block.gather(gradients.dout, dv, &buffers.dout);
   Acc* s = block.scores(q, &buffers.slopes);
   Acc* ds = buffers.dscores.at_least(total);
   buffers.to_dscores(d_out, block.values + block.low * dv, ds, rows, width, dv);
-  Acc* dropped = p.dropout_p > 0 ? buffers.dropped.at_least(total) : s;
+  Acc* dropped = p.dropout_threshold > 0 ? buffers.dropped.at_least(total) : s;
   for (int64_t r = 0; r < rows; ++r) {
     const int64_t head = block.head_of(r);
     const int64_t at = block.place_in_lse(r);
@@ -446,13 +489,13 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     if (empty) {
       std::fill_n(p_row, width, Acc(0));
     } else {
-      of_sink = p.sink.defined() ? std::exp(sink - shift) : 0;
+      of_sink = p.sink.data ? std::exp(sink - shift) : 0;
       const double sum = exp_row(p_row, shift, p_row, width) + of_sink;
       multiply_row(static_cast<Acc>(1 / sum), p_row, width);
       of_sink /= sum;
     }
-    if (p.dropout_p > 0) {
-      const int64_t row = block.sequence.index * p.query.size(1) + head;
+    if (p.dropout_threshold > 0) {
+      const int64_t row = block.sequence.index * p.heads + head;
       std::copy_n(p_row, width, dropped + r * width);
       drop(p, row, block.query_of(r), block.low, dropped + r * width, width);
       drop(p, row, block.query_of(r), block.low, ds_row, width);
@@ -470,12 +513,8 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
       ds_row[i] = p_row[i] == 0 ? Acc(0) : p_row[i] * (ds_row[i] - sum + rest);
     });
   }
-  if (dmask != nullptr) {
-    add_mask_gradient(block, ds, gradients.mask, dmask);
-  } else if (gradients.mask.defined()) {
-    add_mask_gradient(block, ds, gradients.mask, gradients.mask.mutable_data_ptr<Acc>());
-  }
-  if (gradients.value.defined()) {
+  dmask.add(block, ds);
+  if (gradients.dvalue.data != nullptr) {
     buffers.to_dvalue(dropped, d_out, dvalue + block.low * dv, width, dv, rows);
   }
   if (p.softcap > 0) {
@@ -483,32 +522,29 @@ void backward_block(Block<Acc>& block, BackwardBuffers<Acc>& buffers, const Acc*
     for (int64_t i = 0; i < total; ++i) ds[i] = ds[i] == 0 ? Acc(0) : ds[i] * slopes[i];
   }
   multiply_row(static_cast<Acc>(p.scale), ds, total);
-  if (gradients.query.defined()) {
+  if (gradients.dquery.data != nullptr) {
     Acc* dq = buffers.dquery.at_least(rows * block.head_dim);
     block.weighted_sum(ds, block.keys, block.head_dim, dq);
-    store(dq, block.query_part(), gradients.query);
+    store(dq, block.query_part(gradients.dquery, block.head_dim));
   }
-  if (gradients.key.defined()) {
+  if (gradients.dkey.data != nullptr) {
     buffers.to_dkey(ds, q, dkey + block.low * block.head_dim, width, block.head_dim, rows);
   }
 }
 
 template <typename Acc>
-void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, const Tensor& dlse,
-              const AttentionProblemGradients& gradients) {
+void backward(const AttentionBackwardParams& gradients) {
+  const AttentionParams& p = gradients.forward;
   const std::vector<Sequence> sequences = sequences_of(p);
-  const int64_t kv_heads = p.key.size(1), heads = p.query.size(1);
+  const int64_t kv_heads = p.kv_heads, heads = p.heads;
   const int64_t count = static_cast<int64_t>(sequences.size());
+  const MaskSums<Acc> dmask(gradients);
   // Tasks that add to the same elements of dmask belong to one chain, and run one after another.
-  const bool by_batch = !gradients.mask.defined() || gradients.mask.stride(0) != 0;
-  const bool by_head = !gradients.mask.defined() || gradients.mask.stride(1) != 0;
+  const bool by_batch = gradients.dmask == nullptr || dmask.strides[0] != 0;
+  const bool by_head = gradients.dmask == nullptr || dmask.strides[1] != 0;
   const int64_t batch_chains = by_batch ? count : std::min<int64_t>(count, 1);
   const int64_t head_chains = by_head ? kv_heads : 1;
-  // In fp64 where an element of the mask may serve millions of scores.
-  const bool is_long =
-      gradients.mask.defined() && (gradients.mask.stride(2) == 0 || gradients.mask.stride(3) == 0);
-  std::vector<double> dmask(is_long ? gradients.mask.storage().nbytes() / sizeof(Acc) : 0);
-  std::vector<double> dsinks(gradients.sink.defined() ? count * heads : 0);
+  std::vector<double> dsinks(gradients.dsink != nullptr ? count * heads : 0);
 
   const int64_t step = Block<Acc>::queries_of_block(p);
   const auto run = [&](Block<Acc>& block, BackwardBuffers<Acc>& buffers, int64_t s, int64_t head) {
@@ -520,13 +556,11 @@ void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, 
     std::fill_n(dvalue, sequence.keys * block.value_dim, Acc(0));
     for (int64_t i = 0; i < sequence.queries; i += step) {
       block.set_queries(i, std::min(step, sequence.queries - i));
-      backward_block(block, buffers, lse.const_data_ptr<Acc>(), dout,
-                     dlse.defined() ? dlse.const_data_ptr<Acc>() : nullptr, dkey, dvalue, gradients,
-                     is_long ? dmask.data() : nullptr,
+      backward_block(block, buffers, gradients, dkey, dvalue, dmask,
                      dsinks.empty() ? nullptr : dsinks.data() + s * heads);
     }
-    if (gradients.key.defined()) store(dkey, block.key_part(), gradients.key);
-    if (gradients.value.defined()) store(dvalue, block.key_part(), gradients.value);
+    if (gradients.dkey.data) store(dkey, block.key_part(gradients.dkey, p.head_dim));
+    if (gradients.dvalue.data) store(dvalue, block.key_part(gradients.dvalue, p.value_dim));
   };
   in_parallel(batch_chains * head_chains, [&](int64_t first, int64_t last) {
     Block<Acc> block(p);
@@ -538,35 +572,23 @@ void backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout, 
       }
     }
   });
-  if (is_long) std::copy(dmask.begin(), dmask.end(), gradients.mask.mutable_data_ptr<Acc>());
-  if (!gradients.sink.defined()) return;
-  double* dsink = gradients.sink.mutable_data_ptr<double>();
-  std::fill_n(dsink, heads, 0.0);
+  if (gradients.dmask != nullptr) {
+    at::from_blob(gradients.dmask, {dmask.numel}, type_of(p.mask.dtype)).copy_(dmask.sums);
+  }
+  double* dsink = static_cast<double*>(gradients.dsink);
+  if (dsink != nullptr) std::fill_n(dsink, heads, 0.0);
   for (size_t i = 0; i < dsinks.size(); ++i) dsink[i % heads] += dsinks[i];
-}
-
-// The rows of no sequence, and all of a tensor without sequences.
-void zero_outside(const Tensor& t, const std::vector<int64_t>& offsets) {
-  if (!t.defined() || offsets.empty()) return;
-  t.narrow(2, 0, offsets.front()).zero_();
-  t.narrow(2, offsets.back(), t.size(2) - offsets.back()).zero_();
 }
 
 }  // namespace
 
-void attention_forward(const AttentionProblem& p, const Tensor& out, const Tensor& lse) {
-  zero_outside(out, p.query_offsets);
-  if (!p.query_offsets.empty()) lse.fill_(-kInfinity<double>);
-  in_precision_of(out.scalar_type(), [&](auto acc) { forward<decltype(acc)>(p, out, lse); });
+void attention_forward(const AttentionParams& params) {
+  in_precision_of(type_of(params.dtype), [&](auto acc) { forward<decltype(acc)>(params); });
 }
 
-void attention_backward(const AttentionProblem& p, const Tensor& lse, const Tensor& dout,
-                        const Tensor& dlse, const AttentionProblemGradients& gradients) {
-  zero_outside(gradients.query, p.query_offsets);
-  zero_outside(gradients.key, p.key_offsets);
-  zero_outside(gradients.value, p.key_offsets);
-  in_precision_of(lse.scalar_type(),
-                  [&](auto acc) { backward<decltype(acc)>(p, lse, dout, dlse, gradients); });
+void attention_backward(const AttentionBackwardParams& params) {
+  in_precision_of(type_of(params.forward.dtype),
+                  [&](auto acc) { backward<decltype(acc)>(params); });
 }
 
 }  // namespace fused_norm::cpu

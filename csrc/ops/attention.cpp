@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <limits>
 
-#include "cpu/attention.h"
 #include "ops/autograd.h"
 
 namespace fused_norm::ops {
@@ -68,82 +67,6 @@ bool is_empty(const AttentionCall& call, const Tensor& out) {
   return out.numel() == 0 || (call.is_packed() && call.cu_seqlens_q->size(0) == 1);
 }
 
-// The CPU path.
-
-// (batch, heads, rows, columns) of either form, undefined of an undefined one.
-Tensor as_dense(const Tensor& tensor, bool packed) {
-  if (!tensor.defined()) return tensor;
-  const Tensor rows = with_dense_rows(tensor);
-  return packed ? rows.transpose(0, 1).unsqueeze(0) : rows;
-}
-
-// Offsets as kernels read them: within the tensor, in ascending order.
-std::vector<int64_t> clamped_offsets(const Tensor& offsets, int64_t total) {
-  const Tensor dense = offsets.contiguous();
-  const int32_t* data = dense.const_data_ptr<int32_t>();
-  std::vector<int64_t> result(data, data + dense.numel());
-  int64_t last = 0;
-  for (int64_t& offset : result) last = offset = std::clamp<int64_t>(offset, last, total);
-  return result;
-}
-
-cpu::AttentionProblem cpu_problem(const AttentionCall& call, const QueryKeyValue& qkv) {
-  const bool packed = call.is_packed();
-  const auto limit = [](const std::optional<SymInt>& window) {
-    constexpr int64_t kNoLimit = cpu::AttentionProblem::kNoLimit;
-    return window.has_value() ? std::min(window->expect_int(), kNoLimit) : kNoLimit;
-  };
-  cpu::AttentionProblem problem{};
-  problem.query = as_dense(qkv[0], packed);
-  problem.key = as_dense(qkv[1], packed);
-  problem.value = as_dense(qkv[2], packed);
-  const int64_t heads = problem.query.size(1), queries = problem.query.size(2);
-  int64_t batch = problem.query.size(0);
-  if (packed) {
-    batch = call.cu_seqlens_q->size(0) - 1;
-    problem.query_offsets = clamped_offsets(*call.cu_seqlens_q, queries);
-    problem.key_offsets = clamped_offsets(*call.cu_seqlens_k, problem.key.size(2));
-  }
-  if (has(call.attn_mask)) {
-    problem.mask =
-        of_four_dims(*call.attn_mask).expand({batch, heads, queries, problem.key.size(2)});
-  }
-  if (has(call.alibi_slopes)) problem.alibi_slopes = call.alibi_slopes->expand({batch, heads});
-  if (has(call.sink)) problem.sink = call.sink->to(at::kDouble).contiguous();
-  problem.scale = call.score_scale();
-  problem.softcap = call.softcap;
-  problem.window_left = limit(call.window_left);
-  problem.window_right = limit(call.window_right);
-  problem.top_left = call.top_left;
-  problem.dropout_p = call.dropout_p;
-  if (call.dropout_p > 0) {
-    const Tensor rng = call.rng->contiguous();
-    problem.seed = static_cast<uint64_t>(rng.const_data_ptr<int64_t>()[0]);
-    problem.offset = static_cast<uint64_t>(rng.const_data_ptr<int64_t>()[1]);
-  }
-  return problem;
-}
-
-void backward_on_cpu(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
-                     const NewGradients& made) {
-  const AttentionCall& call = inputs.forward;
-  const bool packed = call.is_packed();
-  const cpu::AttentionProblem problem = cpu_problem(call, qkv);
-  const auto of_qkv = [&](int i) { return as_dense(made.qkv[i], packed); };
-  cpu::AttentionProblemGradients gradients{of_qkv(0), of_qkv(1), of_qkv(2), {}, {}};
-  const Tensor &mask = made.returned[kMask], &sink = made.returned[kSink];
-  Tensor dmask;
-  if (mask.defined()) {
-    dmask = at::zeros(of_four_dims(mask).sizes(), inputs.lse.options());
-    gradients.mask = dmask.expand(problem.mask.sizes());
-  }
-  if (sink.defined()) gradients.sink = at::empty_like(sink, at::kDouble);
-  cpu::attention_backward(problem, inputs.lse.contiguous(), as_dense(inputs.dout, packed),
-                          has(inputs.dlse) ? inputs.dlse->contiguous() : Tensor(), gradients);
-  if (mask.defined()) mask.copy_(dmask.view(mask.sizes()));
-  if (sink.defined()) sink.copy_(gradients.sink);
-}
-
 // (out, lse). Of a meta tensor their shapes and strides alone.
 Forward attention_forward(const AttentionCall& call) {
   check_attention(call);
@@ -155,12 +78,7 @@ Forward attention_forward(const AttentionCall& call) {
     lse.fill_(-std::numeric_limits<double>::infinity());
     return {out, lse};
   }
-  if (out.is_cpu()) {
-    cpu::attention_forward(cpu_problem(call, qkv), as_dense(out, call.is_packed()), lse);
-  }
-#ifdef FUSED_NORM_WITH_CUDA
-  if (out.is_cuda()) attention_forward_on_cuda(call, qkv, out, lse);
-#endif
+  run_attention_forward(call, qkv, out, lse);
   return {out, lse};
 }
 
@@ -174,10 +92,7 @@ AttentionGradients attention_backward(const AttentionBackwardCall& call) {
   const NewGradients made = new_gradients(call.forward, call.wanted);
   // What the kernels would write of no queries, or of packed tensors without a sequence.
   if (out.is_meta() || is_empty(call.forward, out)) return zeroed(made.returned);
-  if (out.is_cpu()) backward_on_cpu(call, qkv, made);
-#ifdef FUSED_NORM_WITH_CUDA
-  if (out.is_cuda()) attention_backward_on_cuda(call, qkv, made);
-#endif
+  run_attention_backward(call, qkv, made);
   return made.returned;
 }
 

@@ -78,8 +78,8 @@ void check_attention_without_rng(const AttentionCall& call);
 void check_before_drawing(const AttentionCall& call);
 void check_attention_backward(const AttentionBackwardCall& call);
 
-// Between attention.cpp, which has checked a call and made its results, and the CUDA kernels, which
-// fill them.
+// Between attention.cpp, which has checked a call and made its results, and the kernels or the CPU
+// path, which fill them (attention_launch.cpp).
 
 // Columns next to each other; one copy where they are not.
 at::Tensor with_dense_rows(const at::Tensor& tensor);
@@ -94,9 +94,9 @@ struct NewGradients {
   QueryKeyValue qkv;
 };
 
-void attention_forward_on_cuda(const AttentionCall& call, const QueryKeyValue& qkv,
-                               const at::Tensor& out, const at::Tensor& lse);
-void attention_backward_on_cuda(const AttentionBackwardCall& call, const QueryKeyValue& qkv,
-                                const NewGradients& made);
+void run_attention_forward(const AttentionCall& call, const QueryKeyValue& qkv,
+                           const at::Tensor& out, const at::Tensor& lse);
+void run_attention_backward(const AttentionBackwardCall& call, const QueryKeyValue& qkv,
+                            const NewGradients& made);
 
 }  // namespace fused_norm::ops

@@ -1,14 +1,24 @@
-// A call as the CUDA kernels take it: copies where they could not read a tensor in place, and the
-// tier.
+// A call as the kernels and the CPU path take it: copies where they could not read a tensor in
+// place, and the tier.
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <limits>
 #include <vector>
 
-#include "core/attention/params.h"
+#include "core/attention/dropout.h"
+#include "core/attention/plan.h"
+#include "cpu/attention.h"
 #include "ops/attention.h"
+#include "ops/launch.h"
+
+#ifdef FUSED_NORM_WITH_CUDA
+#include "core/attention/attention.h"
+#endif
 
 namespace fused_norm::ops {
 
@@ -20,19 +30,6 @@ void force_attention_tier(const std::string& name) {
   wanted_tier = static_cast<AttentionTier>(tier_number(kTierNames, name));
 }
 
-}  // namespace fused_norm::ops
-
-#ifdef FUSED_NORM_WITH_CUDA
-#include <ATen/cuda/CUDAContext.h>
-#include <ATen/ops/constant_pad_nd.h>
-#include <c10/cuda/CUDAGuard.h>
-
-#include "core/attention/attention.h"
-#include "core/attention/dropout.h"
-#include "core/attention/plan.h"
-#include "ops/launch.h"
-
-namespace fused_norm::ops {
 namespace {
 
 using at::Tensor;
@@ -54,9 +51,12 @@ int64_t padded(int64_t cols) { return (cols + 7) / 8 * 8; }
 struct Launch {
   AttentionParams params{};
   bool packed;
-  bool aligned;  // tensors are as the tensor-core tiers read and write them
+  bool aligned = false;  // tensors are as the tensor-core tiers read and write them
   QueryKeyValue qkv;
   std::vector<Tensor> owned;
+
+  // Whether sinks and their gradients are in fp64.
+  bool wide_sink() const { return params.dtype == DType::kFloat64 || qkv[0].is_cpu(); }
 
   // A tensor's elements next to each other, as long as this lives.
   const void* contiguous(const Tensor& t) {
@@ -113,7 +113,7 @@ void finish(const Tensor& written, const Tensor& t) {
 }
 
 int32_t narrowed(int64_t size, const char* what, int32_t most = INT32_MAX) {
-  TORCH_CHECK(size <= most, what, " is ", size, "; on CUDA at most ", most, " is supported");
+  TORCH_CHECK(size <= most, what, " is ", size, "; at most ", most, " is supported");
   return static_cast<int32_t>(size);
 }
 
@@ -169,7 +169,7 @@ void set_options(const AttentionCall& call, Launch* launch) {
     p.alibi_batch_stride = call.alibi_slopes->dim() == 2 ? p.heads : 0;
   }
   if (has(call.sink)) {
-    const Tensor sink = p.dtype == DType::kFloat64 ? call.sink->to(at::kDouble) : *call.sink;
+    const Tensor sink = launch->wide_sink() ? call.sink->to(at::kDouble) : *call.sink;
     p.sink = {launch->contiguous(sink), to_dtype(sink.scalar_type())};
   }
   if (call.dropout_p > 0) p.rng = static_cast<const int64_t*>(launch->contiguous(*call.rng));
@@ -184,28 +184,19 @@ void set_options(const AttentionCall& call, Launch* launch) {
   }
 }
 
+#ifdef FUSED_NORM_WITH_CUDA
+
 // Whether a tensor-core tier takes the call once its tensors are aligned and padded. The portable
 // tier takes all that Hopper's does.
 bool takes_aligned(const QueryKeyValue& qkv, AttentionParams params) {
-  if (wanted_tier.load(std::memory_order_relaxed) == AttentionTier::kPlain) return false;
-  params.head_dim = static_cast<int32_t>(padded(qkv[0].size(-1)));
-  params.value_dim = static_cast<int32_t>(padded(qkv[2].size(-1)));
-  return attention_tier_takes(AttentionTier::kPortable, params, current_device_properties());
-}
-
-Launch prepared(const AttentionCall& call, const QueryKeyValue& qkv) {
   for (const Tensor& t : {qkv[0], qkv[2]}) {
     TORCH_CHECK(t.size(-1) <= kMaxHeadDim, "query has head dim ", qkv[0].size(-1), " and value ",
                 qkv[2].size(-1), "; on CUDA at most ", kMaxHeadDim, " is supported");
   }
-  Launch launch;
-  launch.packed = call.is_packed();
-  launch.params.dtype = to_dtype(qkv[0].scalar_type());
-  launch.aligned = takes_aligned(qkv, launch.params);
-  for (int i = 0; i < 3; ++i) launch.qkv[i] = launch.readable(qkv[i]);
-  set_shape(call, &launch);
-  set_options(call, &launch);
-  return launch;
+  if (wanted_tier.load(std::memory_order_relaxed) == AttentionTier::kPlain) return false;
+  params.head_dim = static_cast<int32_t>(padded(qkv[0].size(-1)));
+  params.value_dim = static_cast<int32_t>(padded(qkv[2].size(-1)));
+  return attention_tier_takes(AttentionTier::kPortable, params, current_device_properties());
 }
 
 AttentionTier tier_of(const AttentionParams& params) {
@@ -217,29 +208,53 @@ AttentionTier tier_of(const AttentionParams& params) {
   return tier;
 }
 
+#endif  // FUSED_NORM_WITH_CUDA
+
+Launch prepared(const AttentionCall& call, const QueryKeyValue& qkv) {
+  Launch launch;
+  launch.packed = call.is_packed();
+  launch.params.dtype = to_dtype(qkv[0].scalar_type());
+#ifdef FUSED_NORM_WITH_CUDA
+  if (qkv[0].is_cuda()) launch.aligned = takes_aligned(qkv, launch.params);
+#endif
+  for (int i = 0; i < 3; ++i) launch.qkv[i] = launch.readable(qkv[i]);
+  set_shape(call, &launch);
+  set_options(call, &launch);
+  return launch;
+}
+
 }  // namespace
 
-void attention_forward_on_cuda(const AttentionCall& call, const QueryKeyValue& qkv,
-                               const Tensor& out, const Tensor& lse) {
-  const c10::cuda::CUDAGuard guard(out.device());
+void run_attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, const Tensor& out,
+                           const Tensor& lse) {
+  const c10::DeviceGuard guard(out.device());
   Launch launch = prepared(call, qkv);
   AttentionParams& params = launch.params;
   const Tensor written = launch.writable(out);
   params.out = as_tensor(written, launch.packed);
   params.lse = lse.mutable_data_ptr();
-  const DeviceProperties& device = current_device_properties();
-  const AttentionTier tier = tier_of(params);
-  check_launch(launch_attention_forward(params, device, tier,
-                                        launch.workspace(attention_forward_workspace(params, tier)),
-                                        at::cuda::getCurrentCUDAStream()));
+  if (out.is_cpu()) {
+    if (launch.packed) {
+      out.zero_();
+      lse.fill_(-std::numeric_limits<double>::infinity());
+    }
+    cpu::attention_forward(params);
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  if (out.is_cuda()) {
+    const AttentionTier tier = tier_of(params);
+    void* const workspace = launch.workspace(attention_forward_workspace(params, tier));
+    check_launch(launch_attention_forward(params, current_device_properties(), tier, workspace,
+                                          at::cuda::getCurrentCUDAStream()));
+  }
+#endif
   finish(written, out);
 }
 
-void attention_backward_on_cuda(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
-                                const NewGradients& made) {
-  const AttentionCall& call = inputs.forward;
-  const c10::cuda::CUDAGuard guard(inputs.out.device());
-  Launch launch = prepared(call, qkv);
+void run_attention_backward(const AttentionBackwardCall& inputs, const QueryKeyValue& qkv,
+                            const NewGradients& made) {
+  const c10::DeviceGuard guard(inputs.out.device());
+  Launch launch = prepared(inputs.forward, qkv);
   const Tensor out_rows = launch.readable(inputs.out), dout_rows = launch.readable(inputs.dout);
   AttentionBackwardParams params{};
   params.forward = launch.params;
@@ -259,18 +274,23 @@ void attention_backward_on_cuda(const AttentionBackwardCall& inputs, const Query
     for (int d = 0; d < 4; ++d) params.mask_shape[d] = static_cast<int32_t>(shaped.size(d));
   }
   const Tensor& sink = made.returned[kSink];
-  const bool wide = sink.defined() && params.forward.dtype == DType::kFloat64;
+  const bool wide = sink.defined() && launch.wide_sink();
   const Tensor written_sink = wide ? sink.to(at::kDouble) : sink;  // as the launch's sink
   if (sink.defined()) params.dsink = written_sink.mutable_data_ptr();
-  const DeviceProperties& device = current_device_properties();
-  const AttentionTier tier = tier_of(params.forward);
-  check_launch(launch_attention_backward(
-      params, device, tier, launch.workspace(attention_backward_workspace(params, tier)),
-      at::cuda::getCurrentCUDAStream()));
+  if (inputs.out.is_cpu()) {
+    if (launch.packed) zeroed(made.returned);
+    cpu::attention_backward(params);
+  }
+#ifdef FUSED_NORM_WITH_CUDA
+  if (inputs.out.is_cuda()) {
+    const AttentionTier tier = tier_of(params.forward);
+    void* const workspace = launch.workspace(attention_backward_workspace(params, tier));
+    check_launch(launch_attention_backward(params, current_device_properties(), tier, workspace,
+                                           at::cuda::getCurrentCUDAStream()));
+  }
+#endif
   for (int i = 0; i < 3; ++i) finish(written[i], made.qkv[i]);
   if (!written_sink.is_same(sink)) sink.copy_(written_sink);
 }
 
 }  // namespace fused_norm::ops
-
-#endif  // FUSED_NORM_WITH_CUDA
