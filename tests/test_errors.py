@@ -528,6 +528,13 @@ def test_backward_operator(case, device):
     check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments), BACKWARD_CASES[case][1])
 
 
+@pytest.mark.parametrize("case", [c for c in BACKWARD_CASES if not c.startswith(("rstd", "mean"))])
+def test_backward_operator_of_meta_tensors(case):
+    """They have no statistics to check."""
+    arguments = backward_arguments(case, "meta")
+    check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments), BACKWARD_CASES[case][1])
+
+
 def test_backward_operator_without_a_mean(device):
     arguments = {**forward_for_backward(device), "mean": None}
     check_raises(lambda: torch.ops.fused_norm.norm_backward(*arguments.values()), ["mean", "None"])

@@ -61,12 +61,13 @@ void check_given(const at::Tensor& tensor, const char* name, at::ScalarType dtyp
                  c10::SymIntArrayRef sizes, const at::Tensor& beside, Strides strides) {
   const bool contiguous = strides == Strides::kContiguous;
   check_layout(tensor, name);
-  TORCH_CHECK(tensor.scalar_type() == dtype && tensor.sym_sizes() == sizes &&
-                  tensor.device() == beside.device() && (!contiguous || tensor.is_contiguous()),
-              name, " must be ", contiguous ? "contiguous, " : "", "of shape ", sizes,
-              " and dtype ", dtype, " on ", beside.device(), ", but has shape ", tensor.sym_sizes(),
-              ", strides ", tensor.sym_strides(), " and dtype ", tensor.scalar_type(), " on ",
-              tensor.device());
+  const bool fits = tensor.scalar_type() == dtype && tensor.device() == beside.device() &&
+                    (!contiguous || tensor.is_contiguous());
+  TORCH_SYM_CHECK(are_alike(tensor.sym_sizes(), sizes).sym_and(fits), name, " must be ",
+                  contiguous ? "contiguous, " : "", "of shape ", sizes, " and dtype ", dtype,
+                  " on ", beside.device(), ", but has shape ", tensor.sym_sizes(), ", strides ",
+                  tensor.sym_strides(), " and dtype ", tensor.scalar_type(), " on ",
+                  tensor.device());
 }
 
 void check_normalized(const at::Tensor& tensor, const char* name,

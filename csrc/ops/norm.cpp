@@ -340,17 +340,16 @@ Gradients<3> norm_backward(const NormBackwardCall& call) {
   TORCH_CHECK(saved.scalar_type() == saved_dtype, "saved must be ", saved_dtype, ", but is ",
               saved.scalar_type());
   check_params(call.weight, call.bias, call.rms, call.normalized_shape, dy);
+  if (has(call.dresidual)) {
+    check_given(*call.dresidual, "dresidual", call.input_dtype, dy.sym_sizes(), dy, Strides::kAny);
+  }
 
   NormColumns norm;
   Tensor dresidual;
   if (!dy.is_meta()) {
     norm = columns_of(call);
     check_saved(call, norm.cols);
-    if (has(call.dresidual)) {
-      check_layout(*call.dresidual, "dresidual");
-      dresidual = aligned(*call.dresidual);
-      check_given(dresidual, "dresidual", call.input_dtype, dy.sym_sizes(), dy);
-    }
+    dresidual = aligned(or_undefined(call.dresidual));
   }
   const Gradients<3> made = {call.output_mask[0] ? new_like(dy, call.input_dtype) : Tensor(),
                              new_like_if(call.output_mask[1], call.weight),
