@@ -58,7 +58,7 @@ def attention(
             _C.check_attention(*args)  # a call that is refused draws no seed
             # An empty sum over all tensors has a batch dimension of vmap's if one of them has it.
             if _torch.in_functorch():
-                drawn_for = sum(t.detach()[..., :0].sum() for t in tensors if t is not None)
+                drawn_for = sum(t.detach()[None][..., :0].sum() for t in tensors if t is not None)
         args = (*tensors, _ops.attention_rng(drawn_for), *args[9:])
     if not (torch.compiler.is_compiling() or torch.jit.is_tracing()):
         results = _C.attention(*args)

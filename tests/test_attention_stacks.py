@@ -813,7 +813,10 @@ class TestVmap:
         def of_keys(k):  # which alone have a batch
             return fn.flash_attention(q[0], k, v, dropout_p=0.5)
 
-        for function in (attention, of_keys):
+        def of_a_mask(m):  # of no dimension
+            return fn.flash_attention(q[0], q[0], v, attn_mask=m.sum(), dropout_p=0.5)
+
+        for function in (attention, of_keys, of_a_mask):
             out = vmap(function, randomness="different")(q)
             assert not torch.equal(out[0], out[1])
             for randomness in ("error", "same"):
