@@ -109,7 +109,7 @@ def flag(name: str, value) -> bool:
 def integer(name: str, value) -> int:
     """An int of 64 bits, or what has its value. The operator checks what a tracer passes."""
     if torch.compiler.is_compiling():
-        return value.item() if isinstance(value, Tensor) else value
+        return value.item() if isinstance(value, Tensor) or _kind(value) == "ndarray" else value
     try:
         value = operator.index(value)
     except TypeError:

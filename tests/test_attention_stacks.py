@@ -361,6 +361,18 @@ class TestCompile:
         numbers = np.float64(0.0), np.float64(5.0)
         assert same_bits(compiled(q, *numbers), attention(q, *numbers))
 
+    def test_ints_of_numpy(self, device, generator):
+        torch._dynamo.reset()
+        q = randn(generator, 5, 2, 8, dtype=FP32)
+        cu = offsets(device, 0, 2, 5)
+
+        def attention(q, cu, n):
+            return fn.flash_attention_varlen(q, q, q, cu, cu, n, n, window=(n, None))
+
+        compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+        for n in np.int64(2), np.int32(1):
+            assert same_bits(compiled(q, cu, n), attention(q, cu, n))
+
     def test_longest_sequence_as_a_tensor(self, device, generator):
         """Its value is not known to the compiler, which breaks the graph for it."""
         torch._dynamo.reset()
