@@ -13,8 +13,7 @@ PLAIN = (torch.Tensor, torch.nn.Parameter)  # what no subclass has changed
 @_torch.constant
 def is_onnx_export() -> bool:
     """Whether an export to ONNX is at work, by torch.export or by torch.jit.trace."""
-    is_tracing = _torch.is_exporting() or torch.jit.is_tracing()
-    return is_tracing and torch.onnx.is_in_onnx_export()
+    return (_torch.is_exporting() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def decomposes() -> bool:
@@ -88,8 +87,9 @@ def _room(call) -> int | None:
         cols = math.prod(call.normalized_shape)
         is_plain = type(call.input) in PLAIN or isinstance(call.input, _torch.FakeTensor)
         return min(cols, -(-max(16, cols // 256) // 4) * 4) if is_plain else None
-    # A DTensor saves its input, traced or not.
-    if type(call.input) not in PLAIN:
+    wanted = [t.requires_grad for t in (*call[:3], call.residual) if t is not None]
+    # A DTensor saves its input, traced or not; and what has no gradient saves nothing.
+    if type(call.input) not in PLAIN or not any(wanted):
         return None
     weight, bias = call.weight, call.bias
     if weight is None and bias is None:

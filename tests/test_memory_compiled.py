@@ -306,3 +306,17 @@ def test_nothing_is_compiled_anew_without_need(kind, device, generator):
         other(randn(generator, 6, COLS, dtype=FP64)).sin().sum().backward()
         optimizer.step()
     assert _tracing._generation == generation
+
+
+@each_kind
+@pytest.mark.parametrize("of_input", [False, True])
+def test_a_list_is_made_only_for_a_gradient(kind, of_input, device, generator):
+    norm = make(kind, device=device).requires_grad_(False)
+    graphs = []
+    torch._dynamo.reset()
+    call = torch.compile(norm, backend=lambda graph, _: graphs.append(graph) or graph)
+    x = randn(generator, 6, COLS, dtype=FP64).requires_grad_(of_input)
+    torch.testing.assert_close(call(x), norm(x), rtol=0, atol=0)
+    operator = torch.ops.fused_norm.norm_forward.default
+    [node] = [node for node in graphs[0].graph.nodes if node.target is operator]
+    assert (node.args[-1] is not None) == of_input
