@@ -87,8 +87,10 @@ def seed(request):
 
 @pytest.fixture
 def generator(request, seed):
-    """Random numbers on the test's device."""
-    device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+    """Random numbers on the test's device: where it names none, CUDA if it is marked so."""
+    device = "cuda" if request.node.get_closest_marker("cuda") else "cpu"
+    if "device" in request.fixturenames:
+        device = request.getfixturevalue("device")
     return torch.Generator(device).manual_seed(seed)
 
 

@@ -108,12 +108,11 @@ def test_layouts(tier, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_tier
-def test_one_query_of_heads_that_share_keys(tier, dtype, seed):
+def test_one_query_of_heads_that_share_keys(tier, dtype, generator):
     """As in decoding. Such heads may be computed together: each has the bits that it has alone, on
     the CPU those of its group."""
     if not takes_type(tier, dtype):
         pytest.skip("the tier does not take it")
-    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
     q = randn(generator, 3, 1, 8, 64, dtype=dtype).transpose(1, 2)
     k, v = (randn(generator, 3, 2, 300, 64, dtype=dtype) for _ in range(2))
     k[1, :, 290:], v[1, :, 290:] = torch.nan, torch.nan
@@ -147,11 +146,10 @@ def test_one_query_of_heads_that_share_keys(tier, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_tier
-def test_expanded_tensors(tier, dtype, seed):
+def test_expanded_tensors(tier, dtype, generator):
     """Strides of 0, over the batch and over rows, are read as they are."""
     if not takes_type(tier, dtype):
         pytest.skip("the tier does not take it")
-    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
     q = randn(generator, 3, 4, 70, 64, dtype=dtype)
     k = randn(generator, 1, 2, 90, 64, dtype=dtype).expand(3, 2, 90, 64)
     v = randn(generator, 3, 2, 1, 64, dtype=dtype).expand(3, 2, 90, 64)
@@ -188,11 +186,10 @@ def mask_layouts(mask):
 @pytest.mark.parametrize("dtype", [torch.bool, FP32, BF16], ids=str)
 @pytest.mark.parametrize("keys", [90, 301])
 @each_tier
-def test_layouts_of_a_mask(tier, keys, dtype, seed):
+def test_layouts_of_a_mask(tier, keys, dtype, generator):
     """Results do not depend on a mask's strides, and the mask is as before."""
     if not takes_type(tier, BF16):
         pytest.skip("the tier does not take it")
-    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
     shapes = ((4, 70), (2, keys), (2, keys), (4, 70))
     q, k, v, dout = (randn(generator, 2, h, rows, 64, dtype=BF16) for h, rows in shapes)
     for heads in (1, 4):
@@ -212,11 +209,11 @@ def test_layouts_of_a_mask(tier, keys, dtype, seed):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_tier
-def test_rows_that_overlap(tier, dtype, seed):
+def test_rows_that_overlap(tier, dtype, generator):
     """Windows over a signal, of fewer rows than columns: results have their columns in order."""
     if not takes_type(tier, dtype):
         pytest.skip("the tier does not take it")
-    signal = randn(rand_generator("cpu" if tier == "cpu" else "cuda", seed), 84, dtype=dtype)
+    signal = randn(generator, 84, dtype=dtype)
     case, results = Case(dtype, (21, 21), (64, 64), (1, 1, 1)), []
     for x in (signal.unfold(0, 64, 1), signal.unfold(0, 64, 1).contiguous()):
         tensors = dict.fromkeys(("query", "key", "value", "dout"), x[None, None])
@@ -229,10 +226,9 @@ def test_rows_that_overlap(tier, dtype, seed):
 
 
 @each_tier
-def test_batch_invariance(tier, seed):
+def test_batch_invariance(tier, generator):
     """A sequence alone, in a batch, beside other heads, and packed: the same bits. Repeats too."""
     device = "cpu" if tier == "cpu" else "cuda"
-    generator = rand_generator(device, seed)
     for dtype in (FP32, BF16):
         if not takes_type(tier, dtype):
             continue
@@ -303,9 +299,8 @@ def test_threads_do_not_matter_within_a_sequence(threads, seed):
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
     reason="needs compute capability 9.0",
 )
-def test_which_tier_makes_gradients(seed):
+def test_which_tier_makes_gradients(generator):
     """Hopper's kernels, whatever the sizes, unless a mask does not fit."""
-    generator = rand_generator("cuda", seed)
 
     def tiers(dim, batch=1, length=70, **options):
         tensors = (randn(generator, batch, 2, length, dim, dtype=BF16) for _ in range(3))
@@ -338,9 +333,8 @@ def test_which_tier_makes_gradients(seed):
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 1), (1, 1, 1, 512), (2, 1, 512, 1)], ids=str)
-def test_gradient_of_a_mask_that_serves_many_scores_on_the_cpu(shape, seed):
+def test_gradient_of_a_mask_that_serves_many_scores_on_the_cpu(shape, generator):
     """Up to two million of them, most of one sign."""
-    generator = rand_generator("cpu", seed)
     q, k, v, dout = (randn(generator, 2, 4, 512, 16) + n for n in (0, 0, 1, 0.5))
     sink, gradients = torch.full((4,), 6.0), []
     for function, dtype in ((fn.flash_attention, FP32), (compose, FP64)):
@@ -384,13 +378,13 @@ def test_rows_that_see_nothing(tier, seed):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @each_tier
-def test_the_lowest_sink(tier, dtype, seed):
+def test_the_lowest_sink(tier, dtype, generator):
     """As one that is switched off: its gradient is a number, also where a query sees nothing, whose
     log-sum-exp is the sink."""
     if not takes_type(tier, dtype):
         pytest.skip("the tier does not take it")
     case = Case(dtype, (300, 24), (64, 64), (40, 2, 2), "causal", sink="same", lse=True)
-    tensors = tensors_of(case, rand_generator("cpu" if tier == "cpu" else "cuda", seed))
+    tensors = tensors_of(case, generator)
     tensors["sink"].fill_(torch.finfo(tensors["sink"].dtype).min)
     with forced("auto" if tier == "cpu" else tier):
         results = run(attend(case), case, tensors)
@@ -401,13 +395,12 @@ def test_the_lowest_sink(tier, dtype, seed):
 
 
 @each_tier
-def test_exponents_beyond_fp32(tier, seed):
+def test_exponents_beyond_fp32(tier, generator):
     """A score whose exponent of 2 is beyond fp32 gives the value of its key, or NaN: not 0. Other
     rows are as they were."""
     device = "cpu" if tier == "cpu" else "cuda"
     if not takes_type(tier, BF16):
         pytest.skip("the tier does not take it")
-    generator = rand_generator(device, seed)
     q, k, v = (randn(generator, 1, 1, 200, 64, dtype=BF16) for _ in range(3))
     with forced("auto" if tier == "cpu" else tier):
         for key in (3, 150):  # its tile is the last or the first that the kernels see
@@ -424,12 +417,11 @@ def test_exponents_beyond_fp32(tier, seed):
 
 
 @each_tier
-def test_dropout_that_keeps_little_in_fp16(tier, seed):
+def test_dropout_that_keeps_little_in_fp16(tier, generator):
     """Probabilities times 1 / (1 - p) may be beyond fp16."""
     device = "cpu" if tier == "cpu" else "cuda"
     if not takes_type(tier, FP16):
         pytest.skip("the tier does not take it")
-    generator = rand_generator(device, seed)
     q, k, v = (randn(generator, 2, 4, 300, 64, dtype=FP16) for _ in range(3))
     # Scores grow with the keys: exponents are up to 8 larger than what they are relative to.
     q[..., 0], k[..., 0] = 1.0, torch.arange(300, device=device) * 0.25
@@ -537,13 +529,13 @@ def test_hidden_keys_may_hold_anything(tier, poison, seed):
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("mask", ["float", "fp32"])
 @each_tier
-def test_the_lowest_number_hides_as_minus_infinity(tier, mask, dtype, hides, seed):
+def test_the_lowest_number_hides_as_minus_infinity(tier, mask, dtype, hides, generator):
     """Whole tiles of keys from some rows, some rows whole, and all rows; keys hidden from all rows
     hold a NaN."""
     if not takes_type(tier, dtype):
         pytest.skip("the tier does not take it")
     case = Case(dtype, (200, 330), (64, 64), (2, 4, 2), "causal", "float", lse=True)
-    tensors = tensors_of(case, rand_generator("cpu" if tier == "cpu" else "cuda", seed))
+    tensors = tensors_of(case, generator)
     given = tensors["attn_mask"] = tensors["attn_mask"].to(FP32 if mask == "fp32" else dtype)
     hidden = torch.zeros_like(given, dtype=torch.bool)
     hidden[:, :, 20:90, 64:256] = True
@@ -595,9 +587,8 @@ def test_masks_of_several_tiles(tier, mask, dim, seed):
 
 @pytest.mark.parametrize("dim", [64, 128, 192])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
-def test_nans_that_a_mask_hides_in_some_of_many_tiles(device, dim, seed):
+def test_nans_that_a_mask_hides_in_some_of_many_tiles(device, dim, generator):
     """A block has several tiles of queries, and does some of them again, the last one too."""
-    generator = rand_generator(device, seed)
     heads = 600 if device == "cuda" else 6
     query, key, value = (
         randn(generator, 1, heads, rows, dim, dtype=BF16) for rows in (70, 150, 150)
@@ -617,9 +608,8 @@ def test_nans_that_a_mask_hides_in_some_of_many_tiles(device, dim, seed):
 
 @pytest.mark.parametrize("dim", [40, 96, 128])
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
-def test_gradients_of_masks(tier, dim, seed):
+def test_gradients_of_masks(tier, dim, generator):
     """Of several tiles, each of which sums over the sequences and heads that it serves."""
-    generator = rand_generator("cuda", seed)
     for dtype, size, band, of_mask in (
         (BF16, (300, 331), "full", (1, 4)),
         (FP16, (150, 400), "causal", (3, 1)),
@@ -676,9 +666,8 @@ def masks_of_keys(generator, batch, heads, keys):
 @pytest.mark.parametrize("dim", [64, 96, 128, 192])
 @pytest.mark.parametrize("dtype", [torch.bool, BF16, FP32], ids=str)
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
-def test_masks_of_keys(tier, dtype, dim, band, seed):
+def test_masks_of_keys(tier, dtype, dim, band, generator):
     """Values, twice the same bits, whatever a hidden key holds."""
-    generator = rand_generator("cuda", seed)
     for heads in (4, 2):
         case = Case(BF16, (300, 700), (dim, dim), (3, 4, heads), band, "bool keys")
         tensors = tensors_of(case, generator)
@@ -729,10 +718,9 @@ def blocks(generator, batch, queries, keys, shown=0.5):
 @pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("dtype", [torch.bool, BF16, FP32], ids=str)
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
-def test_masks_that_heads_share(tier, dtype, dim, seed):
+def test_masks_that_heads_share(tier, dtype, dim, generator):
     """Values, and the same bits as with the mask repeated for each head, whatever a key holds that
     no query sees."""
-    generator = rand_generator("cuda", seed)
     for size, heads in (((700, 700), 4), ((300, 701), 2)):
         case = Case(
             BF16, size, (dim, dim), (3, 4, heads), "full", "bool", softcap=9.0 * (heads > 2)
@@ -757,10 +745,9 @@ def test_masks_that_heads_share(tier, dtype, dim, seed):
 
 @pytest.mark.parametrize("dim", [64, 96, 128])
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
-def test_tiles_that_a_mask_hides_keep_the_order_of_the_sums(tier, dim, seed):
+def test_tiles_that_a_mask_hides_keep_the_order_of_the_sums(tier, dim, generator):
     """Values, and 50 times the same bits: on Hopper a block waits for the tiles of keys before its
     own that the mask shows, whichever lie between them."""
-    generator = rand_generator("cuda", seed)
     case = Case(BF16, (2048, 2048), (dim, dim), (2, 8, 8), "full", "bool")
     mask = blocks(generator, 2, 2048, 2048, shown=0.3)
     tensors = tensors_of(case, generator) | {"attn_mask": mask}
@@ -777,9 +764,8 @@ def test_tiles_that_a_mask_hides_keep_the_order_of_the_sums(tier, dim, seed):
 @pytest.mark.parametrize("dim", [64, 128, 192])
 @pytest.mark.parametrize("mask", ["shows all", "holes", "added"])
 @pytest.mark.parametrize("tier", [pytest.param(t, marks=cuda) for t in ("portable", "hopper")])
-def test_a_nan_of_dout_stays_in_its_row(tier, mask, dim, seed):
+def test_a_nan_of_dout_stays_in_its_row(tier, mask, dim, generator):
     """In calls of many tiles for each multiprocessor, of which each is done a second time."""
-    generator = rand_generator("cuda", seed)
     q, k, v, dout = (randn(generator, 64, 16, 128, dim, dtype=BF16) for _ in range(4))
     seen = randn(generator, 64, 1, 128, 128) > (-9 if mask == "shows all" else 0)
     given = randn(generator, 64, 1, 128, 128, dtype=BF16) if mask == "added" else seen
@@ -800,12 +786,11 @@ def unpacked(tensor, offsets, b):
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP64], ids=str)
 @each_tier
-def test_packed_sequences(tier, dtype, seed):
+def test_packed_sequences(tier, dtype, generator):
     """Each as it is by itself: empty ones, more queries than keys and the reverse, all options."""
     if not takes_type(tier, dtype):
         pytest.skip("the tier does not take it")
     device = "cpu" if tier == "cpu" else "cuda"
-    generator = rand_generator(device, seed)
     at_q, at_k = [2, 2, 35, 40, 170, 171], [0, 20, 20, 60, 61, 200]
     cu_q, cu_k = (torch.tensor(c, dtype=torch.int32, device=device) for c in (at_q, at_k))
     q, dout = (randn(generator, 175, 4, 64, dtype=dtype).requires_grad_() for _ in range(2))
@@ -856,9 +841,8 @@ def test_offsets_are_clamped(device, generator):
 
 @cuda
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
-def test_sequences_that_overlap_hang_nothing(dim, seed):
+def test_sequences_that_overlap_hang_nothing(dim, generator):
     """What they give is not defined. The backward pass waits for counts of a sequence's tiles."""
-    generator = rand_generator("cuda", seed)
     q, k, v = (randn(generator, 640, 2, dim, dtype=BF16).requires_grad_() for _ in range(3))
     offsets = torch.tensor([0, 512, 128, 640], dtype=torch.int32, device=q.device)
     out = fn.flash_attention_varlen(q, k, v, offsets, offsets, 640, 640)
@@ -868,10 +852,9 @@ def test_sequences_that_overlap_hang_nothing(dim, seed):
 
 @each_tier
 @pytest.mark.parametrize("dim", [64, 96, 128, 192])
-def test_a_query_that_sees_nothing_has_any_gradient(tier, dim, seed):
+def test_a_query_that_sees_nothing_has_any_gradient(tier, dim, generator):
     """Causal with more queries than keys: a NaN in dout of a row before the first key is in no
     gradient."""
-    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
     q, dout = (randn(generator, 1, 2, 200, dim, dtype=BF16) for _ in range(2))
     k, v = (randn(generator, 1, 2, 100, dim, dtype=BF16) for _ in range(2))
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -885,10 +868,10 @@ def test_a_query_that_sees_nothing_has_any_gradient(tier, dim, seed):
 
 @pytest.mark.parametrize("sink", ["none", "same"])
 @pytest.mark.parametrize("softcap", [0.0, 4.0])
-def test_a_query_that_sees_nothing_may_hold_anything_on_the_cpu(sink, softcap, seed):
+def test_a_query_that_sees_nothing_may_hold_anything_on_the_cpu(sink, softcap, generator):
     """And with softcap keys that are hidden from all."""
     case = Case(FP32, (70, 90), (64, 64), (2, 4, 2), "causal", "bool", softcap, sink)
-    tensors = tensors_of(case, rand_generator("cpu", seed))
+    tensors = tensors_of(case, generator)
     tensors["attn_mask"][:, :, 30], tensors["attn_mask"][..., 60:] = False, False
     expected = run(attend(case), case, tensors)
     for name in ("query", "dout"):
@@ -902,9 +885,8 @@ def test_a_query_that_sees_nothing_may_hold_anything_on_the_cpu(sink, softcap, s
 @each_tier
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"softcap": 4.0}], ids=["plain", "softcap"])
-def test_what_is_not_finite_stays_in_its_sequence(tier, packed, options, seed):
+def test_what_is_not_finite_stays_in_its_sequence(tier, packed, options, generator):
     """Tiles of a sequence reach into the next sequence or head, which has NaN everywhere."""
-    generator = rand_generator("cpu" if tier == "cpu" else "cuda", seed)
     rows, spoiled = (205, slice(70, 75)) if packed else (70, 1)
     size = (rows, 2, 64) if packed else (3, 2, rows, 64)
     q, k, v, dout = (randn(generator, *size, dtype=BF16) for _ in range(4))

@@ -60,10 +60,9 @@ def test_long_lengths(length, seed):
 @pytest.mark.parametrize(
     "dim, heads, kv_heads", [(64, 4, 2), (96, 9, 1), (128, 4, 2), (128, 16, 2), (256, 8, 1)]
 )
-def test_unlike_lengths(dim, heads, kv_heads, causal, seed):
+def test_unlike_lengths(dim, heads, kv_heads, causal, generator):
     """Sequences of 1 to 300 tokens and one of 3000 in one call, with rows before and behind them:
     each has the bits that it has alone. Of 9 and 8 heads for a head of keys, blocks take parts."""
-    generator = rand_generator("cuda", seed)
     lengths = [*range(1, 301, 7), 3000, *range(300, 0, -7)]
     offsets = torch.tensor([100, *lengths]).cumsum(0)
     cu = offsets.to("cuda", torch.int32)
@@ -115,10 +114,9 @@ def test_few_queries(case, seed):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("dim", DIMS)
-def test_bits_of_few_queries(dim, causal, seed):
+def test_bits_of_few_queries(dim, causal, generator):
     """A sequence of few queries has the bits that it has alone, beside others of few and of many;
     and so has each run."""
-    generator = rand_generator("cuda", seed)
     queries = [1, 8, 300, 3, 1, 9, 0, 1, 2]
     keys = [5000, 9000, 300, 1025, 1024, 3000, 1700, 20000, 1]
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).to("cuda", torch.int32) for n in (queries, keys))
@@ -145,9 +143,8 @@ def test_bits_of_few_queries(dim, causal, seed):
             assert same_bits(alone[1][-1], lses[i])
 
 
-def test_many_keys_and_no_sequence(seed):
+def test_many_keys_and_no_sequence(generator):
     """Rows outside every sequence, beside keys that could come in parts."""
-    generator = rand_generator("cuda", seed)
     q = randn(generator, 5, 2, 64, dtype=BF16)
     k, v = (randn(generator, 3000, 2, 64, dtype=BF16) for _ in range(2))
     cu_q, cu_k = (torch.zeros(1, dtype=torch.int32, device="cuda") for _ in range(2))
@@ -174,10 +171,9 @@ def test_memory_of_many_short_sequences():
 
 @pytest.mark.parametrize("offset", [0.0, -60.0, -3000.0])
 @pytest.mark.parametrize("dim", DIMS)
-def test_scores_that_grow(dim, offset, seed):
+def test_scores_that_grow(dim, offset, generator):
     """From key to key and back: what exponents are relative to moves little by little, at once or
     never, and lies below 0."""
-    generator = rand_generator("cuda", seed)
     q, k, v = (randn(generator, 2, 3, 1500, dim, dtype=BF16) for _ in range(3))
     blocks = torch.arange(1500, device="cuda") // 100
     steps = (0.5, 3.0, 40.0, -0.5, -3.0, -40.0)
@@ -197,10 +193,9 @@ def test_scores_that_grow(dim, offset, seed):
 
 
 @pytest.mark.parametrize("dim", [64, 128])
-def test_131072_tokens(dim, seed):
+def test_131072_tokens(dim, generator):
     """37 rows of each result against fp64; the rows' statistics are the kernel's, whose own rows
     are checked."""
-    generator = rand_generator("cuda", seed)
     length, rows = 131072, torch.randint(131072, (32,), generator=torch.Generator().manual_seed(1))
     rows = torch.cat([rows, torch.tensor([1, 2, 127, 128, length - 1])]).cuda()
     q, k, v, dout = (randn(generator, 1, 1, length, dim, dtype=BF16) for _ in range(4))

@@ -74,9 +74,8 @@ def test_gradient_of_a_mask_in_parts(tier, case, seed):
 
 @pytest.mark.parametrize("shape", [(1, 1), (6, 1), (1, 3), (6, 3)], ids=str)
 @pytest.mark.parametrize("dim", [32, 64, 80])
-def test_one_mask_for_some(dim, shape, seed):
+def test_one_mask_for_some(dim, shape, generator):
     """A mask of one sequence or head for all, or of each: its gradient is of its own shape."""
-    generator = rand_generator("cuda", seed)
     q, k, v, dout = (randn(generator, 6, 3, 49, dim, dtype=torch.float64) for _ in range(4))
     mask = randn(generator, *shape, 49, 49, dtype=torch.float64)
 
@@ -97,9 +96,8 @@ def short(generator, batch, heads, length, dim=32):
 
 @pytest.mark.parametrize("masked", [True, False], ids=["mask", "none"])
 @pytest.mark.parametrize("length, dim", [(49, 32), (64, 32), (49, 64), (16, 64), (17, 40)])
-def test_bits(length, dim, masked, seed):
+def test_bits(length, dim, masked, generator):
     """A sequence alone and among 700 has the same bits, and so has each run."""
-    generator = rand_generator("cuda", seed)
     q, k, v, dout = short(generator, 700, 3, length, dim)
     mask = randn(generator, 1, 3, length, length, dtype=BF16).requires_grad_() if masked else None
 
@@ -124,8 +122,7 @@ def test_bits(length, dim, masked, seed):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")], ids=["nan", "inf"])
 @pytest.mark.parametrize("hides", [False, float("-inf"), -3e38], ids=str)
-def test_hidden_keys_may_hold_anything(hides, poison, seed):
-    generator = rand_generator("cuda", seed)
+def test_hidden_keys_may_hold_anything(hides, poison, generator):
     q, k, v, dout = short(generator, 9, 3, 49)
     mask = randn(generator, 1, 3, 49, 49, dtype=BF16)
     if hides is False:
@@ -145,9 +142,8 @@ def test_hidden_keys_may_hold_anything(hides, poison, seed):
 
 
 @pytest.mark.parametrize("length", [12, 40])
-def test_keys_outside_the_window_may_hold_anything(length, seed):
+def test_keys_outside_the_window_may_hold_anything(length, generator):
     """Without a mask: the first keys are hidden from every query by the window."""
-    generator = rand_generator("cuda", seed)
     q, dout = (randn(generator, 9, 3, length, 32, dtype=BF16).requires_grad_() for _ in range(2))
     k, v = (randn(generator, 9, 3, 60, 32, dtype=BF16) for _ in range(2))
     results = []
@@ -161,9 +157,8 @@ def test_keys_outside_the_window_may_hold_anything(length, seed):
         assert same_bits(a, b)
 
 
-def test_queries_that_see_nothing(seed):
+def test_queries_that_see_nothing(generator):
     """The first queries of a causal call with fewer keys; what they hold reaches nobody."""
-    generator = rand_generator("cuda", seed)
     q, dout = (randn(generator, 5, 2, 60, 32, dtype=BF16) for _ in range(2))
     k, v = (randn(generator, 5, 2, 40, 32, dtype=BF16).requires_grad_() for _ in range(2))
     mask = randn(generator, 1, 2, 60, 40, dtype=BF16)
@@ -215,8 +210,7 @@ def test_packed_sequences_have_the_bits_of_dense_ones(tier, dtype, seed):
 
 
 @pytest.mark.parametrize("layout", ["odd offset", "transposed", "every other", "expanded"])
-def test_masks_are_read_in_place(layout, seed):
-    generator = rand_generator("cuda", seed)
+def test_masks_are_read_in_place(layout, generator):
     q, k, v, dout = short(generator, 9, 3, 49)
     mask = randn(generator, 1, 3, 49, 49, dtype=BF16)
     laid_out = {
@@ -236,9 +230,8 @@ def test_masks_are_read_in_place(layout, seed):
         assert same_bits(a, b)
 
 
-def test_single_queries_of_heads_that_share_keys(seed):
+def test_single_queries_of_heads_that_share_keys(generator):
     """With a mask of keys and few of them: each head as alone."""
-    generator = rand_generator("cuda", seed)
     q = randn(generator, 3, 8, 1, 32, dtype=BF16)
     k, v = (randn(generator, 3, 2, 50, 32, dtype=BF16) for _ in range(2))
     seen = randn(generator, 3, 1, 1, 50) > -0.5
@@ -251,9 +244,8 @@ def test_single_queries_of_heads_that_share_keys(seed):
         assert same_bits(alone[0], out[:, of_head]) and same_bits(alone[1], lse[:, of_head])
 
 
-def test_which_kernels_run(seed):
+def test_which_kernels_run(generator):
     """One kernel forward and one backward, and one that adds up the mask's gradient."""
-    generator = rand_generator("cuda", seed)
     q, k, v, dout = short(generator, 700, 3, 49)
     bias = randn(generator, 1, 3, 49, 49, dtype=BF16).requires_grad_()
 

@@ -36,11 +36,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture
-def generator(seed):
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 def full_form(kind, sums, memory_efficient=False):
     bias = sums[0] if kind == "layer" else None
     return Form(kind, *sums, weight=sums[0], bias=bias, memory_efficient=memory_efficient)

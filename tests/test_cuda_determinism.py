@@ -28,11 +28,6 @@ ROW_INDICES = [0, 1, 2, 3, 5, 7, 8, 15, 31, 64, 127, 131, 264, 511, 767, 1023]
 OFFSETS = range(8)
 
 
-@pytest.fixture
-def generator(seed):
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
 @pytest.mark.parametrize("kind", KINDS)

@@ -30,11 +30,6 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 KINDS = ["layer", "rms"]
 
 
-@pytest.fixture
-def generator(seed):
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)

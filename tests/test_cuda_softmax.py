@@ -33,11 +33,6 @@ each_log = pytest.mark.parametrize("log", [False, True], ids=["softmax", "log_so
 each_tier = pytest.mark.parametrize("tier", TIERS)
 
 
-@pytest.fixture
-def generator(seed):
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 def filled(generator, *shape, dtype):
     """Scores of a few units, drawn by chunks: the fp32 numbers they come from would be twice as
     large as the tensor."""

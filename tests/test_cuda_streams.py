@@ -26,11 +26,6 @@ SHAPES = [(7, 96), (600, 1000), (300, 4096), (40, 50257), (600, 40000)]
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.fixture
-def generator(seed):
-    return torch.Generator("cuda").manual_seed(seed)
-
-
 def assert_same_bits(results, expected):
     (y, grads), (expected_y, expected_grads) = results, expected
     assert same_bits(y, expected_y)

@@ -213,9 +213,8 @@ def test_strided_rows(dtype, norm_before_gate, device, generator):
 @pytest.mark.cuda
 @each_order
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-def test_every_boundary_of_the_plans(dtype, norm_before_gate, seed):
+def test_every_boundary_of_the_plans(dtype, norm_before_gate, generator):
     """Where threads, packs and blocks change, with rows for one block and for all."""
-    generator = torch.Generator("cuda").manual_seed(seed)
     middles = [2**k for k in range(3, 15)] + [3 * 2**k for k in range(3, 13)]
     verdict = Verdict()
     for cols in sorted({m + s for m in middles for s in (-8, -1, 0, 8)} - {0}):
@@ -274,9 +273,8 @@ def check_bits_of_few(x, z, weight, dy, **how):
 @pytest.mark.cuda
 @each_order
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-def test_many_short_rows(dtype, norm_before_gate, seed):
+def test_many_short_rows(dtype, norm_before_gate, generator):
     """So many that lanes of a part of a warp have two packs in backward."""
-    generator = torch.Generator("cuda").manual_seed(seed)
     verdict = Verdict()
     for cols, size in [(56, None), (64, None), (96, None), (136, None), (272, None), (1024, 128)]:
         tensors = draw(generator, 2**23 // cols + 5, cols, dtype)
