@@ -3,13 +3,21 @@ numerics tests."""
 
 import contextlib
 import dataclasses
+import functools
+import io
 import math
+import re
 
+import pytest
 import torch
 import torch.nn.functional as F
 from reference import NormCheck
 
+import fused_norm
 import fused_norm.functional as fn
+
+each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
+each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 
 CHUNK = 2**25  # elements of a row chunk of the reference: 256 MiB for each fp64 intermediate
 
@@ -61,6 +69,17 @@ def full_form(kind, dtype, **options):
     return Form(
         kind, dtype, dtype, weight=dtype, bias=dtype if kind == "layer" else None, **options
     )
+
+
+def module_of(kind, *args, **options):
+    return (fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm)(*args, **options)
+
+
+def through_torch_save(module):
+    buffer = io.BytesIO()
+    torch.save(module, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
 
 
 def place(values, offset):
@@ -163,6 +182,10 @@ def randn(generator, *shape, dtype=torch.float32):
     """Normal numbers, drawn in fp32 unless fp64 is asked for, on the generator's device."""
     draw = torch.float64 if dtype == torch.float64 else torch.float32
     return torch.randn(shape, generator=generator, device=generator.device, dtype=draw).to(dtype)
+
+
+def leaf(generator, *shape, dtype=torch.float64):
+    return randn(generator, *shape, dtype=dtype).requires_grad_()
 
 
 def random_input(generator, rows, cols, dtype):
@@ -423,3 +446,20 @@ def kernels_of(calls, errors=()):
                 call()
         torch.cuda.synchronize()
     return [e.name for e in profiler.events() if e.device_type == DeviceType.CUDA]
+
+
+def maker_of_ones(device):
+    """make(*shape, dtype): ones on a device, the same tensor at every call."""
+
+    @functools.cache
+    def make(*shape, dtype=torch.float32):
+        return torch.ones(shape, device=device).to(dtype)
+
+    return make
+
+
+def check_raises(call, patterns, errors=(RuntimeError, TypeError, ValueError)):
+    with pytest.raises(errors) as raised:
+        call()
+    for pattern in patterns:
+        assert re.search(pattern, str(raised.value)), f"{pattern!r} is not in {str(raised.value)!r}"

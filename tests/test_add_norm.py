@@ -15,6 +15,9 @@ from harness import (
     add_forward_backward,
     apply_add,
     check_add_call,
+    each_flag,
+    each_kind,
+    leaf,
     randn,
     random_input,
     random_parameters,
@@ -29,8 +32,6 @@ import fused_norm
 import fused_norm.functional as fn
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 each_sum = pytest.mark.parametrize("sums", SUMS, ids=lambda s: f"{s[1]} to {s[0]}")
 forward_op = torch.ops.fused_norm.norm_forward.default
 backward_op = torch.ops.fused_norm.norm_backward.default
@@ -156,10 +157,6 @@ def test_any_layout_gives_the_same_bits(kind, sums, memory_efficient, device, ge
                 ]
                 for a, b in zip(run(parts, layout), expected, strict=True):
                     assert same_bits(a, b), f"{form}, {cols} columns, tensor {which} {layout}"
-
-
-def leaf(generator, *shape, dtype=FP64):
-    return randn(generator, *shape, dtype=dtype).requires_grad_()
 
 
 def leaves_of(kind, generator, shape=(6,), zeros=False):

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import held_for_backward, randn, same_bits
+from harness import each_flag, each_kind, held_for_backward, randn, same_bits
 
 import fused_norm
 from fused_norm import apex
@@ -21,8 +21,6 @@ UNIT = {BF16: 2**-8, FP16: 2**-11, FP32: 2**-24, FP64: 2**-53}
 SHAPE = (5, 3, 16)
 REQUIRED = inspect.Parameter.empty
 
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 
 FUNCTIONS = {
     "fused_layer_norm_affine": ["input", "weight", "bias", "normalized_shape"],

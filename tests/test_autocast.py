@@ -4,14 +4,13 @@ dtype to save memory."""
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import randn
+from harness import each_kind, randn
 
 import fused_norm
 import fused_norm.functional as fn
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
 autocast_to = pytest.mark.parametrize("autocast_dtype", [BF16, FP16], ids=lambda d: f"to {d}")
 each_dtype = pytest.mark.parametrize("dtype", [FP32, FP64, BF16, FP16], ids=str)
 

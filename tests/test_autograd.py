@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import bits, rand_generator, same_bits
+from harness import bits, leaf, rand_generator, same_bits
 
 import fused_norm.functional as fn
 
@@ -12,12 +12,6 @@ AFFINE = {
     "rms": ["none", "weight", "weight with offset"],
 }
 EVERY_FORM = [(kind, affine) for kind, forms in AFFINE.items() for affine in forms]
-
-
-def leaf(generator, *shape, dtype=torch.float64):
-    return torch.randn(
-        *shape, generator=generator, device=generator.device, dtype=dtype
-    ).requires_grad_()
 
 
 def parameters(generator, affine, zeros, shape=(6,)):

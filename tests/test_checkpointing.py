@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from harness import randn, same_bits
+from harness import each_flag, each_kind, randn, same_bits
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -15,8 +15,6 @@ from torch.utils.checkpoint import (
 
 import fused_norm
 
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 FORWARD = torch.ops.fused_norm.norm_forward.default
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import held_for_backward, randn, same_bits
+from harness import each_flag, each_kind, held_for_backward, module_of, randn, same_bits
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -16,17 +16,11 @@ import fused_norm.functional as fn
 from fused_norm import _convert
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 
 
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     torch._dynamo.reset()
-
-
-def module_of(kind, *args, **options):
-    return (fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm)(*args, **options)
 
 
 def functional_of(kind, memory_efficient):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import held_for_backward, randn, same_bits
+from harness import each_kind, held_for_backward, randn, same_bits
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -23,7 +23,6 @@ import fused_norm.functional as fn
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 COLS = 32
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
 each_flag = pytest.mark.parametrize("flag", [False, True], ids=["", "memory_efficient"])
 
 

@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from harness import each_flag
 from torch import nn
 from torch.nn.utils import prune
 
@@ -15,8 +16,6 @@ import fused_norm
 from fused_norm import convert
 
 FP64 = torch.float64
-
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 
 
 def small_net():

@@ -9,6 +9,8 @@ from harness import (
     add_forward_backward,
     apply_add,
     check_add_call,
+    each_flag,
+    each_kind,
     place,
     randn,
     random_input,
@@ -19,8 +21,6 @@ from harness import (
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("give_memory_back")]
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 each_sum = pytest.mark.parametrize("sums", SUMS, ids=lambda s: f"{s[1]} to {s[0]}")
 # Where threads, packs and tier of the forward plan change, at four and at eight elements a pack.
 MIDDLES = [2**k for k in range(2, 18)] + [3 * 2**k for k in range(4, 16)]

@@ -4,6 +4,7 @@ parallelism, DDP. The cases themselves are in distributed_worker.py."""
 import pytest
 import torch
 import torch.distributed as dist
+from harness import each_flag, each_kind
 
 import fused_norm.functional as fn
 
@@ -13,9 +14,6 @@ if not torch.distributed.is_available():
 from distributed_worker import Pair
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.multi_gpu)])

@@ -6,11 +6,10 @@ Every case runs on the CPU, on the meta device, which has no kernels, and on CUD
 
 import contextlib
 import functools
-import re
 
 import pytest
 import torch
-from harness import kernels_of
+from harness import check_raises, kernels_of, maker_of_ones
 
 import fused_norm
 import fused_norm.functional as fn
@@ -18,19 +17,6 @@ import fused_norm.functional as fn
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 INF, NAN = float("inf"), float("nan")
 ERRORS = (RuntimeError, TypeError, ValueError)
-
-
-class Ones:
-    """make(*shape, dtype): ones on a device, the same tensor at every call."""
-
-    def __init__(self, device):
-        self.device, self.made = device, {}
-
-    def __call__(self, *shape, dtype=FP32):
-        key = (shape, dtype)
-        if key not in self.made:
-            self.made[key] = torch.ones(shape, device=self.device).to(dtype)
-        return self.made[key]
 
 
 # name: (call with a maker of tensors, patterns the message must have)
@@ -304,19 +290,12 @@ CASES |= {
 }
 
 
-def check_raises(call, patterns):
-    with pytest.raises(ERRORS) as raised:
-        call()
-    for pattern in patterns:
-        assert re.search(pattern, str(raised.value)), f"{pattern!r} is not in {str(raised.value)!r}"
-
-
 @pytest.mark.parametrize("grad", [False, True], ids=["", "with grad"])
 @pytest.mark.parametrize("device", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("case", CASES)
 def test_message(case, device, grad):
     call, patterns = CASES[case]
-    make = Ones(device)
+    make = maker_of_ones(device)
 
     def make_leaf(*shape, dtype=FP32):
         tensor = make(*shape, dtype=dtype)
@@ -559,7 +538,7 @@ def test_backward_operator_with_a_listed_column_that_is_none(col):
 
 def failing_calls(device, other):
     """Every call of this file that must fail, its tensors made; `other` is another device."""
-    make, matrices = Ones(device), Matrices(device)
+    make, matrices = maker_of_ones(device), Matrices(device)
     for call, _ in CASES.values():
         with contextlib.suppress(*ERRORS):
             call(make)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import same_bits
+from harness import each_flag, each_kind, leaf, same_bits
 from torch import func
 from torch.autograd import forward_ad
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
@@ -21,13 +21,6 @@ FORMS = [
     ("rms", "weight with offset"),
 ]
 each_form = pytest.mark.parametrize("kind, affine", FORMS, ids=[f"{k} {a}" for k, a in FORMS])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-
-
-def leaf(generator, *shape, dtype=FP64):
-    options = {"generator": generator, "device": generator.device}
-    return torch.randn(*shape, **options, dtype=FP64).to(dtype).requires_grad_()
 
 
 def parameters(generator, affine, shape=(6,), dtype=FP64):

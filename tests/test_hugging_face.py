@@ -6,13 +6,13 @@ import functools
 
 import pytest
 import torch
+from harness import each_flag
 from torch import nn
 
 from fused_norm import convert
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 
 transformers = pytest.importorskip("transformers")
 

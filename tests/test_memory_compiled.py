@@ -3,14 +3,13 @@ code whatever the weights, no parameter ever becomes NaN, and the error names ev
 
 import pytest
 import torch
-from harness import randn
+from harness import each_kind, randn
 from torch.nn.utils import prune
 
 import fused_norm as fn
 from fused_norm import _tracing
 
 FP32, FP64 = torch.float32, torch.float64
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
 each_way = pytest.mark.parametrize("compiles", [False, True], ids=["eager", "compiled"])
 NO_ROOM = "had no room for"
 COLS = 296  # of no other test, as compiled norms of one length share what is known of their room

@@ -9,6 +9,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from harness import through_torch_save
 
 import fused_norm as fn
 
@@ -129,13 +130,6 @@ def test_state_dict_both_ways(ours, theirs, generator):
 
 def options_of(cls):
     return {"memory_efficient": True, **({"weight_offset": 1.0} if cls is fn.RMSNorm else {})}
-
-
-def through_torch_save(module):
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 @pytest.mark.parametrize(

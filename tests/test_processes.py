@@ -10,19 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import randn, same_bits
+from harness import each_flag, each_kind, module_of, randn, same_bits
 from torch.utils.data import DataLoader, Dataset
 
 import fused_norm
 import fused_norm.functional as fn
 
 ROOT = Path(fused_norm.__file__).parents[1]
-each_kind = pytest.mark.parametrize("kind", ["layer", "rms"])
-each_flag = pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
-
-
-def module_of(kind, *args, **options):
-    return (fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm)(*args, **options)
 
 
 @each_flag

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from harness import randn, same_bits
+from harness import leaf, same_bits
 from softmax_harness import BF16, FP16, FP32, FP64, hidden_of
 from softmax_harness import Form as HarnessForm
 from torch import func
@@ -37,10 +37,6 @@ FORMS = [*PLAIN, *MASKED]
 IDS = [f"{'log_' * log}softmax {dim}" for log, dim in PLAIN]
 IDS += [f"masked: {mask}{' causal' * causal}" for mask, _, causal in MASKED]
 each_form = pytest.mark.parametrize("form", FORMS, ids=IDS)
-
-
-def leaf(generator, *shape, dtype=FP64):
-    return randn(generator, *shape, dtype=dtype).requires_grad_()
 
 
 def mask_of(name, device):
