@@ -1,4 +1,4 @@
-"""flash-attn 2.8's functions under their own names, by this library's attention.
+"""flash-attn 2.8's functions, all but ``flash_attn_with_kvcache``, by this library's attention.
 
 ``from fused_norm.flash_attn import flash_attn_func`` in place of ``from flash_attn import ...``
 (Dao-AILab/flash-attention): the same signatures, shapes, defaults and bottom-right alignment.

@@ -1,5 +1,5 @@
-"""Runs one call of a norm, forward and backward, and holds it to the reference. Shared by the
-numerics tests."""
+"""Runs one call of a norm, forward and backward, and holds it to the reference; and what else several
+test files share."""
 
 import contextlib
 import dataclasses
