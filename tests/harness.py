@@ -1,5 +1,5 @@
-"""Runs one call of a norm, forward and backward, and holds it to the reference; and what else several
-test files share."""
+"""Runs one call of a norm, forward and backward, and holds it to the reference; and what else
+several test files share."""
 
 import contextlib
 import dataclasses
@@ -359,6 +359,26 @@ def held_for_backward(call, *others):
     for tensor in others:
         storages.pop(tensor.untyped_storage().data_ptr(), None)
     return result, sum(storages.values())
+
+
+def address(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def saved_storages(call):
+    """(result, {storage address: largest saved tensor on it}) of what autograd keeps for the
+    backward pass of call()."""
+    saved = {}
+
+    def pack(tensor):
+        key = address(tensor)
+        if key not in saved or saved[key].numel() < tensor.numel():
+            saved[key] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = call()
+    return result, saved
 
 
 @contextlib.contextmanager

@@ -20,6 +20,9 @@ from fused_norm import _C
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
+forward_op = torch.ops.fused_norm.softmax_forward.default
+backward_op = torch.ops.fused_norm.softmax_backward.default
+
 # Input and output dtypes that one kernel serves.
 PAIRS = [(FP64, FP64), (FP32, FP32), (FP16, FP16), (BF16, BF16), (FP16, FP32), (BF16, FP32)]
 # The lengths of the row tests: around powers of two, vocabularies, and one of a million.
@@ -57,12 +60,15 @@ def forms(pair):
     return [Form(*pair, log=log) for log in (False, True)]
 
 
+def masked_op(x, mask, scale=1.0, causal=False, out=None):
+    return forward_op(x, -1, False, out, mask, scale, causal)
+
+
 def apply(form, x, mask=None):
     """The library's call, with a graph: functional forms, or the operator for an output dtype that
     only autocast asks for."""
     if form.masked and form.x != form.y:
-        rest = mask, form.scale, form.causal
-        return torch.ops.fused_norm.softmax_forward(x, -1, False, form.y, *rest)
+        return masked_op(x, mask, form.scale, form.causal, form.y)
     if form.masked:
         return fn.scaled_masked_softmax(x, mask, form.scale, form.causal)
     call = fn.log_softmax if form.log else fn.softmax

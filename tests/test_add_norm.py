@@ -13,6 +13,7 @@ from harness import (
     Form,
     Verdict,
     add_forward_backward,
+    address,
     apply_add,
     check_add_call,
     each_flag,
@@ -22,6 +23,7 @@ from harness import (
     random_input,
     random_parameters,
     same_bits,
+    saved_storages,
 )
 from torch import func
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -311,18 +313,6 @@ def test_nothing_to_differentiate_gives_the_same_bits(
         assert a.requires_grad and not b.requires_grad and same_bits(a.detach(), b)
 
 
-def saved_storages(call):
-    saved = {}
-
-    def pack(tensor):
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = call()
-    return result, saved
-
-
 @each_sum
 @each_kind
 def test_what_is_saved(kind, sums, device, generator):
@@ -338,8 +328,8 @@ def test_what_is_saved(kind, sums, device, generator):
             lambda form=form, leaves=leaves: apply_add(form, *leaves[:2], [cols], leaves[2])
         )
         kept = y if memory_efficient else total
-        saved.pop(weight.untyped_storage().data_ptr())
-        assert kept.untyped_storage().data_ptr() in saved
+        saved.pop(address(weight))
+        assert address(kept) in saved
         of_rows = 2 if kind == "layer" and not memory_efficient else 1
         assert sorted(t.numel() for t in saved.values()) == [rows] * of_rows + [rows * cols]
 

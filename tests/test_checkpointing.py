@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from harness import each_flag, each_kind, randn, same_bits
+from harness import each_flag, each_kind, module_of, randn, same_bits
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -49,11 +49,9 @@ WAYS = {
 def test_gradients_have_the_same_bits(kind, memory_efficient, way, device, generator):
     """And the norms run again exactly where the policy does not keep their results."""
     torch.manual_seed(0)
-    make = fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm
     options = {"memory_efficient": memory_efficient, "device": device}
-    block = nn.Sequential(
-        make(16, **options), nn.Linear(16, 16, device=device), nn.GELU(), make(16, **options)
-    )
+    norms = [module_of(kind, 16, **options) for _ in range(2)]
+    block = nn.Sequential(norms[0], nn.Linear(16, 16, device=device), nn.GELU(), norms[1])
     x = randn(generator, 6, 16)
     results, calls = [], []
     for options in (None, WAYS[way]):
@@ -72,8 +70,7 @@ def test_gradients_have_the_same_bits(kind, memory_efficient, way, device, gener
 @each_kind
 def test_compiled_checkpoint(kind, memory_efficient, device, generator):
     torch._dynamo.reset()
-    make = fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm
-    norm = make(16, memory_efficient=memory_efficient, device=device)
+    norm = module_of(kind, 16, memory_efficient=memory_efficient, device=device)
 
     def block(x):
         return norm(x * 2).sin()

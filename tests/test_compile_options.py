@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import each_kind, held_for_backward, randn, same_bits
+from harness import each_kind, held_for_backward, module_of, randn, same_bits
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
@@ -32,8 +32,7 @@ def fresh_compiler():
 
 
 def make_norm(kind, flag=False, **options):
-    norm = fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm
-    return norm(COLS, eps=1e-5, memory_efficient=flag, **options)
+    return module_of(kind, COLS, eps=1e-5, memory_efficient=flag, **options)
 
 
 class Block(nn.Module):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from harness import (
     apply,
+    each_kind,
     forward_backward,
     full_form,
     place,
@@ -20,7 +21,6 @@ import fused_norm as fn
 pytestmark = pytest.mark.cuda
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-KINDS = ["layer", "rms"]
 # Short rows, a warp, a block, odd lengths, the longest a block holds, and rows that are streamed.
 COLS = [1, 3, 31, 64, 96, 126, 255, 256, 257, 758, 768, 1000, 1023, 1025, 3334, 4095, 4096, 8192]
 COLS += [8193, 12288, 16386, 20002, 32768, 32769, 50257, 65536, 65537, 98304, 131072]
@@ -30,7 +30,7 @@ OFFSETS = range(8)
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP32, FP64], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_twenty_repeats(kind, dtype, memory_efficient, generator):
     """Also while another stream keeps the GPU busy, so that blocks run in another order."""
     form = full_form(kind, dtype, memory_efficient=memory_efficient)
@@ -71,7 +71,7 @@ def test_twenty_repeats(kind, dtype, memory_efficient, generator):
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_row_among_others(kind, dtype, memory_efficient, generator):
     """y and dx of a row are the same alone, among 2 to 4097 rows, and at sixteen row indices."""
     form = full_form(kind, dtype, memory_efficient=memory_efficient)
@@ -98,7 +98,7 @@ def test_a_row_among_others(kind, dtype, memory_efficient, generator):
     [(FP16, FP32, FP16), (BF16, BF16, FP32), (FP32, BF16, FP32), (FP32, FP32, None)],
     ids=str,
 )
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_row_among_others_in_other_forms(kind, x_dtype, y_dtype, weight_dtype, generator):
     """Dtypes of their own for output and parameters: forward, whose threads the number of rows
     chooses."""
@@ -119,7 +119,7 @@ def test_a_row_among_others_in_other_forms(kind, x_dtype, y_dtype, weight_dtype,
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_rows_by_the_thousand(kind, dtype, generator):
     """Forward: so many that other lanes share a row than of a few, and of rows that lie across
     pack boundaries, or that tiles of them (of the longest, slices) are normalized in place; among
@@ -150,7 +150,7 @@ def test_rows_by_the_thousand(kind, dtype, generator):
 @pytest.mark.parametrize(
     ("dtype", "y_dtype"), [(BF16, BF16), (FP16, FP16), (FP32, FP32), (FP32, BF16)], ids=str
 )
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_gradients_of_short_rows_by_the_ten_thousand(
     kind, dtype, y_dtype, memory_efficient, generator
 ):
@@ -178,7 +178,7 @@ def test_gradients_of_short_rows_by_the_ten_thousand(
 
 
 @pytest.mark.parametrize(("dtype", "y_dtype"), [(BF16, BF16), (FP32, FP32), (FP32, BF16)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_gradients_of_many_short_rows_with_listed_columns(kind, dtype, y_dtype, generator):
     """Backward from the output of so many rows that each lane has several packs of whole ones."""
     rms = kind == "rms"
@@ -203,7 +203,7 @@ def test_gradients_of_many_short_rows_with_listed_columns(kind, dtype, y_dtype, 
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32, FP64], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_a_row_at_any_alignment(kind, dtype, memory_efficient, generator):
     """y and dx are the same at eight base offsets of x, dy and the parameters, at any row pitch,
     and with each offset of its own."""
@@ -242,7 +242,7 @@ def test_the_sign_of_zero_at_any_alignment(generator):
 
 @pytest.mark.parametrize("memory_efficient", [False, True], ids=["", "memory_efficient"])
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_many_rows_at_any_alignment(kind, dtype, memory_efficient, generator):
     """Rows so many that a block's stages in shared memory are filled again and again; dweight and
     dbias are the same too, as the grid is."""
@@ -281,7 +281,7 @@ def test_many_rows_at_any_alignment(kind, dtype, memory_efficient, generator):
                     assert same_bits(other_grads[name], grad), f"{where}: d{name}"
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_two_calls_on_two_streams(kind, generator):
     """Calls that overlap share no scratch memory."""
     form = full_form(kind, BF16)

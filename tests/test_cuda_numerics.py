@@ -9,6 +9,7 @@ from harness import (
     Verdict,
     apply,
     check_call,
+    each_kind,
     forms,
     full_form,
     randn,
@@ -32,7 +33,7 @@ KINDS = ["layer", "rms"]
 
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_every_form_at_every_size(kind, dtype, cols, generator):
     """Outputs x affine forms x parameter dtypes x rows, one input a size."""
     verdict = Verdict()
@@ -92,7 +93,7 @@ TALL = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_many_short_rows(kind, dtype, generator):
     verdict = Verdict()
     for rows, cols in TALL:
@@ -116,7 +117,7 @@ def boundaries():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_row_lengths_around_every_boundary(kind, dtype, generator):
     verdict = Verdict()
     for cols in boundaries():
@@ -141,7 +142,7 @@ def test_rows_whose_squares_overflow(generator):
 
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("cols", [96, 1000, 4097, 12288, 50257])
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_gradients_asked_for_one_by_one(kind, cols, dtype, generator):
     """Each gradient alone and each pair: the kernels leave work out, the numbers stay right."""
     form = full_form(kind, dtype)
@@ -198,7 +199,7 @@ def rows_of(generator, rows, cols, dtype):
     return out
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize(
     ("rows", "cols"), [(2**31 // 4096 + 5, 4096), (2**31 // 513 + 3, 513), (2**31 + 7, 1)]
 )
@@ -211,7 +212,7 @@ def test_more_than_2_to_the_31_elements(rows, cols, kind, most_of_the_memory, ge
     verdict.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_rows_that_lie_2_to_the_31_elements_apart(kind, most_of_the_memory, generator):
     """Few rows, far offsets: a slice of a packed tensor, and a transposed batch of it."""
     cols = 1024
@@ -230,7 +231,7 @@ def test_rows_that_lie_2_to_the_31_elements_apart(kind, most_of_the_memory, gene
     verdict.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_inference_gives_the_same_bits_as_training(kind, dtype, generator):
     form = full_form(kind, dtype)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from harness import (
     apply,
+    each_kind,
     forward_backward,
     full_form,
     randn,
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.cuda
 BF16, FP32 = torch.bfloat16, torch.float32
 KINDS = ["layer", "rms"]
 SHAPES = [(7, 96), (600, 1000), (300, 4096), (40, 50257), (600, 40000)]
-each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def assert_same_bits(results, expected):

@@ -3,10 +3,9 @@ code whatever the weights, no parameter ever becomes NaN, and the error names ev
 
 import pytest
 import torch
-from harness import each_kind, randn
+from harness import each_kind, module_of, randn
 from torch.nn.utils import prune
 
-import fused_norm as fn
 from fused_norm import _tracing
 
 FP32, FP64 = torch.float32, torch.float64
@@ -17,8 +16,7 @@ LEAST = 16  # room of a compiled call that knows of no column at risk
 
 
 def make(kind, cols=COLS, memory_efficient=True, dtype=FP64, **options):
-    norm = fn.LayerNorm if kind == "layer" else fn.RMSNorm
-    return norm(cols, dtype=dtype, memory_efficient=memory_efficient, **options)
+    return module_of(kind, cols, dtype=dtype, memory_efficient=memory_efficient, **options)
 
 
 class Block(torch.nn.Module):

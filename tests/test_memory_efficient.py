@@ -15,24 +15,25 @@ from harness import (
     OUTPUTS,
     Form,
     Verdict,
+    address,
     apply,
     check_call,
+    each_kind,
     forms,
     full_form,
+    module_of,
     randn,
     random_input,
     random_parameters,
+    saved_storages,
 )
 from reference import UNIT, compute_unit, precise, recoverable
 
-import fused_norm as fn
 from fused_norm import _C, functional
 
-KINDS = ["layer", "rms"]
 DTYPES = list(OUTPUTS)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
@@ -204,9 +205,9 @@ def test_a_weight_that_cancels_the_offset_in_fp32(offset, device, generator):
 def test_weights_that_cross_zero_while_training(kind, generator, device):
     """Weights change between steps in every way optimizers write them, .data included; each
     step's gradients are those of the same module without the flag."""
-    make = fn.LayerNorm if kind == "layer" else fn.RMSNorm
     plain, efficient = (
-        make(24, device=device, dtype=FP64, **flag) for flag in ({}, {"memory_efficient": True})
+        module_of(kind, 24, device=device, dtype=FP64, **flag)
+        for flag in ({}, {"memory_efficient": True})
     )
     zeros = torch.zeros(24, dtype=FP64, device=device)
     writes = [
@@ -229,26 +230,6 @@ def test_weights_that_cross_zero_while_training(kind, generator, device):
             grads.append([leaf.grad, *(p.grad for p in module.parameters())])
         for ours, expected in zip(*reversed(grads), strict=True):
             torch.testing.assert_close(ours, expected, msg=f"step {step}")
-
-
-def saved_storages(call):
-    """(result, {storage address: largest saved tensor on it}) of what autograd keeps for the
-    backward pass of call()."""
-    saved = {}
-
-    def pack(tensor):
-        key = tensor.untyped_storage().data_ptr()
-        if key not in saved or saved[key].numel() < tensor.numel():
-            saved[key] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        result = call()
-    return result, saved
-
-
-def address(tensor):
-    return tensor.untyped_storage().data_ptr()
 
 
 @each_dtype
@@ -371,14 +352,13 @@ def test_gpu_memory_of_a_chain_of_norms_and_linears(kind):
     """A linear layer after a norm saves the norm's output anyway: with the flag the norm's input
     is free to go."""
     rows, cols, layers = 4096, 2048, 4
-    make = fn.LayerNorm if kind == "layer" else fn.RMSNorm
 
     def bytes_for_backward(memory_efficient):
         torch.manual_seed(0)
         steps = []
         for _ in range(layers):
             steps += [
-                make(cols, device="cuda", dtype=BF16, memory_efficient=memory_efficient),
+                module_of(kind, cols, device="cuda", dtype=BF16, memory_efficient=memory_efficient),
                 torch.nn.Linear(cols, cols, device="cuda", dtype=BF16),
             ]
         model = torch.nn.Sequential(*steps)
@@ -480,8 +460,7 @@ def test_an_output_that_overflows_gives_no_plausible_gradient(kind, device, gene
 @each_kind
 def test_compiled_gradients_follow_weights_that_become_zero(kind, device, generator):
     """No decision is baked into the compiled graph."""
-    make = fn.LayerNorm if kind == "layer" else fn.RMSNorm
-    module = make(24, device=device, dtype=FP64, memory_efficient=True)
+    module = module_of(kind, 24, device=device, dtype=FP64, memory_efficient=True)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     for weight in (1.0, 0.0):
         with torch.no_grad():

@@ -11,6 +11,7 @@ import torch
 from harness import (
     SHORT,
     Verdict,
+    each_kind,
     held_for_backward,
     randn,
     random_input,
@@ -23,8 +24,6 @@ import fused_norm as fn
 from fused_norm import functional
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-KINDS = ["layer", "rms"]
-each_kind = pytest.mark.parametrize("kind", KINDS)
 NO_ROOM = "had no room for"
 
 

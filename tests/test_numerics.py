@@ -15,6 +15,7 @@ from harness import (
     apply,
     apply_torch,
     check_call,
+    each_kind,
     forms,
     forward_backward,
     full_form,
@@ -25,7 +26,6 @@ from harness import (
     unwritten_is_nan,
 )
 
-KINDS = ["layer", "rms"]
 # Rows of a warp and of a block, and so long that sums over them need care; on the GPU those of each
 # other tier: backward by a ring, a cluster forward, and, the longest, streaming.
 COLS = {"cpu": [33, 520, 5000, 300000]}
@@ -33,7 +33,6 @@ COLS["cuda"] = [*COLS["cpu"], 20000, 50257]
 DTYPES = list(OUTPUTS)
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
-each_kind = pytest.mark.parametrize("kind", KINDS)
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

@@ -4,15 +4,12 @@ import math
 
 import pytest
 import torch
-from harness import randn, same_bits
+from harness import each_kind, module_of, randn, same_bits
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import fused_norm
 import fused_norm.functional as fn
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
-KINDS = ["layer", "rms"]
-each_kind = pytest.mark.parametrize("kind", KINDS)
 forward_op = torch.ops.fused_norm.norm_forward.default
 backward_op = torch.ops.fused_norm.norm_backward.default
 
@@ -185,8 +182,7 @@ def test_fake_tensors_describe_the_real_ones(kind, sample, device, generator):
 def test_compiled_training_step_equals_eager(kind, memory_efficient, backend, device, generator):
     """One graph (fullgraph), forward and backward, and again with another number of rows."""
     torch._dynamo.reset()
-    make = fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm
-    norm = make(16, device=device, memory_efficient=memory_efficient)
+    norm = module_of(kind, 16, device=device, memory_efficient=memory_efficient)
 
     def block(x):
         return norm(x * 2).sin()
@@ -208,8 +204,7 @@ def test_compiled_training_step_equals_eager(kind, memory_efficient, backend, de
 @each_kind
 def test_compiled_under_autocast(kind, device, generator):
     torch._dynamo.reset()
-    make = fused_norm.LayerNorm if kind == "layer" else fused_norm.RMSNorm
-    norm = make(16, device=device)
+    norm = module_of(kind, 16, device=device)
     compiled = torch.compile(norm, fullgraph=True, backend="aot_eager")
     x = randn(generator, 6, 16, dtype=BF16)
     with torch.autocast(device, BF16):

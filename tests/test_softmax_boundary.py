@@ -20,7 +20,17 @@ from harness import (
     same_bits,
     through_torch_save,
 )
-from softmax_harness import BF16, FP16, FP32, FP64, PAIRS, forced_tier
+from softmax_harness import (
+    BF16,
+    FP16,
+    FP32,
+    FP64,
+    PAIRS,
+    backward_op,
+    forced_tier,
+    forward_op,
+    masked_op,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fused_norm
@@ -37,12 +47,6 @@ MODULES = {
 each_function = pytest.mark.parametrize("name", list(FUNCTIONS))
 each_module = pytest.mark.parametrize(("ours", "theirs"), MODULES.values(), ids=list(MODULES))
 each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-forward_op = torch.ops.fused_norm.softmax_forward.default
-backward_op = torch.ops.fused_norm.softmax_backward.default
-
-
-def masked_op(x, mask, scale=1.0, causal=False, out=None):
-    return forward_op(x, -1, False, out, mask, scale, causal)
 
 
 # Signatures, defaults, dtypes.

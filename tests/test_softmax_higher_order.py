@@ -5,21 +5,13 @@ import math
 import pytest
 import torch
 from harness import leaf, same_bits
-from softmax_harness import BF16, FP16, FP32, FP64, hidden_of
+from softmax_harness import BF16, FP16, FP32, FP64, backward_op, forward_op, hidden_of, masked_op
 from softmax_harness import Form as HarnessForm
 from torch import func
 from torch.autograd import forward_ad
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 
 import fused_norm.functional as fn
-
-forward_op = torch.ops.fused_norm.softmax_forward.default
-backward_op = torch.ops.fused_norm.softmax_backward.default
-
-
-def masked_op(x, mask, scale=1.0, causal=False, out=None):
-    return forward_op(x, -1, False, out, mask, scale, causal)
-
 
 SHAPE = (2, 3, 4)
 # Softmaxes: (logarithm, dim). Masked ones: (mask, scale, causal).
