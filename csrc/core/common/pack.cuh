@@ -141,13 +141,13 @@ using Access = std::conditional_t<
 
 // One access of kBytes through the read-only path.
 template <int kBytes>
-__device__ __forceinline__ Words<kBytes> load_words(const char* address) {
-  return bit_copy<Words<kBytes>>(__ldg(reinterpret_cast<const Access<kBytes>*>(address)));
+__device__ __forceinline__ Words<kBytes> load_words(const void* address) {
+  return bit_copy<Words<kBytes>>(__ldg(static_cast<const Access<kBytes>*>(address)));
 }
 
 // The same for what is read once, which leaves the first-level cache to the parameters.
 template <int kBytes>
-__device__ __forceinline__ Words<kBytes> load_streamed(const char* address) {
+__device__ __forceinline__ Words<kBytes> load_streamed(const void* address) {
   Words<kBytes> words;
   if constexpr (kBytes == 16) {
     asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -175,11 +175,11 @@ __device__ __forceinline__ void prefetch_to_l2(const void* address, bool wanted 
 
 // The first `count` of N elements, and zeros.
 template <typename T, int N>
-__device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, int count) {
+__device__ __noinline__ Words<sizeof(T) * N> load_elements(const T* from, int count) {
   T elements[N] = {};
 #pragma unroll
   for (int i = 0; i < N; ++i) {
-    if (i < count) elements[i] = __ldg(reinterpret_cast<const T*>(address) + i);
+    if (i < count) elements[i] = __ldg(from + i);
   }
   return bit_copy<Words<sizeof(T) * N>>(elements);
 }
@@ -187,7 +187,7 @@ __device__ __noinline__ Words<sizeof(T) * N> load_elements(const char* address, 
 // One access of kBytes to global memory, which the kernel does not read again. As assembly: the
 // compiler takes apart stores of structs in some kernels, four accesses in place of one.
 template <int kBytes>
-__device__ __forceinline__ void store_words(char* address, const Words<kBytes>& words) {
+__device__ __forceinline__ void store_words(void* address, const Words<kBytes>& words) {
   if constexpr (kBytes == 16) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(words.at[0]),
                  "r"(words.at[1]), "r"(words.at[2]), "r"(words.at[3]));
@@ -195,14 +195,14 @@ __device__ __forceinline__ void store_words(char* address, const Words<kBytes>& 
     asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(words.at[0]),
                  "r"(words.at[1]));
   } else {
-    *reinterpret_cast<Access<kBytes>*>(address) = words.at[0];
+    *static_cast<Access<kBytes>*>(address) = words.at[0];
   }
 }
 
 // The same for what nobody reads soon.
 template <int kBytes>
-__device__ __forceinline__ void store_streamed(char* address, const Words<kBytes>& words) {
-  __stcs(reinterpret_cast<Access<kBytes>*>(address), bit_copy<Access<kBytes>>(words));
+__device__ __forceinline__ void store_streamed(void* address, const Words<kBytes>& words) {
+  __stcs(static_cast<Access<kBytes>*>(address), bit_copy<Access<kBytes>>(words));
 }
 
 __device__ __forceinline__ uint32_t shared_address(const void* data) {
@@ -234,7 +234,7 @@ using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
 // Those of an element that is read once, through the read-only path and past the first-level cache.
 template <typename T>
 __device__ __forceinline__ uint32_t load_bits_streamed(const T* from) {
-  return load_streamed<sizeof(T)>(reinterpret_cast<const char*>(from)).at[0];
+  return load_streamed<sizeof(T)>(from).at[0];
 }
 
 // The value of an element.
@@ -274,12 +274,11 @@ __device__ __forceinline__ void forget_elements(Pack<T, N> (&packs)[kPacks]) {
 template <typename T, int N, typename A>
 __device__ __forceinline__ void load_params_of(const void* data, int col, A (&out)[N]) {
   constexpr int kStep = sizeof(T) * N > 16 ? 16 / sizeof(T) : N;
-  const char* const address =
-      static_cast<const char*>(data) + static_cast<int64_t>(col) * sizeof(T);
+  const char* const from = static_cast<const char*>(data) + static_cast<int64_t>(col) * sizeof(T);
 #pragma unroll
   for (int first = 0; first < N; first += kStep) {
     Accumulator<T> part[kStep];
-    unpack(Pack<T, kStep>{load_words<sizeof(T) * kStep>(address + first * sizeof(T))}, part);
+    unpack(Pack<T, kStep>{load_words<sizeof(T) * kStep>(from + first * sizeof(T))}, part);
 #pragma unroll
     for (int i = 0; i < kStep; ++i) out[first + i] = static_cast<A>(part[i]);
   }

@@ -171,8 +171,8 @@ class RunReader {
   // none.
   __device__ __forceinline__ Words<kBytes> guarded(int first) const {
     if (first >= cols_ || first + N <= 0 || cols_ == 0) return {};
-    if (first + N <= cols_) return load_words<kBytes>(reinterpret_cast<const char*>(row_ + first));
-    return load_elements<T, N>(reinterpret_cast<const char*>(row_ + first), cols_ - first);
+    if (first + N <= cols_) return load_words<kBytes>(row_ + first);
+    return load_elements<T, N>(row_ + first, cols_ - first);
   }
 
   __device__ __forceinline__ static Words<kBytes> filler() {
@@ -205,7 +205,7 @@ class RunWriter {
     T* const at = row_ + columns.first;
     const int left = cols_ - columns.first;
     if (columns.wrapped == 0 && left >= N) {
-      store_words<sizeof(T) * N>(reinterpret_cast<char*>(at), pack.words);
+      store_words<sizeof(T) * N>(at, pack.words);
     } else if (!kRegular && left > 0) {
       T elements[N];
       memcpy(elements, &pack, sizeof(pack));

@@ -45,7 +45,7 @@ __device__ __forceinline__ Unit<T, kUnit> load_unit(const T* from) {
   if constexpr (kUnit == 1) {
     return {load_bits_streamed(from)};
   } else if constexpr (kWhole) {
-    return load_streamed<kUnit * sizeof(T)>(reinterpret_cast<const char*>(from));
+    return load_streamed<kUnit * sizeof(T)>(from);
   } else {
     static_assert(sizeof(T) == 2);
     return {load_bits_streamed(from) | load_bits_streamed(from + 1) << 16};
@@ -145,7 +145,7 @@ class UnitWriter {
 #pragma unroll
           for (int word = 0; word < static_cast<int>(sizeof(unit)) / 4; ++word)
             unit.at[word] = pack.words.at[i * static_cast<int>(sizeof(T)) / 4 + word];
-          store_streamed<sizeof(unit)>(reinterpret_cast<char*>(to), unit);
+          store_streamed<sizeof(unit)>(to, unit);
         } else {
 #pragma unroll
           for (int e = 0; e < kUnit; ++e)
@@ -170,8 +170,7 @@ __device__ __forceinline__ void load_params_apart(const void* data, int col, int
   Pack<T, kUnit> units[N / kUnit] = {};
   visit_units<kLie, N>(group, cols - col, [&](int i, bool inside) {
     if (inside) {
-      units[i / kUnit].words =
-          load_words<kUnit * sizeof(T)>(reinterpret_cast<const char*>(from + i * group.lanes()));
+      units[i / kUnit].words = load_words<kUnit * sizeof(T)>(from + i * group.lanes());
     }
   });
 #pragma unroll

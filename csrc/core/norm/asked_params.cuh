@@ -51,8 +51,7 @@ class AskedParams {
 #pragma unroll
       for (int i = 0; i < N; i += kAccess<T>) {
         const int at = min(col + column_in_pack(kLie, N, i, lanes), cols - kAccess<T>);
-        const auto loaded = load_words<kBytes>(
-            reinterpret_cast<const char*>(static_cast<const T*>(params.data) + at));
+        const auto loaded = load_words<kBytes>(static_cast<const T*>(params.data) + at);
         Word whole[kWords] = {};
         memcpy(whole, &loaded, kBytes);
 #pragma unroll

@@ -166,8 +166,7 @@ __device__ __forceinline__ void few_columns(const BackwardInput<X, X, float>& in
   float sums[2][N] = {};
   if (col < in.cols) {
     auto load = [&](const X* base, const RowLayout& layout, int64_t row) {
-      const X* const from = row_start(base, layout, row) + col;
-      return Pack<X, N>{load_words<16>(reinterpret_cast<const char*>(from))};
+      return Pack<X, N>{load_words<16>(row_start(base, layout, row) + col)};
     };
     for (int64_t row = first_row; row < in.rows; row += kRows * step) {
       Pack<X, N> saved[kRows], dy[kRows];

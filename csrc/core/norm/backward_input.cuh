@@ -72,9 +72,7 @@ struct BackwardOutput {
       const int column = column_in_pack(kLie, N, i, lanes);
       if (column >= left) break;
       A added[kAtOnce];
-      unpack(Pack<X, kAtOnce>{load_words<sizeof(X) * kAtOnce>(
-                 reinterpret_cast<const char*>(dresidual + at + column))},
-             added);
+      unpack(Pack<X, kAtOnce>{load_words<sizeof(X) * kAtOnce>(dresidual + at + column)}, added);
 #pragma unroll
       for (int e = 0; e < kAtOnce; ++e) gradient[i + e] += added[e];
     }

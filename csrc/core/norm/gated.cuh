@@ -126,7 +126,7 @@ class GatedRows : public SliceQueue<N, kPacks, Group, X, X, X> {
     }
     Pack<X, N> pack;
     round_to(pack, z);
-    store_streamed<sizeof(X) * N>(reinterpret_cast<char*>(in_.dgate + to), pack.words);
+    store_streamed<sizeof(X) * N>(in_.dgate + to, pack.words);
   }
 
  private:

@@ -245,7 +245,7 @@ class RingSlice {
   }
 
   __device__ __forceinline__ void store_pack(int p, const Pack<X, N>& pack) const {
-    store_streamed<sizeof(pack)>(reinterpret_cast<char*>(dx_ + p * kStep), pack.words);
+    store_streamed<sizeof(pack)>(dx_ + p * kStep, pack.words);
   }
   __device__ __forceinline__ void store(int p, const float (&gradient)[N]) const {
     if constexpr (kRegular) {
@@ -256,11 +256,7 @@ class RingSlice {
       X* const to = dx_ + p * kStep;
 #pragma unroll
       for (int i = 0; i < N; ++i) {
-        if (!inside(p, i)) continue;
-        Pack<X, 1> element;
-        const float value[1] = {gradient[i]};
-        round_to(element, value);
-        store_words<sizeof(X)>(reinterpret_cast<char*>(to + column(i)), element.words);
+        if (inside(p, i)) to[column(i)] = static_cast<X>(gradient[i]);
       }
     }
   }

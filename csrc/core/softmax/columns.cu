@@ -38,15 +38,13 @@ class ColumnWalk {
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       if (!holds(turn, k)) continue;
-      packs[k].words = load_words<sizeof(T) * N>(
-          reinterpret_cast<const char*>(data + start_ + col(turn, k) * inner_));
+      packs[k].words = load_words<sizeof(T) * N>(data + start_ + col(turn, k) * inner_);
     }
   }
   template <typename T>
   __device__ __forceinline__ void store(T* data, int turn, int k, const Pack<T, N>& pack) const {
     if (!holds(turn, k)) return;
-    store_words<sizeof(T) * N>(reinterpret_cast<char*>(data + start_ + col(turn, k) * inner_),
-                               pack.words);
+    store_words<sizeof(T) * N>(data + start_ + col(turn, k) * inner_, pack.words);
   }
   __device__ bool holds(int turn, int k) const { return col(turn, k) < cols_; }
 

@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_mask_as(const SoftmaxMask& mask, int64_t of
     const M* const address = row + columns.first;
     if (mask.col_stride == 1 && columns.wrapped == 0 && columns.first + N <= cols &&
         reinterpret_cast<uintptr_t>(address) % kBytes == 0) {
-      const auto words = load_words<kBytes>(reinterpret_cast<const char*>(address));
+      const auto words = load_words<kBytes>(address);
       M elements[N];
       memcpy(elements, &words, kBytes);
 #pragma unroll
@@ -284,7 +284,7 @@ struct BoundaryStore {
       T* const at = data + row * cols + col + first;
       const int left = cols - col - first;
       if (left >= kWidth) {
-        store_words<sizeof(T) * kWidth>(reinterpret_cast<char*>(at), pack.words);
+        store_words<sizeof(T) * kWidth>(at, pack.words);
       } else if (!kRegular) {
 #pragma unroll
         for (int i = 0; i < kWidth - 1; ++i) {
