@@ -6,10 +6,11 @@
 #include <cstdint>
 
 #include "core/common/pack.cuh"
+#include "core/common/statistics.cuh"
 
 namespace fused_norm {
 
-constexpr float kLog2E = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 // Starts to copy the first `bytes` of 16 or 4 bytes to shared memory, and zeros for the rest.
 template <int kBytes>
@@ -31,13 +32,6 @@ __device__ __forceinline__ float quad_max(float x) {
 __device__ __forceinline__ float quad_sum(float x) {
   x += __shfl_xor_sync(~0u, x, 1);
   return x + __shfl_xor_sync(~0u, x, 2);
-}
-
-// 2^x; 0 for -inf.
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
 }
 
 // tanh(x), to 2^-22, of 2 log2(e) x: 1 - 2 / (1 + e^(2 x)). The reciprocal is made by Newton's

@@ -13,6 +13,15 @@ namespace fused_norm {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+// 2^x; 0 for -inf.
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / v by the hardware, and to one ulp with a Newton step; for normal v.
 __device__ __forceinline__ float approximate_reciprocal(float v) { return __fdividef(1.0f, v); }
 __device__ __forceinline__ double approximate_reciprocal(double v) { return 1.0 / v; }
@@ -102,40 +111,34 @@ struct Moments {
             (a.m2_rest + b.m2_rest) + m2.rest + between};
   }
 
-  // Of a warp's part.
+  // Of a warp's part of a row, the same in all lanes; a lane's N values are those of columns a
+  // warp's width apart, of which `left` remain from its first one on. Two passes over registers;
+  // the second, about the first one's mean, also finds how far that is off, so that rows far from
+  // zero lose nothing and the mean of a constant row is exact (the corrected two-pass algorithm of
+  // Chan, Golub and LeVeque).
   template <int N, typename Group>
-  __device__ static Moments of(const Group& group, const A (&x)[N], int left) {
-    return warp_moments(group, x, left);
+  __device__ __forceinline__ static Moments of(const Group& group, const A (&x)[N], int left) {
+    const int count = max(0, min(left + group.lane(), N * kWarpSize));
+    const A per_count = reciprocal(static_cast<A>(max(count, 1)));
+    A sum = 0;
+#pragma unroll
+    for (int i = 0; i < N; ++i) sum += x[i];  // zero past the row
+    const A mean = group.reduce_lanes(sum, SumOf()) * per_count;
+
+    SumAndSquares<A> centred{0, 0};
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      const A difference = i * kWarpSize < left ? x[i] - mean : A(0);
+      centred.sum += difference;
+      centred.squares += difference * difference;
+    }
+    centred = group.reduce_lanes(centred, SumAndSquares<A>::merge);
+    const A correction = centred.sum * per_count;
+    return {static_cast<A>(count), mean, correction, centred.squares, -centred.sum * correction};
   }
   __device__ A row_mean() const { return mean + mean_rest; }
   __device__ A sum_of_squares() const { return m2 + m2_rest; }  // about the mean
 };
-
-// Moments of a warp's part of a row, the same in all lanes; a lane's N values are those of columns
-// a warp's width apart, of which `left` remain from its first one on. Two passes over registers;
-// the second, about the first one's mean, also finds how far that is off, so that rows far from
-// zero lose nothing and the mean of a constant row is exact (the corrected two-pass algorithm of
-// Chan, Golub and LeVeque).
-template <int N, typename Group, typename A>
-__device__ __forceinline__ Moments<A> warp_moments(const Group& group, const A (&x)[N], int left) {
-  const int count = max(0, min(left + group.lane(), N * kWarpSize));
-  const A per_count = reciprocal(static_cast<A>(max(count, 1)));
-  A sum = 0;
-#pragma unroll
-  for (int i = 0; i < N; ++i) sum += x[i];  // zero past the row
-  const A mean = group.reduce_lanes(sum, SumOf()) * per_count;
-
-  SumAndSquares<A> centred{0, 0};
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    const A difference = i * kWarpSize < left ? x[i] - mean : A(0);
-    centred.sum += difference;
-    centred.squares += difference * difference;
-  }
-  centred = group.reduce_lanes(centred, SumAndSquares<A>::merge);
-  const A correction = centred.sum * per_count;
-  return {static_cast<A>(count), mean, correction, centred.squares, -centred.sum * correction};
-}
 
 // What RMSNorm knows of part of a row.
 template <typename A>

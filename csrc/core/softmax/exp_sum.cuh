@@ -9,12 +9,7 @@ namespace fused_norm {
 // e^t. In fp32 by the hardware's 2^t, good to 2^-22 and zero where the result is subnormal; the
 // largest element is subtracted before, as folding it into the product would lose all of t in rows
 // far from zero.
-__device__ __forceinline__ float exp_of(float t) {
-  constexpr float kLog2E = 1.4426950408889634f;
-  float e;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(t * kLog2E));
-  return e;
-}
+__device__ __forceinline__ float exp_of(float t) { return exp2_fast(t * kLog2E); }
 __device__ __forceinline__ double exp_of(double t) { return exp(t); }
 
 __device__ __forceinline__ float log_of(float v) { return logf(v); }
