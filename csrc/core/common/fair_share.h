@@ -7,10 +7,9 @@ namespace fused_norm {
 
 // Shared memory that each block of a kernel asks for, needed or not, so that a multiprocessor takes
 // no more than its share of a grid that does not fill the chip. Kernels that overlap otherwise pile
-// up where the one before ends first, and leave other multiprocessors empty (LayerNorm, 3000 x 768
-// in fp16 on an H200: 4.4 microseconds, 3.9 so). `resident`: blocks that a multiprocessor has room
-// for. Shares of up to four lose more than they gain (512 x 4096: 3.8 and 4.0), and so do those
-// that leave room for one more alone (1024 x 4096, bf16: 6.25 and 6.35).
+// up where the one before ends first, and leave other multiprocessors empty. `resident`: blocks
+// that a multiprocessor has room for. Shares of up to four lose more than they gain, and so do
+// those that leave room for one more alone (docs/measurements.md).
 inline int fair_shared_bytes(int blocks, int resident, const DeviceProperties& device) {
   constexpr int kFew = 4, kStatic = 2 * 1024;
   const int share = static_cast<int>(ceil_div(blocks, device.sm_count));

@@ -36,10 +36,9 @@ SoftmaxPlan row_plan(int packs, int threads, int cluster_blocks, int64_t slice_p
 // Rows by groups of lanes, 128 packs at most. Two packs a lane of each tensor are enough in flight
 // where many small groups share a multiprocessor, and four keep rows in one warp. Forward, which
 // lacks instructions rather than memory, takes four where two would leave lanes without a column:
-// fewer lanes, and what is past the row is left out by the pack (89400 x 408: 36 in place of 40
-// microseconds, bf16 on an H200). Backward does where more than a quarter of the columns would be
-// missing (104857 x 320: 48 and 52, fp16; with 384 columns 57 and 56, and 5.7 and 5.1 of 6663
-// rows).
+// fewer lanes, and what is past the row is left out by the pack. Backward does where more than a
+// quarter of the columns would be missing. (Figures of this file: docs/measurements.md, beside
+// numbers of the plans.)
 constexpr int kMaxWarpPacks = 4 * kWarpSize;
 
 SoftmaxPlan warp_shape(bool backward, int64_t row_packs) {
@@ -59,11 +58,8 @@ int cluster_for(int64_t row_packs, int64_t block_packs, const DeviceProperties& 
 
 // Where there are bulk copies, which came with clusters. One block takes all of a multiprocessor's
 // shared memory, and a row as few blocks as can hold it; of a cluster's blocks, as few as have room
-// for the start of the next row too (backward, 2048 x 100352: 305 -> 295 microseconds, 512 x
-// 200000: 163 -> 151; with a block alone 3000 x 49152 would go from 224 to 231; bf16, H200).
-// Forward's rows, of one tensor, leave a block alone sooner, as more than one next row then has
-// room (2048 x 65536: 149 -> 140, 2048 x 100352: 223 -> 210; 2048 x 50304 would go from 112 to
-// 132). Without packs: not even a cluster can.
+// for the start of the next row too. Forward's rows, of one tensor, leave a block alone sooner, as
+// more than one next row then has room. Without packs: not even a cluster can.
 SoftmaxPlan ring_shape(int tensors, int64_t row_packs, const DeviceProperties& device) {
   const int piece_packs = span_piece_packs(tensors);
   if (device.max_cluster_blocks == 1) return {};
@@ -92,7 +88,7 @@ SoftmaxPlan ring_shape(int tensors, int64_t row_packs, const DeviceProperties& d
 
 // Deals a ring's warps out to the blocks of the largest cluster, if the rows leave half of the chip
 // without work. No other rows follow then: each has a cluster, of which some share their
-// multiprocessors (forward, 40 x 100352 in bf16: 10.1 microseconds, in turns 21; H200).
+// multiprocessors.
 void spread_ring(int tensors, int64_t rows, const DeviceProperties& device, SoftmaxPlan& plan) {
   if (2 * rows * plan.cluster_blocks > device.sm_count) return;
   const int times = device.max_cluster_blocks / plan.cluster_blocks;
@@ -113,12 +109,9 @@ int ring_pack(SoftmaxPass pass, DType x, DType y) {
 // where these are of one tensor, they leave as much room. Longer rows pass through a ring where the
 // chip has them: those of whole packs, as others must be put together of what they share with their
 // neighbours, and lie in a cluster's registers if these hold them; so do rows that come as 16 bit
-// and leave as fp32. What these do not hold passes through a ring as well (forward, 256 x 200001 in
-// fp32: 160 microseconds, read twice 215; 128 x 300001 in bf16: 73 and 95; H100). Masked rows take
-// clusters before eight packs, as their scores are fp32 (bf16, causal: 8200 columns 93 -> 84
-// microseconds, 16384: 168 -> 164, 24576: 214 -> 234, 32768: 197 -> 206, 65536: 241 -> 224; H100),
-// and so does log_softmax's gradient of fp32 (8192 x 8448: 251 -> 203 microseconds, 4096 x 12288:
-// 161 -> 147; softmax's would go from 140 to 148, H200). Without packs: no block holds the row.
+// and leave as fp32. What these do not hold passes through a ring as well. Masked rows take
+// clusters before eight packs, as their scores are fp32, and so does log_softmax's gradient of
+// fp32. Without packs: no block holds the row.
 SoftmaxPlan block_shape(SoftmaxPass pass, int cols, DType x, DType y,
                         const DeviceProperties& device) {
   const int pack = pack_elements(x, y), most_blocks = device.max_cluster_blocks;
@@ -174,10 +167,7 @@ SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
 
 // The class of rows that go in tiles, or kSoftmaxFlatClasses: 16-bit ones a little longer than a
 // power of two of packs, half of whose lanes would have nothing. Whole packs only where they would
-// no longer be a warp's. (bf16 of 128 MB a tensor on an H200, forward and backward: 65 columns 113
-// -> 86 and 196 -> 112 microseconds, 129: 101 -> 73 and 197 -> 116, 257: 101 -> 79 and 144 -> 112,
-// 513: 100 -> 74 and 142 -> 122, 1025: 108 -> 78 and 154 -> 112, 1032: 82 -> 75 and 103 -> 103; 136
-// would go from 71 to 74 and from 108 to 108, 520 from 73 to 76 and from 95 to 106.)
+// no longer be a warp's.
 int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
   const int row_class = flat_class_of(kSoftmaxFlatUnits, cols);
   const bool has_tiles = device.max_cluster_blocks > 1 && x == y && size_of(x) == 2 &&
