@@ -47,7 +47,7 @@ struct GradientSpans {
 template <typename Y, typename X>
 __global__ void __launch_bounds__(kMaxSpanWarps* kWarpSize, 1)
     softmax_backward_ring(const __grid_constant__ GradientLoad<Y> load,
-                          const __grid_constant__ BoundaryStore<X> store, bool regular, bool log,
+                          const __grid_constant__ RoundedStore<X> store, bool regular, bool log,
                           int span_cols, int pieces, int slots) {
 #if __CUDA_ARCH__ >= 900
   __shared__ SpanSums<float>::Slots sum_slots;

@@ -55,7 +55,7 @@ struct ExponentialSpans {
 template <typename X, typename Y>
 __global__ void __launch_bounds__(kMaxSpanWarps* kWarpSize, 1)
     softmax_forward_ring(const __grid_constant__ PlainLoad<X> load,
-                         const __grid_constant__ BoundaryStore<Y> store, bool regular, bool log,
+                         const __grid_constant__ RoundedStore<Y> store, bool regular, bool log,
                          int span_cols, int pieces, int slots) {
 #if __CUDA_ARCH__ >= 900
   __shared__ SpanSums<ExpSum<float>>::Slots sum_slots;

@@ -22,7 +22,7 @@ cudaError_t softmax_as(const SoftmaxForwardParams& params, const SoftmaxPlan& pl
   const bool regular = params.cols % plan.pack == 0 &&
                        start_on_packs(params.x, params.x_dtype, params.x_layout, plan.pack) &&
                        start_on_packs(params.y, params.y_dtype, {}, plan.pack);
-  auto run = [&](auto kernel, const auto& load, const auto& store, auto... numbers) {
+  auto run = [&](auto kernel, const auto& load, auto... numbers) {
     return launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
   };
   auto run_load = [&](const auto& load) {
@@ -31,20 +31,19 @@ cudaError_t softmax_as(const SoftmaxForwardParams& params, const SoftmaxPlan& pl
       if constexpr (kSeveralWarpKernels<Y>)
         return run(plan.packs == 4 ? softmax_forward_warp<Load, Store, 4>
                                    : softmax_forward_warp<Load, Store, 1, 2>,
-                   load, store, plan.packs);
+                   load, plan.packs);
       else
-        return run(softmax_forward_warp<Load, Store, 1, 2, 4>, load, store, plan.packs);
+        return run(softmax_forward_warp<Load, Store, 1, 2, 4>, load, plan.packs);
     }
     if constexpr (!Load::kMasked) {
-      if (plan.packs == 8) return run(softmax_forward_block<Load, Store, 8>, load, store);
+      if (plan.packs == 8) return run(softmax_forward_block<Load, Store, 8>, load);
     }
-    return run(softmax_forward_block<Load, Store, 4>, load, store);
+    return run(softmax_forward_block<Load, Store, 4>, load);
   };
   if (plan.pass == SoftmaxPass::kMaskedForward)
     return run_load(MaskedLoad<X>{x, static_cast<float>(params.scale), score_mask_of(params)});
   if (plan.place == RowPlace::kRing)
-    return run(softmax_forward_ring<X, Y>, PlainLoad<X>{x},
-               BoundaryStore<Y>{store.data, store.cols}, plan.slice, plan.pieces, plan.slots);
+    return run(softmax_forward_ring<X, Y>, PlainLoad<X>{x}, plan.slice, plan.pieces, plan.slots);
   return run_load(PlainLoad<X>{x});
 }
 
@@ -60,23 +59,21 @@ cudaError_t softmax_as(const SoftmaxBackwardParams& params, const SoftmaxPlan& p
                        start_on_packs(params.dy, params.y_dtype, params.dy_layout, plan.pack) &&
                        start_on_packs(params.y, params.y_dtype, params.y_layout, plan.pack) &&
                        start_on_packs(params.dx, params.x_dtype, {}, plan.pack);
-  auto run = [&](auto kernel, const auto& store, auto... numbers) {
+  auto run = [&](auto kernel, auto... numbers) {
     return launch_plan(kernel, plan, stream, load, store, regular, params.log, numbers...);
   };
   if (plan.place == RowPlace::kRing)
-    return run(softmax_backward_ring<Y, X>, BoundaryStore<X>{store.data, store.cols}, plan.slice,
-               plan.pieces, plan.slots);
+    return run(softmax_backward_ring<Y, X>, plan.slice, plan.pieces, plan.slots);
   if (plan.tier == SoftmaxTier::kWarp) {
     if constexpr (kSeveralWarpKernels<X>)
       return run(plan.packs == 4 ? softmax_backward_warp<Y, Store, 4>
                                  : softmax_backward_warp<Y, Store, 1, 2>,
-                 store, plan.packs);
+                 plan.packs);
     else
-      return run(softmax_backward_warp<Y, Store, 1, 2, 4>, store, plan.packs);
+      return run(softmax_backward_warp<Y, Store, 1, 2, 4>, plan.packs);
   }
-  return run(
-      plan.packs == 4 ? softmax_backward_block<Y, Store, 4> : softmax_backward_block<Y, Store, 8>,
-      store);
+  return run(plan.packs == 4 ? softmax_backward_block<Y, Store, 4>
+                             : softmax_backward_block<Y, Store, 8>);
 }
 
 template <typename T>

@@ -255,14 +255,8 @@ struct RoundedStore {
   __device__ Row<N, kRegular> open(int64_t row, const RunPlace<N, kRegular>& place) const {
     return {{data + row * cols, row < rows ? cols : 0, place}};
   }
-};
 
-// The same without runs, in packs of N at pack boundaries.
-template <typename T>
-struct BoundaryStore {
-  T* data;
-  int cols;
-
+  // Without runs, in packs of N at pack boundaries.
   // The first column of a row that lies at a pack boundary.
   template <int N>
   __device__ __forceinline__ int first_boundary(int64_t row) const {
