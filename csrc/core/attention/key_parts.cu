@@ -86,10 +86,8 @@ cudaError_t attention_join_parts(const AttentionParams& params, const KeyParts& 
   const int64_t most = packed ? ceil_div(kMostBlocks, params.batch) : kMostRows;
   const int64_t rows = std::min(int64_t{parts.rows} * params.heads, most);
   const dim3 blocks(static_cast<unsigned>(params.batch), static_cast<unsigned>(rows));
-  LaunchOptions options;
-  options.overlaps_previous = true;
-  return launch(attention_join_parts_kernel, blocks, dim3(kThreads), options, stream, params,
-                parts);
+  return launch(attention_join_parts_kernel, blocks, kThreads, {0, 1, /*overlaps_previous=*/true},
+                stream, params, parts);
 }
 
 }  // namespace fused_norm

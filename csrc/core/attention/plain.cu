@@ -241,8 +241,8 @@ cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t 
   return with_arithmetic(params.dtype, [&](auto a) {
     using A = decltype(a);
     return launch_tiles(attention_plain_forward<A>, params, tiles_of(params.queries, kTile),
-                        chunks_of(params.value_dim), params.heads, sequences_of(params), kThreads,
-                        sizeof(Shared<A>), stream);
+                        tiles_of(params.value_dim, kChunk), params.heads, sequences_of(params),
+                        kThreads, sizeof(Shared<A>), stream);
   });
 }
 

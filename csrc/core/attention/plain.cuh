@@ -227,8 +227,6 @@ __device__ __forceinline__ void find_seen_keys(Shared<A>& shared) {
   __syncthreads();
 }
 
-inline int chunks_of(int cols) { return tiles_of(cols, kChunk); }
-
 template <typename Run>
 cudaError_t with_arithmetic(DType dtype, Run run) {
   return dtype == DType::kFloat64 ? run(double{}) : run(float{});

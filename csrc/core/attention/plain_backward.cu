@@ -136,13 +136,13 @@ cudaError_t attention_backward_plain(const AttentionGradient& g, cudaStream_t st
     };
     cudaError_t error = cudaSuccess;
     if (g.params.dquery.data != nullptr) {
-      error = launch(Of::kQueries, tiles_of(params.queries, kTile), chunks_of(params.head_dim),
-                     params.heads, sequences_of(params));
+      error = launch(Of::kQueries, tiles_of(params.queries, kTile),
+                     tiles_of(params.head_dim, kChunk), params.heads, sequences_of(params));
     }
     if (error == cudaSuccess &&
         (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
       error = launch(Of::kKeys, tiles_of(params.keys, kTile),
-                     chunks_of(std::max(params.head_dim, params.value_dim)), params.kv_heads,
+                     tiles_of(std::max(params.head_dim, params.value_dim), kChunk), params.kv_heads,
                      sequences_of(params));
     }
     if (error == cudaSuccess && g.params.dmask != nullptr) {
