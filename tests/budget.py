@@ -27,11 +27,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (2791, 2300),
-    "lines of norm": (4854, 3000),
-    "lines of softmax": (2701, 2000),
+    "lines of common": (2790, 2300),
+    "lines of norm": (4846, 3000),
+    "lines of softmax": (2674, 2000),
     "lines of gated RMSNorm": (172, 200),
-    "lines of attention": (7949, 4500),
+    "lines of attention": (7899, 4500),
     "lines of csrc/ops": (3659, 2300),
     "lines of csrc/cpu, attention apart": (600, 600),
     "lines of fused_norm": (4209, 2300),
