@@ -219,8 +219,8 @@ class BackwardConsumer {
     const Band band = band_of(args_, work);
     const int first = work.first + first_row(), last = min(first + 64, work.queries) - 1;
     if (Form::kAll && last - first != 63) return {INT32_MAX, 0};
-    return {(max(last - band.left, 0) + kOthers - 1) / kOthers,
-            max(min(work.keys, first + band.right + 1), 0) / kOthers};
+    return {(max(last + band.lowest, 0) + kOthers - 1) / kOthers,
+            max(min(work.keys, first + band.highest + 1), 0) / kOthers};
   }
   __device__ __forceinline__ bool is_cut(const WorkTile& work, int tile) const {
     const KeyTiles whole = kGeneral ? whole_of(work) : whole_;
@@ -296,8 +296,8 @@ class BackwardConsumer {
   // copy has done so with those beyond a dense tensor.
   __device__ __forceinline__ void clear(const WorkTile& work, int tile, char* others) {
     const Band band = band_of(args_, work);
-    const int first = max(0, -band.left) - tile * kOthers;
-    const int end = min(work.keys, work.queries + band.right) - tile * kOthers;
+    const int first = max(0, band.lowest) - tile * kOthers;
+    const int end = min(work.keys, work.queries + band.highest) - tile * kOthers;
     const bool behind =
         end < kOthers && (args_.query_offsets != nullptr || end + tile * kOthers < work.keys);
     if (first <= 0 && !behind) return;

@@ -87,8 +87,8 @@ class Consumer {
     const int group_first = min(work.first + 64 * group_, work.queries - 1);
     const int group_last = min(group_first + 64, work.queries) - 1;
     tiles_ = tiles_of(work, band);
-    hides_from_ = max(min(work.keys, group_first + band.right + 1), 0) / kKeys;
-    hides_below_ = (max(group_last - band.left, 0) + kKeys - 1) / kKeys;
+    hides_from_ = max(min(work.keys, group_first + band.highest + 1), 0) / kKeys;
+    hides_below_ = (max(group_last + band.lowest, 0) + kKeys - 1) / kKeys;
   }
 
   // The warpgroup's tiles of keys.
@@ -302,8 +302,8 @@ class Consumer {
     const bool masked = Form::kMasksKeys && changes_;
     if (tile < hides_from_ && tile >= hides_below_ && !masked) return;
     const Band band = band_of(args_, work);
-    const int seen_first = max(0, -band.left) - tile * kKeys;
-    const int seen_end = min(work.keys, work.queries + band.right) - tile * kKeys;
+    const int seen_first = max(0, band.lowest) - tile * kKeys;
+    const int seen_end = min(work.keys, work.queries + band.highest) - tile * kKeys;
     const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
     if (seen_first <= 0 && !(behind && seen_end < kKeys) && !masked) return;
     if (masked) meet_at(kOfGroup + group_, 128);  // add_key_mask() has written

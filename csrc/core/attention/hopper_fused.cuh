@@ -93,7 +93,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
       store_chunks(args, memory, work, half);
       continue;
     }
-    const int own_tile = work.first / Form::kOwn, right = band_of(args, work).right;
+    const int own_tile = work.first / Form::kOwn, right = band_of(args, work).highest;
     const uint32_t first = first_chunk<Form::kOthers>(
         args.sums.tiles, work.sequence, first_head<Form>(args, work), work.key_begin, half);
     Steps steps = steps_of_walk<Form>(args, work);

@@ -21,8 +21,8 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   // Makes the group's keys and values zero that no query sees: a NaN there would spoil dquery or W.
   __device__ __forceinline__ void clear_own(const WorkTile& work) {
     const Band band = band_of(args_, work);
-    const int first = -band.right - work.first;
-    const int end = min(work.queries, work.keys + band.left) - work.first;
+    const int first = -band.highest - work.first;
+    const int end = min(work.queries, work.keys - band.lowest) - work.first;
     masks_ = args_.masks_keys && read_mask(work);
     const bool has_tiles = has_mask<Form>(args_);
     if (has_tiles) find_unseen(work);
@@ -80,7 +80,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   __device__ __forceinline__ bool is_seen(const WorkTile& work, int key) {
     if (key >= work.queries) return true;
     const Band band = band_of(args_, work);
-    const int first = max(0, key - band.left), end = min(work.keys, key + band.right + 1);
+    const int first = max(0, key + band.lowest), end = min(work.keys, key + band.highest + 1);
     bool seen = false;
     with_mask_reader(args_.mask, [&](auto read) {
 #pragma unroll 1

@@ -52,8 +52,8 @@ struct ScoreArgs {
 template <int kCount>
 __device__ __forceinline__ void hide_after(float (&scores)[kCount], const Band& band, int columns,
                                            int row, int column, float hidden = -INFINITY) {
-  const int end[2] = {min(columns, row + band.right + 1) - column,
-                      min(columns, row + 8 + band.right + 1) - column};
+  const int end[2] = {min(columns, row + band.highest + 1) - column,
+                      min(columns, row + 8 + band.highest + 1) - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (8 * (i / 4) + i % 2 >= end[i / 2 % 2]) scores[i] = hidden;
@@ -62,7 +62,7 @@ __device__ __forceinline__ void hide_after(float (&scores)[kCount], const Band& 
 template <int kCount>
 __device__ __forceinline__ void hide_before(float (&scores)[kCount], const Band& band, int row,
                                             int column, float hidden = -INFINITY) {
-  const int first[2] = {row - band.left - column, row + 8 - band.left - column};
+  const int first[2] = {row + band.lowest - column, row + 8 + band.lowest - column};
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (8 * (i / 4) + i % 2 < first[i / 2 % 2]) scores[i] = hidden;

@@ -90,14 +90,10 @@ __device__ __forceinline__ uint32_t next_index(const WorkArgs& args, uint32_t in
   return threadIdx.x % 32 == 0 ? gridDim.x + atomicAdd(args.ticket, 1) : 0;
 }
 
-// j - i of the keys j that query i of the tile's sequence sees: [-left, right], without the ends of
-// the sequence.
-struct Band {
-  int left, right;
-};
+// Of a tile's sequence.
 __device__ __forceinline__ Band band_of(const WorkArgs& args, const WorkTile& work) {
   const int shift = args.top_left ? 0 : work.keys - work.queries;
-  return {args.window_left - shift, args.window_right + shift};
+  return {shift - args.window_left, shift + args.window_right};
 }
 
 // The tiles of kKeys keys, [first, end), of which one of `rows` queries from `query` on sees some;
@@ -109,7 +105,7 @@ template <int kKeys>
 __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Band& band, int query,
                                                  int rows) {
   const int last = min(query + rows, work.queries) - 1;
-  const int end = min(work.keys, last + band.right + 1), first = max(0, query - band.left);
+  const int end = min(work.keys, last + band.highest + 1), first = max(0, query + band.lowest);
   if (last < query || end <= first) return {};
   return {first / kKeys, (end + kKeys - 1) / kKeys};
 }
