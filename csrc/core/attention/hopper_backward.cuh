@@ -11,7 +11,6 @@
 
 #include "core/attention/hopper_backward_producer.cuh"
 #include "core/attention/hopper_rows.cuh"
-#include "core/attention/hopper_scores.cuh"
 
 namespace fused_norm::hopper {
 
@@ -69,11 +68,12 @@ class BackwardConsumer {
         release(memory_.own_empty[own_slot_]);
       }
       if (!join(work)) continue;
-      const int row = work.first + row_in_tile();
+      const AttentionBackwardParams& of = args_.gradient.params;
       if constexpr (kFirst)
-        store(work, row, args_.first, first_sums_, args_.gradient_scale, args_.head_dim);
+        store(work, Form::kOfKeys ? of.dkey : of.dquery, first_sums_, args_.gradient_scale,
+              args_.head_dim);
       const float scale = Form::kDrops ? args_.dropout.scale : 1;
-      if constexpr (kSecond) store(work, row, args_.second, second_sums_, scale, args_.value_dim);
+      if constexpr (kSecond) store(work, of.dvalue, second_sums_, scale, args_.value_dim);
     }
   }
 
@@ -101,9 +101,10 @@ class BackwardConsumer {
     const int row = work.first + row_in_tile();
     if constexpr (!kGeneral) whole_ = whole_of(work);
     if constexpr (!Form::kOfKeys) {
-      const float* delta = args_.statistics + first_statistic(args_.of_statistics, work.sequence,
-                                                              work.head, work.query_begin);
-      const float* exponents = delta + query_statistics(args_.of_statistics);
+      const QueryParts& parts = args_.gradient.of_statistics;
+      const float* delta = static_cast<const float*>(args_.gradient.statistics) +
+                           first_statistic(parts, work.sequence, work.head, work.query_begin);
+      const float* exponents = delta + query_statistics(parts);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const bool inside = row + 8 * r < work.queries;
@@ -200,7 +201,6 @@ class BackwardConsumer {
   // Where the tile at hand lies.
   __device__ __forceinline__ int first_slot() const { return tiles_ % Form::kFirstStages; }
   __device__ __forceinline__ int second_slot() const { return tiles_ % Form::kSecondStages; }
-  // Starts S, and D.
   __device__ __forceinline__ void start_scores(const WorkTile& work, int tile, bool cut) {
     memory_.first_full[first_slot()].wait(tiles_ / Form::kFirstStages % 2);
     if (cut) clear(work, tile, memory_.first[first_slot()]);
@@ -240,9 +240,9 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ void add(Sums& sums, const Weights& weights, uint32_t tiles, int slot,
                                       bool narrow = false) {
+    const uint64_t others = OtherTile::down_columns(tiles + slot * OtherTile::kBytes);
     const auto nothing = [] {};
-    start_sum<T, OtherTile>(
-        sums, weights, OtherTile::down_columns(tiles + slot * OtherTile::kBytes), nothing, narrow);
+    start_sum<T, OtherTile>(sums, weights, others, nothing, narrow);
   }
   // own_second's operand; the tiles follow those of own_first. (A member would spill.)
   __device__ __forceinline__ uint64_t own_second() const {
@@ -360,9 +360,9 @@ class BackwardConsumer {
   }
 
   // Rounds and writes the thread's rows of a gradient.
-  __device__ __forceinline__ void store(const WorkTile& work, int row,
-                                        const AttentionTensor& tensor, const Sums& sums,
-                                        float factor, int columns) {
+  __device__ __forceinline__ void store(const WorkTile& work, const AttentionTensor& tensor,
+                                        const Sums& sums, float factor, int columns) {
+    const int row = work.first + row_in_tile();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool stores = tensor.data != nullptr && row + 8 * r < work.queries;

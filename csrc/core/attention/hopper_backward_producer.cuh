@@ -11,6 +11,7 @@
 #include "core/attention/hopper_scores.cuh"
 #include "core/attention/hopper_work.cuh"
 #include "core/attention/plan.h"
+#include "core/attention/tiers.h"
 
 namespace fused_norm::hopper {
 
@@ -35,24 +36,18 @@ __device__ __forceinline__ int64_t first_chunk(const QueryParts& tiles, int sequ
 // What a kernel is told. Its own side are the queries, with dout, or the keys, with values; the
 // other side are the others. The work is that of a forward pass whose queries are the own side.
 // Tensor maps have dimensions (column, row, head, batch).
-struct BackwardArgs : WorkArgs, ScoreArgs {
+struct BackwardArgs : ScoreArgs {
+  AttentionGradient gradient;             // its call is that of a forward pass as it is
   CUtensorMap own_first, own_second;      // query and dout, or key and value
   CUtensorMap other_first, other_second;  // key and value, or query and dout
-  CUtensorMap statistics_map;             // of these two rows, but for kQuery:
-  const float* statistics;                // delta and exponents of all queries (tiers.h)
-  QueryParts of_statistics;
-  bool masks_keys;                 // of kAll: the mask is one of keys, which needs no tiles
-  int32_t kv_heads, parts, group;  // parts of a head of keys, and query heads of a part
-  float gradient_scale;            // what dquery and dkey are multiplied by at last
-  AttentionTensor first, second;   // dquery or dkey; dvalue. Null data: not asked for
-  int32_t head_dim, value_dim;
-  // Of kAll: dquery, and its sums. Of kKeys too: those of dkey and dvalue, where there are parts.
+  CUtensorMap statistics_map;             // of the statistics' two rows, but for kQuery
+  int32_t parts, group;                   // parts of a head of keys, and query heads of a part
+  float gradient_scale;                   // what dquery and dkey are multiplied by at last
+  bool masks_keys;                        // of kAll: the mask is one of keys, which needs no tiles
+  // Of kAll: dquery, once more as the compiler spills otherwise, and its sums. Of kKeys too: those
+  // of dkey and dvalue, where there are parts.
   AttentionTensor dquery;
   ChunkSums sums, own_sums;
-  // Of kOfMask: dmask, (share.batch, share.heads, queries, keys), or the sums of its parts.
-  MaskShare share;
-  void* dmask;
-  float* mask_sums;
 };
 
 // The gradients that a kernel makes. kKeys: dkey and dvalue (hopper_apart.cuh). kAll: these and the
@@ -313,7 +308,7 @@ class BackwardProducer {
                          work.batch);
     if constexpr (Form::kOfKeys) {
       const int64_t first =
-          first_statistic(args_.of_statistics, work.sequence, head, work.key_begin);
+          first_statistic(args_.gradient.of_statistics, work.sequence, head, work.key_begin);
       load_floats(memory_.statistics[slot], &args_.statistics_map, full,
                   static_cast<int>(first) + tile_ * kOthers, 0);
     }

@@ -204,10 +204,10 @@ class Consumer {
     const int rows = args_.query_offsets == nullptr ? args_.queries : args_.total_queries;
     int64_t at = (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
     T* const out = row_of<T>(args_.out, work, work.head, row);
-    float *to = args_.lse, lse[2];
+    float *to = static_cast<float*>(args_.lse), lse[2];
     // Of a part, the sink is added when the parts are joined.
     const bool of_part = work.parts > 1, adds_sink = work.key_begin >= 0 && !of_part;
-    if (of_part) at = work.part_row + row, to = args_.parts.lse;
+    if (of_part) at = work.part_row + row, to = args_.key_parts.lse;
     const auto sink = [&](int of_row) {
       return adds_sink ? sink_of<T>(args_, work.head, of_row) : -INFINITY;
     };
@@ -232,7 +232,7 @@ class Consumer {
   // What a part of the keys gives.
   __device__ __forceinline__ void store_part(const PartTile& work) const {
     const int64_t at = work.part_row + work.first + thread_row_;
-    float* const to = args_.parts.values + at * args_.value_dim;
+    float* const to = args_.key_parts.values + at * args_.value_dim;
 #pragma unroll
     for (int r = 0; r < 2 && work.first + thread_row_ + 8 * r < work.queries; ++r)
       store_row(values_, r, factor_[r], to + 8 * r * args_.value_dim, args_.value_dim);

@@ -53,9 +53,6 @@ inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArg
   args->general = args->multiplies || capped || params.alibi_slopes != nullptr;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);
-  args->alibi_slopes = params.alibi_slopes;
-  args->alibi_batch_stride = params.alibi_batch_stride;
-  args->sink = params.sink;
   args->dropout = {params.rng, params.dropout_threshold, static_cast<float>(params.dropout_scale),
                    params.heads};
 }
@@ -99,15 +96,8 @@ struct MapMaker {
 template <int kRows>
 int64_t set_work(const AttentionParams& params, bool longest_first, int section, bool batch_first,
                  uint32_t* ticket, int parts, WorkArgs* args) {
-  args->batch = params.batch;
-  args->heads = params.heads;
+  static_cast<AttentionParams&>(*args) = params;
   args->heads_per_kv = params.heads / params.kv_heads;
-  args->queries = params.queries;
-  args->keys = params.keys;
-  args->query_offsets = params.query_offsets;
-  args->key_offsets = params.key_offsets;
-  args->total_queries = params.total_queries;
-  args->total_keys = params.total_keys;
   const bool packed = params.query_offsets != nullptr;
   args->query_tiles = packed ? 0 : (params.queries + kRows - 1) / kRows * parts;
   args->section = static_cast<int32_t>(
@@ -120,7 +110,6 @@ int64_t set_work(const AttentionParams& params, bool longest_first, int section,
   };
   args->window_left = limit(params.window_left);
   args->window_right = limit(params.window_right);
-  args->top_left = params.top_left;
   const int64_t tiles = packed ? (params.total_queries / kRows + params.batch + 2) * int64_t{parts}
                                : int64_t{params.batch} * args->query_tiles;
   return tiles * params.heads;
@@ -147,9 +136,9 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
   auto& memory = *reinterpret_cast<ForwardMemory<Form>*>(shared);
   const int group = __shfl_sync(~0u, threadIdx.x / 128, 0);  // known to be the warp's
   if (threadIdx.x == 0) {
-    prefetch_map(&args.query);
-    prefetch_map(&args.key);
-    prefetch_map(&args.value);
+    prefetch_map(&args.query_map);
+    prefetch_map(&args.key_map);
+    prefetch_map(&args.value_map);
     memory.init();
     if constexpr (Form::kDrops) memory.dropout = args.dropout.read();
     CopyBarrier::order_inits();
@@ -174,9 +163,9 @@ cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& p
                                 cudaStream_t stream) {
   ForwardArgs args{};
   MapMaker<Form::KeyTile::kPanelColumns> map{params};
-  map(params.query, false, params.head_dim, Form::kRows, &args.query);
-  map(params.key, true, params.head_dim, Form::kKeys, &args.key);
-  map(params.value, true, params.value_dim, Form::kKeys, &args.value);
+  map(params.query, false, params.head_dim, Form::kRows, &args.query_map);
+  map(params.key, true, params.head_dim, Form::kKeys, &args.key_map);
+  map(params.value, true, params.value_dim, Form::kKeys, &args.value_map);
   if (map.error != cudaSuccess) return map.error;
   set_scores(params, Form::kMasked, &args);
   args.mask_factor = kLog2E / args.exponent;
@@ -184,10 +173,7 @@ cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& p
   if (!args.general && (boolean || narrow))
     args.mask_kind = boolean ? MaskKind::kBoolean : MaskKind::kNarrow;
   args.mask = mapped_mask(params, /*backward=*/false, ticket);
-  args.out = params.out;
-  args.value_dim = params.value_dim;
-  args.lse = static_cast<float*>(params.lse);
-  args.parts = parts;
+  args.key_parts = parts;
   args.dense_parts = parts.count(params.queries, params.keys);
   const bool packed_parts = params.query_offsets != nullptr && parts.few >= 0;
   const int most = packed_parts ? params.total_keys / parts.keys + 1 : args.dense_parts;
@@ -212,22 +198,18 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   const HopperScratch layout = hopper_scratch(params, /*backward=*/true);
   args.own_sums = {reinterpret_cast<float*>(scratch + layout.key_chunks),
                    reinterpret_cast<uint32_t*>(scratch + layout.key_counters), layout.key_tiles};
-  if (Form::kAll) {
-    args.sums = dquery_sums(layout, scratch);
-    args.dquery = gradient.params.dquery;
-  }
+  if (Form::kAll) args.sums = dquery_sums(layout, scratch);
+  args.dquery = gradient.params.dquery;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
   args.masks_keys = Form::kAll && attention_masks_keys(params);
-  args.statistics = static_cast<const float*>(gradient.statistics);
-  args.of_statistics = gradient.of_statistics;
-  args.first = kOfKeys ? gradient.params.dkey : gradient.params.dquery;
-  if (kOfKeys) args.second = gradient.params.dvalue;
-  if (!Form::kAll && !Form::kOfMask && args.first.data == nullptr && args.second.data == nullptr)
-    return cudaSuccess;
+  args.gradient = gradient;
+  const AttentionBackwardParams& of = gradient.params;
+  const bool wanted = kOfKeys ? of.dkey.data || of.dvalue.data : of.dquery.data != nullptr;
+  if (!Form::kAll && !Form::kOfMask && !wanted) return cudaSuccess;
   MapMaker<Form::OwnTile::kPanelColumns> map{params};
   const auto maps_of = [&](bool of_keys, int rows, CUtensorMap* first, CUtensorMap* second) {
     map(of_keys ? params.key : params.query, of_keys, params.head_dim, rows, first);
-    map(of_keys ? params.value : gradient.params.dout, of_keys, params.value_dim, rows, second);
+    map(of_keys ? params.value : of.dout, of_keys, params.value_dim, rows, second);
   };
   maps_of(kOfKeys, Form::kOwn, &args.own_first, &args.own_second);
   maps_of(!kOfKeys, Form::kOthers, &args.other_first, &args.other_second);
@@ -240,17 +222,11 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   if (map.error != cudaSuccess) return map.error;
   set_scores(params, Form::kGeneral && !args.masks_keys, &args);
   const HopperPlan plan = hopper_plan(params);
-  args.kv_heads = params.kv_heads;
   args.parts = plan.key_parts;
   args.group = params.heads / params.kv_heads / plan.key_parts;
   args.gradient_scale = static_cast<float>(params.scale);
-  args.head_dim = params.head_dim;
-  args.value_dim = params.value_dim;
   if constexpr (Form::kOfMask) {
     args.mask.bits = nullptr;
-    args.dmask = gradient.params.dmask;
-    args.share = gradient.share;
-    args.mask_sums = gradient.mask_sums;
     set_work<Form::kOwn>(params, false, 1, false, nullptr, 1, &args);
     return launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
                   {sizeof(BackwardMemory<Form>)}, stream, args);

@@ -13,7 +13,7 @@ namespace fused_norm::hopper {
 template <typename Form, typename Use>
 __device__ __forceinline__ void for_mask_tiles(const BackwardArgs& args, Use use) {
   const uint32_t key_tiles = (args.keys + Form::kOthers - 1) / Form::kOthers;
-  const MaskShare& share = args.share;
+  const MaskShare& share = args.gradient.share;
   const uint32_t tiles = share.batch * share.heads * args.query_tiles * key_tiles;
 #pragma unroll 1
   for (uint32_t index = blockIdx.x; index < tiles * share.parts; index += gridDim.x) {
@@ -36,7 +36,7 @@ __device__ __forceinline__ void for_mask_tiles(const BackwardArgs& args, Use use
 template <typename Use>
 __device__ __forceinline__ void for_served(const BackwardArgs& args, const WorkTile& work, int part,
                                            Use use) {
-  const MaskShare& share = args.share;
+  const MaskShare& share = args.gradient.share;
   const int end = min((part + 1) * share.pairs, share.served);
 #pragma unroll 1
   for (int pair = part * share.pairs; pair < end; ++pair) {
@@ -66,9 +66,9 @@ __device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMem
       load(OtherTile(), memory.first[slot], args.other_first, key, kv_head);
       load(OwnTile(), memory.own_second[slot], args.own_second, work.first, head);
       load(OtherTile(), memory.second[slot], args.other_second, key, kv_head);
-      load_floats(
-          memory.statistics[slot], &args.statistics_map, full,
-          static_cast<int>(first_statistic(args.of_statistics, sequence, head, 0)) + work.first, 0);
+      const int64_t statistic = first_statistic(args.gradient.of_statistics, sequence, head, 0);
+      load_floats(memory.statistics[slot], &args.statistics_map, full,
+                  static_cast<int>(statistic) + work.first, 0);
       place.advance();
     });
   });
@@ -105,7 +105,7 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
   __device__ __forceinline__ void run() {
     uint32_t mask_parity = 0;
     for_mask_tiles<Form>(args_, [&](WorkTile& work, int tile, bool seen, int part) {
-      const int of_mask = work.sequence * args_.share.heads + work.head;
+      const int of_mask = work.sequence * args_.gradient.share.heads + work.head;
       float sums[kOthers / 2] = {};
       if (seen) {
         memory_.mask_full.wait(mask_parity);
@@ -156,15 +156,16 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
 
   __device__ __forceinline__ void store_sums(const WorkTile& work, int tile, int of_mask, int part,
                                              const float (&sums)[kOthers / 2]) {
-    const int masks = args_.share.batch * args_.share.heads, columns = work.keys - tile * kOthers;
-    const bool in_parts = args_.share.parts > 1;
+    const MaskShare& share = args_.gradient.share;
+    const int masks = share.batch * share.heads, columns = work.keys - tile * kOthers;
+    const bool in_parts = share.parts > 1;
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const int row = work.first + this->row_in_tile() + 8 * r;
       const bool stores = row < work.queries;
       const int64_t at =
           (int64_t{part * masks + of_mask} * work.queries + row) * work.keys + tile * kOthers;
-      T* const out = static_cast<T*>(args_.dmask) + at;
+      T* const out = static_cast<T*>(args_.gradient.params.dmask) + at;
       if (!in_parts && work.keys % 8 == 0) {
         store_row<T>(sums, r, 1, stores ? out : nullptr, columns);
         continue;
@@ -174,7 +175,7 @@ class MaskGradientConsumer : public BackwardConsumer<Form> {
         const int column = 8 * (i / 4) + lane_ % 4 * 2 + i % 2;
         if (i / 2 % 2 != r || !stores || column >= columns) continue;
         if (in_parts) {
-          args_.mask_sums[at + column] = sums[i];
+          args_.gradient.mask_sums[at + column] = sums[i];
         } else {
           out[column] = T(sums[i]);
         }

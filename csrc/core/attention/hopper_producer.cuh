@@ -15,11 +15,8 @@
 namespace fused_norm::hopper {
 
 // What the kernel is told. Tensor maps have dimensions (column, row, head, batch).
-struct ForwardArgs : PartsArgs, ScoreArgs {
-  CUtensorMap query, key, value;
-  AttentionTensor out;
-  int32_t value_dim;
-  float* lse;
+struct ForwardArgs : ScoreArgs {
+  CUtensorMap query_map, key_map, value_map;
   MaskKind mask_kind;  // kAny for general scores too
 };
 
@@ -168,7 +165,7 @@ class ForwardProducer {
     if (!leader_) return;
     if (!sees_keys(work)) return arrive(full);
     full.expect(Form::QueryTile::kBytes);
-    load_tile<typename Form::QueryTile>(shared_address(memory_.query[slot]), &args_.query, full,
+    load_tile<typename Form::QueryTile>(shared_address(memory_.query[slot]), &args_.query_map, full,
                                         work.query_begin + work.first, work.head, work.batch);
   }
   __device__ __forceinline__ void load_key(const WorkTile& work, int tile) {
@@ -178,13 +175,13 @@ class ForwardProducer {
       if (mask_changes(args_, work, tile)) set_key_mask(work, tile, slot);
       arrive(memory_.key_full[slot]);
     }
-    if (leader_) load(&args_.key, memory_.key[slot], memory_.key_full[slot], work, tile);
+    if (leader_) load(&args_.key_map, memory_.key[slot], memory_.key_full[slot], work, tile);
     key_place_.advance();
   }
   __device__ __forceinline__ void load_value(const WorkTile& work, int tile) {
     const int slot = value_place_.slot();
     memory_.value_empty[slot].wait(value_place_.parity() ^ 1);
-    if (leader_) load(&args_.value, memory_.value[slot], memory_.value_full[slot], work, tile);
+    if (leader_) load(&args_.value_map, memory_.value[slot], memory_.value_full[slot], work, tile);
     value_place_.advance();
   }
   __device__ __forceinline__ void load(const CUtensorMap* map, char* to, CopyBarrier& full,

@@ -11,7 +11,7 @@ struct QueryGradientArgs : WorkArgs {
   AttentionTensor dquery;
   bool is_half;
   float scale;
-  int32_t head_dim, dim;  // of dquery, and of the tiles
+  int32_t dim;  // of the tiles
 };
 
 // Of tiles of kRows queries; a tile has two chunks, of 64 queries each, or of 64 columns and the
@@ -84,7 +84,6 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   args.dquery = gradient.params.dquery;
   args.is_half = params.dtype == DType::kFloat16;
   args.scale = static_cast<float>(params.scale);
-  args.head_dim = params.head_dim;
   args.dim = plan.dim;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
   const auto run = [&](auto rows) {

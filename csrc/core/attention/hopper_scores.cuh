@@ -31,19 +31,16 @@ struct DropoutArgs {
 struct NoDropout {};
 
 // What becomes of query . key, and of probabilities.
-struct ScoreArgs {
+struct ScoreArgs : WorkArgs {
   bool general;  // forward: scores need more than the exponent's scale, a band and a mask
   // tanh takes query . key times tanh_scale. `factor` is softcap, or the scale without it: slopes
   // take scores times that. So does a mask of numbers, but times 1 behind slopes.
   float tanh_scale, factor, factor_for_mask;
-  bool multiplies;  // scores are multiplied by `factor`: no option, mask or exponent takes it
-  bool adds_mask;   // there is a mask of numbers, of pairs: it takes factor_for_mask
-  float exponent;   // of scores in the softmax: exp2(exponent * score); positive
-  float softcap;
+  bool multiplies;    // scores are multiplied by `factor`: no option, mask or exponent takes it
+  bool adds_mask;     // there is a mask of numbers, of pairs: it takes factor_for_mask
+  float exponent;     // of scores in the softmax: exp2(exponent * score); positive
+  float softcap;      // the call's
   float mask_factor;  // a mask of keys times this is added to scores; log2(e) / exponent
-  const float* alibi_slopes;
-  int64_t alibi_batch_stride;
-  AttentionSinks sink;
   DropoutArgs dropout;
 };
 

@@ -12,23 +12,18 @@ namespace fused_norm::hopper {
 
 constexpr int32_t kNoLimit = kMaxAttentionRows;
 
-// What sets the tiles, and what each sees.
-struct WorkArgs {
-  int32_t batch, heads, heads_per_kv, queries, keys;
-  const int32_t *query_offsets, *key_offsets;  // null: dense
-  int32_t total_queries, total_keys;
+// The call, and what sets the tiles. Windows are at most kNoLimit here, and never negative.
+struct WorkArgs : AttentionParams {
   int32_t query_tiles;  // of a dense sequence
   int32_t section;      // so many (batch, head) pairs share the second-level cache
+  int32_t heads_per_kv;
   bool longest_first, batch_first;
   uint32_t* ticket;  // 0 at first: tiles are handed out as blocks come; null: in turn
-  int32_t window_left, window_right;  // at most kNoLimit
-  bool top_left;
-  MappedMask mask;
-};
-// Forward, where the keys of few queries come in parts.
-struct PartsArgs : WorkArgs {
-  KeyParts parts;
-  int32_t dense_parts;  // of a dense sequence's keys
+  MappedMask mask;   // the call's, with its map
+  // Forward, where the keys of few queries come in parts: how many a dense sequence has, and where
+  // their sums are.
+  int32_t dense_parts;
+  KeyParts key_parts;
 };
 
 // A block notes of its first so many tiles of keys which a mask changes.
@@ -113,12 +108,11 @@ __device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Ban
 // The tiles of kRows queries, against tiles of kKeys keys: all of them, or those of a part.
 template <int kRows, int kKeys, Hidden kHidden, bool kInParts = false>
 class WorkList {
-  using Args = std::conditional_t<kInParts, PartsArgs, WorkArgs>;
   using Tile = std::conditional_t<kInParts, PartTile, WorkTile>;
 
  public:
   // `place` lies in shared memory, zeros at first.
-  __device__ WorkList(const Args& args, ListPlace* place) : args_(args), place_(place) {}
+  __device__ WorkList(const WorkArgs& args, ListPlace* place) : args_(args), place_(place) {}
 
   // Says in shared memory what tile `index` is, which of packed sequences grows from call to call;
   // false: there is none. By all threads of a warp, of which the first writes.
@@ -145,7 +139,7 @@ class WorkList {
     work->end_tile = tiles.end;
     if constexpr (kInParts) {
       if (work->parts == 1) return;
-      const KeyParts& parts = args_.parts;
+      const KeyParts& parts = args_.key_parts;
       work->part_row = parts.row(work->sequence, work->head, work->key_begin, work->part);
       const int of_part = parts.keys / kKeys;
       work->first_tile = max(tiles.first, work->part * of_part);
@@ -241,7 +235,8 @@ class WorkList {
       }
       int parts = 1;
       if constexpr (kInParts) {
-        if (args_.parts.few >= 0) parts = args_.parts.count(end - begin, keys_of(number).count);
+        if (args_.key_parts.few >= 0)
+          parts = args_.key_parts.count(end - begin, keys_of(number).count);
       }
       const uint32_t tiles = (end - begin + kRows - 1) / kRows * args_.heads * parts;
       uint32_t sum = tiles;
@@ -282,7 +277,7 @@ class WorkList {
     return false;
   }
 
-  const Args& args_;
+  const WorkArgs& args_;
   ListPlace* place_;
 };
 
