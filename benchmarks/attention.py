@@ -350,7 +350,8 @@ def errors(cell, expected, out, grads):
 
 
 class Subject:
-    """One implementation at one cell, warm: `forward()` and `backward()` are single calls."""
+    """One implementation at one cell, warm. `turns`: for each direction what a turn launches, and
+    how many calls that is."""
 
     def __init__(self, cell, x, forward, expected):
         self.forward, self.x = forward, x
@@ -362,6 +363,9 @@ class Subject:
             grads = self.backward()
             self.peak = torch.cuda.max_memory_allocated() - before
         self.errors = errors(cell, expected, self.out, grads)
+        of_host = cell.group == "host"
+        calls = {direction: getattr(self, direction) for direction in DIRECTIONS}
+        self.turns = {d: (c, 1) if of_host else timing.captured(c) for d, c in calls.items()}
 
     def backward(self):
         return torch.autograd.grad(self.out, self.x.leaves, self.x.dout, retain_graph=True)
@@ -380,9 +384,10 @@ def measure(cell, names, rounds, seconds, sensors):
                 raise
             records.append(Record(*about, "", name, note=first_line(reason)))
     for direction in DIRECTIONS:
-        calls = {name: getattr(subject, direction) for name, subject in subjects.items()}
-        for name, found in timing.in_turns(calls, rounds, seconds, sensors, ahead=0).items():
-            time, own = found[clock], subjects[name]
+        turns = {name: subject.turns[direction] for name, subject in subjects.items()}
+        launched = {name: launch for name, (launch, _) in turns.items()}
+        for name, found in timing.in_turns(launched, rounds, seconds, sensors, ahead=0).items():
+            time, own = found[clock] / turns[name][1], subjects[name]
             rate, state = cell.flops(direction) / time * 1e-12, (found.get(q, 0) for q in STATE)
             own = (time, rate, own.errors[direction], own.peak)
             records.append(Record(*about, direction, name, *own, *state))
@@ -410,9 +415,11 @@ def run(options):
     chosen = [c for c in cells(options.quick) if all(getattr(c, f) in asked[f] for f in asked)]
     facts, records, sensors = [("suite", "attention"), *environment.facts()], [], Sensors()
     todo = track(options.part.of(chosen, stride=True), "attention", console=Console(stderr=True))
+    stream = torch.cuda.Stream() if torch.cuda.is_available() else None
     try:
         for cell in todo:
-            here = measure(cell, names, options.rounds, options.milliseconds * 1e-3, sensors)
+            with torch.cuda.stream(stream):  # what is captured must not be of the default stream
+                here = measure(cell, names, options.rounds, options.milliseconds * 1e-3, sensors)
             records += here
             rates = (f"{r.peer} {r.direction} {r.tflops:.0f}" for r in here if r.seconds)
             print(f"{cell.name}: {'; '.join(rates)}", flush=True)

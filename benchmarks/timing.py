@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 import statistics
 import time
 
@@ -91,6 +92,16 @@ def turn(call, count, sensor, samples, ahead=AHEAD):
         samples.append(sensor.sample())
         time.sleep(0.003)
     return start.elapsed_time(end) / count * 1e-3, host / count
+
+
+def captured(call, seconds=1e-3):
+    """(the replay of a CUDA graph of some calls, which take about so many seconds if launched;
+    their number). Not on the default stream."""
+    graph, number = torch.cuda.CUDAGraph(), math.ceil(seconds / median_seconds(call, 3))
+    with torch.cuda.graph(graph, stream=torch.cuda.current_stream()):
+        for _ in range(number):
+            call()
+    return graph.replay, number
 
 
 def order(names, number):

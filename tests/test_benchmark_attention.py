@@ -101,6 +101,7 @@ def test_a_run_on_a_cpu(tmp_path, monkeypatch, capsys):
     )
     monkeypatch.setattr(environment, "facts", lambda: [("GPU", "none")])
     monkeypatch.setattr(timing, "turn", lambda call, *_: (call() is not None and 1e-3, 1e-3))
+    monkeypatch.setattr(timing, "captured", lambda call: (call, 1))
     for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: 0)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
