@@ -316,7 +316,7 @@ def _leaves(module: nn.Module) -> list[nn.Module]:
     """The modules that run one after the other, without those that may pass their input on."""
     if isinstance(module, nn.Sequential):
         return [leaf for child in module for leaf in _leaves(child)]
-    passes = isinstance(module, _PASS_ON) and getattr(module, "inplace", False) is not True
+    passes = isinstance(module, _PASS_ON) and getattr(module, "inplace", False) not in (True,)
     return [] if passes else [module]
 
 
@@ -339,7 +339,7 @@ def _before_in_place(model: nn.Module) -> dict[nn.Module, str]:
             leaves = [] if child is None else _leaves(child)
             if not leaves:
                 continue
-            if before is not None and getattr(leaves[0], "inplace", False) is True:
+            if before is not None and getattr(leaves[0], "inplace", False) in (True,):
                 relation = "followed by " if is_called_so else "declared right before "
                 relation += f"{parent_name}.{name}".lstrip(".")
                 found |= dict.fromkeys(_norms_of(before), relation)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fused_norm import _arguments
+from fused_norm import _arguments, _autocast
 
 
 class Form(NamedTuple):
@@ -97,7 +97,7 @@ class _LikeAutocastOnCUDA(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         if func.__name__ in self.NAMES:
             args, kwargs = torch.utils._pytree.tree_map_only(
-                Tensor, lambda t: t.float() if t.is_floating_point() else t, (args, kwargs or {})
+                Tensor, lambda t: _autocast.cast(t, torch.float32), (args, kwargs or {})
             )
         return func(*args, **(kwargs or {}))
 

@@ -28,8 +28,8 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 # {figure: (limit, goal)}
 BUDGET = {
     "lines of common": (2790, 2300),
-    "lines of norm": (4846, 3000),
-    "lines of softmax": (2674, 2000),
+    "lines of norm": (4831, 3000),
+    "lines of softmax": (2619, 2000),
     "lines of gated RMSNorm": (172, 200),
     "lines of attention": (7899, 4500),
     "lines of csrc/ops": (3659, 2300),

@@ -152,6 +152,14 @@ class InFP32(nn.LayerNorm):
         ).type_as(x)
 
 
+class CastsWeights(nn.LayerNorm):
+    """It takes fp64 too, which autocast leaves alone."""
+
+    def forward(self, x):
+        weight, bias = self.weight.to(x.dtype), self.bias.to(x.dtype)
+        return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
 FOREIGN = {
     "promote": lambda: ByHand(16),
     "input": lambda: ByHand(16, rule="input"),
@@ -161,6 +169,8 @@ FOREIGN = {
     "LayerNorm without a bias": lambda: Centred(16, rule="input"),
     "eps 0": lambda: ByHand(16, eps=0.0),
     "subclass": lambda: OwnLayerNorm(16),
+    "subclass without parameters": lambda: OwnLayerNorm(16, elementwise_affine=False),
+    "subclass that casts its weights": lambda: CastsWeights(16),
     "subclass in fp32": lambda: InFP32(16),
     "without parameters": lambda: InFP32(16, elementwise_affine=False),
     "two dimensions": lambda: OwnLayerNorm((3, 16)),
@@ -873,6 +883,7 @@ class Wrapper(nn.Module):
     "net",
     [
         lambda: nn.Sequential(nn.LayerNorm(4), nn.ReLU(inplace=True)),
+        lambda: nn.Sequential(nn.LayerNorm(4), nn.ReLU(inplace=1)),
         lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), nn.SiLU(True)),
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Sequential(nn.Dropout(0.5, True))),
         lambda: nn.Sequential(nn.LayerNorm(4), nn.Identity(), nn.Flatten(), nn.ELU(inplace=True)),

@@ -438,6 +438,12 @@ def test_nested_tensors(grad):
         lambda: fn.scaled_masked_softmax(x),
     ):
         check_raises(call, ["input", "nested"])
+    x, nested = torch.ones(2, 4, requires_grad=grad), torch.nested.nested_tensor([torch.ones(4)])
+    for options in ({}, {"memory_efficient": True}):
+        call = functools.partial(fn.rms_norm, x, [4], nested, **options)
+        check_raises(call, ["weight", "nested"])
+        call = functools.partial(fn.layer_norm, x, [4], weight, nested, **options)
+        check_raises(call, ["bias", "nested"])
 
 
 @pytest.mark.filterwarnings("ignore:.*quantize.*")

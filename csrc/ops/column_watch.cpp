@@ -339,7 +339,7 @@ int64_t choose_room(const NormColumns& norm, int generation) {
   const Tensor& param = norm.first();
   if (!is_floating(norm.x_dtype) || !is_floating(norm.y_dtype)) return kSaveInput;
   for (const Tensor& t : {norm.weight, norm.bias}) {
-    if (t.defined() && (t.layout() != at::kStrided || !t.is_floating_point() ||
+    if (t.defined() && (t.is_nested() || t.layout() != at::kStrided || !t.is_floating_point() ||
                         t.numel() != norm.cols || t.device() != param.device())) {
       return kSaveInput;
     }

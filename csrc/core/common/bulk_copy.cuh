@@ -44,7 +44,7 @@ class CopyBarrier {
   }
 
   // Starts a copy of a multiple of 16 bytes, between multiples of 16.
-  __device__ __forceinline__ void copy(char* to, const char* from, int bytes) {
+  __device__ __forceinline__ void copy(void* to, const void* from, int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
@@ -146,10 +146,10 @@ struct RingSlot {
 
 // Copies bytes from `begin` to `end`, of elements T, that no bulk copy can.
 template <typename T>
-__device__ __forceinline__ void copy_rest(char* to, const char* from, int begin, int end) {
+__device__ __forceinline__ void copy_rest(void* to, const void* from, int begin, int end) {
 #pragma unroll 1
-  for (int i = begin; i < end; i += sizeof(T))
-    *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
+  for (int i = begin / int{sizeof(T)}; i < end / int{sizeof(T)}; ++i)
+    static_cast<T*>(to)[i] = static_cast<const T*>(from)[i];
 }
 
 // Starts a copy of a multiple of 16 bytes from shared memory, between multiples of 16. What it

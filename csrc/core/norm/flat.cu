@@ -11,23 +11,10 @@ namespace fused_norm {
 // What the kernel reads and writes.
 template <typename X>
 struct FlatForward {
-  InputLoad<X> load;
+  TileTensors<X, 1> tensors;  // x, in whose place comes y
   AffineStore<X> store;
   StatisticsOf<InputLoad<X>, AffineStore<X>> out;
   FlatRows flat;
-  bool lie_flat;
-};
-
-// What passes through a ring of tiles: x, in whose place comes y.
-template <typename X>
-struct ForwardTiles {
-  static constexpr int kWritten = 0;
-  const FlatForward<X>& of;
-
-  __device__ static constexpr int count() { return 1; }
-  __device__ __forceinline__ bool flat() const { return of.lie_flat; }
-  __device__ __forceinline__ TileRows<X> rows_of(int) const { return {of.load.x, of.load.layout}; }
-  __device__ __forceinline__ X* written() const { return of.store.y; }
 };
 
 // The sum of a lane's values of a row: two chains.
@@ -52,10 +39,9 @@ template <bool kRms, int kClass, typename X>
 __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, CopyBarrier* filled) {
   constexpr int kUnits = kForwardTileUnits[kClass], kRows = forward_tile_rows(kUnits);
   extern __shared__ __align__(128) char memory[];
-  const int cols = of.load.cols, lane = threadIdx.x % kWarpSize;
+  const int cols = of.tensors.cols, lane = threadIdx.x % kWarpSize;
   const LaneColumns<kUnits, sure_units(kForwardTileUnits, kClass)> columns(cols);
-  const ForwardTiles<X> tensors{of};
-  TileRing<X, ForwardTiles<X>> tiles(tensors, of.load.rows, cols, of.flat, filled, memory);
+  TileRing<X, 1> tiles(of.tensors, of.flat, filled, memory);
   float weight[kUnits], bias[kRms ? 1 : kUnits] = {};
   auto load_params = [&] {
 #pragma unroll
@@ -99,7 +85,7 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
     }
     store_rows(own, cols, columns, x);
     const int64_t row = tiles.first_row() + r + lane;
-    if (lane < kRows && row < of.load.rows)
+    if (lane < kRows && row < of.tensors.rows)
       of.out.write(row, of_lane(mean, lane), of_lane(rstd, lane), kRms);
   });
 }
@@ -122,13 +108,12 @@ __global__ void __launch_bounds__(kFlatThreads, kForwardTileBlocks)
 
 cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                               cudaStream_t stream) {
-  const bool lie_flat = lies_flat(params.x, params.x_layout, params.cols) &&
-                        lies_flat(params.y, one_stride(params.cols), params.cols);
-  return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto x) {
-    using X = decltype(x);
-    const FlatForward<X> of{input_load<X>(params.x, params.x_layout, params),
+  return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto type) {
+    using X = decltype(type);
+    const TileRows<X> x{static_cast<const X*>(params.x), params.x_layout};
+    const FlatForward<X> of{tile_tensors(static_cast<X*>(params.y), params.rows, params.cols, x),
                             affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
-                            plan.tiles, lie_flat};
+                            plan.tiles};
     return launch(norm_forward_flat<X>, plan.tiles.blocks, kFlatThreads,
                   {plan.tiles.shared_bytes, 1, plan.overlaps}, stream, of, params.rms);
   });

@@ -15,56 +15,24 @@
 
 namespace fused_norm {
 
-// What passes through a ring of tiles: x, in whose place comes y.
-template <typename X>
-struct SoftmaxTiles {
-  static constexpr int kWritten = 0;
-  const Rows<X>& x;
-  X* y;
-  bool lie_flat;
-
-  __device__ static constexpr int count() { return 1; }
-  __device__ __forceinline__ bool flat() const { return lie_flat; }
-  __device__ __forceinline__ TileRows<X> rows_of(int) const { return {x.data, x.layout}; }
-  __device__ __forceinline__ X* written() const { return y; }
-};
-
-// y; and dy, in whose place comes dx.
-template <typename X>
-struct GradientTiles {
-  enum { kOutputRows, kGradientRows };
-  static constexpr int kWritten = kGradientRows;
-  const GradientLoad<X>& load;
-  X* dx;
-  bool lie_flat;
-
-  __device__ static constexpr int count() { return 2; }
-  __device__ __forceinline__ bool flat() const { return lie_flat; }
-  __device__ __forceinline__ TileRows<X> rows_of(int tensor) const {
-    const Rows<X>& rows = tensor == kOutputRows ? load.y : load.dy;
-    return {rows.data, rows.layout};
-  }
-  __device__ __forceinline__ X* written() const { return dx; }
-};
-
 // A lane's columns: of each but the last of them there is one in every lane.
 template <int kUnits>
 using RowColumns = LaneColumns<kUnits, kUnits - 1>;
 
 template <bool kLog, int kClass, typename X>
-__device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_flat,
+__device__ __forceinline__ void forward_tiles(const TileTensors<X, 1>& tensors,
                                               const FlatRows& flat, CopyBarrier* filled) {
   constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
   extern __shared__ __align__(128) char memory[];
-  const RowColumns<kUnits> columns(x.cols);
-  const SoftmaxTiles<X> tensors{x, y, lie_flat};
-  TileRing<X, SoftmaxTiles<X>> tiles(tensors, x.rows, x.cols, flat, filled, memory);
+  const int cols = tensors.cols;
+  const RowColumns<kUnits> columns(cols);
+  TileRing<X, 1> tiles(tensors, flat, filled, memory);
   for_tiles<kRows>(
       tiles, flat, [] {},
       [&](int r) {
-        X* const at = tiles.part(0) + r * x.cols + columns.first;
+        X* const at = tiles.part(0) + r * cols + columns.first;
         float values[kRows][kUnits], top[kRows], sum[kRows];
-        load_rows(at, x.cols, columns, kLowest<float>, values);
+        load_rows(at, cols, columns, kLowest<float>, values);
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
           top[k] = values[k][0];
@@ -91,27 +59,25 @@ __device__ __forceinline__ void softmax_tiles(const Rows<X>& x, X* y, bool lie_f
 #pragma unroll
           for (int i = 0; i < kUnits; ++i) values[k][i] = finish(values[k][i], values[k][i]);
         }
-        store_rows(at, x.cols, columns, values);
+        store_rows(at, cols, columns, values);
       });
 }
 
 template <bool kLog, int kClass, typename X>
-__device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx, bool lie_flat,
-                                              const FlatRows& flat, CopyBarrier* filled) {
-  using Tiles = GradientTiles<X>;
+__device__ __forceinline__ void backward_tiles(const TileTensors<X, 2>& tensors, float scale,
+                                               const FlatRows& flat, CopyBarrier* filled) {
   constexpr int kUnits = kSoftmaxFlatUnits[kClass], kRows = softmax_flat_rows(kUnits);
   extern __shared__ __align__(128) char memory[];
-  const int cols = load.y.cols;
+  const int cols = tensors.cols;
   const RowColumns<kUnits> columns(cols);
-  const Tiles tensors{load, dx, lie_flat};
-  TileRing<X, Tiles> tiles(tensors, load.y.rows, cols, flat, filled, memory);
+  TileRing<X, 2> tiles(tensors, flat, filled, memory);
   for_tiles<kRows>(
       tiles, flat, [] {},
       [&](int r) {
         const int at = r * cols + columns.first;
-        X* const dy_at = tiles.part(Tiles::kGradientRows) + at;
+        X* const dy_at = tiles.part(1) + at;
         float y[kRows][kUnits], dy[kRows][kUnits], sum[kRows];
-        load_rows(tiles.part(Tiles::kOutputRows) + at, cols, columns, 0.0f, y);
+        load_rows(tiles.part(0) + at, cols, columns, 0.0f, y);
         load_rows(dy_at, cols, columns, 0.0f, dy);
 #pragma unroll
         for (int k = 0; k < kRows; ++k) {
@@ -128,7 +94,7 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
         for (int k = 0; k < kRows; ++k) {
 #pragma unroll
           for (int i = 0; i < kUnits; ++i)
-            dy[k][i] = gradient_of<kLog>(dy[k][i], y[k][i], sum[k], load.scale);
+            dy[k][i] = gradient_of<kLog>(dy[k][i], y[k][i], sum[k], scale);
         }
         store_rows(dy_at, cols, columns, dy);
       });
@@ -137,14 +103,13 @@ __device__ __forceinline__ void softmax_tiles(const GradientLoad<X>& load, X* dx
 // All forms in one kernel a type, which branches once; in backward, two.
 template <typename X>
 __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(false))
-    softmax_forward_flat(const __grid_constant__ Rows<X> x, X* y, bool log, bool lie_flat,
+    softmax_forward_flat(const __grid_constant__ TileTensors<X, 1> x, bool log,
                          const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kFlatSlots];
   with_flag(log, [&](auto is_log) {
     with_number<0, kSoftmaxFlatClasses>(flat.row_class, [&](auto row_class) {
-      softmax_tiles<decltype(is_log)::value, decltype(row_class)::value>(x, y, lie_flat, flat,
-                                                                         filled);
+      forward_tiles<decltype(is_log)::value, decltype(row_class)::value>(x, flat, filled);
     });
   });
 #else
@@ -154,16 +119,16 @@ __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(false))
 
 template <typename X, bool kLonger>
 __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(kLonger))
-    softmax_backward_flat(const __grid_constant__ GradientLoad<X> load, X* dx, bool log,
-                          bool lie_flat, const __grid_constant__ FlatRows flat) {
+    softmax_backward_flat(const __grid_constant__ TileTensors<X, 2> y_dy, float scale, bool log,
+                          const __grid_constant__ FlatRows flat) {
 #if __CUDA_ARCH__ >= 900
   __shared__ CopyBarrier filled[kFlatSlots];
   constexpr int kFirst = kLonger ? kShorterSoftmaxClasses : 0;
   constexpr int kEnd = kLonger ? kSoftmaxFlatClasses : kShorterSoftmaxClasses;
   with_flag(log, [&](auto is_log) {
     with_number<kFirst, kEnd>(flat.row_class, [&](auto row_class) {
-      softmax_tiles<decltype(is_log)::value, decltype(row_class)::value>(load, dx, lie_flat, flat,
-                                                                         filled);
+      backward_tiles<decltype(is_log)::value, decltype(row_class)::value>(y_dy, scale, flat,
+                                                                          filled);
     });
   });
 #else
@@ -171,49 +136,29 @@ __global__ void __launch_bounds__(kFlatThreads, softmax_flat_blocks(kLonger))
 #endif
 }
 
-namespace {
-
-template <typename T>
-Rows<T> rows_of(const void* data, const RowLayout& layout, int64_t rows, int cols) {
-  return {static_cast<const T*>(data), layout, rows, cols};
-}
-
-template <typename Kernel, typename From, typename To>
-cudaError_t run(Kernel kernel, const SoftmaxPlan& plan, cudaStream_t stream, const From& from,
-                To* to, bool log, bool lie_flat) {
-  return launch(kernel, plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps}, stream,
-                from, to, log, lie_flat, plan.flat);
-}
-
-}  // namespace
-
 cudaError_t softmax_in_tiles(const SoftmaxForwardParams& params, const SoftmaxPlan& plan,
                              cudaStream_t stream) {
-  const int cols = params.cols;
-  const bool lie_flat =
-      lies_flat(params.x, params.x_layout, cols) && lies_flat(params.y, one_stride(cols), cols);
   return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto type) {
     using X = decltype(type);
-    return run(softmax_forward_flat<X>, plan, stream,
-               rows_of<X>(params.x, params.x_layout, params.rows, cols), static_cast<X*>(params.y),
-               params.log, lie_flat);
+    const TileRows<X> x{static_cast<const X*>(params.x), params.x_layout};
+    return launch(softmax_forward_flat<X>, plan.blocks, kFlatThreads,
+                  {plan.shared_bytes, 1, plan.overlaps}, stream,
+                  tile_tensors(static_cast<X*>(params.y), params.rows, params.cols, x), params.log,
+                  plan.flat);
   });
 }
 
 cudaError_t softmax_in_tiles(const SoftmaxBackwardParams& params, const SoftmaxPlan& plan,
                              cudaStream_t stream) {
-  const int cols = params.cols;
-  const bool lie_flat = lies_flat(params.y, params.y_layout, cols) &&
-                        lies_flat(params.dy, params.dy_layout, cols) &&
-                        lies_flat(params.dx, one_stride(cols), cols);
   return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto type) {
     using X = decltype(type);
-    const GradientLoad<X> load{rows_of<X>(params.dy, params.dy_layout, params.rows, cols),
-                               rows_of<X>(params.y, params.y_layout, params.rows, cols),
-                               static_cast<float>(params.scale)};
-    return run(plan.flat.row_class < kShorterSoftmaxClasses ? softmax_backward_flat<X, false>
-                                                            : softmax_backward_flat<X, true>,
-               plan, stream, load, static_cast<X*>(params.dx), params.log, lie_flat);
+    const TileRows<X> y{static_cast<const X*>(params.y), params.y_layout};
+    const TileRows<X> dy{static_cast<const X*>(params.dy), params.dy_layout};
+    return launch(plan.flat.row_class < kShorterSoftmaxClasses ? softmax_backward_flat<X, false>
+                                                               : softmax_backward_flat<X, true>,
+                  plan.blocks, kFlatThreads, {plan.shared_bytes, 1, plan.overlaps}, stream,
+                  tile_tensors(static_cast<X*>(params.dx), params.rows, params.cols, y, dy),
+                  static_cast<float>(params.scale), params.log, plan.flat);
   });
 }
 
