@@ -148,8 +148,9 @@ struct RingSlot {
 template <typename T>
 __device__ __forceinline__ void copy_rest(void* to, const void* from, int begin, int end) {
 #pragma unroll 1
-  for (int i = begin / int{sizeof(T)}; i < end / int{sizeof(T)}; ++i)
-    static_cast<T*>(to)[i] = static_cast<const T*>(from)[i];
+  for (int i = begin; i < end; i += sizeof(T))
+    *reinterpret_cast<T*>(static_cast<char*>(to) + i) =
+        *reinterpret_cast<const T*>(static_cast<const char*>(from) + i);
 }
 
 // Starts a copy of a multiple of 16 bytes from shared memory, between multiples of 16. What it

@@ -133,11 +133,10 @@ class TileRing {
   __device__ __forceinline__ int bytes_of(int tile) const {
     return rows_of(tile) * tensors_.cols * static_cast<int>(sizeof(T));
   }
-  __device__ __forceinline__ static int whole(int bytes) { return bytes & -kGranule; }
 
   __device__ __forceinline__ void fill(int slot, int tile) {
     if (tile >= tiles_) return;
-    const int bytes = bytes_of(tile), granules = whole(bytes);
+    const int bytes = bytes_of(tile), granules = bytes & -kGranule;
     const T* const from = tensors_.of[threadIdx.x].data + start_of(tile);
     T* const to = part_of(slot, threadIdx.x);
     // Past the tensors' end nothing is read: the lane copies the rest itself.
@@ -146,7 +145,7 @@ class TileRing {
     if (granules > 0) filled_[slot].copy(to, from, granules);
   }
   __device__ __forceinline__ void write() {
-    const int bytes = bytes_of(tile_), granules = whole(bytes);
+    const int bytes = bytes_of(tile_), granules = bytes & -kGranule;
     T* const to = tensors_.written + start_of(tile_);
     const T* const from = part(kWritten);
     if (granules > 0) store_bulk(to, from, granules);
