@@ -127,24 +127,32 @@ TEST(AttentionScores, OptionsOfScoresMakeThemGeneral) {
   EXPECT_FALSE(attention_scores_are_plain(changed));
 }
 
+// Calls use(kernel, general, tiles) for all kernels of the portable tier.
+template <typename Use>
+void for_portable_tiles(Use use) {
+  using Kernel = PortableKernel;
+  for (Kernel kernel :
+       {Kernel::kForward, Kernel::kQueryGradient, Kernel::kKeyGradient, Kernel::kMaskGradient}) {
+    for (bool general : {false, true}) {
+      if (kernel == Kernel::kMaskGradient && !general) continue;
+      for (int i = 0; i < kPortableDims; ++i)
+        use(kernel, general, portable_tiles(kernel, general, i));
+    }
+  }
+}
+
 TEST(AttentionTiles, FitEveryChip) {
   for (const DeviceProperties& chip : kChips) {
-    for (int i = 0; i < kPortableDims; ++i) {
-      for (bool general : {false, true}) {
-        EXPECT_LE(forward_shared_bytes(kForwardTiles[general][i]), chip.shared_bytes_per_block);
-        for (const auto& tiles : {kQueryGradientTiles, kKeyGradientTiles}) {
-          EXPECT_LE(backward_shared_bytes(tiles[general][i]), chip.shared_bytes_per_block) << i;
-        }
-      }
-      EXPECT_LE(backward_shared_bytes(kMaskGradientTiles[i]), chip.shared_bytes_per_block) << i;
-    }
+    for_portable_tiles([&](PortableKernel kernel, bool, const AttentionTiles& tiles) {
+      EXPECT_LE(portable_shared_bytes(kernel, tiles), chip.shared_bytes_per_block) << tiles.dim;
+    });
   }
 }
 
 // What kernels take for granted: a block copies whole rows at once, and the sums of a mask's tile
 // fit in its shared memory.
 TEST(AttentionTiles, HoldWhatKernelsTakeForGranted) {
-  const auto check = [](const AttentionTiles& tiles, bool general) {
+  for_portable_tiles([](PortableKernel kernel, bool general, const AttentionTiles& tiles) {
     const int rows_at_once = tiles.threads() / (tiles.dim / 8);
     EXPECT_EQ(tiles.own() % rows_at_once, 0);
     EXPECT_EQ(tiles.others % rows_at_once, 0);
@@ -152,22 +160,14 @@ TEST(AttentionTiles, HoldWhatKernelsTakeForGranted) {
     EXPECT_LE(tiles.others, general ? 64 : 128);
     EXPECT_LE(tiles.others, tiles.threads());
     EXPECT_TRUE(tiles.stages == 1 || tiles.stages == 2);
-  };
-  for (int i = 0; i < kPortableDims; ++i) {
-    for (bool general : {false, true}) {
-      check(kForwardTiles[general][i], general);
-      check(kQueryGradientTiles[general][i], general);
-      check(kKeyGradientTiles[general][i], general);
-      // A thread for each word of a query's statistics.
-      EXPECT_LE(2 * kKeyGradientTiles[general][i].others, kKeyGradientTiles[general][i].threads());
-    }
-    check(kMaskGradientTiles[i], true);
-    const AttentionTiles& mask = kMaskGradientTiles[i];
-    EXPECT_LE(mask.own() * (mask.others + 1) * 4, backward_shared_bytes(mask));
-  }
+    // A thread for each word of a query's statistics.
+    if (kernel == PortableKernel::kKeyGradient) EXPECT_LE(2 * tiles.others, tiles.threads());
+    if (kernel != PortableKernel::kMaskGradient) return;
+    EXPECT_LE(tiles.own() * (tiles.others + 1) * 4, portable_shared_bytes(kernel, tiles));
+  });
   for (int dim : {1, 64, 65, 128, 129, 256}) {
-    EXPECT_GE(kForwardTiles[0][attention_tiles_index(dim, 1)].dim, dim);
-    EXPECT_GE(kForwardTiles[0][attention_tiles_index(1, dim)].dim, dim);
+    for (int index : {attention_tiles_index(dim, 1), attention_tiles_index(1, dim)})
+      EXPECT_GE(portable_tiles(PortableKernel::kForward, false, index).dim, dim);
   }
 }
 

@@ -121,9 +121,7 @@ cudaError_t launch_attention_forward(const AttentionParams& call, const DevicePr
       return error == cudaSuccess ? attention_join_parts(params, parts, stream) : error;
     });
   }
-  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto t) {
-    return attention_forward_portable<decltype(t)>(params, stream);
-  });
+  return attention_forward_portable(params, stream);
 }
 
 size_t attention_backward_workspace(const AttentionBackwardParams& params, AttentionTier tier) {
@@ -166,14 +164,9 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
     left.dquery.data = left.dkey.data = left.dvalue.data = nullptr;
   }
   if (error != cudaSuccess) return error;
-  if (tier == AttentionTier::kPlain) {
-    error = attention_backward_plain(gradient, stream);
-  } else {
-    // The portable tier's kernels also serve what else a call on Hopper needs.
-    error = with_dtype<__half, __nv_bfloat16>(forward.dtype, [&](auto t) {
-      return attention_backward_portable<decltype(t)>(gradient, stream);
-    });
-  }
+  // The portable tier's kernels also serve what else a call on Hopper needs.
+  error = tier == AttentionTier::kPlain ? attention_backward_plain(gradient, stream)
+                                        : attention_backward_portable(gradient, stream);
   gradient.params.dmask = params.dmask;
   return error == cudaSuccess ? attention_finish_gradients(gradient, stream) : error;
 }

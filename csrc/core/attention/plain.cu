@@ -3,6 +3,7 @@
 
 #include "core/attention/plain.cuh"
 #include "core/attention/plan.h"
+#include "core/common/row_group.cuh"
 
 namespace fused_norm {
 namespace plain {
@@ -12,9 +13,7 @@ namespace {
 template <typename A, typename Op>
 __device__ __forceinline__ A reduce_row(A value, Op op) {
 #pragma unroll
-  for (int mask = 8; mask > 0; mask /= 2) {
-    value = op(value, __shfl_xor_sync(0xffffffffu, value, mask));
-  }
+  for (int mask = 8; mask > 0; mask /= 2) value = op(value, __shfl_xor_sync(~0u, value, mask));
   return value;
 }
 
@@ -31,11 +30,11 @@ __device__ __forceinline__ A advance_softmax(A (&row)[4], const A (&kept)[4], A&
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
     // A NaN score must show even in a row whose other keys are hidden.
-    const A p = new_max == kLowest<A> && row[j] == kLowest<A> ? A(0) : exp_of(row[j] - new_max);
+    const A p = new_max == kLowest<A> && row[j] == kLowest<A> ? A(0) : exp(row[j] - new_max);
     tile_sum += p;
     row[j] = p * kept[j];
   }
-  sum = sum * rescale + reduce_row(tile_sum, [](A a, A b) { return a + b; });
+  sum = sum * rescale + reduce_row(tile_sum, SumOf());
   max = new_max;
   return rescale;
 }

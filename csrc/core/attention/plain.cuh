@@ -159,15 +159,13 @@ __device__ __forceinline__ void store_chunk(const Fragment<A> (&acc)[kTilesOfChu
   });
 }
 
-__device__ __forceinline__ float exp_of(float x) { return expf(x); }
-__device__ __forceinline__ double exp_of(double x) { return exp(x); }
 template <typename A>
 constexpr A kLowest = -static_cast<A>(INFINITY);
 
 // exp(a - b), where b is -inf only if nothing was seen.
 template <typename A>
 __device__ __forceinline__ A exp_difference(A a, A b) {
-  return b == kLowest<A> ? A(0) : exp_of(a - b);
+  return b == kLowest<A> ? A(0) : exp(a - b);
 }
 
 // A head of a sequence: its rows in `query_range` and `key_range`, and what their scores are.

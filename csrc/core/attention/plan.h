@@ -57,26 +57,26 @@ constexpr int attention_tiles_index(int head_dim, int value_dim) {
   return dim <= 64 ? 0 : dim <= 128 ? 1 : 2;
 }
 
+enum class PortableKernel { kForward, kQueryGradient, kKeyGradient, kMaskGradient };
+
 // Registers set the tiles (255 a thread; two blocks of four warps fill a multiprocessor's): the
 // accumulators of a thread are fragments / 2 x (columns of outputs + `others`), and
 // everything must fit in the 99 KB of the smallest chips. Two fragments read each row of the other
 // side once for 32 rows.
-// The first of a pair is for plain scores, the second for others, which need registers for their
-// options.
-constexpr AttentionTiles kForwardTiles[2][kPortableDims] = {
-    {{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
-    {{64, 4, 2, 64, 1}, {128, 4, 2, 32, 1}, {256, 4, 1, 32, 1}},
-};
-constexpr AttentionTiles kQueryGradientTiles[2][kPortableDims] = {
-    {{64, 4, 2, 64, 2}, {128, 4, 2, 32, 2}, {256, 4, 1, 32, 1}},
-    {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
-};
-constexpr AttentionTiles kKeyGradientTiles[2][kPortableDims] = {
-    {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
-    {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}},
-};
-constexpr AttentionTiles kMaskGradientTiles[kPortableDims] = {
-    {64, 8, 1, 64, 1}, {128, 8, 1, 64, 1}, {256, 4, 1, 32, 1}};
+// `general`: scores are not plain, and need registers for their options. Always of a mask's
+// gradient.
+constexpr AttentionTiles portable_tiles(PortableKernel kernel, bool general, int index) {
+  constexpr AttentionTiles kTiles[4][2][kPortableDims] = {
+      {{{64, 4, 2, 128, 1}, {128, 4, 2, 64, 1}, {256, 4, 1, 64, 1}},
+       {{64, 4, 2, 64, 1}, {128, 4, 2, 32, 1}, {256, 4, 1, 32, 1}}},
+      {{{64, 4, 2, 64, 2}, {128, 4, 2, 32, 2}, {256, 4, 1, 32, 1}},
+       {{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}}},
+      {{{64, 4, 2, 32, 2}, {128, 4, 1, 64, 2}, {256, 4, 1, 32, 1}},
+       {{64, 4, 2, 32, 2}, {128, 4, 1, 32, 2}, {256, 4, 1, 32, 1}}},
+      {{}, {{64, 8, 1, 64, 1}, {128, 8, 1, 64, 1}, {256, 4, 1, 32, 1}}},
+  };
+  return kTiles[static_cast<int>(kernel)][general][index];
+}
 
 // Short dense sequences, as windows of an image, have kernels of their own on every chip
 // (one_tile.cu): of up to so many queries, keys and columns, with plain scores but for a mask.
@@ -114,16 +114,12 @@ MaskShare one_tile_share(const AttentionParams& params, int blocks);
 MaskShare mask_share(const AttentionBackwardParams& params);
 size_t mask_sums_bytes(const AttentionBackwardParams& params, const MaskShare& share);
 
-// Whether blocks of keys make both gradients, or every other one each: dkey and dvalue of a head
-// dimension of 256 do not fit in the registers of a warp's 16 rows.
-constexpr bool makes_both_key_gradients(const AttentionTiles& tiles) { return tiles.dim <= 128; }
-
-constexpr int forward_shared_bytes(const AttentionTiles& tiles) {
-  return (tiles.own() + 2 * tiles.others) * tiles.dim * 2;
-}
-// Two tensors of each side; the log-sum-exp and delta of queries on the other side.
-constexpr int backward_shared_bytes(const AttentionTiles& tiles) {
-  return 2 * tiles.own() * tiles.dim * 2 + tiles.stages * tiles.others * (2 * tiles.dim * 2 + 8);
+// Forward a tile of queries, and one of keys and of values. Backward two tensors of each side; the
+// log-sum-exp and delta of queries on the other side.
+constexpr int portable_shared_bytes(PortableKernel kernel, const AttentionTiles& tiles) {
+  return kernel == PortableKernel::kForward
+             ? (tiles.own() + 2 * tiles.others) * tiles.dim * 2
+             : 2 * tiles.own() * tiles.dim * 2 + tiles.stages * tiles.others * (4 * tiles.dim + 8);
 }
 
 // The tier for Hopper (compute capability 9.0): columns of tiles; a head dimension takes the

@@ -11,14 +11,7 @@
 
 namespace fused_norm::portable {
 
-enum class Kernel { kForward, kQueryGradient, kKeyGradient, kMaskGradient };
-
-constexpr AttentionTiles tiles_of_kernel(Kernel kernel, bool general, int index) {
-  return kernel == Kernel::kForward         ? kForwardTiles[general][index]
-         : kernel == Kernel::kQueryGradient ? kQueryGradientTiles[general][index]
-         : kernel == Kernel::kKeyGradient   ? kKeyGradientTiles[general][index]
-                                            : kMaskGradientTiles[index];
-}
+using Kernel = PortableKernel;
 
 // A kernel's constants. A warp has 16 kM rows of the block's own tile, of queries or kOfKeys of
 // keys, against kOthers rows of the other side at a time, in kStages tiles of shared memory: with
@@ -26,18 +19,18 @@ constexpr AttentionTiles tiles_of_kernel(Kernel kernel, bool general, int index)
 template <typename T_, Kernel kKernel, bool kGeneral_, int kIndex>
 struct Shape {
   using T = T_;
-  static constexpr AttentionTiles kTiles = tiles_of_kernel(kKernel, kGeneral_, kIndex);
+  static constexpr AttentionTiles kTiles = portable_tiles(kKernel, kGeneral_, kIndex);
   static constexpr int kDim = kTiles.dim, kM = kTiles.fragments, kOwn = kTiles.own();
   static constexpr int kOthers = kTiles.others, kN = kOthers / 8, kStages = kTiles.stages;
   static constexpr int kThreads = kTiles.threads(), kBlocks = kThreads == 128 ? 2 : 1;
   static constexpr bool kGeneral = kGeneral_, kOfKeys = kKernel == Kernel::kKeyGradient;
   static constexpr bool kRepeats = kGeneral && !kOfKeys;                   // run_tiles()
   static constexpr bool kBySoftcapped = kKernel == Kernel::kMaskGradient;  // differentiate()
-  // Of keys: whether a block makes both gradients, or one.
-  static constexpr int kParts = kOfKeys && !makes_both_key_gradients(kTiles) ? 2 : 1;
+  // Blocks of keys make both gradients, or every other one each: dkey and dvalue of 256 columns do
+  // not fit in the registers of a warp's 16 rows.
+  static constexpr int kParts = kOfKeys && kDim > 128 ? 2 : 1;
   static constexpr int kOwnBytes = kOwn * kDim * 2, kOtherBytes = kOthers * kDim * 2;
-  static constexpr int kSharedBytes =
-      kKernel == Kernel::kForward ? forward_shared_bytes(kTiles) : backward_shared_bytes(kTiles);
+  static constexpr int kSharedBytes = portable_shared_bytes(kKernel, kTiles);
 
   using Scores = mma::Accumulators<kM, kN>;
   using Out = mma::Accumulators<kM, kDim / 8>;
@@ -137,10 +130,11 @@ __device__ __forceinline__ void run_tiles(const AttentionParams& params, int til
 }
 
 // Calls launch(shape) with the shape of a call's kernel.
-template <typename T, Kernel kKernel, typename Launch>
+template <Kernel kKernel, typename Launch>
 cudaError_t with_shape(const AttentionParams& params, Launch launch) {
   const int index = attention_tiles_index(params.head_dim, params.value_dim);
-  const auto with = [&](auto general) {
+  const auto with = [&](auto zero, auto general) {
+    using T = decltype(zero);
     constexpr bool kGeneral = decltype(general)::value;
     // Gradients of 256 columns have the same tiles with options and without: one kernel.
     constexpr bool kGeneralOfMost = kGeneral || kKernel != Kernel::kForward;
@@ -148,10 +142,12 @@ cudaError_t with_shape(const AttentionParams& params, Launch launch) {
            : index == 1 ? launch(Shape<T, kKernel, kGeneral, 1>())
                         : launch(Shape<T, kKernel, kGeneralOfMost, 2>());
   };
-  if constexpr (kKernel != Kernel::kMaskGradient) {
-    if (attention_scores_are_plain(params)) return with(std::false_type());
-  }
-  return with(std::true_type());
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+    if constexpr (kKernel != Kernel::kMaskGradient) {
+      if (attention_scores_are_plain(params)) return with(zero, std::false_type());
+    }
+    return with(zero, std::true_type());
+  });
 }
 
 // A block for each tile of the shape's own side.

@@ -32,10 +32,7 @@ cudaError_t attention_finish_gradients(const AttentionGradient& gradient, cudaSt
 cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention_backward_plain(const AttentionGradient& gradient, cudaStream_t stream);
 
-// By type; instantiated in portable_*.cu.
-template <typename T>
 cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream);
-template <typename T>
 cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaStream_t stream);
 
 // Where attention_is_one_tile() or one_tile_takes_backward(): all gradients.

@@ -61,17 +61,14 @@ __device__ __forceinline__ void for_tiles(const AttentionParams& params, int til
   // Sequences that share a head's mask follow each other, while it is cached.
   const bool batch_first = params.mask.data != nullptr && params.mask.batch_stride == 0;
   const int heads = kOfKeys ? params.kv_heads : params.heads;
-  Place place = place_of(tiles, parts, batch_first ? params.batch : heads);
-  if (batch_first) {
-    const int head = place.batch;
-    place.batch = place.head;
-    place.head = head;
-  }
-  Sequence s = sequence_of(params, place.batch - (params.query_offsets != nullptr ? 1 : 0));
+  const Place place = place_of(tiles, parts, batch_first ? params.batch : heads);
+  const int head = batch_first ? place.batch : place.head;
+  const int batch = batch_first ? place.head : place.batch;
+  Sequence s = sequence_of(params, batch - (params.query_offsets != nullptr ? 1 : 0));
   if (is_outside(params, s)) (kOfKeys ? s.queries : s.keys) = 0;
   const int all = ((kOfKeys ? s.keys : s.queries) + kRows - 1) / kRows;
   for (int tile = kOfKeys ? place.tile : tiles - 1 - place.tile; tile < all; tile += tiles) {
-    run(s, place.head, tile * kRows, place.part);
+    run(s, head, tile * kRows, place.part);
   }
 }
 

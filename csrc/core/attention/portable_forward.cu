@@ -1,7 +1,5 @@
 // The portable tier's forward kernel (Dao, 2023): a block has a tile of queries and walks the keys
 // that they see, from the first to the last, with an online softmax.
-#pragma once
-
 #include "core/attention/portable_options.cuh"
 
 namespace fused_norm {
@@ -143,10 +141,9 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
 }  // namespace portable
 
-template <typename T>
 cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream) {
   using namespace portable;
-  return with_shape<T, Kernel::kForward>(params, [&](auto shape) {
+  return with_shape<Kernel::kForward>(params, [&](auto shape) {
     return launch_shape(shape, attention_portable_forward<decltype(shape)>, params, params, stream);
   });
 }

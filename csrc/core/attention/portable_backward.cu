@@ -2,8 +2,6 @@
 // dkey and dvalue, and walks what the tile sees in a fixed order: no block adds to another's
 // result. Both make the scores again, and the weights of the second product of a pair never leave
 // registers: the accumulators of the first have the layout of its left factor.
-#pragma once
-
 #include "core/attention/portable_options.cuh"
 
 namespace fused_norm {
@@ -308,7 +306,6 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
 
 }  // namespace portable
 
-template <typename T>
 cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t stream) {
   using namespace portable;
   const AttentionParams& forward = g.params.forward;
@@ -316,13 +313,12 @@ cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t
     return launch_shape(shape, attention_portable_gradient<decltype(shape)>, g, forward, stream);
   };
   cudaError_t error = cudaSuccess;
-  if (g.params.dquery.data != nullptr)
-    error = with_shape<T, Kernel::kQueryGradient>(forward, launch);
+  if (g.params.dquery.data != nullptr) error = with_shape<Kernel::kQueryGradient>(forward, launch);
   if (error == cudaSuccess && (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
-    error = with_shape<T, Kernel::kKeyGradient>(forward, launch);
+    error = with_shape<Kernel::kKeyGradient>(forward, launch);
   }
   if (error == cudaSuccess && g.params.dmask != nullptr) {
-    error = with_shape<T, Kernel::kMaskGradient>(forward, [&](auto shape) {
+    error = with_shape<Kernel::kMaskGradient>(forward, [&](auto shape) {
       using S = decltype(shape);
       const int* mask = g.params.mask_shape;
       return launch_tiles(attention_portable_mask_gradient<S>, g, tiles_of(mask[3], S::kOthers),

@@ -1,4 +1,0 @@
-#include "core/attention/portable_backward.cuh"
-
-template cudaError_t fused_norm::attention_backward_portable<__half>(
-    const fused_norm::AttentionGradient& gradient, cudaStream_t stream);
