@@ -156,8 +156,9 @@ cudaError_t launch_attention_backward(const AttentionBackwardParams& params,
     AttentionBackwardParams& left = gradient.params;
     const bool of_mask = hopper_makes_mask_gradient(left, device);
     error = with_hopper(forward, /*backward=*/true, scratch, stream, [&](auto hopper) {
-      const cudaError_t others = hopper.backward(gradient, device, scratch, stream);
-      if (others != cudaSuccess || !of_mask) return others;
+      cudaError_t made = hopper.backward(gradient, device, scratch, stream);
+      if (made == cudaSuccess) made = hopper_query_gradient(gradient, device, scratch, stream);
+      if (made != cudaSuccess || !of_mask) return made;
       return hopper_mask_gradient(gradient, device, scratch, stream);
     });
     if (of_mask) left.dmask = nullptr;

@@ -72,7 +72,7 @@ class BackwardConsumer {
       if constexpr (kFirst)
         store(work, Form::kOfKeys ? of.dkey : of.dquery, first_sums_, args_.gradient_scale,
               args_.head_dim);
-      const float scale = Form::kDrops ? args_.dropout.scale : 1;
+      const float scale = Form::kDrops ? args_.dropout_scale : 1;
       if constexpr (kSecond) store(work, of.dvalue, second_sums_, scale, args_.value_dim);
     }
   }
@@ -215,7 +215,7 @@ class BackwardConsumer {
 
   // Tiles of which every row of the warpgroup sees all. Rows beyond the sequence see nothing, which
   // matters where the sums of all rows are added up.
-  __device__ __forceinline__ KeyTiles whole_of(const WorkTile& work) const {
+  __device__ __forceinline__ Range whole_of(const WorkTile& work) const {
     const Band band = band_of(args_, work);
     const int first = work.first + first_row(), last = min(first + 64, work.queries) - 1;
     if (Form::kAll && last - first != 63) return {INT32_MAX, 0};
@@ -223,8 +223,8 @@ class BackwardConsumer {
             max(min(work.keys, first + band.highest + 1), 0) / kOthers};
   }
   __device__ __forceinline__ bool is_cut(const WorkTile& work, int tile) const {
-    const KeyTiles whole = kGeneral ? whole_of(work) : whole_;
-    return tile < whole.first || tile >= whole.end;
+    const Range whole = kGeneral ? whole_of(work) : whole_;
+    return tile < whole.begin || tile >= whole.end;
   }
   // As in DeepSeek's models: queries and keys of 192 columns, values of 128.
   __device__ __forceinline__ bool values_are_narrow() const {
@@ -349,7 +349,7 @@ class BackwardConsumer {
     for (int i = 0; i < kOthers / 2; ++i) products_[i] *= weight(i);
   }
   __device__ __forceinline__ void subtract_delta() {
-    if constexpr (Form::kDrops) kept_.apply(products_, args_.dropout.scale);
+    if constexpr (Form::kDrops) kept_.apply(products_, args_.dropout_scale);
     with_statistics(delta_, kDelta, [&](int i, float delta) { products_[i] -= delta; });
   }
   // Of a tile's probabilities, rounded where the other group made them.
@@ -387,7 +387,7 @@ class BackwardConsumer {
   const uint32_t first_, second_;
   uint32_t tiles_ = 0;  // of others, done before the one at hand
 
-  KeyTiles whole_;  // of a tile of the own side; options leave no registers for it
+  Range whole_;  // of a tile of the own side; options leave no registers for it
   float exponents_[2], delta_[2];
   float2 columns_[Form::kReadAhead ? Form::kReadAhead : 1];          // a statistic, read ahead
   uint32_t own_blocks_[Form::kOwnBlocks ? Form::kOwnBlocks : 1][4];  // of the own second tile

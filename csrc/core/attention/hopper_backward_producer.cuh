@@ -145,8 +145,8 @@ struct BackwardMemory
   static constexpr int kWorks = 4;
   WorkTile work[kWorks];
   ListPlace place;
-  uint32_t count[Form::kGeneral ? 4 * Form::kGroups : 1];  // of consumers' warps: BackwardConsumer
-  std::conditional_t<Form::kDrops, Dropout, NoDropout> dropout;
+  uint32_t count[Form::kGeneral ? 4 * Form::kGroups : 1];   // of consumers' warps: BackwardConsumer
+  std::conditional_t<Form::kDrops, Dropout, char> dropout;  // as forward's
 };
 
 // Whether scores pass through tiles of a mask.

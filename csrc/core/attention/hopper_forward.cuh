@@ -60,7 +60,7 @@ class Consumer {
       rows_ = RowState(kLowest);
       if (Form::kMasked && work.again) {
         mend(work);
-      } else if (tiles_.first < tiles_.end) {
+      } else if (tiles_.begin < tiles_.end) {
         // Each kind of mask has a loop of its own: one for all kinds waits for its instructions.
         const MaskKind kind = Form::kMasked ? args_.mask_kind : MaskKind::kAny;
         has_scores = kind == MaskKind::kNarrow    ? run_tiles<MaskKind::kNarrow>(work, has_scores)
@@ -92,12 +92,12 @@ class Consumer {
   }
 
   // The warpgroup's tiles of keys.
-  __device__ __forceinline__ KeyTiles tiles_of(const WorkTile& work, const Band& band) const {
+  __device__ __forceinline__ Range tiles_of(const WorkTile& work, const Band& band) const {
     if constexpr (!kPasses) return {work.first_tile, work.end_tile};
-    const KeyTiles own = key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
+    const Range own = key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
     // Of those that are there: a mask leaves some out, and other parts have the rest.
-    const int first = max(own.first, work.first_tile), end = min(own.end, work.end_tile);
-    return first < end ? KeyTiles{first, end} : KeyTiles{};
+    const int first = max(own.begin, work.first_tile), end = min(own.end, work.end_tile);
+    return first < end ? Range{first, end} : Range{};
   }
 
   // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
@@ -118,13 +118,13 @@ class Consumer {
     round<T>(weights, scores_);
     if constexpr (Form::kDrops) draw(work, tiles_.end - 1).drop(weights);
 
-    for (int tile = tiles_.end - 2; tile >= tiles_.first; --tile) step<kMask>(work, tile, weights);
+    for (int tile = tiles_.end - 2; tile >= tiles_.begin; --tile) step<kMask>(work, tile, weights);
 
     query_place_.advance();
     memory_.value_full[value_place_.slot()].wait(value_place_.parity());
-    clear(work, tiles_.first);
+    clear(work, tiles_.begin);
     multiply_values(weights, [] {});
-    if (kEarly && tiles_.first == work.first_tile && next_starts() && work.parts == 1) {
+    if (kEarly && tiles_.begin == work.first_tile && next_starts() && work.parts == 1) {
       start_scores();
       end_rows(work);
       open(memory_.work[work_place_.slot()]);
@@ -138,7 +138,7 @@ class Consumer {
     end_rows(work);
     wait_products<0>();
     leave_value();
-    pass(tiles_.first - work.first_tile, tiles_.first - work.first_tile);
+    pass(tiles_.begin - work.first_tile, tiles_.begin - work.first_tile);
     return false;
   }
 
@@ -214,7 +214,7 @@ class Consumer {
     softmax_end(rows_, {sink(row), sink(row + 8)}, factor_, lse);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (Form::kDrops) factor_[r] *= args_.dropout.scale;
+      if (Form::kDrops) factor_[r] *= args_.dropout_scale;
       const bool stores = row + 8 * r < work.queries;
       out_[r] = stores ? out + 8 * r * args_.out.row_stride : nullptr;
       if (stores && lane_ % 4 == 0) to[at + 8 * r] = lse[r];
@@ -242,7 +242,7 @@ class Consumer {
   __device__ __forceinline__ bool next_starts() const {
     memory_.query_full[query_place_.slot()].wait(query_place_.parity());
     const ForwardTile& work = memory_.work[work_place_.slot()];
-    const KeyTiles tiles = tiles_of(work, band_of(args_, work));
+    const Range tiles = tiles_of(work, band_of(args_, work));
     return sees_keys(work) && tiles.end == work.end_tile && !(Form::kMasked && work.again);
   }
   __device__ __forceinline__ void start_scores() {
@@ -323,7 +323,8 @@ class Consumer {
   // Which weights of a tile dropout keeps.
   __device__ __forceinline__ Kept draw(const WorkTile& work, int tile) const {
     Kept kept;
-    const Dropout dropout = args_.dropout.of_head(memory_.dropout, work, work.head);
+    Dropout dropout = memory_.dropout;
+    dropout.row = work.sequence * args_.heads + work.head;
     kept.draw(dropout, work.first + thread_row_, tile * kKeys);
     return kept;
   }
@@ -349,7 +350,7 @@ class Consumer {
   // Gives back a tile's keys; after the last one also the queries.
   __device__ __forceinline__ void leave_scores(int tile) {
     leave_key();
-    if (tile == tiles_.first) release(memory_.query_empty[query_place_.slot()]);
+    if (tile == tiles_.begin) release(memory_.query_empty[query_place_.slot()]);
   }
   __device__ __forceinline__ void leave_value() {
     hold(values_);
@@ -383,7 +384,7 @@ class Consumer {
   uint32_t mask_turn_ = 0, verdict_turn_ = 0;
 
   // Of a tile of queries: the warpgroup's tiles of keys, and the thread's sums.
-  KeyTiles tiles_;
+  Range tiles_;
   RowState rows_{kLowest};
   float values_[kDim / 2];
   // What becomes of the thread's two rows of values: times `factor_`, to `out_`; null: nowhere.

@@ -203,8 +203,10 @@ class FusedConsumer : public KeysConsumer<Form> {
   // Which probabilities dropout keeps. Before a tile's products: beside them draws are slower, and
   // there are fewer registers.
   __device__ __forceinline__ void draw(const WorkTile& work, int tile, int heads) {
-    kept_.draw(args_.dropout.of_head(memory_.dropout, work, query_head<Form>(args_, work, heads)),
-               work.first + this->row_in_tile(), tile * Form::kOthers + lane_ % 4 * 2);
+    Dropout dropout = memory_.dropout;
+    dropout.row =
+        work.sequence * args_.gradient.params.forward.heads + query_head<Form>(args_, work, heads);
+    kept_.draw(dropout, work.first + this->row_in_tile(), tile * Form::kOthers + lane_ % 4 * 2);
     kept_.hold();
     forget(scores_);
     forget(products_);
@@ -326,7 +328,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     memory.verdict.init(kWarps);
     memory.place = {};
     for (uint32_t& count : memory.count) count = 0;
-    if constexpr (Form::kDrops) memory.dropout = args.dropout.read();
+    if constexpr (Form::kDrops) memory.dropout = dropout_of(args, 0);
     init_ring(memory.first_full, memory.first_empty, 1, kWarps);
     init_ring(memory.second_full, memory.second_empty, 1, kWarps);
     // W of both groups, or of kApart one group's P.

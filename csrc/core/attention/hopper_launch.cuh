@@ -53,8 +53,7 @@ inline void set_scores(const AttentionParams& params, bool masks_pairs, ScoreArg
   args->general = args->multiplies || capped || params.alibi_slopes != nullptr;
   args->exponent = static_cast<float>((folded ? factor : 1) * 1.4426950408889634);
   args->softcap = static_cast<float>(params.softcap);
-  args->dropout = {params.rng, params.dropout_threshold, static_cast<float>(params.dropout_scale),
-                   params.heads};
+  args->dropout_scale = static_cast<float>(params.dropout_scale);
 }
 
 // Makes tensor maps of a call's tensors, until one fails: of (batch, heads, rows, columns) with
@@ -91,37 +90,31 @@ struct MapMaker {
   }
 };
 
-// Says that a kernel's work is that of `params`, in tiles of kRows queries, each once for at most
-// so many parts of its keys; returns the most tiles that there may be.
-template <int kRows>
-int64_t set_work(const AttentionParams& params, bool longest_first, int section, bool batch_first,
-                 uint32_t* ticket, int parts, WorkArgs* args) {
+// Says that a kernel's work is that of `params`, in tiles of so many rows of queries, each once for
+// at most so many parts of its keys; returns the most tiles that there may be. What of `args` sets
+// their order is there.
+inline int64_t set_work(const AttentionParams& params, int rows, int parts, WorkArgs* args) {
   static_cast<AttentionParams&>(*args) = params;
   args->heads_per_kv = params.heads / params.kv_heads;
   const bool packed = params.query_offsets != nullptr;
-  args->query_tiles = packed ? 0 : (params.queries + kRows - 1) / kRows * parts;
-  args->section = static_cast<int32_t>(
-      std::min<int64_t>(section, std::max<int64_t>(1, int64_t{params.heads} * params.batch)));
-  args->longest_first = longest_first;
-  args->batch_first = batch_first;
-  args->ticket = ticket;
+  args->query_tiles = packed ? 0 : (params.queries + rows - 1) / rows * parts;
+  const int64_t pairs = std::max<int64_t>(1, int64_t{params.heads} * params.batch);
+  args->section = static_cast<int32_t>(std::clamp<int64_t>(args->section, 1, pairs));
   const auto limit = [](int32_t window) {
     return window < 0 ? kNoLimit : std::min(window, kNoLimit);
   };
   args->window_left = limit(params.window_left);
   args->window_right = limit(params.window_right);
-  const int64_t tiles = packed ? (params.total_queries / kRows + params.batch + 2) * int64_t{parts}
+  const int64_t tiles = packed ? (params.total_queries / rows + params.batch + 2) * int64_t{parts}
                                : int64_t{params.batch} * args->query_tiles;
   return tiles * params.heads;
 }
 
 // Launches a kernel whose blocks stay, one on each multiprocessor, for that work.
 template <typename Form, int kRows, typename Memory, typename Args>
-cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, bool longest_first,
-                          int section, bool batch_first, const DeviceProperties& device,
-                          uint32_t* ticket, cudaStream_t stream, Args* args, int parts = 1) {
-  const int64_t tiles =
-      set_work<kRows>(params, longest_first, section, batch_first, ticket, parts, args);
+cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, int parts,
+                          const DeviceProperties& device, cudaStream_t stream, Args* args) {
+  const int64_t tiles = set_work(params, kRows, parts, args);
   if (tiles == 0) return cudaSuccess;
   static_assert(sizeof(Memory) <= 227 * 1024);
   const auto blocks = std::min<int64_t>(device.sm_count, tiles);
@@ -140,7 +133,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     prefetch_map(&args.key_map);
     prefetch_map(&args.value_map);
     memory.init();
-    if constexpr (Form::kDrops) memory.dropout = args.dropout.read();
+    if constexpr (Form::kDrops) memory.dropout = dropout_of(args, 0);
     CopyBarrier::order_inits();
   }
   __syncthreads();
@@ -178,9 +171,12 @@ cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& p
   const bool packed_parts = params.query_offsets != nullptr && parts.few >= 0;
   const int most = packed_parts ? params.total_keys / parts.keys + 1 : args.dense_parts;
   const HopperPlan plan = hopper_plan(params);
-  return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(
-      attention_forward_hopper<Form>, params, plan.uneven, plan.forward_section, plan.batch_first,
-      device, plan.uneven ? ticket : nullptr, stream, &args, most);
+  args.longest_first = plan.uneven;
+  args.section = plan.forward_section;
+  args.batch_first = plan.batch_first;
+  if (plan.uneven) args.ticket = ticket;
+  return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(attention_forward_hopper<Form>,
+                                                               params, most, device, stream, &args);
 }
 
 inline ChunkSums dquery_sums(const HopperScratch& layout, char* scratch) {
@@ -204,8 +200,9 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   args.masks_keys = Form::kAll && attention_masks_keys(params);
   args.gradient = gradient;
   const AttentionBackwardParams& of = gradient.params;
-  const bool wanted = kOfKeys ? of.dkey.data || of.dvalue.data : of.dquery.data != nullptr;
-  if (!Form::kAll && !Form::kOfMask && !wanted) return cudaSuccess;
+  const bool wanted = Form::kOfMask || (kOfKeys && (of.dkey.data || of.dvalue.data)) ||
+                      (!Form::kApart && of.dquery.data);
+  if (!wanted) return cudaSuccess;
   MapMaker<Form::OwnTile::kPanelColumns> map{params};
   const auto maps_of = [&](bool of_keys, int rows, CUtensorMap* first, CUtensorMap* second) {
     map(of_keys ? params.key : params.query, of_keys, params.head_dim, rows, first);
@@ -227,18 +224,18 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   args.gradient_scale = static_cast<float>(params.scale);
   if constexpr (Form::kOfMask) {
     args.mask.bits = nullptr;
-    set_work<Form::kOwn>(params, false, 1, false, nullptr, 1, &args);
+    set_work(params, Form::kOwn, 1, &args);
     return launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
                   {sizeof(BackwardMemory<Form>)}, stream, args);
   }
   // Of queries, causal, the last see most; of keys, the first are seen most.
+  args.longest_first = plan.uneven && !kOfKeys;
+  args.section = kOfKeys ? plan.key_section : plan.query_section;
+  args.batch_first = plan.key_parts > 1 || (Form::kAll && plan.batch_first);
+  if (plan.uneven || Form::kAll || (kOfKeys && plan.key_parts > 1)) args.ticket = ticket;
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
       attention_backward_hopper<Form>,
-      kOfKeys ? with_sides_changed(params, plan.key_parts) : params, plan.uneven && !kOfKeys,
-      kOfKeys ? plan.key_section : plan.query_section,
-      plan.key_parts > 1 || (Form::kAll && plan.batch_first), device,
-      plan.uneven || Form::kAll || (kOfKeys && plan.key_parts > 1) ? ticket : nullptr, stream,
-      &args);
+      kOfKeys ? with_sides_changed(params, plan.key_parts) : params, 1, device, stream, &args);
 }
 
 }  // namespace hopper
@@ -273,36 +270,30 @@ cudaError_t HopperLaunch<kDim>::backward(const AttentionGradient& gradient,
                                          const DeviceProperties& device, void* scratch,
                                          cudaStream_t stream) {
   using namespace hopper;
+  const AttentionParams& params = gradient.params.forward;
   auto* ticket = static_cast<uint32_t*>(scratch);
   const auto launch = [&](auto form) {
     return launch_backward_form<decltype(form)>(gradient, device, ticket++,
                                                 static_cast<char*>(scratch), stream);
   };
-  const auto launch_fused = [&](auto zero, auto general) {
-    using T = decltype(zero);
-    if constexpr (hopper_drops(kDim)) {
-      if (gradient.params.forward.dropout_threshold > 0)
-        return launch(BackwardForm<T, kDim, Makes::kAll, true, true>());
-    }
-    return launch(BackwardForm<T, kDim, Makes::kAll, general.value>());
-  };
   const auto launch_all = [&](auto zero, auto general) {
     using T = decltype(zero);
+    constexpr bool kGeneral = general.value;
     if constexpr (hopper_has_fused(kDim)) {
-      const AttentionBackwardParams& of = gradient.params;
-      if (!of.dquery.data && !of.dkey.data && !of.dvalue.data) return cudaSuccess;
-      const cudaError_t error = launch_fused(zero, general);
-      if (error != cudaSuccess || of.dquery.data == nullptr) return error;
-      return hopper_query_gradient(gradient, device, scratch, stream);
+      return launch(BackwardForm<T, kDim, Makes::kAll, kGeneral>());
     } else {
-      const cudaError_t error = launch(BackwardForm<T, kDim, Makes::kQuery, general.value>());
+      const cudaError_t error = launch(BackwardForm<T, kDim, Makes::kQuery, kGeneral>());
       if (error != cudaSuccess) return error;
-      return launch(BackwardForm<T, kDim, Makes::kKeys, general.value>());
+      return launch(BackwardForm<T, kDim, Makes::kKeys, kGeneral>());
     }
   };
-  return with_dtype<__half, __nv_bfloat16>(gradient.params.forward.dtype, [&](auto zero) {
-    return hopper_plan(gradient.params.forward).general ? launch_all(zero, std::true_type())
-                                                        : launch_all(zero, std::false_type());
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+    if constexpr (hopper_drops(kDim)) {
+      if (params.dropout_threshold > 0)
+        return launch(BackwardForm<decltype(zero), kDim, Makes::kAll, true, true>());
+    }
+    return hopper_plan(params).general ? launch_all(zero, std::true_type())
+                                       : launch_all(zero, std::false_type());
   });
 }
 

@@ -26,9 +26,9 @@ __device__ __forceinline__ void for_mask_tiles(const BackwardArgs& args, Use use
     work.query_begin = work.key_begin = 0;
     work.queries = args.queries;
     work.keys = args.keys;
-    const KeyTiles tiles_seen =
+    const Range tiles_seen =
         key_tiles_of<Form::kOthers>(work, band_of(args, work), work.first, Form::kOwn);
-    use(work, tile, tile >= tiles_seen.first && tile < tiles_seen.end, index % share.parts);
+    use(work, tile, tile >= tiles_seen.begin && tile < tiles_seen.end, index % share.parts);
   }
 }
 

@@ -82,7 +82,8 @@ struct ForwardMemory {
   alignas(8) float key_added[Form::kKeyStages][kMaskedKeys];
   bool key_hidden[Form::kGroups][kMaskedKeys];  // of a warpgroup's last tile of keys
   MaskVerdict<Form::kKeys> verdict;
-  std::conditional_t<Form::kDrops, Dropout, NoDropout> dropout;
+  // Of no head. Read once, as shared memory leaves the first-level cache no room.
+  std::conditional_t<Form::kDrops, Dropout, char> dropout;
 
   // By one thread.
   __device__ __forceinline__ void init() {

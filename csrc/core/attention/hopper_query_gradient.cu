@@ -9,8 +9,7 @@ namespace hopper {
 struct QueryGradientArgs : WorkArgs {
   ChunkSums sums;
   AttentionTensor dquery;
-  bool is_half;
-  float scale;
+  float gradient_scale;
   int32_t dim;  // of the tiles
 };
 
@@ -54,19 +53,19 @@ __device__ __forceinline__ void round_sums(const QueryGradientArgs& args, WorkTi
       for (int r = 0; r < 2; ++r) {
         const bool stores = row + 8 * r < work.queries;
         T* out = stores ? row_of<T>(args.dquery, work, work.head, row + 8 * r) + column : nullptr;
-        store_row<T>(values, r, args.scale, out, args.head_dim - column);
+        store_row<T>(values, r, args.gradient_scale, out, args.head_dim - column);
       }
     };
-    args.is_half ? store(__half()) : store(__nv_bfloat16());
+    args.dtype == DType::kFloat16 ? store(__half()) : store(__nv_bfloat16());
     __syncthreads();
   }
 }
 
 __global__ void __launch_bounds__(256, 4)  // without the 4 the compiler spills
-    attention_query_gradient_hopper(const __grid_constant__ QueryGradientArgs args, int rows) {
+    attention_query_gradient_hopper(const __grid_constant__ QueryGradientArgs args) {
   __shared__ WorkTile work;
   __shared__ ListPlace place;
-  rows == 128 ? round_sums<128>(args, work, place) : round_sums<64>(args, work, place);
+  args.dim == 64 ? round_sums<128>(args, work, place) : round_sums<64>(args, work, place);
 }
 
 }  // namespace hopper
@@ -75,27 +74,22 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
                                   void* scratch, cudaStream_t stream) {
   using namespace hopper;
   const AttentionParams& params = gradient.params.forward;
-  const HopperPlan plan = hopper_plan(params);
   const bool sees_all = params.query_offsets == nullptr && params.window_left < 0 &&
                         params.window_right < 0 && !attention_maps_mask(params) && params.keys > 0;
-  if (sees_all && hopper_stores_dquery(params.keys, params.queries)) return cudaSuccess;
+  if (gradient.params.dquery.data == nullptr || !hopper_fuses(params) ||
+      (sees_all && hopper_stores_dquery(params.keys, params.queries)))
+    return cudaSuccess;
   QueryGradientArgs args{};
   args.sums = dquery_sums(hopper_scratch(params, /*backward=*/true), static_cast<char*>(scratch));
   args.dquery = gradient.params.dquery;
-  args.is_half = params.dtype == DType::kFloat16;
-  args.scale = static_cast<float>(params.scale);
-  args.dim = plan.dim;
+  args.gradient_scale = static_cast<float>(params.scale);
+  args.dim = hopper_plan(params).dim;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
-  const auto run = [&](auto rows) {
-    const int64_t tiles = set_work<rows.value>(params, false, 1, false, nullptr, 1, &args);
-    if (tiles == 0) return cudaSuccess;
-    const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
-    return launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {}, stream,
-                  args, rows.value);
-  };
-  return kHopperFusedTiles[plan.general][hopper_dim_index(args.dim)].others == 128
-             ? run(std::integral_constant<int, 128>())
-             : run(std::integral_constant<int, 64>());
+  const int64_t tiles = set_work(params, args.dim == 64 ? 128 : 64, 1, &args);
+  if (tiles == 0) return cudaSuccess;
+  const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
+  return launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {}, stream,
+                args);
 }
 
 }  // namespace fused_norm

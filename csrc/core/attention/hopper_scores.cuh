@@ -9,27 +9,6 @@
 
 namespace fused_norm::hopper {
 
-// Dropout (dropout.h); threshold 0: none.
-struct DropoutArgs {
-  const int64_t* rng;
-  uint32_t threshold;
-  float scale;
-  int32_t heads;  // of queries
-
-  // Of no head yet. Read once, as shared memory leaves the first-level cache no room.
-  __device__ __forceinline__ Dropout read() const {
-    return {static_cast<uint64_t>(rng[0]), static_cast<uint64_t>(rng[1]), 0, threshold};
-  }
-  __device__ __forceinline__ Dropout of_head(Dropout dropout, const WorkTile& work,
-                                             int head) const {
-    dropout.row = work.sequence * heads + head;
-    return dropout;
-  }
-};
-
-// What kernels without dropout have in the place of Dropout.
-struct NoDropout {};
-
 // What becomes of query . key, and of probabilities.
 struct ScoreArgs : WorkArgs {
   bool general;  // forward: scores need more than the exponent's scale, a band and a mask
@@ -41,7 +20,7 @@ struct ScoreArgs : WorkArgs {
   float exponent;     // of scores in the softmax: exp2(exponent * score); positive
   float softcap;      // the call's
   float mask_factor;  // a mask of keys times this is added to scores; log2(e) / exponent
-  DropoutArgs dropout;
+  float dropout_scale;
 };
 
 // Makes `hidden` what lies behind or before the band of a thread's two rows, of which `row` is the

@@ -91,14 +91,10 @@ __device__ __forceinline__ Band band_of(const WorkArgs& args, const WorkTile& wo
   return {shift - args.window_left, shift + args.window_right};
 }
 
-// The tiles of kKeys keys, [first, end), of which one of `rows` queries from `query` on sees some;
-// alike where there is none.
-struct KeyTiles {
-  int first, end;
-};
+// The tiles of kKeys keys of which one of `rows` queries from `query` on sees some.
 template <int kKeys>
-__device__ __forceinline__ KeyTiles key_tiles_of(const WorkTile& work, const Band& band, int query,
-                                                 int rows) {
+__device__ __forceinline__ Range key_tiles_of(const WorkTile& work, const Band& band, int query,
+                                              int rows) {
   const int last = min(query + rows, work.queries) - 1;
   const int end = min(work.keys, last + band.highest + 1), first = max(0, query + band.lowest);
   if (last < query || end <= first) return {};
@@ -134,15 +130,15 @@ class WorkList {
       return;
     }
     work->kv_head = work->head / args_.heads_per_kv;
-    const KeyTiles tiles = key_tiles_of<kKeys>(*work, band_of(args_, *work), work->first, kRows);
-    work->first_tile = tiles.first;
+    const Range tiles = key_tiles_of<kKeys>(*work, band_of(args_, *work), work->first, kRows);
+    work->first_tile = tiles.begin;
     work->end_tile = tiles.end;
     if constexpr (kInParts) {
       if (work->parts == 1) return;
       const KeyParts& parts = args_.key_parts;
       work->part_row = parts.row(work->sequence, work->head, work->key_begin, work->part);
       const int of_part = parts.keys / kKeys;
-      work->first_tile = max(tiles.first, work->part * of_part);
+      work->first_tile = max(tiles.begin, work->part * of_part);
       work->end_tile = max(work->first_tile, min(tiles.end, (work->part + 1) * of_part));
     }
   }

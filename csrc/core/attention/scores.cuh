@@ -89,7 +89,7 @@ __device__ __forceinline__ A read_sink(const AttentionParams& params, const Sequ
 }
 
 struct Range {
-  int begin, end;
+  int begin, end;  // empty: end <= begin
 };
 
 // Query i sees key j when lowest <= j - i <= highest: causal masks and windows.
@@ -99,7 +99,7 @@ struct Band {
   __device__ __forceinline__ bool sees(int query, int key) const {
     return key - query >= lowest && key - query <= highest;
   }
-  // Keys that any query of [begin, end) sees; empty ranges have end <= begin.
+  // Keys that any query of [begin, end) sees.
   __device__ __forceinline__ Range keys_of(int begin, int end, int keys) const {
     return {static_cast<int>(max(int64_t{0}, int64_t{begin} + lowest)),
             static_cast<int>(min(int64_t{keys}, int64_t{end} + highest))};
@@ -122,6 +122,11 @@ __device__ __forceinline__ Band band_of(const AttentionParams& params, const Seq
   const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
   return {static_cast<int>(max(-kFar, min(kFar, low))),
           static_cast<int>(max(-kFar, min(kFar, high)))};
+}
+
+__device__ __forceinline__ Dropout dropout_of(const AttentionParams& params, uint32_t row) {
+  return {static_cast<uint64_t>(params.rng[0]), static_cast<uint64_t>(params.rng[1]), row,
+          params.dropout_threshold};
 }
 
 // A score, and its derivative by query . key * scale.
@@ -187,10 +192,7 @@ struct ScoreRules {
   }
 
   __device__ __forceinline__ bool drops() const { return params.dropout_threshold > 0; }
-  __device__ __forceinline__ Dropout dropout() const {
-    return {static_cast<uint64_t>(params.rng[0]), static_cast<uint64_t>(params.rng[1]), dropout_row,
-            params.dropout_threshold};
-  }
+  __device__ __forceinline__ Dropout dropout() const { return dropout_of(params, dropout_row); }
 };
 
 }  // namespace fused_norm

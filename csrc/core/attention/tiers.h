@@ -58,7 +58,7 @@ cudaError_t attention_join_parts(const AttentionParams& params, const KeyParts& 
 cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
                                  void* scratch, cudaStream_t stream);
 
-// dquery from the sums that the kernel of all gradients made.
+// dquery from the sums of the kernel of all gradients, if that made some.
 cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
                                   void* scratch, cudaStream_t stream);
 
