@@ -30,13 +30,13 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
   // All tiles of others, of all heads of the group. A tile's product runs behind the sum of the
   // tile before.
   __device__ __forceinline__ void walk(const WorkTile& work) {
-    auto steps = steps_of_walk<Form>(args_, work);
+    auto steps = Form::begin_steps(args_, work);
     int& tile = steps.tile;
     bool cut = this->is_cut(work, tile);
     start(work, tile, cut);
     weigh(work, tile, steps.heads, cut);
 #pragma unroll 1
-    while (advance<Form>(args_, work, steps)) {
+    while (Form::advance(args_, work, steps)) {
       add_tile();
       const uint32_t last = tiles_++;
       cut = this->is_cut(work, tile);
@@ -69,7 +69,7 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
       memory_.first_full[slot].wait(tiles_ / Form::kFirstStages % 2);
       if (cut) this->clear(work, tile, memory_.first[slot]);
       receive();
-      this->differentiate(cut || has_mask<Form>(args_));
+      this->differentiate(cut || Form::has_mask(args_));
       round<T>(first_weights_, products_);
     } else {
       hold(scores_);

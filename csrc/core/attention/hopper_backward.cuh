@@ -119,7 +119,7 @@ class BackwardConsumer {
   }
   // Whether a tile's sums may have to be made again, and whether they have to.
   __device__ __forceinline__ bool may_come_again() const {
-    return Form::kMends && has_mask<Form>(args_);
+    return Form::kMends && Form::has_mask(args_);
   }
   __device__ __forceinline__ bool is_spoiled(const WorkTile& work) {
     if constexpr (Form::kMends) {
@@ -175,7 +175,7 @@ class BackwardConsumer {
     wait_products<0>();
     hold(products_);
     leave_second();
-    differentiate(cut || has_mask<Form>(args_));
+    differentiate(cut || Form::has_mask(args_));
     round<T>(first_weights_, products_);
   }
   // Starts a tile's sum.
@@ -275,10 +275,10 @@ class BackwardConsumer {
   __device__ __forceinline__ void apply_options(const WorkTile& work, int tile, int heads,
                                                 Capped capped) {
     general_scores(
-        args_, work, [&] { return query_head<Form>(args_, work, heads); }, scores_, row_in_tile(),
+        args_, work, [&] { return Form::query_head(args_, work, heads); }, scores_, row_in_tile(),
         tile * kOthers + lane_ % 4 * 2, capped);
     if constexpr (Form::kMasks) {
-      if (!has_mask<Form>(args_)) return;
+      if (!Form::has_mask(args_)) return;
       if (!mask_changes(args_, work, tile)) {
         if (!args_.adds_mask) return;
 #pragma unroll
@@ -366,7 +366,7 @@ class BackwardConsumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const bool stores = tensor.data != nullptr && row + 8 * r < work.queries;
-      T* out = stores ? row_of<T>(tensor, work, own_head<Form>(args_, work), row + 8 * r) : nullptr;
+      T* out = stores ? row_of<T>(tensor, work, Form::own_head(args_, work), row + 8 * r) : nullptr;
       store_row<T>(sums, r, factor, out, columns);
     }
   }

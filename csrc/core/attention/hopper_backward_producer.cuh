@@ -104,6 +104,66 @@ struct BackwardForm {
   // The warps that copy tiles of a mask are the last of the producer's warpgroup.
   static constexpr int kMaskWarps = kAll ? 3 - kChunkWarps : 3;
   using Mask = MaskTile<T, kOfKeys ? kOthers : kOwn, kOfKeys ? kOwn : kOthers, 2, 1, kMaskWarps>;
+
+  // Whether scores pass through tiles of a mask.
+  static __device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
+    return kMasks && args.mask.data != nullptr && !args.masks_keys;
+  }
+  // The head of a tile of the own side. Of keys, first come the first parts of all heads, then the
+  // second, as a part's sums wait for those of the part before.
+  static __device__ __forceinline__ int own_head(const BackwardArgs& args, const WorkTile& work) {
+    return kOfKeys ? work.head % args.kv_heads : work.head;
+  }
+  static __device__ __forceinline__ int part_of(const BackwardArgs& args, const WorkTile& work) {
+    return work.head / args.kv_heads;
+  }
+  // The heads of the other side that a tile of the own side meets: those of its part, or its own.
+  static __device__ __forceinline__ int first_head(const BackwardArgs& args, const WorkTile& work) {
+    if constexpr (!kOfKeys) return work.kv_head;
+    return (own_head(args, work) * args.parts + part_of(args, work)) * args.group;
+  }
+  // The queries' head, where the last `heads` of the group are left.
+  static __device__ __forceinline__ int query_head(const BackwardArgs& args, const WorkTile& work,
+                                                   int heads) {
+    return kOfKeys ? first_head(args, work) + args.group - heads : work.head;
+  }
+
+  // Where a walk stands: its tile of others, the heads that are left of that with the one at hand,
+  // and the last tile. A tile is met in each head before the next. Tiles go upwards; those of the
+  // kernel of all downwards, as all tiles of keys that a query sees under a causal mask can then
+  // begin at once.
+  struct Steps {
+    int tile, heads, last;
+  };
+  static __device__ __forceinline__ int begin_tile(const WorkTile& work) {
+    return kAll ? work.end_tile - 1 : work.first_tile;
+  }
+  static __device__ __forceinline__ int last_tile(const WorkTile& work) {
+    return kAll ? work.first_tile : work.end_tile - 1;
+  }
+  static __device__ __forceinline__ int next_tile(int tile) { return kAll ? tile - 1 : tile + 1; }
+  static __device__ __forceinline__ int heads_of_others(const BackwardArgs& args) {
+    return kOfKeys ? args.group : 1;
+  }
+  static __device__ __forceinline__ int count_steps(const BackwardArgs& args,
+                                                    const WorkTile& work) {
+    return max(work.end_tile - work.first_tile, 0) * heads_of_others(args);
+  }
+  static __device__ __forceinline__ Steps begin_steps(const BackwardArgs& args,
+                                                      const WorkTile& work) {
+    return {begin_tile(work), heads_of_others(args), last_tile(work)};
+  }
+  // To the tile's next head, or the next tile; false: that was the last.
+  static __device__ __forceinline__ bool advance(const BackwardArgs& args, const WorkTile& work,
+                                                 Steps& steps) {
+    if (--steps.heads > 0) return true;
+    steps.heads = heads_of_others(args);
+    // With options no register is left for it. (Reads of shared memory are slow beside products.)
+    const int last = kGeneral && kAll ? last_tile(work) : steps.last;
+    if (steps.tile == last) return false;
+    steps.tile = next_tile(steps.tile);
+    return true;
+  }
 };
 
 // Of kAll: W of tiles of others, and the chunks of dquery that the groups make of it.
@@ -149,79 +209,6 @@ struct BackwardMemory
   std::conditional_t<Form::kDrops, Dropout, char> dropout;  // as forward's
 };
 
-// Whether scores pass through tiles of a mask.
-template <typename Form>
-__device__ __forceinline__ bool has_mask(const BackwardArgs& args) {
-  return Form::kMasks && args.mask.data != nullptr && !args.masks_keys;
-}
-
-// The head of a tile of the own side. Of keys, first come the first parts of all heads, then the
-// second, as a part's sums wait for those of the part before.
-template <typename Form>
-__device__ __forceinline__ int own_head(const BackwardArgs& args, const WorkTile& work) {
-  return Form::kOfKeys ? work.head % args.kv_heads : work.head;
-}
-__device__ __forceinline__ int part_of(const BackwardArgs& args, const WorkTile& work) {
-  return work.head / args.kv_heads;
-}
-// The heads of the other side that a tile of the own side meets: those of its part, or its own.
-template <typename Form>
-__device__ __forceinline__ int first_head(const BackwardArgs& args, const WorkTile& work) {
-  if constexpr (!Form::kOfKeys) return work.kv_head;
-  return (own_head<Form>(args, work) * args.parts + part_of(args, work)) * args.group;
-}
-// The queries' head, where the last `heads` of the group are left.
-template <typename Form>
-__device__ __forceinline__ int query_head(const BackwardArgs& args, const WorkTile& work,
-                                          int heads) {
-  return Form::kOfKeys ? first_head<Form>(args, work) + args.group - heads : work.head;
-}
-// Tiles of others go upwards; those of the kernel of all downwards, as all tiles of keys that a
-// query sees under a causal mask can then begin at once.
-template <typename Form>
-__device__ __forceinline__ int begin_tile(const WorkTile& work) {
-  return Form::kAll ? work.end_tile - 1 : work.first_tile;
-}
-template <typename Form>
-__device__ __forceinline__ int last_tile(const WorkTile& work) {
-  return Form::kAll ? work.first_tile : work.end_tile - 1;
-}
-template <typename Form>
-__device__ __forceinline__ int next_tile(int tile) {
-  return Form::kAll ? tile - 1 : tile + 1;
-}
-// A tile of others is met in each of so many heads before the next.
-template <typename Form>
-__device__ __forceinline__ int heads_of_others(const BackwardArgs& args) {
-  return Form::kOfKeys ? args.group : 1;
-}
-template <typename Form>
-__device__ __forceinline__ int steps_of(const BackwardArgs& args, const WorkTile& work) {
-  return max(work.end_tile - work.first_tile, 0) * heads_of_others<Form>(args);
-}
-
-// Where a walk stands: its tile of others, the heads that are left of that with the one at hand,
-// and the last tile.
-struct Steps {
-  int tile, heads, last;
-};
-template <typename Form>
-__device__ __forceinline__ Steps steps_of_walk(const BackwardArgs& args, const WorkTile& work) {
-  return {begin_tile<Form>(work), heads_of_others<Form>(args), last_tile<Form>(work)};
-}
-// To the tile's next head, or the next tile; false: that was the last.
-template <typename Form>
-__device__ __forceinline__ bool advance(const BackwardArgs& args, const WorkTile& work,
-                                        Steps& steps) {
-  if (--steps.heads > 0) return true;
-  steps.heads = heads_of_others<Form>(args);
-  // With options no register is left for it. (Reads of shared memory are slow beside products.)
-  const int last = Form::kGeneral && Form::kAll ? last_tile<Form>(work) : steps.last;
-  if (steps.tile == last) return false;
-  steps.tile = next_tile<Form>(steps.tile);
-  return true;
-}
-
 // One warp: copies tiles of both sides in the order in which they are used.
 template <typename Form>
 class BackwardProducer {
@@ -243,7 +230,7 @@ class BackwardProducer {
       WorkTile& work = memory_.work[count % BackwardMemory<Form>::kWorks];
       const bool found = list.tile(index, &work);
       __syncwarp();
-      const int steps = found ? steps_of<Form>(args_, work) : 0;
+      const int steps = found ? Form::count_steps(args_, work) : 0;
       const uint32_t own_slot = count % Form::kOwnStages;
       begin_others(work);
       if (steps > 0) load_others(work);
@@ -258,7 +245,7 @@ class BackwardProducer {
         load_others(work);
       }
       if constexpr (Form::kMends) {
-        if (steps > 0 && has_mask<Form>(args_) && memory_.verdict.read(verdict_turn_)) {
+        if (steps > 0 && Form::has_mask(args_) && memory_.verdict.read(verdict_turn_)) {
           begin_others(work);
 #pragma unroll 1
           for (int step = 0; step < steps; ++step) load_others(work);
@@ -280,23 +267,23 @@ class BackwardProducer {
     const int row = work.query_begin + work.first;
     full.expect(2 * OwnTile::kBytes);
     load_tile<OwnTile>(shared_address(memory_.own_first[slot]), &args_.own_first, full, row,
-                       own_head<Form>(args_, work), work.batch);
+                       Form::own_head(args_, work), work.batch);
     load_tile<OwnTile>(shared_address(memory_.own_second[slot]), &args_.own_second, full, row,
-                       own_head<Form>(args_, work), work.batch);
+                       Form::own_head(args_, work), work.batch);
   }
 
   __device__ __forceinline__ void begin_others(const WorkTile& work) {
     step_ = 0;
-    tile_ = begin_tile<Form>(work);
+    tile_ = Form::begin_tile(work);
   }
   // The next tile of others.
   __device__ __forceinline__ void load_others(const WorkTile& work) {
-    if (lane_ == 0) copy_others(work, first_head<Form>(args_, work) + step_);
+    if (lane_ == 0) copy_others(work, Form::first_head(args_, work) + step_);
     __syncwarp();
     ++tiles_;
-    if (++step_ < heads_of_others<Form>(args_)) return;
+    if (++step_ < Form::heads_of_others(args_)) return;
     step_ = 0;
-    tile_ = next_tile<Form>(tile_);
+    tile_ = Form::next_tile(tile_);
   }
   __device__ __forceinline__ void copy_others(const WorkTile& work, int head) {
     const int slot = tiles_ % Form::kFirstStages, second_slot = tiles_ % Form::kSecondStages;
@@ -335,13 +322,13 @@ __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMem
     memory.own_full[slot].wait(count / Form::kOwnStages % 2);
     const WorkTile& work = memory.work[count % BackwardMemory<Form>::kWorks];
     if (work.sequence < 0) return wait_for_all_copies();
-    const int heads = heads_of_others<Form>(args);
+    const int heads = Form::heads_of_others(args);
     for (bool again = sees_keys(work), first = true; again; first = false) {
-      for (int tile = begin_tile<Form>(work); tile >= work.first_tile && tile < work.end_tile;
-           tile = next_tile<Form>(tile)) {
+      for (int tile = Form::begin_tile(work); tile >= work.first_tile && tile < work.end_tile;
+           tile = Form::next_tile(tile)) {
         if (!mask_changes(args, work, tile)) continue;
         for (int left = heads; left > 0; --left) {
-          const int head = Form::kOfKeys ? first_head<Form>(args, work) + heads - left : work.head;
+          const int head = Form::kOfKeys ? Form::first_head(args, work) + heads - left : work.head;
           const int others = tile * Form::kOthers;
           __syncwarp();  // copies diverge
           memory.mask_empty.wait(turn++ % 2 ^ 1);

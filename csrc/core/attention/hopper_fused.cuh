@@ -45,9 +45,9 @@ __device__ __forceinline__ void store_chunks(const BackwardArgs& args,
   const int lane = threadIdx.x % 32, first_column = Form::kByQueries ? 0 : 64 * half;
   const int first_query = (Form::kByQueries ? 64 * half : 0) + lane / 4;
   T* const rows = static_cast<T*>(dquery.data) + work.batch * dquery.batch_stride +
-                  first_head<Form>(args, work) * dquery.head_stride +
+                  Form::first_head(args, work) * dquery.head_stride +
                   int64_t{work.key_begin} * dquery.row_stride + first_column;
-  Steps steps = steps_of_walk<Form>(args, work);
+  auto steps = Form::begin_steps(args, work);
 #pragma unroll 1
   do {
     meet_at(kChunkIsThere + half, kChunkThreads);
@@ -70,7 +70,7 @@ __device__ __forceinline__ void store_chunks(const BackwardArgs& args,
     }
     __syncwarp();
     arrive_at(kChunkIsFree + half, kChunkThreads);
-  } while (advance<Form>(args, work, steps));
+  } while (Form::advance(args, work, steps));
 }
 
 // Adds one of each tile's two chunks to dquery's sums. One warp.
@@ -95,8 +95,8 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
     }
     const int own_tile = work.first / Form::kOwn, right = band_of(args, work).highest;
     const uint32_t first = first_chunk<Form::kOthers>(
-        args.sums.tiles, work.sequence, first_head<Form>(args, work), work.key_begin, half);
-    Steps steps = steps_of_walk<Form>(args, work);
+        args.sums.tiles, work.sequence, Form::first_head(args, work), work.key_begin, half);
+    auto steps = Form::begin_steps(args, work);
     uint32_t known = 0;  // the counter of the step's chunk, as it was in the step before
     uint32_t chunk, next = first + 2 * steps.tile;
     bool more;
@@ -116,7 +116,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
                                                            own_tile);
         adds = is_seen<Form>(args, work, steps.tile);
       }
-      more = advance<Form>(args, work, steps);
+      more = Form::advance(args, work, steps);
       next = first + 2 * ((args.group - steps.heads) * args.sums.tiles.of_head + steps.tile);
       if (leader && adds && known < before) wait_for_count(args.sums.counters + chunk, before);
       known = 0;
@@ -169,7 +169,7 @@ class FusedConsumer : public KeysConsumer<Form> {
   __device__ __forceinline__ void walk(const WorkTile& work) {
     this->clear_own(work);
     if constexpr (Form::kOwnBlocks > 0) load_own_blocks();
-    auto steps = steps_of_walk<Form>(args_, work);
+    auto steps = Form::begin_steps(args_, work);
 #pragma unroll 1
     do {
       const int tile = steps.tile;
@@ -180,7 +180,7 @@ class FusedConsumer : public KeysConsumer<Form> {
       this->start_products(work, tile, cut);
       weigh(work, tile, steps.heads, cut);
       add_tile();
-    } while (advance<Form>(args_, work, steps));
+    } while (Form::advance(args_, work, steps));
     this->release(memory_.own_empty[own_slot_]);
   }
   // A warp moves 16 x 16 elements at once, of which each lane has the address of a row of 8. Its
@@ -205,7 +205,7 @@ class FusedConsumer : public KeysConsumer<Form> {
   __device__ __forceinline__ void draw(const WorkTile& work, int tile, int heads) {
     Dropout dropout = memory_.dropout;
     dropout.row =
-        work.sequence * args_.gradient.params.forward.heads + query_head<Form>(args_, work, heads);
+        work.sequence * args_.gradient.params.forward.heads + Form::query_head(args_, work, heads);
     kept_.draw(dropout, work.first + this->row_in_tile(), tile * Form::kOthers + lane_ % 4 * 2);
     kept_.hold();
     forget(scores_);
@@ -322,7 +322,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     constexpr int kWarps = 4 * Form::kGroups;  // a warp of a consumer arrives once
     init_ring(
         memory.own_full, memory.own_empty, 1,
-        kWarps + (Form::kAll ? kChunkWarps : 0) + (has_mask<Form>(args) ? Form::kMaskWarps : 0));
+        kWarps + (Form::kAll ? kChunkWarps : 0) + (Form::has_mask(args) ? Form::kMaskWarps : 0));
     memory.mask_full.init(Form::Mask::kThreads);
     memory.mask_empty.init(Form::kApart ? 128 : 32 * kWarps);  // those that add it to scores
     memory.verdict.init(kWarps);
@@ -345,7 +345,7 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
       BackwardProducer<Form>(args, memory).run();
     } else if (Form::kAll && threadIdx.x / 32 <= kChunkWarps) {
       if constexpr (Form::kAll) add_chunks(args, memory, threadIdx.x / 32 - 1);
-    } else if (has_mask<Form>(args)) {
+    } else if (Form::has_mask(args)) {
       copy_masks(args, memory);
     }
   } else {

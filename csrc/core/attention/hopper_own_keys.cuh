@@ -24,7 +24,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
     const int first = -band.highest - work.first;
     const int end = min(work.queries, work.keys - band.lowest) - work.first;
     masks_ = args_.masks_keys && read_mask(work);
-    const bool has_tiles = has_mask<Form>(args_);
+    const bool has_tiles = Form::has_mask(args_);
     if (has_tiles) find_unseen(work);
     if (first <= 0 && end >= Form::kOwn && !masks_ && !has_tiles) return;
     meet_at(Base::kOfGroup + group_, 128);
@@ -40,7 +40,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   __device__ __forceinline__ bool read_mask(const WorkTile& work) {
     bool masks = false;
     for (int row = 64 * group_ + lane_; row < 64 * (group_ + 1); row += 32) {
-      const int key = work.first + row, head = own_head<Form>(args_, work);
+      const int key = work.first + row, head = Form::own_head(args_, work);
       const float value =
           key < work.queries ? key_mask_value(args_.mask, work.sequence, head, key) : 0;
       if (row % 64 / 16 == threadIdx.x % 128 / 32) memory_.key_mask[row] = value * kLog2E;
@@ -86,7 +86,7 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
 #pragma unroll 1
       for (int head = 0; head < args_.group && !seen; ++head) {
         const int64_t corner = work.sequence * args_.mask.batch_stride +
-                               (first_head<Form>(args_, work) + head) * args_.mask.head_stride +
+                               (Form::first_head(args_, work) + head) * args_.mask.head_stride +
                                key * args_.mask.key_stride;
 #pragma unroll 1
         for (int query = first + lane_; query < end && !seen; query += 32) {
@@ -111,9 +111,9 @@ class KeysConsumer : public BackwardConsumer<Form, kFirst, kSecond> {
   __device__ __forceinline__ bool join_parts(const WorkTile& work) {
     constexpr int kSums = kFirst + kSecond;
     const ChunkSums& sums = args_.own_sums;
-    const uint32_t part = part_of(args_, work);
+    const uint32_t part = Form::part_of(args_, work);
     const int64_t chunk =
-        first_chunk<Form::kOwn>(sums.tiles, work.sequence, own_head<Form>(args_, work),
+        first_chunk<Form::kOwn>(sums.tiles, work.sequence, Form::own_head(args_, work),
                                 work.query_begin, group_) +
         2 * (work.first / Form::kOwn);
     float4* fours = reinterpret_cast<float4*>(sums.chunks) +
