@@ -393,7 +393,6 @@ class Consumer {
   // Tiles from `hides_from_` on, and below `hides_below_`, have keys that a query does not see.
   int hides_from_, hides_below_;
   bool changes_ = false;  // whether a mask of keys changes scores of the last tile
-
   float scores_[kKeys / 2];
   float rescale_[2];
 };
