@@ -10,7 +10,6 @@
 #pragma once
 
 #include "core/attention/hopper_backward_producer.cuh"
-#include "core/attention/hopper_rows.cuh"
 
 namespace fused_norm::hopper {
 

@@ -5,7 +5,6 @@
 #pragma once
 
 #include "core/attention/hopper_producer.cuh"
-#include "core/attention/hopper_rows.cuh"
 
 namespace fused_norm::hopper {
 

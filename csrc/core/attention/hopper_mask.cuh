@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "core/attention/hopper_ptx.cuh"
-#include "core/attention/hopper_rows.cuh"
+#include "core/attention/hopper_scores.cuh"
 #include "core/attention/mma.cuh"
 
 namespace fused_norm::hopper {

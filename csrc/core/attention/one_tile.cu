@@ -3,7 +3,7 @@
 // gradient. A block walks over (sequence, head) pairs that have the same mask. A thread keeps its
 // part of the mask in registers, and backward the sums of its gradient.
 #include "core/attention/hopper_mask_map.cuh"
-#include "core/attention/portable_options.cuh"
+#include "core/attention/portable.cuh"
 
 namespace fused_norm {
 namespace one_tile {

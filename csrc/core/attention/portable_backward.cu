@@ -2,7 +2,7 @@
 // dkey and dvalue, and walks what the tile sees in a fixed order: no block adds to another's
 // result. Both make the scores again, and the weights of the second product of a pair never leave
 // registers: the accumulators of the first have the layout of its left factor.
-#include "core/attention/portable_options.cuh"
+#include "core/attention/portable.cuh"
 
 namespace fused_norm {
 namespace portable {

@@ -1,6 +1,6 @@
 // The portable tier's forward kernel (Dao, 2023): a block has a tile of queries and walks the keys
 // that they see, from the first to the last, with an online softmax.
-#include "core/attention/portable_options.cuh"
+#include "core/attention/portable.cuh"
 
 namespace fused_norm {
 namespace portable {

@@ -1,4 +1,5 @@
-// dquery from the sums of the kernel of all gradients (hopper_fused.cuh).
+// dquery from the sums of the kernel of all gradients (hopper_fused.cuh), and the launch of the
+// kernel of a mask's gradient.
 #include <type_traits>
 
 #include "core/attention/hopper_launch.cuh"
@@ -90,6 +91,21 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
   return launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {}, stream,
                 args);
+}
+
+cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const DeviceProperties& device,
+                                 void* scratch, cudaStream_t stream) {
+  using namespace hopper;
+  const AttentionParams& params = gradient.params.forward;
+  return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
+    const auto launch = [&](auto dim) {
+      using Form = BackwardForm<decltype(zero), dim.value, Makes::kMask, true>;
+      return launch_backward_form<Form>(gradient, device, nullptr, static_cast<char*>(scratch),
+                                        stream);
+    };
+    return hopper_plan(params).dim == 64 ? launch(std::integral_constant<int, 64>())
+                                         : launch(std::integral_constant<int, 128>());
+  });
 }
 
 }  // namespace fused_norm
