@@ -7,7 +7,6 @@
 
 namespace fused_norm::hopper {
 
-// The warpgroup of dkey, or that of dvalue.
 template <typename Form, bool kOfKey>
 class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
   using Base = KeysConsumer<Form, kOfKey, !kOfKey>;
@@ -51,7 +50,6 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
     end_tile(tiles_++);
   }
 
-  // Starts S, or D.
   __device__ __forceinline__ void start(const WorkTile& work, int tile, bool cut) {
     if constexpr (kOfKey) {
       this->start_products(work, tile, cut);
@@ -107,7 +105,6 @@ class ApartConsumer : public KeysConsumer<Form, kOfKey, !kOfKey> {
     return round_pair(first, second, T());
   }
 
-  // Starts a tile's sum; gives back what it has read.
   __device__ __forceinline__ void add_tile() {
     if constexpr (kOfKey) {
       this->add(first_sums_, first_weights_, first_, this->first_slot());

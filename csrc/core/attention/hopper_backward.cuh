@@ -95,7 +95,6 @@ class BackwardConsumer {
     return first_row() + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
   }
 
-  // Sets what holds for all of a tile of the own side; as forward's.
   __device__ __forceinline__ void open(const WorkTile& work) {
     const int row = work.first + row_in_tile();
     if constexpr (!kGeneral) whole_ = whole_of(work);
@@ -177,7 +176,6 @@ class BackwardConsumer {
     differentiate(cut || Form::has_mask(args_));
     round<T>(first_weights_, products_);
   }
-  // Starts a tile's sum.
   __device__ __forceinline__ void add_tile(const WorkTile& work) {
     if constexpr (Form::kMends) {
       if (again_) {
@@ -197,7 +195,6 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ void leave_second() { release(memory_.second_empty[second_slot()]); }
 
-  // Where the tile at hand lies.
   __device__ __forceinline__ int first_slot() const { return tiles_ % Form::kFirstStages; }
   __device__ __forceinline__ int second_slot() const { return tiles_ % Form::kSecondStages; }
   __device__ __forceinline__ void start_scores(const WorkTile& work, int tile, bool cut) {
@@ -358,7 +355,6 @@ class BackwardConsumer {
     return value_of<T>(i % 2 ? two >> 16 : two);
   }
 
-  // Rounds and writes the thread's rows of a gradient.
   __device__ __forceinline__ void store(const WorkTile& work, const AttentionTensor& tensor,
                                         const Sums& sums, float factor, int columns) {
     const int row = work.first + row_in_tile();

@@ -64,10 +64,10 @@ struct BackwardForm {
   // Whether the own side are keys, not queries. Keys have a second sum: dvalue.
   static constexpr bool kOfKeys = kAll || kApart;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
-  static constexpr HopperBackwardTiles kTiles = kAll      ? kHopperFusedTiles[kGeneral][kIndex]
-                                                : kOfMask ? kHopperMaskGradientTiles[kIndex]
-                                                : kApart ? kHopperKeyGradientTiles[kGeneral][kIndex]
-                                                         : kHopperQueryGradientTiles[kIndex];
+  static constexpr HopperTiles kTiles = kAll      ? kHopperFusedTiles[kGeneral][kIndex]
+                                        : kOfMask ? kHopperMaskGradientTiles[kIndex]
+                                        : kApart  ? kHopperKeyGradientTiles[kGeneral][kIndex]
+                                                  : kHopperQueryGradientTiles[kIndex];
   static constexpr int kOthers = kTiles.others, kGroups = 2;
   static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
   static constexpr int kSecondStages = kTiles.second_stages, kWeightStages = 2;
@@ -276,7 +276,6 @@ class BackwardProducer {
     step_ = 0;
     tile_ = Form::begin_tile(work);
   }
-  // The next tile of others.
   __device__ __forceinline__ void load_others(const WorkTile& work) {
     if (lane_ == 0) copy_others(work, Form::first_head(args_, work) + step_);
     __syncwarp();
@@ -313,7 +312,6 @@ class BackwardProducer {
   uint32_t verdict_turn_ = 0, tiles_ = 0;  // tiles of others so far
 };
 
-// The warps that copy tiles of the mask.
 template <typename Form>
 __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMemory<Form>& memory) {
   uint32_t verdict_turn = 0, turn = 0;

@@ -80,7 +80,6 @@ class Consumer {
   }
 
  private:
-  // Sets what holds for all of a tile of queries.
   __device__ __forceinline__ void open(const WorkTile& work) {
     const Band band = band_of(args_, work);
     const int group_first = min(work.first + 64 * group_, work.queries - 1);
@@ -90,7 +89,6 @@ class Consumer {
     hides_below_ = (max(group_last + band.lowest, 0) + kKeys - 1) / kKeys;
   }
 
-  // The warpgroup's tiles of keys.
   __device__ __forceinline__ Range tiles_of(const WorkTile& work, const Band& band) const {
     if constexpr (!kPasses) return {work.first_tile, work.end_tile};
     const Range own = key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
@@ -228,7 +226,6 @@ class Consumer {
     for (int r = 0; r < 2; ++r) store_row<T>(values_, r, factor_[r], out_[r], args_.value_dim);
   }
 
-  // What a part of the keys gives.
   __device__ __forceinline__ void store_part(const PartTile& work) const {
     const int64_t at = work.part_row + work.first + thread_row_;
     float* const to = args_.key_parts.values + at * args_.value_dim;
@@ -319,7 +316,6 @@ class Consumer {
     const int key = threadIdx.x % 128;
     if (key < kKeys) memory_.key_hidden[group_][key] = added[key] == -INFINITY;
   }
-  // Which weights of a tile dropout keeps.
   __device__ __forceinline__ Kept draw(const WorkTile& work, int tile) const {
     Kept kept;
     Dropout dropout = memory_.dropout;

@@ -139,7 +139,6 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
   }
 }
 
-// A multiplying warpgroup.
 template <typename Form>
 class FusedConsumer : public KeysConsumer<Form> {
   using Base = KeysConsumer<Form>;
@@ -188,7 +187,6 @@ class FusedConsumer : public KeysConsumer<Form> {
   __device__ __forceinline__ int row_of_address() const {
     return this->row_in_tile() - lane_ / 4 + lane_ % 16;
   }
-  // Reads the first columns of the own second tile.
   __device__ __forceinline__ void load_own_blocks() {
     using Panel = mma::Tile<OwnTile::kPanelColumns>;
     const int row = row_of_address();
@@ -230,7 +228,6 @@ class FusedConsumer : public KeysConsumer<Form> {
     this->differentiate(cut);
     store_weights();
   }
-  // Adds a tile to the sums, and gives it back.
   __device__ __forceinline__ void add_tile() {
     CopyBarrier::order_writes();
     // Every thread arrives. Racecheck does not follow one that arrives for its warp, nor the named

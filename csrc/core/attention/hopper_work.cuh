@@ -122,7 +122,6 @@ class WorkList {
   }
 
  private:
-  // What follows from a tile's place, before a mask is looked at.
   __device__ void begin(bool found, Tile* work) const {
     if (!found) {
       work->sequence = -1;
@@ -192,16 +191,10 @@ class WorkList {
     return true;
   }
 
-  // Of a tile of queries for each part of its keys.
   static __device__ uint32_t take_part(uint32_t index, int parts, PartTile* work) {
     work->parts = parts;
     work->part = parts == 1 ? 0 : index % parts;
     return parts == 1 ? index : index / parts;
-  }
-
-  // Offset `i`, within the tensor.
-  static __device__ int offset(const int32_t* offsets, int i, int total) {
-    return min(max(offsets[i], 0), total);
   }
 
   struct Keys {
@@ -210,8 +203,8 @@ class WorkList {
   // Of packed sequence `number`, counted from 1.
   __device__ Keys keys_of(int number) const {
     if (number < 1 || number > args_.batch) return {-1, 0};
-    const int begin = offset(args_.key_offsets, number - 1, args_.total_keys);
-    return {begin, max(offset(args_.key_offsets, number, args_.total_keys) - begin, 0)};
+    const int begin = clamp_offset(args_.key_offsets[number - 1], 0, args_.total_keys);
+    return {begin, max(clamp_offset(args_.key_offsets[number], 0, args_.total_keys) - begin, 0)};
   }
 
   // Sequences are counted from 1. Numbers 0 and batch + 1 are the rows before and behind all, which
@@ -224,9 +217,11 @@ class WorkList {
       const int number = first_sequence + lane;
       int begin = 0, end = 0;
       if (number <= args_.batch + 1) {
-        begin = number == 0 ? 0 : offset(args_.query_offsets, number - 1, args_.total_queries);
-        end = number > args_.batch ? args_.total_queries
-                                   : offset(args_.query_offsets, number, args_.total_queries);
+        begin =
+            number == 0 ? 0 : clamp_offset(args_.query_offsets[number - 1], 0, args_.total_queries);
+        end = number > args_.batch
+                  ? args_.total_queries
+                  : clamp_offset(args_.query_offsets[number], 0, args_.total_queries);
         end = max(end, begin);
       }
       int parts = 1;

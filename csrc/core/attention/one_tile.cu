@@ -358,7 +358,6 @@ cudaError_t launch_pairs(void (*kernel)(Params, Work), const Params& params, con
                 {shared_bytes}, stream, params, work);
 }
 
-// run(shape) with the shape of a call's kernels.
 template <typename Run>
 cudaError_t with_shape(const AttentionParams& params, Run run) {
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {

@@ -27,7 +27,6 @@ struct Shared {
 template <typename A>
 using Fragment = A[4][4];
 
-// Calls use(i, j) for the elements of a fragment.
 template <typename Use>
 __device__ __forceinline__ void for_fragment(Use use) {
 #pragma unroll

@@ -139,8 +139,7 @@ cudaError_t attention_backward_plain(const AttentionGradient& g, cudaStream_t st
       error = launch(Of::kQueries, tiles_of(params.queries, kTile),
                      tiles_of(params.head_dim, kChunk), params.heads, sequences_of(params));
     }
-    if (error == cudaSuccess &&
-        (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
+    if (error == cudaSuccess && (g.params.dkey.data || g.params.dvalue.data)) {
       error = launch(Of::kKeys, tiles_of(params.keys, kTile),
                      tiles_of(std::max(params.head_dim, params.value_dim), kChunk), params.kv_heads,
                      sequences_of(params));

@@ -15,7 +15,6 @@ constexpr int64_t kMostHeads = 64;
 // of more where tiles of keys meet unlike numbers of queries, and so wait for each other.
 constexpr int64_t kSummedBytes = 17 << 20, kUnevenSummedBytes = 25 << 20;
 
-// Columns of a tile for both head dimensions.
 int dim_of(const AttentionParams& params) {
   const int columns = std::min(std::max(params.head_dim, params.value_dim), kHopperDims[4]);
   int index = hopper_dim_index(columns);
@@ -23,7 +22,6 @@ int dim_of(const AttentionParams& params) {
   return kHopperDims[index];
 }
 
-// Whether tiles take unlike times.
 bool is_uneven(const AttentionParams& params) {
   return params.query_offsets != nullptr || params.window_left >= 0 || params.window_right >= 0 ||
          (attention_maps_mask(params) && !attention_masks_keys(params));
@@ -303,7 +301,7 @@ MaskMapSize mask_map_size(const AttentionParams& params) {
 KeyParts key_parts(const AttentionParams& params) {
   const bool packed = params.query_offsets != nullptr;
   const bool masked = params.mask.data != nullptr && !attention_masks_keys(params);
-  const int tile = kHopperForwardTiles[masked][hopper_dim_index(dim_of(params))].keys;
+  const int tile = kHopperForwardTiles[masked][hopper_dim_index(dim_of(params))].others;
   KeyParts parts{};
   parts.few = -1;
   parts.keys = static_cast<int32_t>(ceil_div(kKeysOfPart, tile) * tile);

@@ -120,8 +120,8 @@ __device__ __forceinline__ Band band_of(const AttentionParams& params, const Seq
   constexpr int64_t kFar = 1 << 30;  // more than any length, and its sums with lengths fit
   const int64_t low = params.window_left < 0 ? -kFar : shift - params.window_left;
   const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
-  return {static_cast<int>(max(-kFar, min(kFar, low))),
-          static_cast<int>(max(-kFar, min(kFar, high)))};
+  const auto clamp = [](int64_t at) { return static_cast<int>(max(-kFar, min(kFar, at))); };
+  return {clamp(low), clamp(high)};
 }
 
 __device__ __forceinline__ Dropout dropout_of(const AttentionParams& params, uint32_t row) {
