@@ -158,7 +158,7 @@ __device__ __forceinline__ void multiply_columns(typename S::Out& acc, const cha
                                                  const char* tile) {
   mma::clear(acc);
   mma::multiply_columns<typename S::T, S::kOwn>(
-      acc[0], mma::left_columns<S::kOthers>(shared_address(weights), threadIdx.x / 32 * 16),
+      acc, mma::left_columns<S::kOthers>(shared_address(weights), threadIdx.x / 32 * 16),
       mma::left_rows<S::kDim>(shared_address(tile), 0));
 }
 
