@@ -2,7 +2,6 @@
 // are one tile and its keys another, so that a block makes all of a head at once, backward every
 // gradient. A block walks over (sequence, head) pairs that have the same mask. A thread keeps its
 // part of the mask in registers, and backward the sums of its gradient.
-#include "core/attention/hopper_mask_map.cuh"
 #include "core/attention/portable.cuh"
 
 namespace fused_norm {
@@ -115,7 +114,7 @@ __device__ __forceinline__ void read_mask(const AttentionParams& params, const P
   const int64_t corner = s.batch * mask.batch_stride + pair.head * mask.head_stride;
   mma::clear(added);
   if (mask.data != nullptr) {
-    hopper::with_mask_reader(mask, [&](auto read) {
+    with_mask_reader(mask, [&](auto read) {
       mma::for_elements<S::kM, S::kN>([&](int m, int n, int e, int row, int col) {
         row = min(place.row + row, s.queries - 1), col = min(place.col + col, s.keys - 1);
         added[m][n][e] = kLog2E * read(corner + row * mask.row_stride + col * mask.key_stride);

@@ -78,6 +78,25 @@ __device__ __forceinline__ A read_option(const void* data, DType dtype, int64_t 
   return value;
 }
 
+// with(read) for the mask's type; read(at) is what its element `at` adds to a score; -inf where it
+// hides the key.
+template <typename With>
+__device__ __forceinline__ void with_mask_reader(const AttentionMask& mask, With with) {
+  const auto added = [](float value) { return value <= kHidingMask ? -INFINITY : value; };
+  const void* data = mask.data;
+  if (mask.boolean) {
+    with([=](int64_t at) { return static_cast<const uint8_t*>(data)[at] ? 0.f : -INFINITY; });
+  } else if (mask.dtype == DType::kFloat32) {
+    with([=](int64_t at) { return added(static_cast<const float*>(data)[at]); });
+  } else if (mask.dtype == DType::kFloat16) {
+    with([=](int64_t at) { return added(__half2float(static_cast<const __half*>(data)[at])); });
+  } else {
+    with([=](int64_t at) {
+      return added(__bfloat162float(static_cast<const __nv_bfloat16*>(data)[at]));
+    });
+  }
+}
+
 // The sink of a row, -inf without one or outside every sequence.
 template <typename A>
 __device__ __forceinline__ A read_sink(const AttentionParams& params, const Sequence& s, int head,
