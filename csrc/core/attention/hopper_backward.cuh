@@ -31,13 +31,7 @@ class BackwardConsumer {
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardArgs& args,
                                               BackwardMemory<Form>& memory, int group)
-      : args_(args),
-        memory_(memory),
-        group_(group),
-        lane_(threadIdx.x % 32),
-        own_first_(OwnTile::along_rows(shared_address(memory.own_first[0]), first_row())),
-        first_(shared_address(memory.first[0])),
-        second_(shared_address(memory.second[0])) {}
+      : args_(args), memory_(memory), group_(group) {}
 
   __device__ __forceinline__ void run() {
     run([&](const WorkTile& work) { walk(work); }, [](const WorkTile&) { return true; });
@@ -374,12 +368,14 @@ class BackwardConsumer {
 
   const BackwardArgs& args_;
   BackwardMemory<Form>& memory_;
-  const int group_, lane_;
-  const uint64_t own_first_;
+  const int group_, lane_ = threadIdx.x % 32;
+  const uint64_t own_first_ =
+      OwnTile::along_rows(shared_address(memory_.own_first[0]), first_row());
   int own_slot_;
   uint32_t count_ = 0, verdict_turn_ = 0;  // count_: count() without options
   bool again_ = false;                     // the tile's sums were spoiled (MaskVerdict)
-  const uint32_t first_, second_;
+  const uint32_t first_ = shared_address(memory_.first[0]);
+  const uint32_t second_ = shared_address(memory_.second[0]);
   uint32_t tiles_ = 0;  // of others, done before the one at hand
 
   Range whole_;  // of a tile of the own side; options leave no registers for it

@@ -219,7 +219,7 @@ class BackwardProducer {
  public:
   __device__ __forceinline__ BackwardProducer(const BackwardArgs& args,
                                               BackwardMemory<Form>& memory)
-      : args_(args), memory_(memory), lane_(threadIdx.x % 32) {}
+      : args_(args), memory_(memory) {}
 
   __device__ __forceinline__ void run() {
     WorkList<Form::kOwn, kOthers, Form::kHidden> list(args_, &memory_.place);
@@ -307,7 +307,7 @@ class BackwardProducer {
 
   const BackwardArgs& args_;
   BackwardMemory<Form>& memory_;
-  const int lane_;
+  const int lane_ = threadIdx.x % 32;
   int step_, tile_;                        // of others: the head in its group, and the tile
   uint32_t verdict_turn_ = 0, tiles_ = 0;  // tiles of others so far
 };

@@ -34,14 +34,7 @@ class Consumer {
  public:
   __device__ __forceinline__ Consumer(const ForwardArgs& args, ForwardMemory<Form>& memory,
                                       int group)
-      : args_(args),
-        memory_(memory),
-        group_(group),
-        lane_(threadIdx.x % 32),
-        thread_row_(64 * group + threadIdx.x % 128 / 32 * 16 + lane_ / 4),
-        query_operand_(QueryTile::along_rows(shared_address(memory.query), 64 * group)),
-        key_operand_(KeyTile::along_rows(shared_address(memory.key[0]), 0)),
-        value_operand_(KeyTile::down_columns(shared_address(memory.value[0]))) {}
+      : args_(args), memory_(memory), group_(group) {}
 
   __device__ __forceinline__ void run() {
     if (group_ == Form::kGroups - 1) end_turn();
@@ -369,9 +362,12 @@ class Consumer {
 
   const ForwardArgs& args_;
   ForwardMemory<Form>& memory_;
-  const int group_, lane_;
-  const int thread_row_;  // the thread's first row of the tile; its second is 8 later
-  const uint64_t query_operand_, key_operand_, value_operand_;
+  const int group_, lane_ = threadIdx.x % 32;
+  // The thread's first row of the tile; its second is 8 later.
+  const int thread_row_ = 64 * group_ + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
+  const uint64_t query_operand_ = QueryTile::along_rows(shared_address(memory_.query), 64 * group_);
+  const uint64_t key_operand_ = KeyTile::along_rows(shared_address(memory_.key[0]), 0);
+  const uint64_t value_operand_ = KeyTile::down_columns(shared_address(memory_.value[0]));
   RingPlace<Form::kKeyStages> key_place_;
   RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;

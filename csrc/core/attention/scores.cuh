@@ -159,19 +159,16 @@ struct Score {
 template <typename A>
 struct ScoreRules {
   const AttentionParams& params;
-  A scale, softcap, alibi_slope;
+  A scale = static_cast<A>(params.scale), softcap = static_cast<A>(params.softcap);
+  A alibi_slope = 0;
   int alibi_shift;
   uint32_t dropout_row;
-  const char* mask;  // of this batch index and head
+  const char* mask = static_cast<const char*>(params.mask.data);  // of this sequence and head
 
   __device__ __forceinline__ ScoreRules(const AttentionParams& params, const Sequence& s, int head)
       : params(params),
-        scale(static_cast<A>(params.scale)),
-        softcap(static_cast<A>(params.softcap)),
-        alibi_slope(0),
         alibi_shift(s.keys - s.queries),
-        dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)),
-        mask(static_cast<const char*>(params.mask.data)) {
+        dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)) {
     if (params.alibi_slopes != nullptr && !is_outside(params, s)) {
       alibi_slope = params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
     }
