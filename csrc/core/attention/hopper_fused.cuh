@@ -349,16 +349,14 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     grow_registers<Form::kConsumerRegisters>();
     if constexpr (Form::kOfMask) {
       MaskGradientConsumer<Form>(args, memory, group - 1).run();
-    } else if constexpr (Form::kApart) {
-      if (group == 1) {
-        ApartConsumer<Form, /*kOfKey=*/false>(args, memory, 0).run();
-      } else {
-        ApartConsumer<Form, /*kOfKey=*/true>(args, memory, 1).run();
-      }
-    } else if constexpr (!Form::kAll) {
-      BackwardConsumer<Form>(args, memory, group - 1).run();
-    } else {
+    } else if constexpr (Form::kAll) {
       FusedConsumer<Form>(args, memory, group - 1).run();
+    } else if constexpr (!Form::kApart) {
+      BackwardConsumer<Form>(args, memory, group - 1).run();
+    } else if (group == 1) {
+      ApartConsumer<Form, /*kOfKey=*/false>(args, memory, 0).run();
+    } else {
+      ApartConsumer<Form, /*kOfKey=*/true>(args, memory, 1).run();
     }
   }
 }
