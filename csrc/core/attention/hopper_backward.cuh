@@ -288,8 +288,7 @@ class BackwardConsumer {
     const Band band = band_of(args_, work);
     const int first = max(0, band.lowest) - tile * kOthers;
     const int end = min(work.keys, work.queries + band.highest) - tile * kOthers;
-    const bool behind =
-        end < kOthers && (args_.query_offsets != nullptr || end + tile * kOthers < work.keys);
+    const bool behind = end < kOthers && (args_.packed() || end + tile * kOthers < work.keys);
     if (first <= 0 && !behind) return;
     clear_rows<OtherTile>(others, [&](int row) { return row < first || row >= end; });
     meet_at(kOfGroup + group_, 128);

@@ -50,7 +50,7 @@ struct BackwardArgs : ScoreArgs {
   ChunkSums sums, own_sums;
 };
 
-// The gradients that a kernel makes. kKeys: dkey and dvalue (hopper_apart.cuh). kAll: these and the
+// The gradients that a kernel makes. kKeys: dkey and dvalue (hopper_keys.cuh). kAll: these and the
 // sums of dquery (hopper_fused.cuh). kMask: that of an additive mask (hopper_mask_gradient.cuh).
 enum class Makes { kQuery, kKeys, kAll, kMask };
 

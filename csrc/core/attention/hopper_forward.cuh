@@ -191,7 +191,7 @@ class Consumer {
   // so the last product may run meanwhile.
   __device__ __forceinline__ void end_rows(const PartTile& work) {
     const int row = work.first + thread_row_;
-    const int rows = args_.query_offsets == nullptr ? args_.queries : args_.total_queries;
+    const int rows = args_.packed() ? args_.total_queries : args_.queries;
     int64_t at = (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
     T* const out = row_of<T>(args_.out, work, work.head, row);
     float *to = static_cast<float*>(args_.lse), lse[2];
@@ -293,7 +293,7 @@ class Consumer {
     const Band band = band_of(args_, work);
     const int seen_first = max(0, band.lowest) - tile * kKeys;
     const int seen_end = min(work.keys, work.queries + band.highest) - tile * kKeys;
-    const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
+    const bool behind = seen_end + tile * kKeys < work.keys || args_.packed();
     if (seen_first <= 0 && !(behind && seen_end < kKeys) && !masked) return;
     if (masked) meet_at(kOfGroup + group_, 128);  // add_key_mask() has written
     clear_rows<KeyTile>(memory_.value[value_place_.slot()], [&](int key) {

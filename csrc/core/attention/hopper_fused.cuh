@@ -11,9 +11,8 @@
 // tiles of queries in step, and at each through the heads that share the keys.
 #pragma once
 
-#include "core/attention/hopper_apart.cuh"
+#include "core/attention/hopper_keys.cuh"
 #include "core/attention/hopper_mask_gradient.cuh"
-#include "core/attention/hopper_own_keys.cuh"
 #include "core/attention/mma.cuh"
 
 namespace fused_norm::hopper {

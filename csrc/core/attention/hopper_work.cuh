@@ -185,7 +185,7 @@ class WorkList {
   // Says in shared memory what tile `index` is, which of packed sequences grows from call to call;
   // false: there is none. By all threads of a warp, of which the first writes.
   __device__ bool tile(uint32_t index, Tile* work) {
-    const bool found = args_.query_offsets == nullptr ? dense(index, work) : packed(index, work);
+    const bool found = args_.packed() ? packed(index, work) : dense(index, work);
     if (threadIdx.x % 32 == 0) begin(found, work);
     if constexpr (kHidden != Hidden::kNone) {
       if (found && args_.mask.bits != nullptr) leave_out_hidden(work);

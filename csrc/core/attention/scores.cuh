@@ -29,7 +29,7 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionParams& params, i
     begin = batch < 0 ? 0 : clamp_offset(offsets[batch], 0, total);
     rows = (batch < params.batch ? clamp_offset(offsets[batch + 1], begin, total) : total) - begin;
   };
-  if (params.query_offsets == nullptr) return s;
+  if (!params.packed()) return s;
   set(params.query_offsets, params.total_queries, s.query_begin, s.queries);
   set(params.key_offsets, params.total_keys, s.key_begin, s.keys);
   return s;
@@ -48,9 +48,8 @@ __device__ __forceinline__ T* row_of(const AttentionTensor& tensor, int batch, i
 // Where the log-sum-exp of a sequence's first query lies.
 __device__ __forceinline__ int64_t first_lse(const AttentionParams& params, const Sequence& s,
                                              int head) {
-  return params.query_offsets != nullptr
-             ? int64_t{head} * params.total_queries + s.query_begin
-             : (int64_t{s.batch} * params.heads + head) * params.queries;
+  return params.packed() ? int64_t{head} * params.total_queries + s.query_begin
+                         : (int64_t{s.batch} * params.heads + head) * params.queries;
 }
 
 // Calls use(T{}) with the type in memory; fp64 arithmetic means fp64 in memory.
