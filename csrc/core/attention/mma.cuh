@@ -93,17 +93,10 @@ __device__ __forceinline__ LaneRow<kDim> left_rows(uint32_t base, int first_row)
   const int lane = threadIdx.x % 32;
   return LaneRow<kDim>(base, first_row + lane % 16, lane / 16);
 }
-// For 16 columns of a right factor that are rows of the tile.
+// For 16 columns of a right factor that are rows of the tile; or, transposed, for 16 x 16 of a left
+// factor whose rows are the tile's columns from `first` on, a multiple of 16.
 template <int kDim>
-__device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base) {
-  const int lane = threadIdx.x % 32;
-  return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-
-// For 16 x 16 of a left factor whose rows are columns of the tile from `first` on, a multiple
-// of 16.
-template <int kDim>
-__device__ __forceinline__ LaneRow<kDim> left_columns(uint32_t base, int first) {
+__device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base, int first = 0) {
   const int lane = threadIdx.x % 32;
   return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, first / 8 + lane / 8 % 2);
 }
@@ -191,8 +184,8 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kN>& acc,
   }
 }
 
-// acc += left x rows, over kDepth rows of both tiles: `left` names the factor's rows by
-// left_columns, `rows` the other tile's by left_rows.
+// acc += left x rows, over kDepth rows of both tiles: `left` names the factor's rows by right_rows,
+// `rows` the other tile's by left_rows.
 template <typename T, int kDepth, int kLeft, int kDim, int kN>
 __device__ __forceinline__ void multiply_columns(Accumulators<1, kN>& acc,
                                                  const LaneRow<kLeft>& left,

@@ -147,7 +147,7 @@ struct Shape {
                                                           const char* tile) {
     mma::clear(acc);
     mma::multiply_columns<T, kOwn>(
-        acc, mma::left_columns<kOthers>(shared_address(weights), threadIdx.x / 32 * 16),
+        acc, mma::right_rows<kOthers>(shared_address(weights), threadIdx.x / 32 * 16),
         mma::left_rows<kDim>(shared_address(tile), 0));
   }
 
