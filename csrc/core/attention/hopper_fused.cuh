@@ -11,8 +11,9 @@
 // tiles of queries in step, and at each through the heads that share the keys.
 #pragma once
 
-#include "core/attention/hopper_keys.cuh"
+#include "core/attention/hopper_apart.cuh"
 #include "core/attention/hopper_mask_gradient.cuh"
+#include "core/attention/hopper_own_keys.cuh"
 #include "core/attention/mma.cuh"
 
 namespace fused_norm::hopper {
@@ -138,6 +139,7 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
   }
 }
 
+// A multiplying warpgroup.
 template <typename Form>
 class FusedConsumer : public KeysConsumer<Form> {
   using Base = KeysConsumer<Form>;
@@ -186,6 +188,7 @@ class FusedConsumer : public KeysConsumer<Form> {
   __device__ __forceinline__ int row_of_address() const {
     return this->row_in_tile() - lane_ / 4 + lane_ % 16;
   }
+  // Reads the first columns of the own second tile.
   __device__ __forceinline__ void load_own_blocks() {
     using Panel = mma::Tile<OwnTile::kPanelColumns>;
     const int row = row_of_address();
@@ -227,6 +230,7 @@ class FusedConsumer : public KeysConsumer<Form> {
     this->differentiate(cut);
     store_weights();
   }
+  // Adds a tile to the sums, and gives it back.
   __device__ __forceinline__ void add_tile() {
     CopyBarrier::order_writes();
     // Every thread arrives. Racecheck does not follow one that arrives for its warp, nor the named
@@ -348,14 +352,16 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     grow_registers<Form::kConsumerRegisters>();
     if constexpr (Form::kOfMask) {
       MaskGradientConsumer<Form>(args, memory, group - 1).run();
-    } else if constexpr (Form::kAll) {
-      FusedConsumer<Form>(args, memory, group - 1).run();
-    } else if constexpr (!Form::kApart) {
+    } else if constexpr (Form::kApart) {
+      if (group == 1) {
+        ApartConsumer<Form, /*kOfKey=*/false>(args, memory, 0).run();
+      } else {
+        ApartConsumer<Form, /*kOfKey=*/true>(args, memory, 1).run();
+      }
+    } else if constexpr (!Form::kAll) {
       BackwardConsumer<Form>(args, memory, group - 1).run();
-    } else if (group == 1) {
-      ApartConsumer<Form, /*kOfKey=*/false>(args, memory, 0).run();
     } else {
-      ApartConsumer<Form, /*kOfKey=*/true>(args, memory, 1).run();
+      FusedConsumer<Form>(args, memory, group - 1).run();
     }
   }
 }

@@ -5,6 +5,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "core/attention/kept_elements.cuh"
 #include "core/attention/mma.cuh"
 #include "core/attention/plan.h"
 #include "core/attention/tiles.cuh"
