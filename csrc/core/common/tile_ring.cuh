@@ -100,8 +100,8 @@ class TileRing {
     CopyBarrier::order_writes();
     __syncthreads();
     if (tensors_.lie_flat) {
-      // The first lane writes its tensor's part. Then each fills a part of the slot before this one:
-      // no more than this one's copy is under way.
+      // The first lane writes its tensor's part. Each fills a part of the slot before this one,
+      // when no more than this one's copy is under way.
       if (copies()) {
         if (threadIdx.x == 0) write();
         if (tile_ != static_cast<int>(blockIdx.x))

@@ -61,19 +61,4 @@ __device__ __forceinline__ float chain_sum(Add add) {
   return chains[0] + chains[1];
 }
 
-// Parameters of a lane's columns; zero past the row's end.
-template <typename X, int kUnits, int kSure>
-__device__ __forceinline__ void load_columns(const ParamVector& params,
-                                             const LaneColumns<kUnits, kSure>& columns,
-                                             float (&out)[kUnits]) {
-  with_param_type<X>(params.dtype, [&](auto type) {
-    const auto* const own = static_cast<const decltype(type)*>(params.data) + columns.first;
-#pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      out[i] = 0;
-      if (columns.inside(i)) out[i] = static_cast<float>(own[i * kWarpSize]);
-    }
-  });
-}
-
 }  // namespace fused_norm

@@ -10,6 +10,21 @@ namespace fused_norm {
 template <typename X>
 using FlatStatistics = StatisticsOf<InputLoad<X>, AffineStore<X>>;
 
+// Parameters of a lane's columns; zero past the row's end.
+template <typename X, int kUnits, int kSure>
+__device__ __forceinline__ void load_columns(const ParamVector& params,
+                                             const LaneColumns<kUnits, kSure>& columns,
+                                             float (&out)[kUnits]) {
+  with_param_type<X>(params.dtype, [&](auto type) {
+    const auto* const own = static_cast<const decltype(type)*>(params.data) + columns.first;
+#pragma unroll
+    for (int i = 0; i < kUnits; ++i) {
+      out[i] = 0;
+      if (columns.inside(i)) out[i] = static_cast<float>(own[i * kWarpSize]);
+    }
+  });
+}
+
 // Value k of the lane's number.
 template <int K>
 __device__ __forceinline__ float of_lane(const float (&values)[K], int lane) {
