@@ -33,11 +33,12 @@ struct TileTensors {
 template <typename T>
 __device__ __noinline__ void gather_rows(T* to, const T* base, RowLayout layout, int64_t first,
                                          int rows, int cols) {
-  for (int row = threadIdx.x / kWarpSize; row < rows; row += blockDim.x / kWarpSize) {
+  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const int warps = blockDim.x / kWarpSize;
+  for (int row = warp; row < rows; row += warps) {
     const T* const from = row_start(base, layout, first + row);
 #pragma unroll 4
-    for (int col = threadIdx.x % kWarpSize; col < cols; col += kWarpSize)
-      to[row * cols + col] = from[col];
+    for (int col = lane; col < cols; col += kWarpSize) to[row * cols + col] = from[col];
   }
 }
 template <typename T>
@@ -105,7 +106,8 @@ class TileRing {
       if (copies()) {
         if (threadIdx.x == 0) write();
         if (tile_ != static_cast<int>(blockIdx.x))
-          fill((slot_.number + kFlatSlots - 1) % kFlatSlots, tile_ + (kFlatSlots - 1) * stride());
+          fill(slot_.number > 0 ? slot_.number - 1 : kFlatSlots - 1,
+               tile_ + (kFlatSlots - 1) * stride());
       }
       slot_.next(kFlatSlots);
     } else {
@@ -131,11 +133,12 @@ class TileRing {
   }
   // Where a tile starts in its tensors, in bytes, and how many it has; and those of whole granules.
   __device__ __forceinline__ int64_t start_of(int tile) const {
-    return int64_t{tile} * (flat_.rows * tensors_.cols);
+    return int64_t{tile} * (flat_.rows * cols_ * static_cast<int>(sizeof(T)));
   }
   __device__ __forceinline__ int bytes_of(int tile) const {
-    return rows_of(tile) * tensors_.cols * static_cast<int>(sizeof(T));
+    return rows_of(tile) * cols_ * static_cast<int>(sizeof(T));
   }
+  __device__ __forceinline__ static int whole(int bytes) { return bytes & -kGranule; }
 
   __device__ __forceinline__ void fill(int slot, int tile) {
     if (tile >= tiles_) return;
