@@ -161,7 +161,9 @@ TEST(AttentionTiles, HoldWhatKernelsTakeForGranted) {
     EXPECT_LE(tiles.others, tiles.threads());
     EXPECT_TRUE(tiles.stages == 1 || tiles.stages == 2);
     // A thread for each word of a query's statistics.
-    if (kernel == PortableKernel::kKeyGradient) EXPECT_LE(2 * tiles.others, tiles.threads());
+    if (kernel == PortableKernel::kKeyGradient) {
+      EXPECT_LE(2 * tiles.others, tiles.threads());
+    }
     if (kernel != PortableKernel::kMaskGradient) return;
     EXPECT_LE(tiles.own() * (tiles.others + 1) * 4, portable_shared_bytes(kernel, tiles));
   });

@@ -1,5 +1,5 @@
 // Launchers: each tier's kernels, and the map of a mask.
-#include "core/attention/hopper_mask_map.cuh"
+#include "core/attention/hopper_work.cuh"
 #include "core/attention/plan.h"
 #include "core/attention/tiers.h"
 #include "core/common/launch.cuh"
@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads)
   const int first_key = word * kKeysOfBit * 32 + lane;
   const int64_t corner = sequence * map.batch_stride + head * map.head_stride;
   uint32_t sees = 0, changes = 0;  // bit i: of key first_key + 32 i
-  hopper::with_mask_reader(map, [&](auto read) {
+  with_mask_reader(map, [&](auto read) {
     for (int query = block * kQueriesOfBit + warp; query < end; query += kWarps) {
       const int64_t row_begin = corner + query * map.row_stride;
       float values[kKeysOfBit];  // all are under way at once: no branch between loads

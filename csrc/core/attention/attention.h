@@ -14,10 +14,8 @@
 
 namespace fused_norm {
 
-// Bytes of scratch memory of a call, contents irrelevant: O(queries + keys), forward 0 in most.
-// Backward two numbers a query and head, on Hopper twice; where one kernel makes all gradients also
-// fp32 sums of dquery, 64 or 128 columns of 64 or 128 queries at least, and where heads of keys
-// come in parts, of dkey and dvalue; and where a mask's gradient has parts up to 32 MB of its sums.
+// Bytes of scratch memory of a call, contents irrelevant: O(queries + keys), forward 0 in most;
+// where a mask's gradient has parts also up to 32 MB of its sums.
 size_t attention_forward_workspace(const AttentionParams& params, AttentionTier tier);
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
                                      AttentionTier tier, void* workspace, cudaStream_t stream);

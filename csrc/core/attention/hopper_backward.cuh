@@ -31,13 +31,7 @@ class BackwardConsumer {
  public:
   __device__ __forceinline__ BackwardConsumer(const BackwardArgs& args,
                                               BackwardMemory<Form>& memory, int group)
-      : args_(args),
-        memory_(memory),
-        group_(group),
-        lane_(threadIdx.x % 32),
-        own_first_(OwnTile::along_rows(shared_address(memory.own_first[0]), first_row())),
-        first_(shared_address(memory.first[0])),
-        second_(shared_address(memory.second[0])) {}
+      : args_(args), memory_(memory), group_(group) {}
 
   __device__ __forceinline__ void run() {
     run([&](const WorkTile& work) { walk(work); }, [](const WorkTile&) { return true; });
@@ -95,7 +89,6 @@ class BackwardConsumer {
     return first_row() + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
   }
 
-  // Sets what holds for all of a tile of the own side; as forward's.
   __device__ __forceinline__ void open(const WorkTile& work) {
     const int row = work.first + row_in_tile();
     if constexpr (!kGeneral) whole_ = whole_of(work);
@@ -177,7 +170,6 @@ class BackwardConsumer {
     differentiate(cut || Form::has_mask(args_));
     round<T>(first_weights_, products_);
   }
-  // Starts a tile's sum.
   __device__ __forceinline__ void add_tile(const WorkTile& work) {
     if constexpr (Form::kMends) {
       if (again_) {
@@ -197,7 +189,6 @@ class BackwardConsumer {
   }
   __device__ __forceinline__ void leave_second() { release(memory_.second_empty[second_slot()]); }
 
-  // Where the tile at hand lies.
   __device__ __forceinline__ int first_slot() const { return tiles_ % Form::kFirstStages; }
   __device__ __forceinline__ int second_slot() const { return tiles_ % Form::kSecondStages; }
   __device__ __forceinline__ void start_scores(const WorkTile& work, int tile, bool cut) {
@@ -297,8 +288,7 @@ class BackwardConsumer {
     const Band band = band_of(args_, work);
     const int first = max(0, band.lowest) - tile * kOthers;
     const int end = min(work.keys, work.queries + band.highest) - tile * kOthers;
-    const bool behind =
-        end < kOthers && (args_.query_offsets != nullptr || end + tile * kOthers < work.keys);
+    const bool behind = end < kOthers && (args_.packed() || end + tile * kOthers < work.keys);
     if (first <= 0 && !behind) return;
     clear_rows<OtherTile>(others, [&](int row) { return row < first || row >= end; });
     meet_at(kOfGroup + group_, 128);
@@ -358,7 +348,6 @@ class BackwardConsumer {
     return value_of<T>(i % 2 ? two >> 16 : two);
   }
 
-  // Rounds and writes the thread's rows of a gradient.
   __device__ __forceinline__ void store(const WorkTile& work, const AttentionTensor& tensor,
                                         const Sums& sums, float factor, int columns) {
     const int row = work.first + row_in_tile();
@@ -378,12 +367,14 @@ class BackwardConsumer {
 
   const BackwardArgs& args_;
   BackwardMemory<Form>& memory_;
-  const int group_, lane_;
-  const uint64_t own_first_;
+  const int group_, lane_ = threadIdx.x % 32;
+  const uint64_t own_first_ =
+      OwnTile::along_rows(shared_address(memory_.own_first[0]), first_row());
   int own_slot_;
   uint32_t count_ = 0, verdict_turn_ = 0;  // count_: count() without options
   bool again_ = false;                     // the tile's sums were spoiled (MaskVerdict)
-  const uint32_t first_, second_;
+  const uint32_t first_ = shared_address(memory_.first[0]);
+  const uint32_t second_ = shared_address(memory_.second[0]);
   uint32_t tiles_ = 0;  // of others, done before the one at hand
 
   Range whole_;  // of a tile of the own side; options leave no registers for it

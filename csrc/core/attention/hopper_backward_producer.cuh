@@ -50,7 +50,7 @@ struct BackwardArgs : ScoreArgs {
   ChunkSums sums, own_sums;
 };
 
-// The gradients that a kernel makes. kKeys: dkey and dvalue (hopper_apart.cuh). kAll: these and the
+// The gradients that a kernel makes. kKeys: dkey and dvalue (hopper_keys.cuh). kAll: these and the
 // sums of dquery (hopper_fused.cuh). kMask: that of an additive mask (hopper_mask_gradient.cuh).
 enum class Makes { kQuery, kKeys, kAll, kMask };
 
@@ -64,10 +64,10 @@ struct BackwardForm {
   // Whether the own side are keys, not queries. Keys have a second sum: dvalue.
   static constexpr bool kOfKeys = kAll || kApart;
   static constexpr int kDim = kDim_, kIndex = hopper_dim_index(kDim);
-  static constexpr HopperBackwardTiles kTiles = kAll      ? kHopperFusedTiles[kGeneral][kIndex]
-                                                : kOfMask ? kHopperMaskGradientTiles[kIndex]
-                                                : kApart ? kHopperKeyGradientTiles[kGeneral][kIndex]
-                                                         : kHopperQueryGradientTiles[kIndex];
+  static constexpr HopperTiles kTiles = kAll      ? kHopperFusedTiles[kGeneral][kIndex]
+                                        : kOfMask ? kHopperMaskGradientTiles[kIndex]
+                                        : kApart  ? kHopperKeyGradientTiles[kGeneral][kIndex]
+                                                  : kHopperQueryGradientTiles[kIndex];
   static constexpr int kOthers = kTiles.others, kGroups = 2;
   static constexpr int kOwnStages = kTiles.own_stages, kFirstStages = kTiles.first_stages;
   static constexpr int kSecondStages = kTiles.second_stages, kWeightStages = 2;
@@ -219,7 +219,7 @@ class BackwardProducer {
  public:
   __device__ __forceinline__ BackwardProducer(const BackwardArgs& args,
                                               BackwardMemory<Form>& memory)
-      : args_(args), memory_(memory), lane_(threadIdx.x % 32) {}
+      : args_(args), memory_(memory) {}
 
   __device__ __forceinline__ void run() {
     WorkList<Form::kOwn, kOthers, Form::kHidden> list(args_, &memory_.place);
@@ -276,7 +276,6 @@ class BackwardProducer {
     step_ = 0;
     tile_ = Form::begin_tile(work);
   }
-  // The next tile of others.
   __device__ __forceinline__ void load_others(const WorkTile& work) {
     if (lane_ == 0) copy_others(work, Form::first_head(args_, work) + step_);
     __syncwarp();
@@ -308,12 +307,11 @@ class BackwardProducer {
 
   const BackwardArgs& args_;
   BackwardMemory<Form>& memory_;
-  const int lane_;
+  const int lane_ = threadIdx.x % 32;
   int step_, tile_;                        // of others: the head in its group, and the tile
   uint32_t verdict_turn_ = 0, tiles_ = 0;  // tiles of others so far
 };
 
-// The warps that copy tiles of the mask.
 template <typename Form>
 __device__ __forceinline__ void copy_masks(const BackwardArgs& args, BackwardMemory<Form>& memory) {
   uint32_t verdict_turn = 0, turn = 0;

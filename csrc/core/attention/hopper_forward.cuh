@@ -34,14 +34,7 @@ class Consumer {
  public:
   __device__ __forceinline__ Consumer(const ForwardArgs& args, ForwardMemory<Form>& memory,
                                       int group)
-      : args_(args),
-        memory_(memory),
-        group_(group),
-        lane_(threadIdx.x % 32),
-        thread_row_(64 * group + threadIdx.x % 128 / 32 * 16 + lane_ / 4),
-        query_operand_(QueryTile::along_rows(shared_address(memory.query), 64 * group)),
-        key_operand_(KeyTile::along_rows(shared_address(memory.key[0]), 0)),
-        value_operand_(KeyTile::down_columns(shared_address(memory.value[0]))) {}
+      : args_(args), memory_(memory), group_(group) {}
 
   __device__ __forceinline__ void run() {
     if (group_ == Form::kGroups - 1) end_turn();
@@ -80,7 +73,6 @@ class Consumer {
   }
 
  private:
-  // Sets what holds for all of a tile of queries.
   __device__ __forceinline__ void open(const WorkTile& work) {
     const Band band = band_of(args_, work);
     const int group_first = min(work.first + 64 * group_, work.queries - 1);
@@ -90,7 +82,6 @@ class Consumer {
     hides_below_ = (max(group_last + band.lowest, 0) + kKeys - 1) / kKeys;
   }
 
-  // The warpgroup's tiles of keys.
   __device__ __forceinline__ Range tiles_of(const WorkTile& work, const Band& band) const {
     if constexpr (!kPasses) return {work.first_tile, work.end_tile};
     const Range own = key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
@@ -200,7 +191,7 @@ class Consumer {
   // so the last product may run meanwhile.
   __device__ __forceinline__ void end_rows(const PartTile& work) {
     const int row = work.first + thread_row_;
-    const int rows = args_.query_offsets == nullptr ? args_.queries : args_.total_queries;
+    const int rows = args_.packed() ? args_.total_queries : args_.queries;
     int64_t at = (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
     T* const out = row_of<T>(args_.out, work, work.head, row);
     float *to = static_cast<float*>(args_.lse), lse[2];
@@ -228,7 +219,6 @@ class Consumer {
     for (int r = 0; r < 2; ++r) store_row<T>(values_, r, factor_[r], out_[r], args_.value_dim);
   }
 
-  // What a part of the keys gives.
   __device__ __forceinline__ void store_part(const PartTile& work) const {
     const int64_t at = work.part_row + work.first + thread_row_;
     float* const to = args_.key_parts.values + at * args_.value_dim;
@@ -303,7 +293,7 @@ class Consumer {
     const Band band = band_of(args_, work);
     const int seen_first = max(0, band.lowest) - tile * kKeys;
     const int seen_end = min(work.keys, work.queries + band.highest) - tile * kKeys;
-    const bool behind = seen_end + tile * kKeys < work.keys || args_.query_offsets != nullptr;
+    const bool behind = seen_end + tile * kKeys < work.keys || args_.packed();
     if (seen_first <= 0 && !(behind && seen_end < kKeys) && !masked) return;
     if (masked) meet_at(kOfGroup + group_, 128);  // add_key_mask() has written
     clear_rows<KeyTile>(memory_.value[value_place_.slot()], [&](int key) {
@@ -319,7 +309,6 @@ class Consumer {
     const int key = threadIdx.x % 128;
     if (key < kKeys) memory_.key_hidden[group_][key] = added[key] == -INFINITY;
   }
-  // Which weights of a tile dropout keeps.
   __device__ __forceinline__ Kept draw(const WorkTile& work, int tile) const {
     Kept kept;
     Dropout dropout = memory_.dropout;
@@ -373,9 +362,12 @@ class Consumer {
 
   const ForwardArgs& args_;
   ForwardMemory<Form>& memory_;
-  const int group_, lane_;
-  const int thread_row_;  // the thread's first row of the tile; its second is 8 later
-  const uint64_t query_operand_, key_operand_, value_operand_;
+  const int group_, lane_ = threadIdx.x % 32;
+  // The thread's first row of the tile; its second is 8 later.
+  const int thread_row_ = 64 * group_ + threadIdx.x % 128 / 32 * 16 + lane_ / 4;
+  const uint64_t query_operand_ = QueryTile::along_rows(shared_address(memory_.query), 64 * group_);
+  const uint64_t key_operand_ = KeyTile::along_rows(shared_address(memory_.key[0]), 0);
+  const uint64_t value_operand_ = KeyTile::down_columns(shared_address(memory_.value[0]));
   RingPlace<Form::kKeyStages> key_place_;
   RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;

@@ -11,9 +11,8 @@
 // tiles of queries in step, and at each through the heads that share the keys.
 #pragma once
 
-#include "core/attention/hopper_apart.cuh"
+#include "core/attention/hopper_keys.cuh"
 #include "core/attention/hopper_mask_gradient.cuh"
-#include "core/attention/hopper_own_keys.cuh"
 #include "core/attention/mma.cuh"
 
 namespace fused_norm::hopper {
@@ -139,7 +138,6 @@ __device__ __forceinline__ void add_chunks(const BackwardArgs& args, BackwardMem
   }
 }
 
-// A multiplying warpgroup.
 template <typename Form>
 class FusedConsumer : public KeysConsumer<Form> {
   using Base = KeysConsumer<Form>;
@@ -188,7 +186,6 @@ class FusedConsumer : public KeysConsumer<Form> {
   __device__ __forceinline__ int row_of_address() const {
     return this->row_in_tile() - lane_ / 4 + lane_ % 16;
   }
-  // Reads the first columns of the own second tile.
   __device__ __forceinline__ void load_own_blocks() {
     using Panel = mma::Tile<OwnTile::kPanelColumns>;
     const int row = row_of_address();
@@ -230,7 +227,6 @@ class FusedConsumer : public KeysConsumer<Form> {
     this->differentiate(cut);
     store_weights();
   }
-  // Adds a tile to the sums, and gives it back.
   __device__ __forceinline__ void add_tile() {
     CopyBarrier::order_writes();
     // Every thread arrives. Racecheck does not follow one that arrives for its warp, nor the named
@@ -352,16 +348,14 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
     grow_registers<Form::kConsumerRegisters>();
     if constexpr (Form::kOfMask) {
       MaskGradientConsumer<Form>(args, memory, group - 1).run();
-    } else if constexpr (Form::kApart) {
-      if (group == 1) {
-        ApartConsumer<Form, /*kOfKey=*/false>(args, memory, 0).run();
-      } else {
-        ApartConsumer<Form, /*kOfKey=*/true>(args, memory, 1).run();
-      }
-    } else if constexpr (!Form::kAll) {
-      BackwardConsumer<Form>(args, memory, group - 1).run();
-    } else {
+    } else if constexpr (Form::kAll) {
       FusedConsumer<Form>(args, memory, group - 1).run();
+    } else if constexpr (!Form::kApart) {
+      BackwardConsumer<Form>(args, memory, group - 1).run();
+    } else if (group == 1) {
+      ApartConsumer<Form, /*kOfKey=*/false>(args, memory, 0).run();
+    } else {
+      ApartConsumer<Form, /*kOfKey=*/true>(args, memory, 1).run();
     }
   }
 }

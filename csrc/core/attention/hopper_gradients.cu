@@ -75,8 +75,8 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
                                   void* scratch, cudaStream_t stream) {
   using namespace hopper;
   const AttentionParams& params = gradient.params.forward;
-  const bool sees_all = params.query_offsets == nullptr && params.window_left < 0 &&
-                        params.window_right < 0 && !attention_maps_mask(params) && params.keys > 0;
+  const bool sees_all = !params.packed() && params.window_left < 0 && params.window_right < 0 &&
+                        !attention_maps_mask(params) && params.keys > 0;
   if (gradient.params.dquery.data == nullptr || !hopper_fuses(params) ||
       (sees_all && hopper_stores_dquery(params.keys, params.queries)))
     return cudaSuccess;

@@ -67,11 +67,10 @@ struct MapMaker {
   void operator()(const AttentionTensor& tensor, bool of_keys, int columns, int tile_rows,
                   CUtensorMap* to) {
     if (error != cudaSuccess) return;
-    const bool packed = params.query_offsets != nullptr;
-    const int64_t batch = packed ? 1 : params.batch;
+    const int64_t batch = params.packed() ? 1 : params.batch;
     const int64_t heads = of_keys ? params.kv_heads : params.heads;
-    const int64_t rows = of_keys ? (packed ? params.total_keys : params.keys)
-                                 : (packed ? params.total_queries : params.queries);
+    const int64_t rows = of_keys ? (params.packed() ? params.total_keys : params.keys)
+                                 : (params.packed() ? params.total_queries : params.queries);
     // A tensor without rows is never read.
     const AttentionTensor& read = rows > 0 ? tensor : of_keys ? params.query : params.key;
     using Size = cuuint64_t;
@@ -96,8 +95,7 @@ struct MapMaker {
 inline int64_t set_work(const AttentionParams& params, int rows, int parts, WorkArgs* args) {
   static_cast<AttentionParams&>(*args) = params;
   args->heads_per_kv = params.heads / params.kv_heads;
-  const bool packed = params.query_offsets != nullptr;
-  args->query_tiles = packed ? 0 : (params.queries + rows - 1) / rows * parts;
+  args->query_tiles = params.packed() ? 0 : (params.queries + rows - 1) / rows * parts;
   const int64_t pairs = std::max<int64_t>(1, int64_t{params.heads} * params.batch);
   args->section = static_cast<int32_t>(std::clamp<int64_t>(args->section, 1, pairs));
   const auto limit = [](int32_t window) {
@@ -105,8 +103,9 @@ inline int64_t set_work(const AttentionParams& params, int rows, int parts, Work
   };
   args->window_left = limit(params.window_left);
   args->window_right = limit(params.window_right);
-  const int64_t tiles = packed ? (params.total_queries / rows + params.batch + 2) * int64_t{parts}
-                               : int64_t{params.batch} * args->query_tiles;
+  const int64_t tiles = params.packed()
+                            ? (params.total_queries / rows + params.batch + 2) * int64_t{parts}
+                            : int64_t{params.batch} * args->query_tiles;
   return tiles * params.heads;
 }
 
@@ -168,7 +167,7 @@ cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& p
   args.mask = mapped_mask(params, /*backward=*/false, ticket);
   args.key_parts = parts;
   args.dense_parts = parts.count(params.queries, params.keys);
-  const bool packed_parts = params.query_offsets != nullptr && parts.few >= 0;
+  const bool packed_parts = params.packed() && parts.few >= 0;
   const int most = packed_parts ? params.total_keys / parts.keys + 1 : args.dense_parts;
   const HopperPlan plan = hopper_plan(params);
   args.longest_first = plan.uneven;

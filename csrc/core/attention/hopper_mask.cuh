@@ -28,7 +28,6 @@ struct MaskTile {
   static constexpr int kSlotBytes = kRows * mask_pitch(kKeys, 2);
   static constexpr int kBytes = std::max(kSlots * kSlotBytes, kRows* mask_pitch(kKeys, kMaxBytes));
 
-  // How many tiles there is room for.
   static __device__ __forceinline__ uint32_t slots(const AttentionMask& mask) {
     return is_wide(mask) ? 1 : kSlots;
   }

@@ -74,7 +74,6 @@ __device__ __forceinline__ void copy_sides(const BackwardArgs& args, BackwardMem
   });
 }
 
-// The warps that copy tiles of the mask.
 template <typename Form>
 __device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
                                                   BackwardMemory<Form>& memory) {
@@ -89,7 +88,6 @@ __device__ __forceinline__ void copy_served_masks(const BackwardArgs& args,
   wait_for_all_copies();
 }
 
-// A multiplying warpgroup.
 template <typename Form>
 class MaskGradientConsumer : public BackwardConsumer<Form> {
   using Base = BackwardConsumer<Form>;

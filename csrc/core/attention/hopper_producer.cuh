@@ -36,10 +36,10 @@ struct ForwardForm {
   static constexpr bool kMasksKeys = kOptions == Options::kSome || kDrops;
   // Who fills the slot of a tile of keys: who starts its copy, and who writes what masks it.
   static constexpr int kKeyFillers = kMasksKeys ? 33 : 1;
-  static constexpr HopperForwardTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];
-  static constexpr int kKeys = kTiles.keys, kGroups = kGroups_;
-  static constexpr int kQueryStages = kTiles.query_stages;
-  static constexpr int kKeyStages = kTiles.key_stages, kValueStages = kTiles.value_stages;
+  static constexpr HopperTiles kTiles = kHopperForwardTiles[kMasked][hopper_dim_index(kDim)];
+  static constexpr int kKeys = kTiles.others, kGroups = kGroups_;
+  static constexpr int kQueryStages = kTiles.own_stages;
+  static constexpr int kKeyStages = kTiles.first_stages, kValueStages = kTiles.second_stages;
   static constexpr int kRows = 64 * kGroups, kThreads = 128 * (kGroups + 1);
   // What a thread of either kind has. The launch gives all the same, 168 or 128, and takes no more
   // from the 65536 of the chip than that: a warpgroup that asks for more in sum waits for ever.
@@ -191,7 +191,6 @@ class ForwardProducer {
     load_tile<KeyTile>(shared_address(to), map, full, work.key_begin + tile * Form::kKeys,
                        work.kv_head, work.batch);
   }
-  // What a mask of keys adds to the scores of a tile.
   __device__ __forceinline__ void set_key_mask(const WorkTile& work, int tile, int slot) {
     for (int i = threadIdx.x; i < Form::kKeys; i += 32) {
       const int key = tile * Form::kKeys + i;

@@ -6,7 +6,6 @@
 
 #include "core/attention/hopper_ptx.cuh"
 #include "core/attention/hopper_work.cuh"
-#include "core/attention/kept_elements.cuh"
 
 namespace fused_norm::hopper {
 

@@ -1,14 +1,86 @@
 // The work of a Hopper kernel: tiles of queries, dense or packed, handed out to blocks that stay.
+// Tiles that a mask hides are left out, and only tiles of which it changes a score are masked: a
+// kernel before notes which these are.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "core/attention/hopper_mask_map.cuh"
-#include "core/attention/params.h"
+#include "core/attention/plan.h"
 #include "core/attention/scores.cuh"
 
 namespace fused_norm::hopper {
+
+// What a mask of keys adds to the score of one.
+__device__ __forceinline__ float key_mask_value(const AttentionMask& mask, int sequence, int head,
+                                                int key) {
+  const int64_t at = sequence * mask.batch_stride + head * mask.head_stride + key * mask.key_stride;
+  float value;
+  with_mask_reader(mask, [&](auto read) { value = read(at); });
+  return value;
+}
+
+// A mask, if there is one, and its map: for every kQueriesOfBit queries by kKeysOfBit keys a bit
+// says whether one of the scores is seen, and one of another array whether one is changed. Null
+// bits: there is no map.
+struct MappedMask : AttentionMask {
+  uint32_t* bits;
+  int32_t heads, blocks, words;  // of a sequence; of queries of a head; of a block's arrays
+
+  // Where the arrays of a head's queries begin: for each block who is seen, then who is changed.
+  __device__ __forceinline__ uint32_t begin(int sequence, int head) const {
+    const int row = (batch_stride == 0 ? 0 : sequence) * heads + (head_stride == 0 ? 0 : head);
+    return static_cast<uint32_t>(row) * blocks * 2 * words;
+  }
+  // Whether one of kKeys keys from `key` on is seen by one of `queries` from `query` on, of those
+  // whose arrays begin there, and whether one of their scores is changed.
+  struct Tile {
+    bool seen, changed;
+  };
+  template <int kKeys>
+  __device__ __forceinline__ Tile tile(uint32_t begin, int query, int queries, int key) const {
+    static_assert(kKeys % kKeysOfBit == 0 && kKeys / kKeysOfBit < 32);
+    const int bit = key / kKeysOfBit, first = min(query / kQueriesOfBit, blocks - 1);
+    int more = min((query + queries - 1) / kQueriesOfBit, blocks - 1) - first;
+    const uint32_t* at = bits + (begin + first * 2 * words + bit / 32);
+    uint32_t seen = 0, changed = 0;
+#pragma unroll 1  // registers are few
+    do {
+      seen |= __funnelshift_r(at[0], at[1], bit % 32);
+      changed |= __funnelshift_r(at[words], at[words + 1], bit % 32);
+      at += 2 * words;
+    } while (--more >= 0);
+    constexpr uint32_t kBits = (1u << kKeys / kKeysOfBit) - 1;
+    return {(seen & kBits) != 0, (changed & kBits) != 0};
+  }
+  // How many of the tiles of kKeys keys in [first, end) one of these queries sees. By a warp.
+  template <int kKeys>
+  __device__ __forceinline__ int count_seen(uint32_t begin, int query, int queries, int first,
+                                            int end) const {
+    static_assert(kKeys == 8 * kKeysOfBit);  // a byte of the array
+    const int block = min(query / kQueriesOfBit, blocks - 1);
+    const int last = min((query + queries - 1) / kQueriesOfBit, blocks - 1);
+    int count = 0;
+#pragma unroll 1
+    for (int word = first / 4 + threadIdx.x % 32; 4 * word < end; word += 32) {
+      const uint32_t* at = bits + (begin + block * 2 * words + word);
+      uint32_t seen = at[0];
+      if (last > block) seen |= at[2 * words];
+      if (4 * word < first) seen &= ~0u << 8 * (first - 4 * word);
+      if (4 * word + 4 > end) seen &= ~0u >> 8 * (4 * word + 4 - end);
+      count += __popc(__vcmpne4(seen, 0)) / 8;
+    }
+    return __reduce_add_sync(~0u, count);
+  }
+};
+
+// A call's mask. Its map, if it has one, lies in the call's scratch memory.
+inline MappedMask mapped_mask(const AttentionParams& params, bool backward, void* scratch) {
+  if (!attention_maps_mask(params)) return {params.mask};
+  const MaskMapSize size = mask_map_size(params);
+  char* bits = static_cast<char*>(scratch) + hopper_scratch(params, backward).mask_map;
+  return {params.mask, reinterpret_cast<uint32_t*>(bits), size.heads, size.blocks, size.words};
+}
 
 constexpr int32_t kNoLimit = kMaxAttentionRows;
 
@@ -113,7 +185,7 @@ class WorkList {
   // Says in shared memory what tile `index` is, which of packed sequences grows from call to call;
   // false: there is none. By all threads of a warp, of which the first writes.
   __device__ bool tile(uint32_t index, Tile* work) {
-    const bool found = args_.query_offsets == nullptr ? dense(index, work) : packed(index, work);
+    const bool found = args_.packed() ? packed(index, work) : dense(index, work);
     if (threadIdx.x % 32 == 0) begin(found, work);
     if constexpr (kHidden != Hidden::kNone) {
       if (found && args_.mask.bits != nullptr) leave_out_hidden(work);
@@ -122,7 +194,6 @@ class WorkList {
   }
 
  private:
-  // What follows from a tile's place, before a mask is looked at.
   __device__ void begin(bool found, Tile* work) const {
     if (!found) {
       work->sequence = -1;
@@ -192,16 +263,10 @@ class WorkList {
     return true;
   }
 
-  // Of a tile of queries for each part of its keys.
   static __device__ uint32_t take_part(uint32_t index, int parts, PartTile* work) {
     work->parts = parts;
     work->part = parts == 1 ? 0 : index % parts;
     return parts == 1 ? index : index / parts;
-  }
-
-  // Offset `i`, within the tensor.
-  static __device__ int offset(const int32_t* offsets, int i, int total) {
-    return min(max(offsets[i], 0), total);
   }
 
   struct Keys {
@@ -210,8 +275,8 @@ class WorkList {
   // Of packed sequence `number`, counted from 1.
   __device__ Keys keys_of(int number) const {
     if (number < 1 || number > args_.batch) return {-1, 0};
-    const int begin = offset(args_.key_offsets, number - 1, args_.total_keys);
-    return {begin, max(offset(args_.key_offsets, number, args_.total_keys) - begin, 0)};
+    const int begin = clamp_offset(args_.key_offsets[number - 1], 0, args_.total_keys);
+    return {begin, max(clamp_offset(args_.key_offsets[number], 0, args_.total_keys) - begin, 0)};
   }
 
   // Sequences are counted from 1. Numbers 0 and batch + 1 are the rows before and behind all, which
@@ -224,9 +289,11 @@ class WorkList {
       const int number = first_sequence + lane;
       int begin = 0, end = 0;
       if (number <= args_.batch + 1) {
-        begin = number == 0 ? 0 : offset(args_.query_offsets, number - 1, args_.total_queries);
-        end = number > args_.batch ? args_.total_queries
-                                   : offset(args_.query_offsets, number, args_.total_queries);
+        begin =
+            number == 0 ? 0 : clamp_offset(args_.query_offsets[number - 1], 0, args_.total_queries);
+        end = number > args_.batch
+                  ? args_.total_queries
+                  : clamp_offset(args_.query_offsets[number], 0, args_.total_queries);
         end = max(end, begin);
       }
       int parts = 1;

@@ -82,8 +82,7 @@ cudaError_t attention_join_parts(const AttentionParams& params, const KeyParts& 
   if (parts.few < 0) return cudaSuccess;
   // Of packed sequences most may have no parts.
   constexpr int64_t kMostBlocks = 512, kMostRows = 65535;
-  const bool packed = params.query_offsets != nullptr;
-  const int64_t most = packed ? ceil_div(kMostBlocks, params.batch) : kMostRows;
+  const int64_t most = params.packed() ? ceil_div(kMostBlocks, params.batch) : kMostRows;
   const int64_t rows = std::min(int64_t{parts.rows} * params.heads, most);
   const dim3 blocks(static_cast<unsigned>(params.batch), static_cast<unsigned>(rows));
   return launch(attention_join_parts_kernel, blocks, kThreads, {0, 1, /*overlaps_previous=*/true},

@@ -93,17 +93,10 @@ __device__ __forceinline__ LaneRow<kDim> left_rows(uint32_t base, int first_row)
   const int lane = threadIdx.x % 32;
   return LaneRow<kDim>(base, first_row + lane % 16, lane / 16);
 }
-// For 16 columns of a right factor that are rows of the tile.
+// For 16 columns of a right factor that are rows of the tile; or, transposed, for 16 x 16 of a left
+// factor whose rows are the tile's columns from `first` on, a multiple of 16.
 template <int kDim>
-__device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base) {
-  const int lane = threadIdx.x % 32;
-  return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, lane / 8 % 2);
-}
-
-// For 16 x 16 of a left factor whose rows are columns of the tile from `first` on, a multiple
-// of 16.
-template <int kDim>
-__device__ __forceinline__ LaneRow<kDim> left_columns(uint32_t base, int first) {
+__device__ __forceinline__ LaneRow<kDim> right_rows(uint32_t base, int first = 0) {
   const int lane = threadIdx.x % 32;
   return LaneRow<kDim>(base, lane % 8 + lane / 16 * 8, first / 8 + lane / 8 % 2);
 }
@@ -138,6 +131,23 @@ __device__ __forceinline__ bool has_nan(const Accumulators<kM, kN>& acc) {
   return found;
 }
 
+// acc (16 kM x 8 kN) += a x b for 16 of the sum, of whose right factor load(b, n) gives columns 8 n
+// to 8 n + 15.
+template <typename T, int kM, int kN, typename Load>
+__device__ __forceinline__ void add_products(Accumulators<kM, kN>& acc, const uint32_t (&a)[kM][4],
+                                             Load load) {
+#pragma unroll
+  for (int n = 0; n < kN; n += 2) {
+    uint32_t b[4];
+    load(b, n);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      multiply(acc[m][n], a[m], b[0], b[1], T());
+      multiply(acc[m][n + 1], a[m], b[2], b[3], T());
+    }
+  }
+}
+
 // acc = left x right^T, of rows of tiles.
 template <typename T, int kDim, int kM, int kN>
 __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& acc, const LaneRow<kDim>& left,
@@ -148,16 +158,7 @@ __device__ __forceinline__ void multiply_rows(Accumulators<kM, kN>& acc, const L
     uint32_t a[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m) load_matrices(a[m], left.at(k, m * 16));
-#pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t b[4];
-      load_matrices(b, right.at(k, n * 8));
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        multiply(acc[m][n], a[m], b[0], b[1], T());
-        multiply(acc[m][n + 1], a[m], b[2], b[3], T());
-      }
-    }
+    add_products<T>(acc, a, [&](uint32_t(&b)[4], int n) { load_matrices(b, right.at(k, n * 8)); });
   }
 }
 
@@ -178,35 +179,22 @@ __device__ __forceinline__ void multiply_weights(Accumulators<kM, kN>& acc,
         a[m][i] = round_pair(w[0], w[1], T());
       }
     }
-#pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t b[4];
-      load_transposed(b, rows.at(n / 2, k * 8));
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        multiply(acc[m][n], a[m], b[0], b[1], T());
-        multiply(acc[m][n + 1], a[m], b[2], b[3], T());
-      }
-    }
+    add_products<T>(acc, a,
+                    [&](uint32_t(&b)[4], int n) { load_transposed(b, rows.at(n / 2, k * 8)); });
   }
 }
 
-// acc += left x rows, over kDepth rows of both tiles: `left` names the factor's rows by
-// left_columns, `rows` the other tile's by left_rows.
+// acc += left x rows, over kDepth rows of both tiles: `left` names the factor's rows by right_rows,
+// `rows` the other tile's by left_rows.
 template <typename T, int kDepth, int kLeft, int kDim, int kN>
-__device__ __forceinline__ void multiply_columns(float (&acc)[kN][4], const LaneRow<kLeft>& left,
+__device__ __forceinline__ void multiply_columns(Accumulators<1, kN>& acc,
+                                                 const LaneRow<kLeft>& left,
                                                  const LaneRow<kDim>& rows) {
 #pragma unroll
   for (int k = 0; k < kDepth; k += 16) {
-    uint32_t a[4];
-    load_transposed(a, left.at(0, k));
-#pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t b[4];
-      load_transposed(b, rows.at(n / 2, k));
-      multiply(acc[n], a, b[0], b[1], T());
-      multiply(acc[n + 1], a, b[2], b[3], T());
-    }
+    uint32_t a[1][4];
+    load_transposed(a[0], left.at(0, k));
+    add_products<T>(acc, a, [&](uint32_t(&b)[4], int n) { load_transposed(b, rows.at(n / 2, k)); });
   }
 }
 

@@ -78,6 +78,7 @@ struct AttentionParams {
   const int32_t* query_offsets;
   const int32_t* key_offsets;
   int32_t total_queries, total_keys;
+  FUSED_NORM_HOST_DEVICE bool packed() const { return query_offsets != nullptr; }
 
   double scale;                       // any finite number, 0 and negative ones too
   double softcap;                     // 0: none

@@ -53,7 +53,7 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
 
   for (int key = range.begin / kTile * kTile; key < range.end; key += kTile) {
     Fragment<A> scores;
-    multiply_rows(scores, shared, params.dtype, h.queries, query, h.keys, key);
+    shared.multiply_rows(scores, params.dtype, h.queries, query, h.keys, key);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       A kept[4];
@@ -67,9 +67,9 @@ __device__ __forceinline__ void forward_tile(const AttentionParams& params, Shar
         for (int c = 0; c < kTilesOfChunk; ++c) acc[c][i][j] *= rescale;
       }
     }
-    store_scores(shared, scores);
-    if (h.values.seen != nullptr) find_seen_keys(shared);
-    multiply_scores<A, false>(acc, shared, params.dtype, h.values, key, col);
+    shared.store_scores(scores);
+    if (h.values.seen != nullptr) shared.find_seen_keys();
+    shared.template multiply_scores<false>(acc, params.dtype, h.values, key, col);
   }
 
 #pragma unroll

@@ -17,17 +17,8 @@ template <typename A>
 constexpr int kBlocks = sizeof(A) == 4 ? 2 : 1;
 
 template <typename A>
-struct Shared {
-  // Depth-major, padded to spread banks and keep 16-byte rows.
-  A left[kDepth][kTile + 4], right[kDepth][kTile + 4];
-  A scores[kTile][kTile + 1];
-  bool key_is_seen[kTile];
-};
-
-template <typename A>
 using Fragment = A[4][4];
 
-// Calls use(i, j) for the elements of a fragment.
 template <typename Use>
 __device__ __forceinline__ void for_fragment(Use use) {
 #pragma unroll
@@ -69,74 +60,88 @@ __device__ __forceinline__ void stage(A (&to)[kDepth][kTile + 4], Load load) {
   }
 }
 
-// Sums of kDepth products come first: one running sum over all would round several times as much.
+// A block's shared memory, and products of what lies there.
 template <typename A>
-__device__ __forceinline__ void multiply_staged(Fragment<A>& acc, const Shared<A>& shared) {
-  Fragment<A> part = {};
+struct Shared {
+  // Depth-major, padded to spread banks and keep 16-byte rows.
+  A left[kDepth][kTile + 4], right[kDepth][kTile + 4];
+  A scores[kTile][kTile + 1];
+  bool key_is_seen[kTile];
+
+  // Sums of kDepth products come first: one running sum over all would round several times as much.
+  __device__ __forceinline__ void multiply_staged(Fragment<A>& acc) const {
+    Fragment<A> part = {};
 #pragma unroll
-  for (int k = 0; k < kDepth; ++k) {
-    A left[4], right[4];
+    for (int k = 0; k < kDepth; ++k) {
+      A of_left[4], of_right[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      left[i] = shared.left[k][tile_row() + i];
-      right[i] = shared.right[k][tile_col() + i];
+      for (int i = 0; i < 4; ++i) {
+        of_left[i] = left[k][tile_row() + i];
+        of_right[i] = right[k][tile_col() + i];
+      }
+      for_fragment([&](int i, int j) { part[i][j] = fma(of_left[i], of_right[j], part[i][j]); });
     }
-    for_fragment([&](int i, int j) { part[i][j] = fma(left[i], right[j], part[i][j]); });
+    for_fragment([&](int i, int j) { acc[i][j] += part[i][j]; });
   }
-  for_fragment([&](int i, int j) { acc[i][j] += part[i][j]; });
-}
 
-// acc[i][j] = row (left_row + i) of `left` . row (right_row + j) of `right`.
-template <typename A>
-__device__ __forceinline__ void multiply_rows(Fragment<A>& acc, Shared<A>& shared, DType dtype,
-                                              const Rows& left, int left_row, const Rows& right,
-                                              int right_row) {
-  for_fragment([&](int i, int j) { acc[i][j] = 0; });
-  for (int d = 0; d < left.cols; d += kDepth) {
-    __syncthreads();
-    with_storage<A>(dtype, [&](auto t) {
-      using T = decltype(t);
-      stage<true>(shared.left, [&](int k, int i) -> A { return left.at<T>(left_row + i, d + k); });
-      stage<true>(shared.right,
-                  [&](int k, int j) -> A { return right.at<T>(right_row + j, d + k); });
-    });
-    __syncthreads();
-    multiply_staged(acc, shared);
-  }
-  __syncthreads();
-}
-
-// acc[c] += scores x (64 columns from `col` + 64 c of the rows from `row`); transposed: scores^T x.
-template <typename A, bool kTransposed>
-__device__ __forceinline__ void multiply_scores(Fragment<A> (&acc)[kTilesOfChunk],
-                                                Shared<A>& shared, DType dtype, const Rows& rows,
-                                                int row, int col) {
-#pragma unroll
-  for (int c = 0; c < kTilesOfChunk; ++c) {
-    const int first = col + c * kTile;
-    if (first >= rows.cols) break;
-    for (int d = 0; d < kTile; d += kDepth) {
+  // acc[i][j] = row `row` + i of `rows` . row `other_row` + j of `others`.
+  __device__ __forceinline__ void multiply_rows(Fragment<A>& acc, DType dtype, const Rows& rows,
+                                                int row, const Rows& others, int other_row) {
+    for_fragment([&](int i, int j) { acc[i][j] = 0; });
+    for (int d = 0; d < rows.cols; d += kDepth) {
       __syncthreads();
       with_storage<A>(dtype, [&](auto t) {
         using T = decltype(t);
-        stage<false>(shared.right,
-                     [&](int k, int j) -> A { return rows.at<T>(row + d + k, first + j); });
-      });
-      stage<!kTransposed>(shared.left, [&](int k, int i) {
-        return kTransposed ? shared.scores[d + k][i] : shared.scores[i][d + k];
+        stage<true>(left, [&](int k, int i) -> A { return rows.at<T>(row + i, d + k); });
+        stage<true>(right, [&](int k, int j) -> A { return others.at<T>(other_row + j, d + k); });
       });
       __syncthreads();
-      multiply_staged(acc[c], shared);
+      multiply_staged(acc);
     }
+    __syncthreads();
   }
-  __syncthreads();
-}
 
-template <typename A>
-__device__ __forceinline__ void store_scores(Shared<A>& shared, const Fragment<A>& values) {
-  __syncthreads();
-  for_fragment([&](int i, int j) { shared.scores[tile_row() + i][tile_col() + j] = values[i][j]; });
-}
+  // acc[c] += scores (or scores^T) x 64 columns from `col` + 64 c of the rows from `row`.
+  template <bool kTransposed>
+  __device__ __forceinline__ void multiply_scores(Fragment<A> (&acc)[kTilesOfChunk], DType dtype,
+                                                  const Rows& rows, int row, int col) {
+#pragma unroll
+    for (int c = 0; c < kTilesOfChunk; ++c) {
+      const int first = col + c * kTile;
+      if (first >= rows.cols) break;
+      for (int d = 0; d < kTile; d += kDepth) {
+        __syncthreads();
+        with_storage<A>(dtype, [&](auto t) {
+          using T = decltype(t);
+          stage<false>(right,
+                       [&](int k, int j) -> A { return rows.at<T>(row + d + k, first + j); });
+        });
+        stage<!kTransposed>(
+            left, [&](int k, int i) { return kTransposed ? scores[d + k][i] : scores[i][d + k]; });
+        __syncthreads();
+        multiply_staged(acc[c]);
+      }
+    }
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void store_scores(const Fragment<A>& values) {
+    __syncthreads();
+    for_fragment([&](int i, int j) { scores[tile_row() + i][tile_col() + j] = values[i][j]; });
+  }
+
+  // After store_scores and a barrier: which keys any query gives weight to. What the others hold
+  // must not reach a product, as 0 * NaN is NaN.
+  __device__ __forceinline__ void find_seen_keys() {
+    __syncthreads();
+    if (threadIdx.x < kTile) {
+      bool seen = false;
+      for (int i = 0; i < kTile; ++i) seen |= !(scores[i][threadIdx.x] == 0);
+      key_is_seen[threadIdx.x] = seen;
+    }
+    __syncthreads();
+  }
+};
 
 // Writes rows [0, rows) of a chunk's accumulators, from row `first` and column `col` on.
 template <typename A>
@@ -211,19 +216,6 @@ struct Head {
     for (int j = 0; j < 4; ++j) kept[j] = Dropout::keeps(bits, first + j) ? scale : A(0);
   }
 };
-
-// After store_scores and a barrier: which keys any query gives weight to. What the others hold
-// must not reach a product, as 0 * NaN is NaN.
-template <typename A>
-__device__ __forceinline__ void find_seen_keys(Shared<A>& shared) {
-  __syncthreads();
-  if (threadIdx.x < kTile) {
-    bool seen = false;
-    for (int i = 0; i < kTile; ++i) seen |= !(shared.scores[i][threadIdx.x] == 0);
-    shared.key_is_seen[threadIdx.x] = seen;
-  }
-  __syncthreads();
-}
 
 template <typename Run>
 cudaError_t with_arithmetic(DType dtype, Run run) {

@@ -16,8 +16,8 @@ __device__ __forceinline__ void differentiate(Fragment<A>& probability, Fragment
                                               const Head<A>& h, const Sequence& s, int head,
                                               int query, int key) {
   const AttentionParams& params = g.params.forward;
-  multiply_rows(gradient, shared, params.dtype, h.douts, query, h.values, key);
-  multiply_rows(probability, shared, params.dtype, h.queries, query, h.keys, key);
+  shared.multiply_rows(gradient, params.dtype, h.douts, query, h.values, key);
+  shared.multiply_rows(probability, params.dtype, h.queries, query, h.keys, key);
   const int64_t first = first_lse(params, s, head);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -59,12 +59,12 @@ __device__ __forceinline__ void gradient_tile(const AttentionGradient& g, Shared
       differentiate(probability, gradient, shared, g, h, s, head, kOfKeys ? other : own,
                     kOfKeys ? own : other);
       if (kOfKeys) {
-        store_scores(shared, probability);
-        multiply_scores<A, true>(dvalue, shared, params.dtype, h.douts, other, col);
+        shared.store_scores(probability);
+        shared.template multiply_scores<true>(dvalue, params.dtype, h.douts, other, col);
       }
-      store_scores(shared, gradient);
-      if (factor.seen != nullptr) find_seen_keys(shared);
-      multiply_scores<A, kOfKeys>(acc, shared, params.dtype, factor, other, col);
+      shared.store_scores(gradient);
+      if (factor.seen != nullptr) shared.find_seen_keys();
+      shared.template multiply_scores<kOfKeys>(acc, params.dtype, factor, other, col);
     }
   };
   const int group = params.heads / params.kv_heads;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void mask_gradient(const AttentionGradient& g, Shared
           for_fragment([&](int i, int j) { acc[i][j] += gradient[i][j]; });
         }
       });
-  store_scores(shared, acc);
+  shared.store_scores(acc);
   __syncthreads();
   store_mask_tile<kTile, kTile>(g, place, shared.scores[0], kTile + 1);
 }
@@ -139,8 +139,7 @@ cudaError_t attention_backward_plain(const AttentionGradient& g, cudaStream_t st
       error = launch(Of::kQueries, tiles_of(params.queries, kTile),
                      tiles_of(params.head_dim, kChunk), params.heads, sequences_of(params));
     }
-    if (error == cudaSuccess &&
-        (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
+    if (error == cudaSuccess && (g.params.dkey.data || g.params.dvalue.data)) {
       error = launch(Of::kKeys, tiles_of(params.keys, kTile),
                      tiles_of(std::max(params.head_dim, params.value_dim), kChunk), params.kv_heads,
                      sequences_of(params));

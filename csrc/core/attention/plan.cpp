@@ -15,7 +15,6 @@ constexpr int64_t kMostHeads = 64;
 // of more where tiles of keys meet unlike numbers of queries, and so wait for each other.
 constexpr int64_t kSummedBytes = 17 << 20, kUnevenSummedBytes = 25 << 20;
 
-// Columns of a tile for both head dimensions.
 int dim_of(const AttentionParams& params) {
   const int columns = std::min(std::max(params.head_dim, params.value_dim), kHopperDims[4]);
   int index = hopper_dim_index(columns);
@@ -23,9 +22,8 @@ int dim_of(const AttentionParams& params) {
   return kHopperDims[index];
 }
 
-// Whether tiles take unlike times.
 bool is_uneven(const AttentionParams& params) {
-  return params.query_offsets != nullptr || params.window_left >= 0 || params.window_right >= 0 ||
+  return params.packed() || params.window_left >= 0 || params.window_right >= 0 ||
          (attention_maps_mask(params) && !attention_masks_keys(params));
 }
 
@@ -38,14 +36,10 @@ int cached_heads(const AttentionParams& params, int64_t rows) {
 
 // Without parts.
 MaskShare share_of(const AttentionParams& params, bool one_batch, bool one_head) {
-  MaskShare share{};
-  share.batch = one_batch ? 1 : params.batch;
-  share.heads = one_head ? 1 : params.heads;
-  share.served = static_cast<int32_t>(int64_t{params.batch} * params.heads /
-                                      std::max<int64_t>(1, int64_t{share.batch} * share.heads));
-  share.parts = 1;
-  share.pairs = share.served;
-  return share;
+  const int32_t batch = one_batch ? 1 : params.batch, heads = one_head ? 1 : params.heads;
+  const auto served = static_cast<int32_t>(int64_t{params.batch} * params.heads /
+                                           std::max<int64_t>(1, int64_t{batch} * heads));
+  return {batch, heads, served, 1, served};
 }
 // In at most so many parts, of one size.
 void set_parts(MaskShare* share, int64_t parts) {
@@ -60,12 +54,11 @@ bool attention_is_one_tile(const AttentionParams& params) {
   const auto fits = [](int32_t size, int most) { return size > 0 && size <= most; };
   AttentionParams unmasked = params;
   unmasked.mask.data = nullptr;
-  return size_of(params.dtype) == 2 && params.query_offsets == nullptr && params.batch > 0 &&
-         params.heads > 0 && params.heads == params.kv_heads &&
-         int64_t{params.batch} * params.heads <= 1 << 30 && fits(params.queries, kOneTileRows) &&
-         fits(params.keys, kOneTileRows) && fits(params.head_dim, kOneTileColumns) &&
-         fits(params.value_dim, kOneTileColumns) && params.sink.data == nullptr &&
-         attention_scores_are_plain(unmasked);
+  return size_of(params.dtype) == 2 && !params.packed() && params.batch > 0 && params.heads > 0 &&
+         params.heads == params.kv_heads && int64_t{params.batch} * params.heads <= 1 << 30 &&
+         fits(params.queries, kOneTileRows) && fits(params.keys, kOneTileRows) &&
+         fits(params.head_dim, kOneTileColumns) && fits(params.value_dim, kOneTileColumns) &&
+         params.sink.data == nullptr && attention_scores_are_plain(unmasked);
 }
 
 bool one_tile_takes_backward(const AttentionParams& params) {
@@ -122,17 +115,15 @@ bool attention_is_aligned(const AttentionTensor& tensor, DType dtype) {
 }
 
 int64_t attention_rows(const AttentionParams& params) {
-  return int64_t{params.heads} * (params.query_offsets != nullptr
-                                      ? params.total_queries
-                                      : int64_t{params.batch} * params.queries);
+  return int64_t{params.heads} *
+         (params.packed() ? params.total_queries : int64_t{params.batch} * params.queries);
 }
 
 AttentionParams with_group_as_queries(AttentionParams params) {
   params.few_queries = kFewQueries;
   const bool sees_all = params.window_left < 0 && (params.window_right < 0 || !params.top_left);
   if (params.queries != 1 || params.heads <= params.kv_heads || !sees_all ||
-      params.alibi_slopes != nullptr || params.query_offsets != nullptr ||
-      params.dropout_threshold != 0)
+      params.alibi_slopes != nullptr || params.packed() || params.dropout_threshold != 0)
     return params;
   params.queries = params.sink.rows = params.heads / params.kv_heads;
   params.few_queries *= params.queries;
@@ -164,14 +155,13 @@ bool attention_scores_are_plain(const AttentionParams& params) {
 
 bool attention_masks_keys(const AttentionParams& params) {
   const AttentionMask& mask = params.mask;
-  return mask.data != nullptr && params.query_offsets == nullptr && mask.row_stride == 0 &&
+  return mask.data != nullptr && !params.packed() && mask.row_stride == 0 &&
          (mask.head_stride == 0 || params.heads == params.kv_heads);
 }
 
 bool attention_maps_mask(const AttentionParams& params) {
   return attention_masks_keys(params) ||
-         (params.mask.data != nullptr && params.query_offsets == nullptr &&
-          params.mask.head_stride == 0);
+         (params.mask.data != nullptr && !params.packed() && params.mask.head_stride == 0);
 }
 
 AttentionTier attention_tier(const AttentionParams& params, const DeviceProperties& device,
@@ -222,9 +212,8 @@ HopperPlan hopper_plan(const AttentionParams& params) {
     plan.key_section = plan.uneven ? cached_heads(params, rows_of_keys) : 1;
   }
   // A head's mask that serves every sequence is read for all of them while it is cached.
-  plan.batch_first = params.query_offsets == nullptr && params.batch > 1 &&
-                     params.mask.data != nullptr && params.mask.batch_stride == 0 &&
-                     params.mask.row_stride != 0;
+  plan.batch_first = !params.packed() && params.batch > 1 && params.mask.data != nullptr &&
+                     params.mask.batch_stride == 0 && params.mask.row_stride != 0;
   plan.forward_section = std::max(plan.query_section, plan.batch_first ? params.batch : 1);
   return plan;
 }
@@ -246,8 +235,7 @@ int hopper_forward_groups(const AttentionParams& params, const DeviceProperties&
     return rounds * (2 + static_cast<double>(ceil_div(params.queries, 64)) / tiles);
   };
   // Of packed sequences only the longest is known.
-  const bool packed = params.query_offsets != nullptr;
-  const bool two = packed ? params.queries <= 128 : time(2) <= time(3);
+  const bool two = params.packed() ? params.queries <= 128 : time(2) <= time(3);
   return two ? 2 : hopper_most_groups(dim_of(params));
 }
 
@@ -281,13 +269,12 @@ bool hopper_makes_mask_gradient(const AttentionBackwardParams& params,
   const AttentionParams& forward = params.forward;
   return params.dmask != nullptr && attention_rows(forward) > 0 &&
          hopper_takes_backward(forward, device) && dim_of(forward) <= 128 &&
-         forward.dropout_threshold == 0 && forward.query_offsets == nullptr &&
-         size_of(forward.mask.dtype) == 2 && params.mask_shape[2] == forward.queries &&
-         params.mask_shape[3] == forward.keys;
+         forward.dropout_threshold == 0 && !forward.packed() && size_of(forward.mask.dtype) == 2 &&
+         params.mask_shape[2] == forward.queries && params.mask_shape[3] == forward.keys;
 }
 
 QueryParts query_parts(const AttentionParams& params, int rows) {
-  const bool packed = params.query_offsets != nullptr;
+  const bool packed = params.packed();
   const int64_t of_head =
       packed ? params.total_queries / rows + params.batch + 2 : (params.queries + rows - 1) / rows;
   return {of_head, of_head * params.heads * (packed ? 1 : params.batch), params.heads, packed};
@@ -301,9 +288,9 @@ MaskMapSize mask_map_size(const AttentionParams& params) {
 }
 
 KeyParts key_parts(const AttentionParams& params) {
-  const bool packed = params.query_offsets != nullptr;
+  const bool packed = params.packed();
   const bool masked = params.mask.data != nullptr && !attention_masks_keys(params);
-  const int tile = kHopperForwardTiles[masked][hopper_dim_index(dim_of(params))].keys;
+  const int tile = kHopperForwardTiles[masked][hopper_dim_index(dim_of(params))].others;
   KeyParts parts{};
   parts.few = -1;
   parts.keys = static_cast<int32_t>(ceil_div(kKeysOfPart, tile) * tile);
@@ -351,8 +338,7 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
         take(key.all_rows(params.batch) * (params.value_dim + 1) * sizeof(float));
   }
   if (fuses) {
-    const bool sums =
-        params.query_offsets != nullptr || !hopper_stores_dquery(params.keys, params.queries);
+    const bool sums = params.packed() || !hopper_stores_dquery(params.keys, params.queries);
     scratch.chunks = take(sums ? 2 * scratch.tiles.all * 64 * 64 * sizeof(float) : 0);
   }
   const size_t key_sums = scratch.key_tiles.all * key_rows * 2 * dim_of(params);

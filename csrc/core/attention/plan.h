@@ -51,7 +51,6 @@ struct AttentionTiles {
 };
 
 constexpr int kPortableDims = 3;
-// Index of the tiles for a call.
 constexpr int attention_tiles_index(int head_dim, int value_dim) {
   const int dim = head_dim > value_dim ? head_dim : value_dim;
   return dim <= 64 ? 0 : dim <= 128 ? 1 : 2;
@@ -131,13 +130,14 @@ constexpr int hopper_dim_index(int dim) {
   return index;
 }
 
-// Tiles by kHopperDims, as large as registers and shared memory allow. Forward: of calls without a
-// mask of pairs, and with one. Shared memory has so many tiles (stages) of queries, keys and
-// values.
-struct HopperForwardTiles {
-  int keys, query_stages, key_stages, value_stages;
+// Tiles by kHopperDims, as large as registers and shared memory allow: rows of one side, a block's
+// own, against tiles of `others` rows of the other. Shared memory has so many tiles (stages) of the
+// own side, and of the other side's first tensor (key or query) and second (value or dout).
+struct HopperTiles {
+  int others, own_stages, first_stages, second_stages;
 };
-constexpr HopperForwardTiles kHopperForwardTiles[2][5] = {
+// Forward: of calls without a mask of pairs, and with one.
+constexpr HopperTiles kHopperForwardTiles[2][5] = {
     {{128, 2, 4, 4}, {96, 2, 4, 4}, {128, 2, 2, 3}, {112, 1, 2, 2}, {80, 1, 2, 2}},
     {{128, 2, 2, 2}, {80, 2, 2, 2}, {112, 1, 2, 2}, {80, 1, 2, 2}, {64, 1, 2, 2}},
 };
@@ -150,13 +150,7 @@ constexpr int hopper_most_groups(int dim, bool masks = false) {
 constexpr bool hopper_drops(int dim) { return dim == 64 || dim == 128; }
 // Plain scores: two where fewer rows or blocks idle. No sum depends on how many there are.
 int hopper_forward_groups(const AttentionParams& params, const DeviceProperties& device);
-// Backward: kHopperOwnRows rows of one side, its own, against tiles of `others` rows of the other.
-// Shared memory has so many tiles of the own side, and of the other side's first tensor (query or
-// key) and second (dout or value).
-struct HopperBackwardTiles {
-  int others, own_stages, first_stages, second_stages;
-};
-constexpr int kHopperOwnRows = 128;
+constexpr int kHopperOwnRows = 128;  // backward
 // Whether a tile of keys is the only one of its sequence, and meets few tiles of queries: what it
 // gives to dquery is then the sum, and is rounded and stored by that kernel. (Of many tiles, the
 // one warp that does so would be slower than a kernel for it.)
@@ -165,7 +159,7 @@ constexpr bool hopper_stores_dquery(int keys, int queries) {
 }
 // Of the kernel that makes all three gradients, where there is one: for plain scores, and for
 // others. `others` are queries, in chunks of 64.
-constexpr HopperBackwardTiles kHopperFusedTiles[2][5] = {
+constexpr HopperTiles kHopperFusedTiles[2][5] = {
     {{128, 2, 2, 2}, {64, 2, 3, 2}, {64, 1, 3, 2}, {}, {}},
     {{128, 1, 2, 1}, {64, 1, 3, 2}, {64, 1, 2, 2}, {}, {}},
 };
@@ -175,9 +169,8 @@ constexpr bool hopper_has_fused(int dim) {
 // Above that, of the kernel that makes dquery. Then of the one that makes dkey and dvalue, whose
 // own tiles have kHopperApartRows keys: for plain scores, and for others, as a mask's tile takes
 // room.
-constexpr HopperBackwardTiles kHopperQueryGradientTiles[] = {
-    {}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}};
-constexpr HopperBackwardTiles kHopperKeyGradientTiles[2][5] = {
+constexpr HopperTiles kHopperQueryGradientTiles[] = {{}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 1}};
+constexpr HopperTiles kHopperKeyGradientTiles[2][5] = {
     {{}, {}, {}, {96, 1, 2, 2}, {64, 1, 2, 2}},
     {{}, {}, {}, {64, 1, 2, 2}, {64, 1, 2, 2}},
 };
@@ -185,8 +178,7 @@ constexpr int kHopperApartRows = 64;
 
 // Of the kernel of an additive mask's gradient, of up to 64 columns and of 128: tiles of both sides
 // change together.
-constexpr HopperBackwardTiles kHopperMaskGradientTiles[] = {
-    {128, 2, 2, 2}, {}, {64, 2, 2, 2}, {}, {}};
+constexpr HopperTiles kHopperMaskGradientTiles[] = {{128, 2, 2, 2}, {}, {64, 2, 2, 2}, {}, {}};
 
 // How a call runs on Hopper. What a row's bits depend on, dim, general and key_parts, is a function
 // of the call's options alone; the rest is the order of the work.

@@ -5,7 +5,6 @@
 #include <cmath>
 #include <type_traits>
 
-#include "core/attention/kept_elements.cuh"
 #include "core/attention/mma.cuh"
 #include "core/attention/plan.h"
 #include "core/attention/tiles.cuh"

@@ -314,7 +314,7 @@ cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t
   };
   cudaError_t error = cudaSuccess;
   if (g.params.dquery.data != nullptr) error = with_shape<Kernel::kQueryGradient>(forward, launch);
-  if (error == cudaSuccess && (g.params.dkey.data != nullptr || g.params.dvalue.data != nullptr)) {
+  if (error == cudaSuccess && (g.params.dkey.data || g.params.dvalue.data)) {
     error = with_shape<Kernel::kKeyGradient>(forward, launch);
   }
   if (error == cudaSuccess && g.params.dmask != nullptr) {

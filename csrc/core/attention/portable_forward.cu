@@ -5,7 +5,6 @@
 namespace fused_norm {
 namespace portable {
 
-// A thread's two rows of a result, by a factor each.
 template <int kN>
 __device__ __forceinline__ void multiply_rows(float (&values)[kN][4], const float (&factor)[2]) {
 #pragma unroll

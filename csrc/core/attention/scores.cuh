@@ -29,7 +29,7 @@ __device__ __forceinline__ Sequence sequence_of(const AttentionParams& params, i
     begin = batch < 0 ? 0 : clamp_offset(offsets[batch], 0, total);
     rows = (batch < params.batch ? clamp_offset(offsets[batch + 1], begin, total) : total) - begin;
   };
-  if (params.query_offsets == nullptr) return s;
+  if (!params.packed()) return s;
   set(params.query_offsets, params.total_queries, s.query_begin, s.queries);
   set(params.key_offsets, params.total_keys, s.key_begin, s.keys);
   return s;
@@ -48,9 +48,8 @@ __device__ __forceinline__ T* row_of(const AttentionTensor& tensor, int batch, i
 // Where the log-sum-exp of a sequence's first query lies.
 __device__ __forceinline__ int64_t first_lse(const AttentionParams& params, const Sequence& s,
                                              int head) {
-  return params.query_offsets != nullptr
-             ? int64_t{head} * params.total_queries + s.query_begin
-             : (int64_t{s.batch} * params.heads + head) * params.queries;
+  return params.packed() ? int64_t{head} * params.total_queries + s.query_begin
+                         : (int64_t{s.batch} * params.heads + head) * params.queries;
 }
 
 // Calls use(T{}) with the type in memory; fp64 arithmetic means fp64 in memory.
@@ -76,6 +75,25 @@ __device__ __forceinline__ A read_option(const void* data, DType dtype, int64_t 
   with_option_storage<A>(
       dtype, [&](auto t) { value = static_cast<A>(static_cast<const decltype(t)*>(data)[at]); });
   return value;
+}
+
+// with(read) for the mask's type; read(at) is what its element `at` adds to a score; -inf where it
+// hides the key.
+template <typename With>
+__device__ __forceinline__ void with_mask_reader(const AttentionMask& mask, With with) {
+  const auto added = [](float value) { return value <= kHidingMask ? -INFINITY : value; };
+  const void* data = mask.data;
+  if (mask.boolean) {
+    with([=](int64_t at) { return static_cast<const uint8_t*>(data)[at] ? 0.f : -INFINITY; });
+  } else if (mask.dtype == DType::kFloat32) {
+    with([=](int64_t at) { return added(static_cast<const float*>(data)[at]); });
+  } else if (mask.dtype == DType::kFloat16) {
+    with([=](int64_t at) { return added(__half2float(static_cast<const __half*>(data)[at])); });
+  } else {
+    with([=](int64_t at) {
+      return added(__bfloat162float(static_cast<const __nv_bfloat16*>(data)[at]));
+    });
+  }
 }
 
 // The sink of a row, -inf without one or outside every sequence.
@@ -120,8 +138,8 @@ __device__ __forceinline__ Band band_of(const AttentionParams& params, const Seq
   constexpr int64_t kFar = 1 << 30;  // more than any length, and its sums with lengths fit
   const int64_t low = params.window_left < 0 ? -kFar : shift - params.window_left;
   const int64_t high = params.window_right < 0 ? kFar : shift + params.window_right;
-  return {static_cast<int>(max(-kFar, min(kFar, low))),
-          static_cast<int>(max(-kFar, min(kFar, high)))};
+  const auto clamp = [](int64_t at) { return static_cast<int>(max(-kFar, min(kFar, at))); };
+  return {clamp(low), clamp(high)};
 }
 
 __device__ __forceinline__ Dropout dropout_of(const AttentionParams& params, uint32_t row) {
@@ -140,19 +158,16 @@ struct Score {
 template <typename A>
 struct ScoreRules {
   const AttentionParams& params;
-  A scale, softcap, alibi_slope;
+  A scale = static_cast<A>(params.scale), softcap = static_cast<A>(params.softcap);
+  A alibi_slope = 0;
   int alibi_shift;
   uint32_t dropout_row;
-  const char* mask;  // of this batch index and head
+  const char* mask = static_cast<const char*>(params.mask.data);  // of this sequence and head
 
   __device__ __forceinline__ ScoreRules(const AttentionParams& params, const Sequence& s, int head)
       : params(params),
-        scale(static_cast<A>(params.scale)),
-        softcap(static_cast<A>(params.softcap)),
-        alibi_slope(0),
         alibi_shift(s.keys - s.queries),
-        dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)),
-        mask(static_cast<const char*>(params.mask.data)) {
+        dropout_row(static_cast<uint32_t>(s.batch * params.heads + head)) {
     if (params.alibi_slopes != nullptr && !is_outside(params, s)) {
       alibi_slope = params.alibi_slopes[s.batch * params.alibi_batch_stride + head];
     }

@@ -49,7 +49,7 @@ cudaError_t launch_tiles(void (*kernel)(Params, int, int, Args...), const Params
 // The batch indices of a launch over tiles: one for each sequence; in packed calls also the first,
 // for the rows before all sequences, and the last, for those behind.
 inline int sequences_of(const AttentionParams& params) {
-  return params.batch + (params.query_offsets != nullptr ? 2 : 0);
+  return params.batch + (params.packed() ? 2 : 0);
 }
 
 // Calls run(sequence, head, first row, part) for a block's tiles of kRows queries, the last first:
@@ -64,7 +64,7 @@ __device__ __forceinline__ void for_tiles(const AttentionParams& params, int til
   const Place place = place_of(tiles, parts, batch_first ? params.batch : heads);
   const int head = batch_first ? place.batch : place.head;
   const int batch = batch_first ? place.head : place.batch;
-  Sequence s = sequence_of(params, batch - (params.query_offsets != nullptr ? 1 : 0));
+  Sequence s = sequence_of(params, batch - (params.packed() ? 1 : 0));
   if (is_outside(params, s)) (kOfKeys ? s.queries : s.keys) = 0;
   const int all = ((kOfKeys ? s.keys : s.queries) + kRows - 1) / kRows;
   for (int tile = kOfKeys ? place.tile : tiles - 1 - place.tile; tile < all; tile += tiles) {
