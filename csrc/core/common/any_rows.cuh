@@ -18,45 +18,26 @@ __device__ __forceinline__ int any_column(const Group& group) {
   return slice_column<N, 1, RowsLie::kElements>(group);
 }
 
-// Reads a thread's columns; element i is column i * kWarpSize after `from`, of which `left` remain.
-// Zero past the row's end.
-template <typename A, int N>
-__device__ __forceinline__ void load_any(const void* data, DType dtype, int64_t from, int left,
-                                         A (&out)[N]) {
-  with_param_type<A>(dtype, [&](auto type) {
-    using T = decltype(type);
-    const T* const first = static_cast<const T*>(data) + from;
-    T values[N];
-#pragma unroll
-    for (int i = 0; i < N; ++i)
-      values[i] = i * kWarpSize < left ? __ldg(first + i * kWarpSize) : T(0.0f);
-#pragma unroll
-    for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
-  });
-}
-
-// Writes them, each rounded once.
-template <typename A, int N>
-__device__ __forceinline__ void store_any(void* data, DType dtype, int64_t to, int left,
-                                          const A (&values)[N]) {
-  with_param_type<A>(dtype, [&](auto type) {
-    using T = decltype(type);
-    T* const first = static_cast<T*>(data) + to;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      if (i * kWarpSize < left) first[i * kWarpSize] = static_cast<T>(values[i]);
-    }
-  });
-}
-
 struct AnyRows {
   const void* data;
   DType dtype;
   RowLayout layout;
 
+  // Reads a thread's columns of a row: element i is column col + i * kWarpSize. Zero past `cols`.
   template <typename A, int N>
   __device__ __forceinline__ void load(int64_t row, int col, int cols, A (&out)[N]) const {
-    load_any(data, dtype, row_offset(layout, row) + col, cols - col, out);
+    const int64_t from = row_offset(layout, row) + col;
+    const int left = cols - col;
+    with_param_type<A>(dtype, [&](auto type) {
+      using T = decltype(type);
+      const T* const first = static_cast<const T*>(data) + from;
+      T values[N];
+#pragma unroll
+      for (int i = 0; i < N; ++i)
+        values[i] = i * kWarpSize < left ? __ldg(first + i * kWarpSize) : T(0.0f);
+#pragma unroll
+      for (int i = 0; i < N; ++i) out[i] = static_cast<A>(values[i]);
+    });
   }
 };
 // Rows to be written, contiguous.
@@ -64,10 +45,20 @@ struct AnyOutput {
   void* data;
   DType dtype;
 
+  // Writes them, each rounded once.
   template <typename A, int N>
   __device__ __forceinline__ void store(int64_t row, int col, int cols,
                                         const A (&values)[N]) const {
-    store_any(data, dtype, row * cols + col, cols - col, values);
+    const int64_t to = row * cols + col;
+    const int left = cols - col;
+    with_param_type<A>(dtype, [&](auto type) {
+      using T = decltype(type);
+      T* const first = static_cast<T*>(data) + to;
+#pragma unroll
+      for (int i = 0; i < N; ++i) {
+        if (i * kWarpSize < left) first[i * kWarpSize] = static_cast<T>(values[i]);
+      }
+    });
   }
 };
 

@@ -1,6 +1,6 @@
 // Bulk copies from global to shared memory, which one thread starts and the chip does on the side,
-// and small ones to the shared memory of other blocks of a cluster. Compute capability 9.0 on; on
-// older chips these functions do nothing, and no plan needs them.
+// and small ones to the shared memory of other blocks of a cluster. Only kernels of compute
+// capability 9.0 on may call these functions.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -19,46 +19,37 @@ class CopyBarrier {
   // By one of these `threads`, which then calls order_inits(). A barrier of the block follows
   // before the others wait.
   __device__ __forceinline__ void init(int threads = 1) {
-#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(this)), "r"(threads)
                  : "memory");
-#endif
   }
   // Puts the barriers that the thread made before copies and other blocks' writes.
   __device__ __forceinline__ static void order_inits() {
-#if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     order_writes();
-#endif
   }
 
   // Begins a phase, which ends when all these threads' `bytes` have been copied. Those who waited
   // for its end also see what the thread wrote before.
   __device__ __forceinline__ void expect(int bytes) {
-#if __CUDA_ARCH__ >= 900
     asm volatile(
         "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(this)),
         "r"(bytes)
         : "memory");
-#endif
   }
 
   // Starts a copy of a multiple of 16 bytes, between multiples of 16.
-  __device__ __forceinline__ void copy(void* to, const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ void copy(char* to, const char* from, int bytes) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
             "r"(shared_address(to)),
         "l"(from), "r"(bytes), "r"(shared_address(this))
         : "memory");
-#endif
   }
 
   // Writes `value`, 4 or 8 bytes, to `to` in the shared memory of a block of the cluster; part of
   // what this barrier expects there. That block has begun, and will wait for it.
   template <typename V>
   __device__ __forceinline__ void send(const V& value, V* to, int rank) const {
-#if __CUDA_ARCH__ >= 900
     if constexpr (sizeof(V) == 8) {
       uint64_t bits;
       memcpy(&bits, &value, sizeof(bits));
@@ -77,14 +68,12 @@ class CopyBarrier {
           "r"(bits), "r"(of_block(this, rank))
           : "memory");
     }
-#endif
   }
 
   // Until the end of a phase. The first has parity 0, the next 1, and so on in turn; a new barrier
   // is as if one of parity 1 had ended. kFromCluster: other blocks of the cluster sent something.
   template <bool kFromCluster = false>
   __device__ __forceinline__ void wait(uint32_t parity) const {
-#if __CUDA_ARCH__ >= 900
 #define FUSED_NORM_TRY_WAIT(semantics)         \
   asm volatile(                                \
       "{\n"                                    \
@@ -105,24 +94,19 @@ class CopyBarrier {
       }
     } while (!done);
 #undef FUSED_NORM_TRY_WAIT
-#endif
   }
 
   // Puts what the thread wrote to shared memory before the copies that it starts from now on.
   __device__ __forceinline__ static void order_writes() {
-#if __CUDA_ARCH__ >= 900
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
   }
 
  private:
   __device__ __forceinline__ static uint32_t of_block(const void* shared, int rank) {
-    uint32_t there = 0;
-#if __CUDA_ARCH__ >= 900
+    uint32_t there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;"
         : "=r"(there)
         : "r"(shared_address(shared)), "r"(rank));
-#endif
     return there;
   }
 
@@ -146,34 +130,27 @@ struct RingSlot {
 
 // Copies bytes from `begin` to `end`, of elements T, that no bulk copy can.
 template <typename T>
-__device__ __forceinline__ void copy_rest(void* to, const void* from, int begin, int end) {
+__device__ __forceinline__ void copy_rest(char* to, const char* from, int begin, int end) {
 #pragma unroll 1
   for (int i = begin; i < end; i += sizeof(T))
-    *reinterpret_cast<T*>(static_cast<char*>(to) + i) =
-        *reinterpret_cast<const T*>(static_cast<const char*>(from) + i);
+    *reinterpret_cast<T*>(to + i) = *reinterpret_cast<const T*>(from + i);
 }
 
 // Starts a copy of a multiple of 16 bytes from shared memory, between multiples of 16. What it
 // copies was written there before order_writes() and a barrier.
 __device__ __forceinline__ void store_bulk(void* to, const void* from, int bytes) {
-#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
                "r"(shared_address(from)), "r"(bytes)
                : "memory");
-#endif
 }
 // Makes a group of the thread's own such copies since the last call.
 __device__ __forceinline__ void commit_bulk_stores() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-#endif
 }
 // Waits until no more than the thread's last kGroups groups still read shared memory.
 template <int kGroups>
 __device__ __forceinline__ void wait_for_bulk_reads() {
-#if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kGroups) : "memory");
-#endif
 }
 
 }  // namespace fused_norm

@@ -40,11 +40,11 @@ constexpr int sure_units(const int (&units)[kClasses], int row_class) {
   return row_class == 0 ? 0 : units[row_class - 1];
 }
 
-// Fills in the tiles of so many tensors, in blocks of which registers leave room for `most_blocks`
-// on a multiprocessor. Each has `rows_at_work` rows at work at a time, a multiple of its warps, so
-// that tiles are whole granules. False if there is no room for one.
-inline bool plan_tiles(int64_t rows, int cols, int rows_at_work, int tensors, int most_blocks,
-                       const DeviceProperties& device, FlatRows& flat) {
+// Tiles of so many tensors, in blocks of which registers leave room for `most_blocks` on a
+// multiprocessor. Each has `rows_at_work` rows at work at a time, a multiple of its warps, so that
+// tiles are whole granules. No blocks if there is no room for one.
+inline FlatRows plan_tiles(int64_t rows, int cols, int row_class, int rows_at_work, int tensors,
+                           int most_blocks, const DeviceProperties& device) {
   constexpr int64_t kMostBytes = 17 * 1024;
   const int capacity = device.shared_bytes_per_block + kReservedPerBlock;
   const int beside = kReservedPerBlock + kFlatStatic;
@@ -53,13 +53,16 @@ inline bool plan_tiles(int64_t rows, int cols, int rows_at_work, int tensors, in
   const int row_bytes = cols * 2;
   const int64_t share = ceil_div(rows, int64_t{most_blocks} * device.sm_count) * row_bytes;
   const int64_t times = std::min({share, room, kMostBytes}) / (int64_t{rows_at_work} * row_bytes);
+  FlatRows flat{};
+  flat.row_class = row_class;
   flat.rows = rows_at_work * static_cast<int>(std::max<int64_t>(1, times));
   // Copies fill slots that start at multiples of 128 up to 7 % faster (H200).
   flat.tile_bytes = (flat.rows * row_bytes + 127) / 128 * 128;
   flat.shared_bytes = kFlatSlots * tensors * flat.tile_bytes;
   const int64_t resident = std::min(most_blocks, capacity / (flat.shared_bytes + beside));
+  if (resident == 0) return {};
   flat.blocks = clamp_grid(std::min(ceil_div(rows, flat.rows), resident * device.sm_count));
-  return resident > 0;
+  return flat;
 }
 
 }  // namespace fused_norm

@@ -231,12 +231,6 @@ __device__ __forceinline__ void wait_for_copies() {
 template <typename T>
 using Bits = std::conditional_t<sizeof(T) == 2, uint16_t, uint32_t>;
 
-// Those of an element that is read once, through the read-only path and past the first-level cache.
-template <typename T>
-__device__ __forceinline__ uint32_t load_bits_streamed(const T* from) {
-  return load_streamed<sizeof(T)>(from).at[0];
-}
-
 // The value of an element.
 template <typename T>
 __device__ __forceinline__ float value_of(uint32_t bits) {

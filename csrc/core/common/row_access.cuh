@@ -33,8 +33,7 @@ __device__ __forceinline__ bool rows_follow(const RowLayout& layout, int64_t row
     const int left = static_cast<int>(min(rows - 1 - row, most));
     return left * static_cast<int>(min(min(layout.stride, int64_t{cols}), most)) >= elements;
   }
-  const char* const base = nullptr;
-  return row < rows && row_start(base, layout, rows - 1) - row_start(base, layout, row) >= elements;
+  return row < rows && row_offset(layout, rows - 1) - row_offset(layout, row) >= elements;
 }
 
 }  // namespace fused_norm

@@ -63,25 +63,18 @@ class PackReader {
   }
 };
 
-// Writes a slice of a regular row, pack by pack.
+// Writes a slice of a regular row, pack by pack. It starts at `at`; `left` columns of the row
+// remain from there on, 0 for no row.
 template <typename T, int N>
-class PackWriter {
- public:
-  // The slice starts at `at`; `left` columns remain of the row from there on, 0 for no row.
-  __device__ __forceinline__ void open(T* at, int left) {
-    at_ = at;
-    left_ = left;
-  }
+struct PackWriter {
+  T* at;
+  int left;
 
   template <typename Group>
   __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) const {
     const int step = p * slice_step<N>(group);
-    if (step < left_) store_streamed<sizeof(T) * N>(at_ + step, pack.words);
+    if (step < left) store_streamed<sizeof(T) * N>(at + step, pack.words);
   }
-
- private:
-  T* at_;
-  int left_;
 };
 
 template <typename T, int N, RowsLie kLie, int kPacks>

@@ -42,13 +42,14 @@ using Unit = Words<(sizeof(T) * kUnit < 4 ? 4 : sizeof(T) * kUnit)>;
 // Loads one, through the read-only path and past the first-level cache.
 template <int kUnit, bool kWhole, typename T>
 __device__ __forceinline__ Unit<T, kUnit> load_unit(const T* from) {
+  auto bits = [&](int i) { return uint32_t{load_streamed<sizeof(T)>(from + i).at[0]}; };
   if constexpr (kUnit == 1) {
-    return {load_bits_streamed(from)};
+    return {bits(0)};
   } else if constexpr (kWhole) {
     return load_streamed<kUnit * sizeof(T)>(from);
   } else {
     static_assert(sizeof(T) == 2);
-    return {load_bits_streamed(from) | load_bits_streamed(from + 1) << 16};
+    return {bits(0) | bits(1) << 16};
   }
 }
 
@@ -122,24 +123,20 @@ class UnitReader {
   int left_;
 };
 
-// Writes them.
+// Writes them, likewise from `at` on.
 template <typename T, int N, RowsLie kLie>
-class UnitWriter {
+struct UnitWriter {
   static constexpr int kUnit = unit_of(kLie, N);
-
- public:
-  __device__ __forceinline__ void open(T* at, int left) {
-    at_ = at;
-    left_ = left;
-  }
+  T* at;
+  int left;
 
   template <typename Group>
   __device__ __forceinline__ void store(int p, const Pack<T, N>& pack, const Group& group) const {
     const int step = slice_step<N>(group);
-    with_units<kUnit>(at_, [&](auto whole) {
-      visit_units<kLie, N>(group, left_ - p * step, [&](int i, bool inside) {
+    with_units<kUnit>(at, [&](auto whole) {
+      visit_units<kLie, N>(group, left - p * step, [&](int i, bool inside) {
         if (!inside) return;
-        T* const to = at_ + p * step + i * group.lanes();
+        T* const to = at + p * step + i * group.lanes();
         if constexpr (kUnit > 1 && decltype(whole)::value) {
           Unit<T, kUnit> unit;
 #pragma unroll
@@ -154,10 +151,6 @@ class UnitWriter {
       });
     });
   }
-
- private:
-  T* at_;
-  int left_;
 };
 
 // Parameters of a pack's columns, from `col` on, in the accumulator's precision.

@@ -12,37 +12,35 @@ namespace fused_norm {
 // in all. The first kSure of them every lane has.
 template <int kUnits, int kSure>
 struct LaneColumns {
-  int first, left;  // columns of the row from the lane's first on
+  int cols, first, left;  // of the row; the lane's first; columns of the row from that on
   __device__ __forceinline__ explicit LaneColumns(int cols)
-      : first(threadIdx.x % kWarpSize), left(cols - first) {}
+      : cols(cols), first(threadIdx.x % kWarpSize), left(cols - first) {}
   __device__ __forceinline__ bool inside(int i) const { return i < kSure || i * kWarpSize < left; }
 };
 
-// A lane's values of kRows rows, `stride` apart, of which its first columns begin at `own`;
+// A lane's values of kRows rows that follow each other, of which its first column is at `own`;
 // `filler` past the row's end.
 template <int kRows, int kUnits, int kSure, typename X>
-__device__ __forceinline__ void load_rows(const X* own, int stride,
-                                          const LaneColumns<kUnits, kSure>& columns, float filler,
-                                          float (&values)[kRows][kUnits]) {
+__device__ __forceinline__ void load_rows(const X* own, const LaneColumns<kUnits, kSure>& columns,
+                                          float filler, float (&values)[kRows][kUnits]) {
   const Bits<X>* const bits = reinterpret_cast<const Bits<X>*>(own);
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) {
       values[k][i] = filler;
-      if (columns.inside(i)) values[k][i] = value_of<X>(bits[k * stride + i * kWarpSize]);
+      if (columns.inside(i)) values[k][i] = value_of<X>(bits[k * columns.cols + i * kWarpSize]);
     }
   }
 }
 
 // Rounds them, and writes them there.
 template <int kRows, int kUnits, int kSure, typename X>
-__device__ __forceinline__ void store_rows(X* own, int stride,
-                                           const LaneColumns<kUnits, kSure>& columns,
+__device__ __forceinline__ void store_rows(X* own, const LaneColumns<kUnits, kSure>& columns,
                                            const float (&values)[kRows][kUnits]) {
 #pragma unroll
   for (int k = 0; k < kRows; ++k) {
-    Bits<X>* const bits = reinterpret_cast<Bits<X>*>(own) + k * stride;
+    Bits<X>* const bits = reinterpret_cast<Bits<X>*>(own) + k * columns.cols;
 #pragma unroll
     for (int i = 0; i < kUnits; i += 2) {
       const bool two = i + 1 < kUnits;
@@ -54,19 +52,13 @@ __device__ __forceinline__ void store_rows(X* own, int stride,
   }
 }
 
-// Parameters of a lane's columns; zero past the row's end.
-template <typename X, int kUnits, int kSure>
-__device__ __forceinline__ void load_columns(const ParamVector& params,
-                                             const LaneColumns<kUnits, kSure>& columns,
-                                             float (&out)[kUnits]) {
-  with_param_type<X>(params.dtype, [&](auto type) {
-    const auto* const own = static_cast<const decltype(type)*>(params.data) + columns.first;
+// The sum over a lane's columns of a row, of add(i, sum) each: two chains.
+template <int kUnits, typename Add>
+__device__ __forceinline__ float chain_sum(Add add) {
+  float chains[2] = {};
 #pragma unroll
-    for (int i = 0; i < kUnits; ++i) {
-      out[i] = 0;
-      if (columns.inside(i)) out[i] = static_cast<float>(own[i * kWarpSize]);
-    }
-  });
+  for (int i = 0; i < kUnits; ++i) chains[i % 2] = add(i, chains[i % 2]);
+  return chains[0] + chains[1];
 }
 
 }  // namespace fused_norm

@@ -130,8 +130,7 @@ __device__ __forceinline__ void write_row(const In& in, const BackwardOutput<X, 
                                           const Params& params, int left, X* dx,
                                           const Gradient& gradient, float (&xhat)[kPacks][N],
                                           float (&w)[kPacks][N]) {
-  WriterOf<X, N, kLie> writer;
-  writer.open(dx, left);
+  const WriterOf<X, N, kLie> writer{dx, left};
   const int step = slice_step<N>(group);
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {

@@ -1,6 +1,5 @@
 // Forward for short rows of one 16-bit dtype that are not whole packs: they pass through shared
 // memory in tiles, and each lane of a warp has some of a row's columns (warp_rows.cuh).
-#include "core/common/branch.cuh"
 #include "core/common/tile_ring.cuh"
 #include "core/common/warp_rows.cuh"
 #include "core/norm/forward.cuh"
@@ -8,22 +7,22 @@
 
 namespace fused_norm {
 
-// What the kernel reads and writes.
 template <typename X>
-struct FlatForward {
-  TileTensors<X, 1> tensors;  // x, in whose place comes y
-  AffineStore<X> store;
-  StatisticsOf<InputLoad<X>, AffineStore<X>> out;
-  FlatRows flat;
-};
+using FlatStatistics = StatisticsOf<InputLoad<X>, AffineStore<X>>;
 
-// The sum of a lane's values of a row: two chains.
-template <int kUnits, typename Map>
-__device__ __forceinline__ float chain_sum(const float (&x)[kUnits], Map map) {
-  float chains[2] = {map(x[0], 0.0f), map(x[1], 0.0f)};
+// Parameters of a lane's columns; zero past the row's end.
+template <typename X, int kUnits, int kSure>
+__device__ __forceinline__ void load_columns(const ParamVector& params,
+                                             const LaneColumns<kUnits, kSure>& columns,
+                                             float (&out)[kUnits]) {
+  with_param_type<X>(params.dtype, [&](auto type) {
+    const auto* const own = static_cast<const decltype(type)*>(params.data) + columns.first;
 #pragma unroll
-  for (int i = 2; i < kUnits; ++i) chains[i % 2] = map(x[i], chains[i % 2]);
-  return chains[0] + chains[1];
+    for (int i = 0; i < kUnits; ++i) {
+      out[i] = 0;
+      if (columns.inside(i)) out[i] = static_cast<float>(own[i * kWarpSize]);
+    }
+  });
 }
 
 // Value k of the lane's number.
@@ -36,35 +35,35 @@ __device__ __forceinline__ float of_lane(const float (&values)[K], int lane) {
 }
 
 template <bool kRms, int kClass, typename X>
-__device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, CopyBarrier* filled) {
+__device__ __forceinline__ void norm_tiles(const TileTensors<X, 1>& tensors, const FlatRows& flat,
+                                           const AffineStore<X>& store,
+                                           const FlatStatistics<X>& out) {
   constexpr int kUnits = kForwardTileUnits[kClass], kRows = forward_tile_rows(kUnits);
-  extern __shared__ __align__(128) char memory[];
-  const int cols = of.tensors.cols, lane = threadIdx.x % kWarpSize;
-  const LaneColumns<kUnits, sure_units(kForwardTileUnits, kClass)> columns(cols);
-  TileRing<X, 1> tiles(of.tensors, of.flat, filled, memory);
+  const int lane = threadIdx.x % kWarpSize;
+  const LaneColumns<kUnits, sure_units(kForwardTileUnits, kClass)> columns(tensors.cols);
   float weight[kUnits], bias[kRms ? 1 : kUnits] = {};
   auto load_params = [&] {
 #pragma unroll
     for (int i = 0; i < kUnits; ++i) weight[i] = 1;
-    if (of.store.weight.data) {
-      load_columns<X>(of.store.weight, columns, weight);
+    if (store.weight.data) {
+      load_columns<X>(store.weight, columns, weight);
 #pragma unroll
-      for (int i = 0; i < kUnits; ++i) weight[i] += of.store.weight_offset;
+      for (int i = 0; i < kUnits; ++i) weight[i] += store.weight_offset;
     }
     if constexpr (!kRms) {
-      if (of.store.bias.data) load_columns<X>(of.store.bias, columns, bias);
+      if (store.bias.data) load_columns<X>(store.bias, columns, bias);
     }
   };
-  for_tiles<kRows>(tiles, of.flat, load_params, [&](int r) {
-    X* const own = tiles.part(0) + r * cols + columns.first;
+  for_tiles<kRows>(tensors, flat, load_params, [&](const auto& tiles, int r) {
+    X* const own = tiles.own(0, r);
     float x[kRows][kUnits], mean[kRows] = {}, rstd[kRows];
-    load_rows(own, cols, columns, 0.0f, x);
+    load_rows(own, columns, 0.0f, x);
     if constexpr (!kRms) {
 #pragma unroll
       for (int k = 0; k < kRows; ++k)
-        mean[k] = chain_sum(x[k], [](float value, float sum) { return sum + value; });
+        mean[k] = chain_sum<kUnits>([&](int i, float sum) { return sum + x[k][i]; });
       reduce_each(mean, SumOf(),
-                  [&](float sum) { return quotient(sum + 0.0f, of.out.cols, of.out.per_cols); });
+                  [&](float sum) { return quotient(sum + 0.0f, out.cols, out.per_cols); });
 #pragma unroll
       for (int k = 0; k < kRows; ++k) {
 #pragma unroll
@@ -73,8 +72,8 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
     }
 #pragma unroll
     for (int k = 0; k < kRows; ++k)
-      rstd[k] = chain_sum(x[k], [](float value, float sum) { return fmaf(value, value, sum); });
-    reduce_each(rstd, SumOf(), [&](float squares) { return of.out.rstd_of(squares).nearest(); });
+      rstd[k] = chain_sum<kUnits>([&](int i, float sum) { return fmaf(x[k][i], x[k][i], sum); });
+    reduce_each(rstd, SumOf(), [&](float squares) { return out.rstd_of(squares).nearest(); });
 #pragma unroll
     for (int k = 0; k < kRows; ++k) {
 #pragma unroll
@@ -83,39 +82,33 @@ __device__ __forceinline__ void norm_forward_tiles(const FlatForward<X>& of, Cop
         x[k][i] = kRms ? xhat * weight[i] : fmaf(xhat, weight[i], bias[i]);
       }
     }
-    store_rows(own, cols, columns, x);
+    store_rows(own, columns, x);
     const int64_t row = tiles.first_row() + r + lane;
-    if (lane < kRows && row < of.tensors.rows)
-      of.out.write(row, of_lane(mean, lane), of_lane(rstd, lane), kRms);
+    if (lane < kRows && row < tensors.rows)
+      out.write(row, of_lane(mean, lane), of_lane(rstd, lane), kRms);
   });
 }
 
 // All forms in one kernel a type, which branches once.
 template <typename X>
 __global__ void __launch_bounds__(kFlatThreads, kForwardTileBlocks)
-    norm_forward_flat(const __grid_constant__ FlatForward<X> of, bool rms) {
-#if __CUDA_ARCH__ >= 900
-  __shared__ CopyBarrier filled[kFlatSlots];
-  with_flag(rms, [&](auto is_rms) {
-    with_number<0, kForwardTileClasses>(of.flat.row_class, [&](auto row_class) {
-      norm_forward_tiles<decltype(is_rms)::value, decltype(row_class)::value>(of, filled);
-    });
+    norm_forward_flat(const __grid_constant__ TileTensors<X, 1> tensors,
+                      const __grid_constant__ FlatRows flat,
+                      const __grid_constant__ AffineStore<X> store,
+                      const __grid_constant__ FlatStatistics<X> out, bool rms) {
+  with_row_class<0, kForwardTileClasses>(flat, rms, [&](auto is_rms, auto row_class) {
+    norm_tiles<decltype(is_rms)::value, decltype(row_class)::value>(tensors, flat, store, out);
   });
-#else
-  __trap();  // no plan asks for it
-#endif
 }
 
 cudaError_t norm_flat_forward(const NormForwardParams& params, const NormForwardPlan& plan,
                               cudaStream_t stream) {
   return with_dtype<__half, __nv_bfloat16>(params.x_dtype, [&](auto type) {
     using X = decltype(type);
-    const TileRows<X> x{static_cast<const X*>(params.x), params.x_layout};
-    const FlatForward<X> of{tile_tensors(static_cast<X*>(params.y), params.rows, params.cols, x),
-                            affine_store<X>(params), statistics_out<InputLoad<X>, X>(params),
-                            plan.tiles};
-    return launch(norm_forward_flat<X>, plan.tiles.blocks, kFlatThreads,
-                  {plan.tiles.shared_bytes, 1, plan.overlaps}, stream, of, params.rms);
+    const TileTensors<X, 1> tensors{
+        {{params.x, params.x_layout}}, params.y, params.rows, params.cols};
+    return launch_tiles(norm_forward_flat<X>, tensors, plan.tiles, stream, affine_store<X>(params),
+                        statistics_out<InputLoad<X>, X>(params), params.rms);
   });
 }
 

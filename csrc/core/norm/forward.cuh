@@ -146,8 +146,7 @@ __device__ __forceinline__ void write_normalized(const SliceValues<T, N, kPacks,
                                                  const Rstd& rstd, const Params& params,
                                                  const Store& store, int64_t row, int col, int left,
                                                  Finish finish) {
-  WriterOf<typename Store::Output, N, kLie> writer;
-  writer.open(store.y + row * store.cols + col, left);
+  const WriterOf<typename Store::Output, N, kLie> writer{store.y + row * store.cols + col, left};
   params.wait();
 #pragma unroll
   for (int p = 0; p < kPacks; ++p) {

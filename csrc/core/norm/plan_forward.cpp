@@ -80,16 +80,12 @@ void set_threads(int64_t rows, int64_t block_packs, bool same_bits, bool may_hal
   }
 }
 
-// Forward of short rows in tiles; no slots where there can be none. Longer ones are dealt out.
+// Forward of short rows in tiles; no blocks where there can be none. Longer ones are dealt out.
 FlatRows forward_tiles(int64_t rows, int cols, const DeviceProperties& device) {
-  FlatRows flat{};
   const int row_class = flat_class_of(kForwardTileUnits, cols);
-  if (row_class == kForwardTileClasses || device.max_cluster_blocks == 1) return flat;
-  flat.row_class = row_class;
+  if (row_class == kForwardTileClasses || device.max_cluster_blocks == 1) return {};
   const int rows_at_work = kFlatWarps * forward_tile_rows(kForwardTileUnits[row_class]);
-  if (!plan_tiles(rows, cols, rows_at_work, /*tensors=*/1, kForwardTileBlocks, device, flat))
-    return {};
-  return flat;
+  return plan_tiles(rows, cols, row_class, rows_at_work, /*tensors=*/1, kForwardTileBlocks, device);
 }
 
 }  // namespace

@@ -86,9 +86,10 @@ struct AddLoad {
   class Slice {
    public:
     __device__ Slice(const AddLoad& load, int64_t row, int col)
-        : adds_(load.adds()), x_(load.x, row, col), addend_(load.addend, row, col) {
-      sum_.open(load.sum + row * load.cols + col, row < load.rows ? load.cols - col : 0);
-    }
+        : adds_(load.adds()),
+          x_(load.x, row, col),
+          addend_(load.addend, row, col),
+          sum_{load.sum + row * load.cols + col, row < load.rows ? load.cols - col : 0} {}
 
     template <typename Group>
     __device__ __forceinline__ void fetch(const Group& group) {

@@ -55,7 +55,6 @@ __device__ __forceinline__ void norm_forward_twice(const StreamedForward<A>& in)
   if (group.thread() == 0 && cols > 0) in.out.write(row, mean, rstd.nearest(), kRms);
 
   for (int col = first; col < cols; col += step) {
-    const int left = cols - col;
     A g[N], b[N];
     in.x.load(row, col, cols, x);
 #pragma unroll
@@ -64,11 +63,11 @@ __device__ __forceinline__ void norm_forward_twice(const StreamedForward<A>& in)
       b[i] = A(0);
     }
     if (in.weight.data) {
-      load_any(in.weight.data, in.weight.dtype, col, left, g);
+      AnyRows{in.weight.data, in.weight.dtype}.load(0, col, cols, g);
 #pragma unroll
       for (int i = 0; i < N; ++i) g[i] += in.weight_offset;
     }
-    if (!kRms && in.bias.data) load_any(in.bias.data, in.bias.dtype, col, left, b);
+    if (!kRms && in.bias.data) AnyRows{in.bias.data, in.bias.dtype}.load(0, col, cols, b);
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const A xhat = rstd.times(x[i] - mean);
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(kTileThreads, 6)
     norm_backward_columns(const __grid_constant__ StreamedBackward<A> in) {
   constexpr int N = kBackwardColumns<A>;
   const RowGroup<true> group;
-  const int col = blockIdx.x * kTileThreads * N + any_column<N>(group), left = in.cols - col;
+  const int col = blockIdx.x * kTileThreads * N + any_column<N>(group);
   const auto params = ColumnParams<A, N>::template load<true, RowsLie::kElements>(in, col);
   A dweight[N] = {}, dbias[N] = {};
   StreamedRow<A, N> next;
@@ -188,9 +187,10 @@ __global__ void __launch_bounds__(kTileThreads, 6)
     }
     in.dx.store(row, col, in.cols, added);
   }
-  const int64_t partial = int64_t{blockIdx.y} * in.cols + col;
-  if (in.dweight_partials) store_any(in.dweight_partials, kDTypeOf<A>, partial, left, dweight);
-  if (in.dbias_partials) store_any(in.dbias_partials, kDTypeOf<A>, partial, left, dbias);
+  const AnyOutput dweights{in.dweight_partials, kDTypeOf<A>},
+      dbiases{in.dbias_partials, kDTypeOf<A>};
+  if (dweights.data) dweights.store(blockIdx.y, col, in.cols, dweight);
+  if (dbiases.data) dbiases.store(blockIdx.y, col, in.cols, dbias);
 }
 
 namespace {

@@ -165,38 +165,31 @@ SoftmaxTier choose_tier(SoftmaxPass pass, int cols, DType x, DType y,
   return SoftmaxTier::kUncached;
 }
 
-// The class of rows that go in tiles, or kSoftmaxFlatClasses: 16-bit ones a little longer than a
-// power of two of packs, half of whose lanes would have nothing. Whole packs only where they would
-// no longer be a warp's.
-int flat_class(SoftmaxPass pass, int cols, DType x, DType y, const DeviceProperties& device) {
-  const int row_class = flat_class_of(kSoftmaxFlatUnits, cols);
-  const bool has_tiles = device.max_cluster_blocks > 1 && x == y && size_of(x) == 2 &&
-                         pass != SoftmaxPass::kMaskedForward;
-  const int pack = pack_elements(x, y);
-  if (!has_tiles || row_class == kSoftmaxFlatClasses ||
+// Rows in tiles: 16-bit ones a little longer than a power of two of packs, half of whose lanes
+// would have nothing. Whole packs only where they would no longer be a warp's. Without packs:
+// others, and where a multiprocessor has no room for three tiles, the least.
+SoftmaxPlan flat_plan(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int cols, DType x, DType y,
+                      const DeviceProperties& device) {
+  SoftmaxPlan plan{};
+  const int row_class = flat_class_of(kSoftmaxFlatUnits, cols), pack = pack_elements(x, y);
+  if (device.max_cluster_blocks == 1 || x != y || size_of(x) != 2 ||
+      pass == SoftmaxPass::kMaskedForward || row_class == kSoftmaxFlatClasses ||
       cols <= (kSoftmaxFlatUnits[row_class] - 1) * kWarpSize ||
       (cols % pack == 0 && cols <= kMaxWarpPacks * pack))
-    return kSoftmaxFlatClasses;
-  return row_class;
-}
-
-// No packs where a multiprocessor has no room for three tiles, the least.
-SoftmaxPlan plan_flat(SoftmaxTier tier, SoftmaxPass pass, int row_class, int64_t rows, int cols,
-                      const DeviceProperties& device) {
+    return plan;
   const int units = kSoftmaxFlatUnits[row_class], tensors = is_backward(pass) ? 2 : 1;
-  const int most_blocks =
-      softmax_flat_blocks(is_backward(pass) && row_class >= kShorterSoftmaxClasses);
-  SoftmaxPlan plan{};
-  FlatRows& flat = plan.flat;
+  const int most_blocks = softmax_flat_blocks(tensors == 2 && row_class >= kShorterSoftmaxClasses);
   const int rows_at_work = kFlatWarps * softmax_flat_rows(units);
-  flat.row_class = row_class;
-  if (!plan_tiles(rows, cols, rows_at_work, tensors, most_blocks, device, flat)) return {};
+  const FlatRows flat =
+      plan_tiles(rows, cols, row_class, rows_at_work, tensors, most_blocks, device);
+  if (flat.blocks == 0) return plan;
+  static_cast<KernelPlan&>(plan) = {1, units,       kWarpSize,         rows_at_work,
+                                    1, flat.blocks, flat.shared_bytes, true};
   plan.pass = pass;
   plan.tier = tier;
   plan.place = RowPlace::kFlat;
-  static_cast<KernelPlan&>(plan) = {1, units,       kWarpSize,         rows_at_work,
-                                    1, flat.blocks, flat.shared_bytes, true};
   plan.slice = cols;
+  plan.flat = flat;
   return plan;
 }
 
@@ -211,11 +204,8 @@ SoftmaxPlan plan_softmax(SoftmaxTier tier, SoftmaxPass pass, int64_t rows, int c
                          DType y, const DeviceProperties& device) {
   if (tier == SoftmaxTier::kAuto) {
     tier = choose_tier(pass, cols, x, y, device);
-    const int row_class = flat_class(pass, cols, x, y, device);
-    if (row_class < kSoftmaxFlatClasses) {
-      const SoftmaxPlan plan = plan_flat(tier, pass, row_class, rows, cols, device);
-      if (plan.packs > 0) return plan;
-    }
+    const SoftmaxPlan plan = flat_plan(tier, pass, rows, cols, x, y, device);
+    if (plan.packs > 0) return plan;
   }
   SoftmaxPlan plan = shape_in(tier, pass, cols, x, y, device);
   if (plan.place == RowPlace::kRing) spread_ring(is_backward(pass) ? 2 : 1, rows, device, plan);
