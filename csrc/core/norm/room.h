@@ -35,8 +35,8 @@ constexpr bool is_near(int64_t at_risk, int64_t room, int64_t cols) {
 
 // The room of a call that knows of so many columns at risk. One that can choose anew the next time
 // has a third to spare, or no list at all. A `fixed` one, traced or captured, has four times as
-// much from the start. Multiples of eight are whole sectors of memory, in fp32. kSaveInput where a
-// list would take more than half of what the flag saves.
+// much from the start. Multiples of eight are whole sectors of memory, in fp32. kSaveInput where
+// the columns at risk would take more than half of what the flag saves.
 constexpr int64_t room_for(int64_t at_risk, int64_t cols, int64_t x_bytes, bool fixed) {
   if (at_risk == 0 && !fixed) return 0;
   const int64_t most = std::min(x_bytes == 8 ? cols / 2 : cols * x_bytes / 8, kMostRoom);
