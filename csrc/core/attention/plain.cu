@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t attention_forward_plain(const AttentionParams& params, cudaStream_t stream) {
   using namespace plain;
-  return with_arithmetic(params.dtype, [&](auto a) {
+  return with_accumulator(params.dtype, [&](auto a) {
     using A = decltype(a);
     return launch_tiles(attention_plain_forward<A>, params, tiles_of(params.queries, kTile),
                         tiles_of(params.value_dim, kChunk), params.heads, sequences_of(params),
@@ -252,7 +252,7 @@ cudaError_t attention_delta_gradient(const AttentionGradient& g, cudaStream_t st
   while (lanes * kDepth < params.value_dim) lanes *= 2;
   const bool aligned = attention_is_aligned(params.out, params.dtype) &&
                        attention_is_aligned(g.params.dout, params.dtype);
-  return with_arithmetic(params.dtype, [&](auto a) {
+  return with_accumulator(params.dtype, [&](auto a) {
     return launch_tiles(attention_delta<decltype(a)>, g, tiles_of(params.queries, kTile), 1,
                         params.heads, sequences_of(params), kThreads, 0, stream, lanes, aligned);
   });

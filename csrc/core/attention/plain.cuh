@@ -217,9 +217,4 @@ struct Head {
   }
 };
 
-template <typename Run>
-cudaError_t with_arithmetic(DType dtype, Run run) {
-  return dtype == DType::kFloat64 ? run(double{}) : run(float{});
-}
-
 }  // namespace fused_norm::plain

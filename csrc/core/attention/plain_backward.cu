@@ -128,7 +128,7 @@ cudaError_t attention_backward_plain(const AttentionGradient& g, cudaStream_t st
   using namespace plain;
   const AttentionParams& params = g.params.forward;
   const int* mask = g.params.mask_shape;
-  return with_arithmetic(params.dtype, [&](auto a) {
+  return with_accumulator(params.dtype, [&](auto a) {
     using A = decltype(a);
     const auto launch = [&](Of of, int tiles, int parts, int heads, int batch) {
       return launch_tiles(attention_plain_gradient<A>, g, tiles, parts, heads, batch, kThreads,

@@ -100,4 +100,10 @@ cudaError_t with_dtype(DType dtype, Launch launch) {
   return result;
 }
 
+// Calls launch(A{}) with the precision of sums of a call's dtype.
+template <typename Launch>
+cudaError_t with_accumulator(DType dtype, Launch launch) {
+  return dtype == DType::kFloat64 ? launch(double()) : launch(float());
+}
+
 }  // namespace fused_norm

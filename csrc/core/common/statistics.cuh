@@ -79,6 +79,24 @@ __device__ __forceinline__ Rstd<double, false> reciprocal_root_mean(double squar
   return {1.0 / sqrt(squares / cols + eps), 0.0};
 }
 
+// Combines N values as a tree: short chains of dependent operations, small rounding errors.
+template <typename A, int N, typename Combine>
+__device__ __forceinline__ A halved(const A (&values)[N], Combine combine) {
+  A left[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) left[i] = values[i];
+#pragma unroll
+  for (int width = N / 2; width > 0; width /= 2) {
+#pragma unroll
+    for (int i = 0; i < width; ++i) left[i] = combine(left[i], left[i + width]);
+  }
+  return left[0];
+}
+template <typename A, int N>
+__device__ __forceinline__ A sum_of(const A (&values)[N]) {
+  return halved(values, SumOf());
+}
+
 template <typename A>
 struct SumAndSquares {
   A sum, squares;
@@ -151,12 +169,7 @@ struct SumOfSquares {
     A squares[N];
 #pragma unroll
     for (int i = 0; i < N; ++i) squares[i] = x[i] * x[i];
-#pragma unroll
-    for (int width = N / 2; width > 0; width /= 2) {
-#pragma unroll
-      for (int i = 0; i < width; ++i) squares[i] += squares[i + width];
-    }
-    return group.reduce_lanes(SumOfSquares{squares[0], 0}, merge);
+    return group.reduce_lanes(SumOfSquares{sum_of(squares), 0}, merge);
   }
   __device__ static SumOfSquares merge(const SumOfSquares& a, const SumOfSquares& b) {
     const ExactSum<A> sum(a.sum, b.sum);

@@ -204,23 +204,21 @@ cudaError_t launch_list_columns(const NormForwardParams& params, bool gathers,
   const int64_t blocks =
       std::clamp<int64_t>(elements / (kListThreads * kRowsInFlight),
                           std::min<int64_t>(kPortableClusterBlocks, most_blocks), most_blocks);
-  auto run = [&](auto zero) {
+  return with_accumulator(params.x_dtype, [&](auto zero) {
     using A = decltype(zero);
     const ListInput<A> in{params, part_cols, gathers, recoverable_limits<A>(params.y_dtype),
                           precise_limits<A>(params.y_dtype)};
     return launch(list_columns<A>, static_cast<int>(blocks / cluster * cluster), kListThreads,
                   {0, cluster, device.max_cluster_blocks > 1}, stream, in);
-  };
-  return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
+  });
 }
 
 cudaError_t launch_column_look(const NormBackwardParams& params, cudaStream_t stream) {
-  auto run = [&](auto zero) {
+  return with_accumulator(params.x_dtype, [&](auto zero) {
     using A = decltype(zero);
     const int blocks = params.cols / kLookThreads + 1;  // one of no columns, too
     return launch(column_look<A>, blocks, kLookThreads, {}, stream, column_look_of<A>(params));
-  };
-  return params.x_dtype == DType::kFloat64 ? run(0.0) : run(0.0f);
+  });
 }
 
 }  // namespace fused_norm

@@ -54,23 +54,6 @@ struct LargerOf {
   }
 };
 
-// Combines N values as a tree: short chains of dependent operations, small rounding errors.
-template <typename A, int N, typename Combine>
-__device__ __forceinline__ A halved(const A (&values)[N], Combine combine) {
-  A left[N];
-#pragma unroll
-  for (int i = 0; i < N; ++i) left[i] = values[i];
-#pragma unroll
-  for (int width = N / 2; width > 0; width /= 2) {
-#pragma unroll
-    for (int i = 0; i < width; ++i) left[i] = combine(left[i], left[i + width]);
-  }
-  return left[0];
-}
-template <typename A, int N>
-__device__ __forceinline__ A sum_of(const A (&values)[N]) {
-  return halved(values, SumOf());
-}
 template <typename A, int N>
 __device__ __forceinline__ A max_of(const A (&values)[N]) {
   return halved(values, LargerOf());
