@@ -27,11 +27,11 @@ MAX_FILE_LINES, MAX_FUNCTION_LINES = 400, 80
 
 # {figure: (limit, goal)}
 BUDGET = {
-    "lines of common": (2790, 2300),
-    "lines of norm": (4831, 3000),
-    "lines of softmax": (2619, 2000),
+    "lines of common": (2789, 2300),
+    "lines of norm": (4805, 3000),
+    "lines of softmax": (2549, 2000),
     "lines of gated RMSNorm": (172, 200),
-    "lines of attention": (7783, 4500),
+    "lines of attention": (7644, 4500),
     "lines of csrc/ops": (3659, 2300),
     "lines of csrc/cpu, attention apart": (600, 600),
     "lines of fused_norm": (4209, 2300),
