@@ -82,7 +82,7 @@ struct AttentionParams {
   int32_t total_queries, total_keys;
   FUSED_NORM_HOST_DEVICE bool packed() const { return query_offsets != nullptr; }
   FUSED_NORM_HOST_DEVICE bool is_few(int of_queries, int of_keys) const {
-    return of_queries <= few_queries && of_keys > kFewKeys;
+    return few_queries > 0 && of_queries <= few_queries && of_keys > kFewKeys;
   }
 
   double scale;                       // any finite number, 0 and negative ones too
