@@ -234,16 +234,18 @@ void run_attention_forward(const AttentionCall& call, const QueryKeyValue& qkv, 
   params.out = as_tensor(written, launch.packed);
   params.lse = lse.mutable_data_ptr();
   if (out.is_cpu()) {
-    if (launch.packed) out.zero_(), lse.fill_(-std::numeric_limits<double>::infinity());
+    if (launch.packed) {
+      out.zero_();
+      lse.fill_(-std::numeric_limits<double>::infinity());
+    }
     cpu::attention_forward(params);
   }
 #ifdef FUSED_NORM_WITH_CUDA
   if (out.is_cuda()) {
     const AttentionTier tier = tier_of(params);
-    const auto& device = current_device_properties();
-    void* const scratch = launch.workspace(attention_forward_workspace(params, device, tier));
-    const auto stream = at::cuda::getCurrentCUDAStream();
-    check_launch(launch_attention_forward(params, device, tier, scratch, stream));
+    void* const workspace = launch.workspace(attention_forward_workspace(params, tier));
+    check_launch(launch_attention_forward(params, current_device_properties(), tier, workspace,
+                                          at::cuda::getCurrentCUDAStream()));
   }
 #endif
   finish(written, out);

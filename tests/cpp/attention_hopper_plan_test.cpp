@@ -255,91 +255,63 @@ TEST(AttentionHopperPlan, DenseSequencesHavePartsOfTheirOwn) {
   EXPECT_EQ(parts.first(1, 2, 0), 251 * (params.heads + 2));
 }
 
-// As in decoding.
-TEST(AttentionFewPlan, TakesFewQueriesOfManyKeys) {
-  const auto few = [](AttentionParams params) { return with_group_as_queries(params).few_queries; };
-  EXPECT_EQ(few(call(128, 8, 5000)), 8);
-  EXPECT_EQ(few(call(128, 9, 5000)), 0);
-  EXPECT_EQ(few(call(128, 8, AttentionParams::kFewKeys)), 0);
-  EXPECT_EQ(few(call(128, 8, AttentionParams::kFewKeys + 1)), 8);
-  AttentionParams params = call(128, 8, 5000);
-  params.dropout_threshold = 1;
-  EXPECT_EQ(few(params), 0);
-  params = call(128, 8, 5000);
-  params.dtype = DType::kFloat32;
-  EXPECT_EQ(few(params), 0);
-
-  const int32_t queries[] = {0}, keys[] = {0};
-  params = call(128, 300, 5000);
-  params.query_offsets = queries, params.key_offsets = keys;
-  params.total_keys = 10000;
-  EXPECT_EQ(few(params), 8);  // some sequence may have few
-  params.batch = 0;
-  EXPECT_EQ(few(params), 0);
-  params.batch = 2;
-  params.key_offsets = queries;  // as many keys as queries
-  EXPECT_EQ(few(params), 0);
-}
-
-// A group of heads as the queries of one: its keys have the parts that each head's would have.
-TEST(AttentionFewPlan, GroupsHaveThePartsOfTheirHeads) {
-  AttentionParams params = call(128, 1, 5000);
-  params.heads = 80;
-  const AttentionParams group = with_group_as_queries(params);
-  EXPECT_EQ(group.queries, 20);
-  EXPECT_EQ(group.heads, 4);
-  EXPECT_TRUE(group.is_few(group.queries, group.keys));
-  EXPECT_EQ(few_plan(group, kH200).tiles, 3);
-  EXPECT_EQ(few_parts(group.keys, group.kv_heads), few_parts(params.keys, params.kv_heads));
-}
-
-TEST(AttentionFewPlan, PartsOfAtLeast256KeysUntilTheyFillAChip) {
-  EXPECT_EQ(few_parts(256, 1), 1);
-  EXPECT_EQ(few_parts(257, 1), 2);
-  EXPECT_EQ(few_parts(2048, 8), 8);
-  EXPECT_EQ(few_parts(1 << 20, 8), 16);
-  EXPECT_EQ(few_parts(1 << 20, 32), 4);
-  EXPECT_EQ(few_parts(1 << 20, 128), 1);
-}
-
-// Whether parts have blocks of their own is for the batch to say, and what they leave has a place.
-TEST(AttentionFewPlan, ABlockGoesThroughAllPartsWhereThereAreEnough) {
-  for (const DeviceProperties& chip : kChips) {
-    for (int dim : {40, 64, 128, 256}) {
-      AttentionParams params = with_group_as_queries(call(dim, 8, 5000));
-      params.heads = params.kv_heads = 4;
-      params.batch = 1;
-      FewPlan plan = few_plan(params, chip);
-      const bool enough = 5 * 4 >= 2 * chip.sm_count;
-      ASSERT_EQ(plan.parts, enough ? 1 : 16);
-      EXPECT_EQ(plan.splits, 1);
-      const int columns = dim <= 64 ? 64 : dim;
-      const size_t rows = size_t{4} * 16 * kFewWarps * 8;
-      if (!enough) {
-        EXPECT_EQ(plan.column_bytes, rows * columns * 4);
-        EXPECT_EQ(plan.bytes, rows * (columns + 2) * 4);
-      }
-      params.batch = 1000;
-      plan = few_plan(params, chip);
-      EXPECT_EQ(plan.parts, 1);
-      EXPECT_EQ(plan.splits, 1000);
-      EXPECT_EQ(plan.bytes, 0);
-    }
+// As in decoding. The form's tile of keys sets how many a part has.
+TEST(AttentionHopperPlan, ManyKeysOfFewQueriesComeInParts) {
+  for (int dim : {64, 96, 128, 192, 256}) {
+    AttentionParams params = with_group_as_queries(call(dim, 8, 5000));
+    KeyParts parts = key_parts(params);
+    EXPECT_GE(parts.keys, kKeysOfPart);
+    EXPECT_LT(parts.keys, kKeysOfPart + 128);
+    EXPECT_EQ(parts.rows, 8);
+    EXPECT_EQ(parts.count(8, 5000), (5000 + parts.keys - 1) / parts.keys);
+    EXPECT_EQ(parts.count(8, parts.keys), 1);
+    const size_t rows = 2 * 16 * 8 * size_t{1} * parts.count(8, 5000);
+    EXPECT_EQ(hopper_scratch(params, false).all, rows * (dim + 1) * sizeof(float));
+    params.keys = parts.keys;
+    EXPECT_EQ(key_parts(params).count(8, parts.keys), 1);
+    EXPECT_EQ(hopper_scratch(params, false).all, 0);
+    EXPECT_EQ(key_parts(with_group_as_queries(call(dim, 9, 5000))).count(9, 5000), 1);
+    // The backward pass has none.
+    EXPECT_EQ(hopper_scratch(call(dim, 8, 5000), true).key_part_sums, 0);
   }
 }
 
-// Packed, few sequences or none may have few queries: blocks look at several. A hint that is too
-// small makes no tile less.
-TEST(AttentionFewPlan, PackedSequencesShareBlocks) {
-  const int32_t queries[] = {0}, keys[] = {0};
+// A group of heads as the queries of one: its keys have the parts that each head's would have.
+TEST(AttentionHopperPlan, GroupsHaveThePartsOfTheirHeads) {
   AttentionParams params = call(128, 1, 5000);
+  const int count = key_parts(params).count(1, 5000);
+  EXPECT_EQ(count, 1);  // few_queries is unset
+  params.heads = 80;
+  params = with_group_as_queries(params);
+  EXPECT_EQ(params.queries, 20);
+  EXPECT_EQ(key_parts(params).count(20, 5000), 5);
+  EXPECT_EQ(key_parts(params).rows, 20);
+}
+
+// Packed, parts of sequences lie one behind the other and share no rows.
+TEST(AttentionHopperPlan, PartsOfPackedSequencesHaveRowsOfTheirOwn) {
+  const int32_t queries[] = {0}, keys[] = {0};
+  AttentionParams params = with_group_as_queries(call(128, 2, 0));
   params.query_offsets = queries, params.key_offsets = keys;
+  for (int first : {0, 1, 1023, 1024, 1200}) {
+    for (int length : {1024, 1025, 2047, 2048, 2049, 100000}) {
+      params.total_keys = first + 2 * length;
+      const KeyParts parts = key_parts(params);
+      ASSERT_EQ(parts.few, 8);
+      const int count = parts.count(2, length);
+      EXPECT_LE(parts.row(0, 3, first, count), parts.row(1, 3, first + length, 0));
+      EXPECT_LE(parts.row(1, 3, first + length, count), parts.row(0, 4, 0, 0));
+      EXPECT_LE(parts.row(1, 15, first + length, count), parts.all_rows(params.batch));
+    }
+  }
   params.total_keys = 1 << 20;
-  params.batch = 10000;
-  const FewPlan plan = few_plan(with_group_as_queries(params), kH200);
-  EXPECT_EQ(plan.tiles, 1);
-  EXPECT_EQ(plan.parts, 1);
-  EXPECT_EQ(plan.splits, 8 * kH200.sm_count / 16);
+  params.batch = 1 << 20;  // of one key each: they need no memory of their own
+  EXPECT_EQ(key_parts(params).all_rows(params.batch), 2 * 1024 * 16 * 8);
+  params.batch = 0;
+  EXPECT_LT(key_parts(params).few, 0);
+  params.batch = 2;
+  params.key_offsets = queries;  // as many keys as queries
+  EXPECT_LT(key_parts(params).few, 0);
 }
 
 TEST(AttentionHopperPlan, TakesNothingWhereThereAreNoKernels) {

@@ -98,32 +98,27 @@ cudaError_t with_hopper(const AttentionParams& params, bool backward, void* scra
 
 }  // namespace
 
-size_t attention_forward_workspace(const AttentionParams& call, const DeviceProperties& device,
-                                   AttentionTier tier) {
+size_t attention_forward_workspace(const AttentionParams& call, AttentionTier tier) {
   const AttentionParams params = with_group_as_queries(call);
-  if (tier == AttentionTier::kPlain || attention_is_one_tile(params)) return 0;
-  const size_t few = params.few_queries > 0 ? few_plan(params, device).bytes : 0;
-  const bool others = params.few_queries == 0 || params.packed();
-  if (tier != AttentionTier::kHopper || !others) return few;
-  return std::max(few, hopper_scratch(params, /*backward=*/false).all);
+  if (tier != AttentionTier::kHopper || attention_is_one_tile(params)) return 0;
+  return hopper_scratch(params, /*backward=*/false).all;
 }
 
 cudaError_t launch_attention_forward(const AttentionParams& call, const DeviceProperties& device,
                                      AttentionTier tier, void* workspace, cudaStream_t stream) {
   if (attention_rows(call) == 0) return cudaSuccess;
-  AttentionParams params = with_group_as_queries(call);
-  if (tier == AttentionTier::kPlain) {
-    params.few_queries = 0;
-    return attention_forward_plain(params, stream);
-  }
+  const AttentionParams params = with_group_as_queries(call);
+  if (tier == AttentionTier::kPlain) return attention_forward_plain(params, stream);
   if (attention_is_one_tile(params)) return attention_forward_one_tile(params, stream);
-  if (params.few_queries > 0) {
-    const cudaError_t error = attention_forward_few(params, device, workspace, stream);
-    if (error != cudaSuccess || !params.packed()) return error;
-  }
   if (tier == AttentionTier::kHopper && hopper_takes_forward(params, device)) {
+    KeyParts parts = key_parts(params);
+    char* const sums =
+        static_cast<char*>(workspace) + hopper_scratch(params, /*backward=*/false).key_part_sums;
+    parts.values = reinterpret_cast<float*>(sums);
+    parts.lse = parts.values + parts.all_rows(params.batch) * params.value_dim;
     return with_hopper(params, /*backward=*/false, workspace, stream, [&](auto hopper) {
-      return hopper.forward(params, device, workspace, stream);
+      const cudaError_t error = hopper.forward(params, parts, device, workspace, stream);
+      return error == cudaSuccess ? attention_join_parts(params, parts, stream) : error;
     });
   }
   return attention_forward_portable(params, stream);

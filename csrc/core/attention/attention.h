@@ -16,8 +16,7 @@ namespace fused_norm {
 
 // Bytes of scratch memory of a call, contents irrelevant: O(queries + keys), forward 0 in most;
 // where a mask's gradient has parts also up to 32 MB of its sums.
-size_t attention_forward_workspace(const AttentionParams& params, const DeviceProperties& device,
-                                   AttentionTier tier);
+size_t attention_forward_workspace(const AttentionParams& params, AttentionTier tier);
 cudaError_t launch_attention_forward(const AttentionParams& params, const DeviceProperties& device,
                                      AttentionTier tier, void* workspace, cudaStream_t stream);
 

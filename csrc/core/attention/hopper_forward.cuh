@@ -68,7 +68,7 @@ class Consumer {
         pass(count, count - 1);
         end_rows(work);
       }
-      store_rows();
+      __builtin_expect(work.parts > 1, false) ? store_part(work) : store_rows();
     }
   }
 
@@ -85,7 +85,7 @@ class Consumer {
   __device__ __forceinline__ Range tiles_of(const WorkTile& work, const Band& band) const {
     if constexpr (!kPasses) return {work.first_tile, work.end_tile};
     const Range own = key_tiles_of<kKeys>(work, band, work.first + 64 * group_, 64);
-    // Of those that are there: a mask leaves some out.
+    // Of those that are there: a mask leaves some out, and other parts have the rest.
     const int first = max(own.begin, work.first_tile), end = min(own.end, work.end_tile);
     return first < end ? Range{first, end} : Range{};
   }
@@ -93,7 +93,7 @@ class Consumer {
   // All tiles of keys; `has_scores`: of the first there are scores. True: the tile of queries is
   // finished, and the scores of the next are made.
   template <MaskKind kMask>
-  __device__ __forceinline__ bool run_tiles(const WorkTile& work, bool has_scores) {
+  __device__ __forceinline__ bool run_tiles(const PartTile& work, bool has_scores) {
     Weights weights;
     if (!has_scores) {
       pass(work.end_tile - tiles_.end, work.end_tile - tiles_.end);
@@ -114,7 +114,7 @@ class Consumer {
     memory_.value_full[value_place_.slot()].wait(value_place_.parity());
     clear(work, tiles_.begin);
     multiply_values(weights, [] {});
-    if (kEarly && tiles_.begin == work.first_tile && next_starts()) {
+    if (kEarly && tiles_.begin == work.first_tile && next_starts() && work.parts == 1) {
       start_scores();
       end_rows(work);
       open(memory_.work[work_place_.slot()]);
@@ -163,7 +163,7 @@ class Consumer {
   }
 
   // The tile again, step by step (MaskVerdict).
-  __device__ __forceinline__ void mend(const WorkTile& work) {
+  __device__ __forceinline__ void mend(const PartTile& work) {
 #pragma unroll 1
     for (int tile = work.end_tile - 1; tile >= work.first_tile; --tile) {
       Weights weights;
@@ -189,15 +189,17 @@ class Consumer {
 
   // Writes lse of the thread's rows, and says what becomes of their values: it needs none of them,
   // so the last product may run meanwhile.
-  __device__ __forceinline__ void end_rows(const WorkTile& work) {
+  __device__ __forceinline__ void end_rows(const PartTile& work) {
     const int row = work.first + thread_row_;
     const int rows = args_.packed() ? args_.total_queries : args_.queries;
-    const int64_t at =
-        (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
+    int64_t at = (int64_t{work.batch} * args_.heads + work.head) * rows + work.query_begin + row;
     T* const out = row_of<T>(args_.out, work, work.head, row);
-    float lse[2];
+    float *to = static_cast<float*>(args_.lse), lse[2];
+    // Of a part, the sink is added when the parts are joined.
+    const bool of_part = work.parts > 1, adds_sink = work.key_begin >= 0 && !of_part;
+    if (of_part) at = work.part_row + row, to = args_.key_parts.lse;
     const auto sink = [&](int of_row) {
-      return work.key_begin >= 0 ? sink_of<T>(args_, work.head, of_row) : -INFINITY;
+      return adds_sink ? sink_of<T>(args_, work.head, of_row) : -INFINITY;
     };
     softmax_end(rows_, {sink(row), sink(row + 8)}, factor_, lse);
 #pragma unroll
@@ -205,7 +207,7 @@ class Consumer {
       if (Form::kDrops) factor_[r] *= args_.dropout_scale;
       const bool stores = row + 8 * r < work.queries;
       out_[r] = stores ? out + 8 * r * args_.out.row_stride : nullptr;
-      if (stores && lane_ % 4 == 0) static_cast<float*>(args_.lse)[at + 8 * r] = lse[r];
+      if (stores && lane_ % 4 == 0) to[at + 8 * r] = lse[r];
     }
   }
   // Says whether the sums of the rows that are stored are spoiled.
@@ -215,6 +217,14 @@ class Consumer {
   __device__ __forceinline__ void store_rows() const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) store_row<T>(values_, r, factor_[r], out_[r], args_.value_dim);
+  }
+
+  __device__ __forceinline__ void store_part(const PartTile& work) const {
+    const int64_t at = work.part_row + work.first + thread_row_;
+    float* const to = args_.key_parts.values + at * args_.value_dim;
+#pragma unroll
+    for (int r = 0; r < 2 && work.first + thread_row_ + 8 * r < work.queries; ++r)
+      store_row(values_, r, factor_[r], to + 8 * r * args_.value_dim, args_.value_dim);
   }
 
   // Whether the warpgroup takes part in the next tile from its first keys on.

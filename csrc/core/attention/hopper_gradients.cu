@@ -86,7 +86,7 @@ cudaError_t hopper_query_gradient(const AttentionGradient& gradient, const Devic
   args.gradient_scale = static_cast<float>(params.scale);
   args.dim = hopper_plan(params).dim;
   args.mask = mapped_mask(params, /*backward=*/true, scratch);
-  const int64_t tiles = set_work(params, args.dim == 64 ? 128 : 64, &args);
+  const int64_t tiles = set_work(params, args.dim == 64 ? 128 : 64, 1, &args);
   if (tiles == 0) return cudaSuccess;
   const auto blocks = std::min<int64_t>(8 * device.sm_count, tiles);
   return launch(attention_query_gradient_hopper, static_cast<unsigned>(blocks), 256, {}, stream,

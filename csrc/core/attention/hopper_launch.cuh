@@ -89,12 +89,13 @@ struct MapMaker {
   }
 };
 
-// Says that a kernel's work is that of `params`, in tiles of so many rows of queries; returns the
-// most tiles that there may be. What of `args` sets their order is there.
-inline int64_t set_work(const AttentionParams& params, int rows, WorkArgs* args) {
+// Says that a kernel's work is that of `params`, in tiles of so many rows of queries, each once for
+// at most so many parts of its keys; returns the most tiles that there may be. What of `args` sets
+// their order is there.
+inline int64_t set_work(const AttentionParams& params, int rows, int parts, WorkArgs* args) {
   static_cast<AttentionParams&>(*args) = params;
   args->heads_per_kv = params.heads / params.kv_heads;
-  args->query_tiles = params.packed() ? 0 : (params.queries + rows - 1) / rows;
+  args->query_tiles = params.packed() ? 0 : (params.queries + rows - 1) / rows * parts;
   const int64_t pairs = std::max<int64_t>(1, int64_t{params.heads} * params.batch);
   args->section = static_cast<int32_t>(std::clamp<int64_t>(args->section, 1, pairs));
   const auto limit = [](int32_t window) {
@@ -102,16 +103,17 @@ inline int64_t set_work(const AttentionParams& params, int rows, WorkArgs* args)
   };
   args->window_left = limit(params.window_left);
   args->window_right = limit(params.window_right);
-  const int64_t tiles = params.packed() ? int64_t{params.total_queries / rows} + params.batch + 2
-                                        : int64_t{params.batch} * args->query_tiles;
+  const int64_t tiles = params.packed()
+                            ? (params.total_queries / rows + params.batch + 2) * int64_t{parts}
+                            : int64_t{params.batch} * args->query_tiles;
   return tiles * params.heads;
 }
 
 // Launches a kernel whose blocks stay, one on each multiprocessor, for that work.
 template <typename Form, int kRows, typename Memory, typename Args>
-cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params,
+cudaError_t launch_kernel(void (*kernel)(Args), const AttentionParams& params, int parts,
                           const DeviceProperties& device, cudaStream_t stream, Args* args) {
-  const int64_t tiles = set_work(params, kRows, args);
+  const int64_t tiles = set_work(params, kRows, parts, args);
   if (tiles == 0) return cudaSuccess;
   static_assert(sizeof(Memory) <= 227 * 1024);
   const auto blocks = std::min<int64_t>(device.sm_count, tiles);
@@ -148,8 +150,9 @@ __global__ void __launch_bounds__(Form::kThreads, 1)
 }
 
 template <typename Form>
-cudaError_t launch_forward_form(const AttentionParams& params, const DeviceProperties& device,
-                                uint32_t* ticket, cudaStream_t stream) {
+cudaError_t launch_forward_form(const AttentionParams& params, const KeyParts& parts,
+                                const DeviceProperties& device, uint32_t* ticket,
+                                cudaStream_t stream) {
   ForwardArgs args{};
   MapMaker<Form::KeyTile::kPanelColumns> map{params};
   map(params.query, false, params.head_dim, Form::kRows, &args.query_map);
@@ -162,13 +165,17 @@ cudaError_t launch_forward_form(const AttentionParams& params, const DevicePrope
   if (!args.general && (boolean || narrow))
     args.mask_kind = boolean ? MaskKind::kBoolean : MaskKind::kNarrow;
   args.mask = mapped_mask(params, /*backward=*/false, ticket);
+  args.key_parts = parts;
+  args.dense_parts = parts.count(params.queries, params.keys);
+  const bool packed_parts = params.packed() && parts.few >= 0;
+  const int most = packed_parts ? params.total_keys / parts.keys + 1 : args.dense_parts;
   const HopperPlan plan = hopper_plan(params);
   args.longest_first = plan.uneven;
   args.section = plan.forward_section;
   args.batch_first = plan.batch_first;
   if (plan.uneven) args.ticket = ticket;
   return launch_kernel<Form, Form::kRows, ForwardMemory<Form>>(attention_forward_hopper<Form>,
-                                                               params, device, stream, &args);
+                                                               params, most, device, stream, &args);
 }
 
 inline ChunkSums dquery_sums(const HopperScratch& layout, char* scratch) {
@@ -216,7 +223,7 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   args.gradient_scale = static_cast<float>(params.scale);
   if constexpr (Form::kOfMask) {
     args.mask.bits = nullptr;
-    set_work(params, Form::kOwn, &args);
+    set_work(params, Form::kOwn, 1, &args);
     return launch(attention_backward_hopper<Form>, device.sm_count, Form::kThreads,
                   {sizeof(BackwardMemory<Form>)}, stream, args);
   }
@@ -227,19 +234,19 @@ cudaError_t launch_backward_form(const AttentionGradient& gradient, const Device
   if (plan.uneven || Form::kAll || (kOfKeys && plan.key_parts > 1)) args.ticket = ticket;
   return launch_kernel<Form, Form::kOwn, BackwardMemory<Form>>(
       attention_backward_hopper<Form>,
-      kOfKeys ? with_sides_changed(params, plan.key_parts) : params, device, stream, &args);
+      kOfKeys ? with_sides_changed(params, plan.key_parts) : params, 1, device, stream, &args);
 }
 
 }  // namespace hopper
 
 template <int kDim>
-cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params,
+cudaError_t HopperLaunch<kDim>::forward(const AttentionParams& params, const KeyParts& parts,
                                         const DeviceProperties& device, void* scratch,
                                         cudaStream_t stream) {
   using namespace hopper;
   const auto launch = [&](auto form) {
-    return launch_forward_form<decltype(form)>(params, device, static_cast<uint32_t*>(scratch),
-                                               stream);
+    return launch_forward_form<decltype(form)>(params, parts, device,
+                                               static_cast<uint32_t*>(scratch), stream);
   };
   return with_dtype<__half, __nv_bfloat16>(params.dtype, [&](auto zero) {
     using T = decltype(zero);

@@ -54,7 +54,7 @@ struct ForwardForm {
 };
 
 // A tile of queries; `again`: its sums were spoiled (MaskVerdict).
-struct ForwardTile : WorkTile {
+struct ForwardTile : PartTile {
   bool again;
 };
 // With a mask, whose warps wait until the tile is known.
@@ -143,7 +143,7 @@ class ForwardProducer {
     index_ = index;
     if (leader_) work->again = again_;
     // Not the end while a verdict is unread, but a tile without queries.
-    if (leader_ && work->sequence < 0 && unread_) static_cast<WorkTile&>(*work) = {};
+    if (leader_ && work->sequence < 0 && unread_) static_cast<PartTile&>(*work) = {};
     __syncwarp();
     if constexpr (Form::kMasked)
       if (leader_) arrive(work->is_known);
@@ -206,7 +206,7 @@ class ForwardProducer {
   // With a mask: of the tile at hand, the one before, and the one to be done again, if any.
   uint32_t index_ = 0, before_ = 0, spoiled_ = 0, verdict_turn_ = 0;
   bool again_ = false, unread_ = false;  // unread: the verdict on the tile before
-  WorkList<Form::kRows, Form::kKeys, kHidden> list_;
+  WorkList<Form::kRows, Form::kKeys, kHidden, true> list_;
   RingPlace<Form::kKeyStages> key_place_;
   RingPlace<Form::kValueStages> value_place_;
   RingPlace<Form::kQueryStages> query_place_;

@@ -92,6 +92,10 @@ struct WorkArgs : AttentionParams {
   bool longest_first, batch_first;
   uint32_t* ticket;  // 0 at first: tiles are handed out as blocks come; null: in turn
   MappedMask mask;   // the call's, with its map
+  // Forward, where the keys of few queries come in parts: how many a dense sequence has, and where
+  // their sums are.
+  int32_t dense_parts;
+  KeyParts key_parts;
 };
 
 // A block notes of its first so many tiles of keys which a mask changes.
@@ -106,6 +110,11 @@ struct WorkTile {
   int32_t key_begin, keys;             // -1 and 0 of rows outside every sequence
   int32_t first_tile, end_tile;        // alike where there is no tile left
   uint32_t changed[kKnownTiles / 32];  // a bit for each tile of keys: a mask changes its scores
+};
+// One of its sequence's parts of keys, and the first row of its sums.
+struct PartTile : WorkTile {
+  int32_t part, parts;
+  int64_t part_row;
 };
 __device__ __forceinline__ bool sees_keys(const WorkTile& work) {
   return work.first_tile < work.end_tile;
@@ -164,16 +173,18 @@ __device__ __forceinline__ Range key_tiles_of(const WorkTile& work, const Band& 
   return {first / kKeys, (end + kKeys - 1) / kKeys};
 }
 
-// The tiles of kRows queries, against tiles of kKeys keys.
-template <int kRows, int kKeys, Hidden kHidden>
+// The tiles of kRows queries, against tiles of kKeys keys: all of them, or those of a part.
+template <int kRows, int kKeys, Hidden kHidden, bool kInParts = false>
 class WorkList {
+  using Tile = std::conditional_t<kInParts, PartTile, WorkTile>;
+
  public:
   // `place` lies in shared memory, zeros at first.
   __device__ WorkList(const WorkArgs& args, ListPlace* place) : args_(args), place_(place) {}
 
   // Says in shared memory what tile `index` is, which of packed sequences grows from call to call;
   // false: there is none. By all threads of a warp, of which the first writes.
-  __device__ bool tile(uint32_t index, WorkTile* work) {
+  __device__ bool tile(uint32_t index, Tile* work) {
     const bool found = args_.packed() ? packed(index, work) : dense(index, work);
     if (threadIdx.x % 32 == 0) begin(found, work);
     if constexpr (kHidden != Hidden::kNone) {
@@ -183,7 +194,7 @@ class WorkList {
   }
 
  private:
-  __device__ void begin(bool found, WorkTile* work) const {
+  __device__ void begin(bool found, Tile* work) const {
     if (!found) {
       work->sequence = -1;
       work->first_tile = work->end_tile = 0;
@@ -193,6 +204,14 @@ class WorkList {
     const Range tiles = key_tiles_of<kKeys>(*work, band_of(args_, *work), work->first, kRows);
     work->first_tile = tiles.begin;
     work->end_tile = tiles.end;
+    if constexpr (kInParts) {
+      if (work->parts == 1) return;
+      const KeyParts& parts = args_.key_parts;
+      work->part_row = parts.row(work->sequence, work->head, work->key_begin, work->part);
+      const int of_part = parts.keys / kKeys;
+      work->first_tile = max(tiles.begin, work->part * of_part);
+      work->end_tile = max(work->first_tile, min(tiles.end, (work->part + 1) * of_part));
+    }
   }
 
   // By all threads of a warp.
@@ -225,7 +244,7 @@ class WorkList {
     }
   }
 
-  __device__ bool dense(uint32_t index, WorkTile* work) const {
+  __device__ bool dense(uint32_t index, Tile* work) const {
     const uint32_t pairs = args_.heads * args_.batch, tiles = args_.query_tiles;
     if (index >= pairs * tiles) return false;
     if (threadIdx.x % 32 != 0) return true;
@@ -233,7 +252,8 @@ class WorkList {
     const uint32_t rest = index - first_pair * tiles;
     const uint32_t width = min(static_cast<uint32_t>(args_.section), pairs - first_pair);
     const uint32_t pair = first_pair + rest % width;
-    const uint32_t tile = args_.longest_first ? tiles - 1 - rest / width : rest / width;
+    uint32_t tile = args_.longest_first ? tiles - 1 - rest / width : rest / width;
+    if constexpr (kInParts) tile = take_part(tile, args_.dense_parts, work);
     work->first = tile * kRows;
     work->sequence = work->batch = args_.batch_first ? pair % args_.batch : pair / args_.heads;
     work->head = args_.batch_first ? pair / args_.batch : pair % args_.heads;
@@ -241,6 +261,12 @@ class WorkList {
     work->queries = args_.queries;
     work->keys = args_.keys;
     return true;
+  }
+
+  static __device__ uint32_t take_part(uint32_t index, int parts, PartTile* work) {
+    work->parts = parts;
+    work->part = parts == 1 ? 0 : index % parts;
+    return parts == 1 ? index : index / parts;
   }
 
   struct Keys {
@@ -255,7 +281,7 @@ class WorkList {
 
   // Sequences are counted from 1. Numbers 0 and batch + 1 are the rows before and behind all, which
   // see no keys.
-  __device__ bool packed(uint32_t index, WorkTile* work) {
+  __device__ bool packed(uint32_t index, Tile* work) {
     const int lane = threadIdx.x % 32;
     int first_sequence = place_->sequence;
     uint32_t tiles_before = place_->tiles_before;
@@ -270,8 +296,12 @@ class WorkList {
                   : clamp_offset(args_.query_offsets[number], 0, args_.total_queries);
         end = max(end, begin);
       }
-      uint32_t tiles = (end - begin + kRows - 1) / kRows * args_.heads;
-      if (args_.few_queries > 0 && args_.is_few(end - begin, keys_of(number).count)) tiles = 0;
+      int parts = 1;
+      if constexpr (kInParts) {
+        if (args_.key_parts.few >= 0)
+          parts = args_.key_parts.count(end - begin, keys_of(number).count);
+      }
+      const uint32_t tiles = (end - begin + kRows - 1) / kRows * args_.heads * parts;
       uint32_t sum = tiles;
 #pragma unroll
       for (int step = 1; step < 32; step *= 2) {
@@ -289,12 +319,14 @@ class WorkList {
       const uint32_t rest = index - tiles_before - __shfl_sync(~0u, sum - tiles, from);
       begin = __shfl_sync(~0u, begin, from);
       end = __shfl_sync(~0u, end, from);
+      if constexpr (kInParts) parts = __shfl_sync(~0u, parts, from);
       if (lane != 0) return true;
       const int found = first_sequence + from;
       const uint32_t count = (end - begin + kRows - 1) / kRows;
       // Heads by turns: in the kernel of all gradients few tiles then wait for the one before.
-      const uint32_t turn = rest / args_.heads;
+      uint32_t turn = rest / args_.heads;
       work->head = rest % args_.heads;
+      if constexpr (kInParts) turn = take_part(turn, parts, work);
       work->first = (args_.longest_first ? count - 1 - turn : turn) * kRows;
       work->sequence = max(min(found, args_.batch) - 1, 0);
       work->batch = 0;

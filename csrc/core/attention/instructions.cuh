@@ -37,18 +37,6 @@ __device__ __forceinline__ float quad_sum(float x) {
   return x + __shfl_xor_sync(~0u, x, 2);
 }
 
-// Over the eight threads of a column of it.
-__device__ __forceinline__ float column_max(float x) {
-#pragma unroll
-  for (int lanes = 4; lanes < kWarpSize; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
-  return x;
-}
-__device__ __forceinline__ float column_sum(float x) {
-#pragma unroll
-  for (int lanes = 4; lanes < kWarpSize; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
-  return x;
-}
-
 // tanh(x), to 2^-22, of 2 log2(e) x: 1 - 2 / (1 + e^(2 x)). The reciprocal is made by Newton's
 // steps, as the unit of exponentials is what softmax waits for.
 __device__ __forceinline__ float tanh_fast(float exponent) {
@@ -112,7 +100,7 @@ enum class Moves { kFirst, kByFloats, kByIntegers };
 // that is larger by kSlack: so most tiles leave all sums as they are, and no lane asks the others
 // for their maxima. True: bases of the warp have moved, and what was summed so far is to be
 // multiplied by `rescale`.
-template <Moves kMoves, bool kOfColumns = false, int kCount>
+template <Moves kMoves, int kCount>
 __device__ __forceinline__ bool softmax_step(float (&scores)[kCount], RowState& rows,
                                              float exponent, float (&rescale)[2]) {
   constexpr float kSlack = 8;
@@ -135,8 +123,7 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kCount], RowState& 
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       if (kMoves == Moves::kByIntegers) largest[row] = largest_of_row(scores, row);
-      const float most = kOfColumns ? column_max(largest[row]) : quad_max(largest[row]),
-                  before = rows.base[row];
+      const float most = quad_max(largest[row]), before = rows.base[row];
       // Not Inf, from which a row whose exponents are beyond fp32 would have zeros: it has NaN.
       if (exceeds(most, row)) rows.base[row] = fminf(most * exponent, FLT_MAX);
       rescale[row] = exp2_fast(before - rows.base[row]);
@@ -162,20 +149,18 @@ __device__ __forceinline__ bool softmax_step(float (&scores)[kCount], RowState& 
 
 // What the softmax multiplies the sums of a thread's two rows by, and their log-sum-exp: that of
 // its sink where a row saw nothing.
-__device__ __forceinline__ void softmax_end(float row_base, float sum, float sink, float& factor,
-                                            float& lse) {
-  const float sink_exponent = sink * kLog2E, base = fmaxf(row_base, sink_exponent);
-  const float shrink = row_base == base ? 1.f : exp2_fast(row_base - base);
-  const float of_sink = sink == -INFINITY ? 0.f : exp2_fast(sink_exponent - base);
-  const float total = sum * shrink + of_sink;
-  factor = sum == 0 ? 0.f : __fdividef(shrink, total);
-  lse = sum == 0 ? sink : (base + __log2f(total)) * kLn2;
-}
 __device__ __forceinline__ void softmax_end(const RowState& rows, const float (&sink)[2],
                                             float (&factor)[2], float (&lse)[2]) {
 #pragma unroll
-  for (int r = 0; r < 2; ++r)
-    softmax_end(rows.base[r], quad_sum(rows.sum[r]), sink[r], factor[r], lse[r]);
+  for (int r = 0; r < 2; ++r) {
+    const float sink_exponent = sink[r] * kLog2E;
+    const float sum = quad_sum(rows.sum[r]), base = fmaxf(rows.base[r], sink_exponent);
+    const float shrink = rows.base[r] == base ? 1.f : exp2_fast(rows.base[r] - base);
+    const float of_sink = sink[r] == -INFINITY ? 0.f : exp2_fast(sink_exponent - base);
+    const float total = sum * shrink + of_sink;
+    factor[r] = sum == 0 ? 0.f : __fdividef(shrink, total);
+    lse[r] = sum == 0 ? sink[r] : (base + __log2f(total)) * kLn2;
+  }
 }
 
 // What dropout keeps of a tile of scores (dropout.h): of a thread's kCount elements, of which

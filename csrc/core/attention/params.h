@@ -64,14 +64,12 @@ struct AttentionSinks {
 //
 // A query that sees nothing has output 0, a log-sum-exp of -inf (or its sink), and no gradient.
 struct AttentionParams {
-  static constexpr int kFewKeys = 256;
-
   DType dtype;  // of query, key, value, out and their gradients
   int32_t batch, heads, kv_heads;
   int32_t queries, keys;  // of a sequence; of the longest one where sequences are packed
   int32_t head_dim, value_dim;
-  // Forward: sequences of at most so many queries may have a kernel of their own (is_few()); 0:
-  // none. Set by with_group_as_queries().
+  // Forward: sequences of at most so many queries may have their keys in parts; 0: none. Set by
+  // with_group_as_queries().
   int32_t few_queries;
 
   // Packed sequences: batch + 1 offsets each, on the device, and how many rows the tensors have.
@@ -81,9 +79,6 @@ struct AttentionParams {
   const int32_t* key_offsets;
   int32_t total_queries, total_keys;
   FUSED_NORM_HOST_DEVICE bool packed() const { return query_offsets != nullptr; }
-  FUSED_NORM_HOST_DEVICE bool is_few(int of_queries, int of_keys) const {
-    return few_queries > 0 && of_queries <= few_queries && of_keys > kFewKeys;
-  }
 
   double scale;                       // any finite number, 0 and negative ones too
   double softcap;                     // 0: none

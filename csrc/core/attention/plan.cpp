@@ -48,19 +48,6 @@ void set_parts(MaskShare* share, int64_t parts) {
   share->parts = static_cast<int32_t>(ceil_div(served, share->pairs));
 }
 
-// `group`: the heads that are queries now.
-AttentionParams with_few_queries(AttentionParams params, int group) {
-  params.few_queries = kFewQueries * group;
-  // Where packed sequences have as many keys as queries, few queries have few keys.
-  const bool may = params.packed()
-                       ? params.query_offsets != params.key_offsets &&
-                             std::min(params.keys, params.total_keys) > AttentionParams::kFewKeys
-                       : params.is_few(params.queries, params.keys);
-  if (!may || params.batch == 0 || size_of(params.dtype) != 2 || params.dropout_threshold != 0)
-    params.few_queries = 0;
-  return params;
-}
-
 }  // namespace
 
 bool attention_is_one_tile(const AttentionParams& params) {
@@ -133,11 +120,13 @@ int64_t attention_rows(const AttentionParams& params) {
 }
 
 AttentionParams with_group_as_queries(AttentionParams params) {
+  params.few_queries = kFewQueries;
   const bool sees_all = params.window_left < 0 && (params.window_right < 0 || !params.top_left);
   if (params.queries != 1 || params.heads <= params.kv_heads || !sees_all ||
       params.alibi_slopes != nullptr || params.packed() || params.dropout_threshold != 0)
-    return with_few_queries(params, 1);
+    return params;
   params.queries = params.sink.rows = params.heads / params.kv_heads;
+  params.few_queries *= params.queries;
   params.heads = params.kv_heads;
   params.window_right = -1;
   for (AttentionTensor* tensor : {&params.query, &params.out}) {
@@ -146,7 +135,7 @@ AttentionParams with_group_as_queries(AttentionParams params) {
   }
   params.mask.row_stride = params.mask.head_stride;
   params.mask.head_stride *= params.queries;
-  return with_few_queries(params, params.queries);
+  return params;
 }
 
 bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
@@ -298,23 +287,23 @@ MaskMapSize mask_map_size(const AttentionParams& params) {
           params.keys / (32 * kKeysOfBit) + 2};
 }
 
-FewPlan few_plan(const AttentionParams& params, const DeviceProperties& device) {
-  FewPlan plan{};
-  plan.tiles =
-      static_cast<int>(ceil_div(params.packed() ? params.few_queries : params.queries, kFewRows));
-  const int64_t pairs = int64_t{plan.tiles} * params.heads;
-  const bool enough = 5 * pairs * params.batch >= 2 * device.sm_count;
-  plan.parts = enough ? 1 : few_parts(params.keys, params.kv_heads);
-  // Of packed sequences, most may have many queries.
-  const int64_t most =
-      params.packed() && enough ? 8 * device.sm_count / pairs : int64_t{params.batch};
-  plan.splits = static_cast<int>(std::clamp<int64_t>(most, 1, params.batch));
-  if (plan.parts == 1) return plan;
-  const int dim = 64 << attention_tiles_index(params.head_dim, params.value_dim);
-  const size_t rows = pairs * params.batch * plan.parts * kFewWarps * kFewRows;
-  plan.column_bytes = rows * dim * sizeof(float);
-  plan.bytes = plan.column_bytes + rows * 2 * sizeof(float);
-  return plan;
+KeyParts key_parts(const AttentionParams& params) {
+  const bool packed = params.packed();
+  const bool masked = params.mask.data != nullptr && !attention_masks_keys(params);
+  const int tile = kHopperForwardTiles[masked][hopper_dim_index(dim_of(params))].others;
+  KeyParts parts{};
+  parts.few = -1;
+  parts.keys = static_cast<int32_t>(ceil_div(kKeysOfPart, tile) * tile);
+  if (params.batch == 0 || (packed ? params.total_keys : params.keys) <= parts.keys) return parts;
+  // Where sequences have as many keys as queries, few queries have few keys.
+  if (packed ? params.query_offsets == params.key_offsets : params.queries > params.few_queries)
+    return parts;
+  parts.packed = packed;
+  parts.heads = params.heads;
+  parts.few = params.few_queries;
+  parts.of_head = packed ? 2 * (params.total_keys / parts.keys) : parts.count(0, params.keys);
+  parts.rows = packed ? params.few_queries : params.queries;
+  return parts;
 }
 
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
@@ -343,6 +332,10 @@ HopperScratch hopper_scratch(const AttentionParams& params, bool backward) {
   if (attention_maps_mask(params)) {
     const MaskMapSize size = mask_map_size(params);
     scratch.mask_map = take(size.arrays() * size.words * sizeof(uint32_t));
+  }
+  if (const KeyParts key = key_parts(params); !backward && key.few >= 0) {
+    scratch.key_part_sums =
+        take(key.all_rows(params.batch) * (params.value_dim + 1) * sizeof(float));
   }
   if (fuses) {
     const bool sums = params.packed() || !hopper_stores_dquery(params.keys, params.queries);

@@ -1,7 +1,7 @@
 // Which kernels a call of attention takes, and their tiles. Pure host functions of the call and the
 // chip. A sum's tiles follow from head dimension and options alone, never from the batch or the
-// number of multiprocessors; its parts (few_parts()) from the sequence's own lengths too: a row's
-// sums have one order.
+// number of multiprocessors; its parts (KeyParts) from the sequence's own lengths too: a row's sums
+// have one order.
 #pragma once
 
 #include <cstddef>
@@ -24,9 +24,9 @@ bool attention_tier_takes(AttentionTier tier, const AttentionParams& params,
 // From this scale on kernels multiply after they take the maximum: -inf times it is -inf.
 constexpr float kSmallestPlainScale = 1e-30f;
 
-// The same forward pass on tensor cores, with few_queries set. Heads that share keys and have one
-// query each, as in decoding, become the queries of one head, so that its keys are read once; if no
-// option but sinks tells heads or places apart.
+// The same forward pass, with few_queries set. Heads that share keys and have one query each, as in
+// decoding, become the queries of one head, so that its keys are read once; if no option but sinks
+// tells heads or places apart.
 constexpr int kFewQueries = 8;
 AttentionParams with_group_as_queries(AttentionParams params);
 
@@ -245,22 +245,30 @@ FUSED_NORM_HOST_DEVICE int64_t first_statistic(const QueryParts& parts, int sequ
   return parts.first(sequence, head, begin / kStatisticRows) * kStatisticRows;
 }
 
-// How sequences of few queries run (few_queries.cu). How many parts their keys come in follows from
-// the keys and their heads, as do the bits. The batch only tells whether parts have a block each.
-constexpr int kFewRows = 8;   // queries of a tile
-constexpr int kFewWarps = 4;  // of a block
-FUSED_NORM_HOST_DEVICE int few_parts(int keys, int kv_heads) {
-  int parts = 1;
-  while (parts < 16 && parts * 256 < keys && parts * kv_heads < 128) parts *= 2;
-  return parts;
-}
-struct FewPlan {
-  int tiles;                   // of queries
-  int parts;                   // that have a block each; 1: all have one
-  int splits;                  // so many blocks share the sequences of a head's tile
-  size_t column_bytes, bytes;  // of scratch memory
+// Forward on Hopper, the keys of a sequence of few queries come in parts of `keys`, each to a
+// block, as one block for all would leave others without work. A part of a head has `rows` rows of
+// sums, of value_dim columns: its own softmax's results in fp32, and their log-sum-exps. How many
+// parts there are follows from the sequence alone, as do its bits. Packed, the first one of a
+// sequence is number 2 (first key / keys) of its head: no two share one, as n keys in parts have at
+// most 2 (n / keys).
+constexpr int kKeysOfPart = 1024;
+struct KeyParts {
+  int64_t of_head;  // of a head of a dense sequence, or of all packed ones
+  int32_t heads, few, rows, keys;
+  bool packed;
+  float *values, *lse;
+
+  FUSED_NORM_HOST_DEVICE int count(int queries, int sequence_keys) const {
+    return queries > few || sequence_keys <= keys ? 1 : (sequence_keys - 1) / keys + 1;
+  }
+  // The first of a part's rows.
+  FUSED_NORM_HOST_DEVICE int64_t row(int sequence, int head, int key_begin, int part) const {
+    const int64_t first = packed ? head * of_head + 2 * (key_begin / keys)
+                                 : (int64_t{sequence} * heads + head) * of_head;
+    return (first + part) * rows;
+  }
+  int64_t all_rows(int batch) const { return of_head * heads * (packed ? 1 : batch) * rows; }
 };
-FewPlan few_plan(const AttentionParams& params, const DeviceProperties& device);
 
 // A mask's map has for each block of kQueriesOfBit queries of a head of the mask two arrays of
 // bits, each bit for kKeysOfBit keys. Masks of keys have one block. Two neighbouring words are read
@@ -280,10 +288,12 @@ MaskMapSize mask_map_size(const AttentionParams& params);
 // keys has parts, the two warpgroups of each tile of keys have a chunk of their sums too,
 // whose counters follow.
 struct HopperScratch {
-  size_t zeros, mask_map, chunks, key_counters, key_chunks, all;
+  size_t zeros, mask_map, chunks, key_counters, key_chunks, key_part_sums, all;
   QueryParts tiles, key_tiles;
 };
 constexpr size_t kHopperTicketBytes = 16;
 HopperScratch hopper_scratch(const AttentionParams& params, bool backward);
+// Without their sums; no parts where `few` is negative.
+KeyParts key_parts(const AttentionParams& params);
 
 }  // namespace fused_norm

@@ -16,10 +16,9 @@ using Kernel = PortableKernel;
 // A kernel's constants. A warp has 16 kM rows of the block's own tile, of queries or kOfKeys of
 // keys, against kOthers rows of the other side at a time, in kStages tiles of shared memory: with
 // two, the next is copied while one is worked on.
-template <typename T_, Kernel kKernel, bool kGeneral_, int kIndex_>
+template <typename T_, Kernel kKernel, bool kGeneral_, int kIndex>
 struct Shape {
   using T = T_;
-  static constexpr int kIndex = kIndex_;
   static constexpr AttentionTiles kTiles = portable_tiles(kKernel, kGeneral_, kIndex);
   static constexpr int kDim = kTiles.dim, kM = kTiles.fragments, kOwn = kTiles.own();
   static constexpr int kOthers = kTiles.others, kN = kOthers / 8, kStages = kTiles.stages;
@@ -45,7 +44,7 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const typename S::T* data
   using Tile = mma::Tile<S::kDim>;
   constexpr int kChunks = Tile::kChunks, kRowsAtOnce = S::kThreads / kChunks;
   static_assert(kRows % kRowsAtOnce == 0);
-  const int thread = threadIdx.x % S::kThreads, chunk = thread % kChunks, first = thread / kChunks;
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
   const int begin = chunk * 8 < cols ? valid.begin - row : kRows, end = valid.end - row;
   const auto* from = data + (row + first) * stride + chunk * 8;
 #pragma unroll
@@ -55,15 +54,6 @@ __device__ __forceinline__ void copy_rows(uint32_t to, const typename S::T* data
     from += kRowsAtOnce * stride;
     // Keeps the compiler from holding every row's address in registers of its own.
     asm volatile("" : "+l"(from));
-  }
-}
-
-template <int kN>
-__device__ __forceinline__ void multiply_rows(float (&values)[kN][4], const float (&factor)[2]) {
-#pragma unroll
-  for (int n = 0; n < kN; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) values[n][e] *= factor[e / 2];
   }
 }
 

@@ -270,12 +270,12 @@ __global__ void __launch_bounds__(S::kThreads, S::kBlocks)
                });
 }
 
-template <typename T, int kIndex>
-using MaskShape = Shape<T, Kernel::kMaskGradient, true, kIndex>;
-
+// A block has a tile of an additive mask and sums what its elements serve, in order.
 template <typename S>
-__device__ __forceinline__ void sum_mask_tile(const AttentionGradient& g, char* shared,
-                                              int key_tiles, int query_tiles) {
+__global__ void __launch_bounds__(S::kThreads, S::kBlocks)
+    attention_portable_mask_gradient(const __grid_constant__ AttentionGradient g, int key_tiles,
+                                     int query_tiles) {
+  extern __shared__ __align__(1024) char shared[];
   const Place place = place_of(key_tiles, query_tiles, g.params.mask_shape[1]);
   typename S::Scores sums;
   mma::clear(sums);
@@ -304,18 +304,6 @@ __device__ __forceinline__ void sum_mask_tile(const AttentionGradient& g, char* 
   store_mask_tile<S::kOwn, S::kOthers>(g, place, tile, kPitch);
 }
 
-// A block has a tile of an additive mask and sums what its elements serve, in order.
-template <int kIndex>
-__global__ void __launch_bounds__(MaskShape<__half, kIndex>::kThreads,
-                                  MaskShape<__half, kIndex>::kBlocks)
-    attention_portable_mask_gradient(const __grid_constant__ AttentionGradient g, int key_tiles,
-                                     int query_tiles) {
-  extern __shared__ __align__(1024) char shared[];
-  if (g.params.forward.dtype == DType::kFloat16)
-    return sum_mask_tile<MaskShape<__half, kIndex>>(g, shared, key_tiles, query_tiles);
-  sum_mask_tile<MaskShape<__nv_bfloat16, kIndex>>(g, shared, key_tiles, query_tiles);
-}
-
 }  // namespace portable
 
 cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t stream) {
@@ -333,9 +321,9 @@ cudaError_t attention_backward_portable(const AttentionGradient& g, cudaStream_t
     error = with_shape<Kernel::kMaskGradient>(forward, [&](auto shape) {
       using S = decltype(shape);
       const int* mask = g.params.mask_shape;
-      return launch_tiles(attention_portable_mask_gradient<S::kIndex>, g,
-                          tiles_of(mask[3], S::kOthers), tiles_of(mask[2], S::kOwn), mask[1],
-                          mask[0] * g.share.parts, S::kThreads, S::kSharedBytes, stream);
+      return launch_tiles(attention_portable_mask_gradient<S>, g, tiles_of(mask[3], S::kOthers),
+                          tiles_of(mask[2], S::kOwn), mask[1], mask[0] * g.share.parts, S::kThreads,
+                          S::kSharedBytes, stream);
     });
   }
   return error;

@@ -5,6 +5,15 @@
 namespace fused_norm {
 namespace portable {
 
+template <int kN>
+__device__ __forceinline__ void multiply_rows(float (&values)[kN][4], const float (&factor)[2]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[n][e] *= factor[e / 2];
+  }
+}
+
 // The online softmax of a tile; `unit`: scores times it are exponents of 2.
 template <typename S>
 __device__ __forceinline__ void advance_softmax(typename S::Scores& scores, RowState (&rows)[S::kM],

@@ -35,10 +35,6 @@ cudaError_t attention_backward_plain(const AttentionGradient& gradient, cudaStre
 cudaError_t attention_forward_portable(const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention_backward_portable(const AttentionGradient& gradient, cudaStream_t stream);
 
-// Those sequences of a call that AttentionParams::is_few(). The other kernels leave them out.
-cudaError_t attention_forward_few(const AttentionParams& params, const DeviceProperties& device,
-                                  void* scratch, cudaStream_t stream);
-
 // Where attention_is_one_tile() or one_tile_takes_backward(): all gradients.
 cudaError_t attention_forward_one_tile(const AttentionParams& params, cudaStream_t stream);
 cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaStream_t stream);
@@ -48,11 +44,15 @@ cudaError_t attention_backward_one_tile(const AttentionGradient& gradient, cudaS
 // `scratch`: hopper_scratch(), with its zeros set.
 template <int kDim>
 struct HopperLaunch {
-  static cudaError_t forward(const AttentionParams& params, const DeviceProperties& device,
-                             void* scratch, cudaStream_t stream);
+  static cudaError_t forward(const AttentionParams& params, const KeyParts& parts,
+                             const DeviceProperties& device, void* scratch, cudaStream_t stream);
   static cudaError_t backward(const AttentionGradient& gradient, const DeviceProperties& device,
                               void* scratch, cudaStream_t stream);
 };
+
+// Joins what the parts of a head's keys gave (key_parts.cu).
+cudaError_t attention_join_parts(const AttentionParams& params, const KeyParts& parts,
+                                 cudaStream_t stream);
 
 // The mask's gradient, where hopper_makes_mask_gradient().
 cudaError_t hopper_mask_gradient(const AttentionGradient& gradient, const DeviceProperties& device,

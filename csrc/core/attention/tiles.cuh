@@ -66,7 +66,6 @@ __device__ __forceinline__ void for_tiles(const AttentionParams& params, int til
   const int batch = batch_first ? place.head : place.batch;
   Sequence s = sequence_of(params, batch - (params.packed() ? 1 : 0));
   if (is_outside(params, s)) (kOfKeys ? s.queries : s.keys) = 0;
-  if (params.is_few(s.queries, s.keys)) return;  // in packed calls
   const int all = ((kOfKeys ? s.keys : s.queries) + kRows - 1) / kRows;
   for (int tile = kOfKeys ? place.tile : tiles - 1 - place.tile; tile < all; tile += tiles) {
     run(s, head, tile * kRows, place.part);
