@@ -827,6 +827,27 @@ def test_packed_sequences(tier, dtype, generator):
     assert lse[:, :2].eq(-torch.inf).all() and lse[:, 171:].eq(-torch.inf).all()
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
+@each_tier
+def test_many_keys_without_queries(tier, dtype, generator):
+    """Keys of a sequence without queries, and outside every sequence, have gradients of zero."""
+    if not takes_type(tier, dtype):
+        pytest.skip("the tier does not take it")
+    device = "cpu" if tier == "cpu" else "cuda"
+    at_q, at_k = [0, 5, 5, 10], [300, 350, 700, 750]
+    cu_q, cu_k = (torch.tensor(c, dtype=torch.int32, device=device) for c in (at_q, at_k))
+    q = randn(generator, 10, 4, 64, dtype=dtype).requires_grad_()
+    k, v = (randn(generator, 1050, 2, 64, dtype=dtype).requires_grad_() for _ in range(2))
+    with forced("auto" if tier == "cpu" else tier), unwritten_is_nan(device, k.numel() * 2):
+        out = fn.flash_attention_varlen(q, k, v, cu_q, cu_k, 5, 350)
+        gradients = torch.autograd.grad(out, (k, v), torch.ones_like(out))
+    seen = torch.zeros(1050, dtype=torch.bool, device=device)
+    seen[300:350] = seen[700:750] = True
+    for gradient in gradients:
+        assert gradient[~seen].eq(0).all()
+        assert gradient[seen].isfinite().all() and gradient[seen].ne(0).any()
+
+
 def test_offsets_are_clamped(device, generator):
     """They are not looked at on the host: what is wrong reads no memory of others."""
     q, k, v = (randn(generator, 10, 2, 8) for _ in range(3))

@@ -45,7 +45,7 @@ struct AnyOutput {
   void* data;
   DType dtype;
 
-  // Writes them, each rounded once.
+  // Writes a thread's columns of a row, as AnyRows has them, each rounded once.
   template <typename A, int N>
   __device__ __forceinline__ void store(int64_t row, int col, int cols,
                                         const A (&values)[N]) const {

@@ -100,7 +100,7 @@ cudaError_t with_dtype(DType dtype, Launch launch) {
   return result;
 }
 
-// Calls launch(A{}) with the precision of sums of a call's dtype.
+// Calls launch(A{}) with the type that a call's sums have: double for fp64, else float.
 template <typename Launch>
 cudaError_t with_accumulator(DType dtype, Launch launch) {
   return dtype == DType::kFloat64 ? launch(double()) : launch(float());
